@@ -17,10 +17,14 @@ from serving_core.errors import ModelError
 from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.model_config import ModelConfig
 from serving_core.stored_tensors import FLOATS, StoredTensor, file_tensors
+from serving_core.text_parts import TEXT_ROOTS
 
 CONFIG_FILE: Final = "adapter_config.json"
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
 MOST_RANK: Final = 512
+PREFIX, MODEL = "base_model.model.", "model."  # of names of tensors: PEFT's, and a decoder's own before its layers
+# Before the layers, as PEFT names a model: with its head, without one, and with what sees pictures.
+ROOTS: Final = (MODEL, "", *(root for root, ours in TEXT_ROOTS.items() if ours == MODEL))
 DOWN, UP = "lora_A", "lora_B"  # the halves of an adapter, from the inputs to the rank and from there to the outputs
 
 _READ: Final = ("bias", "init_lora_weights", "lora_alpha", "peft_type", "r", "use_rslora")
@@ -42,8 +46,13 @@ class StoredAdapter:
     file: Path
     rank: int
     scale: float
-    projections: frozenset[str]  # that it changes, called as in the model's own checkpoint
+    projections: frozenset[str]  # that it changes, called as those of a decoder alone
+    root: str  # one of ROOTS
     num_elements: int
+
+    def tensor_name(self, projection: str, half: str) -> str:
+        """Of one half of what is added to a projection."""
+        return _tensor_name(self.root, projection, half)
 
     def digest(self) -> str:
         """SHA-256 of all that answers depend on: the scale, and the whole file. Raises ModelError."""
@@ -65,21 +74,17 @@ def adapter_facts(adapters: Iterable[StoredAdapter]) -> dict[str, str]:
     return {adapter_key(adapter.name): adapter.digest() for adapter in adapters}
 
 
-def tensor_name(projection: str, half: str) -> str:
-    """Of one half of what is added to a projection."""
-    return f"base_model.model.{projection}.{half}.weight"
-
-
 def _read(name: str, folder: Path, config: ModelConfig) -> StoredAdapter:
     fields, file = read_json_object(folder / CONFIG_FILE), folder / WEIGHTS_FILE
     rank, scale = _rank_and_scale(fields)
     if not file.is_file():
         raise ModelError(f"{folder} has no {WEIGHTS_FILE}; the weights of an adapter must be safetensors")
     shapes, stored = _shapes(config), file_tensors(file)
-    projections = _projections(file, stored, rank, shapes)
+    root = _root(stored)
+    projections = _projections(file, stored, root, rank, shapes)
     _check_layers(fields, projections, shapes)
     num_elements = sum(math.prod(tensor.shape) for tensor in stored.values())
-    return StoredAdapter(name, file, rank, scale, projections, num_elements)
+    return StoredAdapter(name, file, rank, scale, projections, root, num_elements)
 
 
 def _rank_and_scale(fields: JsonFields) -> tuple[int, float]:
@@ -121,11 +126,20 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return shapes
 
 
+def _tensor_name(root: str, projection: str, half: str) -> str:
+    return f"{PREFIX}{root}{projection.removeprefix(MODEL)}.{half}.weight"
+
+
+def _root(stored: Iterable[str]) -> str:
+    """Where the file has its layers; as in most models if it has none."""
+    return next((root for root in ROOTS for name in stored if name.startswith(f"{PREFIX}{root}layers.")), MODEL)
+
+
 def _projections(
-    file: Path, stored: Mapping[str, StoredTensor], rank: int, shapes: Mapping[str, tuple[int, int]]
+    file: Path, stored: Mapping[str, StoredTensor], root: str, rank: int, shapes: Mapping[str, tuple[int, int]]
 ) -> frozenset[str]:
     """Those that the file changes, with both halves."""
-    wanted = {tensor_name(projection, half): projection for projection in shapes for half in (DOWN, UP)}
+    wanted = {_tensor_name(root, projection, half): projection for projection in shapes for half in (DOWN, UP)}
     if unknown := sorted(stored.keys() - wanted.keys()):
         raise ModelError(f"{file} holds {unknown[0]:.200}, which is not LoRA of a projection in the model's layers")
     changed = frozenset(wanted[name] for name in stored)
@@ -133,8 +147,8 @@ def _projections(
         raise ModelError(f"{file} holds no tensors")
     for projection in sorted(changed):
         num_outputs, num_inputs = shapes[projection]
-        _check(file, stored, tensor_name(projection, DOWN), (rank, num_inputs))
-        _check(file, stored, tensor_name(projection, UP), (num_outputs, rank))
+        _check(file, stored, _tensor_name(root, projection, DOWN), (rank, num_inputs))
+        _check(file, stored, _tensor_name(root, projection, UP), (num_outputs, rank))
     return changed
 
 

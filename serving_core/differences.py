@@ -14,6 +14,7 @@ from serving_core.json_fields import JsonFields
 from serving_core.rope_config import FULL, SLIDING, Rope, read_rope, rope_kind, rotary_share
 
 SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"  # what becomes of gates, by the names of transformers
+SWISH: Final = "swish"  # another name of the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +161,10 @@ def _olmoe(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
 def _phi3(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
     if rope_kind(config) != "default":
         raise ModelError(f"rope type {rope_kind(config)!r} is not supported in Phi-3, where it may depend on the text")
-    rotary_dim = int(head_dim * rotary_share(config))
-    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+    if (share := rotary_share(config)) > 1:
+        raise ModelError(f"partial_rotary_factor {share:g} is not supported; it is at most 1")
+    rotary_dim = int(head_dim * share)
+    if not rotary_dim or rotary_dim % 2:
         raise ModelError(f"{rotary_dim} rotated elements of a head of {head_dim} are not supported; they form pairs")
     return Differences(is_fused=True, rotary_dim=None if rotary_dim == head_dim else rotary_dim)
 
@@ -207,17 +210,27 @@ LLAMAS_NAMES: Final = (  # that the native decoder reads of all models
     "vocab_size",
 )
 NAMES_WITHOUT_EFFECT: Final = (  # on what is computed: of training, of files, of transformers itself
+    "_attn_implementation_autoset",
     "_name_or_path",
     "attention_dropout",
     "auto_map",
     "cache_implementation",
+    "chunk_size_feed_forward",
     "embd_pdrop",
+    "id2label",
     "initializer_range",
+    "label2id",
     "model_max_length",
+    "output_attentions",
+    "output_hidden_states",
     "pad_token_id",
     "pretraining_tp",
+    "problem_type",
     "resid_pdrop",
+    "return_dict",
     "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
     "use_cache",
 )
 _GEMMA_DEFAULTS: Final = {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}

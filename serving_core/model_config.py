@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serving_core.differences import FAMILIES, SILU, Differences, check_names, eps_name, read_layer_types
+from serving_core.differences import FAMILIES, SILU, SWISH, Differences, check_names, eps_name, read_layer_types
 from serving_core.embedders import Embedder, read_embedder
 from serving_core.errors import ModelError
 from serving_core.experts import Experts
@@ -123,14 +123,8 @@ def read_model_config(folder: Path, model_impl: str = "auto", runner: str = "aut
     sources = [config]
     if (folder / "generation_config.json").exists():
         sources.insert(0, read_json_object(folder / "generation_config.json"))
-    is_native = architecture in MODEL_TYPES and (model_impl != TRANSFORMERS or architecture == FAKE_ARCHITECTURE)
-    try:
-        fields = _native_fields(said, architecture) if is_native else _foreign_fields(config)
-    except ModelError as error:
-        if family is None or model_impl != "auto" or is_headless:  # of which transformers computes none
-            raise
-        logger.info("%s is left to transformers: %s", architecture, error)
-        fields = _foreign_fields(config)
+    if architecture in MODEL_TYPES:
+        _refuse_both_ways(config)
     return ModelConfig(
         architecture=architecture,
         model_type=model_type,
@@ -141,19 +135,35 @@ def read_model_config(folder: Path, model_impl: str = "auto", runner: str = "aut
         eos_token_ids=_token_ids(sources, "eos_token_id", vocab_size),
         embedder=read_embedder(folder, config, runner, is_headless=is_headless),
         is_text_part=is_text_part,
-        **fields,
+        **_fields(config, said, architecture, model_impl, is_headless=is_headless),
     )
 
 
+def _fields(
+    config: JsonFields, said: JsonFields, architecture: str, model_impl: str, *, is_headless: bool
+) -> dict[str, Any]:
+    """As our decoder reads them; as transformers does, if there is none or it does not know all that is asked for."""
+    is_fake = architecture == FAKE_ARCHITECTURE
+    if architecture not in MODEL_TYPES or (model_impl == TRANSFORMERS and not is_fake):
+        return _foreign_fields(config)
+    try:
+        return _native_fields(said, architecture)
+    except ModelError as error:
+        is_ours_alone = is_fake or is_headless or config.raw("quantization_config") is not None
+        if model_impl != "auto" or is_ours_alone:
+            raise
+        logger.info("%s is left to transformers: %s", architecture, error)
+        return _foreign_fields(config)
+
+
 def _native_fields(config: JsonFields, architecture: str) -> dict[str, Any]:
-    _refuse_unsupported(config)
     num_heads, num_layers = config.integer("num_attention_heads"), _num_layers(config)
     head_dim = _head_dim(config, architecture, num_heads)
     differences = Differences()
     if architecture in FAMILIES:
         check_names(config, architecture)
         differences = FAMILIES[architecture].read(config, head_dim, num_layers)
-    if differences.activation == SILU and config.text("hidden_act", SILU) != SILU:
+    if differences.activation == SILU and config.text("hidden_act", SILU) not in (SILU, SWISH):
         raise ModelError(f"hidden_act {config.text('hidden_act')!r} is not supported; supported is {SILU}")
     if differences.rearranges and config.raw("quantization_config") is not None:
         raise ModelError(f"a quantization_config is not supported for {architecture}: its weights are rearranged")
@@ -193,8 +203,9 @@ def _has_qkv_bias(config: JsonFields, architecture: str) -> bool:
 def _foreign_fields(config: JsonFields) -> dict[str, Any]:
     if config.boolean("is_encoder_decoder", False):
         raise ModelError("an encoder-decoder is not supported: its cache is not keys and values of one text")
-    if config.raw("quantization_config") is not None:
-        raise ModelError("a quantization_config is not supported for models that transformers computes")
+    if (quantization := config.nested("quantization_config")) is not None:
+        method = quantization.raw("quant_method")
+        raise ModelError(f"weights quantized by {method!r:.80} are not supported for models that transformers computes")
     sizes = config.renamed(_OTHER_NAMES)
     num_heads, num_layers = sizes.integer("num_attention_heads"), _num_layers(sizes)
     hidden_size = sizes.integer("hidden_size")
@@ -278,7 +289,7 @@ def _with_head(name: str) -> str:
     return whole if name.endswith(HEADLESS_SUFFIX) and whole in MODEL_TYPES and whole != FAKE_ARCHITECTURE else name
 
 
-def _refuse_unsupported(config: JsonFields) -> None:
+def _refuse_both_ways(config: JsonFields) -> None:
     if not config.boolean("is_causal", True) or config.boolean("use_bidirectional_attention", False):
         raise ModelError("attention that goes both ways is not supported, and config.json asks for it")
 
@@ -318,7 +329,12 @@ def _sliding_windows(
     if architecture in ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM"):
         config = config.with_defaults({"sliding_window": DEFAULT_SLIDING_WINDOW})
         window = None if config.raw("sliding_window") is None else config.integer("sliding_window")
-        return (window,) * num_layers
+        slides = [window is not None] * num_layers
+        if architecture == "MistralForCausalLM":  # which with layer_types is transformers' Ministral
+            slides = read_layer_types(config, slides)
+        if any(slides) and window is None:
+            raise ModelError("layers of sliding_attention want a sliding_window")
+        return tuple(window if slide else None for slide in slides)
     if architecture == "Cohere2ForCausalLM":  # what rotates has a window
         window = config.integer("sliding_window")
         return tuple(None if layer in unrotated_layers else window for layer in range(num_layers))

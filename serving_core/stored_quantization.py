@@ -12,7 +12,12 @@ WHOLE: Final = -1  # as a group_size: one group of all inputs
 
 
 FP8: Final = "F8_E4M3"  # as safetensors files call it
-FP8_SCALES: Final = ("weight_scale", "weight_scale_inv", "input_scale")  # tensors beside fp8 weights
+FP8_SCALES: Final = (  # tensors beside fp8 weights
+    "weight_scale",
+    "weight_scale_inv",
+    "input_scale",
+    "activation_scale",  # what transformers calls the one before
+)
 MOST_BLOCK: Final = 2**16
 
 

@@ -8,7 +8,15 @@ from safetensors import SafetensorError, safe_open
 
 from serving_core.errors import ModelError
 from serving_core.gguf_weights import gguf_weights
-from serving_core.weight_files import INDEX_FILE, LENGTH_BYTES, is_gguf, read_header_bytes, weight_files, weight_map
+from serving_core.weight_files import (
+    INDEX_FILE,
+    LENGTH_BYTES,
+    index_of,
+    is_gguf,
+    read_header_bytes,
+    weight_files,
+    weight_map,
+)
 
 FLOATS: Final = ("F32", "F16", "BF16")
 
@@ -30,8 +38,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if is_gguf(folder):
         return {name: StoredTensor(tensor.shape, "F32") for name, tensor in gguf_weights(folder).tensors.items()}
     stored = {file.name: file_tensors(file) for file in weight_files(folder)}
-    if (folder / INDEX_FILE).exists():
-        for name, file_name in weight_map(folder / INDEX_FILE).items():
+    if (index := index_of(folder)) is not None:
+        for name, file_name in weight_map(index).items():
             if name not in stored[file_name]:
                 raise ModelError(f"{INDEX_FILE} says that {name} is in {file_name}, and it is not")
     return {name: tensor for tensors in stored.values() for name, tensor in tensors.items()}

@@ -17,10 +17,17 @@ def is_gguf(folder: Path) -> bool:
     return (folder / LINK).is_symlink()
 
 
+def index_of(folder: Path) -> Path | None:
+    """The index of a model folder; None where there is none, or a single file beside it: a model that is saved into one
+    file over several may leave their index behind."""
+    index = folder / INDEX_FILE
+    return index if index.exists() and not (folder / SINGLE_FILE).exists() else None
+
+
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, sorted: those of the index, or the single one. Raises ModelError."""
-    if (folder / INDEX_FILE).exists():
-        names = sorted(set(weight_map(folder / INDEX_FILE).values()))
+    """The safetensors files of a model folder, sorted: the single one, or those of the index. Raises ModelError."""
+    if (index := index_of(folder)) is not None:
+        names = sorted(set(weight_map(index).values()))
     elif (folder / SINGLE_FILE).exists():
         names = [SINGLE_FILE]
     else:

@@ -122,10 +122,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-_ALL = {**FAMILIES, "arcee": ("Arcee", _SIZES)}
+_ALL = {
+    **FAMILIES,
+    "arcee": ("Arcee", _SIZES),
+    "modernbert_decoder": ("ModernBertDecoder", {**_WHOLE_HEADS, "num_key_value_heads": 4, "local_attention": 26}),
+}
 WITHOUT_PLAN = ("gpt2", "gpt_bigcode", "opt")  # of transformers, to divide their weights
 HEAD_ALONE = ("gpt_oss",)  # is divided
 UNTRIED = "arcee"  # of which no test compares the answers at TP 1
+INITIALIZES = "modernbert_decoder"  # likewise, whose modules initialize what is in them
 
 
 class Refused(NamedTuple):

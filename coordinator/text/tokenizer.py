@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar, TypeVarTuple
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from coordinator.text.added_tokens import add_tokens, token_text
 from coordinator.text.chat_template import USUAL, ChatTemplate, Messages, RenderOptions
 from coordinator.text.detokenizer import Detokenizer, DetokenizerFactory
 from serving_core.errors import ModelError, RequestError
@@ -173,6 +174,7 @@ def read_tokenizer(
     config = _optional_json(folder / "tokenizer_config.json")
     sources = {DEFAULT: _text_of(Path(chat_template))} if chat_template else _template_sources(folder, config)
     special_tokens = _special_tokens(folder, config)
+    add_tokens(tokenizer, config, special_tokens.values())
     if embeds and config.raw("add_eos_token") is True:
         _add_at_end(tokenizer, special_tokens.get("eos_token", ""), path)
     info_json = _info_json(config, {**special_tokens, "chat_template": sources.get(DEFAULT)})
@@ -215,7 +217,7 @@ def _info_json(config: JsonFields, others: dict[str, Any]) -> str:
 
 def _special_tokens(folder: Path, config: JsonFields) -> dict[str, str]:
     others = _optional_json(folder / "special_tokens_map.json")
-    tokens = {name: _token_text(config.raw(name)) or _token_text(others.raw(name)) for name in SPECIAL_TOKEN_NAMES}
+    tokens = {name: token_text(config.raw(name)) or token_text(others.raw(name)) for name in SPECIAL_TOKEN_NAMES}
     return {name: token for name, token in tokens.items() if token is not None}
 
 
@@ -244,13 +246,6 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
-
-
-def _token_text(token: Any) -> str | None:
-    """A special token as the files write it: its text, or an object with its text as content."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
 
 
 def _optional_json(path: Path) -> JsonFields:

@@ -20,7 +20,15 @@ from serving_core.sharding import Extent, Shard
 
 EAGER: Final = "eager"  # transformers' own attention, step by step
 MOST_CHARACTERS: Final = 300
-UNCOMPUTABLE: Final = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)  # what models raise
+UNCOMPUTABLE: Final = (  # what models raise
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class ForeignDecoder:
@@ -45,8 +53,6 @@ class ForeignDecoder:
         asked = self._ask(device)
         if handover is not None:
             handover.is_on = True
-        self.is_staged: Final = handover is not None
-        """Whether other stages compute some of its layers."""
         self._is_divided: Final = _is_divided(asked, layout, shard)
         """Whether each rank's model asks for the attention of that rank's heads; else of all."""
         self.needs_portable: Final = any(call.is_unusual for call in asked)

@@ -1,5 +1,5 @@
 """How the ranks of a node divide a model of transformers: by its own tp_plan, which says of modules and parameters how
-they are divided. What it does not name, every rank computes whole.
+they are divided. What neither it nor we name, every rank computes whole.
 
 Divided parameters hold the rank's part alone; sums and gathers are hooks, over our own group.
 """
@@ -26,6 +26,10 @@ DIVIDED: Final = {
 }
 WHOLE: Final = ("embedding_rowwise", "mla_kv_a_proj", "replicated_with_grad_allreduce")  # on every rank
 SUMMED: Final = ("moe_tp_experts", "rowwise", "rowwise_split_input")  # outputs are parts of a sum
+BESIDE_PLANS: Final[Mapping[str, Mapping[str, str]]] = {  # what plans leave out, of attention that they divide
+    "CohereForCausalLM": {f"model.layers.*.self_attn.{name}.weight": "colwise" for name in ("q_norm", "k_norm")},
+    "Glm4MoeLiteForCausalLM": {"model.layers.*.self_attn.q_proj": "colwise"},
+}
 PACKED: Final = 2  # matrices, one below the other
 
 
@@ -56,6 +60,7 @@ def divide(model: Any, group: RankGroup, num_heads: int) -> dict[str, Cut]:
     name. Raises ModelError for a plan that asks for more than we can, or SettingsError for ranks whose parts would not
     be equal."""
     plan: Mapping[str, str] = model.tp_plan if group.size > 1 else {}
+    plan = plan and {**plan, **BESIDE_PLANS.get(type(model).__name__, {})}
     if plan and num_heads % group.size:
         raise SettingsError(
             f"--tensor-parallel-size {group.size}: transformers computes this model, and its {num_heads} KV heads "

@@ -109,6 +109,8 @@ def _attend(
         raise ModelError(f"{type(module).__name__} asks for a window of {sliding_window} under a mask of {window}")
     queries, keys, values = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(scaling, complex):  # the root of a negative number
+        raise ModelError(f"{type(module).__name__} asks for scores times {scaling}, which is not a real number")
     call = Call(layer, queries, keys, values, scaling, window, softcap, s_aux, expansion_of(module))
     return _step.get().attend(call).unsqueeze(0), None
 

@@ -25,12 +25,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.generic import ContextManagers
 from transformers.utils.logging import disable_progress_bar
 
-from engine.foreign.decoder import ForeignDecoder, in_a_line
+from engine.foreign.decoder import UNCOMPUTABLE, ForeignDecoder, in_a_line
 from engine.foreign.division import Cut, divide, leave_biases
 from engine.foreign.interface import NAME
 from engine.foreign.latent import keep_latents
 from engine.foreign.quantized import check_quantizable, quantize_model
 from engine.foreign.stages import keep_stage
+from engine.foreign.verification import check_staged
 from engine.model.checkpoint import Checkpoint, Part, whole_tensor
 from engine.model.weights import open_checkpoint
 from engine.parallel import RankGroup
@@ -45,16 +46,13 @@ from serving_core.stored_tensors import FLOATS
 logger = logging.getLogger(__name__)
 
 MOST_NAMES: Final = 3
-UNREADABLE: Final = (  # what transformers raises of a config.json
-    AttributeError,
+TAKEN_FOR: Final = {"MinistralForCausalLM": "MistralForCausalLM"}  # by transformers, where there are layer_types
+UNREADABLE: Final = (
+    *UNCOMPUTABLE,
     ImportError,
-    KeyError,
     OSError,
-    RuntimeError,
     StrictDataclassError,
-    TypeError,
-    ValueError,
-)
+)  # what transformers raises of a config.json
 
 
 def load_foreign(
@@ -72,6 +70,8 @@ def load_foreign(
     ranks that compute the same layers, `pipeline` leads to other stages, if there are any. Raises ModelError
     with one sentence for what transformers does not know, and where the model does not do what our attention and our
     cache can; SettingsError for ranks that cannot divide it."""
+    if pipeline is not None and settings.verify_model:
+        check_staged(config)
     disable_progress_bar()  # type: ignore[no-untyped-call]
     model = _build(
         _read_config(folder, config, settings.max_model_len or config.max_position_embeddings), config, dtype
@@ -87,7 +87,11 @@ def load_foreign(
     quantizes = settings.quantization != "none"
     if quantizes:
         check_quantizable(model, settings.quantization)
-    _fill(model, open_checkpoint(folder), names, cuts, dtype, device)
+    try:
+        _fill(model, open_checkpoint(folder), names, cuts, dtype, device)
+    except UNREADABLE as error:
+        raise ModelError(f"transformers cannot fill {config.architecture}: {in_a_line(error)}") from error
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     leave_biases(model, cuts, group.rank)
     model.train(False)
     num_bytes = quantize_model(model, settings.quantization) if quantizes else 0
@@ -138,7 +142,7 @@ def _check_rotation(theirs: PreTrainedConfig, max_model_len: int) -> None:
 
 def _class_of(theirs: PreTrainedConfig, architecture: str) -> Any:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(theirs), None)
-    if model_class is None or model_class.__name__ != architecture:
+    if model_class is None or architecture not in (model_class.__name__, TAKEN_FOR.get(model_class.__name__)):
         raise ModelError(f"transformers has no text decoder {architecture!r} for model_type {theirs.model_type!r}")
     if not model_class._supports_attention_backend:
         raise ModelError(f"{architecture} is not supported: it does its attention itself, past transformers' interface")
@@ -224,7 +228,6 @@ def _fill(
     if found.conversion_errors:
         raise ModelError(f"the weights of {_spell(sorted(found.conversion_errors))} cannot be converted")
     model._finalize_model_loading(model, load_config, found)
-    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _spell(names: list[str]) -> str:

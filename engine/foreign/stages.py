@@ -55,19 +55,24 @@ def keep_stage(model: Any, shard: Shard) -> None:
     """Takes from a model on the meta device what other stages compute. Raises ModelError for one that cannot be
     divided so."""
     layers = _layers(model, shard.layers.total)
-    for number, layer in enumerate(layers):
-        if number not in shard.layers.held:
-            _empty(layer, _pass_on)
+    emptied = [layer for number, layer in enumerate(layers) if number not in shard.layers.held]
+    for layer in emptied:
+        _empty(layer, _pass_on)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None:
         raise ModelError(f"{type(model).__name__} cannot be divided into stages: it names no head")
     if not shard.is_last:
         _empty(head, _pass_on)
+        emptied.append(head)
     inside = set(layers.modules())
     for module in model.modules():
         is_wanted = shard.is_first or (shard.is_last and module is embedding and model.all_tied_weights_keys)
         if isinstance(module, nn.Embedding) and module not in inside and not is_wanted:
             _empty(module, _Zeros(module.embedding_dim, model.dtype))
+            emptied.append(module)
+    for module in model.modules():  # some initialize what is in them
+        if set(module.children()) & set(emptied) and not (module._parameters or module._buffers):
+            module._is_hf_initialized = True
     kept = model.state_dict().keys()
     tied = model.all_tied_weights_keys
     model.all_tied_weights_keys = {name: source for name, source in tied.items() if {name, source} <= kept}

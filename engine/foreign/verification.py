@@ -32,16 +32,21 @@ COARSE_DIFFERENCE: Final = 0.1  # in 16 bits
 QUANTIZED_DIFFERENCE: Final = 0.25  # with keys and values in 8 bits
 
 
+def check_staged(config: ModelConfig) -> None:
+    """To be called before anything is loaded. Raises ModelError for what no test tries in stages, where nothing can be
+    compared."""
+    if not _is_tried(config):
+        raise ModelError(f"{config.architecture} was not tried in stages; --no-verify-model serves it nevertheless")
+
+
 @torch.inference_mode()
 def check_model(
     model: ForeignDecoder, attention: Attention, group: RankGroup, config: ModelConfig, max_model_len: int
 ) -> None:
     """To be called on all ranks, before anything is in the pool. Raises ModelError where the two differ. Does nothing
     for what the tests try: architectures in one version of transformers."""
-    if config.architecture in TRIED and transformers.__version__ == TRIED_WITH:
+    if _is_tried(config):
         return
-    if model.is_staged:
-        raise ModelError(f"{config.architecture} was not tried in stages; --no-verify-model serves it nevertheless")
     layout = attention.pool.layout
     most_tokens = attention.pool.num_blocks // 2 * layout.block_size
     token_ids = [(31 * at + at * at) % config.vocab_size for at in range(min(NUM_TOKENS, max_model_len, most_tokens))]
@@ -58,6 +63,10 @@ def check_model(
     if said:
         raise ModelError(f"{config.architecture} {said[0]}; --no-verify-model serves it nevertheless")
     logger.info("%s agrees here with transformers' own attention", config.architecture)
+
+
+def _is_tried(config: ModelConfig) -> bool:
+    return config.architecture in TRIED and transformers.__version__ == TRIED_WITH
 
 
 def _in_parts(model: ForeignDecoder, attention: Attention, token_ids: list[int]) -> torch.Tensor | None:

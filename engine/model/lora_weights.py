@@ -9,7 +9,7 @@ from engine.model.layers import Linear
 from engine.model.llama import LlamaDecoder
 from engine.model.lora import Delta
 from engine.model.weights import in_checkpoint
-from serving_core.adapters import DOWN, UP, StoredAdapter, tensor_name
+from serving_core.adapters import DOWN, UP, StoredAdapter
 from serving_core.errors import ModelError
 from serving_core.sharding import Extent, whole
 
@@ -52,8 +52,8 @@ def _delta(
             continue
         place = changed.index(name) * rank.total
         ranks = slice(place, place + rank.total)
-        down[ranks] = checkpoint.read_all(Part(tensor_name(name, DOWN), (rank, inputs)))
-        exact = checkpoint.read_all(Part(tensor_name(name, UP), (outputs, rank))).double()
+        down[ranks] = checkpoint.read_all(Part(adapter.tensor_name(name, DOWN), (rank, inputs)))
+        exact = checkpoint.read_all(Part(adapter.tensor_name(name, UP), (outputs, rank))).double()
         up[rows, ranks] = exact.mul_(adapter.scale).to(dtype)  # rounded once
     if not (down.isfinite().all() and up.isfinite().all()):
         kind = str(dtype).removeprefix("torch.")

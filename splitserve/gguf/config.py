@@ -57,11 +57,18 @@ NEUTRAL: Final = {  # served where they say this
 POOLING: Final = "pooling_type"
 POOLINGS: Final = {1: "mean_tokens", 3: "lasttoken"}  # llama.cpp's numbers of what sentence-transformers calls so
 ENDINGS: Final = ("eos", "eot", "eom")  # of a text, a turn, a message to a tool
-TURN_ENDINGS: Final = (
+MORE_ENDINGS: Final = (
     "<|eot_id|>",
+    "<|eom_id|>",
     "<|im_end|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
     "<end_of_turn>",
-)  # end an answer whether or not the file says so, as in llama.cpp
+    "<end_of_utterance>",
+    "<EOT>",
+    "_<EOT>",
+)  # end an answer whether or not the file says so, as in llama.cpp, but for those that may be text, such as </s>
 SAMPLING: Final = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -122,7 +129,7 @@ def generation_config_of(metadata: Mapping[str, Any], where: str) -> dict[str, A
         sampling["top_k"] = int(sampling["top_k"])
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ENDINGS]
     ids = [fields.integer(key, minimum=0) for key in keys if key in fields]
-    ids += [token_id for token_id, token in enumerate(metadata["tokenizer.ggml.tokens"]) if token in TURN_ENDINGS]
+    ids += [token_id for token_id, token in enumerate(metadata["tokenizer.ggml.tokens"]) if token in MORE_ENDINGS]
     return {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": list(dict.fromkeys(ids)),

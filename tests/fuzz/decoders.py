@@ -397,7 +397,7 @@ def safetensors_header(data: bytes) -> None:
 @refuses(ModelError)
 def safetensors_index(data: bytes) -> None:
     """Beside a file with the tensor `a`."""
-    with _file(SINGLE_FILE, save({"a": np.zeros(1, np.float32)})), _file(INDEX_FILE, data) as path:
+    with _file("one.safetensors", save({"a": np.zeros(1, np.float32)})), _file(INDEX_FILE, data) as path:
         stored_tensors(path.parent)
 
 

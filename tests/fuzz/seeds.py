@@ -68,5 +68,5 @@ SEEDS: Final[dict[str, Callable[[], Iterator[bytes]]]] = {
     "messages_body": bodies({"model": "m", "messages": MESSAGES, "max_tokens": 5}),
     "batch_body": bodies({"model": "m", "messages": [MESSAGES, MESSAGES]}),
     "tokenize_body": bodies({"model": "m", "prompt": "hello"}, {"model": "m", "messages": MESSAGES}),
-    "safetensors_index": bodies({"weight_map": {"a": "model.safetensors"}}),
+    "safetensors_index": bodies({"weight_map": {"a": "one.safetensors"}}),
 }

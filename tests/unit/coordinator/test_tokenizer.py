@@ -21,7 +21,7 @@ from coordinator.text.tokenizer import (
     read_tokenizer,
 )
 from serving_core.errors import ModelError, RequestError
-from tests.tiny_models import ASSISTANT, BOS, EOS, write_tokenizer
+from tests.tiny_models import ASSISTANT, BOS, EOS, VOCAB_SIZE, write_tokenizer
 
 MESSAGES = [
     {"role": "system", "content": 'You are <kind> & "quoted".\n'},
@@ -132,7 +132,8 @@ def test_who_stops_waiting_leaves_the_queue_and_the_others_keep_their_order(fold
         ("<|bos|> $A", {"add_eos_token": True}, True, [BOS, 97, EOS], 1),
         ("$A <|eos|>", {"add_eos_token": True}, True, [97, EOS], 1),
         ("<|bos|> $A <|eos|> <|eos|>", {}, False, [BOS, 97, EOS, EOS], 2),
-        (None, {"add_eos_token": True, "eos_token": "of no vocabulary"}, True, [97], 0),
+        (None, {"add_eos_token": True, "eos_token": None}, True, [97], 0),
+        (None, {"add_eos_token": True, "eos_token": "of no vocabulary"}, True, [97, VOCAB_SIZE], 1),
     ],
 )
 def test_texts_to_be_embedded_end_as_the_folder_says(folder, template, changes, embeds, expected, num_end_tokens):

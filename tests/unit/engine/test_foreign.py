@@ -104,6 +104,25 @@ def test_native_where_there_is_a_native_model(tmp_path):
     assert foreign.description["model_impl"] == f"transformers {transformers.__version__}"
 
 
+def test_windows_that_alternate_in_a_mistral(tmp_path):
+    """Which transformers takes for its Ministral, of other answers."""
+    folder = write_foreign_model(tmp_path, "mistral")
+    before = generated(folder, PROMPTS, NUM_TOKENS)
+    expected = generated(rewrite(folder, layer_types=FAMILIES["ministral"][1]["layer_types"]), PROMPTS, NUM_TOKENS)
+    assert expected != before
+    for model_impl in ("native", "transformers"):
+        assert answers(load(folder, model_impl=model_impl), chunk_tokens=19) == expected
+
+
+@pytest.mark.parametrize("rope_type", ["default", "dynamic"])
+def test_a_llama_that_our_decoder_does_not_know(rope_type, tmp_path):
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, **({} if rope_type == "default" else {"factor": 2.0})}
+    folder = write_foreign_model(tmp_path, "llama", rope_parameters=rope)  # with gelu
+    engine = load(folder)
+    assert engine.config.is_foreign
+    assert answers(engine, chunk_tokens=19) == generated(folder, PROMPTS, NUM_TOKENS)
+
+
 @pytest.mark.parametrize("family", DESCRIBED)
 def test_our_decoder_answers_as_transformers(family, tmp_path, monkeypatch):
     """With compiled kernels and without."""

@@ -12,13 +12,10 @@ from tests.unit.serving_node.rank_process import run_ranks
 ONE_KV_HEAD = ("gpt_bigcode", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # or latent, which both ranks hold
 
 
-@pytest.fixture(scope="module")
-def sampled(tmp_path_factory):
-    """All cases, run once on two ranks: folders, what was sampled, and what each rank says of itself."""
-    root = tmp_path_factory.mktemp("models")
-    folders = {family: write_foreign_model(root / family, family) for family in (*FAMILIES, UNTRIED)}
+def run(root, folders):
+    """What two ranks sample of each model, and what each rank says of itself."""
     cases = {
-        family: {
+        name: {
             "settings": {
                 "model": str(folder),
                 "model_impl": "transformers",
@@ -30,10 +27,17 @@ def sampled(tmp_path_factory):
             "sampling": {"max_tokens": NUM_TOKENS},
             "chunk_tokens": 19,
         }
-        for family, folder in folders.items()
+        for name, folder in folders.items()
     }
-    answers, facts = run_ranks(root, 2, cases)
-    return folders, answers, facts
+    return run_ranks(root, 2, cases)
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """All families, run once."""
+    root = tmp_path_factory.mktemp("models")
+    folders = {family: write_foreign_model(root / family, family) for family in (*FAMILIES, UNTRIED)}
+    return folders, *run(root, folders)
 
 
 @pytest.mark.long
@@ -55,6 +59,17 @@ def test_ranks_hold_their_part(family, sampled):
     for rank in facts:
         assert (rank[family]["kv_pool_bytes"] == whole.kv_pool_bytes) == (family in ONE_KV_HEAD)
         assert (rank[family]["weight_bytes"] == whole.weight_bytes) == (family in WITHOUT_PLAN)
+
+
+@pytest.mark.long
+def test_what_plans_of_transformers_leave_out_is_divided_too(tmp_path):
+    """Norms of each head of Command R+, and queries that are made without a lower rank."""
+    given = {"cohere": {"use_qk_norm": True}, "glm4_moe_lite": {"q_lora_rank": None}}
+    folders = {family: write_foreign_model(tmp_path / family, family, **fields) for family, fields in given.items()}
+    answers, _ = run(tmp_path, folders)
+    for family, folder in folders.items():
+        found = [[token["token_id"] for token in answer] for answer in answers[family]]
+        assert found == generated(folder, PROMPTS, NUM_TOKENS)
 
 
 def test_kv_heads_that_are_not_divided_equally_are_refused(tmp_path):

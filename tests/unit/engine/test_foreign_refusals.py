@@ -38,6 +38,7 @@ def retensor(folder, change):
     return folder
 
 
+ORIGINAL = "original_max_position_embeddings"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -90,6 +91,13 @@ def test_configs_that_transformers_reads_otherwise(fields, sentence, tmp_path):
         ("gemma2", {"hidden_activation": 3}),
         ("gemma2", {"vocab_size": 2**31 - 1}),
         ("gemma2", {"hidden_size": 2**31 - 1}),
+        ("gemma2", {"query_pre_attn_scalar": 0}),
+        ("gemma2", {"query_pre_attn_scalar": -1}),
+        ("starcoder2", {"pad_token_id": 10**6}),
+        ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1e308}}),
+        ("deepseek_v3", {"n_group": 0}),
+        ("qwen3_moe", {"decoder_sparse_step": 0}),
+        ("starcoder2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, ORIGINAL: 0}}),
         ("mixtral", {"num_local_experts": 10**9}),
         ("mixtral", {"num_experts_per_tok": 100}),
         ("gpt2", {"n_inner": -1}),

@@ -6,7 +6,7 @@ import pytest
 
 from engine.engine import Engine
 from serving_core.settings import EngineSettings
-from tests.foreign_models import FAMILIES, UNTRIED, generated, write_foreign_model
+from tests.foreign_models import FAMILIES, INITIALIZES, UNTRIED, generated, write_foreign_model
 from tests.unit.engine.test_foreign import NUM_TOKENS, PROMPTS, rounded
 from tests.unit.serving_node.rank_process import TIMEOUT_S, rank_processes, run_ranks
 
@@ -91,8 +91,15 @@ def test_two_stages_of_two_ranks_with_quantized_weights(tmp_path):
 
 
 @pytest.mark.long
-def test_stages_of_what_no_test_tries_are_refused(tmp_path):
-    (tmp_path / "cases.json").write_text(json.dumps({"case": case(write_foreign_model(tmp_path / "model", UNTRIED))}))
+def test_stages_of_a_model_whose_modules_initialize_what_is_in_them(tmp_path):
+    Staged(tmp_path, {"model": (INITIALIZES, {})}, verify_model=False).check("model")
+
+
+@pytest.mark.long
+def test_stages_of_what_no_test_tries_are_refused_before_anything_is_loaded(tmp_path):
+    folder = write_foreign_model(tmp_path / "model", UNTRIED)
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    (tmp_path / "cases.json").write_text(json.dumps({"case": case(folder)}))
     with rank_processes(2, "tests.unit.serving_node.rank_process", tmp_path, "cpu") as processes:
         outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
     for output in outputs:

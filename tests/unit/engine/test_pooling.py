@@ -9,6 +9,7 @@ from engine.engine import Engine
 from serving_core.errors import ModelError, SettingsError
 from serving_core.requests import LAST, MEAN, Pooling, Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
+from tests.lora_adapters import write_adapter, write_merged
 from tests.tiny_models import write_fake_model, write_tiny_embedder, write_tiny_model
 
 TEXTS = [[5, 80, 11, 250, 7, 7, 42, 200, 9], [3, 100], [17] * 4]
@@ -19,10 +20,11 @@ def engine_of(folder, **settings):
     return Engine(EngineSettings(model=str(folder), dtype="float32", block_size=4, num_kv_blocks=64, **settings))
 
 
-def embedded(engine, texts, pooling, chunk_tokens=100, runs=1):
+def embedded(engine, texts, pooling, chunk_tokens=100, runs=1, adapter=""):
     """The embeddings of texts that are read beside each other in chunks; again and again, as one that gave way is."""
     requests = [
-        Request(str(index), 0, list(text), len(text), NO_ANSWER, pooling=pooling) for index, text in enumerate(texts)
+        Request(str(index), 0, list(text), len(text), NO_ANSWER, pooling=pooling, adapter=adapter)
+        for index, text in enumerate(texts)
     ]
     found = {}
     for start in [*range(0, max(map(len, texts)), chunk_tokens)] * runs:
@@ -74,6 +76,17 @@ def test_a_model_with_a_head_embeds_without_it(tmp_path):
     assert engine.weight_bytes < engine_of(folder).weight_bytes
     [found] = embedded(engine, TEXTS[:1], Pooling(LAST, normalizes=False))
     assert found == pytest.approx(by_hand(folder, TEXTS[:1], LAST)[0], abs=1e-5)
+
+
+def test_an_adapter_of_a_model_without_a_head_changes_its_embeddings(tmp_path):
+    """PEFT calls layers as transformers does there."""
+    folder = write_tiny_embedder(tmp_path / "tiny")
+    written = write_adapter(tmp_path / "adapter", folder, seed=1)
+    merged = write_merged(tmp_path / "merged", folder, written)
+    engine = engine_of(folder, lora=(f"a={written}",))
+    [found] = embedded(engine, TEXTS[:1], Pooling(LAST, normalizes=False), adapter="a")
+    assert found == pytest.approx(by_hand(merged, TEXTS[:1], LAST)[0], abs=1e-4)
+    assert found != pytest.approx(by_hand(folder, TEXTS[:1], LAST)[0], abs=0.1)
 
 
 def test_what_gave_way_is_pooled_anew(tmp_path):

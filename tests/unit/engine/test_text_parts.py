@@ -13,6 +13,7 @@ from serving_core.model_config import read_model_config
 from serving_core.needs import needs_of
 from serving_core.settings import EngineSettings
 from serving_core.text_parts import text_names
+from tests.lora_adapters import WEIGHTS, write_adapter, write_merged
 from tests.tiny_models import BOS, EOS, VOCAB_SIZE, write_tokenizer
 from tests.toy_scheduler import greedy, run_all
 
@@ -177,3 +178,17 @@ def test_a_tensor_of_neither_is_refused(make):
     save_file({**tensors, "audio_tower.weight": torch.zeros(2)}, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"the weights hold audio_tower\.weight, which the model has no use for"):
         Engine(settings(folder))
+
+
+@pytest.mark.parametrize("root", ["model.language_model.", "language_model.model."])
+def test_an_adapter_of_the_whole_model_changes_its_text(make, tmp_path, root):
+    """PEFT calls layers as transformers does, or did."""
+    folder = make("Gemma3", tie_word_embeddings=True)
+    written = write_adapter(tmp_path / "adapter", folder, seed=1)
+    expected = answers_of_the_whole(write_merged(tmp_path / "merged", folder, written), "Gemma3")
+    file = written / WEIGHTS
+    names = {name: name.replace("language_model.model.", root) for name in load_file(file) if "vision" not in name}
+    save_file({names[name]: tensor for name, tensor in load_file(file).items() if name in names}, file)
+    engine = Engine(settings(folder, lora=(f"a={written}",)))
+    runs = run_all(engine, PROMPTS, greedy(NUM_TOKENS, ignore_eos=True), adapters=["a"] * len(PROMPTS))
+    assert [[token.token_id for token in run] for run in runs] == expected != answers_of_the_whole(folder, "Gemma3")

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from engine.engine import Engine
@@ -44,6 +45,20 @@ def test_shards_hold_the_same_model(tmp_path):
     assert len(list(sharded.glob("*.safetensors"))) > 2
     answers = [run_all(load(folder), [[1, 2, 3]], greedy(12)) for folder in (single, sharded)]
     assert answers[0] == answers[1]
+
+
+def test_one_file_saved_over_several_is_the_model(tmp_path):
+    """Which leaves their index, and sometimes them; transformers reads the one file, too."""
+    folder = write_tiny_model(tmp_path / "both", seed=4, max_shard_size="60KB")
+    single = write_tiny_model(tmp_path / "single", seed=5) / "model.safetensors"
+    (folder / "model.safetensors").write_bytes(single.read_bytes())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).model.norm.weight
+    assert torch.equal(theirs, load_file(single)["model.norm.weight"])
+    expected = run_all(load(single.parent), [[1, 2, 3]], greedy(12))
+    assert run_all(load(folder), [[1, 2, 3]], greedy(12)) == expected
+    for shard in folder.glob("model-*.safetensors"):
+        shard.unlink()
+    assert run_all(load(folder), [[1, 2, 3]], greedy(12)) == expected
 
 
 def test_missing_tensor(edit):
@@ -126,6 +141,7 @@ def test_truncated_file(tmp_path, keep):
 )
 def test_broken_index(tmp_path, index, sentence):
     folder = write_tiny_model(tmp_path)
+    (folder / "model.safetensors").rename(folder / "one.safetensors")
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ModelError, match=sentence):
         load(folder)

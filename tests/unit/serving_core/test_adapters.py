@@ -95,6 +95,18 @@ def test_what_is_read_of_an_adapter(model, folder):
     assert read(model, folder).scale == 2.0
 
 
+@pytest.mark.parametrize("root", ["", "model.language_model.", "language_model.model."])
+def test_layers_have_other_names_in_models_without_a_head_or_with_pictures(model, folder, root):
+    before = read(model, folder).projections
+    other = f"base_model.model.{root}layers"
+    renamed = {name.replace(LAYERS, other): tensor for name, tensor in tensors().items()}
+    write(folder, renamed)
+    assert read(model, folder).projections == before
+    write(folder, {**renamed, f"{LAYERS}.0.{LAST}": np.ones((6, 2), np.float32)})
+    with pytest.raises(ModelError, match="which is not LoRA of a projection in the model's layers"):
+        read(model, folder)
+
+
 def test_its_digest_stands_for_its_content(model, folder):
     def digest(**fields):
         write(folder, **fields)

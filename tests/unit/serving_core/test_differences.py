@@ -187,7 +187,6 @@ def test_which_layers_of_smollm3_rotate_and_slide(fields, unrotated, windows, re
         ("gemma", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
         ("gemma", {"hidden_activation": "gelu"}, r"does not know hidden_activation \('gelu'\)"),
         ("gemma", {"final_logit_softcapping": 30.0}, "does not know final_logit_softcapping"),
-        ("gemma", {"use_bidirectional_attention": True}, "attention that goes both ways is not supported"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
         ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping .* must be above 0"),
         ("gemma2", {"sliding_window": None}, "sliding_window is missing"),
@@ -196,12 +195,12 @@ def test_which_layers_of_smollm3_rotate_and_slide(fields, unrotated, windows, re
         ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "rope_theta in rope_parameters .* is not supported"),
         ("gemma3_text", {"rope_scaling": LINEAR, "rope_parameters": BY_TYPE}, "together are not supported"),
         ("gemma3_text", {"rope_scaling": YARN}, "rope type 'yarn' is not supported for layers of one type"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "attention that goes both ways is not supported"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier .* must be above 0"),
         ("granite", {"rope_parameters": {**YARN, "rope_type": "dynamic"}}, "rope type 'dynamic' is not supported"),
         ("olmo2", {"mlp_bias": True}, "does not know mlp_bias"),
         ("phi3", {"rope_scaling": YARN}, "rope type 'yarn' is not supported in Phi-3"),
         ("phi3", {"partial_rotary_factor": 0.45}, "5 rotated elements of a head of 12 are not supported"),
+        ("phi3", {"partial_rotary_factor": 1e308}, r"partial_rotary_factor 1e\+308 is not supported; it is at most 1"),
         ("phi3", {"attention_bias": True}, "does not know attention_bias"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers .* must be a list of 3 times 0 or 1"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 3, "sliding_window": 7}, "want use_sliding_window"),
@@ -216,7 +215,27 @@ def test_what_is_not_described_is_left_to_transformers(model_type, fields, sente
         read(config, model_impl="native")
 
 
-@pytest.mark.parametrize("fields", [{"clip_qkv": None}, {"clip_qkv": False}, {"use_cache": True, "auto_map": {}}])
+@pytest.mark.parametrize("model_type", ["gemma", "gemma3_text"])
+def test_attention_that_goes_both_ways_is_left_to_nobody(model_type, read):
+    with pytest.raises(ModelError, match="attention that goes both ways is not supported"):
+        read({**CONFIGS[model_type], "use_bidirectional_attention": True})
+
+
+BASE = transformers.PreTrainedConfig(
+    num_labels=2, return_dict=True, chunk_size_feed_forward=2, problem_type="regression"
+)
+LABELS = {"id2label": {"0": "no", "1": "yes"}, "label2id": {"no": 0, "yes": 1}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"clip_qkv": None},
+        {"clip_qkv": False},
+        {"use_cache": True, "auto_map": {}},
+        BASE.to_dict() | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]} | LABELS,
+    ],
+)
 def test_what_is_off_or_without_effect_is_no_hindrance(fields, read):
     assert not read({**CONFIGS["olmo2"], **fields}).is_foreign
 

@@ -26,6 +26,7 @@ LLAMA = {
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [1.0, 2.0], "attention_factor": 1.0}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
@@ -84,6 +85,8 @@ def test_biases_and_norms_of_each_family(read, config, biases_and_norm):
     [
         ({**MISTRAL, "sliding_window": 7}, (7, 7, 7)),
         ({**MISTRAL, "sliding_window": None}, (None, None, None)),
+        ({**MISTRAL, "sliding_window": 7, "layer_types": MIXED}, (7, None, 7)),
+        ({**MISTRAL, "sliding_window": None, "layer_types": ["full_attention"] * 3}, (None, None, None)),
         ({**QWEN2, "sliding_window": 7}, (None, None, None)),
         ({**QWEN2, "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1}, (None, 7, 7)),
         ({**QWEN3, "sliding_window": None, "use_sliding_window": True}, (None, None, None)),
@@ -92,7 +95,7 @@ def test_biases_and_norms_of_each_family(read, config, biases_and_norm):
                 **QWEN3,
                 "sliding_window": 7,
                 "use_sliding_window": True,
-                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "layer_types": MIXED,
             },
             (7, None, 7),
         ),
@@ -232,6 +235,28 @@ def test_custom_code_is_ignored_not_run(read, tmp_path):
 )
 def test_refusals_name_the_thing(read, changes, sentence):
     with pytest.raises(ModelError, match=sentence):
+        read({**LLAMA, **changes}, model_impl="native")
+
+
+@pytest.mark.parametrize("given", [LLAMA, MISTRAL, QWEN2, QWEN3])
+def test_what_our_decoder_does_not_know_is_left_to_transformers(read, given):
+    dynamic = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    for fields in ({"hidden_act": "gelu"}, dynamic):
+        assert read({**given, **fields}).is_foreign
+    assert not read({**given, "hidden_act": "swish"}).is_foreign  # another name of silu
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quant_method 'mxfp4' of a quantization_config"),
+        ({"quantization_config": {"quant_method": "fp8"}, "hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"is_causal": False}, "attention that goes both ways"),
+        ({"architectures": ["LlamaModel"], "hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    ],
+)
+def test_what_transformers_would_not_compute_either_is_refused_by_us(read, changes, sentence):
+    with pytest.raises(ModelError, match=sentence):
         read({**LLAMA, **changes})
 
 
@@ -247,7 +272,12 @@ def test_refusals_name_the_thing(read, changes, sentence):
 )
 def test_refused_layer_types(read, changes, sentence):
     with pytest.raises(ModelError, match=sentence):
-        read({**QWEN2, "use_sliding_window": True, "sliding_window": 7, **changes})
+        read({**QWEN2, "use_sliding_window": True, "sliding_window": 7, **changes}, model_impl="native")
+
+
+def test_a_layer_with_a_window_of_no_width(read):
+    with pytest.raises(ModelError, match="layers of sliding_attention want a sliding_window"):
+        read({**MISTRAL, "sliding_window": None, "layer_types": MIXED}, model_impl="native")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\udcff", "[" * 100_000])
@@ -307,7 +337,10 @@ def test_native_and_foreign_by_name(read):
     ("changes", "sentence"),
     [
         ({"is_encoder_decoder": True}, "an encoder-decoder is not supported"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "a quantization_config is not supported for models that"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "weights quantized by 'mxfp4' are not supported for models that",
+        ),
         ({"num_attention_heads": None}, "num_attention_heads is missing"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers .* must be at most 1024"),
         ({"num_key_value_heads": 3}, r"num_key_value_heads .* must be a divisor of num_attention_heads \(4\)"),

@@ -47,6 +47,7 @@ FP8 = {
     "block": compressed(scheme("float", "block", block_structure=list(BLOCK)), None, "float-quantized"),
     "inverse": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)},
     "one": {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+    "static": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},  # of transformers
 }
 
 
@@ -60,7 +61,7 @@ def as_bytes(weight):
 def as_fp8(weight, kind):
     """The scales of numbers of at most 448, and what these stand for."""
     rows, columns = (np.arange(size) // step for size, step in zip(weight.shape, BLOCK, strict=True))
-    if kind in ("channel", "tensor", "one"):
+    if kind in ("channel", "tensor", "one", "static"):
         rows = np.arange(len(weight)) if kind == "channel" else rows * 0
         columns = columns * 0
     scales = np.zeros((rows.max() + 1, columns.max() + 1), np.float32)
@@ -70,11 +71,11 @@ def as_fp8(weight, kind):
     spread = scales[rows][:, columns]
     numbers = torch.from_numpy(weight / spread).to(torch.float8_e4m3fn)
     stored = torch.from_numpy(scales)
-    if kind in ("tensor", "one"):
+    if kind in ("tensor", "one", "static"):
         stored = stored.reshape(1) if kind == "tensor" else stored.reshape(())
-    tensors = {"weight": numbers, "weight_scale_inv" if kind == "inverse" else "weight_scale": stored}
-    if kind in ("tensor", "one"):
-        tensors["input_scale"] = torch.tensor([0.5])
+    tensors = {"weight": numbers, "weight_scale_inv" if kind in ("inverse", "static") else "weight_scale": stored}
+    if kind in ("tensor", "one", "static"):
+        tensors["activation_scale" if kind == "static" else "input_scale"] = torch.tensor([0.5])
     return tensors, numbers.float().numpy() * spread
 
 

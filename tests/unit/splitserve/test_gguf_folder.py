@@ -231,8 +231,9 @@ def test_defaults_template_and_endings_come_along(make, tmp_path):
     assert json.loads((given / "generation_config.json").read_text())["temperature"] == 0.1
 
 
-def test_tokens_that_end_turns_end_answers(make):
-    tokens = [*TOKENS[:-1], "<|im_end|>"]
+@pytest.mark.parametrize("name", ["<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<|eom_id|>", "<EOT>"])
+def test_tokens_that_end_turns_end_answers(name, make):
+    tokens = [*TOKENS[:-1], name]
     folder = make(said={"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": ["h e"]})
     assert read_model_config(folder).eos_token_ids == (EOS, len(tokens) - 1)
 
