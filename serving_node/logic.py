@@ -264,6 +264,7 @@ class NodeLogic:
         """Another node has given the first token of what this one writes, or wrote."""
         resident = self._residents.find(attempt)
         if resident is not None:
+            resident.has_first_token = True
             resident.note_begun(now)
 
     def _cancel(self, attempt: fleet_pb2.Attempt) -> None:
@@ -471,6 +472,10 @@ class NodeLogic:
             self._borrowings.granted(epoch, ticket)
         else:
             self._hand_overs.granted(epoch, ticket)
+
+    def coming(self, epoch: int) -> None:
+        """The sender of a `Receive` or a `Borrow` has begun."""
+        self._hand_overs.coming(epoch)
 
     def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
         """A `Receive` or a `Borrow` is over."""
