@@ -135,13 +135,15 @@ class Room:
         return not _needs_seat(resident) or self._has_free_seat
 
     def gate(self, holds_up: Callable[[Resident, int], bool]) -> Callable[[Resident], bool]:
-        """Tells of prompts, one after the other, whether they may start in this step. What goes to another node waits
-        for the older ones that do; what is to be answered here, for answers that would miss their limits beside it.
-        `holds_up` tells whether one waits for what it is to start with, given how many blocks are to be left free."""
+        """Tells of prompts, one after the other, whether they may start in this step. All wait for an older request that
+        lacks blocks; what goes to another node also for the older ones that do; what is to be answered here, for
+        answers that would miss their limits beside it. `holds_up` tells whether one waits for what it is to start with, given how many blocks are to be left free."""
         is_full, capped = False, math.inf  # the age from which on what goes to other nodes has to wait
 
         def may_start(resident: Resident) -> bool:
             nonlocal is_full, capped
+            if self._waits_for_older(resident):
+                return False
             if not resident.is_outgoing:
                 is_full = is_full or not self._has_seat_in_time  # none comes free while a step is planned
                 return not (is_full and _needs_seat(resident)) and not holds_up(resident, self.num_seated())
@@ -167,10 +169,7 @@ class Room:
         return self._has_free_seat and self.num_seated() < seats_in_time(self._seated(), self._costs)
 
     def start(self, resident: Resident) -> bool:
-        """Gives a prompt its blocks, unless there are too few or an older request waits for them."""
-        older = self._next_without
-        if (older is not None and older.age < resident.age) or self._is_behind(resident):
-            return False
+        """Gives a prompt that may start its blocks, unless there are too few."""
         if resident.is_outgoing:
             self._evict_for(resident)
         return self._reading.start(resident, num_spare=self.num_seated())
@@ -261,6 +260,11 @@ class Room:
             if each.stage in HOLDING or (each.stage is Stage.READ and not needs_seat):
                 return each
         return None
+
+    def _waits_for_older(self, resident: Resident) -> bool:
+        """Whether an older request waits for blocks, which would be this one's, or those of its loan."""
+        older = self._next_without
+        return (older is not None and older.age < resident.age) or self._is_behind(resident)
 
     def _is_behind(self, resident: Resident) -> bool:
         """Whether an older one that others gave way to still has no blocks."""

@@ -38,6 +38,21 @@ def test_what_the_pool_gave_up_is_read_back():
     node.check_empty()
 
 
+def test_nothing_is_read_back_into_blocks_that_an_older_one_waits_for():
+    node = Node(num_blocks=12, tier=ALWAYS)
+    first = prompt_of(20)
+    ask(node, "a", first)
+    ask(node, "b", prompt_of(44, first=1))
+    node.writes("writes", 12, max_tokens=4, age=101)
+    node.reserve("older", 33, age=102)  # 9 of 12 blocks, of which 8 are free
+    node.loads_at_once = False
+    node.local("younger", first, salt="", age=103)
+    while not node.words("older"):
+        assert [name for name, _, _ in node.step()] == ["writes"]
+        assert not node.loads
+    assert node.words("older") == ["reserved"]
+
+
 def test_others_start_while_blocks_are_read():
     node = Node(num_blocks=12, tier=ALWAYS)
     first = prompt_of(20)
