@@ -320,11 +320,15 @@ class NodeLogic:
 
     def _plan(self, now: float) -> list[Work]:
         works = self._writing.plan()
-        max_tokens = self._limits.max_num_batched_tokens
-        budget = min(self._shape.prompt_tokens or max_tokens, max_tokens - sum(work.num_tokens for work in works))
         answers = [self._residents.of(work.request) for work in works]
+        num_left = self._limits.max_num_batched_tokens - sum(work.num_tokens for work in works)
+        is_full = not num_left and self._reading.oldest_age < answers[-1].age
+        budget = 1 if is_full else min(self._shape.prompt_tokens or num_left, num_left)
         may_start = self._room.gate(lambda resident, num_spare: self._holds_up(resident, num_spare, now))
-        works += self._reading.plan(budget, may_start, self._start, answers, now)
+        chunks = self._reading.plan(budget, may_start, self._start, answers, now)
+        if is_full and chunks:
+            works.pop()  # an older prompt never waits for all answers that come and go
+        works += chunks
         self._hand_overs.note_read(self._residents.in_stage(Stage.READING), now)
         return self.speculation.extend(works)
 

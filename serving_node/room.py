@@ -135,9 +135,10 @@ class Room:
         return not _needs_seat(resident) or self._has_free_seat
 
     def gate(self, holds_up: Callable[[Resident, int], bool]) -> Callable[[Resident], bool]:
-        """Tells of prompts, one after the other, whether they may start in this step. All wait for an older request that
-        lacks blocks; what goes to another node also for the older ones that do; what is to be answered here, for
-        answers that would miss their limits beside it. `holds_up` tells whether one waits for what it is to start with, given how many blocks are to be left free."""
+        """Tells of prompts, one after the other, whether they may start in this step. All wait for older requests that
+        lack blocks; what goes to another node, for the older ones that do; what is to be answered here, for answers
+        that would miss their limits beside it. `holds_up` tells whether one waits for what it is to start with, given
+        how many blocks are to be left free."""
         is_full, capped = False, math.inf  # the age from which on what goes to other nodes has to wait
 
         def may_start(resident: Resident) -> bool:

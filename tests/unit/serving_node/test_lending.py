@@ -124,7 +124,9 @@ def test_nothing_is_borrowed_into_blocks_that_an_older_one_waits_for():
     reader.writes("writes", 12, max_tokens=4, age=1)
     older = reader.reserve("older", 33, age=2)  # 9 of 12 blocks, of which 8 are free
     for index in range(8):
-        reader.prefill(f"younger {index}", prompt_of(20, first=index), age=10 + index, borrow=a_borrow(16, 1000 + index))
+        reader.prefill(
+            f"younger {index}", prompt_of(20, first=index), age=10 + index, borrow=a_borrow(16, 1000 + index)
+        )
         reader.step()
         assert not reader.borrowing
     assert reader.words("older") == ["reserved"]
