@@ -199,6 +199,7 @@ class NodeLogic:
         """The coordinator is gone and has given every attempt up."""
         self._is_calm = False
         for resident in list(self._residents):
+            self._tier.cancel(resident)
             self._endings.end(resident)
         self._borrowings.detached()
         self._lending.detached()
@@ -277,6 +278,7 @@ class NodeLogic:
             return
         if resident.ending == {}:  # it was to end without a word
             resident.ending = {"cancelled": cancelled}
+        self._tier.cancel(resident)
         self._endings.end(resident, cancelled=cancelled)
 
     # ---- steps ----

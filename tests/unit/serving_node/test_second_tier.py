@@ -178,17 +178,17 @@ def test_an_answer_that_was_put_back_reads_what_it_had():
     node.check_empty()
 
 
-def test_a_cancelled_one_leaves_nothing():
+@pytest.mark.parametrize("how", ["cancelled", "detached"])
+def test_one_that_ends_while_it_is_read_back_leaves_nothing(how):
     node = Node(num_blocks=6, tier=ALWAYS)
     ask(node, "a", prompt_of(20))
     ask(node, "b", prompt_of(20, first=1))
     node.loads_at_once = False
     request = node.local("c", prompt_of(20), salt="")
     node.begin()
-    node.cancel(request)
-    (load_id,) = node.loads
-    node.load_ends(load_id)
-    assert node.words("c") == ["cancelled"]
+    assert len(node.loads) == 1
+    node.cancel(request) if how == "cancelled" else node.detached()
+    assert node.words("c") == (["cancelled"] if how == "cancelled" else [])
     node.check_empty()
 
 
