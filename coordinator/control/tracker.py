@@ -310,7 +310,8 @@ class Tracker:
         return [Send(request.attempt.prefill, fleet_pb2.NodeCommand(deliver=deliver, attempt=event.attempt))]
 
     def _on_revoked(self, request: TrackedRequest, node: Node, now: float) -> list[Instruction]:
-        """The blocks are needed for older requests: others will be granted. The prefill node finds out by itself."""
+        """The blocks, or the seat, are needed for others: some will be granted again. The prefill node finds out by
+        itself."""
         if node is not request.attempt.decode or request.attempt.is_committed:
             return []
         request.attempt.granted_s, request.attempt.revoked_s = None, now
