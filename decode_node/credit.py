@@ -2,7 +2,7 @@
 other nodes have begun to write. No I/O, no clock.
 
 Credit is blocks for the prompt and the first token to come, or for an answer and what it grows by meanwhile; it is
-granted in order of age while there are seats and blocks, and leaves every request that grows one block to grow into.
+granted while there are seats and blocks, and leaves every request that grows one block to grow into.
 Leading blocks of a prompt that the pool holds already need no transfer: they are leased with the rest, so nobody can
 have them for other tokens. A running answer comes whole: blocks of its tokens that are here may be another maker's, and
 it is to go on in the bits that it would have had where it was.

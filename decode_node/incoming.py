@@ -19,9 +19,16 @@ OnEnded = Callable[[int, Received | TransferFailed], None]
 class Incoming:
     """The transfers that end at one rank."""
 
-    def __init__(self, receiver: KVReceiver, on_granted: Callable[[int], None], on_ended: OnEnded) -> None:
+    def __init__(
+        self,
+        receiver: KVReceiver,
+        on_granted: Callable[[int], None],
+        on_ended: OnEnded,
+        on_coming: Callable[[int], None] | None = None,
+    ) -> None:
         self._receiver = receiver
         self._on_granted = on_granted
+        self._on_coming = on_coming
         self._on_ended = on_ended
 
     @property
@@ -30,9 +37,11 @@ class Incoming:
         return self._receiver.address
 
     def expect(self, epoch: int, ticket: bytes, block_ids: Sequence[int]) -> None:
-        """Lets these blocks be written by the ticket; on_granted is told at once, unless it cannot be used."""
+        """Lets these blocks be written by the ticket; on_granted is told at once, unless it cannot be used, and
+        on_coming when some of them come."""
+        on_coming = None if self._on_coming is None else partial(self._on_coming, epoch)
         try:
-            self._receiver.expect(Ticket.decode(ticket), block_ids, partial(self._on_ended, epoch))
+            self._receiver.expect(Ticket.decode(ticket), block_ids, partial(self._on_ended, epoch), on_coming)
         except TransferError as error:
             self._on_ended(epoch, TransferFailed(reasons.TRANSFER_FAILED, str(error)))
         else:

@@ -119,6 +119,11 @@ class Reading:
         return resident.num_given if resident.hands_over else len(resident.request.token_ids) + resident.computes_prompt
 
     @property
+    def oldest_age(self) -> float:
+        """Of the prompts that are here; inf where there is none."""
+        return next((each.age for each in self._residents.in_stage(Stage.QUEUED, Stage.READING)), math.inf)
+
+    @property
     def num_queued(self) -> int:
         """Prompts that have no blocks yet."""
         return self._residents.count(Stage.QUEUED)

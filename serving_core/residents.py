@@ -109,13 +109,14 @@ class Resident:
     num_cached_blocks: int = 0  # leading ones that were there when it got its blocks
     num_found_blocks: int | None = None  # the same when it first got any: later ones may be of its own making
     has_begun: bool = False  # its prompt has been counted, here or where the answer began
-    has_first_token: bool = False
+    has_first_token: bool = False  # here, or as the coordinator says of a prompt that another node reads
     reading_since_s: float | None = None  # when the first step began that computed some of the prompt
     in_step: bool = False
     num_candidates: int = 0  # of the running step, or 1 of the one that may follow it at once: so many more tokens than
     # one may be known when it is done
     is_sending: bool = False  # a rank may read the blocks
     is_receiving: bool = False  # a rank may write to the blocks
+    is_coming: bool = False  # some of what it is granted blocks for has come
     is_revoked: bool = False  # the grant is being taken back
     ticket: bytes = b""  # to send by
     next_ticket: bytes = b""  # that has come while the transfer of a revoked one was ending
@@ -164,6 +165,11 @@ class Resident:
         is not this node's to compute."""
         num_tokens = self.num_given if self.hands_over else len(self.request.token_ids)
         return num_tokens - self.num_computed
+
+    @property
+    def is_ready(self) -> bool:
+        """Of one that waits for credit, or has some: whether another node has, or had, all of its KV."""
+        return self.has_first_token or self.num_ahead > 0
 
     @property
     def computes_prompt(self) -> bool:

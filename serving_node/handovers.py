@@ -63,7 +63,7 @@ class HandOvers:
 
     def receive(self, resident: Resident) -> None:
         """The resident has been granted blocks: the other node may send."""
-        resident.is_receiving = True
+        resident.is_receiving, resident.is_coming = True, False
         self._under_way[resident.request.epoch] = resident
         self._endings.decide(Receive(resident, self._credit.num_blocks(resident)))
 
@@ -89,6 +89,11 @@ class HandOvers:
         resident = self._under_way[epoch]
         if not resident.is_ending and not resident.is_revoked:
             self._endings.tell(reserved=fleet_pb2.Reserved(attempt=attempt_of(resident.request), ticket=ticket))
+
+    def coming(self, epoch: int) -> None:
+        """The other node has begun to send what a `Receive` waits for."""
+        if resident := self._under_way.get(epoch):
+            resident.is_coming = True
 
     def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
         """A `Receive` is over."""

@@ -199,6 +199,7 @@ class NodeLogic:
         """The coordinator is gone and has given every attempt up."""
         self._is_calm = False
         for resident in list(self._residents):
+            self._tier.cancel(resident)
             self._endings.end(resident)
         self._borrowings.detached()
         self._lending.detached()
@@ -264,6 +265,7 @@ class NodeLogic:
         """Another node has given the first token of what this one writes, or wrote."""
         resident = self._residents.find(attempt)
         if resident is not None:
+            resident.has_first_token = True
             resident.note_begun(now)
 
     def _cancel(self, attempt: fleet_pb2.Attempt) -> None:
@@ -276,6 +278,7 @@ class NodeLogic:
             return
         if resident.ending == {}:  # it was to end without a word
             resident.ending = {"cancelled": cancelled}
+        self._tier.cancel(resident)
         self._endings.end(resident, cancelled=cancelled)
 
     # ---- steps ----
@@ -319,11 +322,15 @@ class NodeLogic:
 
     def _plan(self, now: float) -> list[Work]:
         works = self._writing.plan()
-        max_tokens = self._limits.max_num_batched_tokens
-        budget = min(self._shape.prompt_tokens or max_tokens, max_tokens - sum(work.num_tokens for work in works))
         answers = [self._residents.of(work.request) for work in works]
+        num_left = self._limits.max_num_batched_tokens - sum(work.num_tokens for work in works)
+        is_full = not num_left and self._reading.oldest_age < answers[-1].age
+        budget = 1 if is_full else min(self._shape.prompt_tokens or num_left, num_left)
         may_start = self._room.gate(lambda resident, num_spare: self._holds_up(resident, num_spare, now))
-        works += self._reading.plan(budget, may_start, self._start, answers, now)
+        chunks = self._reading.plan(budget, may_start, self._start, answers, now)
+        if is_full and chunks:
+            works.pop()  # an older prompt never waits for all answers that come and go
+        works += chunks
         self._hand_overs.note_read(self._residents.in_stage(Stage.READING), now)
         return self.speculation.extend(works)
 
@@ -471,6 +478,10 @@ class NodeLogic:
             self._borrowings.granted(epoch, ticket)
         else:
             self._hand_overs.granted(epoch, ticket)
+
+    def coming(self, epoch: int) -> None:
+        """The sender of a `Receive` or a `Borrow` has begun."""
+        self._hand_overs.coming(epoch)
 
     def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
         """A `Receive` or a `Borrow` is over."""

@@ -1,9 +1,11 @@
-"""Who gets blocks and seats next: one order of age over prompts that are read here and those that other nodes read.
-Pure.
+"""Who gets blocks and seats next, of prompts that are read here and those that other nodes read. Pure.
 
-Nodes that read for each other could each be full of what waits for the other one. So a node that would stand still
-takes blocks and seats back from its youngest, for the oldest that lacks some: the oldest request of the whole fleet is
-the oldest on both of its nodes, gets what it needs on either, and finishes.
+Where there are limits or priorities nodes read in another order than that of age. So credit is first for what is read
+and waits, the oldest first, and grants of which nothing has come are taken back for it. To be read a prompt needs none.
+
+All else goes by age. Nodes that read for each other could each be full of what waits for the other one. So a node that
+would stand still takes blocks and seats back from its youngest, for the oldest that lacks some: the oldest request of
+the whole fleet is the oldest on both of its nodes, is read, gets what it needs to be answered, and finishes.
 
 It should not come to that. So prompts that are read for other nodes hold at most half of the pool together, where there
 are answers of the node's own, or as much as one of them needs. An older one never waits for younger ones that have been
@@ -17,6 +19,7 @@ from typing import Final
 from decode_node.credit import Credit
 from decode_node.seats import seats_in_time
 from decode_node.writing import Writing, can_give_way
+from prefill_node.order import due_s
 from prefill_node.reading import Reading
 from serving_core.costs import StepCosts
 from serving_core.leases import Leases
@@ -26,6 +29,14 @@ HOLDING: Final = (Stage.WRITING, Stage.GRANTED, Stage.READING)
 SEATED: Final = (Stage.WRITING, Stage.GRANTED, Stage.STOPPED)
 WITHOUT: Final = (Stage.QUEUED, Stage.AWAITING)
 LACKING: Final = (*WITHOUT, Stage.READING, Stage.READ, Stage.WRITING)
+
+
+def credit_order(resident: Resident) -> tuple[int, int, int]:
+    """Who gets credit first. Those that are ready, by age: their clients have a token and wait. Then those that are
+    yet to be read, in that order as far as it is known here: with a limit on the first token, by priority, by age."""
+    if resident.is_ready:
+        return 0, 0, resident.age
+    return 1 if due_s(resident) < math.inf else 2, resident.priority, resident.age
 
 
 class Room:
@@ -48,31 +59,44 @@ class Room:
         self._writing = writing
         self._costs = costs
         self.num_seats = num_seats  # may change; who has one keeps it
-        self._oldest_without: Resident | None = None  # of those that wait for credit
+        self._next_without: Resident | None = None  # to get credit, for which it lacks blocks
         self._preferred: Resident | None = None  # others gave way to it
 
     def grant(self) -> Iterator[Resident]:
-        """Gives credit, oldest first, to those that it yields. What prompts need that were here before is kept for
+        """Gives credit to those that it yields, in `credit_order`. What prompts need that were here before is kept for
         them: for those that gave way, and for the oldest."""
-        self._oldest_without = None
-        if not self._residents.count(Stage.AWAITING):
-            return
-        num_promised, num_promised_seats, is_head = 0, 0, True
-        for resident in self._residents.in_stage(*WITHOUT):
-            if resident.is_ending:
+        self._next_without = None
+        for resident in sorted(self._residents.in_stage(Stage.AWAITING), key=credit_order):
+            if resident.is_ending or self._is_behind(resident):
                 continue
-            if resident.stage is Stage.QUEUED:
-                if (is_head or resident.has_first_token) and not self._is_capped(resident):
-                    num_promised += self._reading.num_needed(resident)
-                    num_promised_seats += not resident.hands_over
-                    is_head = False
-                continue
-            if self.num_seated() + num_promised_seats >= self.num_seats or self._is_behind(resident):
-                return
-            if not self._credit.grant(resident, num_spare=num_promised + self.num_seated()):
-                self._oldest_without = resident
+            num_promised, num_promised_seats = self._promised_before(resident)
+            has_seat = self.num_seated() + num_promised_seats < self.num_seats
+            if not has_seat or not self._credit.grant(resident, num_spare=num_promised + self.num_seated()):
+                self._next_without = resident if has_seat else None
+                if resident.is_ready:
+                    self._take_back_unready()
                 return
             yield resident
+
+    def _promised_before(self, resident: Resident) -> tuple[int, int]:
+        """Blocks and seats of older prompts that are to be read here."""
+        num_blocks, num_seats, is_head = 0, 0, True
+        for each in self._residents.in_stage(Stage.QUEUED):
+            if each.age > resident.age:
+                break
+            if not each.is_ending and (is_head or each.has_first_token) and not self._is_capped(each):
+                num_blocks += self._reading.num_needed(each)
+                num_seats += not each.hands_over
+                is_head = False
+        return num_blocks, num_seats
+
+    def _take_back_unready(self) -> None:
+        """For one that is ready: takes the last grant back of which nothing has come, for that may be read much later.
+        One at a time."""
+        granted = list(self._residents.in_stage(Stage.GRANTED))
+        idle = [each for each in granted if can_give_way(each) and not each.is_ready and not each.is_coming]
+        if idle and not any(each.is_revoked for each in granted):
+            self._writing.give_way(max(idle, key=credit_order))
 
     def num_seated(self) -> int:
         """Answers that are written here, or will be as soon as their KV is there: they will need more blocks."""
@@ -111,13 +135,16 @@ class Room:
         return not _needs_seat(resident) or self._has_free_seat
 
     def gate(self, holds_up: Callable[[Resident, int], bool]) -> Callable[[Resident], bool]:
-        """Tells of prompts, one after the other, whether they may start in this step. What goes to another node waits
-        for the older ones that do; what is to be answered here, for answers that would miss their limits beside it.
-        `holds_up` tells whether one waits for what it is to start with, given how many blocks are to be left free."""
+        """Tells of prompts, one after the other, whether they may start in this step. All wait for older requests that
+        lack blocks; what goes to another node, for the older ones that do; what is to be answered here, for answers
+        that would miss their limits beside it. `holds_up` tells whether one waits for what it is to start with, given
+        how many blocks are to be left free."""
         is_full, capped = False, math.inf  # the age from which on what goes to other nodes has to wait
 
         def may_start(resident: Resident) -> bool:
             nonlocal is_full, capped
+            if self._waits_for_older(resident):
+                return False
             if not resident.is_outgoing:
                 is_full = is_full or not self._has_seat_in_time  # none comes free while a step is planned
                 return not (is_full and _needs_seat(resident)) and not holds_up(resident, self.num_seated())
@@ -143,10 +170,7 @@ class Room:
         return self._has_free_seat and self.num_seated() < seats_in_time(self._seated(), self._costs)
 
     def start(self, resident: Resident) -> bool:
-        """Gives a prompt its blocks, unless there are too few or an older request waits for them."""
-        older = self._oldest_without
-        if (older is not None and older.age < resident.age) or self._is_behind(resident):
-            return False
+        """Gives a prompt that may start its blocks, unless there are too few."""
         if resident.is_outgoing:
             self._evict_for(resident)
         return self._reading.start(resident, num_spare=self.num_seated())
@@ -157,7 +181,7 @@ class Room:
         if any(_lets_go_soon(each) for each in self._residents):
             return False
         for resident in self._residents.in_stage(*LACKING):
-            if not self._lacks_room(resident):
+            if not self._lacks_room(resident) or (resident.stage is Stage.AWAITING and not resident.is_ready):
                 continue
             if victim := self._youngest_behind(resident):
                 self._preferred = resident
@@ -237,6 +261,11 @@ class Room:
             if each.stage in HOLDING or (each.stage is Stage.READ and not needs_seat):
                 return each
         return None
+
+    def _waits_for_older(self, resident: Resident) -> bool:
+        """Whether an older request waits for blocks, which would be this one's, or those of its loan."""
+        older = self._next_without
+        return (older is not None and older.age < resident.age) or self._is_behind(resident)
 
     def _is_behind(self, resident: Resident) -> bool:
         """Whether an older one that others gave way to still has no blocks."""

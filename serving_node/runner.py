@@ -140,6 +140,7 @@ class NodeRunner:
             followers,
             settings.overlap_min_tokens,
             on_granted=self._granted,
+            on_coming=self._logic.coming,
             on_received=self._received,
             on_caught_up=self._caught_up,
             on_sent=self._sent,

@@ -42,6 +42,7 @@ NO_TIER: Final = TierPlan()
 
 @dataclass(slots=True)
 class _Loading:
+    resident: Resident | None  # that waits for them; None: another node does
     on_end: Callable[[], None]  # when they are there, or will not come
     lease: BlockLease  # of the blocks that the pool held, and of those to come
     names: list[bytes]  # of them all
@@ -121,7 +122,7 @@ class SecondTier:
             return False
         if len(self._loads) < MAX_LOADS:
             resident.is_loading = True
-            self._begin(in_pool, loaded, computed_s, now, partial(_let_start, resident))
+            self._begin(in_pool, loaded, computed_s, now, resident, partial(_let_start, resident))
         return True
 
     def fetch(
@@ -143,7 +144,7 @@ class SecondTier:
         loaded = loaded[: max(0, room)]
         if (computed_s := self._worth_reading(in_pool, loaded, num_known)) is None:
             return False
-        self._begin(in_pool, loaded, computed_s, now, on_end)
+        self._begin(in_pool, loaded, computed_s, now, None, on_end)
         return True
 
     def note_start(self, resident: Resident) -> None:
@@ -167,7 +168,15 @@ class SecondTier:
         self._told.read_bytes += num_good * self._block_bytes
         self._told.read_s += read_s
         self._told.saved_s += load.computed_s * num_good / len(load.loaded) - read_s
-        self._end(load_id, now, is_measure=not num_lost)
+        self._note_end(load, now, is_measure=not num_lost)
+        self._end(load_id)
+
+    def cancel(self, resident: Resident) -> None:
+        """What is being read back for it nobody waits for any more."""
+        for load_id, load in list(self._loads.items()):
+            if load.resident is resident:
+                self._decisions.append(CancelLoad(load_id))
+                self._end(load_id)
 
     def tick(self, now: float) -> None:
         """Gives up what takes too long."""
@@ -175,7 +184,8 @@ class SecondTier:
             if now >= load.started_s + LOAD_DEADLINE_S:
                 self._decisions.append(CancelLoad(load_id))
                 self._told.num_late += 1
-                self._end(load_id, now, is_measure=True)
+                self._note_end(load, now, is_measure=True)
+                self._end(load_id)
 
     def _find(self, names: BlockNames, token_ids: Sequence[int], num_tokens: int) -> tuple[list[bytes], list[bytes]]:
         """Of the leading full blocks of num_tokens of these tokens the names of those in the pool, and of those behind
@@ -200,22 +210,30 @@ class SecondTier:
         return computed_s
 
     def _begin(
-        self, in_pool: list[bytes], loaded: list[bytes], computed_s: float, now: float, on_end: Callable[[], None]
+        self,
+        in_pool: list[bytes],
+        loaded: list[bytes],
+        computed_s: float,
+        now: float,
+        resident: Resident | None,
+        on_end: Callable[[], None],
     ) -> None:
         self.index.pin(loaded)
         names = [*in_pool, *loaded]
         lease = self._allocator.allocate(len(names), in_pool)
         slots = self.index.slots_of(loaded)
         self._num_loads += 1
-        self._loads[self._num_loads] = _Loading(on_end, lease, names, loaded, slots, computed_s, now)
+        self._loads[self._num_loads] = _Loading(resident, on_end, lease, names, loaded, slots, computed_s, now)
         self._decisions.append(Load(self._num_loads, slots, lease.block_ids[-len(loaded) :]))
 
-    def _end(self, load_id: int, now: float, *, is_measure: bool) -> None:
+    def _note_end(self, load: _Loading, now: float, *, is_measure: bool) -> None:
         """Loads share one reader: the seconds in which others came to their ends are theirs."""
-        load = self._loads.pop(load_id)
         if is_measure:
             self._rates.add(load.slots, now - max(load.started_s, self._last_end_s))
         self._last_end_s = now
+
+    def _end(self, load_id: int) -> None:
+        load = self._loads.pop(load_id)
         self.index.unpin(load.loaded)
         load.on_end()
         load.lease.release()

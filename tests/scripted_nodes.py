@@ -195,14 +195,13 @@ async def begin(c):
     return job.attempt, job
 
 
-async def hand_over(c, attempt, text="a", index=0, *, num_cached_tokens=0, begun=False, **num_bytes):
-    """First token, ticket and commit of an attempt on p0 and d0, which is told that it has begun if it has a limit; the
-    coordinator has heard of them, in this order."""
+async def hand_over(c, attempt, text="a", index=0, *, num_cached_tokens=0, **num_bytes):
+    """First token, ticket and commit of an attempt on p0 and d0, which is told that the prompt is read; the coordinator
+    has heard of them, in this order."""
     p0, d0 = c.nodes["p0"], c.nodes["d0"]
     token = events.sampled(attempt, index, ord(text))
     await p0.send(events.first_token(token, num_cached_tokens=num_cached_tokens))
-    if begun:
-        assert (await d0.command("begun")).attempt == attempt
+    assert (await d0.command("begun")).attempt == attempt
     await c.until_heard(p0)
     await d0.send(events.reserved(attempt, b"t" * 40))
     deliver = await p0.command("deliver")

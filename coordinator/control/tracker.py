@@ -2,10 +2,10 @@
 
     submit       Reserve to a decode node and Prefill to a prefill node, at the same time
     Reserved     Deliver, with the ticket, to the prefill node
-    FirstToken   to the client at once; of an answer with a limit on TPOT, Begun to the node that writes it, where that
-                 is another one
+    FirstToken   to the client at once; Begun to the node that writes the answer, where that is another one and there is
+                 a limit on TPOT, or no blocks are granted yet
     Embedded     the end, where an embedding was wanted: of such a request Prefill alone went out
-    Revoked      the decode node has taken its blocks back; another Reserved will come
+    Revoked      the decode node has taken its blocks back; another Reserved will come. Begun, if the prompt is read
     Borrowing    Lend, with the ticket, to a node that holds more of the prompt: coordinator/control/lending.py
     Committed    the decode node has all KV (Transferred is the prefill node's word for the same)
     StepTokens   to the client, strictly by index: they may come before FirstToken, over the other stream
@@ -337,13 +337,14 @@ class Tracker:
         return [Send(request.attempt.prefill, fleet_pb2.NodeCommand(deliver=deliver, attempt=event.attempt))]
 
     def _on_revoked(self, request: TrackedRequest, node: Node, now: float) -> list[Instruction]:
-        """The blocks are needed for older requests: others will be granted. The prefill node finds out by itself."""
+        """The blocks, or the seat, are needed for others: some will be granted again. The prefill node finds out by
+        itself."""
         if node is not request.attempt.decode or request.attempt.is_committed:
             return []
         request.attempt.granted_s, request.attempt.revoked_s = None, now
         if request.timeline.phase is Phase.TRANSFER:
             request.timeline.enter(Phase.CREDIT_WAIT, now)
-        return []
+        return self._tell_begun(request) if request.attempt.has_first_token else []
 
     def _on_first_token(
         self, request: TrackedRequest, node: Node, event: fleet_pb2.FirstToken, now: float
@@ -373,10 +374,11 @@ class Tracker:
         return [Embedded(request.request_id, event.embedding), *self._live.end(request, complete, now)]
 
     def _tell_begun(self, request: TrackedRequest) -> list[Instruction]:
-        """Where deadlines count from the first token, the node that writes the answer hears of it."""
+        """Where deadlines count from the first token, or blocks are still to be granted, the node that writes the
+        answer hears of it."""
         attempt, slo = request.attempt, request.slo
-        knows = attempt.first_index > 0 or attempt.is_local  # from the job, or by itself
-        if slo is None or slo.tpot_s is None or knows or request not in self._live:
+        is_due = slo is not None and slo.tpot_s is not None and attempt.first_index == 0  # later ones are in the job
+        if attempt.is_local or request not in self._live or not (is_due or attempt.waits_since_s is not None):
             return []
         about = fleet_pb2.Attempt(request_id=request.request_id, epoch=attempt.epoch)
         return [Send(attempt.decode, fleet_pb2.NodeCommand(begun=fleet_pb2.Begun(attempt=about), attempt=about))]

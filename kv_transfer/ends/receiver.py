@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_OPEN = 1024
 
 OnReceived = Callable[[Received | TransferFailed], None]
+OnComing = Callable[[], None]
 
 
 class KVReceiver:
@@ -63,15 +64,18 @@ class KVReceiver:
         """Transfers that may still write."""
         return len(self._open)
 
-    def expect(self, ticket: Ticket, block_ids: Sequence[int], on_done: OnReceived) -> None:
+    def expect(
+        self, ticket: Ticket, block_ids: Sequence[int], on_done: OnReceived, on_coming: OnComing | None = None
+    ) -> None:
         """Grants these blocks, which include the cached ones, to the ticket's lanes that end at this rank. Nothing is
         written to them any more once on_done is called, which happens once, from the loop: with success when every
-        lane has committed, else with what failed first. Raises TransferError when the ticket does not fit, its epoch
-        is in use or no further transfer may be open."""
+        lane has committed, else with what failed first. on_coming is called before it, from the loop, when the first
+        message has come. Raises TransferError when the ticket does not fit, its epoch is in use or no further transfer
+        may be open."""
         if self._is_closed or len(self._open) >= MAX_OPEN:
             raise TransferError(f"no further transfer can be granted: {len(self._open)} of {MAX_OPEN} are open")
         self._check(ticket, len(block_ids))
-        transfer = _Transfer(self, ticket, tuple(block_ids), on_done)
+        transfer = _Transfer(self, ticket, tuple(block_ids), on_done, on_coming)
         self._open[ticket.epoch] = transfer
         self._lanes.update({lane.session.lane.transfer_id: lane for lane in transfer.lanes})
 
@@ -155,11 +159,18 @@ class KVReceiver:
 class _Transfer:
     """One rank's part of a transfer: the lanes that end here, which succeed or fail together."""
 
-    def __init__(self, receiver: KVReceiver, ticket: Ticket, block_ids: Sequence[int], on_done: OnReceived) -> None:
+    def __init__(
+        self,
+        receiver: KVReceiver,
+        ticket: Ticket,
+        block_ids: Sequence[int],
+        on_done: OnReceived,
+        on_coming: OnComing | None,
+    ) -> None:
         self._receiver = receiver
         self.began_s: float | None = None  # with its first message
         self._epoch = ticket.epoch
-        self._on_done = on_done
+        self._on_done, self._on_coming = on_done, on_coming
         self._results: dict[ReceivingLane, Received | TransferFailed] = {}  # in the order of the lanes' ends
         payload, store = receiver.transport.payload, receiver.store
         self.lanes = [
@@ -171,6 +182,8 @@ class _Transfer:
         """A message has come."""
         if self.began_s is None:
             self.began_s = now
+            if self._on_coming is not None:
+                asyncio.get_running_loop().call_soon(self._on_coming)
 
     def cancel(self) -> None:
         for lane in self.lanes:

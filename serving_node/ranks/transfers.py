@@ -21,6 +21,7 @@ from serving_node.decisions import CancelTransfer, FinishSend, Lend, Send, SendM
 from serving_node.ranks.leading import Followers, Leader
 
 OnGranted = Callable[[int], None]
+OnComing = Callable[[int], None]
 OnReceived = Callable[[int, Received | TransferFailed], None]
 OnCaughtUp = Callable[[int], None]
 OnSent = Callable[[int, Sent | TransferFailed], None]
@@ -38,6 +39,7 @@ class NodeTransfers:
         overlap_min_tokens: int,
         *,
         on_granted: OnGranted,
+        on_coming: OnComing,
         on_received: OnReceived,
         on_caught_up: OnCaughtUp,
         on_sent: OnSent,
@@ -52,7 +54,7 @@ class NodeTransfers:
         self._ungranted: dict[int, int] = {}  # how many ranks have yet to open their blocks, by epoch
         self._behind: dict[int, int] = {}  # how many have yet to send what was ready, by epoch
         self._outgoing = Outgoing(layout, sender, overlap_min_tokens, self._caught_up, partial(self._end_sent, 0))
-        self._incoming = Incoming(receiver, self._granted, partial(self._end_received, 0))
+        self._incoming = Incoming(receiver, self._granted, partial(self._end_received, 0), on_coming)
         followers.on_event = self._take
 
     @property
@@ -88,7 +90,8 @@ class NodeTransfers:
                 self.cancel(epoch)
 
     def receive(self, epoch: int, ticket: bytes, block_ids: Sequence[int]) -> None:
-        """Opens these blocks on every rank; on_granted is called when all have, perhaps at once."""
+        """Opens these blocks on every rank; on_granted is called when all have, perhaps at once, and on_coming when
+        this rank hears of their sender."""
         self._received.begin(epoch)
         self._ungranted[epoch] = self.num_ranks
         if self._followers:

@@ -25,6 +25,7 @@ class End(Protocol):
 
     costs: Costs
 
+    def coming(self, epoch: int) -> None: ...
     def received(self, epoch: int, result: Received | TransferFailed) -> None: ...
     def caught_up(self, epoch: int) -> None: ...
     def sent(self, epoch: int, result: Sent | TransferFailed) -> None: ...
@@ -96,6 +97,8 @@ class Corridor:
         if transfer is None or transfer.state is not State.OPEN:
             return
         num_new = max(0, min(num_blocks, transfer.num_blocks) - transfer.num_ready)
+        if num_new and not transfer.num_sent:
+            transfer.receiver.coming(transfer.epoch)
         transfer.num_ready += num_new
         transfer.num_sent += num_new
         now, bytes_s = self._agenda.now, self.bytes_s(sender, transfer.receiver, num_new * self._block_bytes)

@@ -300,6 +300,10 @@ class SimulatedNode:
 
     # ---- transfers ----
 
+    def coming(self, epoch: int) -> None:
+        """The first blocks are on their way."""
+        self.logic.coming(epoch)
+
     def received(self, epoch: int, result: Received | TransferFailed) -> None:
         """Blocks have come, or will not."""
         if not self.is_lost:

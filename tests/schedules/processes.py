@@ -42,6 +42,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     """Enough of an event loop for tasks, futures, timeouts and threads, over the time of its own that it jumps through.
 
     What is due at one moment happens in the order in which it was planned, so a run can be repeated to the last step.
+    What a process that stood still has missed happens in the order in which it was due.
     """
 
     def __init__(self):
@@ -49,7 +50,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self.outside = self.current = Process("outside")
         self.network = None  # for who dials in this loop
         self.on_error = _raise
-        self._due = []
+        self._due = []  # when it happens, when it was due, its place among those planned, and what
         self._order = itertools.count()
 
     # ---- what the code of a process sees ----
@@ -109,7 +110,8 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def plan(self, process, moment_s, callback, *args):
         """Something is to happen in a process."""
         timer = Timer(process, (lambda: callback(*args)) if args else callback)
-        heapq.heappush(self._due, (max(moment_s, self.now), next(self._order), timer))
+        due_s = max(moment_s, self.now)
+        heapq.heappush(self._due, (due_s, due_s, next(self._order), timer))
         return timer
 
     def start(self, process, coro):
@@ -125,8 +127,8 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         asyncio._set_running_loop(self)
         try:
             while self._due and not is_over():
-                self.now, _, timer = heapq.heappop(self._due)
-                self._happen(timer)
+                self.now, due_s, order, timer = heapq.heappop(self._due)
+                self._happen(due_s, order, timer)
         finally:
             self.current = self.outside
             asyncio._set_running_loop(None)
@@ -151,12 +153,12 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             process.tasks.clear()
         self._due.clear()
 
-    def _happen(self, timer):
+    def _happen(self, due_s, order, timer):
         process = timer.process
         if timer.is_cancelled or process.is_dead:
             return
         if process.resumes_s > self.now:
-            heapq.heappush(self._due, (process.resumes_s, next(self._order), timer))
+            heapq.heappush(self._due, (process.resumes_s, due_s, order, timer))
             return
         self.current = process
         try:

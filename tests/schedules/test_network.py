@@ -47,6 +47,17 @@ def wires():
     wires.end()
 
 
+def test_what_a_process_has_missed_happens_in_the_order_in_which_it_was_due(wires):
+    """Also where it was stopped once more before it went on: the first is put off twice, the others once."""
+    process, told = wires.process("a"), []
+    for due_s in (3.0, 1.0, 2.0):
+        wires.loop.plan(process, due_s, told.append, due_s)
+    process.resumes_s = 2.5
+    wires.loop.plan(wires.loop.outside, 1.2, setattr, process, "resumes_s", 4.0)
+    wires.run(until_s=5.0)
+    assert told == [1.0, 2.0, 3.0]
+
+
 def test_a_clock_of_its_own_changes_nothing_but_the_time_told(wires):
     process, told = wires.process("a", ahead_s=1000.0, pace=1.25), []
 

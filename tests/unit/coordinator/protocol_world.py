@@ -100,6 +100,9 @@ class SimulatedNode:
             held.stage = "writing"
         held.is_own, held.ticket = True, None
 
+    def obey_begun(self, attempt, body, held):
+        """Nothing depends on it here: who is read sooner gets blocks sooner."""
+
     def obey_cancel(self, attempt, body, held):
         self.held.pop(key_of(attempt), None)
         self.events.append(events.cancelled(attempt))

@@ -253,6 +253,7 @@ def test_a_reader_without_any_room_is_let_go_of(tmp_path, caplog, monkeypatch):
             reader.ask(request("hi", request_id="r", max_tokens=4))
             attempt, _ = await begin(c)
             await c.nodes["p0"].send(events.first_token(events.sampled(attempt, 0, ord("a"))))
+            await c.nodes["d0"].command("begun")
             for node in c.nodes.values():
                 await node.answer_cancel(attempt)
             await c.until_nothing_is_live()

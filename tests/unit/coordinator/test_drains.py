@@ -109,7 +109,7 @@ def test_a_prompt_that_no_other_node_can_read_stays():
     world = World(("p0", "d0"))
     world.submit()
     assert world.drain("p0", 1.0) == []
-    assert world.first(world.attempt) == ["emit 0:100"]
+    assert world.first(world.attempt) == ["emit 0:100", "begun d0"]
 
 
 def test_hand_overs_under_way_finish():

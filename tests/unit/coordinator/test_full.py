@@ -13,7 +13,7 @@ def full(world, name, now=0.0):
 
 def begun(world):
     world.submit()
-    assert world.first(world.attempt) == ["emit 0:100"]
+    assert world.first(world.attempt) == ["emit 0:100", "begun d0"]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_one_that_has_tokens_out_asks_again_until_there_is_room(node_wait_s):
         now += ASK_AGAIN_S
         assert world.tick(now)[-2:] == ["reserve d0", "prefill p0"]  # behind cancels that are sent again
         assert list(world.jobs[-1].token_ids) == [*PROMPT, 100]
-    assert world.first(world.attempt, 1) == ["emit 1:101"]
+    assert world.first(world.attempt, 1) == ["emit 1:101", "begun d0"]
     assert world.outcome is None
 
 

@@ -119,7 +119,7 @@ def test_limits_come_in_the_body_or_in_headers_and_the_answer_tells_what_became_
             call = post(client, headers=headers, ttft_ms=70000)
             attempt, job = await begin(c)
             assert (0 < job.due.ttft_left_s < 70, job.due.tpot_s) == (True, 1e-6)
-            await hand_over(c, attempt, "a", begun=True)
+            await hand_over(c, attempt, "a")
             await asyncio.sleep(0.01)  # longer than the limit
             await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
             [choice] = (await call).json()["choices"]

@@ -70,10 +70,24 @@ def test_the_time_before_an_attempt_is_no_wait_for_blocks(world):
     assert world.tracker._live.handover.costs(21.0).credit_s == 1.0
 
 
-@pytest.mark.parametrize(("slo", "told"), [(Slo("", None, 2.0), ["begun d0"]), (Slo("", 5.0, None), [])])
-def test_the_first_token_matters_to_a_limit_on_the_others_alone(world, slo, told):
+@pytest.mark.parametrize(("slo", "told"), [(Slo("", None, 2.0), ["begun d0"]), (Slo("", 5.0, None), []), (None, [])])
+def test_with_blocks_granted_the_first_token_matters_to_a_limit_on_the_others_alone(world, slo, told):
     world.submit(slo=slo)
-    assert world.first(world.attempt)[1:] == told
+    attempt = world.attempt
+    world.tell("d0", events.reserved(attempt))
+    assert world.first(attempt)[1:] == told
+
+
+@pytest.mark.parametrize("slo", [None, Slo("", 5.0, None, 10)])
+def test_a_writer_that_has_granted_no_blocks_or_takes_them_back_hears_that_the_prompt_is_read(world, slo):
+    world.submit(slo=slo)
+    attempt = world.attempt
+    world.tell("d0", events.reserved(attempt))
+    assert world.tell("d0", events.revoked(attempt)) == [], "it is not read yet"
+    assert world.first(attempt) == ["emit 0:100", "begun d0"]
+    assert world.attempt == attempt
+    world.tell("d0", events.reserved(attempt))
+    assert world.tell("d0", events.revoked(attempt)) == ["begun d0"]
 
 
 def test_a_node_that_reads_and_writes_needs_no_word():

@@ -200,7 +200,7 @@ def test_a_lender_that_has_nothing_ends_the_loan_and_not_the_request():
     assert world.metrics.loans["not_lent"] == 1
     cancelled = fleet_pb2.NodeEvent(cancelled=fleet_pb2.Cancelled(attempt=world.of_loan))
     assert world.tell("p0", cancelled) == []
-    assert world.first(world.jobs[0].attempt) == ["emit 0:100"]
+    assert world.first(world.jobs[0].attempt) == ["emit 0:100", "begun d0"]
 
 
 def test_a_lender_that_is_lost_ends_the_loan_and_not_the_request():
@@ -208,7 +208,7 @@ def test_a_lender_that_is_lost_ends_the_loan_and_not_the_request():
     world.borrowing()
     assert world.lose("d1") == ["cancel p0"]
     assert world.attempt == world.of_loan
-    assert world.first(world.jobs[0].attempt) == ["emit 0:100"]
+    assert world.first(world.jobs[0].attempt) == ["emit 0:100", "begun d0"]
 
 
 def test_one_that_asks_for_what_a_lost_node_was_to_lend_is_told_so():

@@ -99,7 +99,10 @@ def test_a_restart_is_another_attempt():
     world.submit(now=0.0)
     world.first(world.attempt, now=2.0, prefill_s=1.0)
     world.lose("d0", now=3.0, has_died=True)
-    assert world.tell("p0", events.first_token(events.sampled(world.attempt, 1, 9), 0.5), 5.0) == ["emit 1:9"]
+    assert world.tell("p0", events.first_token(events.sampled(world.attempt, 1, 9), 0.5), 5.0) == [
+        "emit 1:9",
+        "begun d1",
+    ]
     world.step(world.attempt, 2, events.LENGTH, node="d1", now=6.0)
     root = call_span(record(world, begun_s=0.0), 6.0)
     first, second = [told(child) for child in root.children][1:]

@@ -20,7 +20,7 @@ def test_the_life_of_a_request_and_its_timeline(world):
     attempt = world.attempt
     assert [(list(job.token_ids), job.num_prompt_tokens) for job in world.jobs] == [(PROMPT, 3)] * 2
     assert world.jobs[0].sampling_params.max_tokens == 5
-    assert world.first(attempt, now=12.0, prefill_s=0.5) == ["emit 0:100"]
+    assert world.first(attempt, now=12.0, prefill_s=0.5) == ["emit 0:100", "begun d0"]
     assert world.tell("d0", events.reserved(attempt), 13.0) == ["deliver p0"]
     assert world.tell("d0", events.committed(attempt), 15.0) == []
     assert world.tell("p0", events.transferred(attempt), 15.5) == []
@@ -134,7 +134,7 @@ def test_a_prefill_node_lost_before_commit_moves_the_request(world):
     assert [(list(job.token_ids), job.num_prompt_tokens) for job in world.jobs[-2:]] == [([*PROMPT, 100], 3)] * 2
     assert world.step(old, 1) == []  # what the old attempt still says is nobody's
     token = events.sampled(world.attempt, 1, 101)
-    assert world.tell("p1", events.first_token(token), 3.0) == ["emit 1:101"]
+    assert world.tell("p1", events.first_token(token), 3.0) == ["emit 1:101", "begun d0"]
     assert world.step(world.attempt, 2, events.LENGTH, now=4.0) == ["emit 2:102", "end complete"]
     timeline = world.outcome.timeline
     assert (timeline.num_restarts, timeline.prefill_node, timeline.e2e_s) == (1, "p1", 4.0)
@@ -168,7 +168,7 @@ def test_a_decode_node_lost_moves_the_request_and_the_stream_goes_on(world):
     world.step(attempt, 1)
     assert world.lose("d0") == ["reserve d1", "prefill p0"]
     assert list(world.jobs[-1].token_ids) == [*PROMPT, 100, 101]
-    assert world.first(world.attempt, index=2) == ["emit 2:102"]
+    assert world.first(world.attempt, index=2) == ["emit 2:102", "begun d1"]
     assert world.step(world.attempt, 3, events.LENGTH, node="d1") == ["emit 3:103", "end complete"]
 
 
@@ -348,7 +348,7 @@ def test_a_live_id_is_not_taken_twice_but_may_be_used_again(world):
     world.tracker.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
     assert len(world.submit()) == 2
     assert world.first(old) == []  # the old request's token is not the new one's
-    assert world.first(world.attempt) == ["emit 0:100"]
+    assert world.first(world.attempt) == ["emit 0:100", "begun d0"]
 
 
 def test_refused_requests_leave_no_trace():

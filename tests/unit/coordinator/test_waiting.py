@@ -51,7 +51,7 @@ def test_an_answer_whose_last_node_is_lost_waits_and_goes_on_where_it_was():
     world.attach("d0")
     assert world.tick(3.0) == ["reserve d0", "prefill p0"]
     assert list(world.jobs[-1].token_ids) == [*PROMPT, 100, 101]
-    assert world.first(world.attempt, index=2, now=3.5) == ["emit 2:102"]
+    assert world.first(world.attempt, index=2, now=3.5) == ["emit 2:102", "begun d0"]
     assert world.step(world.attempt, 3, events.LENGTH, now=4.0) == ["emit 3:103", "end complete"]
     assert world.outcome.timeline.num_restarts == 1
     assert world.tracker.num_open == 0

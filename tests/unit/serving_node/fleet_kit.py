@@ -299,7 +299,7 @@ class Fleet:
             self.cancels.append((node, epoch))
         elif "migrate" in command or "keep" in command:
             self.asked_in_vain.add((node, epoch))
-        elif "deliver" not in command:
+        elif "deliver" not in command and "begun" not in command:
             self.held.add((node, epoch))
 
     def _command(self, node):
@@ -332,7 +332,10 @@ class Fleet:
         if self._fails():
             lane.end("lost")
             return True
+        num_before = lane.num_arrived
         if lane.carry():
+            if num_before == lane.num_cached:
+                lane.receiver.logic.coming(lane.epoch)
             return True
         if lane.outgoing.is_finished:
             lane.commit()
@@ -509,11 +512,18 @@ class Fleet:
         assert token.index not in ask.tokens, "a token came twice"
         assert is_first == (token.index == ask.first_index)
         ask.tokens[token.index] = token.token_id
+        if is_first:
+            self._tell_begun(ask)
         while len(ask.output) in ask.tokens:
             ask.output.append(ask.tokens[len(ask.output)])
         assert bool(token.finish_reason) == (token.index == ask.max_tokens - 1)
         if ask.is_over:
             self._finish(ask)
+
+    def _tell_begun(self, ask):
+        """The writer hears that the prompt is read, if it has yet to grant blocks."""
+        if ask.reader is not ask.writer and not ask.is_reserved and not ask.is_to_be_kept:
+            self._tell(ask.writer, ask.epoch, begun=fleet_pb2.Begun(attempt=self._wire(ask)))
 
     def _finish(self, ask):
         """A node that still has something of it lets go by itself, but for one that waits for KV that will not come."""
@@ -553,6 +563,8 @@ class Fleet:
         self.num_revoked += 1
         if ask := self.asks.get(epoch):
             ask.is_reserved = False
+            if ask.tokens:
+                self._tell_begun(ask)
         elif epoch in self.moving:
             self._move_is_off(self.moving[epoch])
 

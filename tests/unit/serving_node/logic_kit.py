@@ -154,6 +154,10 @@ class Node:
     def deliver(self, request, ticket=b"ticket"):
         self.handle(deliver=fleet_pb2.Deliver(attempt=convert.attempt_of(request), ticket=ticket))
 
+    def begun(self, request):
+        """Another node has read it, and given the first token."""
+        self.handle(begun=fleet_pb2.Begun(attempt=convert.attempt_of(request)))
+
     def migrate(self, request, num_blocks=16, num_known=None, ticket=None):
         """The answer is to go on where so many blocks are granted, and so many tokens known: by default its prompt."""
         if ticket is None:
@@ -292,6 +296,11 @@ class Node:
     def receive_fails(self, request, reason="TRANSFER_FAILED", message="lost on the way"):
         del self.opened[request.epoch]
         self.logic.received(request.epoch, TransferFailed(reason, message), self.now)
+        self._settle()
+
+    def coming(self, request):
+        """The first of its KV is here."""
+        self.logic.coming(request.epoch)
         self._settle()
 
     def caught_up(self, request):

@@ -118,6 +118,23 @@ def test_others_are_read_while_blocks_come():
     assert reader.step() == [("next", 24, len(NEXT) - 24)]
 
 
+def test_nothing_is_borrowed_into_blocks_that_an_older_one_waits_for():
+    """Loans of younger prompts, each of which begins before the last one ends, would keep it waiting for ever."""
+    reader = Node(num_blocks=12, origin=ORIGINS[1])
+    reader.writes("writes", 12, max_tokens=4, age=1)
+    older = reader.reserve("older", 33, age=2)  # 9 of 12 blocks, of which 8 are free
+    for index in range(8):
+        reader.prefill(
+            f"younger {index}", prompt_of(20, first=index), age=10 + index, borrow=a_borrow(16, 1000 + index)
+        )
+        reader.step()
+        assert not reader.borrowing
+    assert reader.words("older") == ["reserved"]
+    reader.arrive(older)
+    reader.steps()
+    assert len(reader.borrowing) > 1, "now it is their turn"
+
+
 def test_a_lender_that_needed_its_blocks_for_others_lends_what_is_left():
     node, reader = lender(num_blocks=8), Node(origin=ORIGINS[1])
     node.local("other", prompt_of(16, first=2), salt="", max_tokens=1)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from protos import convert, fleet_pb2
+from protos import fleet_pb2
 from tests.unit.serving_node.logic_kit import Node
 
 
@@ -58,7 +58,7 @@ def test_a_node_that_only_writes_counts_from_the_first_it_hears_of_the_first_tok
     for now, what in enumerate(["the word", "the KV"] if comes_first == "the word" else ["the KV", "the word"], 7):
         node.tick(float(now))
         if what == "the word":
-            node.handle(begun=fleet_pb2.Begun(attempt=convert.attempt_of(request)))
+            node.begun(request)
         else:
             node.arrive(request)
         assert due_of(node, "a").token_s(1) == 9.0
@@ -67,9 +67,9 @@ def test_a_node_that_only_writes_counts_from_the_first_it_hears_of_the_first_tok
 def test_a_word_about_an_answer_that_is_gone_or_has_no_limit_does_nothing():
     node = Node()
     request = node.writes("a", 5, max_tokens=2)
-    node.handle(begun=fleet_pb2.Begun(attempt=convert.attempt_of(request)))
+    node.begun(request)
     node.steps()
     node.check_empty()
     told = len(node.events)
-    node.handle(begun=fleet_pb2.Begun(attempt=convert.attempt_of(request)))
+    node.begun(request)
     assert len(node.events) == told

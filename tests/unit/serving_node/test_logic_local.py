@@ -192,3 +192,20 @@ def test_the_pool_need_not_be_larger_than_the_largest_answer(budget):
     for index in range(4):
         assert node.tokens(str(index)) == answer_of(prompt_of(9 + index), 14 - index)
     node.check_empty()
+
+
+def test_an_older_prompt_is_read_though_answers_fill_every_step():
+    """As many as a step has tokens, and for each that ends another one comes: the youngest skips steps."""
+    node = Node(num_blocks=100, budget=4, seats=4)
+    for index in range(4):
+        node.writes(f"writes {index}", 4, max_tokens=20, age=10 + index)
+    node.prefill("older", 3, age=1)
+    node.prefill("younger", 3, age=50)
+    writing = [(f"writes {index}", 1) for index in range(4)]
+    for _ in range(3):
+        assert [(name, num_tokens) for name, _, num_tokens in node.step()] == [*writing[:3], ("older", 1)]
+    assert node.words("older") == ["first_token"]
+    assert [(name, num_tokens) for name, _, num_tokens in node.step()] == writing
+    node.steps()
+    for index in range(4):
+        assert node.tokens(f"writes {index}") == answer_of(prompt_of(4), 20)[1:]

@@ -35,6 +35,8 @@ def test_an_older_request_gets_the_blocks_of_a_prompt_that_is_read(how):
     older = getattr(node, how)("older", 11, age=1)  # 3 blocks
     assert node.step() == ([("older", 0, 11)] if how != "reserve" else [])
     if how == "reserve":
+        node.begun(older)
+        assert node.step() == []
         assert node.words("older") == ["reserved"]
         node.arrive(older)
     if how == "prefill":
@@ -62,8 +64,13 @@ def test_an_older_request_gets_the_seat_of_a_grant():
     node = Node(16, seats=1)
     grant = node.reserve("granted", 4, age=9)
     read = node.has_read("read", 4, age=8)
+    node.coming(grant)
     older = node.reserve("older", 4, age=1)
     assert node.words("older") == []
+    assert node.step() == []
+    assert node.cancelled == [], "nobody has read it yet: the seat would be of no use"
+    node.begun(older)
+    assert node.cancelled == []
     assert node.step() == []
     assert node.cancelled == [grant.epoch]
     node.receive_fails(grant)

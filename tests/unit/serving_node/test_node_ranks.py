@@ -36,6 +36,7 @@ class Ends:
         self.results = {}
         self.granted = []
         self.caught_up = []
+        self.coming = []
         self._news = asyncio.Event()
 
     def ended(self, epoch, result):
@@ -45,6 +46,11 @@ class Ends:
 
     def was_granted(self, epoch):
         self.granted.append(epoch)
+        self._news.set()
+
+    def comes(self, epoch):
+        assert epoch not in self.results, "the first of it came behind the last"
+        self.coming.append(epoch)
         self._news.set()
 
     def has_caught_up(self, epoch):
@@ -93,6 +99,7 @@ class Node:
             followers,
             overlap_min_tokens,
             on_granted=self.received.was_granted,
+            on_coming=self.received.comes,
             on_received=self.received.ended,
             on_caught_up=self.sent.has_caught_up,
             on_sent=self.sent.ended,
@@ -250,6 +257,7 @@ async def test_a_transfer_over_all_ranks(a_size, b_size, monkeypatch):
         num_bytes = sum(NUM_BLOCKS * store.layout.block_bytes for store in b.stores)
         assert a.sent.results == {5: Sent(num_bytes)}
         assert b.received.results == {5: Received(b"tail", num_bytes)}
+        assert b.received.coming == [5]
         assert b.bytes_of(IDS) == sliced_bytes(A_SEED, b_size)
         assert a.steps[1:] == [[[(0, 30)], [(30, num_tokens - 30)]]] * (a_size - 1)
 

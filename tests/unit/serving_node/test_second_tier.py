@@ -38,6 +38,21 @@ def test_what_the_pool_gave_up_is_read_back():
     node.check_empty()
 
 
+def test_nothing_is_read_back_into_blocks_that_an_older_one_waits_for():
+    node = Node(num_blocks=12, tier=ALWAYS)
+    first = prompt_of(20)
+    ask(node, "a", first)
+    ask(node, "b", prompt_of(44, first=1))
+    node.writes("writes", 12, max_tokens=4, age=101)
+    node.reserve("older", 33, age=102)  # 9 of 12 blocks, of which 8 are free
+    node.loads_at_once = False
+    node.local("younger", first, salt="", age=103)
+    while not node.words("older"):
+        assert [name for name, _, _ in node.step()] == ["writes"]
+        assert not node.loads
+    assert node.words("older") == ["reserved"]
+
+
 def test_others_start_while_blocks_are_read():
     node = Node(num_blocks=12, tier=ALWAYS)
     first = prompt_of(20)
@@ -163,17 +178,17 @@ def test_an_answer_that_was_put_back_reads_what_it_had():
     node.check_empty()
 
 
-def test_a_cancelled_one_leaves_nothing():
+@pytest.mark.parametrize("how", ["cancelled", "detached"])
+def test_one_that_ends_while_it_is_read_back_leaves_nothing(how):
     node = Node(num_blocks=6, tier=ALWAYS)
     ask(node, "a", prompt_of(20))
     ask(node, "b", prompt_of(20, first=1))
     node.loads_at_once = False
     request = node.local("c", prompt_of(20), salt="")
     node.begin()
-    node.cancel(request)
-    (load_id,) = node.loads
-    node.load_ends(load_id)
-    assert node.words("c") == ["cancelled"]
+    assert len(node.loads) == 1
+    node.cancel(request) if how == "cancelled" else node.detached()
+    assert node.words("c") == (["cancelled"] if how == "cancelled" else [])
     node.check_empty()
 
 
