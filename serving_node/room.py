@@ -66,6 +66,8 @@ class Room:
         """Gives credit to those that it yields, in `credit_order`. What prompts need that were here before is kept for
         them: for those that gave way, and for the oldest."""
         self._next_without = None
+        if self.num_seated() >= self.num_seats and not self._unready_grants():  # however many wait
+            return
         for resident in sorted(self._residents.in_stage(Stage.AWAITING), key=credit_order):
             if resident.is_ending or self._is_behind(resident):
                 continue
@@ -93,10 +95,14 @@ class Room:
     def _take_back_unready(self) -> None:
         """For one that is ready: takes the last grant back of which nothing has come, for that may be read much later.
         One at a time."""
-        granted = list(self._residents.in_stage(Stage.GRANTED))
-        idle = [each for each in granted if can_give_way(each) and not each.is_ready and not each.is_coming]
-        if idle and not any(each.is_revoked for each in granted):
-            self._writing.give_way(max(idle, key=credit_order))
+        unready = self._unready_grants()
+        if unready and not any(each.is_revoked for each in self._residents.in_stage(Stage.GRANTED)):
+            self._writing.give_way(max(unready, key=credit_order))
+
+    def _unready_grants(self) -> list[Resident]:
+        """Those of which nothing has come yet, and that are not read, as far as is known."""
+        granted = self._residents.in_stage(Stage.GRANTED)
+        return [each for each in granted if can_give_way(each) and not each.is_ready and not each.is_coming]
 
     def num_seated(self) -> int:
         """Answers that are written here, or will be as soon as their KV is there: they will need more blocks."""

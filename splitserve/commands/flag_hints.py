@@ -11,7 +11,7 @@ Hints = Mapping[str, str]
 _MODEL: Final = dict.fromkeys(("--model", "--model-path"), "MODEL is given without a flag")
 _RANKS: Final = ("--tensor-parallel-size", "--tp-size", "--tp", "-t")  # click takes the first letter of -tp for a flag
 _STAGES: Final = ("--pipeline-parallel-size", "--pp-size", "--pp")
-_MEMORY: Final = ("--gpu-memory-utilization", "--mem-fraction-static")
+_MEMORY: Final = "--mem-fraction-static"
 _OF_REQUESTS: Final = {
     "--max-tokens": "a request has this limit, such as `splitserve generate --max-tokens`",
     "--temperature": "a request says how it is sampled; --generation-config sets the defaults",
@@ -47,7 +47,7 @@ _UP: Final[Hints] = {
     **_LOGS,
     **_TRACES,
     **dict.fromkeys(_RANKS, "each role has its own: --prefill-tp and --decode-tp"),
-    **dict.fromkeys(_MEMORY, "the KV cache of each node has --kv-cache-memory-bytes"),
+    _MEMORY: "it is --gpu-memory-utilization",
     "--port": "there are two, --grpc-port and --http-port",
     **dict.fromkeys(_STAGES, "each role has its own: --prefill-pp and --decode-pp"),
     "--data-parallel-size": "--prefill and --decode are the numbers of nodes",
@@ -62,14 +62,17 @@ _COORDINATOR: Final[Hints] = {
     **_OF_REQUESTS,
     **_LOGS,
     **_TRACES,
-    **dict.fromkeys((*_RANKS, *_MEMORY, "--kv-cache-memory-bytes"), "nodes have it: `splitserve prefill --help`"),
+    **dict.fromkeys(
+        (*_RANKS, _MEMORY, "--gpu-memory-utilization", "--kv-cache-memory-bytes"),
+        "nodes have it: `splitserve prefill --help`",
+    ),
     "--grpc-port": "it is --port, beside --http-port and --fleet-port",
 }
 _NODE: Final[Hints] = {
     **_OF_THE_FOLDER,
     **_LOGS,
     "--otlp-traces-endpoint": "the coordinator sends traces: `splitserve coordinator --otlp-endpoint`",
-    **dict.fromkeys(_MEMORY, "the KV cache has --kv-cache-memory-bytes"),
+    _MEMORY: "it is --gpu-memory-utilization",
     **dict.fromkeys(("--prefill-tp", "--decode-tp", "--tp-size", "--tp", "-t"), "it is --tensor-parallel-size"),
     **dict.fromkeys(("--host", "--port", "--server"), "a node has no clients; it dials --coordinator HOST:PORT"),
     "--chat-template": "the coordinator renders chats: `splitserve coordinator --help`",
