@@ -16,6 +16,7 @@ from engine.attention.steps_apart import StepsApart
 from engine.cache.kv_pool import PagedKVPool
 from engine.cuda_graphs import CudaCapture
 from engine.forward_batch import build_batch
+from engine.parallel import choose_device
 from serving_core.layout import KVLayout
 from serving_core.memory import available_bytes
 from serving_core.requests import Share
@@ -97,9 +98,8 @@ def _numbers(listed: str) -> list[int]:
 
 def main() -> None:
     shape, batches, contexts, chunk_tokens, block_size = sys.argv[1:]
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     sizes = (_numbers(batches), _numbers(contexts), int(chunk_tokens), int(block_size))
-    figures = measure_attention(shape, *sizes, device)
+    figures = measure_attention(shape, *sizes, choose_device("auto"))
     print(json.dumps([dataclasses.asdict(each) for each in figures]))
 
 

@@ -12,6 +12,7 @@ import torch
 from engine.model.draws import Draw
 from engine.model.step_backends import choose_steps
 from engine.model.steps import Steps, TorchSteps
+from engine.parallel import choose_device
 from splitserve_bench.engine.machine import least_s
 from splitserve_bench.engine.random_models import SHAPES
 
@@ -46,8 +47,7 @@ def _measure(steps: Steps, batch: int, vocab_size: int, device: torch.device) ->
 
 def main() -> None:
     shape, batches = sys.argv[1:]
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    figures = measure_draws(shape, [int(batch) for batch in batches.split(",")], device)
+    figures = measure_draws(shape, [int(batch) for batch in batches.split(",")], choose_device("auto"))
     print(json.dumps([dataclasses.asdict(each) for each in figures]))
 
 

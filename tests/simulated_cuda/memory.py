@@ -20,8 +20,8 @@ class Memory:
 
     def __init__(self, host_tensor):
         self.num_bytes, self.num_tensors = host_tensor.untyped_storage().nbytes(), 0
-        self.is_planes = host_tensor.dtype == torch.uint8 and host_tensor.ndim == 3
-        self.is_followed = not self.is_planes and waiting.capture is None
+        is_planes = host_tensor.dtype == torch.uint8 and host_tensor.ndim == 3
+        self.is_followed = not is_planes and waiting.capture is None
         self.stream = current_stream()  # which may use it anew as soon as it goes
         self.also_of = set()  # numbers of streams that are awaited before
         self.written, self.used = Clock(), Clock()
@@ -65,7 +65,7 @@ class Held:
 
 
 def used(read, written):
-    """By an operation of the current stream, which begins. Gives its moment."""
+    """By an operation of the current stream, which begins."""
     with changing:
         if races:
             raise RuntimeError(races.pop())
@@ -75,4 +75,3 @@ def used(read, written):
             tensor.held.memory.use(stream, moment, writes=False)
         for tensor in written:
             tensor.held.memory.use(stream, moment, writes=True)
-        return moment

@@ -4,7 +4,6 @@ awaited: those are done when somebody waits.
 What a device may do at the same time is an error here where it must not. A stream knows what has been done in it, and
 in others it has waited for; the host knows what it has awaited. Whatever is read must be known to have been written,
 and whatever is written to be read by nobody any more. Of threads it is taken that each knows what another one does.
-
 """
 
 import threading
