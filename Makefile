@@ -63,6 +63,7 @@ compose-demo:
 	@$(PYTHON) deploy/compose_demo $(if $(TLS),--tls)
 
 check: setup check-protos
+	@! git grep -nE '^(<{7}|>{7}) ' || { echo "a merge was left half done"; exit 1; }
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
