@@ -30,7 +30,7 @@ from serving_core.requests import Share
 
 logger = logging.getLogger(__name__)
 
-SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # rows, ascending
+SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # rows, ascending
 WARM_UP_RUNS: Final = 2  # outside the graph: libraries allocate and choose kernels in their first calls
 TOLERANCE: Final = 0.05  # of the largest logit: 16-bit outputs by other kernels; a wrong row is off by about 1
 SUMS_TOLERANCE: Final = 0.2  # where ranks add 16-bit parts in an order that depends on the number of rows, too

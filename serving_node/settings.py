@@ -12,6 +12,9 @@ from serving_node.link import LinkSettings
 OFF: Final = "off"
 DRAFT: Final = "draft"
 SPECULATIONS: Final = (OFF, "lookup", DRAFT)
+STEP_TOKENS: Final = {"cpu": 512, "cuda": 2048}
+SEATS: Final = {"cpu": 64, "cuda": 256}
+"""What a node takes that is not told, by the kind of its device."""
 PACKAGES: Final = {PREFILL: "prefill_node", DECODE: "decode_node", BOTH: "serving_node"}
 """What `python -m` starts a node as, by the role that it begins in."""
 
@@ -56,9 +59,18 @@ class NodeSettings:
     tier: TierSettings = field(default_factory=TierSettings)
     drafting: DraftSettings = field(default_factory=DraftSettings)
     max_num_batched_tokens: int = flag(
-        512, "Most tokens in one step; bounds the chunks of prompts, beside one token of each answer.", minimum=1
+        0,
+        "Most tokens in one step; bounds the chunks of prompts, beside one token of each answer. 0: 512 with CPUs, "
+        "2048 with CUDA.",
+        minimum=0,
     )
-    max_num_seqs: int = flag(64, "Most answers that hold blocks at a time: the credits.", minimum=1, maximum=1024)
+    max_num_seqs: int = flag(
+        0,
+        "Most answers that hold blocks at a time: the credits. 0: 64 with CPUs, 256 with CUDA, and no more than tokens "
+        "in a step.",
+        minimum=0,
+        maximum=1024,
+    )
     max_num_queued: int = flag(
         1024,
         "Most prompts that wait to be read, and most that wait for credit; more go to other nodes, or ask again.",
@@ -107,3 +119,8 @@ class NodeSettings:
         maximum=65535,
     )
     ticket_ttl_s: float = flag(600.0, "Most seconds granted blocks wait for their KV.", minimum=0.1, maximum=86400)
+
+    def step_sizes(self, device: str) -> tuple[int, int]:
+        """Tokens of a step and answers at a time on a device of this kind, `cpu` or `cuda`."""
+        num_tokens = self.max_num_batched_tokens or STEP_TOKENS[device]
+        return num_tokens, self.max_num_seqs or min(SEATS[device], num_tokens)

@@ -98,6 +98,7 @@ def node_sizes(folder: Path, settings: EngineSettings) -> NodeSizes:
     """Of a node that is told nothing else."""
     config, nodes = read_model_config(folder), NodeSettings()
     layout = model_layout(settings, config)
+    max_num_batched_tokens, max_num_seqs = nodes.step_sizes("cpu")
     return NodeSizes(
         num_blocks=num_blocks_for(settings, layout, 1),
         block_size=layout.block_size,
@@ -105,8 +106,8 @@ def node_sizes(folder: Path, settings: EngineSettings) -> NodeSizes:
         num_layers=layout.num_layers,
         max_model_len=settings.max_model_len or config.max_position_embeddings,
         vocab_size=config.vocab_size,
-        max_num_batched_tokens=nodes.max_num_batched_tokens,
-        max_num_seqs=nodes.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
         max_num_queued=nodes.max_num_queued,
         overlap_min_tokens=nodes.overlap_min_tokens,
     )
