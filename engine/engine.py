@@ -101,6 +101,8 @@ class Engine:
         self.clock = StepClock()
         self.config: Final = read_model_config(folder, settings.model_impl, settings.runner)
         device = choose_device(settings.device)
+        self.device_type: Final = device.type
+        """`cpu` or `cuda`"""
         dtype = compute_dtype(settings, self.config)
         rank, pp_size = self.group.rank, settings.pipeline_parallel_size
         tp_size = self.group.size // pp_size

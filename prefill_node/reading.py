@@ -6,7 +6,8 @@ ones share a step; beside answers with limits time is a budget too (prefill_node
 the pool has blocks for all of it, so whatever is being read can always finish.
 
 A prompt starts with the leading blocks that an earlier one left in the pool, or one that is being read has published,
-and computes the rest; always its last token where its logits choose the next one, or its hidden state is the prompt's
+and computes the rest: it does not start beside a prompt that computes what it begins with, but behind that. It always
+computes its last token where its logits choose the next one, or its hidden state is the prompt's
 embedding, and all of it where it is to be scored, or a mean. It publishes its own full blocks step by step.
 """
 
@@ -24,6 +25,7 @@ from serving_core.requests import MEAN, Work
 from serving_core.residents import Resident, Residents, Stage
 
 MAX_SCORED_TOKENS: Final = 256  # of one step: the logits of each are held at once
+SHARED: Final = 1 / 8  # of a step's tokens: for fewer that it would find behind that step a prompt does not wait
 
 
 class Reading:
@@ -73,13 +75,16 @@ class Reading:
         prompts = [each for each in self._residents.in_stage(Stage.QUEUED, Stage.READING) if not each.is_ending]
         self._slack.begin(answers, prompts, now)
         works: list[Work] = []
+        least_shared = max(self._leases.block_size, int(budget * SHARED))
         scorable = MAX_SCORED_TOKENS
         held_up = math.inf  # the age from which on
         for resident in self._order.of(prompts, now):
             if budget == 0:
                 break
             if resident.stage is Stage.QUEUED:
-                if resident.age > held_up or not may_start(resident):
+                if resident.age > held_up or self._is_computed(resident, works, least_shared):
+                    continue
+                if not may_start(resident):
                     continue
                 if not start(resident):
                     held_up = min(held_up, resident.age)
@@ -117,6 +122,25 @@ class Reading:
         if resident.hosts:
             return 1
         return resident.num_given if resident.hands_over else len(resident.request.token_ids) + resident.computes_prompt
+
+    def _is_computed(self, resident: Resident, works: Sequence[Work], least: int) -> bool:
+        """Whether a planned step computes so many of the prompt's tokens or more for another one that begins alike."""
+        return any(
+            work.num_tokens >= least
+            and self._shares(resident, self._residents.of(work.request), work.start, work.start + least)
+            for work in works
+        )
+
+    def _shares(self, resident: Resident, other: Resident, start: int, end: int) -> bool:
+        """Whether a prompt will find the tokens of another one up to `end`, and lacks those from `start` on."""
+        tokens, others = resident.request.token_ids, other.request.token_ids
+        return (
+            end <= num_cacheable(resident)
+            and tokens[start:end] == others[start:end]  # which tells most apart at their first token
+            and tokens[:start] == others[:start]
+            and self._leases.may_share(resident, other)
+            and self._num_held(resident) <= start
+        )
 
     @property
     def oldest_age(self) -> float:

@@ -183,6 +183,10 @@ class Leases:
         """Tokens whose KV was there when the resident first got blocks."""
         return (resident.num_found_blocks or 0) * self._layout.block_size
 
+    def may_share(self, resident: Resident, other: Resident) -> bool:
+        """Whether one finds what the other publishes of the same tokens."""
+        return self._allocator.caching and not (resident.hosts or other.hosts) and resident.names.root == other.names.root
+
     def num_held_tokens(self, resident: Resident, num_cacheable: int) -> int:
         """Of the leading num_cacheable tokens, those in full blocks that the pool holds."""
         return len(self._find(resident, num_cacheable)[0]) * self._layout.block_size

@@ -81,7 +81,7 @@ class BlockNames:
     """
 
     def __init__(self, root: bytes, block_size: int) -> None:
-        self._root = root
+        self.root = root
         self._block_size = block_size
         self._tried: dict[tuple[bytes, bytes], bytes] = {}  # names by parent and maker
         self._found: tuple[list[bytes], list[bytes]] = [], []  # by the last look
@@ -95,7 +95,7 @@ class BlockNames:
         """Names and makers of the leading blocks, num_blocks at most, that are held: of each that by the first of
         `makers` that it is held by, unless that which was found before is still held."""
         names, found = self._found_before(num_blocks, is_held)
-        parent = names[-1] if names else self._root
+        parent = names[-1] if names else self.root
         for index in range(len(names), num_blocks):
             for maker in makers:
                 name = self._tried.get((parent, maker)) or self._try(parent, maker, index, token_ids)
@@ -111,7 +111,7 @@ class BlockNames:
 
     def of_others(self) -> "BlockNames":
         """For blocks of the same tokens that the request does not have."""
-        return BlockNames(self._root, self._block_size)
+        return BlockNames(self.root, self._block_size)
 
     def begin(self, names: list[bytes], makers: list[bytes]) -> None:
         """The request has got these blocks, as they were found, and nothing behind them."""
@@ -121,7 +121,7 @@ class BlockNames:
     def add(self, token_ids: Sequence[int], *makers: bytes) -> None:
         """Its next full blocks are there, of these makers."""
         names, size = self.names, self._block_size
-        name, start = names[-1] if names else self._root, len(names) * size
+        name, start = names[-1] if names else self.root, len(names) * size
         for maker in makers:
             name = child_name(name, maker, token_ids[start : start + size])
             names.append(name)

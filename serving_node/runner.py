@@ -90,7 +90,7 @@ class NodeRunner:
         drafter: Drafter | None = None,
     ) -> None:
         """`store` has the slots of `tier` on this rank. Raises SettingsError."""
-        max_tokens, max_num_seqs = settings.step_sizes(engine.pool.device.type)
+        max_tokens, max_num_seqs = settings.step_sizes(engine.device_type)
         shape = preset(role, max_num_batched_tokens=max_tokens, max_num_seqs=min(max_num_seqs, max_tokens))
         if shape.writes and max_tokens < max_num_seqs:
             raise SettingsError(

@@ -140,3 +140,78 @@ def test_a_prompt_counts_once_however_often_it_begins():
     house.residents.enter(resident, Stage.QUEUED)
     plan(house, reading, 64)
     assert reading.num_prompt_tokens == 5
+
+
+def alike(house, name, age, num_tokens, *, num_common=24, salt="one", **facts):
+    """A prompt whose first tokens others have too."""
+    resident = house.add(name, age, Stage.QUEUED, num_tokens, hands_over=True, salt=salt, **facts)
+    resident.request.token_ids[num_common:] = [1000 * age + at for at in range(num_common, num_tokens)]
+    return resident
+
+
+def read_all(house, reading, budget=48):
+    """What each step computes until all is read."""
+    steps = []
+    while any(each.num_to_compute for each in house.residents):
+        steps.append(plan(house, reading, budget)[0])
+        for name, start, num_tokens in steps[-1]:
+            (resident,) = (each for each in house.residents if each.request.request_id == name)
+            assert resident.num_computed == start
+            resident.num_computed += num_tokens
+            house.leases.publish(resident)
+    return steps
+
+
+def test_what_prompts_begin_with_alike_is_computed_once():
+    house, reading = make(64)
+    for age, name in enumerate("abc"):
+        alike(house, name, age, 30)
+    house.add("other", 4, Stage.QUEUED, 9, hands_over=True)
+    assert read_all(house, reading) == [[("a", 0, 30), ("other", 0, 9)], [("b", 24, 6), ("c", 24, 6)]]
+    assert (reading.num_prompt_tokens, reading.num_cached_tokens) == (99, 48)
+
+
+def test_a_prompt_waits_for_what_it_begins_with_through_all_chunks_and_no_longer():
+    house, reading = make(64)
+    alike(house, "a", 1, 72, num_common=40)
+    alike(house, "b", 2, 44, num_common=40)
+    assert read_all(house, reading, 16) == [
+        [("a", 0, 16)],
+        [("a", 16, 16)],
+        [("a", 32, 16)],
+        [("a", 48, 16)],
+        [("a", 64, 8), ("b", 40, 4)],
+    ]
+
+
+def test_a_prompt_does_not_wait_for_what_it_would_compute_in_any_case_or_for_little():
+    house, reading = make(400)
+    alike(house, "a", 1, 30)
+    alike(house, "scored", 2, 30).request.sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    alike(house, "salted", 3, 30, salt="another")
+    alike(house, "adjacent", 4, 30, num_common=7)  # one block and a part, where a step has eight times two blocks
+    assert [name for name, *_ in plan(house, reading, 128)[0]] == ["a", "scored", "salted", "adjacent"]
+
+
+def test_a_prompt_does_not_wait_for_one_that_is_not_computed_or_will_not_be_found():
+    house, reading = make(64)
+    late = alike(house, "a", 1, 30)
+    late.ending = {}
+    alike(house, "b", 2, 30)
+    assert plan(house, reading, 48)[0] == [("b", 0, 30)]
+    for caching in (True, False):
+        house, reading = make(64)
+        house.allocator.caching = caching
+        alike(house, "a", 1, 30)
+        alike(house, "b", 2, 30)
+        assert len(plan(house, reading, 64)[0]) == (1 if caching else 2)
+
+
+def test_a_prompt_that_holds_more_than_another_one_computes_does_not_wait():
+    house, reading = make(64)
+    alike(house, "first", 1, 30)
+    read_all(house, reading)  # and stays to be found
+    again = house.add("again", 2, Stage.READING, 30, hands_over=True, salt="one")  # began before that was there
+    assert again.num_computed == 0
+    alike(house, "b", 3, 30)
+    assert plan(house, reading, 64)[0] == [("again", 0, 30), ("b", 24, 6)]

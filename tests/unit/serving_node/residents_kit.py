@@ -21,10 +21,11 @@ class House:
         self.residents = Residents()
         self._epochs = count(1)
 
-    def add(self, name, age, stage, num_tokens, *, num_computed=0, holds=True, **facts):
-        """One with so many tokens, and blocks for them all where its stage has some."""
+    def add(self, name, age, stage, num_tokens, *, num_computed=0, holds=True, salt="", **facts):
+        """One with so many tokens, and blocks for them all where its stage has some. It shares blocks with those of its
+        salt alone, by default with nobody."""
         request = Request(name, next(self._epochs), list(range(num_tokens)), num_tokens, SamplingParams(max_tokens=9))
-        names = BlockNames(name.encode().ljust(32), LAYOUT.block_size)
+        names = BlockNames((salt or name).encode().ljust(32), LAYOUT.block_size)
         resident = Resident(request, age, names, stage, 0.0, **facts)
         if holds and stage not in (Stage.QUEUED, Stage.AWAITING):
             assert self.leases.take(resident, num_tokens, num_cacheable=0, num_spare=0)
