@@ -185,7 +185,9 @@ class Leases:
 
     def may_share(self, resident: Resident, other: Resident) -> bool:
         """Whether one finds what the other publishes of the same tokens."""
-        return self._allocator.caching and not (resident.hosts or other.hosts) and resident.names.root == other.names.root
+        return (
+            self._allocator.caching and not (resident.hosts or other.hosts) and resident.names.root == other.names.root
+        )
 
     def num_held_tokens(self, resident: Resident, num_cacheable: int) -> int:
         """Of the leading num_cacheable tokens, those in full blocks that the pool holds."""

@@ -4,13 +4,15 @@
    count.
 2. A shared beginning: requests that begin with the same long system prompt and end with text of their own. All of
    them count, also the first one, which can reuse nothing.
+3. The same, with another beginning, sent all at once.
 
-Requests are sent one after the other, so that nobody's time to first token is somebody else's queue. Answers are
+The others are sent one after the other, so that nobody's time to first token is somebody else's queue. Answers are
 greedy and of one length; they are compared between the clusters, token by token. Reuse changes where the steps of a
 prompt begin, and with it the rounding: in bfloat16 an answer may turn where two tokens are as likely as each other, in
 float32 hardly ever.
 """
 
+import asyncio
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from splitserve.launch.models import LocalModel, Report
 from splitserve_bench.errors import BenchError
 from splitserve_bench.prompts import GREEDY, SEED
 
-CHAT, SHARED = "second turn of a chat", "shared beginning"
+CHAT, SHARED, AT_ONCE = "second turn of a chat", "shared beginning", "shared beginning, at once"
 WARM_UP_TOKENS: Final = 32
 WORDS: Final = (
     ("old", "quiet", "young", "famous", "careful", "northern", "wooden", "bright", "narrow", "patient"),
@@ -139,7 +141,12 @@ async def _ask_cluster(
         report(f"{sizes.num_conversations} chats of two turns ...")
         chat = await _chat(client, sizes, texts)
         report(f"{sizes.num_requests} requests with a shared beginning of {sizes.shared_tokens} tokens ...")
-        return {CHAT: chat, SHARED: await _share(client, sizes, texts)}
+        first = 1 + 2 * sizes.num_conversations
+        shared = [await ask(client, each, sizes.output_tokens) for each in _alike(sizes, texts, first)]
+        report(f"{sizes.num_requests} more of them, all at once ...")
+        prompts = _alike(sizes, texts, first + 1 + sizes.num_requests)
+        at_once = await asyncio.gather(*(ask(client, each, sizes.output_tokens) for each in prompts))
+        return {CHAT: chat, SHARED: shared, AT_ONCE: at_once}
 
 
 async def _chat(client: AsyncClient, sizes: ReuseBench, texts: Texts) -> list[Asked]:
@@ -156,11 +163,11 @@ async def _chat(client: AsyncClient, sizes: ReuseBench, texts: Texts) -> list[As
     ]
 
 
-async def _share(client: AsyncClient, sizes: ReuseBench, texts: Texts) -> list[Asked]:
-    first = 1 + 2 * sizes.num_conversations
+def _alike(sizes: ReuseBench, texts: Texts, first: int) -> list[list[int]]:
+    """Prompts that begin with the text of that number."""
     beginning = texts.draw(first, sizes.shared_tokens)
     return [
-        await ask(client, [*beginning, *texts.draw(number, sizes.own_tokens)], sizes.output_tokens)
+        [*beginning, *texts.draw(number, sizes.own_tokens)]
         for number in range(first + 1, first + 1 + sizes.num_requests)
     ]
 

@@ -22,4 +22,5 @@ def test_what_was_read_or_written_is_not_read_again(tmp_path):
     chat, beginning = figures["second turn of a chat"], figures["shared beginning"]
     assert chat["cached_tokens"] >= 2 * 96  # of 100 in blocks of 16; and of the answer, where that is lent
     assert beginning["cached_tokens"] == 96
-    assert all(each["kv_bytes_saved"] > 0 for each in figures.values())
+    assert figures["shared beginning, at once"]["cached_tokens"] == 96  # nobody computes it beside the first one
+    assert chat["kv_bytes_saved"] > 0 < beginning["kv_bytes_saved"]
