@@ -1,8 +1,11 @@
 """The life of a node process: start, serve, drain on a signal, stop."""
 
 import asyncio
+import contextlib
 import gc
 import logging
+import threading
+from collections.abc import Iterator
 from functools import partial
 from typing import Final, Protocol
 
@@ -25,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 IN_FLIGHT_S: Final = 0.3  # until the coordinator has heard of a drain, and what it had sent before is here
 DETACH_S: Final = 2.0  # for the last events to go out
+LAST_STEP_S: Final = 10.0  # for the running step to end, of which nobody hears any more
 
 
 class ServedNode(Node, Protocol):
@@ -83,7 +87,7 @@ def run_node(role: str, settings: NodeSettings) -> None:
 async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
     """Runs until SIGTERM, SIGINT or SIGHUP, then lets running requests finish for at most drain_s seconds.
 
-    A second signal ends the wait. Raises what the node or its link raises; a node that is stuck for good ends the
+    A second signal ends the wait. Raises what the node or its link raises; a step that does not end in time ends the
     process, since its engine cannot be waited for.
     """
     stopping = asyncio.Event()
@@ -105,7 +109,21 @@ async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        with _last_step():
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _last_step() -> Iterator[None]:
+    """Within it the event loop may wait for the running step."""
+    last_words = f"this node ends: its last step has not ended within {LAST_STEP_S:g} s"
+    deadline = threading.Timer(LAST_STEP_S, end_at_once, [last_words])
+    deadline.daemon = True
+    deadline.start()
+    try:
+        yield
+    finally:
+        deadline.cancel()
 
 
 async def _drain(node: ServedNode, link: FleetLink, stopping: asyncio.Event, drain_s: float) -> None:
