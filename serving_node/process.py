@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import click
 
 from serving_core.cpus import divide_cpus, parse_cpus, pin
-from serving_core.errors import RankLost
+from serving_core.errors import RankLost, SettingsError
 from serving_core.extras import require
 from serving_core.flags import settings_command
 from serving_core.process import ending_signals, run_process
@@ -53,7 +53,10 @@ def node_command(role: str) -> click.Command:
 def run_node(role: str, settings: NodeSettings) -> None:
     """Runs one rank of a node until SIGTERM, pinned to its share of the CPUs. Rank 0 starts the others, unless all were
     started together, as torchrun does."""
-    size, rank = settings.engine.num_ranks, started_rank() or 0
+    try:
+        size, rank = settings.engine.num_ranks, started_rank() or 0
+    except SettingsError as error:
+        raise click.UsageError(str(error)) from error
     node_name = settings.link.name_for(role)
     name = f"{node_name}.{rank}" if rank else node_name
 
