@@ -15,25 +15,6 @@ from serving_core.residents import Resident, Residents, Stage
 WAITING: Final = (Stage.QUEUED, Stage.AWAITING, Stage.READING)
 
 
-@dataclass(slots=True)
-class StreakToken:
-    """What fleet_pb2.SampledToken says of a token that does not end its answer."""
-
-    attempt: Request
-    index: int
-    token_id: int
-    finish_reason: int = 0
-    num_proposed: int = 0  # streaks have no candidates
-
-
-@dataclass(slots=True)
-class StreakTokens:
-    """What fleet_pb2.StepTokens says of a step, made for less: it crosses no wire."""
-
-    tokens: list[StreakToken]
-    step_s: float
-
-
 @dataclass(slots=True, eq=False)
 class Streak:
     """Of its steps, one runs; so many, that one too, end none of the answers."""
