@@ -3,6 +3,7 @@
 import os
 
 from kv_transfer.endpoints import endpoint_of, host_of
+from serving_core.errors import SettingsError
 from serving_core.exposure import check_exposure, is_loopback
 from serving_core.ports import Port, check_ports
 from serving_core.tls import TlsError, read_tls
@@ -23,6 +24,8 @@ def check_network(settings: NodeSettings) -> None:
         check_exposure(host, "fleet_secret", link.fleet_secret)
         if settings.kv_transport != "zmq":
             check_open(f"--kv-transport {settings.kv_transport}", host, tls)
+    if settings.kv_annexes and is_encrypted(settings):
+        raise SettingsError("--kv-annexes: annexes travel in the open, and --tls-ca asks for TLS off loopback")
     if not started_rank():  # of all ranks, the one that tells
         check_ports([Port("--metrics-port", settings.metrics_host, settings.metrics_port)])
     if settings.engine.num_ranks > 1 and started_rank() is not None:

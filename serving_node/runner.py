@@ -20,13 +20,13 @@ from kv_transfer.results import Received, Sent, TransferFailed
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core.blocks import BlockAllocator
 from serving_core.costs import StepCosts
-from serving_core.errors import RequestError, SettingsError
+from serving_core.errors import RequestError
 from serving_core.failpoints import reach
 from serving_core.memory import resident_bytes
 from serving_core.rates import StepRates
 from serving_core.requests import Guide
 from serving_core.residents import Resident, Residents
-from serving_core.shapes import PREFILL, preset
+from serving_core.shapes import preset
 from serving_core.waiting import first_to_end
 from serving_node.annex_ends import AnnexEnds, tile_tokens
 from serving_node.compiling import Compiling
@@ -82,8 +82,8 @@ class NodeRunner:
         tier: TierPlan = NO_TIER,
         drafter: Drafter | None = None,
     ) -> None:
-        """`store` has the slots of `tier` on this rank. Raises SettingsError."""
-        self._limits = limits = _limits_of(settings, role, engine, drafter)
+        """Of settings that are `resolved`. `store` has the slots of `tier` on this rank. Raises SettingsError."""
+        self._limits = limits = _limits_of(settings, engine, drafter)
         if settings.speculation != OFF and not engine.is_history_free:
             logger.warning("--speculation does nothing here: the bits of answers depend on the batch (docs/bits.md)")
         self._settings = settings
@@ -391,17 +391,11 @@ class NodeRunner:
         self._alarm.set(None if wake_at_s is None else loop.time() + (wake_at_s - time.monotonic()))
 
 
-def _limits_of(settings: NodeSettings, role: str, engine: Engine, drafter: Drafter | None) -> Limits:
+def _limits_of(settings: NodeSettings, engine: Engine, drafter: Drafter | None) -> Limits:
     """Raises SettingsError."""
-    max_tokens, max_num_seqs = settings.step_sizes(engine.pool.device.type)
-    if role != PREFILL and max_tokens < max_num_seqs:
-        raise SettingsError(
-            f"max_num_batched_tokens ({max_tokens}) must be at least "
-            f"max_num_seqs ({max_num_seqs}): every running request takes one token a step"
-        )
     return Limits(
-        max_tokens,
-        min(max_num_seqs, max_tokens),
+        settings.max_num_batched_tokens,
+        min(settings.max_num_seqs, settings.max_num_batched_tokens),
         settings.max_num_queued,
         settings.credit_timeout_s,
         settings.ticket_timeout_s,

@@ -96,7 +96,7 @@ class Harness:
         self.on_event = None
         self.rates = RecordedRates(start_tokens_per_s)
         self.node = NodeRunner(
-            NodeSettings(engine=engine_settings, **settings),
+            NodeSettings(engine=engine_settings, **settings).resolved("decode", "cpu"),
             "decode",
             name,
             self.engine,
