@@ -17,7 +17,6 @@ from serving_core.extras import require
 from serving_core.flags import settings_command
 from serving_core.process import ending_signals, run_process
 from serving_node.exposure import check_network
-from serving_node.health import check_health_port
 from serving_node.link import FleetLink, Node
 from serving_node.ranks.leading import die, end_at_once
 from serving_node.ranks.processes import check_world, start_followers, started_rank
@@ -64,7 +63,6 @@ def run_node(role: str, settings: NodeSettings) -> None:
         require("node")
         check_world(settings.engine)
         check_network(settings)
-        check_health_port(settings)
         from serving_core.needs import check_model  # needs packages of the extra
         from serving_node.draft_model import check_draft_model
 
