@@ -72,7 +72,7 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
                             await serve(node, link, drain_s=settings.link.drain_s)
                     finally:
                         await node.close()
-                    followers.stop()
+                        followers.stop()
             finally:
                 await sender.close()
                 await receiver.close()
