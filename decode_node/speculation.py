@@ -98,7 +98,7 @@ class Speculation:
         eos_token_ids: Sequence[int],
         num_candidates: int,
         most_tokens: int,
-        draft_model: DraftModel | None = None,
+        draft_model: DraftModel | None,
     ) -> None:
         """`num_candidates` is the most for an answer in a step, `most_tokens` that of a whole step; 0 candidates:
         never any. A model with a `draft_model` writes them, or else they are looked up."""

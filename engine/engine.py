@@ -101,8 +101,6 @@ class Engine:
         self.clock = StepClock()
         self.config: Final = read_model_config(folder, settings.model_impl, settings.runner)
         device = choose_device(settings.device)
-        self.device_type: Final = device.type
-        """`cpu` or `cuda`"""
         dtype = compute_dtype(settings, self.config)
         rank, pp_size = self.group.rank, settings.pipeline_parallel_size
         tp_size = self.group.size // pp_size
@@ -157,24 +155,28 @@ class Engine:
         if self.config.embedder is None:
             of_pool = (self.attention, self.num_blocks, self.max_model_len)
             self.program = choose_program(self.model, *of_pool, self.group, exact=self.is_history_free)
-        self.description: Final = {
+        self.description: Final = self._describe(settings, dtype, tp_size)
+        facts = {**self.description, "program": type(self.program).__name__}
+        facts["history_free"] = "yes" if self.is_history_free else "no"
+        self.traits: Final = engine_traits(facts, device, kernels_alone=kernels_alone)
+        """What the bits of answers depend on beside the fingerprint."""
+        self.origin: Final = origin_of(self.traits)
+
+    def _describe(self, settings: EngineSettings, dtype: str, tp_size: int) -> dict[str, str]:
+        device = self._device
+        return {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "dtype": dtype,
             "quantization": quantization_name(settings.quantization, self.config.stored_quantization),
             "attention": self.attention.name,
             "threads": str(torch.get_num_threads()),
             "tp_size": str(tp_size),
-            "pp_size": str(pp_size),
+            "pp_size": str(settings.pipeline_parallel_size),
             "sequence_parallel_min_tokens": str(settings.sequence_parallel_min_tokens if tp_size > 1 else 0),
             "layers_offloaded": str(self._num_offloaded()),
             "batch_invariant": "yes" if settings.batch_invariant else "no",
             "model_impl": f"transformers {version('transformers')}" if self.config.is_foreign else NATIVE,
         }
-        facts = {**self.description, "program": type(self.program).__name__}
-        facts["history_free"] = "yes" if self.is_history_free else "no"
-        self.traits: Final = engine_traits(facts, device, kernels_alone=kernels_alone)
-        """What the bits of answers depend on beside the fingerprint."""
-        self.origin: Final = origin_of(self.traits)
 
     def close(self) -> None:
         """Lets go of the decode program. To be called before the group is closed: NCCL waits for all graphs that it is

@@ -1,7 +1,6 @@
 """The promise of --batch-invariant tried out, on the device and with the very layers that will compute: one prompt at
 once, in chunks and steps, and beside others, to the bit."""
 
-from dataclasses import replace
 from itertools import accumulate, product
 from typing import Final
 
@@ -74,7 +73,7 @@ class _Trial:
             batch = build_batch(shares, pool.layout.block_size, pool.device)
             num_wanted = end - max(first, min(end, length - NUM_WANTED))
             wanted = torch.arange(len(batch.token_ids) - num_wanted, len(batch.token_ids), device=pool.device)
-            logits.append(self._decoder(replace(batch, logit_rows=wanted), self._attention, layers=self._layers))
+            logits.append(self._decoder(batch.wanting(wanted), self._attention, layers=self._layers))
         results = [plane[: self._blocks.stop].clone() for plane in self._planes()]
         if ours := [rows for rows in logits if rows is not None]:
             results.append(torch.cat(ours))

@@ -58,7 +58,7 @@ class Reading:
                 reasons.PROMPT_TOO_LONG,
                 f"the prompt needs {num_blocks} KV blocks, the prefill node has {self._leases.num_blocks}",
             )
-        if self.num_queued >= self._max_num_queued:
+        if self._residents.count(Stage.QUEUED) >= self._max_num_queued:
             raise RequestError(reasons.QUEUE_FULL, f"the prefill queue holds its {self._max_num_queued} requests")
 
     def plan(
@@ -146,11 +146,6 @@ class Reading:
     def oldest_age(self) -> float:
         """Of the prompts that are here; inf where there is none."""
         return next((each.age for each in self._residents.in_stage(Stage.QUEUED, Stage.READING)), math.inf)
-
-    @property
-    def num_queued(self) -> int:
-        """Prompts that have no blocks yet."""
-        return self._residents.count(Stage.QUEUED)
 
     @property
     def num_waiting_tokens(self) -> int:

@@ -17,7 +17,6 @@ from kv_transfer.errors import TransferError
 from serving_core.errors import SettingsError
 from serving_core.residents import Host, Resident
 from serving_node.decisions import OpenAnnex
-from serving_node.exposure import is_encrypted
 from serving_node.settings import NodeSettings
 
 logger = logging.getLogger(__name__)
@@ -38,8 +37,6 @@ def tile_tokens(settings: NodeSettings, engine: Engine) -> int:
             "--kv-annexes is for one rank of one stage that computes all with the compiled kernels, "
             "without windows, in blocks that divide 256 tokens (docs/limits.md)"
         )
-    if is_encrypted(settings):
-        raise SettingsError("--kv-annexes: annexes travel in the open, and --tls-ca asks for TLS off loopback")
     return TILE_KEYS
 
 

@@ -24,7 +24,7 @@ class Arrivals:
         fingerprint: Mapping[str, str],
         block_size: int,
         *,
-        takes_annexes: bool = False,
+        takes_annexes: bool,
     ) -> None:
         self._residents = residents
         self._reading = reading

@@ -1,6 +1,6 @@
 """What a node's logic decides; the runner carries it out, in order."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,4 +135,3 @@ Decision = (
     | OpenAnnex
     | CloseAnnexes
 )
-Decide = Callable[[Decision], None]

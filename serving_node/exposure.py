@@ -3,11 +3,12 @@
 import os
 
 from kv_transfer.endpoints import endpoint_of, host_of
+from serving_core.errors import SettingsError
 from serving_core.exposure import check_exposure, is_loopback
 from serving_core.ports import Port, check_ports
 from serving_core.tls import TlsError, read_tls
 from serving_core.tls_settings import check_open
-from serving_node.ranks.processes import started_rank
+from serving_node.ranks.processes import is_first_here, started_rank
 from serving_node.settings import NodeSettings
 
 
@@ -23,10 +24,18 @@ def check_network(settings: NodeSettings) -> None:
         check_exposure(host, "fleet_secret", link.fleet_secret)
         if settings.kv_transport != "zmq":
             check_open(f"--kv-transport {settings.kv_transport}", host, tls)
-    if not started_rank():  # of all ranks, the one that tells
-        check_ports([Port("--metrics-port", settings.metrics_host, settings.metrics_port)])
+    if settings.kv_annexes and is_encrypted(settings):
+        raise SettingsError("--kv-annexes: annexes travel in the open, and --tls-ca asks for TLS off loopback")
+    check_ports(_ports(settings))
     if settings.engine.num_ranks > 1 and started_rank() is not None:
         check_open("what ranks say to each other", os.environ.get("MASTER_ADDR", "localhost"), tls)
+
+
+def _ports(settings: NodeSettings) -> list[Port]:
+    """What this process listens on beside the data plane."""
+    health = Port("--health-port", settings.health_host, settings.health_port)
+    metrics = Port("--metrics-port", settings.metrics_host, settings.metrics_port)
+    return [*([health] if is_first_here() else []), *([] if started_rank() else [metrics])]
 
 
 def is_encrypted(settings: NodeSettings) -> bool:

@@ -156,7 +156,7 @@ class HandOvers:
             self._residents.enter(resident, Stage.READ)
             resident.waiting_since_s = now
             if resident.is_sending and resident.is_outgoing and not resident.is_ending:
-                self._finish_send(resident)
+                self.finish_send(resident)
 
     def _send(self, resident: Resident, ticket: bytes) -> None:
         resident.ticket = ticket
@@ -164,9 +164,10 @@ class HandOvers:
         self._under_way[resident.request.epoch] = resident
         self._endings.decide(Send(resident, self._leases.final_blocks(resident)))
         if resident.stage is Stage.READ:
-            self._finish_send(resident)
+            self.finish_send(resident)
 
-    def _finish_send(self, resident: Resident) -> None:
+    def finish_send(self, resident: Resident) -> None:
+        """All of what is being sent is final, and its tail is known."""
         tail = to_tail(resident.tail, self._leases.makers_of(resident))
         self._endings.decide(FinishSend(resident, self._leases.filled_blocks(resident), tail))
 

@@ -16,7 +16,6 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from serving_core.channels import SERVER_OPTIONS, listen
-from serving_core.ports import Port, check_ports
 from serving_node.ranks.processes import is_first_here
 from serving_node.settings import NodeSettings
 
@@ -25,7 +24,6 @@ logger = logging.getLogger(__name__)
 LIVE: Final = "live"
 READY: Final = "ready"
 OVERALL: Final = ""
-FLAG: Final = "--health-port"
 MAX_CALLS: Final = 64  # at a time, and as many connections
 MAX_REQUEST_BYTES: Final = 4096
 _OPTIONS: Final = (
@@ -83,12 +81,6 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def _reply(self, name: str) -> health_pb2.HealthCheckResponse:
         status = health_pb2.HealthCheckResponse
         return status(status=status.SERVING if self._states[name]() else status.NOT_SERVING)
-
-
-def check_health_port(settings: NodeSettings) -> None:
-    """Before a model is loaded. Raises SettingsError for a port that cannot be listened on."""
-    if is_first_here():
-        check_ports([Port(FLAG, settings.health_host, settings.health_port)])
 
 
 @contextlib.asynccontextmanager

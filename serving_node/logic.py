@@ -39,7 +39,7 @@ from serving_node.moves import Moves
 from serving_node.room import Room
 from serving_node.second_tier import NO_TIER, SecondTier, TierPlan
 from serving_node.step_counts import StepCounts
-from serving_node.streak import Streak, begin_streak, grow, is_all, is_calm, take_in
+from serving_node.streak import Streaks
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +116,11 @@ class NodeLogic:
         )
         self._room = Room(residents, leases, self._reading, self._credit, self._writing, costs, limits.max_num_seqs)
         self.steps = StepCounts()
+        self.streaks = Streaks(
+            residents, leases, eos_token_ids, self._room, self._reading, rates, self.steps, self._grant
+        )
         self.is_draining = False
         self._knows_limits = False  # whether any request ever had some
-        self._is_calm = False  # whether all that can happen to a streak is its own steps
         self._take(shape)
         self._home = shape
 
@@ -197,7 +199,7 @@ class NodeLogic:
 
     def detached(self) -> None:
         """The coordinator is gone and has given every attempt up."""
-        self._is_calm = False
+        self.streaks.disturb()
         for resident in list(self._residents):
             self._tier.cancel(resident)
             self._endings.end(resident)
@@ -407,49 +409,6 @@ class NodeLogic:
         num_more = sum(nums_given) - len(works) if has_candidates else 0
         self.steps.add(load, step_s, num_more)
 
-    def streak(self, works: Sequence[Work]) -> Streak:
-        """The steps, from this planned one on, that `advance` may take in for less, as long as the streak goes on.
-        Where it does not, `step_done` takes the running step in, with the streak's works."""
-        self._is_calm = is_calm(self._residents)
-        return begin_streak(works, self._residents, self._eos_token_ids)
-
-    def goes_on(self, streak: Streak) -> bool:
-        """Whether the running step may end as one of the streak."""
-        return streak.num_steps > 0 and (self._is_calm or streak.is_staying)
-
-    def num_steps_ahead(self, streak: Streak) -> int:
-        """So many steps of the streak, the running one too, `advance` may take in together, unless anything happens to
-        the node before the last of them ends."""
-        is_room = len(streak.residents) <= self._leases.num_free  # for one block each: so many steps fill no more
-        return min(streak.num_steps, self._leases.block_size) if self._is_calm and is_room else 0
-
-    def advance(self, streak: Streak, token_ids: Sequence[Sequence[int]], steps_s: Sequence[float]) -> bool:
-        """Takes in finished steps of a streak that goes on, in which each answer got these tokens, and tells whether
-        the next one is planned by that. If not, the streak is over, and `plan` is to follow."""
-        num_answers = len(token_ids)
-        num_cached = sum([each.num_computed for each in streak.residents])
-        self._rates.add(0, num_answers, *steps_s)
-        for step_s in steps_s:
-            load = StepLoad(num_answers, num_cached)
-            self._reading.took(load, step_s)
-            self.steps.add(load, step_s)
-            num_cached += num_answers
-        full = take_in(streak, token_ids, self._leases)
-        if not self._is_disturbed(streak) and grow(full, self._leases):
-            return True
-        for resident in streak.residents:
-            resident.in_step = False
-        return False
-
-    def _is_disturbed(self, streak: Streak) -> bool:
-        """Whether somebody else may have a part in the next step."""
-        if self._is_calm:
-            return False
-        self._grant()
-        self._is_calm = is_calm(self._residents)
-        has_prompts = bool(self._residents.count(Stage.READING)) or self._room.may_start_any
-        return has_prompts or not is_all(streak, self._residents)
-
     def step_failed(self, works: Sequence[Work], error: Exception, now: float) -> None:
         """The step gave nothing."""
         residents = [self._residents.of(work.request) for work in works]
@@ -532,7 +491,7 @@ class NodeLogic:
         self._grant()
 
     def _grant(self) -> None:
-        self._is_calm = False  # as far as is known: something has happened
+        self.streaks.disturb()
         self._room.seat()
         for resident in self._room.grant():
             self._hand_overs.receive(resident)

@@ -20,11 +20,11 @@ from kv_transfer.errors import TransferError
 from kv_transfer.results import Sent, TransferFailed
 from kv_transfer.ticket import Ticket
 from protos import fleet_pb2
-from protos.convert import attempt_of, to_tail
+from protos.convert import attempt_of
 from serving_core import reasons
 from serving_core.leases import Leases
 from serving_core.residents import Move, Resident, Residents, Stage
-from serving_node.decisions import CancelTransfer, FinishSend, Send, SendMore
+from serving_node.decisions import CancelTransfer, Send, SendMore
 from serving_node.endings import Endings
 from serving_node.handovers import HandOvers
 
@@ -137,8 +137,7 @@ class Moves:
             return
         self._residents.enter(resident, Stage.STOPPED)
         resident.tail = resident.request.token_ids[move.num_tokens :]
-        tail = to_tail(resident.tail, self._leases.makers_of(resident))
-        self._endings.decide(FinishSend(resident, self._leases.filled_blocks(resident), tail))
+        self._hand_overs.finish_send(resident)
 
     def _stay(self, resident: Resident) -> None:
         if resident.move is not None:

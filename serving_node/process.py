@@ -1,20 +1,22 @@
 """The life of a node process: start, serve, drain on a signal, stop."""
 
 import asyncio
+import contextlib
 import gc
 import logging
+import threading
+from collections.abc import Iterator
 from functools import partial
 from typing import Final, Protocol
 
 import click
 
 from serving_core.cpus import divide_cpus, parse_cpus, pin
-from serving_core.errors import RankLost
+from serving_core.errors import RankLost, SettingsError
 from serving_core.extras import require
 from serving_core.flags import settings_command
 from serving_core.process import ending_signals, run_process
 from serving_node.exposure import check_network
-from serving_node.health import check_health_port
 from serving_node.link import FleetLink, Node
 from serving_node.ranks.leading import die, end_at_once
 from serving_node.ranks.processes import check_world, start_followers, started_rank
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 IN_FLIGHT_S: Final = 0.3  # until the coordinator has heard of a drain, and what it had sent before is here
 DETACH_S: Final = 2.0  # for the last events to go out
+LAST_STEP_S: Final = 10.0  # for the running step to end, of which nobody hears any more
 
 
 class ServedNode(Node, Protocol):
@@ -49,7 +52,10 @@ def node_command(role: str) -> click.Command:
 def run_node(role: str, settings: NodeSettings) -> None:
     """Runs one rank of a node until SIGTERM, pinned to its share of the CPUs. Rank 0 starts the others, unless all were
     started together, as torchrun does."""
-    size, rank = settings.engine.num_ranks, started_rank() or 0
+    try:
+        size, rank = settings.engine.num_ranks, started_rank() or 0
+    except SettingsError as error:
+        raise click.UsageError(str(error)) from error
     node_name = settings.link.name_for(role)
     name = f"{node_name}.{rank}" if rank else node_name
 
@@ -57,7 +63,6 @@ def run_node(role: str, settings: NodeSettings) -> None:
         require("node")
         check_world(settings.engine)
         check_network(settings)
-        check_health_port(settings)
         from serving_core.needs import check_model  # needs packages of the extra
         from serving_node.draft_model import check_draft_model
 
@@ -83,7 +88,7 @@ def run_node(role: str, settings: NodeSettings) -> None:
 async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
     """Runs until SIGTERM, SIGINT or SIGHUP, then lets running requests finish for at most drain_s seconds.
 
-    A second signal ends the wait. Raises what the node or its link raises; a node that is stuck for good ends the
+    A second signal ends the wait. Raises what the node or its link raises; a step that does not end in time ends the
     process, since its engine cannot be waited for.
     """
     stopping = asyncio.Event()
@@ -105,7 +110,21 @@ async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        with _last_step():
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _last_step() -> Iterator[None]:
+    """Within it the event loop may wait for the running step."""
+    last_words = f"this node ends: its last step has not ended within {LAST_STEP_S:g} s"
+    deadline = threading.Timer(LAST_STEP_S, end_at_once, [last_words])
+    deadline.daemon = True
+    deadline.start()
+    try:
+        yield
+    finally:
+        deadline.cancel()
 
 
 async def _drain(node: ServedNode, link: FleetLink, stopping: asyncio.Event, drain_s: float) -> None:

@@ -136,10 +136,6 @@ class Room:
                 num_older += 1
         return has_seated
 
-    def has_seat(self, resident: Resident) -> bool:
-        """Whether there is a seat for it, if it needs one that it does not have."""
-        return not _needs_seat(resident) or self._has_free_seat
-
     def gate(self, holds_up: Callable[[Resident, int], bool]) -> Callable[[Resident], bool]:
         """Tells of prompts, one after the other, whether they may start in this step. All wait for older requests that
         lack blocks; what goes to another node, for the older ones that do; what is to be answered here, for answers
@@ -260,7 +256,7 @@ class Room:
 
     def _youngest_behind(self, resident: Resident) -> Resident | None:
         """The youngest that holds what this one lacks, and is younger."""
-        needs_seat = resident.stage not in HOLDING and not self.has_seat(resident)
+        needs_seat = resident.stage not in HOLDING and _needs_seat(resident) and not self._has_free_seat
         for each in reversed(list(self._residents)):
             if each is resident:
                 return None

@@ -1,34 +1,30 @@
-"""Runs a node's logic: commands, steps and transfers in, decisions out. Everything here is on one event loop."""
+"""Runs a node's logic: commands, steps and transfers in, decisions out. Everything here is on one event loop; its steps
+are those of stepping.py."""
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from decode_node.speculation import SpeculationCounts
 from engine.cache.tier_store import TierStore
 from engine.drafting import Drafter
 from engine.engine import Engine
-from engine.fatal import MOST_FAILED_STEPS, is_fatal
-from engine.step_clock import AFTER, DRAFT, HAND_OVER, IDLE, PLAN, SEND, StepClock
-from engine.stepper import Ahead, Step, Stepper
+from engine.step_clock import StepClock
 from kv_transfer.annexes.annex import Annex
 from kv_transfer.ends.alarm import Alarm
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.results import Received, Sent, TransferFailed
 from protos import convert, fleet_pb2, inference_pb2
-from serving_core.backoff import Backoff
 from serving_core.blocks import BlockAllocator
 from serving_core.costs import StepCosts
-from serving_core.errors import RankLost, RequestError, SettingsError
+from serving_core.errors import RequestError
 from serving_core.failpoints import reach
 from serving_core.memory import resident_bytes
 from serving_core.rates import StepRates
-from serving_core.requests import Guide, SampledToken, Work
+from serving_core.requests import Guide
 from serving_core.residents import Resident, Residents
 from serving_core.shapes import preset
 from serving_core.waiting import first_to_end
@@ -51,24 +47,21 @@ from serving_node.decisions import (
     Spill,
     Tell,
 )
-from serving_node.drafting import draft_model_of, write_ahead
+from serving_node.drafting import draft_model_of
 from serving_node.grants import Grants
 from serving_node.hosting import most_hosted_tokens
 from serving_node.link import FleetLink
 from serving_node.logic import Limits, NodeLogic
-from serving_node.ranks.leading import Followers, die, end_at_once
+from serving_node.ranks.leading import Followers
 from serving_node.ranks.tiers import NodeTier
 from serving_node.ranks.transfers import NodeTransfers
 from serving_node.reports import new_incarnation, node_info, rank_loads
 from serving_node.second_tier import NO_TIER, TierPlan
 from serving_node.settings import OFF, NodeSettings
 from serving_node.step_counts import StepCounts
-from serving_node.stuck import CALM_S, FIRST_PAUSE_S, LEAST_S, LONGEST_PAUSE_S, check_hope, why_stuck
+from serving_node.stepping import Stepping
 
 logger = logging.getLogger(__name__)
-
-MAX_NAMED: Final = 16  # requests in a line about many
-CHECK_S: Final = 0.1  # between two looks at the running step
 
 
 class NodeRunner:
@@ -89,14 +82,8 @@ class NodeRunner:
         tier: TierPlan = NO_TIER,
         drafter: Drafter | None = None,
     ) -> None:
-        """`store` has the slots of `tier` on this rank. Raises SettingsError."""
-        max_tokens, max_num_seqs = settings.step_sizes(engine.device_type)
-        shape = preset(role, max_num_batched_tokens=max_tokens, max_num_seqs=min(max_num_seqs, max_tokens))
-        if shape.writes and max_tokens < max_num_seqs:
-            raise SettingsError(
-                f"max_num_batched_tokens ({max_tokens}) must be at least "
-                f"max_num_seqs ({max_num_seqs}): every running request takes one token a step"
-            )
+        """Of settings that are `resolved`. `store` has the slots of `tier` on this rank. Raises SettingsError."""
+        self._limits = limits = _limits_of(settings, engine, drafter)
         if settings.speculation != OFF and not engine.is_history_free:
             logger.warning("--speculation does nothing here: the bits of answers depend on the batch (docs/bits.md)")
         self._settings = settings
@@ -108,22 +95,11 @@ class NodeRunner:
         self._fingerprint = {**engine.fingerprint, "kv_transport": settings.kv_transport}
         self._followers = followers
         self._link = link
-        self._stepper: Stepper[Work, list[SampledToken]] = Stepper(engine.step)
-        self._limits = Limits(
-            max_tokens,
-            min(max_num_seqs, max_tokens),
-            settings.max_num_queued,
-            settings.credit_timeout_s,
-            settings.ticket_timeout_s,
-            settings.num_speculative_tokens if settings.speculation != OFF else 0,
-            draft_model_of(drafter),
-            tile_tokens(settings, engine),
-        )
         self._logic = NodeLogic(
             BlockAllocator(engine.num_blocks, caching=settings.engine.enable_prefix_caching),
             engine.layout,
-            self._limits,
-            shape,
+            limits,
+            preset(role, max_num_batched_tokens=limits.max_num_batched_tokens, max_num_seqs=limits.max_num_seqs),
             block_bytes=engine.model_layout.block_bytes,
             fingerprint=self._fingerprint,
             origin=engine.origin,
@@ -158,14 +134,18 @@ class NodeRunner:
             ttl_s=settings.ticket_ttl_s,
         )
         self._annexes: AnnexEnds | None = None
-        if self._limits.tile_tokens:
+        if limits.tile_tokens:
             self._annexes = AnnexEnds(settings, engine, self._host, self._hosted, self._opened)
         self._compiling = Compiling(engine.guide, self._pass_on, self._refuse)
-        self._looks_ahead: Final = engine.builds_ahead and not len(followers)
-        self._works: list[Work] = []  # of the running step; none between two
-        self._num_failed_steps = 0  # since the last good one
-        self._absences = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
-        self._work = asyncio.Event()
+        self._stepping = Stepping(
+            engine,
+            self._logic,
+            self._transfers,
+            followers,
+            drafter,
+            partial(self._carry_out, wakes=False),
+            stuck_exit_s=settings.stuck_exit_s,
+        )
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_carrying_out = False
@@ -196,7 +176,7 @@ class NodeRunner:
         load = self._measured()
         self._logic.describe(load)
         self._carry_out()
-        return fleet_pb2.Heartbeat(load=load, step_age_s=self._stepper.step_age_s)
+        return fleet_pb2.Heartbeat(load=load, step_age_s=self.step_age_s)
 
     def handle(self, command: fleet_pb2.NodeCommand) -> None:
         self._transfers.admit([*command.reserve.sender_keys, *_job_of(command).borrow.sender_keys])
@@ -218,38 +198,18 @@ class NodeRunner:
         self._carry_out()
 
     async def stuck(self) -> str:
-        while True:
-            if (why := self._why_stuck()) is not None:
-                return why
-            await asyncio.sleep(CHECK_S)
+        return await self._stepping.stuck()
 
     async def recovered(self) -> None:
-        was_stuck = self._stepper.step_age_s > LEAST_S
-        while self._works or self._stepper.step_age_s:  # a draft model may be what is stuck
-            expected_s = self._logic.expected_step_s(self._works)
-            check_hope(self._stepper.step_age_s, expected_s, self._settings.stuck_exit_s)
-            await asyncio.sleep(CHECK_S)
-        if was_stuck:
-            await asyncio.sleep(self._absences.next_s(time.monotonic()))
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether the running step is."""
-        return self._why_stuck() is not None
-
-    def _why_stuck(self) -> str | None:
-        step_age_s = self._stepper.step_age_s
-        if step_age_s <= LEAST_S:
-            return None
-        return why_stuck(step_age_s, self._logic.expected_step_s(self._works))
+        await self._stepping.recovered()
 
     def _measured(self) -> inference_pb2.NodeLoad:
         """What the logic does not know."""
         store = self._store
         return inference_pb2.NodeLoad(
             name=self._name,
-            num_steps=self._stepper.num_steps,
-            step_s=self._stepper.step_s,
+            num_steps=self._stepping.stepper.num_steps,
+            step_s=self._stepping.stepper.step_s,
             rss_bytes=resident_bytes(),
             ranks=rank_loads(self._engines, self._followers),
             tier=None
@@ -277,11 +237,15 @@ class NodeRunner:
 
     @property
     def step_age_s(self) -> float:
-        return self._stepper.step_age_s
+        return self._stepping.stepper.step_age_s
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._stepping.is_stuck
 
     @property
     def clock(self) -> StepClock:
-        return self._engine.clock
+        return self._stepping.clock
 
     @property
     def residents(self) -> Residents:
@@ -311,106 +275,10 @@ class NodeRunner:
         """Steps until cancelled."""
         self._alarm = Alarm(self._tick)
         self._carry_out()
-        steps = self._stepper.run(self._plan, self._step, self._work)
         try:
-            await first_to_end(steps, self._followers.watch())
+            await first_to_end(self._stepping.run(), self._followers.watch())
         finally:
             self._alarm.set(None)
-
-    # ---- steps ----
-
-    def _plan(self) -> list[Work]:
-        self.clock.lap(IDLE)
-        works = self._logic.plan(time.monotonic())
-        self.clock.lap(PLAN)
-        self._carry_out(wakes=False)
-        self.clock.lap(SEND)
-        return works
-
-    async def _step(self, works: list[Work]) -> None:
-        """This step, those that follow it at once, and what is to be computed before the next."""
-        step: Step[Work, list[SampledToken]] | None = None
-        try:
-            step = self._begin(works)
-            while step is not None:
-                self._works = list(step.parts)
-                self._look_ahead(step)
-                step = await self._finish(step)
-        finally:
-            self._works = []
-            if step is not None and step.ahead is not None:
-                step.ahead.give_up()
-        if self._drafter is not None and (drafts := self._logic.speculation.drafts) is not None:
-            await write_ahead(self._drafter, drafts, self._stepper)
-            self.clock.lap(DRAFT)
-
-    def _begin(self, works: list[Work]) -> Step[Work, list[SampledToken]] | None:
-        with self._failing(works):
-            self._followers.announce(works)
-            sends = self._logic.sends_while(works)
-            return self._stepper.begin(works, self._transfers.on_layer(sends) if sends else None)
-        return None
-
-    def _look_ahead(self, step: Step[Work, list[SampledToken]]) -> None:
-        """Offers the engine the step behind this one, unless something happens until then."""
-        if not self._looks_ahead or not (works := self._logic.plan_ahead(step.parts)):
-            return
-        self._carry_out(wakes=False)
-        try:
-            built = self._engine.build_ahead(works)
-        except Exception:
-            logger.exception("the step ahead was not built, and is planned anew", extra=_naming(works))
-            return
-
-        parts = step.parts  # and not the step, which would never be free again
-
-        def follows(tokens: list[SampledToken]) -> bool:
-            return not self._work.is_set() and not self._logic.ends_any(parts, tokens)
-
-        compute = partial(self._engine.step_behind, works, built)
-        step.ahead = Ahead(works, asyncio.get_running_loop().create_future(), follows=follows, compute=compute)
-
-    async def _finish(self, step: Step[Work, list[SampledToken]]) -> Step[Work, list[SampledToken]] | None:
-        """Takes in what the step gives. Gives the one that has followed it, if one has."""
-        works, done = step.parts, None
-        with self._failing(works):
-            done = await step.done
-        if done is None:
-            return None
-        self._num_failed_steps = 0
-        tokens, step_s, goes_on = done
-        if not goes_on:
-            self.clock.lap(HAND_OVER)
-        self._logic.step_done(works, tokens, step_s, time.monotonic(), goes_on=goes_on)
-        if goes_on:
-            ahead, step.ahead = step.ahead, None
-            assert ahead is not None
-            ahead.take_in()
-            self._carry_out(wakes=False)
-            return ahead
-        self.clock.lap(AFTER)
-        self._carry_out(wakes=False)
-        self.clock.lap(SEND)
-        return None
-
-    @contextlib.contextmanager
-    def _failing(self, works: Sequence[Work]) -> Iterator[None]:
-        """What is raised within fails these and no others; the process ends where it can compute nothing any more, or
-        has lost a rank: a node that fails whatever comes looks idle, and would be given all."""
-        try:
-            yield
-        except RankLost as error:
-            die(error)
-        except Exception as error:
-            logger.exception("a step failed", extra=_naming(works))
-            self._num_failed_steps += 1
-            if is_fatal(error):
-                end_at_once(f"this node can compute nothing any more and ends: {error}")
-            if self._num_failed_steps == MOST_FAILED_STEPS:
-                end_at_once(f"{MOST_FAILED_STEPS} steps in a row have failed, and this node ends: {error}")
-            self._followers.fail_step(error)
-            self._logic.step_failed(works, error, time.monotonic())
-            self._carry_out(wakes=False)
 
     # ---- transfers ----
 
@@ -472,7 +340,7 @@ class NodeRunner:
         """Does what has been decided, and what that leads to, in order."""
         if self._is_carrying_out:
             if wakes:
-                self._work.set()  # something has come of what is being done
+                self._stepping.wake()  # something has come of what is being done
             return
         self._is_carrying_out = True
         try:
@@ -486,7 +354,7 @@ class NodeRunner:
         else:
             self._idle.clear()
         if wakes:
-            self._work.set()
+            self._stepping.wake()
         self._set_alarm()
 
     def _do(self, decision: Decision) -> None:
@@ -523,9 +391,18 @@ class NodeRunner:
         self._alarm.set(None if wake_at_s is None else loop.time() + (wake_at_s - time.monotonic()))
 
 
-def _naming(works: Sequence[Work]) -> dict[str, Any]:
-    """For a line of the log about these."""
-    return {"fields": {"request_ids": [work.request.request_id for work in works[:MAX_NAMED]]}}
+def _limits_of(settings: NodeSettings, engine: Engine, drafter: Drafter | None) -> Limits:
+    """Raises SettingsError."""
+    return Limits(
+        settings.max_num_batched_tokens,
+        min(settings.max_num_seqs, settings.max_num_batched_tokens),
+        settings.max_num_queued,
+        settings.credit_timeout_s,
+        settings.ticket_timeout_s,
+        settings.num_speculative_tokens if settings.speculation != OFF else 0,
+        draft_model_of(drafter),
+        tile_tokens(settings, engine),
+    )
 
 
 def _job_of(command: fleet_pb2.NodeCommand) -> fleet_pb2.Job:

@@ -46,6 +46,7 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
     gone before it has."""
     flags = settings.engine
     device, tp_size, pp_size = choose_device(flags.device), flags.tensor_parallel_size, flags.pipeline_parallel_size
+    settings = settings.resolved(role, device.type)
     joined = closing(join(device, tp_size, flags.rank_timeout_s, pp_size))
     draft_flags = draft_engine(settings)
     with joined as group, closing(Engine(flags, group, draft_bytes(draft_flags))) as engine:
@@ -71,7 +72,7 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
                             await serve(node, link, drain_s=settings.link.drain_s)
                     finally:
                         await node.close()
-                    followers.stop()
+                        followers.stop()
             finally:
                 await sender.close()
                 await receiver.close()
@@ -110,8 +111,6 @@ async def _second_tier(settings: NodeSettings, engine: Engine) -> AsyncIterator[
     if not tier.kv_host_bytes and not tier.kv_disk_bytes:
         yield None, NO_TIER
         return
-    if not settings.engine.enable_prefix_caching:
-        raise SettingsError("--kv-host-bytes and --kv-disk-bytes keep what --enable-prefix-caching finds, which is off")
     all_bytes = engine.group.exchange(engine.layout.block_bytes.to_bytes(8, "big"))
     block_bytes = max(int.from_bytes(each, "big") for each in all_bytes)
     num_host, num_disk = tier.kv_host_bytes // block_bytes, tier.kv_disk_bytes // block_bytes

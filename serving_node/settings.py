@@ -1,9 +1,10 @@
 """What a node can be told. The flags derive from these fields."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kv_transfer.endpoints import KV_TRANSPORTS
+from serving_core.errors import SettingsError
 from serving_core.flags import flag
 from serving_core.settings import QUANTIZATIONS, EngineSettings
 from serving_core.shapes import BOTH, DECODE, PREFILL
@@ -120,7 +121,18 @@ class NodeSettings:
     )
     ticket_ttl_s: float = flag(600.0, "Most seconds granted blocks wait for their KV.", minimum=0.1, maximum=86400)
 
-    def step_sizes(self, device: str) -> tuple[int, int]:
-        """Tokens of a step and answers at a time on a device of this kind, `cpu` or `cuda`."""
+    def resolved(self, role: str, device: str) -> "NodeSettings":
+        """With the sizes that were left to the device, one of this kind, `cpu` or `cuda`. Raises SettingsError for what
+        does not go together."""
         num_tokens = self.max_num_batched_tokens or STEP_TOKENS[device]
-        return num_tokens, self.max_num_seqs or min(SEATS[device], num_tokens)
+        num_seqs = self.max_num_seqs or min(SEATS[device], num_tokens)
+        if role != PREFILL and num_tokens < num_seqs:
+            raise SettingsError(
+                f"max_num_batched_tokens ({num_tokens}) must be at least "
+                f"max_num_seqs ({num_seqs}): every running request takes one token a step"
+            )
+        if (self.tier.kv_host_bytes or self.tier.kv_disk_bytes) and not self.engine.enable_prefix_caching:
+            raise SettingsError(
+                "--kv-host-bytes and --kv-disk-bytes keep what --enable-prefix-caching finds, which is off"
+            )
+        return replace(self, max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs)

@@ -1,37 +1,23 @@
 """Steps in a row that give one token to each of the same answers, none of which ends. Pure.
 
-What comes of them is what step_done and plan give, for less: for those who play steps through, as a simulation does,
-and compute nothing in them.
+What comes of them is what NodeLogic's step_done and plan give, for less: for those who play steps through, as a
+simulation does, and compute nothing in them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from prefill_node.reading import Reading
+from serving_core.costs import StepLoad
 from serving_core.leases import Leases
+from serving_core.rates import StepRates
 from serving_core.requests import Request, Work
 from serving_core.residents import Resident, Residents, Stage
+from serving_node.room import Room
+from serving_node.step_counts import StepCounts
 
 WAITING: Final = (Stage.QUEUED, Stage.AWAITING, Stage.READING)
-
-
-@dataclass(slots=True)
-class StreakToken:
-    """What fleet_pb2.SampledToken says of a token that does not end its answer."""
-
-    attempt: Request
-    index: int
-    token_id: int
-    finish_reason: int = 0
-    num_proposed: int = 0  # streaks have no candidates
-
-
-@dataclass(slots=True)
-class StreakTokens:
-    """What fleet_pb2.StepTokens says of a step, made for less: it crosses no wire."""
-
-    tokens: list[StreakToken]
-    step_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -56,16 +42,84 @@ class Streak:
         return [resident.work(1) for resident in self.residents]
 
 
-def begin_streak(works: Sequence[Work], residents: Residents, eos_token_ids: Sequence[int]) -> Streak:
-    """The streak that begins with a planned step; of 0 steps where that one cannot be of any."""
-    at_work = [residents.of(work.request) for work in works]
-    streak = Streak(at_work, min((_num_steps(each, eos_token_ids) for each in at_work), default=0))
-    return streak if is_all(streak, residents) else Streak(at_work, 0)
+class Streaks:
+    """Begins streaks of one node's answers, and takes their steps in."""
 
+    def __init__(
+        self,
+        residents: Residents,
+        leases: Leases,
+        eos_token_ids: Sequence[int],
+        room: Room,
+        reading: Reading,
+        rates: StepRates,
+        counts: StepCounts,
+        grant: Callable[[], None],
+    ) -> None:
+        """`grant` gives credit to whom it can."""
+        self._residents = residents
+        self._leases = leases
+        self._eos_token_ids = eos_token_ids
+        self._room = room
+        self._reading = reading
+        self._rates = rates
+        self._counts = counts
+        self._grant = grant
+        self._is_calm = False  # whether all that can happen to a streak is its own steps
 
-def is_all(streak: Streak, residents: Residents) -> bool:
-    """Whether nobody else writes."""
-    return residents.count(Stage.WRITING) == len(streak.residents)
+    def disturb(self) -> None:
+        """Something has happened."""
+        self._is_calm = False
+
+    def begin(self, works: Sequence[Work]) -> Streak:
+        """The steps, from this planned one on, that `advance` may take in for less, as long as the streak goes on; none
+        where this one cannot be of any. Where it does not, NodeLogic.step_done takes the running step in, with the
+        streak's works."""
+        self._is_calm = is_calm(self._residents)
+        at_work = [self._residents.of(work.request) for work in works]
+        streak = Streak(at_work, min((_num_steps(each, self._eos_token_ids) for each in at_work), default=0))
+        return streak if self._is_of_all(streak) else Streak(at_work, 0)
+
+    def goes_on(self, streak: Streak) -> bool:
+        """Whether the running step may end as one of the streak."""
+        return streak.num_steps > 0 and (self._is_calm or streak.is_staying)
+
+    def num_steps_ahead(self, streak: Streak) -> int:
+        """So many steps of the streak, the running one too, `advance` may take in together, unless anything happens to
+        the node before the last of them ends."""
+        is_room = len(streak.residents) <= self._leases.num_free  # for one block each: so many steps fill no more
+        return min(streak.num_steps, self._leases.block_size) if self._is_calm and is_room else 0
+
+    def advance(self, streak: Streak, token_ids: Sequence[Sequence[int]], steps_s: Sequence[float]) -> bool:
+        """Takes in finished steps of a streak that goes on, in which each answer got these tokens, and tells whether
+        the next one is planned by that. If not, the streak is over, and NodeLogic.plan is to follow."""
+        num_answers = len(token_ids)
+        num_cached = sum([each.num_computed for each in streak.residents])
+        self._rates.add(0, num_answers, *steps_s)
+        for step_s in steps_s:
+            load = StepLoad(num_answers, num_cached)
+            self._reading.took(load, step_s)
+            self._counts.add(load, step_s)
+            num_cached += num_answers
+        full = _take_in(streak, token_ids, self._leases)
+        if not self._is_disturbed(streak) and grow(full, self._leases):
+            return True
+        for resident in streak.residents:
+            resident.in_step = False
+        return False
+
+    def _is_disturbed(self, streak: Streak) -> bool:
+        """Whether somebody else may have a part in the next step."""
+        if self._is_calm:
+            return False
+        self._grant()
+        self._is_calm = is_calm(self._residents)
+        has_prompts = bool(self._residents.count(Stage.READING)) or self._room.may_start_any
+        return has_prompts or not self._is_of_all(streak)
+
+    def _is_of_all(self, streak: Streak) -> bool:
+        """Whether nobody else writes."""
+        return self._residents.count(Stage.WRITING) == len(streak.residents)
 
 
 def is_calm(residents: Residents) -> bool:
@@ -76,7 +130,7 @@ def is_calm(residents: Residents) -> bool:
     return not any(each.is_kept or each.ending is not None or each.is_sending for each in residents)
 
 
-def take_in(streak: Streak, token_ids: Sequence[Sequence[int]], leases: Leases) -> list[Resident]:
+def _take_in(streak: Streak, token_ids: Sequence[Sequence[int]], leases: Leases) -> list[Resident]:
     """Steps of the streak are done, which gave each answer these tokens: no more than a block holds, and there were
     blocks for all. Tells those that have filled one with the last token."""
     num_steps, block_size = len(token_ids[0]), leases.block_size

@@ -33,7 +33,7 @@ from engine.foreign.quantized import check_quantizable, quantize_model
 from engine.foreign.stages import keep_stage
 from engine.foreign.verification import check_staged
 from engine.model.checkpoint import Checkpoint, Part, whole_tensor
-from engine.model.weights import open_checkpoint
+from engine.model.weights import open_checkpoint, spell
 from engine.parallel import RankGroup
 from engine.pipeline import Pipeline
 from serving_core.errors import ModelError
@@ -45,7 +45,6 @@ from serving_core.stored_tensors import FLOATS
 
 logger = logging.getLogger(__name__)
 
-MOST_NAMES: Final = 3
 TAKEN_FOR: Final = {"MinistralForCausalLM": "MistralForCausalLM"}  # by transformers, where there are layer_types
 UNREADABLE: Final = (
     *UNCOMPUTABLE,
@@ -220,16 +219,11 @@ def _fill(
     found, _ = model._load_pretrained_model(model, _stored(model, checkpoint, names, cuts), None, load_config)
     model._adjust_missing_and_unexpected_keys(found)
     if missing := sorted(found.missing_keys - model.all_tied_weights_keys.keys()):
-        raise ModelError(f"the weights lack {_spell(missing)}")
+        raise ModelError(f"the weights lack {spell(missing)}")
     if found.unexpected_keys:
-        raise ModelError(f"the weights hold {_spell(sorted(found.unexpected_keys))}, which the model has no use for")
+        raise ModelError(f"the weights hold {spell(sorted(found.unexpected_keys))}, which the model has no use for")
     for name, shape, wanted in sorted(found.mismatched_keys):
         raise ModelError(f"{name} has shape {list(shape)}, and the model wants {list(wanted)}")
     if found.conversion_errors:
-        raise ModelError(f"the weights of {_spell(sorted(found.conversion_errors))} cannot be converted")
+        raise ModelError(f"the weights of {spell(sorted(found.conversion_errors))} cannot be converted")
     model._finalize_model_loading(model, load_config, found)
-
-
-def _spell(names: list[str]) -> str:
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more

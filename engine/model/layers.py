@@ -18,7 +18,6 @@ from engine.native.dense_linear import DenseMatrix
 from engine.native.dense_linear import best_variant as best_dense_variant
 from engine.parallel import RankGroup
 from engine.quantization.quantized_linear import QuantizedMatrix, quantized_matrix
-from serving_core.differences import SILU
 from serving_core.sharding import Extent, Shard, whole
 from serving_core.weight_bits import HEAD_BITS
 
@@ -77,7 +76,7 @@ class Layer(nn.Module):
 class OneDNNMatrix:
     """bfloat16 weights on a CPU in oneDNN's own layout, in which small batches are twice as fast as with plain ones."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         self._bias = bias
         self.num_bytes: Final = weight.nbytes
@@ -384,8 +383,8 @@ class FeedForward(nn.Module):
         hidden_size: int,
         shard: Shard,
         bias: bool,
-        stored_as: str | None = None,
-        activation: str = SILU,
+        stored_as: str | None,
+        activation: str,
     ) -> None:
         """`stored_as`: the one name under which the checkpoint holds gates and ups; `activation`: of the gates."""
         super().__init__()

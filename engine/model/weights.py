@@ -192,11 +192,11 @@ def _check(checkpoint: Checkpoint, parts: Sequence[Part], is_elsewhere: Callable
     wanted = {part.name for part in parts}
     present = checkpoint.names()
     if missing := sorted(wanted - present):
-        raise ModelError(f"the weights lack {_spell(missing)}")
+        raise ModelError(f"the weights lack {spell(missing)}")
     unwanted = {name for name in present - wanted if not is_elsewhere(name)}
     harmless = {name for name in unwanted if name.endswith(HARMLESS_SUFFIX) or _is_no_bias(checkpoint, name)}
     if unknown := sorted(unwanted - harmless - {TIED_HEAD}):
-        raise ModelError(f"the weights hold {_spell(unknown)}, which the model has no use for")
+        raise ModelError(f"the weights hold {spell(unknown)}, which the model has no use for")
     for part in parts:
         checkpoint.check(part)
 
@@ -222,6 +222,7 @@ def _check_tied_head(checkpoint: Checkpoint, embedding: Part, dtype: torch.dtype
         raise ModelError(f"{head.name} differs from the embedding, though config.json says tie_word_embeddings")
 
 
-def _spell(names: Sequence[str]) -> str:
+def spell(names: Sequence[str]) -> str:
+    """The first few of them, and how many more there are."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more

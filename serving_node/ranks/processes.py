@@ -24,7 +24,7 @@ _held: Final[list[socket.socket]] = []
 
 
 def started_rank() -> int | None:
-    """This process's rank, where whoever started it has said so."""
+    """This process's rank, where whoever started it has said so. Raises SettingsError."""
     rank = os.environ.get("RANK")
     if rank is not None and not rank.isdecimal():
         raise SettingsError(f"RANK must be a number, not {rank!r:.20}")
@@ -38,12 +38,16 @@ def is_first_here() -> bool:
 
 def check_world(engine: EngineSettings) -> None:
     """Raises SettingsError when the node's ranks are too many, or not as many as the processes that were started
-    together."""
+    together, or this process is none of them."""
     tp_size, pp_size = engine.tensor_parallel_size, engine.pipeline_parallel_size
     check_num_ranks(tp_size, pp_size)
+    if (rank := started_rank()) is None:
+        return
     world_size = os.environ.get("WORLD_SIZE", str(engine.num_ranks))
-    if started_rank() is not None and world_size != str(engine.num_ranks):
+    if world_size != str(engine.num_ranks):
         raise SettingsError(f"{ranks_text(tp_size, pp_size)}, and {world_size} processes were started together")
+    if rank >= engine.num_ranks:
+        raise SettingsError(f"RANK is {rank}, and {ranks_text(tp_size, pp_size)}")
 
 
 def start_followers(package: str, settings: Any, name: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Final
 from serving_core.model_config import read_model_config
 from serving_core.needs import model_layout, num_blocks_for
 from serving_core.settings import EngineSettings
+from serving_core.shapes import BOTH
 from serving_node.settings import NodeSettings
 from splitserve.launch.models import LocalModel, Report
 from splitserve_bench.compare.arena import Arena
@@ -96,9 +97,8 @@ def lone_cluster(cores: int, *, at_once: bool) -> tuple[ClusterContender, int]:
 
 def node_sizes(folder: Path, settings: EngineSettings) -> NodeSizes:
     """Of a node that is told nothing else."""
-    config, nodes = read_model_config(folder), NodeSettings()
+    config, nodes = read_model_config(folder), NodeSettings().resolved(BOTH, "cpu")
     layout = model_layout(settings, config)
-    max_num_batched_tokens, max_num_seqs = nodes.step_sizes("cpu")
     return NodeSizes(
         num_blocks=num_blocks_for(settings, layout, 1),
         block_size=layout.block_size,
@@ -106,8 +106,8 @@ def node_sizes(folder: Path, settings: EngineSettings) -> NodeSizes:
         num_layers=layout.num_layers,
         max_model_len=settings.max_model_len or config.max_position_embeddings,
         vocab_size=config.vocab_size,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=nodes.max_num_batched_tokens,
+        max_num_seqs=nodes.max_num_seqs,
         max_num_queued=nodes.max_num_queued,
         overlap_min_tokens=nodes.overlap_min_tokens,
     )

@@ -8,9 +8,8 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from protos import fleet_pb2
-from serving_node.streak import StreakTokens
 from splitserve_bench.simulate.agenda import Agenda
-from splitserve_bench.simulate.stretch import Stretch
+from splitserve_bench.simulate.stretch import StreakTokens, Stretch
 
 Message = TypeVar("Message")
 

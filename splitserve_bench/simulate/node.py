@@ -177,7 +177,7 @@ class SimulatedNode:
         if self._works:
             self._load = load_of(self._works)
             self._load.is_first = is_first
-            streak = self.logic.streak(self._works)
+            streak = self.logic.streaks.begin(self._works)
             self._streak = streak if streak.num_steps and self._takes_streaks else None
             self._start_step()
         elif self._machine is not None:
@@ -189,7 +189,7 @@ class SimulatedNode:
             self._machine.works(self)
             self._pace = self._machine.costs(self)
         streak = self._streak
-        num_ahead = 0 if streak is None else self.logic.num_steps_ahead(streak)
+        num_ahead = 0 if streak is None else self.logic.streaks.num_steps_ahead(streak)
         if streak is not None and num_ahead > 1:
             self._start_stretch(streak, num_ahead)
         else:
@@ -225,7 +225,7 @@ class SimulatedNode:
             return
         self._progress = None
         streak, ended_s = self._streak, self._agenda.now
-        if streak is not None and self.logic.goes_on(streak):
+        if streak is not None and self.logic.streaks.goes_on(streak):
             stretch = Stretch(streak, self._model, self._started_s, [ended_s])
             self.line.send(stretch.tokens(0))
             self._go_on(stretch)
@@ -287,7 +287,7 @@ class SimulatedNode:
         self.num_steps += stretch.num_steps
         self._started_s = stretch.ends_s[-1]
         self._load.num_cached += self._load.num_answers * stretch.num_steps
-        return self.logic.advance(stretch.streak, stretch.token_ids, stretch.steps_s)
+        return self.logic.streaks.advance(stretch.streak, stretch.token_ids, stretch.steps_s)
 
     def _send_layers(self, works: Sequence[Work]) -> None:
         """Blocks of the step that has just ended left while it ran, unless it was all of a short prompt."""

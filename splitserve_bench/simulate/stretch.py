@@ -2,11 +2,32 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from coordinator.control.live import TokenRow
-from serving_node.streak import Streak, StreakToken, StreakTokens
+from serving_core.requests import Request
+from serving_node.streak import Streak
 from splitserve_bench.simulate.toy_model import ToyModel
+
+
+@dataclass(slots=True)
+class StreakToken:
+    """What fleet_pb2.SampledToken says of a token that does not end its answer."""
+
+    attempt: Request
+    index: int
+    token_id: int
+    finish_reason: int = 0
+    num_proposed: int = 0  # streaks have no candidates
+
+
+@dataclass(slots=True)
+class StreakTokens:
+    """What fleet_pb2.StepTokens says of a step, made for less: it crosses no wire."""
+
+    tokens: list[StreakToken]
+    step_s: float
 
 
 class Stretch:

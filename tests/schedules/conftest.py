@@ -12,13 +12,20 @@ import kv_transfer.ticket
 import serving_node.link
 import serving_node.reports
 import serving_node.runner
+import serving_node.stepping
 from tests.schedules.streams import Channel
 
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
-    for module in (coordinator.dispatcher, serving_node.runner, serving_node.link, engine.stepper):
+    for module in (
+        coordinator.dispatcher,
+        serving_node.runner,
+        serving_node.stepping,
+        serving_node.link,
+        engine.stepper,
+    ):
         monkeypatch.setattr(module, "time", clock)
     draws = SimpleNamespace(token_bytes=lambda count: _draw(count), token_hex=lambda count: _draw(count).hex())
     for module in (kv_transfer.ticket, serving_node.reports):

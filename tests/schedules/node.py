@@ -119,7 +119,6 @@ class SimulatedEngine:
     fingerprint = FINGERPRINT
     eos_token_ids = ()
     kv_pool_bytes = weight_bytes = 0
-    device_type = "cpu"
     group = SimpleNamespace(rank=0)
     guide = None  # nobody asks for a grammar
     builds_ahead = False

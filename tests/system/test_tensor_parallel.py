@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -150,29 +151,44 @@ def test_more_ranks_than_attention_heads_are_refused(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--pipeline-parallel-size"])
-def test_ranks_started_together_as_torchrun_does(flag, start_cluster, tmp_path):
-    """Both ranks are started from outside with the variables that torchrun sets; neither starts another."""
-    model = write_fake_model(tmp_path / "model", num_kv_heads=2)
-    cluster = start_cluster(model, num_decode=1)
-    port = free_port()
-    ranks = []
+@contextmanager
+def two_ranks(cluster, model, folder, *flags):
+    """Started from outside with the variables that torchrun sets."""
+    port, ranks = free_port(), []
     try:
         for rank in range(2):
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            command = [sys.executable, "-m", "prefill_node", str(model), flag, "2"]
-            command += ["--coordinator", f"127.0.0.1:{cluster.fleet_port}", "--name", "together", "--block-size", "8"]
+            command = [sys.executable, "-m", "prefill_node", str(model), *flags]
+            command += ["--coordinator", f"127.0.0.1:{cluster.fleet_port}", "--name", "together"]
             environment = _environment() | cluster.env | {key: str(value) for key, value in world.items()}
-            with (tmp_path / f"rank-{rank}.log").open("wb") as log:
+            with (folder / f"rank-{rank}.log").open("wb") as log:
                 ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-        wait_until(lambda: "together" in cluster.attached(), "the node is attached", DEADLINE_S)
-        assert len(psutil.Process(ranks[0].pid).children()) == 0
-        ranks[0].send_signal(signal.SIGTERM)
-        assert [rank.wait(DEADLINE_S) for rank in ranks] == [0, 0]
+        yield ranks
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--pipeline-parallel-size"])
+def test_ranks_started_together_as_torchrun_does(flag, start_cluster, tmp_path):
+    """Neither starts another."""
+    model = write_fake_model(tmp_path / "model", num_kv_heads=2)
+    cluster = start_cluster(model, num_decode=1)
+    with two_ranks(cluster, model, tmp_path, flag, "2", "--block-size", "8") as ranks:
+        wait_until(lambda: "together" in cluster.attached(), "the node is attached", DEADLINE_S)
+        assert len(psutil.Process(ranks[0].pid).children()) == 0
+        ranks[0].send_signal(signal.SIGTERM)
+        assert [rank.wait(DEADLINE_S) for rank in ranks] == [0, 0]
+
+
+def test_the_other_rank_of_a_node_that_is_refused_ends_as_if_it_was_told_to(start_cluster, tmp_path):
+    model = write_fake_model(tmp_path / "model", num_kv_heads=2)
+    cluster = start_cluster(model, num_decode=1)
+    with two_ranks(cluster, model, tmp_path, "--tensor-parallel-size", "2", "--block-size", "16") as ranks:
+        assert [rank.wait(DEADLINE_S) for rank in ranks] == [2, 0]
+    assert "the coordinator refuses this node: " in (tmp_path / "rank-0.log").read_text()
+    assert "lost a rank" not in (tmp_path / "rank-1.log").read_text()
 
 
 def _environment():

@@ -96,7 +96,7 @@ class Harness:
         self.on_event = None
         self.rates = RecordedRates(start_tokens_per_s)
         self.node = NodeRunner(
-            NodeSettings(engine=engine_settings, **settings),
+            NodeSettings(engine=engine_settings, **settings).resolved("decode", "cpu"),
             "decode",
             name,
             self.engine,
@@ -181,7 +181,7 @@ class Harness:
         """The step of this number, counted from 1, runs; the node has taken in the one before, and may have offered the
         one behind."""
         plans = self.engine.plans
-        await self.until(lambda: len(plans) == number and _plan_of(self.node._works) == plans[-1])
+        await self.until(lambda: len(plans) == number and _plan_of(self.node._stepping._works) == plans[-1])
 
     async def idle(self):
         async with asyncio.timeout(DEADLINE_S):

@@ -16,10 +16,12 @@ from serving_core.tls_settings import TlsSettings
 from serving_node.annex_ends import tile_tokens
 from serving_node.annexing import PATIENCE_S, RETRY_S
 from serving_node.decisions import CloseAnnexes, OpenAnnex, Tell
+from serving_node.exposure import check_network
 from serving_node.hosting import Hosting
 from serving_node.link import LinkSettings
 from serving_node.logic import Limits, NodeLogic
 from serving_node.settings import NodeSettings
+from tests.tls_kit import authority, flags_of
 from tests.toy_kv import FINGERPRINT, HERE
 from tests.unit.serving_node.logic_kit import LAYOUT, prompt_of
 
@@ -249,15 +251,16 @@ def test_a_host_keeps_a_quarter_of_its_pool(most, given):
     assert allocator.num_free == 8
 
 
-@pytest.mark.parametrize(
-    ("can", "fields", "why"),
-    [
-        (False, {}, "compiled kernels"),
-        (True, {"kv_bind": "tcp://192.0.2.1:1", "link": LinkSettings(tls=TlsSettings(tls_ca="ca.pem"))}, "in the open"),
-    ],
-)
-def test_a_node_that_cannot_says_so(can, fields, why):
-    engine = SimpleNamespace(takes_annexes=can)
-    assert tile_tokens(NodeSettings(**fields), engine) == 0
-    with pytest.raises(SettingsError, match=why):
-        tile_tokens(NodeSettings(**fields, kv_annexes=True), engine)
+def test_a_node_that_cannot_says_so():
+    engine = SimpleNamespace(takes_annexes=False)
+    assert tile_tokens(NodeSettings(), engine) == 0
+    with pytest.raises(SettingsError, match="compiled kernels"):
+        tile_tokens(NodeSettings(kv_annexes=True), engine)
+
+
+def test_annexes_in_the_open_are_refused_beside_tls(tmp_path):
+    tls = TlsSettings(**flags_of(authority(tmp_path, "node"), "node"))
+    fields = {"kv_bind": "tcp://192.0.2.1:1", "link": LinkSettings(fleet_secret="s", tls=tls)}
+    check_network(NodeSettings(**fields))
+    with pytest.raises(SettingsError, match="in the open"):
+        check_network(NodeSettings(**fields, kv_annexes=True))

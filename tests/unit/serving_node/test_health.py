@@ -8,7 +8,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from serving_core.errors import SettingsError
-from serving_node.health import FOLLOWER_STATES, check_health_port, health_port, node_states
+from serving_node.exposure import check_network
+from serving_node.health import FOLLOWER_STATES, health_port, node_states
 from serving_node.settings import NodeSettings
 
 DEADLINE_S = 60.0
@@ -90,10 +91,25 @@ async def test_there_is_none_unless_it_is_asked_for_and_one_on_a_machine(number,
 
 
 def test_a_port_in_use_is_told_before_a_model_is_loaded(monkeypatch):
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(SettingsError, match=f"--health-port {port} is in use"):
-            check_health_port(NodeSettings(health_port=port))
+            check_network(NodeSettings(health_port=port))
         monkeypatch.setenv("LOCAL_RANK", "1")
-        check_health_port(NodeSettings(health_port=port))
+        check_network(NodeSettings(health_port=port))
+
+
+def test_a_port_of_two_flags_is_told_before_a_model_is_loaded(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as held:  # nobody else gets the port, and who asks for it can still listen on it
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        both = NodeSettings(health_port=port, metrics_port=port)
+        with pytest.raises(SettingsError, match=f"--metrics-port {port} is that of --health-port too"):
+            check_network(both)
+        monkeypatch.setenv("RANK", "1")  # which tells no figures
+        check_network(both)

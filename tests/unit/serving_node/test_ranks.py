@@ -4,11 +4,13 @@ import asyncio
 import socket
 
 import pytest
+from click.testing import CliRunner
 
 from protos import inference_pb2, ranks_pb2
 from serving_core.errors import RankLost, SettingsError
 from serving_core.requests import Request, SamplingParams, Share, Work
 from serving_core.settings import EngineSettings
+from serving_node.process import node_command
 from serving_node.ranks import leading, stream
 from serving_node.ranks.leading import Followers, Leader, Meeting, share_from_wire
 from serving_node.ranks.processes import check_world, started_rank
@@ -198,6 +200,12 @@ def test_ranks_of_the_environment(monkeypatch):
         check_world(ranks(2, 3))
     with pytest.raises(SettingsError, match="64 ranks are the most"):
         check_world(ranks(64, 2))
+    monkeypatch.setenv("RANK", "4")
+    with pytest.raises(SettingsError, match="RANK is 4, and --tensor-parallel-size is 4"):
+        check_world(ranks(4))
     monkeypatch.setenv("RANK", "three")
     with pytest.raises(SettingsError, match="three"):
         started_rank()
+    result = CliRunner().invoke(node_command("prefill"), ["/a/folder"])
+    assert result.exit_code == 2
+    assert result.stderr.endswith("Error: RANK must be a number, not 'three'\n")

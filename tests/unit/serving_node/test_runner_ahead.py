@@ -47,7 +47,8 @@ def send(node, request):
 
 def let_it_look_ahead(node):
     """No step ends before the loop has had its turn to offer the one behind it, however busy the machine is."""
-    look_ahead, has_looked = node.node._look_ahead, threading.Semaphore(0)
+    stepping, has_looked = node.node._stepping, threading.Semaphore(0)
+    look_ahead = stepping._look_ahead
 
     def look(step):
         look_ahead(step)
@@ -56,7 +57,7 @@ def let_it_look_ahead(node):
     def wait():
         assert has_looked.acquire(timeout=DEADLINE_S), "the loop never had its turn"
 
-    node.node._look_ahead, node.engine.before_end = look, wait
+    stepping._look_ahead, node.engine.before_end = look, wait
 
 
 @pytest.mark.parametrize("kind", [{"dtype": "bfloat16"}, {"dtype": "float32", "batch_invariant": True}])
@@ -64,10 +65,10 @@ async def test_answers_are_those_of_a_node_that_has_nobody_else(kind, tmp_path):
     engine = {"model": str(write_tiny_model(tmp_path / "tiny")), "device": "cpu", **kind}
     async with running(tmp_path, engine=engine, num_blocks=256, max_num_seqs=8, max_num_batched_tokens=16) as node:
         let_it_look_ahead(node)
-        node.node._looks_ahead = False
+        node.node._stepping._looks_ahead = False
         expected = {name: await alone(node, name) for name in SAMPLINGS}
         assert node.engine.num_behind == 0
-        node.node._looks_ahead = True
+        node.node._stepping._looks_ahead = True
         for first_steps in (1, 5, 9):
             others = [asked("greedy", max_tokens=200) for _ in range(2)]
             for index, other in enumerate(others):
@@ -127,7 +128,7 @@ async def test_a_step_that_fails_behind_another_fails_its_answers_alone(tmp_path
 async def test_steps_that_are_over_hold_no_memory(tmp_path, monkeypatch):
     """Without the collector, which does not see how much tensors hold."""
     steps = weakref.WeakSet()
-    monkeypatch.setattr("serving_node.runner.Ahead", lambda *args, **more: _noted(steps, Ahead(*args, **more)))
+    monkeypatch.setattr("serving_node.stepping.Ahead", lambda *args, **more: _noted(steps, Ahead(*args, **more)))
     async with running(tmp_path, max_num_seqs=4, max_num_batched_tokens=64) as node:
         let_it_look_ahead(node)
         gc.collect()

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import signal
 import sys
 from functools import partial
 from random import Random
@@ -143,38 +144,63 @@ async def test_a_node_without_a_step_is_well(tmp_path):
         stuck.cancel()
 
 
+def start(c, folder, **flags):
+    """The process of a node that never ends a step of a prompt which begins with HANGS."""
+    flags = {"coordinator": f"127.0.0.1:{c.server.fleet_port}", "name": "b0", **flags}
+    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-m", "tests.unit.serving_node.hanging_node", str(folder), *words]
+    return asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+
+
+def hang(c):
+    prompt = inference_pb2.TokenizedInput(input_ids=[HANGS, 1])
+    return c.stub.Generate(inference_pb2.GenerateRequest(request_id="hanging", tokenized=prompt), timeout=400.0)
+
+
+ASKED = {"temperature": 0, "ignore_eos": True, "max_tokens": 4, "timeout": 400.0}
+
+
 @pytest.mark.long
 async def test_the_process_of_a_node_that_is_stuck_for_good_ends_and_a_new_one_serves(tmp_path):
     """As `splitserve up` does, the test starts it again."""
-    ask = {"temperature": 0, "ignore_eos": True, "max_tokens": 4, "timeout": 400.0}
-    settings = {"heartbeat_s": 0.2, "node_timeout_s": 3.0, "node_wait_s": 300.0}
-    async with asyncio.timeout(800.0), cluster(tmp_path / "coordinator", nodes=(), **settings) as c:
-
-        def start():
-            flags = {"coordinator": f"127.0.0.1:{c.server.fleet_port}", "name": "b0", "stuck-exit-s": 0.5}
-            words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-            module = "tests.unit.serving_node.hanging_node"
-            command = [sys.executable, "-m", module, str(tmp_path / "coordinator"), *words]
-            return asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
-
-        node = await start()
+    folder, settings = tmp_path / "coordinator", {"heartbeat_s": 0.2, "node_timeout_s": 3.0, "node_wait_s": 300.0}
+    async with asyncio.timeout(800.0), cluster(folder, nodes=(), **settings) as c:
+        node = await start(c, folder, stuck_exit_s=0.5)
         try:
             await until_num_nodes(c, 1)
             for _ in range(2):
-                await read_all(c.generate("hello", **ask))
-            hanging = inference_pb2.GenerateRequest(
-                request_id="hanging", tokenized=inference_pb2.TokenizedInput(input_ids=[HANGS, 1])
-            )
-            call = c.stub.Generate(hanging, timeout=400.0)
+                await read_all(c.generate("hello", **ASKED))
+            call = hang(c)
             _, words = await node.communicate()
             assert node.returncode == LOST_EXIT_CODE
             assert b"this node ends: one step has not ended in " in words
             call.cancel()
-            node = await start()
-            assert (await read_all(c.generate("hello", **ask)))[1] == answer_on_paper(b"hello", 4)
+            node = await start(c, folder, stuck_exit_s=0.5)
+            assert (await read_all(c.generate("hello", **ASKED)))[1] == answer_on_paper(b"hello", 4)
         finally:
             node.kill()
             await node.wait()
+
+
+@pytest.mark.long
+async def test_a_node_that_is_told_to_stop_ends_though_its_step_does_not(tmp_path):
+    folder = tmp_path / "coordinator"
+    async with asyncio.timeout(800.0), cluster(folder, nodes=(), heartbeat_s=0.2, node_timeout_s=300.0) as c:
+        node = await start(c, folder, drain_s=0.5)
+        try:
+            await until_num_nodes(c, 1)
+            call = hang(c)
+            while not (await c.stub.GetLoads(inference_pb2.GetLoadsRequest())).nodes[0].num_running:
+                await asyncio.sleep(0.01)
+            node.send_signal(signal.SIGTERM)
+            _, words = await node.communicate()
+            assert node.returncode == LOST_EXIT_CODE
+            assert b"this node ends: its last step has not ended within " in words
+            call.cancel()
+        finally:
+            if node.returncode is None:
+                node.kill()
+                await node.wait()
 
 
 def forward(link, event):

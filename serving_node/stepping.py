@@ -1,0 +1,197 @@
+"""Runs a node's steps, one after the other, and knows when the running one is stuck. Everything here is on the node's
+event loop, but for what the engine's thread asks between two steps."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final
+
+from engine.drafting import Drafter
+from engine.engine import Engine
+from engine.fatal import MOST_FAILED_STEPS, is_fatal
+from engine.step_clock import AFTER, DRAFT, HAND_OVER, IDLE, PLAN, SEND, StepClock
+from engine.stepper import Ahead, Step, Stepper
+from serving_core.backoff import Backoff
+from serving_core.errors import RankLost
+from serving_core.requests import SampledToken, Work
+from serving_node.drafting import write_ahead
+from serving_node.logic import NodeLogic
+from serving_node.ranks.leading import Followers, die, end_at_once
+from serving_node.ranks.transfers import NodeTransfers
+from serving_node.stuck import CALM_S, FIRST_PAUSE_S, LEAST_S, LONGEST_PAUSE_S, check_hope, why_stuck
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED: Final = 16  # requests in a line about many
+CHECK_S: Final = 0.1  # between two looks at the running step
+
+
+class Stepping:
+    """The steps of one node."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        logic: NodeLogic,
+        transfers: NodeTransfers,
+        followers: Followers,
+        drafter: Drafter | None,
+        carry_out: Callable[[], None],
+        *,
+        stuck_exit_s: float,
+    ) -> None:
+        """`carry_out` does what the logic has decided, and wakes nobody."""
+        self.stepper: Final[Stepper[Work, list[SampledToken]]] = Stepper(engine.step)
+        self._engine = engine
+        self._logic = logic
+        self._transfers = transfers
+        self._followers = followers
+        self._drafter = drafter
+        self._carry_out = carry_out
+        self._stuck_exit_s = stuck_exit_s
+        self._looks_ahead: Final = engine.builds_ahead and not len(followers)
+        self._works: list[Work] = []  # of the running step; none between two
+        self._num_failed_steps = 0  # since the last good one
+        self._absences = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
+        self._work = asyncio.Event()
+
+    @property
+    def clock(self) -> StepClock:
+        return self._engine.clock
+
+    def wake(self) -> None:
+        """Something has happened: there may be more to compute than was planned."""
+        self._work.set()
+
+    async def run(self) -> None:
+        """Steps until cancelled."""
+        await self.stepper.run(self._plan, self._step, self._work)
+
+    def _plan(self) -> list[Work]:
+        self.clock.lap(IDLE)
+        works = self._logic.plan(time.monotonic())
+        self.clock.lap(PLAN)
+        self._carry_out()
+        self.clock.lap(SEND)
+        return works
+
+    async def _step(self, works: list[Work]) -> None:
+        """This step, those that follow it at once, and what is to be computed before the next."""
+        step: Step[Work, list[SampledToken]] | None = None
+        try:
+            step = self._begin(works)
+            while step is not None:
+                self._works = list(step.parts)
+                self._look_ahead(step)
+                step = await self._finish(step)
+        finally:
+            self._works = []
+            if step is not None and step.ahead is not None:
+                step.ahead.give_up()
+        if self._drafter is not None and (drafts := self._logic.speculation.drafts) is not None:
+            await write_ahead(self._drafter, drafts, self.stepper)
+            self.clock.lap(DRAFT)
+
+    def _begin(self, works: list[Work]) -> Step[Work, list[SampledToken]] | None:
+        with self._failing(works):
+            self._followers.announce(works)
+            sends = self._logic.sends_while(works)
+            return self.stepper.begin(works, self._transfers.on_layer(sends) if sends else None)
+        return None
+
+    def _look_ahead(self, step: Step[Work, list[SampledToken]]) -> None:
+        """Offers the engine the step behind this one, unless something happens until then."""
+        if not self._looks_ahead or not (works := self._logic.plan_ahead(step.parts)):
+            return
+        self._carry_out()
+        try:
+            built = self._engine.build_ahead(works)
+        except Exception:
+            logger.exception("the step ahead was not built, and is planned anew", extra=_naming(works))
+            return
+
+        parts = step.parts  # and not the step, which would never be free again
+
+        def follows(tokens: list[SampledToken]) -> bool:
+            return not self._work.is_set() and not self._logic.ends_any(parts, tokens)
+
+        compute = partial(self._engine.step_behind, works, built)
+        step.ahead = Ahead(works, asyncio.get_running_loop().create_future(), follows=follows, compute=compute)
+
+    async def _finish(self, step: Step[Work, list[SampledToken]]) -> Step[Work, list[SampledToken]] | None:
+        """Takes in what the step gives. Gives the one that has followed it, if one has."""
+        works, done = step.parts, None
+        with self._failing(works):
+            done = await step.done
+        if done is None:
+            return None
+        self._num_failed_steps = 0
+        tokens, step_s, goes_on = done
+        if not goes_on:
+            self.clock.lap(HAND_OVER)
+        self._logic.step_done(works, tokens, step_s, time.monotonic(), goes_on=goes_on)
+        if goes_on:
+            ahead, step.ahead = step.ahead, None
+            assert ahead is not None
+            ahead.take_in()
+            self._carry_out()
+            return ahead
+        self.clock.lap(AFTER)
+        self._carry_out()
+        self.clock.lap(SEND)
+        return None
+
+    @contextlib.contextmanager
+    def _failing(self, works: Sequence[Work]) -> Iterator[None]:
+        """What is raised within fails these and no others; the process ends where it can compute nothing any more, or
+        has lost a rank: a node that fails whatever comes looks idle, and would be given all."""
+        try:
+            yield
+        except RankLost as error:
+            die(error)
+        except Exception as error:
+            logger.exception("a step failed", extra=_naming(works))
+            self._num_failed_steps += 1
+            if is_fatal(error):
+                end_at_once(f"this node can compute nothing any more and ends: {error}")
+            if self._num_failed_steps == MOST_FAILED_STEPS:
+                end_at_once(f"{MOST_FAILED_STEPS} steps in a row have failed, and this node ends: {error}")
+            self._followers.fail_step(error)
+            self._logic.step_failed(works, error, time.monotonic())
+            self._carry_out()
+
+    # ---- whether it is stuck ----
+
+    async def stuck(self) -> str:
+        while True:
+            if (why := self._why_stuck()) is not None:
+                return why
+            await asyncio.sleep(CHECK_S)
+
+    async def recovered(self) -> None:
+        was_stuck = self.stepper.step_age_s > LEAST_S
+        while self._works or self.stepper.step_age_s:  # a draft model may be what is stuck
+            expected_s = self._logic.expected_step_s(self._works)
+            check_hope(self.stepper.step_age_s, expected_s, self._stuck_exit_s)
+            await asyncio.sleep(CHECK_S)
+        if was_stuck:
+            await asyncio.sleep(self._absences.next_s(time.monotonic()))
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the running step is."""
+        return self._why_stuck() is not None
+
+    def _why_stuck(self) -> str | None:
+        step_age_s = self.stepper.step_age_s
+        if step_age_s <= LEAST_S:
+            return None
+        return why_stuck(step_age_s, self._logic.expected_step_s(self._works))
+
+
+def _naming(works: Sequence[Work]) -> dict[str, Any]:
+    """For a line of the log about these."""
+    return {"fields": {"request_ids": [work.request.request_id for work in works[:MAX_NAMED]]}}
