@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 IN_FLIGHT_S: Final = 0.3  # until the coordinator has heard of a drain, and what it had sent before is here
 DETACH_S: Final = 2.0  # for the last events to go out
+STEP_S: Final = 5.0  # for a step that still runs, though nobody gets anything of it any more
 
 
 class ServedNode(Node, Protocol):
@@ -83,8 +84,8 @@ def run_node(role: str, settings: NodeSettings) -> None:
 async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
     """Runs until SIGTERM, SIGINT or SIGHUP, then lets running requests finish for at most drain_s seconds.
 
-    A second signal ends the wait. Raises what the node or its link raises; a node that is stuck for good ends the
-    process, since its engine cannot be waited for.
+    A second signal ends the wait. Raises what the node or its link raises; a node that is stuck for good, or when it
+    is to end, ends the process, since its engine cannot be waited for.
     """
     stopping = asyncio.Event()
     drained = asyncio.create_task(_drain(node, link, stopping, drain_s))
@@ -105,7 +106,11 @@ async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            async with asyncio.timeout(STEP_S):
+                await asyncio.gather(*tasks, return_exceptions=True)
+        except TimeoutError:
+            end_at_once(f"this node ends: its last step has not ended in {STEP_S:g} s")
 
 
 async def _drain(node: ServedNode, link: FleetLink, stopping: asyncio.Event, drain_s: float) -> None:

@@ -1,6 +1,7 @@
 """A node whose engine stops stepping: found soon, not for a long prompt, and not back before the step has ended."""
 
 import asyncio
+import contextlib
 import math
 import sys
 from functools import partial
@@ -143,37 +144,60 @@ async def test_a_node_without_a_step_is_well(tmp_path):
         stuck.cancel()
 
 
+HANGING = inference_pb2.GenerateRequest(
+    request_id="hanging", tokenized=inference_pb2.TokenizedInput(input_ids=[HANGS, 1])
+)
+
+
+def start_hanging_node(c, model, **flags):
+    """A process of its own."""
+    given = {"coordinator": f"127.0.0.1:{c.server.fleet_port}", "name": "b0", **flags}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "tests.unit.serving_node.hanging_node", str(model), *words]
+    return asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+
+
 @pytest.mark.long
 async def test_the_process_of_a_node_that_is_stuck_for_good_ends_and_a_new_one_serves(tmp_path):
     """As `splitserve up` does, the test starts it again."""
+    model = tmp_path / "coordinator"
     ask = {"temperature": 0, "ignore_eos": True, "max_tokens": 4, "timeout": 400.0}
     settings = {"heartbeat_s": 0.2, "node_timeout_s": 3.0, "node_wait_s": 300.0}
-    async with asyncio.timeout(800.0), cluster(tmp_path / "coordinator", nodes=(), **settings) as c:
-
-        def start():
-            flags = {"coordinator": f"127.0.0.1:{c.server.fleet_port}", "name": "b0", "stuck-exit-s": 0.5}
-            words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-            module = "tests.unit.serving_node.hanging_node"
-            command = [sys.executable, "-m", module, str(tmp_path / "coordinator"), *words]
-            return asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
-
-        node = await start()
+    async with asyncio.timeout(800.0), cluster(model, nodes=(), **settings) as c:
+        node = await start_hanging_node(c, model, **{"stuck-exit-s": 0.5})
         try:
             await until_num_nodes(c, 1)
             for _ in range(2):
                 await read_all(c.generate("hello", **ask))
-            hanging = inference_pb2.GenerateRequest(
-                request_id="hanging", tokenized=inference_pb2.TokenizedInput(input_ids=[HANGS, 1])
-            )
-            call = c.stub.Generate(hanging, timeout=400.0)
+            call = c.stub.Generate(HANGING, timeout=400.0)
             _, words = await node.communicate()
             assert node.returncode == LOST_EXIT_CODE
             assert b"this node ends: one step has not ended in " in words
             call.cancel()
-            node = await start()
+            node = await start_hanging_node(c, model, **{"stuck-exit-s": 0.5})
             assert (await read_all(c.generate("hello", **ask)))[1] == answer_on_paper(b"hello", 4)
         finally:
             node.kill()
+            await node.wait()
+
+
+@pytest.mark.long
+async def test_a_node_that_is_told_to_end_does_so_though_its_step_hangs(tmp_path):
+    model = tmp_path / "coordinator"
+    async with asyncio.timeout(400.0), cluster(model, nodes=(), heartbeat_s=0.2) as c:
+        node = await start_hanging_node(c, model, **{"drain-s": 0.1})
+        try:
+            await until_num_nodes(c, 1)
+            call = c.stub.Generate(HANGING, timeout=400.0)
+            await c.until_loads(lambda loads: any(load.num_running for load in loads.nodes))
+            node.terminate()
+            _, words = await node.communicate()
+            assert node.returncode == LOST_EXIT_CODE
+            assert b"this node ends: its last step has not ended in " in words
+            call.cancel()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                node.kill()
             await node.wait()
 
 
