@@ -112,8 +112,7 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
             writer.close()
             if self._links.get(number) is link:  # the door may be back already
                 del self._links[number]
-            for call_number in list(link.calls):
-                self._over(link, call_number, WORKER_LOST)  # and nodes let go of it
+            self._lost(link)
 
     async def _write(self, link: DoorLink, writer: asyncio.StreamWriter) -> None:
         while (batch := await link.next()) is not None:
@@ -179,6 +178,12 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
         record.sampling, record.num_answers = plan.samplings[0], len(plan.samplings)
         link.calls[asked.number] = call
         link.admitted(asked.number, None)
+
+    def _lost(self, link: DoorLink) -> None:
+        """The door is gone with its calls, which have failed: their clients did not end them."""
+        for number, call in list(link.calls.items()):
+            self._dispatcher.give_up(call, RequestError(WORKER_LOST, "the door of the call was lost"))
+            self._over(link, number, WORKER_LOST)  # and nodes let go of it
 
     def _over(self, link: DoorLink, number: int, failure: str) -> None:
         if (call := link.calls.pop(number, None)) is None:

@@ -85,7 +85,7 @@ class Stepper(Generic[P, R]):
         self, plan: Callable[[], list[P]], step: Callable[[list[P]], Awaitable[None]], wake: asyncio.Event
     ) -> None:
         """Steps whatever there is to plan, and waits for `wake` when there is nothing. Ends by cancel, or as plan or
-        step raises; then the thread is closed."""
+        step raises, when the running step has ended, which nothing else waits for; then the thread is closed."""
         try:
             while True:
                 wake.clear()
@@ -94,7 +94,7 @@ class Stepper(Generic[P, R]):
                 else:
                     await wake.wait()
         finally:
-            self.close()
+            await asyncio.to_thread(self.close)
 
     async def step(self, parts: Sequence[P], on_layer: OnLayer | None = None) -> tuple[R, float]:
         """What the step gives, and the seconds it took. `on_layer` is called on the event loop, and not after this

@@ -1,11 +1,8 @@
 """The life of a node process: start, serve, drain on a signal, stop."""
 
 import asyncio
-import contextlib
 import gc
 import logging
-import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import Final, Protocol
 
@@ -88,8 +85,8 @@ def run_node(role: str, settings: NodeSettings) -> None:
 async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
     """Runs until SIGTERM, SIGINT or SIGHUP, then lets running requests finish for at most drain_s seconds.
 
-    A second signal ends the wait. Raises what the node or its link raises; a step that does not end in time ends the
-    process, since its engine cannot be waited for.
+    A second signal ends the wait. Raises what the node or its link raises; a node that is stuck for good, or when it
+    is to end, ends the process, since its engine cannot be waited for.
     """
     stopping = asyncio.Event()
     drained = asyncio.create_task(_drain(node, link, stopping, drain_s))
@@ -110,21 +107,11 @@ async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
     finally:
         for task in tasks:
             task.cancel()
-        with _last_step():
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@contextlib.contextmanager
-def _last_step() -> Iterator[None]:
-    """Within it the event loop may wait for the running step."""
-    last_words = f"this node ends: its last step has not ended within {LAST_STEP_S:g} s"
-    deadline = threading.Timer(LAST_STEP_S, end_at_once, [last_words])
-    deadline.daemon = True
-    deadline.start()
-    try:
-        yield
-    finally:
-        deadline.cancel()
+        try:
+            async with asyncio.timeout(LAST_STEP_S):
+                await asyncio.gather(*tasks, return_exceptions=True)
+        except TimeoutError:
+            end_at_once(f"this node ends: its last step has not ended within {LAST_STEP_S:g} s")
 
 
 async def _drain(node: ServedNode, link: FleetLink, stopping: asyncio.Event, drain_s: float) -> None:

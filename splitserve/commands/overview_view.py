@@ -1,10 +1,12 @@
 """What is going on at a server, as tables for a terminal of 80 columns and more."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -82,19 +84,19 @@ def _node_table(nodes: Sequence[NodeOverview]) -> Table:
     KV was there."""
     numbers = ("reads", "queue", "seats", "coming", "KV", "hits", "read/s", "write/s", "step ms")
     table = plain_table("node", "role", numbers=numbers, gap=1)
-    for column in table.columns:
+    for column in table.columns[1:]:  # so that the name gives way
         column.no_wrap, column.overflow = True, "ellipsis"
     for node in nodes:
         table.add_row(*_node_row(node))
     return table
 
 
-def _node_row(node: NodeOverview) -> tuple[str, ...]:
+def _node_row(node: NodeOverview) -> "tuple[_Name | str, ...]":
     load = node.load
     shape, used = load.shape, 1 - load.num_blocks_free / load.num_blocks if load.num_blocks else 0.0
     style = "red" if used >= FULL else "yellow" if used >= BUSY else "green"
     return (
-        escape(load.name),
+        _Name(load.name),
         load.role if load.state == "ready" else f"[yellow]{escape(load.state)}[/]",
         short(shape.prompt_tokens) if shape.reads else "-",
         short(node.num_tokens_to_compute),
@@ -106,6 +108,27 @@ def _node_row(node: NodeOverview) -> tuple[str, ...]:
         short(node.tokens_per_s),
         milliseconds(load.step_s),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """In as much room as there is. Names of nodes often differ at their ends, so what is left out is in the middle."""
+
+    name: str
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, len(self.name))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        yield Text(elided(self.name, options.max_width), no_wrap=True)
+
+
+def elided(name: str, most: int) -> str:
+    """With as many characters at most, two thirds of them from its end."""
+    if len(name) <= most:
+        return name
+    num_first = (most - 1) // 3
+    return f"{name[:num_first]}…{name[len(name) - (most - 1 - num_first) :]}"
 
 
 def bars(values: Sequence[float]) -> str:

@@ -1,6 +1,7 @@
 """The page at /ui in a real browser, at a real cluster: an answer streams, survives the death of the node that writes
 it, and its picture shows how; the node comes back."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -12,6 +13,7 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
+from tests.scripted_nodes import cluster, run
 from tests.system.browser import EXECUTABLE, browser
 from tests.system.cluster import Child, free_port, wait_until
 from tests.system.oracle import fake_answer
@@ -160,6 +162,34 @@ def test_answers_of_one_id_have_a_row_each(up):
         page.until(f"{rows}.length >= 3")
         assert sorted(page.ask(rows)) == ["another/0", "same/0", "same/0"]
         assert not page.problems
+
+
+def test_nodes_and_answers_whose_names_differ_at_their_ends_are_told_apart(tmp_path):
+    """As pods are, and the answers of one call."""
+    names = [f"splitserve-node-of-a-fleet-7d9c6b8f5-{end}" for end in ("k9w4d", "x2lqz")]
+    shown = {
+        "nodes": NODES,
+        "lanes": "[...document.querySelectorAll('#picture .node')].map((each) => each.firstChild.data)",
+        "answers": "[...document.querySelectorAll('#lives button')].map((each) => each.textContent)",
+    }
+
+    def looked_at(url):
+        with browser() as page:
+            page.open(f"{url}/ui")
+            page.until(f"{shown['answers']}.length === 2 && {NODES}.length === 2")
+            return {what: page.ask(expression) for what, expression in shown.items()}
+
+    async def scenario():
+        async with cluster(tmp_path, nodes=(), http_port=0) as c:
+            for name in names:
+                await c.attach(name, role="both")
+            call = c.generate(request_id="an-id-that-a-client-has-made-up", n=2)
+            seen = await asyncio.to_thread(looked_at, f"http://127.0.0.1:{c.server.http_port}")
+            call.cancel()
+        assert [name[-6:] for name in seen["nodes"]] == [name[-6:] for name in seen["lanes"]] == ["-k9w4d", "-x2lqz"]
+        assert sorted(answer[-2:] for answer in seen["answers"]) == ["/0", "/1"]
+
+    run(scenario())
 
 
 def complete(url, request_id):

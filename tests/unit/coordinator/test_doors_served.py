@@ -7,8 +7,9 @@ import sys
 import grpc
 import pytest
 
-from protos import inference_pb2, inference_pb2_grpc
+from protos import fleet_pb2, inference_pb2, inference_pb2_grpc
 from serving_core.errors import SettingsError
+from tests import fleet_events as events
 from tests.scripted_nodes import begin, cluster, hand_over, read_all, refusal_of, run, step
 
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
@@ -75,6 +76,35 @@ def test_a_call_ends_with_its_client_at_whatever_door(tmp_path):
             await c.until_nothing_is_live()
 
     run(scenario())
+
+
+def test_the_answers_of_a_door_that_is_lost_have_failed_and_nodes_let_go_of_them(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, doors=2) as c:
+            await until_serving(c)
+            call = c.generate("hello", n=2)
+            attempts = [(await begin(c))[0] for _ in range(2)]
+            await hand_over(c, attempts[0], "a")
+            c.server._public._kill(door_with_calls(c))
+            with pytest.raises(grpc.aio.AioRpcError):
+                await read_all(call)
+            assert await c.nodes["p0"].command("cancel") == fleet_pb2.Cancel(attempt=attempts[1])
+            for attempt in attempts:
+                await c.nodes["d0"].answer_cancel(attempt)
+            await c.nodes["p0"].send(events.cancelled(attempts[1]))
+            call = c.stub.Generate(inference_pb2.GenerateRequest(request_id="r", text="hello"), wait_for_ready=True)
+            await answer(c, call, "ab")
+            assert (await read_all(call))[0] == "ab"
+            await c.until_nothing_is_live()
+            assert c.server._metrics.failed == {"WORKER_LOST": 2}
+            assert c.server._metrics.finished == {"length": 1}
+
+    run(scenario())
+
+
+def door_with_calls(c):
+    [number] = [number for number, link in c.server._public._service._links.items() if link.calls]
+    return number
 
 
 def test_a_door_that_cannot_open_is_the_end_of_the_start(tmp_path, monkeypatch):

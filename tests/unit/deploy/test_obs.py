@@ -2,13 +2,15 @@
 what they keep has a place. Whether their own tools take the files, test_observability.py asks."""
 
 import json
+import re
 from pathlib import PurePosixPath
 from urllib.parse import urlsplit
 
 import pytest
 import yaml
 
-from tests.observability import DASHBOARDS, DEPLOY
+from tests.observability import DASHBOARDS, DEPLOY, queries
+from tests.promql import parse
 
 COMPOSE = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
 SERVICES = COMPOSE["services"]
@@ -122,3 +124,13 @@ def test_what_cannot_change_itself_has_a_volume_for_its_data(name, data):
     volumes = dict(volume.split(":")[:2] for volume in SERVICES[name]["volumes"])
     [kept] = [source for source, place in volumes.items() if place == data]
     assert kept in COMPOSE["volumes"]
+
+
+def test_panels_of_processes_show_those_of_every_job_that_is_scraped():
+    configs = [DEPLOY / "prometheus.yml", DEPLOY / "kubernetes" / "components" / "prometheus" / "config.yaml"]
+    jobs = [job["job_name"] for path in configs for job in yaml.safe_load(path.read_text())["scrape_configs"]]
+    parsed = [parse(expression) for where, expression, _ in queries() if not where.startswith("alert")]
+    matchers = [each for query in parsed for selector in query.selectors for each in selector.matchers]
+    chosen = [each for each in matchers if each[0] == "job"]
+    assert len(chosen) == 3
+    assert all(operator == "=~" and re.fullmatch(value, job) for _, operator, value in chosen for job in jobs)

@@ -114,6 +114,25 @@ def test_a_frame_fits_into_80_columns():
     assert len(lines) == 15
 
 
+def node_rows(overview, columns):
+    written = io.StringIO()
+    Console(file=written, width=columns, force_terminal=False).print(overview_view(to_overview(overview)))
+    return [line.split() for line in written.getvalue().splitlines()[-len(overview.nodes) :]]
+
+
+@pytest.mark.parametrize(("columns", "num_shown"), [(COLUMNS, 6), (100, 31)])
+def test_long_names_are_told_apart_and_take_no_room_from_figures(columns, num_shown):
+    """As those of pods are."""
+    overview = inference_pb2.Overview()
+    overview.CopyFrom(OVERVIEW)
+    names = [f"splitserve-node-7d9c6b8f5-{end}" for end in ("k9w4d", "x2lqz", "zz9p8")]
+    for each, name in zip(overview.nodes, names, strict=True):
+        each.load.name = name
+    rows = node_rows(overview, columns)
+    assert [row[0][-num_shown:] for row in rows] == [name[-num_shown:] for name in names]
+    assert [row[1:] for row in rows] == [row[1:] for row in node_rows(OVERVIEW, columns)]
+
+
 def test_a_cluster_without_nodes_and_answers_has_a_frame_too(script, target, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "OVERVIEW", inference_pb2.Overview(served_model_name="m", window_s=60))
     result = CliRunner().invoke(main, ["top", "--once", "--server", target])

@@ -45,6 +45,11 @@ function duration(seconds) {
   return `${seconds.toFixed(0)} s`;
 }
 
+function elided(name, most) { // names often differ at their ends alone: what is left out is in the middle
+  const first = Math.floor((most - 1) / 3);
+  return name.length > most ? `${name.slice(0, first)}…${name.slice(first + 1 - most)}` : name;
+}
+
 const share = (part, all) => (all ? `${Math.round((100 * part) / all)} %` : "–");
 const moment = (told) => (told ? time(told) : "–");
 
@@ -162,7 +167,7 @@ function nodeRow(node) {
   const used = load.num_blocks ? 1 - load.num_blocks_free / load.num_blocks : 0;
   const meter = element("meter", {min: 0, max: 1, low: 0.7, high: 0.9, optimum: 0, value: used, "aria-label": "KV cache in use"});
   const role = load.state === "ready" ? cell(load.role) : element("td", {}, load.role, element("span", {class: "warn"}, ` ${load.state}`));
-  return element("tr", {}, element("th", {scope: "row"}, load.name), role,
+  return element("tr", {}, element("th", {scope: "row", title: load.name}, elided(load.name, 32)), role,
     number(shape.prompt_tokens ? short(shape.prompt_tokens) : "–"), number(short(node.num_tokens_to_compute)),
     number(shape.seats ? `${node.num_answers} / ${shape.seats}` : "–"), number(String(node.num_to_come)),
     element("td", {}, meter, share(used, 1)), number(share(Number(load.num_cached_tokens), Number(load.num_prompt_tokens))),
@@ -233,9 +238,9 @@ function drawLives(svg, drawnLives, begin, end, {row, isAlone = false}) {
   for (const [name, pieces] of used) {
     const height = pack(pieces) * (row + gap) - gap + 2 * pad;
     back.append(drawn("rect", {class: "lane", x: gutter, y, width: width - gutter, height, rx: 4}));
-    const label = name === NO_NODE ? "no node" : name.length > 15 ? `${name.slice(0, 14)}…` : name;
+    const label = name === NO_NODE ? "no node" : elided(name, 15);
     back.append(drawn("text", {class: present.has(name) ? "node" : "node gone", x: 0, y: y + height / 2 + 4}, label,
-      drawn("title", {}, present.has(name) ? name : `${label}: is not there any more`)));
+      drawn("title", {}, present.has(name) || name === NO_NODE ? name : `${name}: is not there any more`)));
     for (const piece of pieces) {
       piece.y = y + pad + piece.row * (row + gap);
       front.append(drawPiece(piece, clamp, row));
@@ -307,7 +312,7 @@ const keyOf = (life) => `${life.answer_id} ${life.start_s}`;
 
 function lifeRow(life) {
   const button = element("button", {type: "button", tabindex: -1});
-  button.textContent = life.answer_id.length > 22 ? `${life.answer_id.slice(0, 19)}…` : life.answer_id;
+  button.textContent = elided(life.answer_id, 22);
   button.title = life.answer_id;
   const row = element("tr", {"data-answer": life.answer_id, "data-life": keyOf(life)}, element("td", {}, button));
   for (const kind of ["", "number", "number", "number", "number", "number", ""]) row.append(cell("", kind));
