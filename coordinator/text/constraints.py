@@ -35,9 +35,9 @@ def to_grammar(kind: str, value: Any, whitespace: str | None) -> str:
     compiles is not checked."""
     match kind:
         case "json_schema":
-            return _of_schema(_read_schema(value), whitespace)
+            return _alone(of_schema(_read_schema(value), whitespace))
         case "json_object":
-            return _of_schema({"type": "object"}, whitespace)
+            return _alone(of_schema({"type": "object"}, whitespace))
         case "regex":
             return str(LLMatcher.grammar_from_regex(value))
         case "choice":
@@ -59,16 +59,12 @@ def spelled(kind: str, value: Any) -> str:
     return text.replace("\\", "")
 
 
-def freely_spelled(grammar: str) -> str:
-    """The same grammar, but what has to come may be spelled by any tokens. Else the library has it come as a tokenizer
-    reads it: as special tokens, where it looks like them."""
-    [form] = json.loads(grammar)["grammars"]
-    whole = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @form'}
-    return json.dumps({"grammars": [whole, {**form, "name": "form"}]})
+def _alone(form: Mapping[str, Any]) -> str:
+    return json.dumps({"grammars": [form]})
 
 
 def _of_lark(text: str) -> str:
-    return json.dumps({"grammars": [{"lark_grammar": text}]})
+    return _alone({"lark_grammar": text})
 
 
 def _in_lark(text: str) -> str:
@@ -76,14 +72,15 @@ def _in_lark(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
-def _of_schema(schema: Mapping[str, Any], whitespace: str | None) -> str:
-    """With our options whatever the schema says: its own could make the library lenient."""
+def of_schema(schema: Mapping[str, Any], whitespace: str | None) -> dict[str, Any]:
+    """One of the grammars of an answer: JSON of this schema, with our options whatever it says itself, which could make
+    the library lenient."""
     options = {
         "whitespace_flexible": whitespace is not None,
         "whitespace_pattern": whitespace,
         "json_allowed_escapes": ESCAPES,
     }
-    return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
+    return {"json_schema": {**schema, "x-guidance": options}}
 
 
 def _read_grammar(text: str) -> str:

@@ -12,6 +12,7 @@ from coordinator.doors.http.conversations import MAX_PARTS
 from coordinator.doors.http.embeddings import parse_embeddings
 from coordinator.doors.http.fields import MAX_STRINGS, MAX_VALUES, Fields, read_fields
 from coordinator.doors.http.requests import MAX_PROMPTS, Asked, parse_chat, parse_completion
+from coordinator.doors.terms import Terms
 from coordinator.doors.validation import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from serving_core.errors import RequestError
 
@@ -82,8 +83,8 @@ def test_what_is_left_out_or_null_stays_unset_but_for_openais_16_tokens():
             "chat": {"messages": [{"role": "user", "content": "c"}]},
             "sampling_params": {},
         }
-    assert completion() == Asked(completion().requests, default_max_tokens=16)
-    assert chat().default_max_tokens is None
+    assert completion() == Asked(completion().requests, terms=Terms(default_max_tokens=16))
+    assert chat().terms.default_max_tokens is None
 
 
 @pytest.mark.parametrize(
