@@ -20,6 +20,14 @@ INT64: Final = range(-(2**63), 2**63 - 1)  # the library takes a bound that is w
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 EXCLUSIVE: Final = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
 WITHIN: Final = ("properties", "additionalProperties", "items", "prefixItems", "additionalItems")  # further schemas
+IDLE: Final[Mapping[str, Sequence[Any]]] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+}
 ESCAPES: Final = 'nrbtf"\\'  # and no \uXXXX, which would spell a property's name so that its schema does not see it
 MOST_MULTIPLE: Final = 2**32 - 1  # of what the library joins multiples to
 TEXT: Final = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/')  # in Lark: strings and regular expressions
@@ -35,7 +43,7 @@ def to_grammar(kind: str, value: Any, whitespace: str | None) -> str:
     compiles is not checked."""
     match kind:
         case "json_schema":
-            return _alone(of_schema(_read_schema(value), whitespace))
+            return _alone(of_schema(read_schema(value), whitespace))
         case "json_object":
             return _alone(of_schema({"type": "object"}, whitespace))
         case "regex":
@@ -93,7 +101,8 @@ def _read_grammar(text: str) -> str:
     return grammar
 
 
-def _read_schema(text: str) -> dict[str, Any]:
+def read_schema(text: str) -> dict[str, Any]:
+    """As `of_schema` takes it. Raises Unenforceable."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -107,6 +116,7 @@ def _read_schema(text: str) -> dict[str, Any]:
         _check_texts(part)
         _check_items(part)
         _mend_patterns(part)
+        _drop_idle(part)
         if isinstance(reference := part.get("$ref"), str) and leads_to_data(reference):
             raise Unenforceable(f"$ref {reference!r:.80} leads to no schema")
     _check_multiples(parts)
@@ -208,6 +218,13 @@ def _mend_patterns(part: dict[str, Any]) -> None:
         part["pattern"] = without_control(pattern)
     if isinstance(named := part.get("patternProperties"), dict):
         part["patternProperties"] = {without_control(pattern): schema for pattern, schema in named.items()}
+
+
+def _drop_idle(part: dict[str, Any]) -> None:
+    """What the library refuses by name and asks for nothing: some programs write it into every schema."""
+    for name, values in IDLE.items():
+        if name in part and any(part[name] == each and type(part[name]) is type(each) for each in values):
+            del part[name]
 
 
 def _refuse_control(name: str, found: Iterable[str]) -> None:

@@ -26,11 +26,12 @@ WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,40}"  # bounded: some models write bl
 @dataclass(frozen=True, slots=True)
 class Leeway:
     """What an answer may have beside the form that it is held to: thoughts before it, and in its place calls, in the
-    format `calls` of answer_format, of the tools with these names."""
+    format `calls` of answer_format. `tools` are the names of those that may be called, each with the JSON schema of its
+    arguments, or nothing for any object."""
 
     thinks: bool = False
     calls: str = NONE
-    names: tuple[str, ...] = ()
+    tools: tuple[tuple[str, str], ...] = ()
 
 
 NO_LEEWAY: Final = Leeway()
@@ -89,8 +90,8 @@ class Structures:
         if "ended" in answer:
             logger.warning("compiling a %s %s", kind, answer["ended"])
         why = answer.get("refused") or f"compiling it {answer['ended']}"
-        reason = why.partition("\n")[0][:MAX_REASON_CHARS]
-        raise RequestError(BAD_PARAM, f"{kind} cannot be enforced: {reason}", field=kind)
+        reason, field = why.partition("\n")[0][:MAX_REASON_CHARS], answer.get("field", kind)
+        raise RequestError(BAD_PARAM, f"{field} cannot be enforced: {reason}", field=field)
 
     async def _compiled(self, asked: Asked) -> dict[str, str]:
         """The program's answer, for all who ask the same meanwhile; it is not waited for when all of them have left."""

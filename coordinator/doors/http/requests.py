@@ -19,11 +19,12 @@ from coordinator.doors.truncation import WHAT_FITS
 from coordinator.doors.validation import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_ANSWERS,
+    MAX_CONSTRAINT_CHARS,
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from coordinator.text.answer_format import PLAIN, AnswerFormat
+from coordinator.text.answer_format import NONE, PLAIN, AnswerFormat
 from coordinator.text.structures import Leeway
 from protos.inference_pb2 import ChatInput, GenerateRequest, SamplingParams, TokenizedInput
 from serving_core.errors import RequestError
@@ -132,7 +133,12 @@ def _chat_params(fields: Fields, answer_format: AnswerFormat) -> tuple[SamplingP
         if "structured_outputs" in fields:
             raise fields.problem("tool_choice", "cannot be had beside structured_outputs: one of them says what comes")
         params.json_schema = offer.schema  # a response_format is that of an answer which is no call
-    elif answer_format.needs_special_tokens and "skip_special_tokens" not in fields:
+    elif (
+        params.WhichOneof("constraint") and (num := sum(len(schema) for _, schema in offer.held)) > MAX_CONSTRAINT_CHARS
+    ):
+        problem = f"have strict schemas of {num} characters, beside a form the limit is {MAX_CONSTRAINT_CHARS}"
+        raise fields.problem("tools", problem)
+    if not offer.schema and answer_format.needs_special_tokens and "skip_special_tokens" not in fields:
         params.skip_special_tokens = False
     return params, offer
 
@@ -208,8 +214,8 @@ def _asked_of_chats(
     fields: Fields, requests: list[GenerateRequest], answer_format: AnswerFormat, offer: Offer | None
 ) -> Asked:
     tells_thoughts = fields.boolean("include_reasoning") is not False
-    names = () if offer is None or offer.forced else tuple(sorted(offer.names))
-    terms = Terms(leeway=Leeway(answer_format.thinks, answer_format.calls, names))
+    held = () if offer is None else offer.held
+    terms = Terms(leeway=Leeway(answer_format.thinks, answer_format.calls if held else NONE, held))
     return replace(_asked(fields, requests), offer=offer, terms=terms, tells_thoughts=tells_thoughts)
 
 

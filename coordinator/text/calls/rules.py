@@ -1,13 +1,13 @@
 """What models write when they call tools, as rules of Lark: by format, the counterpart of what a reader reads. Pure.
 
-Each format has a rule `calls`, of an answer that is nothing but calls. It may use the grammars `call`, a JSON object of
-a name and arguments, and `object`, any JSON object.
+Each format has a rule `calls`, of an answer that is nothing but calls. `tools` are those that may be called by their
+names, each with the grammar of its arguments, as in @object.
 """
 
 import json
 import keyword
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Final
 
 from coordinator.text.calls import hermes, llama3, mistral
 
@@ -15,7 +15,7 @@ Tag = Callable[[str], str]
 """How Lark writes what a format is known by: where it is a special token it comes as that alone."""
 
 BLANKS: Final = "blanks: /[ \\t\\r\\n]{1,8}/\n"
-_LITERALS: Final = r"""
+_OF_PYTHON: Final = r"""
 calls: "[" call ("," blanks? call)* "]"
 call: name "(" (argument ("," blanks? argument)*)? ")"
 argument: KEY "=" value
@@ -29,51 +29,57 @@ NUMBER: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,18})?/
 _KEY: Final = "[A-Za-z_][A-Za-z0-9_]{0,127}"
 
 
-def rules(calls: str, names: Collection[str], tag: Tag) -> str:
-    """Those of a format; empty where it can call none of these tools."""
+def rules(calls: str, tools: Mapping[str, str], tag: Tag) -> str:
+    """Those of a format; empty where it can call none of the tools."""
     match calls:
         case "hermes":
-            pair = f"{tag(hermes.OPEN)} blanks? @call blanks? {tag(hermes.CLOSE)}"
-            return f"calls: ({pair} blanks?)+\n"
+            pair = f"{tag(hermes.OPEN)} blanks? call blanks? {tag(hermes.CLOSE)}"
+            return f"calls: ({pair} blanks?)+\n" + _objects(tools, "arguments")
         case "llama3":
-            return f'calls: {tag(llama3.TAG)}? @call (blanks? ";" blanks? @call)*\n'
+            whole = f'{tag(llama3.TAG)}? call (blanks? ";" blanks? call)*'
+            return f"calls: {whole}\n" + _objects(tools, "parameters")
         case "mistral":
-            return _of_mistral(names, tag)
+            return _of_mistral(tools, tag)
         case "pythonic":
-            return _of_python(names)
+            return _of_python(tools)
     raise AssertionError(f"{calls} is no format of calls")
 
 
-def call_schema(calls: str, names: Collection[str]) -> Mapping[str, Any]:
-    """Of a call that is a JSON object."""
-    arguments = "parameters" if calls == "llama3" else "arguments"
-    return {
-        "type": "object",
-        "properties": {"name": {"enum": [*names]}, arguments: {"type": "object"}},
-        "required": ["name", arguments],
-        "additionalProperties": False,
-    }
+def _objects(tools: Mapping[str, str], arguments: str) -> str:
+    """Each call is a JSON object."""
+    between = f'blanks? "," blanks? {_quoted(arguments)} blanks? ":" blanks?'
+    named = _any_of(f"{_quoted(name)} {between} {grammar}" for name, grammar in tools.items())
+    return f'call: "{{" blanks? {_quoted("name")} blanks? ":" blanks? ({named}) blanks? "}}"\n'
 
 
-def _of_mistral(names: Collection[str], tag: Tag) -> str:
+def _of_mistral(tools: Mapping[str, str], tag: Tag) -> str:
     """A list behind the tag, or a call for each tag."""
+    named = _any_of(f"{_text(name)} {tag(mistral.ARGUMENTS)}? blanks? {grammar}" for name, grammar in tools.items())
     return (
-        f"calls: {tag(mistral.TAG)} blanks? list | ({tag(mistral.TAG)} blanks? named)+\n"
-        'list: "[" blanks? @call (blanks? "," blanks? @call)* blanks? "]"\n'
-        f"named: name {tag(mistral.ARGUMENTS)}? blanks? @object\n"
-        f"{_any_of(names)}"
+        f"calls: {tag(mistral.TAG)} blanks? list | ({tag(mistral.TAG)} blanks? ({named}) blanks?)+\n"
+        'list: "[" blanks? call (blanks? "," blanks? call)* blanks? "]"\n' + _objects(tools, "arguments")
     )
 
 
 def _of_python(names: Collection[str]) -> str:
+    """Arguments are literals with any keywords."""
     able = [name for name in names if all(map(_is_key, name.split(".")))]
     keywords = "|".join(filter(str.isidentifier, keyword.kwlist))
-    return f"{_any_of(able)}KEY: /{_KEY}/ & ~/{keywords}/{_LITERALS}" if able else ""
+    return f"name: {_any_of(map(_text, able))}\nKEY: /{_KEY}/ & ~/{keywords}/{_OF_PYTHON}" if able else ""
 
 
 def _is_key(word: str) -> bool:
     return word.isidentifier() and not keyword.iskeyword(word)
 
 
-def _any_of(names: Collection[str]) -> str:
-    return "name: " + " | ".join(json.dumps(name, ensure_ascii=False) for name in names) + "\n"
+def _any_of(rules: Iterable[str]) -> str:
+    return " | ".join(rules)
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _quoted(text: str) -> str:
+    """A string of JSON."""
+    return _text(_text(text))

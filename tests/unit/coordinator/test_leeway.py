@@ -18,6 +18,7 @@ from serving_core.grammars import Grammars
 from tests.tiny_models import EOS, write_tokenizer
 
 NAMES = ("f", "get.weather", "g-2")
+TOOLS = tuple((name, "") for name in NAMES)
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"enum": ["<tool_call>", "[TOOL_CALLS]", "x"]}},
@@ -115,16 +116,16 @@ def walk(guide, rng):
 @pytest.mark.parametrize("calls", CALLS)
 def test_either_calls_or_the_form(guide, calls):
     for text in CALLS[calls]:
-        assert may_be(guide(Leeway(calls=calls, names=NAMES)), text), text
+        assert may_be(guide(Leeway(calls=calls, tools=TOOLS)), text), text
         assert not may_be(guide(Leeway()), text), text
         thoughts, words, called = read(text, calls)
         assert (thoughts, words) == ("", "")
         assert called, text
     for text in NO_CALLS[calls]:
-        assert not may_be(guide(Leeway(calls=calls, names=NAMES)), text), text
+        assert not may_be(guide(Leeway(calls=calls, tools=TOOLS)), text), text
     for value in SCHEMA["properties"]["a"]["enum"]:
         text = json.dumps({"a": value})
-        assert may_be(guide(Leeway(calls=calls, names=NAMES)), text), text
+        assert may_be(guide(Leeway(calls=calls, tools=TOOLS)), text), text
         assert read(text, calls) == ("", text, [])
 
 
@@ -132,7 +133,7 @@ def test_either_calls_or_the_form(guide, calls):
 def test_whatever_comes_is_read_as_what_it_is(guide, calls):
     rng, num_called, num_told = random.Random(7), 0, 0
     for _ in range(80):
-        text = walk(guide(Leeway(calls=calls, names=NAMES)), rng)
+        text = walk(guide(Leeway(calls=calls, tools=TOOLS)), rng)
         if text is None:
             continue
         _, words, called = read(text, calls)
@@ -157,16 +158,49 @@ def test_whatever_comes_is_read_as_what_it_is(guide, calls):
 )
 @pytest.mark.parametrize("calls", CALLS)
 def test_whatever_the_form(guide, calls, params, text):
-    leeway = Leeway(calls=calls, names=NAMES)
+    leeway = Leeway(calls=calls, tools=TOOLS)
     assert may_be(guide(leeway, **params), text)
     assert may_be(guide(leeway, **params), CALLS[calls][0])
     assert read(text, calls) == ("", text, [])
 
 
 def test_a_tool_that_no_python_names_is_not_called_in_pythons_words(guide):
-    leeway = Leeway(calls="pythonic", names=("g-2", "for"))
+    leeway = Leeway(calls="pythonic", tools=(("g-2", ""), ("for", "")))
     assert may_be(guide(leeway), '{"a": "x"}')
     assert not may_be(guide(leeway), "[for()]")
+
+
+@pytest.mark.parametrize("calls", ["hermes", "llama3", "mistral"])
+def test_arguments_are_held_to_the_schema_of_a_strict_tool(guide, calls):
+    tree = {"properties": {"left": {"$ref": "#"}, "n": {"type": "integer"}}, "additionalProperties": False}
+    tools = [
+        ("@f", json.dumps({"type": "object", **tree})),
+        ("@object", ""),
+        *((f"g{index}", "") for index in range(12)),
+    ]
+    held = Leeway(calls=calls, tools=tuple(tools))
+
+    def texts(name, arguments):
+        told = "parameters" if calls == "llama3" else "arguments"
+        call = json.dumps({"name": name, told: arguments})
+        named = f"[TOOL_CALLS]{name}{json.dumps(arguments)}"
+        whole = {"hermes": f"<tool_call>{call}</tool_call>", "llama3": call, "mistral": f"[TOOL_CALLS][{call}]"}[calls]
+        return [whole, named] if calls == "mistral" else [whole]
+
+    for arguments, is_right in ({}, True), ({"left": {"n": 1}}, True), ({"left": {"n": "x"}}, False), ({"m": 1}, False):
+        assert {may_be(guide(held), text) for text in texts("@f", arguments)} == {is_right}
+        assert {may_be(guide(held), text) for text in texts("@object", arguments)} == {True}
+        assert {may_be(guide(held), text) for text in texts("g11", arguments)} == {True}
+
+
+def test_what_cannot_be_enforced_of_a_strict_tool_names_the_tools(structures):
+    params = SamplingParams(json_schema=json.dumps(SCHEMA))
+    leeway = Leeway(calls="hermes", tools=(("f", '{"not": {}}'),))
+    with pytest.raises(RequestError, match=r'^tools cannot be enforced: .*"not"') as error:
+        asyncio.run(structures.grammar(params, leeway))
+    assert error.value.metadata["field"] == "tools"
+    with pytest.raises(RequestError, match=r"^regex cannot be enforced: "):
+        asyncio.run(structures.grammar(SamplingParams(regex="("), leeway))
 
 
 THOUGHTS = [
@@ -189,7 +223,7 @@ NO_THOUGHTS = [
 
 @pytest.mark.parametrize(("prompt_end", "text", "told"), THOUGHTS)
 def test_thoughts_come_before_the_form(guide, prompt_end, text, told):
-    assert may_be(guide(Leeway(thinks=True, calls="hermes", names=NAMES), prompt_end), text)
+    assert may_be(guide(Leeway(thinks=True, calls="hermes", tools=TOOLS), prompt_end), text)
     assert read(text, "hermes", thinks=True, prompt_end=prompt_end) == told
 
 
@@ -204,7 +238,7 @@ def test_tags_that_are_special_tokens_come_as_these_alone(tmp_path):
     tokens = {str(token): {"content": tag, "special": True} for token, tag in enumerate(tags, 260)}
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "added_tokens_decoder": tokens}))
-    leeway = Leeway(thinks=True, calls="hermes", names=NAMES)
+    leeway = Leeway(thinks=True, calls="hermes", tools=TOOLS)
     params = SamplingParams(json_schema=json.dumps(SCHEMA))
     grammar = asyncio.run(Structures(tmp_path, (EOS,)).grammar(params, leeway, ""))
     form, call = list(b'{"a": "x"}'), list(b'{"name": "f", "arguments": {}}')
