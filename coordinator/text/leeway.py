@@ -26,7 +26,7 @@ def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int], *, is_fr
 
     tools, thoughts = asked.leeway.tools, asked.thoughts
     arguments = {name: f"@arguments{index}" if schema else "@object" for index, (name, schema) in enumerate(tools)}
-    calls = rules(asked.leeway.calls, arguments, tag) if arguments else ""
+    calls = rules(asked.leeway.calls, arguments, tag, asked.leeway.most_calls) if arguments else ""
     if not (is_free or calls or thoughts is not Thoughts.NONE):
         return grammar
     [form] = json.loads(grammar)["grammars"]

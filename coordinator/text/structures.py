@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.text.answer_format import NONE
+from coordinator.text.calls.reader import MAX_CALLS
 from coordinator.text.program import Program
 from coordinator.text.reasoning import Thoughts, thoughts_behind
 from protos import inference_pb2
@@ -32,6 +33,7 @@ class Leeway:
     thinks: bool = False
     calls: str = NONE
     tools: tuple[tuple[str, str], ...] = ()
+    most_calls: int = MAX_CALLS
 
 
 NO_LEEWAY: Final = Leeway()

@@ -24,7 +24,7 @@ from coordinator.doors.validation import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from coordinator.text.answer_format import NONE, PLAIN, AnswerFormat
+from coordinator.text.answer_format import PLAIN, AnswerFormat
 from coordinator.text.structures import Leeway
 from protos.inference_pb2 import ChatInput, GenerateRequest, SamplingParams, TokenizedInput
 from serving_core.errors import RequestError
@@ -214,8 +214,10 @@ def _asked_of_chats(
     fields: Fields, requests: list[GenerateRequest], answer_format: AnswerFormat, offer: Offer | None
 ) -> Asked:
     tells_thoughts = fields.boolean("include_reasoning") is not False
-    held = () if offer is None else offer.held
-    terms = Terms(leeway=Leeway(answer_format.thinks, answer_format.calls if held else NONE, held))
+    leeway = Leeway(answer_format.thinks)
+    if offer is not None and offer.held:
+        leeway = replace(leeway, calls=answer_format.calls, tools=offer.held, most_calls=offer.most_calls)
+    terms = Terms(leeway=leeway)
     return replace(_asked(fields, requests), offer=offer, terms=terms, tells_thoughts=tells_thoughts)
 
 

@@ -10,7 +10,7 @@ from coordinator.doors.http.conversations import function_of, name_of
 from coordinator.doors.http.fields import Fields, shown
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.calls.forced import ListReader, NamedReader
-from coordinator.text.calls.reader import CallReader
+from coordinator.text.calls.reader import MAX_CALLS, CallReader
 from coordinator.text.schemas import with_references
 
 MAX_TOOLS: Final = 512
@@ -28,6 +28,10 @@ class Offer:
     forced: type[CallReader] | None = None
     schema: str = ""
     held: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def most_calls(self) -> int:
+        return MAX_CALLS if self.is_parallel else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ Tag = Callable[[str], str]
 
 BLANKS: Final = "blanks: /[ \\t\\r\\n]{1,8}/\n"
 _OF_PYTHON: Final = r"""
-calls: "[" call ("," blanks? call)* "]"
 call: name "(" (argument ("," blanks? argument)*)? ")"
 argument: KEY "=" value
 value: STRING | NUMBER | "True" | "False" | "None" | list | dict
@@ -29,20 +28,23 @@ NUMBER: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,18})?/
 _KEY: Final = "[A-Za-z_][A-Za-z0-9_]{0,127}"
 
 
-def rules(calls: str, tools: Mapping[str, str], tag: Tag) -> str:
-    """Those of a format; empty where it can call none of the tools."""
+def rules(calls: str, tools: Mapping[str, str], tag: Tag, most: int) -> str:
+    """Those of a format, of at most so many calls; empty where it can call none of the tools."""
     match calls:
         case "hermes":
             pair = f"{tag(hermes.OPEN)} blanks? call blanks? {tag(hermes.CLOSE)}"
-            return f"calls: ({pair} blanks?)+\n" + _objects(tools, "arguments")
+            return f"calls: ({pair} blanks?){{1,{most}}}\n" + _objects(tools, "arguments")
         case "llama3":
-            whole = f'{tag(llama3.TAG)}? call (blanks? ";" blanks? call)*'
-            return f"calls: {whole}\n" + _objects(tools, "parameters")
+            return f"calls: {tag(llama3.TAG)}? {_listed('call', ';', most)}\n" + _objects(tools, "parameters")
         case "mistral":
-            return _of_mistral(tools, tag)
+            return _of_mistral(tools, tag, most)
         case "pythonic":
-            return _of_python(tools)
+            return _of_python(tools, most)
     raise AssertionError(f"{calls} is no format of calls")
+
+
+def _listed(call: str, separator: str, most: int) -> str:
+    return f'{call} (blanks? "{separator}" blanks? {call}){{0,{most - 1}}}' if most > 1 else call
 
 
 def _objects(tools: Mapping[str, str], arguments: str) -> str:
@@ -52,20 +54,21 @@ def _objects(tools: Mapping[str, str], arguments: str) -> str:
     return f'call: "{{" blanks? {_quoted("name")} blanks? ":" blanks? ({named}) blanks? "}}"\n'
 
 
-def _of_mistral(tools: Mapping[str, str], tag: Tag) -> str:
+def _of_mistral(tools: Mapping[str, str], tag: Tag, most: int) -> str:
     """A list behind the tag, or a call for each tag."""
     named = _any_of(f"{_text(name)} {tag(mistral.ARGUMENTS)}? blanks? {grammar}" for name, grammar in tools.items())
     return (
-        f"calls: {tag(mistral.TAG)} blanks? list | ({tag(mistral.TAG)} blanks? ({named}) blanks?)+\n"
-        'list: "[" blanks? call (blanks? "," blanks? call)* blanks? "]"\n' + _objects(tools, "arguments")
+        f"calls: {tag(mistral.TAG)} blanks? list | ({tag(mistral.TAG)} blanks? ({named}) blanks?){{1,{most}}}\n"
+        f'list: "[" blanks? {_listed("call", ",", most)} blanks? "]"\n' + _objects(tools, "arguments")
     )
 
 
-def _of_python(names: Collection[str]) -> str:
+def _of_python(names: Collection[str], most: int) -> str:
     """Arguments are literals with any keywords."""
     able = [name for name in names if all(map(_is_key, name.split(".")))]
     keywords = "|".join(filter(str.isidentifier, keyword.kwlist))
-    return f"name: {_any_of(map(_text, able))}\nKEY: /{_KEY}/ & ~/{keywords}/{_OF_PYTHON}" if able else ""
+    calls = f'calls: "[" {_listed("call", ",", most)} "]"\nname: {_any_of(map(_text, able))}\n'
+    return f"{calls}KEY: /{_KEY}/ & ~/{keywords}/{_OF_PYTHON}" if able else ""
 
 
 def _is_key(word: str) -> bool:

@@ -164,6 +164,14 @@ def test_whatever_the_form(guide, calls, params, text):
     assert read(text, calls) == ("", text, [])
 
 
+@pytest.mark.parametrize("calls", CALLS)
+def test_no_more_calls_than_may_be(guide, calls):
+    leeway = Leeway(calls=calls, tools=TOOLS, most_calls=1)
+    for text in CALLS[calls]:
+        *_, called = read(text, calls)
+        assert may_be(guide(leeway), text) == (len(called) == 1), text
+
+
 def test_a_tool_that_no_python_names_is_not_called_in_pythons_words(guide):
     leeway = Leeway(calls="pythonic", tools=(("g-2", ""), ("for", "")))
     assert may_be(guide(leeway), '{"a": "x"}')
