@@ -106,6 +106,15 @@ def test_prompts(prompt, expected):
     )
 
 
+@pytest.mark.parametrize("name", ["ebnf", "grammar", "json_schema", "regex"])
+def test_a_form_in_the_words_of_other_servers_is_not_left_out(name):
+    for parse in completion, chat:
+        field, message = refusal(parse, **{name: 'root ::= "a"'})
+        assert field == name
+        assert "of structured_outputs" in message
+        assert parse(**{name: None}) == parse()
+
+
 @pytest.mark.parametrize("prompt", [None, [], 1, True, {}])
 def test_what_is_no_prompt(prompt):
     assert refusal(completion, prompt=prompt)[0] == "prompt"
@@ -294,6 +303,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "des
     ("fields", "expected"),
     [
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "json_object", "schema": {"a": 1}}}, {"json_schema": '{"a": 1}'}),
         ({"response_format": FORM}, {"json_schema": json.dumps(SCHEMA)}),
         ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": json.dumps(SCHEMA)}),
         ({"structured_outputs": {"json": '{"x":1}'}}, {"json_schema": '{"x":1}'}),
