@@ -11,8 +11,9 @@ from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from serving_core.errors import RequestError
+from serving_core.errors import ModelError, RequestError
 from serving_core.reasons import BAD_PARAM
+from serving_core.tokenizer_files import read_tokenizer_files
 
 MAX_LEXER_STATES: Final = 25_000  # of one answer, at 1 to 2 kB each
 MAX_PROBLEM_CHARS: Final = 160
@@ -51,7 +52,7 @@ class Grammars:
     """Makes guides for the answers of one model; one thread at a time."""
 
     def __init__(self, folder: Path, eos_token_ids: Sequence[int]) -> None:
-        self._file = folder / "tokenizer.json"
+        self._folder = folder
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
 
@@ -62,8 +63,9 @@ class Grammars:
             if not self._eos_token_ids:
                 raise _impossible("the model has no end token")
             try:
-                self._tokenizer = LLTokenizer(str(self._file), eos_token=self._eos_token_ids)
-            except ValueError as error:  # of any kind; its text names the file
+                text = read_tokenizer_files(self._folder).tokenizer.to_str()
+                self._tokenizer = LLTokenizer(text, eos_token=self._eos_token_ids)
+            except (ModelError, ValueError) as error:  # of any kind; its text may name a file
                 raise _impossible("llguidance does not read its tokenizer") from error
         return self._tokenizer
 

@@ -15,12 +15,13 @@ from coordinator.doors.embedding import as_question, check_writes, embedder_of, 
 from coordinator.doors.generation import Generation
 from coordinator.doors.prompts import tokenize, tokenize_cut, within
 from coordinator.doors.resuming import check_counts, read_so_far
+from coordinator.doors.terms import USUAL, Terms
 from coordinator.doors.truncation import check_truncation, cut, uncut_limit
 from coordinator.doors.unknown_fields import UnknownFields
 from coordinator.doors.validation import AnswerPlan, Limits, check_input, check_num_answers, plan_answers
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.answers import AnswerText
-from coordinator.text.structures import Structures, constraint_of
+from coordinator.text.structures import Leeway, Structures, constraint_of
 from coordinator.text.tokenizer import Tokenizer
 from protos import inference_pb2
 from serving_core.errors import RequestError
@@ -114,14 +115,13 @@ class Front:
         self,
         request: inference_pb2.GenerateRequest,
         remaining_s: float | None = None,
-        default_max_tokens: int | None = None,
-        num_prompts_behind: int = 0,
+        terms: Terms = USUAL,
     ) -> AsyncIterator[Prepared]:
-        """What `answer` does before it begins, so that several requests of a call can begin at once, or none: behind
-        this one there are so many like it. Raises RequestError before the block."""
+        """What `answer` does before it begins, so that several requests of a call can begin at once, or none. Raises
+        RequestError before the block."""
         operation = "chat" if request.HasField("chat") else "text_completion"
         with self._recorded(request.request_id, operation, request.model) as record:
-            yield await self._prepare(request, remaining_s, default_max_tokens, num_prompts_behind, record)
+            yield await self._prepare(request, remaining_s, terms, record)
 
     @asynccontextmanager
     async def begun(self, prepared: Prepared) -> AsyncIterator[Call]:
@@ -142,30 +142,37 @@ class Front:
         self,
         request: inference_pb2.GenerateRequest,
         remaining_s: float | None,
-        default_max_tokens: int | None,
-        num_prompts_behind: int,
+        terms: Terms,
         record: CallRecord,
     ) -> Prepared:
         timeout_s = self.request_timeout_s if remaining_s is None else min(self.request_timeout_s, remaining_s)
         with self.noting_refusal(record):
             check_writes(self.model.config)
-            limits = self.limits()
+            limits = self._limits_of(terms)
             check_input(request, limits)
-            num_answers = check_num_answers(request.sampling_params, 1 + num_prompts_behind, self.max_answers)
+            num_answers = check_num_answers(request.sampling_params, 1 + terms.num_prompts_behind, self.max_answers)
             check_counts(request, limits)
             check_truncation(request, limits)
             has_grammar = constraint_of(request.sampling_params) is not None
             async with within(timeout_s, "the prompt and the grammar were" if has_grammar else "the prompt was"):
                 uncut = await tokenize(self.model.tokenizer, request, uncut_limit(request, limits))
-                grammar = await self.model.structures.grammar(request.sampling_params)
+                grammar = await self._grammar(request.sampling_params, terms.leeway, uncut)
             prompt = cut(uncut, request, limits)
-            limits = self.limits()
-            plan = plan_answers(request, prompt, limits, self._defaults(default_max_tokens), grammar)
+            limits = self._limits_of(terms)
+            plan = plan_answers(request, prompt, limits, self._defaults(terms.default_max_tokens), grammar)
             plan = replace(plan, num_behind=num_answers - len(plan.samplings))
             so_far = read_so_far(request, plan, limits, self.model.config.eos_token_ids)
             after = prompt if grammar or not _begins_a_text(request) else ()  # a grammar counts its first blank
             beginnings = [await self._beginning(plan, each, after) for each in so_far]
         return Prepared(request, plan, beginnings, record.arrived_s + timeout_s, record)
+
+    async def _grammar(self, params: inference_pb2.SamplingParams, leeway: Leeway, prompt: Sequence[int]) -> str:
+        prompt_end = self.model.tokenizer.end_of(prompt)
+        return await self.model.structures.grammar(params, leeway, prompt_end)
+
+    def _limits_of(self, terms: Terms) -> Limits:
+        limits = self.limits()
+        return replace(limits, least_answer_tokens=0) if terms.drops_answers else limits
 
     def _defaults(self, max_tokens: int | None) -> inference_pb2.SamplingParams:
         """The model's own, but for max_tokens where it is given."""

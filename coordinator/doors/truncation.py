@@ -36,7 +36,7 @@ def cut(prompt: list[int], request: GenerateRequest, limits: Limits) -> list[int
         return prompt
     most = request.truncate_prompt_tokens
     if most == WHAT_FITS:
-        most = prompt_limit(limits, max(1, request.sampling_params.max_tokens)).most
+        most = prompt_limit(limits, max(limits.least_answer_tokens, request.sampling_params.max_tokens)).most
     return prompt[-most:] if most > 0 else prompt  # for which there is no room, as will be said
 
 

@@ -66,7 +66,7 @@ class Limits:
     own_pool_tokens: int | None = None  # of the largest one of those that write, without what others may hold for it
     adapters: Collection[str] | None = ()  # None: no node has come that could tell
     eos_token_ids: Collection[int] = ()
-    least_answer_tokens: int = 1  # that there must be room for; 0 where the model makes embeddings
+    least_answer_tokens: int = 1  # that there must be room for; 0 where nobody asks for an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,8 +320,8 @@ def _max_tokens(
         if own is not None and num_prompt_tokens + params.min_tokens < own:
             room = min(room, own - num_prompt_tokens)
         return min(room, max(defaults.max_tokens, params.min_tokens)) if defaults.HasField("max_tokens") else room
-    if params.max_tokens < 1:
-        raise bad("max_tokens", f"must be at least 1, not {params.max_tokens}")
+    if params.max_tokens < limits.least_answer_tokens:
+        raise bad("max_tokens", f"must be at least {limits.least_answer_tokens}, not {params.max_tokens}")
     if params.max_tokens > room:
         message = (
             f"max_tokens ({params.max_tokens}) and the prompt ({num_prompt_tokens} tokens) make "

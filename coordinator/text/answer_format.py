@@ -3,15 +3,15 @@
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from coordinator.text import reasoning
-from coordinator.text.calls import hermes
+from coordinator.text.calls import hermes, mistral
 from coordinator.text.calls.hermes import HermesReader
 from coordinator.text.calls.llama3 import Llama3Reader
 from coordinator.text.calls.mistral import MistralReader
 from coordinator.text.calls.pythonic import PythonicReader
-from coordinator.text.calls.reader import CallReader, Kind, Piece
+from coordinator.text.calls.reader import BLANKS, CallReader, Kind, Piece
 from coordinator.text.reasoning import ReasoningReader
 
 AUTO, NONE, THINK = "auto", "none", "think"
@@ -21,6 +21,7 @@ READERS: Final[Mapping[str, type[CallReader]]] = {
     "mistral": MistralReader,
     "pythonic": PythonicReader,
 }
+_TAGS: Final = {"hermes": hermes.OPEN, "mistral": mistral.TAG}  # of calls that may stand anywhere in an answer
 CALL_FORMATS: Final = (AUTO, *READERS, NONE)
 REASONING_FORMATS: Final = (AUTO, THINK, NONE)
 
@@ -56,21 +57,68 @@ class AnswerFormat:
         thoughts = (reasoning.OPEN, reasoning.CLOSE) if self.thinks else ()
         return (*thoughts, hermes.OPEN, hermes.CLOSE) if self.calls == "hermes" else thoughts
 
-    def reader(self, prompt_end: str, names: Collection[str], forced: type[CallReader] | None = None) -> "AnswerReader":
-        """For one answer, which may call the tools of these names. One that is held to calls is nothing else."""
-        if forced is not None:
-            return AnswerReader(None, forced(names))
+    def reader(
+        self,
+        prompt_end: str,
+        names: Collection[str],
+        forced: type[CallReader] | None = None,
+        *,
+        is_held: bool = False,
+    ) -> "AnswerReader":
+        """For one answer, which may call the tools of these names. One that `is_held` to a form has calls in its place
+        or none; one that is held to calls is what the `forced` reader reads."""
         thoughts = ReasoningReader(has_begun=reasoning.ends_thinking(prompt_end)) if self.thinks else None
-        return AnswerReader(thoughts, READERS[self.calls](names) if names else None)
+        calls: Reader | None = None
+        if forced is not None:
+            calls = forced(names)
+        elif names:
+            calls = READERS[self.calls](names)
+            if is_held and (tag := _TAGS.get(self.calls)):
+                calls = _FromTag(calls, tag)
+        return AnswerReader(thoughts, calls)
 
 
 PLAIN: Final = AnswerFormat()
 
 
+class Reader(Protocol):
+    """Of what is behind the thoughts."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """What the next piece of text makes certain."""
+
+    def finish(self) -> list[Piece]:
+        """The rest, when no more text will come."""
+
+
+class _FromTag:
+    """Calls where the tag begins the answer, and else text, whatever its words look like."""
+
+    def __init__(self, calls: Reader, tag: str) -> None:
+        self._calls = calls
+        self._tag = tag
+        self._opening = ""
+        self._has_calls: bool | None = None  # not known yet
+
+    def feed(self, text: str) -> list[Piece]:
+        if self._has_calls is None:
+            self._opening += text
+            begun = self._opening.lstrip(BLANKS)[: len(self._tag)]
+            if begun != self._tag and self._tag.startswith(begun):
+                return []
+            self._has_calls, text = begun == self._tag, self._opening
+        return self._calls.feed(text) if self._has_calls else [Piece(Kind.TEXT, text)]
+
+    def finish(self) -> list[Piece]:
+        if self._has_calls:
+            return self._calls.finish()
+        return [Piece(Kind.TEXT, self._opening)] if self._has_calls is None and self._opening else []
+
+
 class AnswerReader:
     """Reads one answer as its text comes: thoughts first, then text and calls."""
 
-    def __init__(self, thoughts: ReasoningReader | None, calls: CallReader | None) -> None:
+    def __init__(self, thoughts: ReasoningReader | None, calls: "Reader | None") -> None:
         self._thoughts = thoughts
         self._calls = calls
 
@@ -85,7 +133,7 @@ class AnswerReader:
 
     def _pieces(self, thought: str, text: str) -> list[Piece]:
         pieces = [Piece(Kind.REASONING, thought)] if thought else []
-        if self._calls is not None:
+        if self._calls is not None and text:
             return pieces + self._calls.feed(text)
         return [*pieces, Piece(Kind.TEXT, text)] if text else pieces
 

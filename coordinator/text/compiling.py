@@ -7,15 +7,18 @@ the library. What compiles here compiles on the nodes, whose threads have more o
 import resource
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from llguidance import LLTokenizer
 
-from coordinator.text.constraints import Unenforceable, freely_spelled, spelled, to_grammar
+from coordinator.text.constraints import Unenforceable, spelled, to_grammar
+from coordinator.text.leeway import with_leeway
 from coordinator.text.named_tokens import names_any
 from coordinator.text.program import answer_lines, line
-from coordinator.text.structures import MAX_CPU_S
+from coordinator.text.reasoning import Thoughts
+from coordinator.text.structures import MAX_CPU_S, NO_LEEWAY, Asked, Leeway
 from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
 
@@ -28,25 +31,38 @@ class Compiler:
 
     def __init__(self, folder: str, eos_token_ids: list[int]) -> None:
         self._grammars = Grammars(Path(folder), eos_token_ids)
-        self._special_texts: list[str] = []
+        self._special: dict[str, int] = {}
         with suppress(RequestError):  # which every question is then answered by
-            self._special_texts = _special_texts(self._grammars.load())
+            self._special = _special_tokens(self._grammars.load())
 
     def answer(self, question: Mapping[str, Any]) -> bytes:
-        """The line that answers a question: what `to_grammar` takes."""
+        """The line that answers a question: the fields of structures.Asked."""
+        leeway = Leeway(**question["leeway"])
+        asked = Asked(**{**question, "leeway": leeway, "thoughts": Thoughts(question["thoughts"])})
         try:
-            grammar = self._grammar(**question)
-            self._grammars.guide(grammar).allowed(())  # the first mask may fail too
+            return line({"grammar": self._compiled(asked)})
         except (RequestError, Unenforceable) as error:
-            return line({"refused": str(error)})
-        return line({"grammar": grammar})
+            field = {"field": "tools"} if leeway.tools and self._compiles(replace(asked, leeway=NO_LEEWAY)) else {}
+            return line({"refused": str(error), **field})
 
-    def _grammar(self, kind: str, value: Any, whitespace: str | None) -> str:
-        grammar = to_grammar(kind, value, whitespace)
-        if kind == "grammar":
-            self._check_named(value)
-        text = spelled(kind, value)
-        return freely_spelled(grammar) if any(each in text for each in self._special_texts) else grammar
+    def _compiles(self, asked: Asked) -> bool:
+        try:
+            self._compiled(asked)
+        except (RequestError, Unenforceable):
+            return False
+        return True
+
+    def _compiled(self, asked: Asked) -> str:
+        """The grammar. Raises RequestError or Unenforceable."""
+        form = to_grammar(asked.kind, asked.value, asked.whitespace)
+        if asked.kind == "grammar":
+            self._check_named(str(asked.value))
+        texts = [spelled(asked.kind, asked.value)]
+        texts += [spelled("json_schema", schema) for _, schema in asked.leeway.tools if schema]
+        is_free = any(each in text for each in self._special for text in texts)
+        grammar = with_leeway(form, asked, self._special, is_free=is_free)
+        self._grammars.guide(grammar).allowed(())  # the first mask may fail too
+        return grammar
 
     def _check_named(self, grammar: str) -> None:
         """An end token ends the answer, whatever the grammar has behind it."""
@@ -56,9 +72,10 @@ class Compiler:
             raise Unenforceable("it names an end token: one comes where the grammar may end, and nowhere else")
 
 
-def _special_texts(tokenizer: LLTokenizer) -> list[str]:
+def _special_tokens(tokenizer: LLTokenizer) -> dict[str, int]:
+    """By their texts."""
     special = filter(tokenizer.is_special_token, range(tokenizer.vocab_size))
-    return [text for token_id in special if (text := tokenizer.decode_str([token_id]))]
+    return {text: token_id for token_id in special if (text := tokenizer.decode_str([token_id]))}
 
 
 def main() -> None:

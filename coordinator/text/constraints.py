@@ -20,6 +20,14 @@ INT64: Final = range(-(2**63), 2**63 - 1)  # the library takes a bound that is w
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 EXCLUSIVE: Final = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
 WITHIN: Final = ("properties", "additionalProperties", "items", "prefixItems", "additionalItems")  # further schemas
+IDLE: Final[Mapping[str, Sequence[Any]]] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+}
 ESCAPES: Final = 'nrbtf"\\'  # and no \uXXXX, which would spell a property's name so that its schema does not see it
 MOST_MULTIPLE: Final = 2**32 - 1  # of what the library joins multiples to
 TEXT: Final = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/')  # in Lark: strings and regular expressions
@@ -35,9 +43,9 @@ def to_grammar(kind: str, value: Any, whitespace: str | None) -> str:
     compiles is not checked."""
     match kind:
         case "json_schema":
-            return _of_schema(_read_schema(value), whitespace)
+            return _alone(of_schema(read_schema(value), whitespace))
         case "json_object":
-            return _of_schema({"type": "object"}, whitespace)
+            return _alone(of_schema({"type": "object"}, whitespace))
         case "regex":
             return str(LLMatcher.grammar_from_regex(value))
         case "choice":
@@ -59,16 +67,12 @@ def spelled(kind: str, value: Any) -> str:
     return text.replace("\\", "")
 
 
-def freely_spelled(grammar: str) -> str:
-    """The same grammar, but what has to come may be spelled by any tokens. Else the library has it come as a tokenizer
-    reads it: as special tokens, where it looks like them."""
-    [form] = json.loads(grammar)["grammars"]
-    whole = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @form'}
-    return json.dumps({"grammars": [whole, {**form, "name": "form"}]})
+def _alone(form: Mapping[str, Any]) -> str:
+    return json.dumps({"grammars": [form]})
 
 
 def _of_lark(text: str) -> str:
-    return json.dumps({"grammars": [{"lark_grammar": text}]})
+    return _alone({"lark_grammar": text})
 
 
 def _in_lark(text: str) -> str:
@@ -76,14 +80,15 @@ def _in_lark(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
-def _of_schema(schema: Mapping[str, Any], whitespace: str | None) -> str:
-    """With our options whatever the schema says: its own could make the library lenient."""
+def of_schema(schema: Mapping[str, Any], whitespace: str | None) -> dict[str, Any]:
+    """One of the grammars of an answer: JSON of this schema, with our options whatever it says itself, which could make
+    the library lenient."""
     options = {
         "whitespace_flexible": whitespace is not None,
         "whitespace_pattern": whitespace,
         "json_allowed_escapes": ESCAPES,
     }
-    return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
+    return {"json_schema": {**schema, "x-guidance": options}}
 
 
 def _read_grammar(text: str) -> str:
@@ -96,7 +101,8 @@ def _read_grammar(text: str) -> str:
     return grammar
 
 
-def _read_schema(text: str) -> dict[str, Any]:
+def read_schema(text: str) -> dict[str, Any]:
+    """As `of_schema` takes it. Raises Unenforceable."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -110,6 +116,7 @@ def _read_schema(text: str) -> dict[str, Any]:
         _check_texts(part)
         _check_items(part)
         _mend_patterns(part)
+        _drop_idle(part)
         if isinstance(reference := part.get("$ref"), str) and leads_to_data(reference):
             raise Unenforceable(f"$ref {reference!r:.80} leads to no schema")
     _check_multiples(parts)
@@ -211,6 +218,13 @@ def _mend_patterns(part: dict[str, Any]) -> None:
         part["pattern"] = without_control(pattern)
     if isinstance(named := part.get("patternProperties"), dict):
         part["patternProperties"] = {without_control(pattern): schema for pattern, schema in named.items()}
+
+
+def _drop_idle(part: dict[str, Any]) -> None:
+    """What the library refuses by name and asks for nothing: some programs write it into every schema."""
+    for name, values in IDLE.items():
+        if name in part and any(part[name] == each and type(part[name]) is type(each) for each in values):
+            del part[name]
 
 
 def _refuse_control(name: str, found: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Callable, Iterable
+from enum import StrEnum
 from typing import Final
 
 from coordinator.text.stop_strings import StopMatcher
@@ -11,9 +12,25 @@ CLOSE: Final = "</think>"
 MAX_BLANKS: Final = 64  # before the tag
 
 
+class Thoughts(StrEnum):
+    """Whether an answer has some."""
+
+    NONE = "none"
+    POSSIBLE = "possible"
+    BEGUN = "begun"  # by the prompt
+
+
+def thoughts_behind(prompt: str) -> Thoughts:
+    """Of the answer to a prompt, or to its end."""
+    words = prompt.rstrip()
+    if words.endswith(OPEN):
+        return Thoughts.BEGUN
+    return Thoughts.NONE if words.endswith(CLOSE) else Thoughts.POSSIBLE
+
+
 def ends_thinking(prompt: str) -> bool:
     """Whether a prompt, or its end, begins the thoughts of the answer."""
-    return prompt.rstrip().endswith(OPEN)
+    return thoughts_behind(prompt) is Thoughts.BEGUN
 
 
 class ReasoningReader:

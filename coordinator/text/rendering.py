@@ -22,6 +22,7 @@ MAX_MEMORY_BYTES: Final = 2**30
 MAX_TEXT_CHARS: Final = 2**23  # twice what a request may bring
 MAX_ERROR_CHARS: Final = 200
 RESERVED: Final = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # fields of requests
+DEVELOPER: Final = "developer"
 MARK: Final = secrets.token_hex(16)  # where a message goes on; no text has it
 
 
@@ -75,13 +76,14 @@ class Renderer:
             return line({"failed": type(error).__name__})
 
     def _render(self, given: Mapping[str, Any]) -> str:
-        messages = [_message(message) for message in given["messages"]]
         tools = _read("tools_json", given["tools_json"], list)
+        source = self._tool_source if tools else self._source
+        messages = [_message(message, source) for message in given["messages"]]
         kwargs = read_kwargs(given["template_kwargs_json"])
         goes_on = given["continue_final_message"]
         if goes_on:
             messages[-1]["content"] += MARK + " "
-        text = self._template(self._tool_source if tools else self._source).render(
+        text = self._template(source).render(
             {
                 **self._variables,
                 "documents": None,  # templates ask whether it is none, as with tools; undefined would not be
@@ -109,8 +111,10 @@ def read_kwargs(text: str) -> dict[str, Any]:
     return kwargs
 
 
-def _message(message: Mapping[str, str]) -> dict[str, Any]:
-    known = {"role": message["role"], "content": message["content"]}
+def _message(message: Mapping[str, str], source: str) -> dict[str, Any]:
+    """As this template is given it: one that does not know developers would leave out what they say."""
+    is_system = message["role"] == DEVELOPER and DEVELOPER not in source
+    known = {"role": "system" if is_system else message["role"], "content": message["content"]}
     extra: dict[str, Any] = _read("messages", message.get("extra_json", ""), dict)
     return known | extra | known
 

@@ -3,11 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from coordinator.text.answer_format import NONE
+from coordinator.text.calls.reader import MAX_CALLS
 from coordinator.text.program import Program
+from coordinator.text.reasoning import Thoughts, thoughts_behind
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM
@@ -19,6 +22,32 @@ MAX_CPU_S: Final = 1.0  # for one grammar
 MAX_REASON_CHARS: Final = 300
 MAX_KNOWN: Final = 32
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,40}"  # bounded: some models write blanks without end
+
+
+@dataclass(frozen=True, slots=True)
+class Leeway:
+    """What an answer may have beside the form that it is held to: thoughts before it, and in its place calls, in the
+    format `calls` of answer_format. `tools` are the names of those that may be called, each with the JSON schema of its
+    arguments, or nothing for any object."""
+
+    thinks: bool = False
+    calls: str = NONE
+    tools: tuple[tuple[str, str], ...] = ()
+    most_calls: int = MAX_CALLS
+
+
+NO_LEEWAY: Final = Leeway()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a grammar is made of. `kind`, `value` and `whitespace` are those of constraints.to_grammar."""
+
+    kind: str
+    value: Hashable
+    whitespace: str | None
+    leeway: Leeway
+    thoughts: Thoughts
 
 
 @dataclass(slots=True)
@@ -34,39 +63,42 @@ class Structures:
 
     def __init__(self, folder: Path, eos_token_ids: Sequence[int]) -> None:
         self._program = Program(PROGRAM, {"folder": str(folder), "eos_token_ids": list(eos_token_ids)}, MAX_CPU_S)
-        self._known: dict[Hashable, str] = {}  # grammars by what was asked for, that which was asked for last behind
-        self._begun: dict[Hashable, _Compilation] = {}
+        self._known: dict[Asked, str] = {}  # grammars by what was asked for, that which was asked for last behind
+        self._begun: dict[Asked, _Compilation] = {}
 
-    async def grammar(self, params: inference_pb2.SamplingParams) -> str:
-        """The grammar of the answers, in the form of serving_core/grammars.py; empty where they may be anything. Raises
-        RequestError where it cannot be enforced."""
+    async def grammar(
+        self, params: inference_pb2.SamplingParams, leeway: Leeway = NO_LEEWAY, prompt_end: str = ""
+    ) -> str:
+        """The grammar of the answers to a prompt that ends so, in the form of serving_core/grammars.py; empty where
+        they may be anything. Raises RequestError where it cannot be enforced."""
         kind = constraint_of(params)
         if kind is None:
             return ""
         whitespace = params.whitespace_pattern if params.HasField("whitespace_pattern") else WHITESPACE
-        asked = (kind, _value(params, kind), None if params.disable_any_whitespace else whitespace)
+        thoughts = thoughts_behind(prompt_end) if leeway.thinks else Thoughts.NONE
+        given = None if params.disable_any_whitespace else whitespace
+        asked = Asked(kind, _value(params, kind), given, leeway, thoughts)
         if (made := self._known.pop(asked, None)) is None:
-            made = await self._made(*asked)
+            made = await self._made(asked)
         self._known[asked] = made
         if len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
         return made
 
-    async def _made(self, kind: str, *how: Hashable) -> str:
-        answer = await self._compiled(kind, *how)
+    async def _made(self, asked: Asked) -> str:
+        answer, kind = await self._compiled(asked), asked.kind
         if "grammar" in answer:
             return answer["grammar"]
         if "ended" in answer:
             logger.warning("compiling a %s %s", kind, answer["ended"])
         why = answer.get("refused") or f"compiling it {answer['ended']}"
-        reason = why.partition("\n")[0][:MAX_REASON_CHARS]
-        raise RequestError(BAD_PARAM, f"{kind} cannot be enforced: {reason}", field=kind)
+        reason, field = why.partition("\n")[0][:MAX_REASON_CHARS], answer.get("field", kind)
+        raise RequestError(BAD_PARAM, f"{field} cannot be enforced: {reason}", field=field)
 
-    async def _compiled(self, *asked: Hashable) -> dict[str, str]:
+    async def _compiled(self, asked: Asked) -> dict[str, str]:
         """The program's answer, for all who ask the same meanwhile; it is not waited for when all of them have left."""
         if (compilation := self._begun.get(asked)) is None:
-            question = dict(zip(("kind", "value", "whitespace"), asked, strict=True))
-            compilation = self._begun[asked] = _Compilation(asyncio.create_task(self._program.ask(question)))
+            compilation = self._begun[asked] = _Compilation(asyncio.create_task(self._program.ask(asdict(asked))))
         compilation.num_waiting += 1
         try:
             return await asyncio.shield(compilation.task)

@@ -13,12 +13,12 @@ from typing import Any, Final, TypeVar, TypeVarTuple
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from coordinator.text.added_tokens import add_tokens, token_text
 from coordinator.text.chat_template import USUAL, ChatTemplate, Messages, RenderOptions
 from coordinator.text.detokenizer import Detokenizer, DetokenizerFactory
 from serving_core.errors import ModelError, RequestError
-from serving_core.json_fields import JsonFields, read_json_object
+from serving_core.json_fields import JsonFields
 from serving_core.reasons import BAD_PARAM
+from serving_core.tokenizer_files import TOKENIZER_FILE, read_tokenizer_files
 
 Ts = TypeVarTuple("Ts")
 R = TypeVar("R")
@@ -28,19 +28,11 @@ PIECE_CHARS: Final = 2**16  # of a text that may well be too long: so much is en
 USUAL_TOKEN_CHARS: Final = 8  # that tokens of text rarely exceed
 MIN_LONGEST_TOKEN_CHARS: Final = 128  # some tokenizers drop blanks, or make one token of what they do not know
 NUM_THREADS: Final = max(1, (os.cpu_count() or 1) // 2)
+END_TOKENS: Final = 16
 DEFAULT, TOOL_USE = "default", "tool_use"  # templates of a model that has several
 PROBE: Final = "a"
 PRIVATE: Final = ("auto_map", "name_or_path")  # of tokenizer_config.json
 USUAL_CLASS: Final = "PreTrainedTokenizerFast"
-SPECIAL_TOKEN_NAMES: Final = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +103,10 @@ class Tokenizer:
         """The bytes that a token stands for within a text; empty for an id that is no token."""
         return self._detokenizers.token_bytes(token_id)
 
+    def end_of(self, prompt: Sequence[int]) -> str:
+        """Enough of the prompt's text to know whether it begins the answer's thoughts."""
+        return b"".join(map(self.token_bytes, prompt[-END_TOKENS:])).decode(errors="replace")
+
     def keep(self, texts: Collection[str]) -> None:
         """Tokens of these texts stay in answers from now on, where others that are special are left out."""
         self._detokenizers.keep(texts)
@@ -162,21 +158,11 @@ def read_tokenizer(
 ) -> Tokenizer:
     """Reads tokenizer.json and the chat template, or a file with another one. With `embeds` texts end as the model's
     embeddings want it (add_eos_token). Raises ModelError when a file is missing or broken."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelError(f"there is no {path}; a tokenizer of another format is not supported")
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more specific
-        raise ModelError(f"{path} is not a tokenizer: {str(error)[:200]}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    config = _optional_json(folder / "tokenizer_config.json")
+    files = read_tokenizer_files(folder)
+    tokenizer, config, special_tokens = files.tokenizer, files.config, files.special_tokens
     sources = {DEFAULT: _text_of(Path(chat_template))} if chat_template else _template_sources(folder, config)
-    special_tokens = _special_tokens(folder, config)
-    add_tokens(tokenizer, config, special_tokens.values())
     if embeds and config.raw("add_eos_token") is True:
-        _add_at_end(tokenizer, special_tokens.get("eos_token", ""), path)
+        _add_at_end(tokenizer, special_tokens.get("eos_token", ""), folder / TOKENIZER_FILE)
     info_json = _info_json(config, {**special_tokens, "chat_template": sources.get(DEFAULT)})
     if DEFAULT not in sources:
         return Tokenizer(tokenizer, None, info_json)
@@ -215,12 +201,6 @@ def _info_json(config: JsonFields, others: dict[str, Any]) -> str:
         raise ModelError("tokenizer_config.json is nested too deeply") from error
 
 
-def _special_tokens(folder: Path, config: JsonFields) -> dict[str, str]:
-    others = _optional_json(folder / "special_tokens_map.json")
-    tokens = {name: token_text(config.raw(name)) or token_text(others.raw(name)) for name in SPECIAL_TOKEN_NAMES}
-    return {name: token for name, token in tokens.items() if token is not None}
-
-
 def _template_sources(folder: Path, config: JsonFields) -> dict[str, str]:
     """The chat templates of a model folder by name: that for all conversations, and that for those with tools."""
     path, other = folder / "chat_template.jinja", folder / "additional_chat_templates" / f"{TOOL_USE}.jinja"
@@ -246,7 +226,3 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
-
-
-def _optional_json(path: Path) -> JsonFields:
-    return read_json_object(path) if path.exists() else JsonFields({}, str(path))

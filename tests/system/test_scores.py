@@ -47,6 +47,22 @@ def test_a_prompt_scores_as_in_transformers_also_when_it_is_cached(cluster, expe
             assert is_greedy[:-1] == [best == token for best, token in zip(likeliest, PROMPT[1:], strict=True)]
 
 
+def test_a_prompt_that_fills_the_context_scores_where_no_answer_is_wanted(start_cluster, model):
+    context = len(PROMPT)
+    cluster = start_cluster(model, http=True, node={"max_model_len": context}, coordinator={"max_model_len": context})
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        fields = {"model": client.models.list().data[0].id, "echo": True, "logprobs": 0}
+        reply = client.completions.create(prompt=PROMPT, max_tokens=0, **fields)
+        assert len(reply.choices[0].logprobs.tokens) == context
+        assert reply.choices[0].finish_reason == "length"
+        assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (context, 0)
+        for prompt, max_tokens in ([*PROMPT, 1], 0), (PROMPT, 1):
+            with pytest.raises(openai.BadRequestError) as error:
+                client.completions.create(prompt=prompt, max_tokens=max_tokens, **fields)
+            assert error.value.code == "context_length_exceeded"
+    cluster.wait_all_free()
+
+
 def test_over_grpc_they_come_with_the_first_chunk(cluster, expected):
     logprobs, likeliest = expected
     with Client(f"127.0.0.1:{cluster.port}") as client:

@@ -2,11 +2,15 @@
 
 import json
 
+import jsonschema
 import openai
 import pytest
 
+from tests.schemas import closed
 from tests.tiny_models import write_fake_model
 
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> <think> </think> #}"
+CLOSERS = {ord(each): 6.0 for each in '"]}>'}  # the fake model would rarely end a text by itself
 CITIES = ["Paris", "Rome"]
 
 
@@ -55,6 +59,28 @@ def test_a_certain_tool_is_called(ask, name, seed):
     told = [each for part in parts for each in part]
     assert told[0].function.name == name
     check(name, "".join(each.function.arguments for each in told))
+
+
+def test_an_answer_is_a_call_or_of_the_form(start_cluster, tmp_path_factory):
+    model = write_fake_model(tmp_path_factory.mktemp("model") / "fake")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    cluster = start_cluster(model, http=True)
+    schema = closed(city={"enum": CITIES})
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    fields = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "max_tokens": 300}
+    fields |= {"response_format": form, "temperature": 20, "n": 16, "logit_bias": CLOSERS}
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        choices = client.chat.completions.create(**fields, seed=1).choices
+    ended = [choice for choice in choices if choice.finish_reason != "length"]
+    for choice in ended:
+        for each in choice.message.tool_calls or []:
+            assert each.function.name in ("weather", "time")
+            assert isinstance(json.loads(each.function.arguments), dict)
+        if choice.finish_reason == "tool_calls":
+            assert choice.message.content is None
+        else:
+            jsonschema.validate(json.loads(choice.message.content), schema)
+    assert {choice.finish_reason for choice in ended} == {"stop", "tool_calls"}
 
 
 def test_what_no_answer_can_be_held_to_names_the_tools(ask):

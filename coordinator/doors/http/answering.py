@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -65,12 +65,8 @@ class Answering:
         """Begins all answers at once: nobody reads those of the first prompts while the last are tokenized."""
         prepared, calls = list[Prepared](), list[Call]()
         for num_before, request in enumerate(self._asked.requests):
-            preparing = self._front.prepared(
-                request,
-                default_max_tokens=self._asked.default_max_tokens,
-                num_prompts_behind=len(self._asked.requests) - num_before - 1,
-            )
-            prepared.append(await stack.enter_async_context(preparing))
+            terms = replace(self._asked.terms, num_prompts_behind=len(self._asked.requests) - num_before - 1)
+            prepared.append(await stack.enter_async_context(self._front.prepared(request, terms=terms)))
             await asyncio.sleep(0)  # others go on before the next prompt
         for each in prepared:
             calls.append(await stack.enter_async_context(self._front.begun(each)))
@@ -142,7 +138,7 @@ class Answering:
     async def _arrivals(self, calls: Sequence[Call]) -> AsyncGenerator["Arrival"]:
         async with aclosing(merged(calls)) as arrivals:
             async for arrival in arrivals:
-                if self._asked.drops_answers:
+                if self._asked.terms.drops_answers:
                     _drop_answer(arrival.response)
                 yield arrival
 

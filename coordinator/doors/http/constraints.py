@@ -26,6 +26,8 @@ def _of_form(fields: Fields, form: Fields) -> dict[str, Any]:
     match kind := form.text("type"):
         case "text":
             return {}
+        case "json_object" if "schema" in form:  # as llama.cpp and others have it
+            return {"json_schema": _schema(form, "schema")}
         case "json_object":
             return {"json_object": True}
         case "json_schema":

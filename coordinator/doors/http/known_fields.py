@@ -1,5 +1,6 @@
-"""Every field of OpenAI's bodies and of vLLM's, and what becomes of it here. The HTTP door decides by this list, and
-docs/fields.md is made of it (`python -m tests.field_table`).
+"""Every field of OpenAI's bodies and of vLLM's, and those by which SGLang and llama.cpp hold an answer to a form, and
+what becomes of it here. The HTTP door decides by this list, and docs/fields.md is made of it (`python -m
+tests.field_table`).
 
 A field that would change the answer and is not supported is refused by name; one that cannot change it may be sent.
 What is not listed nobody knows: clients are warned of it, or it is refused (coordinator/doors/unknown_fields.py).
@@ -184,6 +185,9 @@ KNOWN: Final[tuple[KnownField, ...]] = (
     *_refused(ANSWERS, "guided_grammar", "it is grammar of structured_outputs"),
     *_refused(ANSWERS, "guided_json", "it is json of structured_outputs"),
     *_refused(ANSWERS, "guided_regex", "it is regex of structured_outputs"),
+    *_refused(ANSWERS, "ebnf grammar", "it is grammar of structured_outputs", ""),
+    *_refused(ANSWERS, "json_schema", "it is json of structured_outputs"),
+    *_refused(ANSWERS, "regex", "it is regex of structured_outputs", ""),
     *_refused(ANSWERS, "guided_whitespace_pattern", "it is whitespace_pattern of structured_outputs"),
     *_refused(ANSWERS, "logits_processors", "no code of clients is run", []),
     *_refused(ANSWERS, "logprob_token_ids", "logprobs are those of the likeliest tokens", []),

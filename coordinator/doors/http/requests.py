@@ -14,15 +14,18 @@ from coordinator.doors.http.fields import INT64, UINT32, Fields, shown
 from coordinator.doors.http.known_fields import BATCH, CHAT, COMPLETIONS, settle
 from coordinator.doors.http.request_ids import ids_of
 from coordinator.doors.http.tools import Offer, parse_offer
+from coordinator.doors.terms import USUAL, Terms
 from coordinator.doors.truncation import WHAT_FITS
 from coordinator.doors.validation import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_ANSWERS,
+    MAX_CONSTRAINT_CHARS,
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
 from coordinator.text.answer_format import PLAIN, AnswerFormat
+from coordinator.text.structures import Leeway
 from protos.inference_pb2 import ChatInput, GenerateRequest, SamplingParams, TokenizedInput
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM
@@ -60,7 +63,6 @@ class Asked:
 
     requests: tuple[GenerateRequest, ...]
     num_answers: int = 1
-    default_max_tokens: int | None = None  # instead of the model's own
     stream: bool = False
     include_usage: bool = False  # in a last event of a stream
     continuous_usage: bool = False  # in every event of a stream
@@ -68,10 +70,10 @@ class Asked:
     include_timeline: bool = False
     echoes: bool = False  # answers begin with their prompts, and with the logprobs of these where they have some
     is_scored: bool = False  # the prompts' logprobs have a field of their own
-    drops_answers: bool = False  # what is sampled is no part of the response
     tokens_as_ids: bool = False  # in logprobs
     tells_thoughts: bool = True
     offer: Offer | None = None  # of tools
+    terms: Terms = USUAL
 
 
 def parse_completion(fields: Fields, request_id: str) -> Asked:
@@ -81,9 +83,8 @@ def parse_completion(fields: Fields, request_id: str) -> Asked:
     max_tokens, echoes = fields.integer("max_tokens"), fields.boolean("echo") or False
     if max_tokens is None and fields.integer("truncate_prompt_tokens") == WHAT_FITS:
         max_tokens = DEFAULT_COMPLETION_TOKENS  # beside these
-    drops_answers = echoes and max_tokens == 0
     if max_tokens is not None:
-        params.max_tokens = 1 if drops_answers else max_tokens  # a prompt is read for a token
+        params.max_tokens = max_tokens
     num_top = fields.integer("logprobs")
     if num_top is not None:
         params.logprobs = num_top
@@ -95,7 +96,8 @@ def parse_completion(fields: Fields, request_id: str) -> Asked:
             "prompt", f"has {len(prompts)} prompts; with their logprobs the limit is {MAX_SCORED_PROMPTS}"
         )
     asked = _asked(fields, _requests(fields, params, request_id, prompts))
-    return replace(asked, default_max_tokens=DEFAULT_COMPLETION_TOKENS, echoes=echoes, drops_answers=drops_answers)
+    terms = Terms(DEFAULT_COMPLETION_TOKENS, drops_answers=echoes and max_tokens == 0)
+    return replace(asked, echoes=echoes, terms=terms)
 
 
 def parse_chat(fields: Fields, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
@@ -103,7 +105,7 @@ def parse_chat(fields: Fields, request_id: str, answer_format: AnswerFormat = PL
     settle(fields, CHAT)
     params, offer = _chat_params(fields, answer_format)
     chat = parse_conversation(fields, has_tools=offer is not None)
-    return _asked_of_chats(fields, _requests(fields, params, request_id, [chat]), offer)
+    return _asked_of_chats(fields, _requests(fields, params, request_id, [chat]), answer_format, offer)
 
 
 def parse_batch(fields: Fields, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
@@ -111,7 +113,7 @@ def parse_batch(fields: Fields, request_id: str, answer_format: AnswerFormat = P
     settle(fields, BATCH)
     params, offer = _chat_params(fields, answer_format)
     chats = parse_conversations(fields, MAX_CONVERSATIONS)
-    return _asked_of_chats(fields, _requests(fields, params, request_id, chats), offer)
+    return _asked_of_chats(fields, _requests(fields, params, request_id, chats), answer_format, offer)
 
 
 def _chat_params(fields: Fields, answer_format: AnswerFormat) -> tuple[SamplingParams, Offer | None]:
@@ -127,12 +129,16 @@ def _chat_params(fields: Fields, answer_format: AnswerFormat) -> tuple[SamplingP
     offer = parse_offer(fields, answer_format)
     if offer is None:
         return params, offer
-    if params.WhichOneof("constraint") is not None:
-        name = "tool_choice" if offer.schema else "tools"
-        raise fields.problem(name, "cannot be had beside response_format or structured_outputs: those say what comes")
     if offer.schema:
-        params.json_schema = offer.schema
-    elif answer_format.needs_special_tokens and "skip_special_tokens" not in fields:
+        if "structured_outputs" in fields:
+            raise fields.problem("tool_choice", "cannot be had beside structured_outputs: one of them says what comes")
+        params.json_schema = offer.schema  # a response_format is that of an answer which is no call
+    elif (
+        params.WhichOneof("constraint") and (num := sum(len(schema) for _, schema in offer.held)) > MAX_CONSTRAINT_CHARS
+    ):
+        problem = f"have strict schemas of {num} characters, beside a form the limit is {MAX_CONSTRAINT_CHARS}"
+        raise fields.problem("tools", problem)
+    if not offer.schema and answer_format.needs_special_tokens and "skip_special_tokens" not in fields:
         params.skip_special_tokens = False
     return params, offer
 
@@ -204,9 +210,15 @@ def _asked(fields: Fields, requests: list[GenerateRequest]) -> Asked:
     )
 
 
-def _asked_of_chats(fields: Fields, requests: list[GenerateRequest], offer: Offer | None) -> Asked:
+def _asked_of_chats(
+    fields: Fields, requests: list[GenerateRequest], answer_format: AnswerFormat, offer: Offer | None
+) -> Asked:
     tells_thoughts = fields.boolean("include_reasoning") is not False
-    return replace(_asked(fields, requests), offer=offer, tells_thoughts=tells_thoughts)
+    leeway = Leeway(answer_format.thinks)
+    if offer is not None and offer.held:
+        leeway = replace(leeway, calls=answer_format.calls, tools=offer.held, most_calls=offer.most_calls)
+    terms = Terms(leeway=leeway)
+    return replace(_asked(fields, requests), offer=offer, terms=terms, tells_thoughts=tells_thoughts)
 
 
 def _usage_options(options: Fields) -> tuple[bool, bool]:

@@ -37,7 +37,6 @@ from protos.inference_pb2 import (
 )
 
 UNKNOWN: Final = {"service_tier": None, "system_fingerprint": None}  # of OpenAI's fields, as in vLLM
-PROMPT_END_TOKENS: Final = 16  # enough to know whether they begin the answer's thoughts
 
 
 @dataclass(slots=True)
@@ -225,8 +224,7 @@ class ChatForm(Form):
 
     def __init__(self, asked: Asked, tokenizer: Tokenizer, answer_format: AnswerFormat = PLAIN) -> None:
         super().__init__(asked, tokenizer)
-        is_plain = constraint_of(self._params) is not None  # whatever its words look like
-        self._format = PLAIN if is_plain else answer_format
+        self._format = answer_format
         self._deltas: dict[int, Deltas] = {}
         self._thoughts: dict[int, ThoughtCounter] = {}
 
@@ -237,7 +235,7 @@ class ChatForm(Form):
         if not self._format.thinks:
             return None
         if index not in self._thoughts:
-            has_begun = ends_thinking(self._prompt_end(prompt))
+            has_begun = ends_thinking(self._tokenizer.end_of(prompt))
             self._thoughts[index] = ThoughtCounter(self._tokenizer.token_bytes, has_begun=has_begun)
         self._thoughts[index].add(chunk.token_ids)
         return sum(thoughts.num_tokens for thoughts in self._thoughts.values())
@@ -282,11 +280,9 @@ class ChatForm(Form):
         forced = offer.forced if offer else None
         names = offer.names if offer and (forced or self._format.has_calls) else ()
         is_parallel = offer is None or offer.is_parallel
-        reader = self._format.reader(self._prompt_end(prompt), names, forced)
+        is_held = constraint_of(self._params) is not None
+        reader = self._format.reader(self._tokenizer.end_of(prompt), names, forced, is_held=is_held)
         return Deltas(reader, is_parallel=is_parallel, tells_thoughts=self.asked.tells_thoughts)
-
-    def _prompt_end(self, prompt: list[int]) -> str:
-        return b"".join(map(self._tokenizer.token_bytes, prompt[-PROMPT_END_TOKENS:])).decode(errors="replace")
 
     def envelope_extras(self, prompt: list[int]) -> dict[str, Any]:
         return self.prompt_token_ids(prompt) if len(self.asked.requests) == 1 else {}

@@ -1,7 +1,8 @@
 """The tools that the answer of a chat may call, and the schema of an answer that has to call some. Pure."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -9,7 +10,7 @@ from coordinator.doors.http.conversations import function_of, name_of
 from coordinator.doors.http.fields import Fields, shown
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.calls.forced import ListReader, NamedReader
-from coordinator.text.calls.reader import CallReader
+from coordinator.text.calls.reader import MAX_CALLS, CallReader
 from coordinator.text.schemas import with_references
 
 MAX_TOOLS: Final = 512
@@ -19,12 +20,33 @@ AUTO, NONE, REQUIRED = "auto", "none", "required"  # tool_choice
 @dataclass(frozen=True, slots=True)
 class Offer:
     """The tools that an answer may call. With `schema` it is JSON of that schema, and nothing but calls, which the
-    `forced` reader reads."""
+    `forced` reader reads. `held` are the tools with the schemas of those that are strict, for an answer that is held to
+    a form where it calls none."""
 
     names: frozenset[str]
     is_parallel: bool = True  # whether it may call several
     forced: type[CallReader] | None = None
     schema: str = ""
+    held: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def most_calls(self) -> int:
+        return MAX_CALLS if self.is_parallel else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """What is told of one."""
+
+    parameters: Mapping[str, Any] | None
+    is_strict: bool
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """Of its arguments."""
+        if self.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {"type": "object", **self.parameters}
 
 
 def parse_offer(fields: Fields, answer_format: AnswerFormat) -> Offer | None:
@@ -32,10 +54,8 @@ def parse_offer(fields: Fields, answer_format: AnswerFormat) -> Offer | None:
     tools, choice = parse_tools(fields), fields.raw("tool_choice")
     is_parallel = fields.boolean("parallel_tool_calls") is not False
     if choice == REQUIRED or isinstance(choice, dict):
-        try:
+        with _refusing_depth(fields):
             return _forced_offer(fields, tools, is_parallel=is_parallel)
-        except RecursionError as error:
-            raise fields.problem("tools", "are nested too deeply") from error
     if choice not in (None, AUTO, NONE):
         problem = f"({shown(choice)}) is not supported: it may be none, auto, required or one of the tools"
         raise fields.problem("tool_choice", problem)
@@ -43,10 +63,20 @@ def parse_offer(fields: Fields, answer_format: AnswerFormat) -> Offer | None:
         return None
     if not answer_format.has_calls:
         raise fields.problem("tools", "are not supported: how the model calls them is not known (--tool-call-parser)")
-    return Offer(frozenset(tools), is_parallel)
+    with _refusing_depth(fields):
+        held = tuple((name, json.dumps(tool.schema) if tool.is_strict else "") for name, tool in tools.items())
+    return Offer(frozenset(tools), is_parallel, held=held)
 
 
-def _forced_offer(fields: Fields, tools: Mapping[str, Mapping[str, Any] | None], *, is_parallel: bool) -> Offer:
+@contextmanager
+def _refusing_depth(fields: Fields) -> Iterator[None]:
+    try:
+        yield
+    except RecursionError as error:
+        raise fields.problem("tools", "are nested too deeply") from error
+
+
+def _forced_offer(fields: Fields, tools: Mapping[str, Tool], *, is_parallel: bool) -> Offer:
     """Of tools of which one has to be called: any, or a certain one."""
     if not tools:
         raise fields.problem("tool_choice", "asks for a call, but there are no tools")
@@ -56,15 +86,15 @@ def _forced_offer(fields: Fields, tools: Mapping[str, Mapping[str, Any] | None],
     name = name_of(function_of(fields.nested("tool_choice") or Fields({})))
     if name not in tools:
         raise fields.problem("tool_choice", f"is {shown(name)}, which is none of the tools")
-    return Offer(frozenset({name}), False, NamedReader, json.dumps(_parameters(tools[name])))
+    return Offer(frozenset({name}), False, NamedReader, json.dumps(tools[name].schema))
 
 
-def parse_tools(fields: Fields) -> dict[str, Mapping[str, Any] | None]:
-    """The parameters of the tools by their names. Raises RequestError."""
+def parse_tools(fields: Fields) -> dict[str, Tool]:
+    """By their names. Raises RequestError."""
     return dict(map(_tool, fields.objects("tools", MAX_TOOLS)))
 
 
-def calls_schema(tools: Mapping[str, Mapping[str, Any] | None], *, is_parallel: bool) -> dict[str, Any]:
+def calls_schema(tools: Mapping[str, Tool], *, is_parallel: bool) -> dict[str, Any]:
     """Of a list of calls. Every tool's own schema is a definition in it, and what refers to a place in that one goes
     there."""
     places = {name: f"#/$defs/{index}" for index, name in enumerate(tools)}  # names may be no part of a reference
@@ -80,14 +110,8 @@ def calls_schema(tools: Mapping[str, Mapping[str, Any] | None], *, is_parallel: 
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if not is_parallel:
         schema["maxItems"] = 1
-    moved = [_moved(_parameters(tools[name]), place) for name, place in places.items()]
+    moved = [_moved(tools[name].schema, place) for name, place in places.items()]
     return {**schema, "$defs": {str(index): each for index, each in enumerate(moved)}}
-
-
-def _parameters(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    if given is None:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    return {"type": "object", **given}
 
 
 def _moved(schema: Mapping[str, Any], place: str) -> Any:
@@ -101,11 +125,11 @@ def _moved(schema: Mapping[str, Any], place: str) -> Any:
     return with_references({name: value for name, value in schema.items() if name != "$id"}, reference)
 
 
-def _tool(tool: Fields) -> tuple[str, Mapping[str, Any] | None]:
+def _tool(tool: Fields) -> tuple[str, Tool]:
     function = function_of(tool)
     function.text("description")
-    function.boolean("strict")
+    is_strict = function.boolean("strict") or False
     parameters = function.raw("parameters")
     if not isinstance(parameters, dict | None):
         raise function.error("parameters", "a JSON schema: an object")
-    return name_of(function), parameters
+    return name_of(function), Tool(parameters, is_strict)

@@ -18,6 +18,8 @@ class NamedReader(CallReader):
 
     def _read(self) -> Steps[None]:
         [name] = self._names
+        char = yield
         self._begin(name)
         while True:
-            self._argue((yield))
+            self._argue(char)
+            char = yield

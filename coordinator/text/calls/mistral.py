@@ -7,6 +7,7 @@ from coordinator.text.calls.json_calls import JsonCallReader
 from coordinator.text.calls.reader import BLANKS, Steps
 
 TAG: Final = "[TOOL_CALLS]"
+ARGUMENTS: Final = "[ARGS]"
 
 
 class MistralReader(JsonCallReader):

@@ -10,7 +10,8 @@ from coordinator.doors.http.fields import MAX_VALUES, Fields
 from coordinator.doors.http.openai_responses import ResponsesCall
 from coordinator.doors.http.requests import MAX_CONVERSATIONS, parse_batch, parse_chat
 from coordinator.doors.http.tokenizing import parse_tokenize
-from coordinator.doors.http.tools import MAX_TOOLS, Offer, calls_schema
+from coordinator.doors.http.tools import MAX_TOOLS, Offer, Tool, calls_schema
+from coordinator.doors.validation import MAX_CONSTRAINT_CHARS
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.calls.reader import MAX_CALLS
 from serving_core.errors import RequestError
@@ -23,6 +24,7 @@ WEATHER = {
     "function": {"name": "weather", "description": "Tells it.", "parameters": PARAMETERS, "strict": True},
 }
 F = {"type": "function", "function": {"name": "f"}}
+LONG = {"function": {"name": "long", "parameters": {"title": "x" * MAX_CONSTRAINT_CHARS}, "strict": True}}
 
 
 def call(arguments, name="f", **others):
@@ -54,8 +56,9 @@ def test_tools_go_to_the_template_as_they_came_and_are_offered():
     assert list(json.loads(call_of_tools.requests[0].chat.tools_json)[0]["function"]["parameters"]["properties"]) == (
         ["z", "a"]
     )
-    assert call_of_tools.offer == Offer(frozenset({"weather", "f"}), is_parallel=False)
-    assert asked(tools=[F], tool_choice="auto").offer == Offer(frozenset({"f"}))
+    held = (("weather", json.dumps(PARAMETERS)), ("f", ""))
+    assert call_of_tools.offer == Offer(frozenset({"weather", "f"}), is_parallel=False, held=held)
+    assert asked(tools=[F], tool_choice="auto").offer == Offer(frozenset({"f"}), held=(("f", ""),))
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": [F], "tool_choice": "none"}, {"tool_choice": "auto"}])
@@ -95,7 +98,7 @@ def test_a_call_that_has_to_come_is_a_constraint_whatever_the_models_own_form():
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
     assert schema_of(tools=[F], tool_choice=F) == nothing
     schema = schema_of(tools=[F, WEATHER], tool_choice="required", parallel_tool_calls=False)
-    assert schema == calls_schema({"f": None, "weather": PARAMETERS}, is_parallel=False)
+    assert schema == calls_schema({"f": Tool(None, False), "weather": Tool(PARAMETERS, True)}, is_parallel=False)
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
     assert "maxItems" not in schema_of(tools=[F], tool_choice="required")
 
@@ -126,14 +129,15 @@ NAMED["$defs"] = {"A": {"type": "integer"}}
     ],
 )
 def test_the_schema_of_calls_is_that_of_every_tool(calls, is_valid):
-    schema = calls_schema({"f": None, "weather": PARAMETERS, "a/tree": TREE, "größe%": NAMED}, is_parallel=True)
+    parameters = {"f": None, "weather": PARAMETERS, "a/tree": TREE, "größe%": NAMED}
+    schema = calls_schema({name: Tool(each, False) for name, each in parameters.items()}, is_parallel=True)
     assert jsonschema.Draft202012Validator(schema).is_valid(calls) == is_valid
 
 
 def test_data_in_the_schema_of_a_tool_stays_as_it_is():
     data = {"const": {"$ref": "#/a"}, "default": [{"$ref": "#"}]}
     tool = {"properties": {"const": {"$ref": "#"}, "x": data}}
-    [moved] = calls_schema({"t": tool}, is_parallel=True)["$defs"].values()
+    [moved] = calls_schema({"t": Tool(tool, False)}, is_parallel=True)["$defs"].values()
     assert moved["properties"] == {"const": {"$ref": "#/$defs/0"}, "x": data}
 
 
@@ -194,9 +198,8 @@ def test_what_openais_client_dumps_can_be_sent_again():
         ({"tools": [F], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"tools": [F], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [F], "tool_choice": F, "response_format": {"type": "json_object"}}, "tool_choice"),
-        ({"tools": [F], "response_format": {"type": "json_object"}}, "tools"),
-        ({"tools": [F], "structured_outputs": {"regex": "a"}}, "tools"),
+        ({"tools": [F], "tool_choice": F, "structured_outputs": {"regex": "a"}}, "tool_choice"),
+        ({"tools": [LONG], "response_format": {"type": "json_object"}}, "tools"),
         ({"tools": [F], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"chat_template_kwargs": dict.fromkeys(map(str, range(MAX_TEMPLATE_KWARGS + 1)))}, "chat_template_kwargs"),

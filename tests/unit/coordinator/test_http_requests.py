@@ -12,6 +12,7 @@ from coordinator.doors.http.conversations import MAX_PARTS
 from coordinator.doors.http.embeddings import parse_embeddings
 from coordinator.doors.http.fields import MAX_STRINGS, MAX_VALUES, Fields, read_fields
 from coordinator.doors.http.requests import MAX_PROMPTS, Asked, parse_chat, parse_completion
+from coordinator.doors.terms import Terms
 from coordinator.doors.validation import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from serving_core.errors import RequestError
 
@@ -82,8 +83,8 @@ def test_what_is_left_out_or_null_stays_unset_but_for_openais_16_tokens():
             "chat": {"messages": [{"role": "user", "content": "c"}]},
             "sampling_params": {},
         }
-    assert completion() == Asked(completion().requests, default_max_tokens=16)
-    assert chat().default_max_tokens is None
+    assert completion() == Asked(completion().requests, terms=Terms(default_max_tokens=16))
+    assert chat().terms.default_max_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -103,6 +104,15 @@ def test_prompts(prompt, expected):
     assert [{key: as_json(request)[key] for key in each} for request, each in zip(requests, expected, strict=True)] == (
         expected
     )
+
+
+@pytest.mark.parametrize("name", ["ebnf", "grammar", "json_schema", "regex"])
+def test_a_form_in_the_words_of_other_servers_is_not_left_out(name):
+    for parse in completion, chat:
+        field, message = refusal(parse, **{name: 'root ::= "a"'})
+        assert field == name
+        assert "of structured_outputs" in message
+        assert parse(**{name: None}) == parse()
 
 
 @pytest.mark.parametrize("prompt", [None, [], 1, True, {}])
@@ -293,6 +303,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "des
     ("fields", "expected"),
     [
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "json_object", "schema": {"a": 1}}}, {"json_schema": '{"a": 1}'}),
         ({"response_format": FORM}, {"json_schema": json.dumps(SCHEMA)}),
         ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": json.dumps(SCHEMA)}),
         ({"structured_outputs": {"json": '{"x":1}'}}, {"json_schema": '{"x":1}'}),

@@ -90,8 +90,7 @@ def test_nothing_but_the_scores(tmp_path, stream):
         async with http_cluster(tmp_path) as (c, client):
             usage = {"stream_options": {"include_usage": True}} if stream else {}
             call = post(client, prompt="hey", echo=True, logprobs=0, max_tokens=0, stream=stream, **usage)
-            asked = await answered(c, logprob=-0.5)
-            assert asked.max_tokens == 1
+            await answered(c, logprob=-0.5)
             if stream:
                 first, last, usage, _ = events_of(await call)
                 [choice], [end], used = first["choices"], last["choices"], usage["usage"]

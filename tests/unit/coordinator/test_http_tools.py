@@ -29,6 +29,7 @@ WEATHER = {
         },
     },
 }
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": WEATHER["function"]["parameters"]}}
 HI = {"role": "user", "content": "hi"}
 PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome"}'
 
@@ -178,13 +179,35 @@ def test_an_answer_may_have_to_call(tmp_path, template):
             client,
         ):
             text = f'[{{"name": "weather", "parameters": {PARIS}}}, {{"name": "weather", "parameters": {ROME}}}]'
-            reply, _ = await asked(c, client, text, tool_choice="required")
+            for form in (None, FORM):  # which is that of an answer without calls
+                reply, _ = await asked(c, client, f"Hm.</think>\n{text}", tool_choice="required", response_format=form)
+                [choice] = reply.choices
+                assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+                assert choice.message.reasoning_content == "Hm."
+                assert called(choice.message) == [("function", "weather", PARIS), ("function", "weather", ROME)]
+            named = {"type": "function", "function": {"name": "weather"}}
+            reply, _ = await asked(c, client, f"Hm.</think>{PARIS}", tool_choice=named)
+            assert called(reply.choices[0].message) == [("function", "weather", PARIS)]
+            reply, _ = await asked(c, client, "Hm.", events.LENGTH, tool_choice=named)
+            assert reply.choices[0].message.tool_calls is None
+
+    run(scenario())
+
+
+def test_tools_beside_a_form(tmp_path, template):
+    async def scenario():
+        async with openai_cluster(tmp_path, template) as (c, client):
+            text = json.dumps({"city": call(PARIS)})
+            reply, prompt = await asked(c, client, f"<think>Hm.</think>\n{text}", response_format=FORM)
+            assert json.dumps(WEATHER) in prompt
+            [choice] = reply.choices
+            assert choice.finish_reason == "stop"
+            assert (choice.message.reasoning_content, choice.message.content) == ("Hm.", text)
+            assert choice.message.tool_calls is None
+            reply, _ = await asked(c, client, call(PARIS), response_format=FORM)
             [choice] = reply.choices
             assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-            assert called(choice.message) == [("function", "weather", PARIS), ("function", "weather", ROME)]
-            named = {"type": "function", "function": {"name": "weather"}}
-            reply, _ = await asked(c, client, PARIS, tool_choice=named)
-            assert called(reply.choices[0].message) == [("function", "weather", PARIS)]
+            assert called(choice.message) == [("function", "weather", PARIS)]
 
     run(scenario())
 
@@ -220,6 +243,11 @@ def test_settings_win_over_the_templates_words(tmp_path, template):
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
+        (
+            {"tool_choice": "required", "extra_body": {"structured_outputs": {"regex": "a"}}},
+            "tool_choice",
+            "cannot be had beside structured_outputs: one of them says what comes",
+        ),
         (
             {"tool_choice": "any"},
             "tool_choice",

@@ -189,6 +189,9 @@ def test_what_is_not_enforced_is_named(structures, fields, named):
         {"properties": {"a": {"type": "integer", "multipleOf": 70000}, "b": {"type": "integer", "multipleOf": 90000}}},
         {"type": "object", "properties": {"a": POSITIVE, "b": HALF}},
         {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": POSITIVE, "b": HALF}},
+        {"type": "array", "uniqueItems": False, "unevaluatedItems": True},
+        {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"propertyNames": True}},
+        {"type": "object", "unevaluatedProperties": {}, "dependentRequired": {}, "dependentSchemas": {}},
         {"type": "object", "properties": {"a\x01b": {"const": "\n\r\t\b\f\x80"}}},
         *(
             {"type": "string", "pattern": pattern}

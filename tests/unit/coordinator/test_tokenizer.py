@@ -308,6 +308,19 @@ def test_special_tokens_may_be_objects_or_in_a_file_of_their_own(folder):
     assert asyncio.run(read_tokenizer(folder).encode_chat([{"role": "user", "content": "a"}], ENOUGH)) == [256, 97, 257]
 
 
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}", b"Be brief."),
+        ("{% for m in messages if m.role in ('system', 'developer') %}{{ m.role }}{% endfor %}", b"developer"),
+    ],
+)
+def test_what_a_developer_says_is_the_systems_to_a_template_that_knows_no_developers(folder, template, expected):
+    edit_config(folder, chat_template=template)
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert asyncio.run(read_tokenizer(folder).encode_chat(messages, ENOUGH)) == [*expected]
+
+
 def test_a_template_may_refuse(folder):
     edit_config(folder, chat_template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(RequestError, match="roles must alternate") as error:

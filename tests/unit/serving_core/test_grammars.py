@@ -1,5 +1,6 @@
 """Which tokens a grammar lets come next, by the byte-level tokenizer of the tests: "a" is token 97."""
 
+import json
 import random
 import re
 
@@ -110,6 +111,17 @@ def test_what_is_no_grammar(grammars, grammar):
         grammars.guide(grammar)
     assert len(str(error.value)) < 200
     assert "\n" not in str(error.value)
+
+
+def test_tokens_that_only_the_tokenizers_config_has_may_come(tmp_path):
+    write_tokenizer(tmp_path)
+    added = {"260": {"content": "ab"}, "261": {"content": "<|end|>", "special": True}}
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "added_tokens_decoder": added}))
+    answer = guide(Grammars(tmp_path, (261,)), "regex", "(ab|c)c")
+    assert tokens(answer.allowed([])) == {A, C, 260}
+    assert tokens(answer.allowed([260])) == {C}
+    assert tokens(answer.allowed([260, C])) == {261}
 
 
 def test_a_model_without_an_end_token(folder):

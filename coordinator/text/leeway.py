@@ -1,0 +1,52 @@
+"""The grammar of an answer that may have thoughts before its form, and calls of tools in its place. Pure."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from coordinator.text import reasoning
+from coordinator.text.calls.rules import BLANKS, Tag, rules
+from coordinator.text.constraints import of_schema, read_schema
+from coordinator.text.reasoning import Thoughts
+from coordinator.text.structures import Asked
+
+CLOSE: Final = reasoning.CLOSE.replace("/", r"\/")  # in a regular expression of Lark
+ANY: Final = '{"type": "object"}'
+FREE: Final = '%llguidance {"no_forcing": true}\n'
+
+
+def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int], *, is_free: bool) -> str:
+    """The grammar of an answer with leeway; `grammar` is that of its form alone. `special` are tokens that no text
+    spells. With `is_free`, what has to come may be spelled by any tokens: else the library has it come as a tokenizer
+    reads it, as special tokens where it looks like them. Raises Unenforceable."""
+
+    def tag(text: str) -> str:
+        return f"<[{special[text]}]>" if text in special else json.dumps(text)
+
+    tools, thoughts = asked.leeway.tools, asked.thoughts
+    arguments = {name: f"@arguments{index}" if schema else "@object" for index, (name, schema) in enumerate(tools)}
+    calls = rules(asked.leeway.calls, arguments, tag, asked.leeway.most_calls) if arguments else ""
+    if not (is_free or calls or thoughts is not Thoughts.NONE):
+        return grammar
+    [form] = json.loads(grammar)["grammars"]
+    start = f"start: {_START[thoughts]}{'(@form | calls)' if calls else '@form'}\n"
+    lark = (FREE if is_free else "") + start + _thoughts(thoughts, tag) + calls + BLANKS
+    schemas = {place: schema or ANY for place, (_, schema) in zip(arguments.values(), tools, strict=True)}
+    named = {place: read_schema(schemas[place]) for place in set(re.findall(r"@\w+", calls)) & schemas.keys()}
+    others = [{**of_schema(schema, asked.whitespace), "name": place[1:]} for place, schema in sorted(named.items())]
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**form, "name": "form"}, *others]})
+
+
+_START: Final = {Thoughts.NONE: "", Thoughts.POSSIBLE: "thoughts? ", Thoughts.BEGUN: "thoughts "}
+
+
+def _thoughts(thoughts: Thoughts, tag: Tag) -> str:
+    """The rules for them; those that the prompt has begun have no tag."""
+    if thoughts is Thoughts.NONE:
+        return ""
+    begun = "" if thoughts is Thoughts.BEGUN else f"{tag(reasoning.OPEN)} "
+    close = tag(reasoning.CLOSE)
+    if close.startswith("<"):  # a special token; but text that looks like it is read as the end of thoughts too
+        return f"thoughts: {begun}TEXT? {close} blanks?\nTEXT: /(?s:.+)/ & ~/(?s:.*){CLOSE}(?s:.*)/\n"
+    return f"thoughts: {begun}thought blanks?\nthought[lazy]: /(?s:.*){CLOSE}/\n"

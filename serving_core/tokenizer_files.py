@@ -1,0 +1,59 @@
+"""The tokenizer of a model folder, for all who read it: with the tokens that tokenizer_config.json adds. Torch-free."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tokenizers import Tokenizer
+
+from serving_core.added_tokens import add_tokens, token_text
+from serving_core.errors import ModelError
+from serving_core.json_fields import JsonFields, read_json_object
+
+TOKENIZER_FILE: Final = "tokenizer.json"
+SPECIAL_TOKEN_NAMES: Final = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What they hold: the tokenizer, tokenizer_config.json, and the special tokens by their roles, such as
+    bos_token."""
+
+    tokenizer: Tokenizer
+    config: JsonFields
+    special_tokens: dict[str, str]
+
+
+def read_tokenizer_files(folder: Path) -> TokenizerFiles:
+    """Raises ModelError when a file is missing or broken."""
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        raise ModelError(f"there is no {path}; a tokenizer of another format is not supported")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise ModelError(f"{path} is not a tokenizer: {str(error)[:200]}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    config = _optional_json(folder / "tokenizer_config.json")
+    special_tokens = _special_tokens(folder, config)
+    add_tokens(tokenizer, config, special_tokens.values())
+    return TokenizerFiles(tokenizer, config, special_tokens)
+
+
+def _special_tokens(folder: Path, config: JsonFields) -> dict[str, str]:
+    others = _optional_json(folder / "special_tokens_map.json")
+    tokens = {name: token_text(config.raw(name)) or token_text(others.raw(name)) for name in SPECIAL_TOKEN_NAMES}
+    return {name: token for name, token in tokens.items() if token is not None}
+
+
+def _optional_json(path: Path) -> JsonFields:
+    return read_json_object(path) if path.exists() else JsonFields({}, str(path))

@@ -1,0 +1,258 @@
+"""What an answer that is held to a form may have besides, by the byte-level tokenizer of the tests: whatever the
+grammar lets come is read as a call of a tool that there is, or is of the form."""
+
+import asyncio
+import itertools
+import json
+import random
+
+import jsonschema
+import pytest
+
+from coordinator.text.answer_format import AnswerFormat
+from coordinator.text.calls.reader import Kind
+from coordinator.text.structures import Leeway, Structures
+from protos.inference_pb2 import Choice, SamplingParams
+from serving_core.errors import RequestError
+from serving_core.grammars import Grammars
+from tests.tiny_models import EOS, write_tokenizer
+
+NAMES = ("f", "get.weather", "g-2")
+TOOLS = tuple((name, "") for name in NAMES)
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["<tool_call>", "[TOOL_CALLS]", "x"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+CALLS = {
+    "hermes": [
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
+        '<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"name":"g-2","arguments":{}}</tool_call>',
+    ],
+    "llama3": [
+        '{"name": "f", "parameters": {"a": [1, {}]}}',
+        '<|python_tag|>{"name": "g-2", "parameters": {}}; {"name": "f", "parameters": {}}',
+    ],
+    "mistral": [
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g-2", "arguments": {}}]',
+        '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]get.weather[ARGS]{}',
+    ],
+    "pythonic": [
+        '[f(city="Paris", days=[1, -2.5], if_="", it={"a": None, \'b\': True}), get.weather()]',
+        "[get.weather(a='it\"s')]",
+    ],
+}
+NO_CALLS = {
+    "hermes": ["<tool_call>", '<tool_call>{"name": "h", "arguments": {}}</tool_call>', "<tool_call>{}</tool_call>"],
+    "llama3": ['{"name": "h", "parameters": {}}', '{"name": "f", "arguments": {}}', "<|python_tag|>"],
+    "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS] []", "[TOOL_CALLS]h{}", "[TOOL_CALLS]f[]"],
+    "pythonic": ["[]", "[h()]", "[f(1)]", "[f(if=1)]", r'[f(a="\x")]', "[f(a=01)]"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def structures(folder):
+    return Structures(folder, (EOS,))
+
+
+@pytest.fixture(scope="module")
+def guide(structures, folder):
+    grammars = Grammars(folder, (EOS,))
+
+    def make(leeway, prompt_end="", **params):
+        params = params or {"json_schema": json.dumps(SCHEMA)}
+        return grammars.guide(asyncio.run(structures.grammar(SamplingParams(**params), leeway, prompt_end)))
+
+    return make
+
+
+def may_be(guide, text):
+    """Whether this may be a whole answer."""
+    try:
+        mask = guide.allowed(list(text.encode()))
+    except RequestError:
+        return False
+    return bool(mask[EOS // 8] >> EOS % 8 & 1)
+
+
+def read(text, calls, *, thinks=False, prompt_end=""):
+    """What each kind of piece says, and the arguments of each call."""
+    reader = AnswerFormat(calls, thinks=thinks).reader(prompt_end, NAMES, is_held=True)
+    told = {Kind.REASONING: "", Kind.TEXT: ""}
+    called = []
+    for piece in itertools.chain(*map(reader.feed, text), reader.finish()):
+        match piece.kind:
+            case Kind.CALL:
+                called.append([piece.text, ""])
+            case Kind.ARGUMENTS:
+                called[-1][1] += piece.text
+            case _:
+                told[piece.kind] += piece.text
+    return *told.values(), [(name, json.loads(arguments)) for name, arguments in called]
+
+
+def walk(guide, rng):
+    """An answer that the grammar lets come, drawn at random; None for a long one."""
+    output = []
+    while len(output) < 300:
+        mask = guide.allowed(output)
+        tokens = [8 * index + bit for index, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1]
+        closing = [token for token in tokens if token == EOS or chr(token) in "\"'}])>"]
+        token = rng.choice(closing if closing and rng.random() < 0.6 else tokens)
+        if token == EOS:
+            return bytes(output).decode(errors="replace")
+        output.append(token)
+    return None
+
+
+@pytest.mark.parametrize("calls", CALLS)
+def test_either_calls_or_the_form(guide, calls):
+    for text in CALLS[calls]:
+        assert may_be(guide(Leeway(calls=calls, tools=TOOLS)), text), text
+        assert not may_be(guide(Leeway()), text), text
+        thoughts, words, called = read(text, calls)
+        assert (thoughts, words) == ("", "")
+        assert called, text
+    for text in NO_CALLS[calls]:
+        assert not may_be(guide(Leeway(calls=calls, tools=TOOLS)), text), text
+    for value in SCHEMA["properties"]["a"]["enum"]:
+        text = json.dumps({"a": value})
+        assert may_be(guide(Leeway(calls=calls, tools=TOOLS)), text), text
+        assert read(text, calls) == ("", text, [])
+
+
+@pytest.mark.parametrize("calls", CALLS)
+def test_whatever_comes_is_read_as_what_it_is(guide, calls):
+    rng, num_called, num_told = random.Random(7), 0, 0
+    for _ in range(80):
+        text = walk(guide(Leeway(calls=calls, tools=TOOLS)), rng)
+        if text is None:
+            continue
+        _, words, called = read(text, calls)
+        if called:
+            num_called += 1
+            assert words == "", text
+            assert all(name in NAMES and isinstance(arguments, dict) for name, arguments in called), text
+        else:
+            num_told += 1
+            jsonschema.validate(json.loads(words), SCHEMA)
+    assert min(num_called, num_told) > 5, "hardly anything was tried"
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"choice": Choice(choices=["[TOOL", " <tool_"])}, "[TOOL"),
+        ({"choice": Choice(choices=["[TOOL", " <tool_"])}, " <tool_"),
+        ({"regex": "(?s:.*)"}, "a <tool_call>"),
+        ({"grammar": 'start: calls\ncalls: "form"'}, "form"),
+    ],
+)
+@pytest.mark.parametrize("calls", CALLS)
+def test_whatever_the_form(guide, calls, params, text):
+    leeway = Leeway(calls=calls, tools=TOOLS)
+    assert may_be(guide(leeway, **params), text)
+    assert may_be(guide(leeway, **params), CALLS[calls][0])
+    assert read(text, calls) == ("", text, [])
+
+
+@pytest.mark.parametrize("calls", CALLS)
+def test_no_more_calls_than_may_be(guide, calls):
+    leeway = Leeway(calls=calls, tools=TOOLS, most_calls=1)
+    for text in CALLS[calls]:
+        *_, called = read(text, calls)
+        assert may_be(guide(leeway), text) == (len(called) == 1), text
+
+
+def test_a_tool_that_no_python_names_is_not_called_in_pythons_words(guide):
+    leeway = Leeway(calls="pythonic", tools=(("g-2", ""), ("for", "")))
+    assert may_be(guide(leeway), '{"a": "x"}')
+    assert not may_be(guide(leeway), "[for()]")
+
+
+@pytest.mark.parametrize("calls", ["hermes", "llama3", "mistral"])
+def test_arguments_are_held_to_the_schema_of_a_strict_tool(guide, calls):
+    tree = {"properties": {"left": {"$ref": "#"}, "n": {"type": "integer"}}, "additionalProperties": False}
+    tools = [
+        ("@f", json.dumps({"type": "object", **tree})),
+        ("@object", ""),
+        *((f"g{index}", "") for index in range(12)),
+    ]
+    held = Leeway(calls=calls, tools=tuple(tools))
+
+    def texts(name, arguments):
+        told = "parameters" if calls == "llama3" else "arguments"
+        call = json.dumps({"name": name, told: arguments})
+        named = f"[TOOL_CALLS]{name}{json.dumps(arguments)}"
+        whole = {"hermes": f"<tool_call>{call}</tool_call>", "llama3": call, "mistral": f"[TOOL_CALLS][{call}]"}[calls]
+        return [whole, named] if calls == "mistral" else [whole]
+
+    for arguments, is_right in ({}, True), ({"left": {"n": 1}}, True), ({"left": {"n": "x"}}, False), ({"m": 1}, False):
+        assert {may_be(guide(held), text) for text in texts("@f", arguments)} == {is_right}
+        assert {may_be(guide(held), text) for text in texts("@object", arguments)} == {True}
+        assert {may_be(guide(held), text) for text in texts("g11", arguments)} == {True}
+
+
+def test_what_cannot_be_enforced_of_a_strict_tool_names_the_tools(structures):
+    params = SamplingParams(json_schema=json.dumps(SCHEMA))
+    leeway = Leeway(calls="hermes", tools=(("f", '{"not": {}}'),))
+    with pytest.raises(RequestError, match=r'^tools cannot be enforced: .*"not"') as error:
+        asyncio.run(structures.grammar(params, leeway))
+    assert error.value.metadata["field"] == "tools"
+    with pytest.raises(RequestError, match=r"^regex cannot be enforced: "):
+        asyncio.run(structures.grammar(SamplingParams(regex="("), leeway))
+
+
+THOUGHTS = [
+    ("", '{"a": "x"}', ("", '{"a": "x"}', [])),
+    ("", '<think>\nHm {"a"\n</think>\n\n{"a": "x"}', ('Hm {"a"\n', '{"a": "x"}', [])),
+    ("", f"<think>Hm</think>{CALLS['hermes'][0]}", ("Hm", "", [("f", {"a": 1})])),
+    ("<think>\n", 'Hm </thin\n</think>\n\n{"a": "x"}', ("Hm </thin\n", '{"a": "x"}', [])),
+    ("<think>", '</think>{"a": "x"}', ("", '{"a": "x"}', [])),
+    ("<think>\n\n</think>\n\n", '{"a": "x"}', ("", '{"a": "x"}', [])),
+]
+NO_THOUGHTS = [
+    ("", "<think>Hm"),
+    ("", "<think>Hm</think>"),
+    ("", 'Hm</think>{"a": "x"}'),
+    ("", '<think>Hm</think></think>{"a": "x"}'),
+    ("<think>\n", '{"a": "x"}'),
+    ("<think>\n\n</think>\n\n", '<think>Hm</think>{"a": "x"}'),
+]
+
+
+@pytest.mark.parametrize(("prompt_end", "text", "told"), THOUGHTS)
+def test_thoughts_come_before_the_form(guide, prompt_end, text, told):
+    assert may_be(guide(Leeway(thinks=True, calls="hermes", tools=TOOLS), prompt_end), text)
+    assert read(text, "hermes", thinks=True, prompt_end=prompt_end) == told
+
+
+@pytest.mark.parametrize(("prompt_end", "text"), NO_THOUGHTS)
+def test_what_are_no_thoughts_before_the_form(guide, prompt_end, text):
+    assert not may_be(guide(Leeway(thinks=True), prompt_end), text)
+
+
+def test_tags_that_are_special_tokens_come_as_these_alone(tmp_path):
+    write_tokenizer(tmp_path)
+    tags = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    tokens = {str(token): {"content": tag, "special": True} for token, tag in enumerate(tags, 260)}
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "added_tokens_decoder": tokens}))
+    leeway = Leeway(thinks=True, calls="hermes", tools=TOOLS)
+    params = SamplingParams(json_schema=json.dumps(SCHEMA))
+    grammar = asyncio.run(Structures(tmp_path, (EOS,)).grammar(params, leeway, ""))
+    form, call = list(b'{"a": "x"}'), list(b'{"name": "f", "arguments": {}}')
+    for good in (form, [260, *b"Hm", 261, *form], [260, 261, *b"\n", 262, *call, 263]):
+        mask = Grammars(tmp_path, (EOS,)).guide(grammar).allowed(good)
+        assert mask[EOS // 8] >> EOS % 8 & 1
+    for bad in (list(b"<th"), list(b"<tool"), [260, *b"Hm", *b"</think>", *b"{"], [262, *call, *b"<"]):
+        with pytest.raises(RequestError, match="does not allow"):
+            Grammars(tmp_path, (EOS,)).guide(grammar).allowed(bad)
