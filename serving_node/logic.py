@@ -509,6 +509,10 @@ class NodeLogic:
         self._tier.loaded(load_id, num_good, now)
         self._grant()
 
+    def lost(self, slots: Sequence[int]) -> None:
+        """Blocks of a `Spill` could not be copied: these slots hold nothing."""
+        self._tier.lost(slots)
+
     def opened(self, resident: Resident, annex: Opened | None, now: float) -> None:
         """An `OpenAnnex` is over: so many tiles of the request are there, or none of its hosts has room."""
         self._annexing.opened(resident, annex, now)

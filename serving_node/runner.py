@@ -146,7 +146,7 @@ class NodeRunner:
             on_sent=self._sent,
         )
         self._store, self._num_tier_blocks = store, tier.num_host + tier.num_disk
-        self._tier = NodeTier(store, followers, self._loaded)
+        self._tier = NodeTier(store, followers, self._loaded, self._logic.lost)
         self._pp_size: Final = settings.engine.pipeline_parallel_size
         self._tp_size: Final = self._transfers.num_ranks // self._pp_size
         self._grants = Grants(
