@@ -451,9 +451,9 @@ class NodeRunner:
         self._logic.opened(resident, annex, time.monotonic())
         self._carry_out()
 
-    def _host(self, number: int, most_tiles: int) -> list[int]:
+    def _host(self, number: int, most_tiles: int, age: int) -> list[int]:
         """The copies of what had these blocks are made before another node writes to them."""
-        block_ids = self._logic.host(number, most_tiles)
+        block_ids = self._logic.host(number, most_tiles, age)
         self._carry_out()
         return block_ids
 
