@@ -40,6 +40,7 @@ class TierIndex:
         self._free = (list(range(num_host)), list(range(num_host, self.num_slots)))
         self._by_use: tuple[OrderedDict[bytes, None], OrderedDict[bytes, None]] = (OrderedDict(), OrderedDict())
         self._slot_of: dict[bytes, int] = {}
+        self._name_in: dict[int, bytes] = {}  # the same the other way round
         self._pins: Counter[bytes] = Counter()
         self._demotions: dict[int, int] = {}  # slots of host memory, by those of the file that are to have the same
         self._uncopied: dict[bytes, int] = {}  # the block of each name whose bytes are still in the pool alone
@@ -104,6 +105,13 @@ class TierIndex:
             self._uncopied.pop(name, None)
             self._changes.removed(name)
 
+    def lose(self, slots: Sequence[int]) -> None:
+        """What was to be there could not be written. What is being read stays: whoever reads it finds out."""
+        for slot in slots:
+            name = self._name_in.get(slot)
+            if name is not None and not self._pins[name]:
+                self.forget(name)
+
     def take_names(self) -> list[bytes]:
         """All names, for one who knows none of them yet. Changes count from here."""
         self._changes.take()
@@ -119,6 +127,7 @@ class TierIndex:
             taken = [self._slot_of[name] for name in self._by_use[place]]
             assert sorted([*taken, *self._free[place]]) == list(slots), "a slot is lost or has two names"
         assert self._slot_of.keys() == self._by_use[0].keys() | self._by_use[1].keys(), "a name has no place"
+        assert self._name_in == {slot: name for name, slot in self._slot_of.items()}, "names and slots differ"
         assert self._uncopied.keys() <= self._slot_of.keys(), "a block without a slot is to be copied"
         assert all(count > 0 for count in self._pins.values())
         self._changes.check_integrity(self._slot_of)
@@ -127,12 +136,14 @@ class TierIndex:
         return int(self._slot_of[name] >= self.num_host)
 
     def _enter(self, name: bytes, slot: int) -> None:
-        self._slot_of[name] = slot
+        self._slot_of[name], self._name_in[slot] = slot, name
         self._by_use[self._place_of(name)][name] = None
 
     def _leave(self, name: bytes) -> int:
         del self._by_use[self._place_of(name)][name]
-        return self._slot_of.pop(name)
+        slot = self._slot_of.pop(name)
+        del self._name_in[slot]
+        return slot
 
     def _vacate(self, place: int) -> int | None:
         """A slot of this place that is nobody's now; None where there is none to be had."""

@@ -60,6 +60,11 @@ class Annexing:
         """Whether its tiles are leaving, or wait for a host that has room."""
         return resident.is_annexing or resident in self._held_up
 
+    def youngest_held_up(self, age: int) -> Resident | None:
+        """Of those that are younger than this, and whose hosts had no room when they were last asked."""
+        waiting = [each for each in self._held_up if each.age > age and each.lease is not None and not each.is_busy]
+        return max((each for each in waiting if not each.is_ending), key=lambda each: each.age, default=None)
+
     def opened(self, resident: Resident, annex: Opened | None, now: float) -> None:
         """An `OpenAnnex` is over; None where no host has room."""
         resident.is_annexing = False

@@ -32,6 +32,11 @@ class Hosting:
         """Blocks that are others'."""
         return sum(len(lease.block_ids) for lease in self.held)
 
+    @property
+    def may_grow(self) -> bool:
+        """Whether one more tile may be others', if there is room."""
+        return self._most_blocks - self.num_blocks >= self._blocks_each > 0
+
     def lease(self, number: int, most_tiles: int) -> list[int]:
         """Blocks of so many tiles at most, as far as there is room; perhaps none."""
         assert number not in self._leases

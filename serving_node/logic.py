@@ -468,14 +468,26 @@ class NodeLogic:
         self._tier.loaded(load_id, num_good, now)
         self._grant()
 
+    def lost(self, slots: Sequence[int]) -> None:
+        """Blocks of a `Spill` could not be copied: these slots hold nothing."""
+        self._tier.lost(slots)
+
     def opened(self, resident: Resident, annex: Opened | None, now: float) -> None:
         """An `OpenAnnex` is over: so many tiles of the request are there, or none of its hosts has room."""
         self._annexing.opened(resident, annex, now)
         self._grant()
 
-    def host(self, number: int, most_tiles: int) -> list[int]:
-        """Blocks for tiles of another node's request, perhaps none."""
-        return [] if self.is_draining else self.hosting.lease(number, most_tiles)
+    def host(self, number: int, most_tiles: int, age: int) -> list[int]:
+        """Blocks for tiles of another node's request, perhaps none. Younger ones of this node that wait for such blocks
+        themselves give way to it: else each could wait for the other."""
+        if self.is_draining:
+            return []
+        block_ids = self.hosting.lease(number, most_tiles)
+        while not block_ids and self.hosting.may_grow and (younger := self._annexing.youngest_held_up(age)) is not None:
+            self._writing.give_way(younger)
+            block_ids = self.hosting.lease(number, most_tiles)
+        self._grant()
+        return block_ids
 
     def hosted(self, number: int) -> None:
         """Blocks that were another node's are free."""

@@ -122,7 +122,7 @@ class NodeRunner:
             on_sent=self._sent,
         )
         self._store, self._num_tier_blocks = store, tier.num_host + tier.num_disk
-        self._tier = NodeTier(store, followers, self._loaded)
+        self._tier = NodeTier(store, followers, self._loaded, self._logic.lost)
         self._pp_size: Final = settings.engine.pipeline_parallel_size
         self._tp_size: Final = self._transfers.num_ranks // self._pp_size
         self._grants = Grants(
@@ -319,9 +319,9 @@ class NodeRunner:
         self._logic.opened(resident, annex, time.monotonic())
         self._carry_out()
 
-    def _host(self, number: int, most_tiles: int) -> list[int]:
+    def _host(self, number: int, most_tiles: int, age: int) -> list[int]:
         """The copies of what had these blocks are made before another node writes to them."""
-        block_ids = self._logic.host(number, most_tiles)
+        block_ids = self._logic.host(number, most_tiles, age)
         self._carry_out()
         return block_ids
 

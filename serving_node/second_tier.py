@@ -161,8 +161,9 @@ class SecondTier:
         num_held, num_lost = len(load.names) - len(load.loaded), len(load.loaded) - num_good
         load.lease.publish(load.names[: num_held + num_good])
         if num_lost:
-            self.index.forget(load.loaded[num_good])
             self._told.num_damaged += 1
+        for name in load.loaded[num_good:]:  # of no use before the first of them is there again
+            self.index.forget(name)
         read_s = now - load.started_s
         self._told.num_hits += num_good
         self._told.read_bytes += num_good * self._block_bytes
@@ -170,6 +171,10 @@ class SecondTier:
         self._told.saved_s += load.computed_s * num_good / len(load.loaded) - read_s
         self._note_end(load, now, is_measure=not num_lost)
         self._end(load_id)
+
+    def lost(self, slots: Sequence[int]) -> None:
+        """What was to be copied there could not be."""
+        self.index.lose(slots)
 
     def cancel(self, resident: Resident) -> None:
         """What is being read back for it nobody waits for any more."""

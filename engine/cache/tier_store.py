@@ -54,6 +54,8 @@ class TierStore:
         self._num_staged = 0  # rows that wait for the thread
         self._loads: dict[int, asyncio.Task[None]] = {}
         self._turn = asyncio.Lock()  # loads are read one after the other, as each is measured
+        self.on_lost: Callable[[Sequence[int]], None] | None = None
+        """Hears of slots that hold nothing, since what was to be copied there could not be."""
         self.num_unwritten = 0  # blocks that were to be copied and were not
         self.write_s = 0.0  # that copies took, and the thread to write
 
@@ -64,7 +66,7 @@ class TierStore:
             self._demote(copies.demotions)
         pairs = list(zip(copies.block_ids, copies.slots, strict=True))
         most = max(1, SPILLED_BYTES // self._row_bytes)
-        if in_host := self._first([pair for pair in pairs if pair[1] < self._num_host], most):
+        if in_host := self._last([pair for pair in pairs if pair[1] < self._num_host], most):
             block_ids, slots = (list(each) for each in zip(*in_host, strict=True))
             self._copy_out(block_ids, self._host, slots)
             self._checksums |= {slot: _checksum(self._host[slot]) for slot in slots}
@@ -113,21 +115,30 @@ class TierStore:
         for _, slot in demotions:
             self._checksums.pop(slot, None)
         whole = [pair for pair in demotions if pair[0] in self._checksums]
+        self._lose([slot for source, slot in demotions if source not in self._checksums])
         if staged := self._staged(whole):
             sources, slots = (list(each) for each in zip(*staged, strict=True))
             self._checksums |= {slot: self._checksums[source] for source, slot in staged}
             self._write_later(self._host[sources], slots)
 
     def _staged(self, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """As many of the leading ones as may wait for the thread."""
-        return self._first(pairs, max(1, STAGED_BYTES // self._row_bytes) - self._num_staged)
+        """As many of the last ones as may wait for the thread."""
+        return self._last(pairs, max(1, STAGED_BYTES // self._row_bytes) - self._num_staged)
 
-    def _first(self, pairs: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
-        """So many of them; the slots of the others hold nothing."""
-        for _, slot in pairs[most:]:
+    def _last(self, pairs: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+        """So many of them. The others are those that the pool gave up first: what was not used for longest, and of one
+        text its end, which is of no use without its beginning."""
+        num_lost = max(0, len(pairs) - most)
+        self._lose([slot for _, slot in pairs[:num_lost]])
+        return pairs[num_lost:]
+
+    def _lose(self, slots: Sequence[int]) -> None:
+        """Nothing could be written there."""
+        for slot in slots:
             self._checksums.pop(slot, None)
-            self.num_unwritten += 1
-        return pairs[:most]
+        self.num_unwritten += len(slots)
+        if slots and self.on_lost is not None:
+            self.on_lost(slots)
 
     def _write_later(self, rows: Rows, slots: list[int]) -> None:
         self._num_staged += len(slots)
@@ -140,9 +151,7 @@ class TierStore:
             return
         num_written, write_s = writing.result()
         self.write_s += write_s
-        for slot in slots[num_written:]:
-            self._checksums.pop(slot, None)
-            self.num_unwritten += 1
+        self._lose(slots[num_written:])
 
     def _write(self, rows: Rows, slots: Sequence[int]) -> tuple[int, float]:
         """In the thread. How many of the leading rows are in the file, and the seconds it took."""

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from kv_transfer.annexes.wire import MAX_BYTES, Kind, hear_answer, tell
+from kv_transfer.annexes.wire import AGE, MAX_BYTES, Kind, hear_answer, tell
 from kv_transfer.errors import TransferError
 from serving_core.layout import KVLayout
 
@@ -80,16 +80,17 @@ def open_annex(
     layers: Iterable[int],
     read: Callable[[int, int], tuple[memoryview, memoryview]],
     *,
+    age: int,
     row_bytes: int,
     partial_bytes: int,
 ) -> Annex | None:
     """Puts as many of these tiles there as the node has room for; None where it has none. `read` gives the keys and
-    values of a layer's leading tiles, so many. Raises OSError or TransferError."""
+    values of a layer's leading tiles, so many; `age` is that of the request. Raises OSError or TransferError."""
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host.strip("[]"), int(port)), ROOM_S)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        tell(connection, Kind.OPEN, key, number=most_tiles)
+        tell(connection, Kind.OPEN, key + AGE.pack(age), number=most_tiles)
         header, _ = hear_answer(connection, Kind.OPENED)
         if not 0 < header.number <= most_tiles:
             connection.close()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
-from kv_transfer.annexes.wire import KEY_BYTES, Header, Kind, hear, hear_payload, tell
+from kv_transfer.annexes.wire import AGE, KEY_BYTES, Header, Kind, hear, hear_payload, tell
 from kv_transfer.errors import TransferError
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
@@ -46,8 +46,8 @@ class Pool(Protocol):
 
 
 class AnnexHost:
-    """Blocks come from `lease`, which is given most tiles and gives the blocks of as many as there is room for, and go
-    by `release`. Both are called by threads of this object."""
+    """Blocks come from `lease`, which is given most tiles and the age of their request and gives the blocks of as many
+    as there is room for, and go by `release`. Both are called by threads of this object."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class AnnexHost:
         key: bytes,
         pool: Pool,
         partials: Partials,
-        lease: Callable[[int, int], list[int]],
+        lease: Callable[[int, int, int], list[int]],
         release: Callable[[int], None],
         tile_tokens: int,
     ) -> None:
@@ -152,10 +152,12 @@ class AnnexHost:
             return
         if header.kind is not Kind.OPEN:
             raise TransferError("the first message opens no annex")
-        if not hmac.compare_digest(bytes(hear_payload(connection, header, KEY_BYTES)), self._key):
+        payload = bytes(hear_payload(connection, header, KEY_BYTES + AGE.size))
+        if not hmac.compare_digest(payload[:KEY_BYTES], self._key):
             raise TransferError("it was asked for with another key")
+        (age,) = AGE.unpack(payload[KEY_BYTES:])
         with self._known(number):
-            self._hold_for(number, header.number, connection)
+            self._hold_for(number, self._lease(number, header.number, age), connection)
 
     @contextlib.contextmanager
     def _known(self, number: int) -> Iterator[None]:
@@ -171,8 +173,7 @@ class AnnexHost:
             with self._lock:
                 self._num_known -= 1
 
-    def _hold_for(self, number: int, most_tiles: int, connection: socket.socket) -> None:
-        block_ids = self._lease(number, most_tiles)
+    def _hold_for(self, number: int, block_ids: list[int], connection: socket.socket) -> None:
         num_tiles = len(block_ids) // self._blocks_each
         tell(connection, Kind.OPENED, number=num_tiles)
         missing = set(self._layout.layers)

@@ -1,7 +1,7 @@
 """The second tier over all ranks of a node: rank 0 says what is copied, each rank copies its own part of it."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine.cache.tier_store import TierStore
 from protos import ranks_pb2
@@ -14,10 +14,18 @@ TIER_COMMANDS = ("spill", "load_blocks", "cancel_load")
 
 class NodeTier:
     """What rank 0 asks of its ranks. `on_loaded` hears of a load that all have done, and how many blocks are good on
-    all."""
+    all; `on_lost` of slots that hold nothing on this one (what others lack shows when it is read)."""
 
-    def __init__(self, store: TierStore | None, followers: Followers, on_loaded: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        store: TierStore | None,
+        followers: Followers,
+        on_loaded: Callable[[int, int], None],
+        on_lost: Callable[[Sequence[int]], None],
+    ) -> None:
         self._store = store
+        if store is not None:
+            store.on_lost = on_lost
         self._followers = followers
         self._on_loaded = on_loaded
         followers.on_loaded = self.loaded

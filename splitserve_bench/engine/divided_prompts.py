@@ -151,6 +151,7 @@ def _annex(node: Engine, host: _Host, block_ids: list[int]) -> Annex:
         num_tiles,
         node.layout.layers,
         lambda layer, _: node.pool.read(layer, block_ids),
+        age=0,
         row_bytes=sizes.row_bytes,
         partial_bytes=sizes.partial_bytes,
     )
@@ -177,7 +178,7 @@ def _hold_blocks(folder: Path, num_tokens: int) -> None:
     engine, lock = _engine(folder, 4 * num_tokens), threading.Lock()
     hosting = Hosting(BlockAllocator(engine.layout.num_blocks_for(4 * num_tokens)), engine.layout.block_size, TILE_KEYS)
 
-    def lease(number: int, most_tiles: int) -> list[int]:
+    def lease(number: int, most_tiles: int, _age: int) -> list[int]:
         with lock:
             return hosting.lease(number, most_tiles)
 

@@ -55,6 +55,13 @@ async def load(store, slots, block_ids):
     return num_good
 
 
+def told_lost(store):
+    """The slots that it tells of from now on."""
+    lost = []
+    store.on_lost = lost.extend
+    return lost
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize(("num_host", "num_disk"), [(4, 0), (0, 4), (2, 2)])
 async def test_blocks_come_back_as_they_were(tmp_path, monkeypatch, name, num_host, num_disk):
@@ -127,19 +134,22 @@ async def test_a_slot_that_holds_nothing_is_no_block(tmp_path):
 async def test_what_cannot_be_written_in_time_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(tier_store, "STAGED_BYTES", 2 * LAYOUT.block_bytes)
     with closing(TierStore(filled_pool(), 0, 4, str(tmp_path))) as store:
-        store.spill(Copies([], [0, 1, 2], [0, 1, 2]))
-        assert store.num_unwritten == 1
-        assert await load(store, [0, 1, 2], [5, 6, 7]) == 2
+        lost = told_lost(store)
+        store.spill(Copies([], [0, 1, 2], [3, 1, 2]))
+        assert (store.num_unwritten, lost) == (1, [3])  # what was given up first
+        assert await load(store, [1, 2, 3], [5, 6, 7]) == 2
 
 
 async def test_no_more_is_copied_into_host_memory_at_once_than_there_is_time_for(monkeypatch):
     monkeypatch.setattr(tier_store, "SPILLED_BYTES", 2 * LAYOUT.block_bytes)
-    with closing(TierStore(filled_pool(), 4, 0)) as store:
-        store.spill(Copies([], [0, 1, 2], [0, 1, 2]))
-        assert store.num_unwritten == 1
-        assert await load(store, [0, 1, 2], [5, 6, 7]) == 2
-        store.spill(Copies([], [3], [2]))
-        assert await load(store, [2], [8]) == 1
+    with closing(TierStore(filled_pool(), 4, 1)) as store:
+        lost = told_lost(store)
+        store.spill(Copies([], [0, 1, 2], [3, 1, 2]))
+        assert (store.num_unwritten, lost) == (1, [3])
+        assert await load(store, [1, 2, 3], [5, 6, 7]) == 2
+        store.spill(Copies([(3, 4)], [3], [3]))  # what holds nothing cannot go to the file either
+        assert (store.num_unwritten, lost) == (2, [3, 4])
+        assert await load(store, [3, 4], [8, 9]) == 1
 
 
 async def test_a_file_that_cannot_be_written_to_holds_nothing(tmp_path):
@@ -147,9 +157,10 @@ async def test_a_file_that_cannot_be_written_to_holds_nothing(tmp_path):
         readable = os.open("/dev/null", os.O_RDONLY)
         os.dup2(readable, store._fd)
         os.close(readable)
+        lost = told_lost(store)
         store.spill(Copies([], [0, 1], [0, 1]))
         assert await load(store, [0, 1], [5, 6]) == 0
-        assert store.num_unwritten == 2
+        assert (store.num_unwritten, lost) == (2, [0, 1])
 
 
 async def test_nothing_is_written_after_a_cancel(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.cache.kv_pool import PagedKVPool
+from kv_transfer.annexes import wire
 from kv_transfer.annexes.annex import Annex, most_tiles_of, open_annex
 from kv_transfer.annexes.host import MAX_ROWS, MAX_STRANGERS, AnnexHost
 from kv_transfer.annexes.wire import HEADER_BYTES, KEY_BYTES, Kind, hear_answer, tell
@@ -22,6 +23,7 @@ LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, block_size=8
 KEY = bytes(range(KEY_BYTES))
 TILE = 32  # tokens, four blocks
 SIZES = {"row_bytes": 8, "partial_bytes": 12}
+AGE = 2**40 + 7
 CPU = torch.device("cpu")
 
 
@@ -53,17 +55,25 @@ def hosting():
 @pytest.fixture
 def host(hosting):
     pool = PagedKVPool(LAYOUT, 16, CPU)
-    host = AnnexHost("127.0.0.1", 0, KEY, pool, Toy(pool), hosting.lease, hosting.release, TILE)
+    host = AnnexHost("127.0.0.1", 0, KEY, pool, Toy(pool), _lease(hosting), hosting.release, TILE)
     yield host
     host.close()
     assert hosting.num_blocks == 0
+
+
+def _lease(hosting):
+    def lease(number, most_tiles, age):
+        assert age == AGE
+        return hosting.lease(number, most_tiles)
+
+    return lease
 
 
 def _open(host, pool, num_tiles, key=KEY):
     def read(layer, num):
         return pool.read(layer, list(range(num * TILE // LAYOUT.block_size)))
 
-    return open_annex(host.address, key, num_tiles, LAYOUT.layers, read, **SIZES)
+    return open_annex(host.address, key, num_tiles, LAYOUT.layers, read, age=AGE, **SIZES)
 
 
 def _filled():
@@ -141,7 +151,7 @@ def test_who_has_no_key_gets_nothing(host, hosting):
 def test_what_is_not_to_come_ends_the_annex(host, hosting, kind, layer, number, payload):
     name, _, port = host.address.rpartition(":")
     with socket.create_connection((name, int(port)), 10) as connection:
-        tell(connection, Kind.OPEN, KEY, number=1)
+        tell(connection, Kind.OPEN, KEY + wire.AGE.pack(AGE), number=1)
         assert hear_answer(connection, Kind.OPENED)[0].number == 1
         tell(connection, kind, payload, layer=layer, number=number)
         with pytest.raises((TransferError, OSError)):
@@ -237,7 +247,7 @@ def test_damaged_bytes_are_noticed(host, hosting):
     name, _, port = host.address.rpartition(":")
     sizes = [each * 4 for each in LAYOUT.plane_bytes(0)]
     with socket.create_connection((name, int(port)), 10) as connection:
-        tell(connection, Kind.OPEN, KEY, number=1)
+        tell(connection, Kind.OPEN, KEY + wire.AGE.pack(AGE), number=1)
         hear_answer(connection, Kind.OPENED)
         taken, kept = socket.socketpair()
         with taken, kept:
@@ -265,7 +275,7 @@ def _ask(annex):
 
 def test_a_host_that_ends(hosting):
     pool = PagedKVPool(LAYOUT, 16, CPU)
-    host = AnnexHost("127.0.0.1", 0, KEY, pool, Toy(pool), hosting.lease, hosting.release, TILE)
+    host = AnnexHost("127.0.0.1", 0, KEY, pool, Toy(pool), _lease(hosting), hosting.release, TILE)
     annex = _open(host, _filled(), 1)
     host.close()
     with pytest.raises(ConnectionError):
@@ -280,7 +290,7 @@ def test_a_port_that_another_one_has(host, hosting):
     with pytest.raises(
         SettingsError, match=rf"^cannot listen for annexes on 127\.0\.0\.1:{port}: Address already in use"
     ):
-        AnnexHost("127.0.0.1", port, KEY, pool, Toy(pool), hosting.lease, hosting.release, TILE)
+        AnnexHost("127.0.0.1", port, KEY, pool, Toy(pool), _lease(hosting), hosting.release, TILE)
 
 
 def test_an_answer_that_comes_byte_by_byte_is_late_all_the_same():

@@ -95,6 +95,20 @@ def test_what_is_not_there_any_more_is_forgotten():
     index.check_integrity()
 
 
+def test_what_could_not_be_written_is_not_there_unless_it_is_being_read():
+    index = TierIndex(1, 2)
+    put(index, 1)
+    copied(index)
+    put(index, 2, 3)
+    _, slots = copied(index)
+    index.pin(names(2))
+    index.lose([slots[2], slots[3], 99])
+    assert (index.run(names(1)), index.run(names(2)), index.run(names(3))) == (names(1), names(2), [])
+    put(index, 3)
+    assert copied(index)[1].keys() == {3}  # as it was never there
+    index.check_integrity()
+
+
 def test_what_another_reads_too_keeps_its_slot():
     """A damaged block that two read: the slot is not given to another name before the second one has found it so."""
     index = TierIndex(0, 2)
@@ -114,7 +128,7 @@ def test_what_another_reads_too_keeps_its_slot():
 @given(
     num_host=st.integers(0, 4),
     num_disk=st.integers(0, 4),
-    steps=st.lists(st.tuples(st.sampled_from(["put", "pin", "unpin", "copy", "forget"]), st.integers(0, 12))),
+    steps=st.lists(st.tuples(st.sampled_from(["put", "pin", "unpin", "copy", "forget", "lose"]), st.integers(0, 12))),
 )
 def test_each_slot_holds_what_its_name_says(num_host, num_disk, steps):
     """Blocks hold their own names, and slots are copied as the index says: nothing is ever somebody else's."""
@@ -130,6 +144,8 @@ def test_each_slot_holds_what_its_name_says(num_host, num_disk, steps):
             index.unpin([pinned.pop()])
         elif action == "forget" and name not in pinned:
             index.forget(name)
+        elif action == "lose":
+            index.lose([number])
         elif action == "copy":
             if copies := index.take_copies():
                 targets = [target for _, target in copies.demotions] + copies.slots

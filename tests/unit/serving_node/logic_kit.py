@@ -112,6 +112,7 @@ class Node:
             tier=tier,
         )
         self.tier_kv = {}  # what each slot of the second tier holds
+        self.most_spilled = num_blocks  # blocks that are copied at once
         self.loads = {}  # that have begun
         self.num_loads = 0
         self.loads_at_once = True
@@ -473,14 +474,17 @@ class Node:
 
     def _spill(self, copies):
         for source, target in copies.demotions:
-            self.tier_kv[target] = self.tier_kv[source]
-        for block_id, slot in zip(copies.block_ids, copies.slots, strict=True):
-            self.tier_kv[slot] = self.kv.content(block_id)
+            self.tier_kv[target] = self.tier_kv.get(source)
+        num_lost = max(0, len(copies.slots) - self.most_spilled)
+        for index, (block_id, slot) in enumerate(zip(copies.block_ids, copies.slots, strict=True)):
+            self.tier_kv[slot] = None if index < num_lost else self.kv.content(block_id)
+        self.logic.lost([slot for slot in self.tier_kv if self.tier_kv[slot] is None])
 
     def load_ends(self, load_id, num_good=None):
-        """The leading blocks of a load are there: all, unless it is said how many."""
+        """The leading blocks of a load are there: all that it can find, unless it is said how many."""
         load = self.loads.pop(load_id)
-        num_good = len(load.slots) if num_good is None else num_good
+        num_held = next((at for at, slot in enumerate(load.slots) if self.tier_kv[slot] is None), len(load.slots))
+        num_good = num_held if num_good is None else min(num_held, num_good)
         for slot, block_id in list(zip(load.slots, load.block_ids, strict=True))[:num_good]:
             self.kv.put(block_id, self.tier_kv[slot])
         self.kv.spoil_blocks(load.block_ids[num_good:])

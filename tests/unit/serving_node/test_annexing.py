@@ -48,9 +48,10 @@ class LongNode:
         )
         self.opening, self.closed, self.told = None, [], []
 
-    def long(self, num_tokens, max_tokens):
+    def long(self, num_tokens, max_tokens, age=1):
         """A request that comes with a host."""
-        return self.ask("long", 1, num_tokens, max_tokens, hosts=[fleet_pb2.AnnexHost(address="host:1", key=bytes(32))])
+        hosts = [fleet_pb2.AnnexHost(address="host:1", key=bytes(32))]
+        return self.ask("long", age, num_tokens, max_tokens, hosts)
 
     def ask(self, name, age, num_tokens, max_tokens, hosts=()):
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -96,9 +97,9 @@ class LongNode:
         self.take()
         return sum(work.num_tokens for work in works)
 
-    def put(self, num_tiles):
+    def put(self, num_tiles, number=0):
         decision, self.opening = self.opening, None
-        annex = SimpleNamespace(num_tiles=num_tiles) if num_tiles else None
+        annex = SimpleNamespace(num_tiles=num_tiles, number=number) if num_tiles else None
         self.logic.opened(decision.resident, annex, self.now)
         self.take()
         return len(decision.block_ids) * LAYOUT.block_size // TILE
@@ -170,7 +171,7 @@ def test_nothing_is_freed_before_the_tiles_have_arrived_even_when_it_ends():
 def test_what_does_not_fit_beside_the_tiles_of_others_is_told_so_and_the_rest_goes_on(num_prompt):
     """Six of eight blocks are another node's: the one of 14 tokens cannot even start, that of 7 grows out."""
     node = LongNode()
-    node.logic.host(1, 9)
+    node.logic.host(1, 9, age=0)
     node.take()
     node.ask("large", 1, num_prompt, 4)
     node.ask("small", 2, 2, 4)
@@ -218,6 +219,61 @@ def test_hosts_without_room_are_asked_again_and_then_it_fails():
     assert node.now > PATIENCE_S
     assert node.logic.is_idle
     assert node.allocator.num_free == 8
+
+
+class TwoNodes:
+    """Of which each is the other one's host."""
+
+    def __init__(self):
+        self.nodes = [LongNode(), LongNode()]
+        self._num_opened = 0
+
+    def go_on(self):
+        """Each computes, has its tiles go to the other, and lets time pass where there is nothing to compute."""
+        for node, other in (self.nodes, self.nodes[::-1]):
+            if not node.compute():
+                node.tick(node.now + RETRY_S)
+            if node.opening is not None:
+                self._ask(node, other)
+            for annex in node.closed:
+                other.logic.hosted(annex.number)
+            node.closed.clear()
+
+    def _ask(self, node, other):
+        self._num_opened += 1
+        opening = node.opening
+        most_tiles = len(opening.block_ids) * LAYOUT.block_size // TILE
+        block_ids = other.logic.host(self._num_opened, most_tiles, opening.resident.age)
+        other.take()
+        node.put(len(block_ids) * LAYOUT.block_size // TILE, self._num_opened)
+
+
+def test_of_those_that_wait_for_each_others_blocks_the_younger_gives_way():
+    """Each of two requests has filled the pool of its own node. The older one goes on at once; the other one ends here
+    too, or is turned away."""
+    two = TwoNodes()
+    older, _ = (node.long(28, max_tokens=24, age=age) for age, node in enumerate(two.nodes))
+    while not all(node.logic.is_idle for node in two.nodes):
+        two.go_on()
+        if older in two.nodes[0].logic.residents:
+            assert two.nodes[0].now < PATIENCE_S
+    assert older.request.num_output_tokens == 24
+    assert "failed" not in two.nodes[0].told
+    assert all(node.allocator.num_free == 8 for node in two.nodes)
+
+
+@pytest.mark.parametrize(("age", "num_hosted"), [(0, 1), (2, 0)])
+def test_nobody_gives_way_to_a_younger_one_nor_in_vain(age, num_hosted):
+    node = LongNode()
+    long = node.long(28, max_tokens=50)
+    while node.opening is None:
+        node.compute()
+    assert not node.logic.host(1, 1, age=0)  # it may get room yet
+    node.put(0)
+    assert bool(node.logic.host(2, 1, age)) == bool(num_hosted)
+    assert (long.stage is Stage.QUEUED) == bool(num_hosted)
+    node.logic.hosting.release(2)
+    assert len(node.logic.host(3, 9, age=2)) == 6 * num_hosted  # three quarters, or nothing
 
 
 def test_a_lost_annex_fails_the_attempt_and_its_token_is_not_told():

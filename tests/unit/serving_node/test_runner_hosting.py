@@ -44,7 +44,7 @@ def _host_others(node):
     offer, layout = node.node.hello().annexes.host, node.engine.layout
     sizes = node.engine.partial_attention()
     bytes_of = {"row_bytes": sizes.row_bytes, "partial_bytes": sizes.partial_bytes}
-    annex = open_annex(offer.address, offer.key, NUM_TILES, layout.layers, read, **bytes_of)
+    annex = open_annex(offer.address, offer.key, NUM_TILES, layout.layers, read, age=0, **bytes_of)
     assert annex is not None
     assert annex.num_tiles == NUM_TILES
     annex.close()
@@ -56,6 +56,6 @@ async def test_a_host_that_cannot_even_be_asked_has_no_room(tmp_path):
     async with running(tmp_path, engine=engine, kv_annexes=True) as node:
         ends = node.node._annexes
         ends._on_opened = lambda resident, annex: told.append(annex)
-        ends.open(OpenAnnex(SimpleNamespace(hosts=(Host("127.0.0.1:99999", bytes(32)),)), list(range(64))))
+        ends.open(OpenAnnex(SimpleNamespace(age=0, hosts=(Host("127.0.0.1:99999", bytes(32)),)), list(range(64))))
         await node.until(lambda: told == [None])
         await node.node.close()

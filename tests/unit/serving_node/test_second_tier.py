@@ -92,6 +92,22 @@ def test_a_damaged_block_is_computed(num_good):
     node.check_empty()
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_could_not_be_copied_is_copied_another_time(is_told):
+    """Two prompts of 12 blocks that drive each other out, of which 4 can be copied at once. Where nobody tells, as of
+    what another rank lacks, a read finds out, and then of all that it does not find."""
+    node = Node(num_blocks=14, tier=TierPlan(num_host=40, host_s=0.001, reads_always=True))
+    node.most_spilled = 4
+    if not is_told:
+        node.logic.lost = lambda slots: None
+    for turn in range(10):
+        before = node.load.num_cached_tokens
+        ask(node, str(turn), prompt_of(50, first=turn % 2))
+    assert node.load.num_cached_tokens - before == 48
+    assert (node.load.tier.num_damaged == 0) == is_told
+    node.check_empty()
+
+
 def test_what_takes_too_long_is_computed():
     node = Node(num_blocks=6, tier=ALWAYS)
     first = prompt_of(20)
@@ -200,6 +216,7 @@ def test_never_a_wrong_token(seed, is_history_free):
     tier = TierPlan(rng.randint(0, 6), rng.randint(1, 10), 0.001, 0.001, reads_always=True)
     node = Node(num_blocks=14, budget=16, seats=3, tier=tier, is_history_free=is_history_free)
     node.loads_at_once = False
+    node.most_spilled = rng.choice([1, 3, 14])
     asked = {}
     for number in range(60):
         name, length = str(number), rng.randint(1, 30)

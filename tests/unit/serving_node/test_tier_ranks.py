@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager, closing
 
 import torch
 
+from engine.cache import tier_store
 from engine.cache.kv_pool import PagedKVPool
 from engine.cache.tier_store import TierStore
 from engine.stepper import Stepper
@@ -56,8 +57,8 @@ class TwoRanks:
 
     def __init__(self, followers, leader, stores, pools):
         self.pools, self.stores = pools, stores
-        self.loaded = asyncio.Queue()
-        self.tier = NodeTier(stores[0], followers, lambda *each: self.loaded.put_nowait(each))
+        self.loaded, self.lost = asyncio.Queue(), []
+        self.tier = NodeTier(stores[0], followers, lambda *each: self.loaded.put_nowait(each), self.lost.extend)
         self.followers = followers
         self.lets_step_end = threading.Event()
         self.transfers = NoTransfers(pools[1])
@@ -101,6 +102,15 @@ async def test_a_load_is_done_when_all_ranks_have_done_it(monkeypatch):
         ranks.stores[1]._checksums[3] ^= 1  # damaged on one of them
         ranks.tier.carry_out(Load(2, [0, 3], [3, 2]))
         assert await ranks.next_loaded() == (2, 1)
+
+
+async def test_what_rank_0_could_not_copy_is_told(monkeypatch):
+    monkeypatch.setattr(tier_store, "SPILLED_BYTES", LAYOUT.block_bytes)
+    async with two_ranks(monkeypatch) as ranks:
+        ranks.tier.carry_out(Spill(Copies([], [0, 1], [1, 0])))
+        assert ranks.lost == [1]
+        ranks.tier.carry_out(Load(1, [0], [3]))
+        assert await ranks.next_loaded() == (1, 1)
 
 
 async def test_a_follower_copies_what_its_steps_have_written(monkeypatch):
