@@ -14,6 +14,7 @@ from splitserve_bench.simulate.grid import Grid
 
 FORMAT: Final = 1
 MOST_PLACES: Final = 1000  # of a grid, in either direction
+MIXED_CHUNK: Final = 8  # tokens of a prompt for each answer, of the steps that tell mixed_factor
 
 
 @dataclass(frozen=True, slots=True)
