@@ -37,7 +37,8 @@ class Reporting:
         self._percentiles = parse_percentiles(options.metric_percentiles)
         self._metadata = options.metadata_pairs()
         self._is_saved = options.save_result or options.save_detailed
-        for folder in ([options.result_dir] if self._is_saved else []) + ([options.plots] if options.plots else []):
+        results = options.result_dir / (options.result_filename or "any.json")
+        for folder in ([results.parent] if self._is_saved else []) + ([options.plots] if options.plots else []):
             _make(folder)
 
     def begin(self, model: str, num_clipped: int) -> Run:

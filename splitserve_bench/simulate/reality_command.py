@@ -74,10 +74,13 @@ def reality_command(
     how close the simulation comes."""
     from splitserve_bench.simulate.profile import read_profile
 
+    loads = tuple(simulated_options("reality", rate, **flags) for rate in request_rates)
+    for options in loads:
+        options.check()
+        options.check_pace()
     profile, local = read_profile(profile_path), writing_model(model, report)
     if profile.model != local.name:
         raise SettingsError(f"--profile is of {profile.model}, not of {local.name}")
-    loads = tuple(simulated_options("reality", rate, **flags) for rate in request_rates)
     asked = Asked(local, profile, loads, dict(map(parse_engine_flag, engine_flags)), log_dir)
     run_to_end(_compare(asked, as_json))
 
@@ -103,7 +106,6 @@ async def _pairs(asked: Asked, logs: Path) -> "list[Pair]":
     arena = Arena(asked.model, cores_of(2 * asked.profile.cores), asked.flags, logs, report)
     pairs = []
     for options in asked.loads:
-        options.check()
         workload = workload_of(options, node.max_model_len, node.vocab_size)
         warm_up = warm_up_of(workload, NUM_WARM_UPS, node.vocab_size, options.seed)
         for size in FLEETS:

@@ -3,12 +3,16 @@
 import io
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
+from splitserve.cli import main
 from splitserve_bench.serve.metrics import Limits
 from splitserve_bench.serve.records import Outcome
 from splitserve_bench.simulate.reality import Figures, Pair, figures_of
 from splitserve_bench.simulate.reality_report import reality_json, reality_view
+from tests.unit.splitserve_bench.dominance_kit import write_trace
+from tests.unit.splitserve_bench.simulate_kit import PROFILE
 
 REAL = Figures(0.90, 1.0, 0.100, {"prefill_queue_s": 0.5, "prefill_s": 0.2, "decode_s": 0.09, "transfer_s": 0.01})
 
@@ -59,3 +63,21 @@ def test_what_is_not_close_says_by_what():
     assert "1P+1D at 2 req/s: the simulation differs most in prefill queue (-400.0 ms a request)" in text
     assert "in decode (+30.00 ms a token)" in text
     assert "2B at" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--time-scale", "2", "--request-rate", "3"), "--time-scale 2 and --request-rate 3 both"),
+        (("--burstiness", "9"), "--burstiness 9 is of random requests"),
+    ],
+)
+def test_flags_that_would_say_nothing_are_refused_before_anything_starts(tmp_path, words, said):
+    PROFILE.save(tmp_path / "profile.json")
+    trace = write_trace(tmp_path / "trace.csv", 9, prompt_tokens=20, answer_tokens=5)
+    load = ("--dataset-name", "azure", "--dataset-path", str(trace))
+    result = CliRunner().invoke(
+        main, ["bench", "simulate", str(tmp_path), "--profile", str(tmp_path / "profile.json"), *load, *words]
+    )
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
