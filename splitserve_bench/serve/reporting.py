@@ -23,6 +23,7 @@ from splitserve_bench.serve.results import (
 )
 from splitserve_bench.serve.serve_options import ServeOptions
 from splitserve_bench.serve.serve_report import serve_view
+from splitserve_bench.serve.workloads import Workload
 
 
 class Reporting:
@@ -41,9 +42,11 @@ class Reporting:
         for folder in ([results.parent] if self._is_saved else []) + ([options.plots] if options.plots else []):
             _make(folder)
 
-    def begin(self, model: str, num_clipped: int) -> Run:
-        """The run that starts now."""
+    def begin(self, model: str, workload: Workload) -> Run:
+        """The run that starts now. A trace that has less than was asked for is told."""
         options = self._options
+        if len(workload.planned) < (options.num_prompts or 0):
+            report(f"the trace has {len(workload.planned)} requests, not the {options.num_prompts} of --num-prompts")
         return Run(
             started_at=datetime.now().astimezone(),
             backend=options.backend_name,
@@ -54,7 +57,7 @@ class Reporting:
             burstiness=options.burstiness,
             max_concurrency=options.max_concurrency,
             num_gpus=options.num_gpus,
-            num_clipped=num_clipped,
+            num_clipped=workload.num_clipped,
             metadata=self._metadata,
         )
 

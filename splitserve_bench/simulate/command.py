@@ -178,7 +178,7 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions, *, t
     limits = parse_goodput(options.goodput)
     planned = told(workload.planned, lambda each: limits) if tells_limits else workload.planned
     digest = _digest_of((profile, size, limits, options.max_concurrency, options.request_timeout_s), planned)
-    run = replace(reporting.begin(profile.model, workload.num_clipped), started_at=CLOCK_START, digest=digest)
+    run = replace(reporting.begin(profile.model, workload), started_at=CLOCK_START, digest=digest)
     began_s = perf_counter()
     played = play(
         profile,

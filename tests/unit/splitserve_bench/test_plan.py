@@ -16,6 +16,7 @@ from serving_node.settings import NodeSettings
 from splitserve.commands import roles
 from splitserve.commands.serve import up
 from splitserve_bench.compare.search import MOST_SEEDS, Goal
+from splitserve_bench.compare.verdict import plain
 from splitserve_bench.plan.asked import AskedLoad, asked_from_json
 from splitserve_bench.plan.clients import JudgingClients
 from splitserve_bench.plan.command import plan_command
@@ -577,7 +578,12 @@ def test_limits_that_nobody_meets_are_told_so(tmp_path):
     words = [word for word in SMALL if not word.startswith("ttft:") and word != "tpot:200"]
     result = invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *words, "ttft:1")
     assert result.exit_code == 0, result.output
-    assert "No plan reaches the goal" in result.stdout
+    found = json.loads(
+        invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *words, "ttft:1", "--json").stdout
+    )
+    lowest = min(probe["request_rate"] for each in found["plans"] for probe in each["probes"])
+    told = f"No plan reaches the goal at any rate that was tried: the lowest was {plain(lowest)} req/s a cell."
+    assert told in " ".join(result.stdout.split())
 
 
 def test_nodes_on_several_hosts_are_started_one_by_one(nodes):

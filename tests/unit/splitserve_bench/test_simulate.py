@@ -19,6 +19,7 @@ from splitserve_bench.simulate.fleet import Fleet, FleetSize, play, simulate
 from splitserve_bench.simulate.grid import Grid
 from splitserve_bench.simulate.profile import CorridorProfile, TierProfile, read_profile
 from splitserve_bench.simulate.toy_model import ToyModel
+from tests.unit.splitserve_bench.dominance_kit import write_trace
 from tests.unit.splitserve_bench.simulate_kit import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -301,6 +302,13 @@ def test_the_same_seed_gives_the_same_bytes(profile):
     assert first.stdout == second.stdout
     other = run(profile, *words, profile + ".c", "--seed", 1)
     assert other.stdout != first.stdout
+
+
+def test_a_trace_that_has_less_than_was_asked_for_is_told(profile, tmp_path):
+    trace = write_trace(tmp_path / "trace.csv", 9, prompt_tokens=20, answer_tokens=5)
+    words = ("--both", 1, "--dataset-name", "azure", "--dataset-path", trace, "--num-prompts")
+    assert "the trace has 9 requests, not the 10 of --num-prompts" in run(profile, *words, 10).stderr
+    assert "the trace has" not in run(profile, *words, 9).stderr
 
 
 def test_only_the_same_simulation_is_saved_where_another_one_was(profile, tmp_path):
