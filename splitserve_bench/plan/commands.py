@@ -13,7 +13,7 @@ from serving_core.model_config import read_model_config
 from serving_core.shapes import BOTH, DECODE, PREFILL
 from splitserve_bench.plan.asked import AskedNodes
 from splitserve_bench.plan.devices import CPU
-from splitserve_bench.plan.nodes import MEASURED, MEMORY
+from splitserve_bench.plan.nodes import MEASURED, MEMORY, NodeKind
 from splitserve_bench.plan.plans import Placed, Plan
 from splitserve_bench.plan.study import Study
 from splitserve_bench.serve.metrics import Limits
@@ -80,6 +80,7 @@ def _up(plan: Plan, model: str, asked: AskedNodes, others: Sequence[str]) -> str
         f"--max-num-batched-tokens {min(kind.sizes.max_num_batched_tokens for kind in kinds)}",
         f"--max-num-seqs {min(kind.sizes.max_num_seqs for kind in kinds)}",
         *_stored(asked, max(kind.weights_memory_bytes for kind in kinds)),
+        *_measured(kinds[0]),
     ]
     return f"splitserve up {shlex.quote(model)} {' '.join([*flags, *others])}"
 
@@ -90,6 +91,13 @@ def _stored(asked: AskedNodes, memory_bytes: int) -> list[str]:
     flags += [f"--max-model-len {asked.max_model_len}"] if asked.max_model_len else []
     flags += [f"--quantization {asked.quantization}"] if asked.quantization != "none" else []
     return [*flags, *([f"--kv-cache-dtype {asked.kv_cache_dtype}"] if asked.kv_cache_dtype != "auto" else [])]
+
+
+def _measured(kind: NodeKind) -> list[str]:
+    """What the nodes of a profile had, which all nodes of a plan have then."""
+    given = kind.profile.flags.items() if kind.profile is not None else ()
+    words = [(f"--{name.replace('_', '-')}", "" if value is True else shlex.quote(f"{value}")) for name, value in given]
+    return [f"{flag} {value}".strip() for flag, value in words]
 
 
 def _in_flight(plan: Plan) -> list[str]:
@@ -114,6 +122,7 @@ def _node(placed: Placed, first: int, model: str, asked: AskedNodes) -> str:
         f"--max-num-seqs {kind.sizes.max_num_seqs}",
         f"--kv-cache-memory-bytes {kind.kv_cache_memory_bytes}",
         *_stored(asked, kind.weights_memory_bytes),
+        *_measured(kind),
     ]
     command = f"{visible}splitserve {placed.role} {shlex.quote(model)} {JOINED} {' '.join(flags)}"
     return f"{command}  # host {placed.host}, {kind.hardware}"

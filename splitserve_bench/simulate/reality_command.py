@@ -56,7 +56,7 @@ class Asked:
     "engine_flags",
     multiple=True,
     metavar="NAME=VALUE",
-    help="A flag of `splitserve up` for all clusters, as when the profile was measured; give it again for more.",
+    help="A flag of `splitserve up` for all clusters, beside those that the profile has; give it again for more.",
 )
 @click.option("--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for the clusters' logs.")
 @json_option
@@ -81,7 +81,8 @@ def reality_command(
     profile, local = read_profile(profile_path), writing_model(model, report)
     if profile.model != local.name:
         raise SettingsError(f"--profile is of {profile.model}, not of {local.name}")
-    asked = Asked(local, profile, loads, dict(map(parse_engine_flag, engine_flags)), log_dir)
+    flags_of_nodes = {**profile.flags, **dict(map(parse_engine_flag, engine_flags))}
+    asked = Asked(local, profile, loads, flags_of_nodes, log_dir)
     run_to_end(_compare(asked, as_json))
 
 

@@ -645,6 +645,19 @@ def test_a_cluster_knows_the_limits_that_requests_were_simulated_with(nodes):
     assert "--slo-class" not in " ".join(commands_of(whole, plan_of(nodes, 2, 2)))
 
 
+@pytest.mark.parametrize("gpus_per_host", [8, 2])
+def test_nodes_have_the_flags_that_they_were_measured_with(tmp_path, gpus_per_host):
+    flags = {"quantization": "w8a8", "batch_invariant": True, "weights_disk_path": "/a b"}
+    replace(PROFILE, flags=flags).save(tmp_path / "profile.json")
+    study = study_of(asked(replace(paper_nodes(tmp_path), gpus_per_host=gpus_per_host), gpus=4))
+    (kind,) = study.machines.kinds
+    plan = Plan((Pool(PREFILL, kind, 2), Pool(DECODE, kind, 2)), 4, gpus_per_host)
+    found = made(commands_of(study, plan))
+    nodes = found["up"] if gpus_per_host == 8 else [*found["prefill"], *found["decode"]]
+    assert len(nodes) == (1 if gpus_per_host == 8 else 4)
+    assert all(flags.items() <= each.items() for each in nodes)
+
+
 def test_the_longest_request_that_was_planned_for_is_the_longest_that_is_taken(nodes):
     study = study_of(asked(replace(nodes, max_model_len=300), gpus=8))
     assert made(commands_of(study, plan_of(nodes, 2, 2)))["up"][0]["max_model_len"] == 300
