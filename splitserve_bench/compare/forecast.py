@@ -32,16 +32,23 @@ class Forecaster:
         if self.why_not(contender):
             return None
         counts = contender.prefill, contender.decode, contender.both
-        size = FleetSize(*counts, **self._flags(contender), nodes_per_machine=contender.num_nodes)
         profile = self.profiles[self._cores(contender)]
+        flags = {name: value for name, value in self._flags(contender).items() if name not in profile.flags}
+        size = FleetSize(*counts, **flags, nodes_per_machine=contender.num_nodes)
         return simulate(profile, size, planned, max_concurrency=None, request_timeout_s=request_timeout_s)
 
     def why_not(self, contender: ClusterContender) -> str:
         """Why its loads are not simulated; empty where they are."""
-        if unknown := sorted(self._flags(contender).keys() - SIMULATED_FLAGS):
-            return f"the simulator does not know --{unknown[0].replace('_', '-')}"
-        if self._cores(contender) not in self.profiles:
+        profile = self.profiles.get(self._cores(contender))
+        if profile is None:
             return f"no --profile is of nodes of {self._cores(contender)} cores"
+        given = {name: value for name, value in self._flags(contender).items() if name not in SIMULATED_FLAGS}
+        for name in sorted(given.keys() | profile.flags.keys()):
+            flag = f"--{name.replace('_', '-')}"
+            if name not in profile.flags:
+                return f"the simulator does not know {flag}"
+            if given.get(name) != profile.flags[name]:
+                return f"its nodes are not those of the profile, which have {flag} {profile.flags[name]}"
         return ""
 
     def _cores(self, contender: ClusterContender) -> int:

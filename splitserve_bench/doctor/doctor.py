@@ -85,7 +85,8 @@ class DoctorFigures:
     steps: tuple[Measured, ...]
     transfers: tuple[Measured, ...]
     costs: NodeCosts
-    balance: float  # prompt tokens that take as long as one output token
+    balanced_prompt_tokens: int  # the prompt whose tokens are weighed against those of answers
+    balance: float  # tokens of such a prompt that take as long as one output token
     comparisons: tuple[Comparison, ...]
     most_prompt_tokens: int  # that the ranges go to: those that the model takes
     pays: tuple[PaysBetween, ...]
@@ -128,6 +129,7 @@ def conclude(
         fit_corridor([(each.amount, each.seconds) for each in transfers]),
         token_bytes,
     )
+    usual = sizes.prompt_tokens[len(sizes.prompt_tokens) // 2]
     lengths = [(prompt, output) for prompt in sizes.prompt_tokens for output in sizes.output_tokens]
     return DoctorFigures(
         model=model,
@@ -139,7 +141,8 @@ def conclude(
         steps=steps,
         transfers=tuple(transfers),
         costs=costs,
-        balance=prompt_tokens_per_output_token(costs, sizes.running),
+        balanced_prompt_tokens=usual,
+        balance=prompt_tokens_per_output_token(costs, sizes.running, usual),
         comparisons=tuple(compare(costs, sizes.running, *each) for each in lengths),
         most_prompt_tokens=most_tokens,
         pays=tuple(_pays(costs, sizes.running, output, most_tokens) for output in sizes.output_tokens),

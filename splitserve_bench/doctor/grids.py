@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from serving_core.cpus import pin
 from serving_core.errors import SplitServeError
 from serving_core.settings import EngineSettings
+from splitserve_bench.simulate.profile import MIXED_CHUNK
 
 ANSWERS, PROMPTS = "answers", "prompts"
-MIXED_CHUNK: Final = 8  # tokens of a prompt for each answer in a mixed step, at least
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,8 +98,9 @@ def pays_lines(figures: DoctorFigures) -> list[str]:
     lines += [f"  {_range(each, figures.most_prompt_tokens)}" for each in figures.pays]
     balance = figures.balance
     lines.append(
-        f"One output token costs as much as {balance:.1f} prompt tokens: one prefill node keeps one decode node busy, "
-        f"and not more, when prompts are about {balance:.1f} times as long as answers."
+        f"One output token costs as much as {balance:.1f} tokens of a prompt of {figures.balanced_prompt_tokens}: one "
+        "prefill node keeps one decode node busy, and not more, when such prompts are about "
+        f"{balance:.1f} times as long as answers."
     )
     lines.append("For longer prompts have more prefill nodes, for longer answers more decode nodes.")
     return lines

@@ -61,7 +61,14 @@ async def measure_profile(
     flags = {name: getattr(settings, name) for name in NODE_FLAGS}
     contender, num_cpus = lone_cluster(sizes.cores, at_once=at_once)
     outcomes = await _lone_requests(model, contender, cpus[:num_cpus], flags, node, report)
-    return profile_of(model.name, sizes.cores, node, steps, bytes_per_s, outcomes)
+    profile = profile_of(model.name, sizes.cores, node, steps, bytes_per_s, outcomes)
+    return dataclasses.replace(profile, flags=given_flags(settings))
+
+
+def given_flags(settings: EngineSettings) -> dict[str, Any]:
+    """Those of NODE_FLAGS that are not as usual."""
+    usual = EngineSettings()
+    return {name: value for name in NODE_FLAGS if (value := getattr(settings, name)) != getattr(usual, name)}
 
 
 def profile_of(

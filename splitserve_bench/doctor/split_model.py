@@ -157,11 +157,11 @@ def smoother_from(costs: NodeCosts, running: int, output_tokens: int, most_promp
     return found
 
 
-def prompt_tokens_per_output_token(costs: NodeCosts, running: int) -> float:
-    """How many prompt tokens take as long as one output token of a step with all answers of both nodes: at such a mix
-    the two nodes are in balance. Of prompts so short that only their length counts."""
+def prompt_tokens_per_output_token(costs: NodeCosts, running: int, prompt_tokens: int) -> float:
+    """How many tokens of a prompt of that length take as long as one output token of a step with all answers of both
+    nodes: at such a mix the two nodes are in balance."""
     step_s = costs.decode.step_s(2 * running, costs.decode.context_tokens)
-    return step_s / (2 * running) / (costs.prefill.token_s or math.inf)
+    return step_s / (2 * running) * prompt_tokens / costs.prefill.prefill_s(prompt_tokens)
 
 
 def fit_prefill(points: Sequence[tuple[int, float]]) -> PrefillCost:

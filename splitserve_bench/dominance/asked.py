@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,18 +12,21 @@ from splitserve_bench.dominance.contenders import AUTO, BESIDE, OTHERS, WHOLE, C
 from splitserve_bench.dominance.grid import Cell, CellLimits, Grid
 from splitserve_bench.dominance.simulator import alone_s
 from splitserve_bench.plan.asked import AskedLoad
+from splitserve_bench.plan.loads import Loads
 from splitserve_bench.simulate.profile import read_profile
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LIMIT: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(x?)")
 
 
-def grid_of(flags: Mapping[str, Any]) -> Grid:
-    """Raises SettingsError and BenchError."""
+def grid_of(flags: Mapping[str, Any], report: Callable[[str], None]) -> Grid:
+    """`report` is told what is clipped. Raises SettingsError and BenchError."""
     profile = read_profile(flags["profile_path"])
     pairs = {text: _parse_limits(text) for text in flags["limits"]}
     cells: list[Cell] = []
     for name, load, rates in _loads(flags):
+        if clipped := Loads(load, profile.node.vocab_size, profile.node.max_model_len).clipped():
+            report(f"{name}: {clipped}")
         ttft_s, tpot_s = alone_s(profile, load)
         for text, (ttft, tpot) in pairs.items():
             limits = CellLimits(text, ttft.seconds(ttft_s) or 0.0, tpot.seconds(tpot_s) or 0.0)

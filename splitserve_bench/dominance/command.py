@@ -50,7 +50,7 @@ def dominance_command(
 
     if plot is not None:
         require("bench")
-    grid = grid_of(flags)
+    grid = grid_of(flags, report)
     folder = save_dir or Path(tempfile.mkdtemp(prefix="splitserve-dominance-"))
     findings = findings_of(grid, _play(grid, folder, jobs or _num_cpus()))
     if as_json:

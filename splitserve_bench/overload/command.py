@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from splitserve_bench.overload.stages import Stage
     from splitserve_bench.serve.metrics import Limits
     from splitserve_bench.serve.records import Outcome, PlannedRequest
+    from splitserve_bench.serve.workloads import Workload
     from splitserve_bench.simulate.fleet import FleetSize
 
 STAGES: Final = "0.8x20,3x60,0.5x45"
@@ -158,33 +159,40 @@ def _refuse_server_flags(context: click.Context) -> None:
 
 
 async def _measure(asked: Asked) -> None:
-    from splitserve_bench.overload.stages import staged_load
     from splitserve_bench.serve.session import connect
 
-    options = asked.options
-    session = await connect(options)
-    workload = staged_load(asked.stages, options, session.max_model_len, session.vocab_size)
+    session = await connect(asked.options)
+    workload = _workload(asked, session.max_model_len, session.vocab_size)
     await session.warm_up(workload)
     outcomes = await session.send(_told(asked, workload.planned), lambda outcome: None)
     _show(asked, outcomes, {"model": session.model, "backend": session.target.backend})
 
 
 def _simulate(asked: Asked, profile_path: Path, size: "FleetSize") -> None:
-    from splitserve_bench.overload.stages import staged_load
     from splitserve_bench.simulate.fleet import simulate
     from splitserve_bench.simulate.profile import read_profile
 
     size.check()
-    profile, options = read_profile(profile_path), asked.options
-    workload = staged_load(asked.stages, options, profile.node.max_model_len, profile.node.vocab_size)
+    profile = read_profile(profile_path)
+    workload = _workload(asked, profile.node.max_model_len, profile.node.vocab_size)
     outcomes = simulate(
         profile,
         size,
         _told(asked, workload.planned),
         max_concurrency=None,
-        request_timeout_s=options.request_timeout_s,
+        request_timeout_s=asked.options.request_timeout_s,
     )
     _show(asked, outcomes, {"model": profile.model, "backend": f"simulated-{size}"})
+
+
+def _workload(asked: Asked, max_model_len: int | None, vocab_size: int) -> "Workload":
+    """Raises SettingsError or BenchError for what cannot be sent."""
+    from splitserve_bench.overload.stages import staged_load
+
+    workload = staged_load(asked.stages, asked.options, max_model_len, vocab_size)
+    if workload.num_clipped:
+        report(f"{workload.num_clipped} of {len(workload.planned)} requests are clipped to what the model takes")
+    return workload
 
 
 def _told(asked: Asked, planned: "Sequence[PlannedRequest]") -> "Sequence[PlannedRequest]":

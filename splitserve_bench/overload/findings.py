@@ -6,7 +6,7 @@ from typing import Any
 
 from splitserve_bench.overload.stages import Stage, overload_of
 from splitserve_bench.overload.windows import Window, back_after_s, window_of, windows_of
-from splitserve_bench.serve.metrics import Limits
+from splitserve_bench.serve.metrics import Distribution, Limits, send_lag_s
 from splitserve_bench.serve.records import Outcome
 from splitserve_bench.serve.results import request_lines
 
@@ -23,6 +23,16 @@ class Findings:
     overload_s: tuple[float, float]  # its start and its end
     back_s: float | None
     outcomes: tuple[Outcome, ...]
+
+    @property
+    def is_sent_after(self) -> bool:
+        """Whether anything was, after the overload."""
+        return any(outcome.scheduled_s >= self.overload_s[1] for outcome in self.outcomes)
+
+    @property
+    def send_lag_s(self) -> Distribution:
+        """How late requests were sent, of all."""
+        return Distribution(tuple(map(send_lag_s, self.outcomes)))
 
     @property
     def seconds_after(self) -> float:
@@ -60,6 +70,7 @@ def findings_json(findings: Findings, about: Mapping[str, Any], *, detailed: boo
         "overload_start_s": findings.overload_s[0],
         "overload_end_s": findings.overload_s[1],
         "back_s": findings.back_s,
+        "send_lag_p99_s": findings.send_lag_s.percentile(99),
         "stages": stages,
         "windows": [window.to_json() for window in findings.windows],
         **({"requests": list(request_lines(findings.outcomes))} if detailed else {}),

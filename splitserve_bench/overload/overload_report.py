@@ -8,6 +8,7 @@ from rich.table import Table
 from splitserve.commands.terminal import plain_table
 from splitserve_bench.overload.findings import Findings
 from splitserve_bench.overload.windows import Window
+from splitserve_bench.serve.serve_report import lag_warnings
 
 COUNTS = ("offered", "good", "good/s", "share", "late", "refused until", "refused", "failed")
 MEANING = (
@@ -20,12 +21,14 @@ def overload_view(findings: Findings) -> Group:
     stages = plain_table("stage", numbers=("req/s", *COUNTS))
     for stage, window in zip(findings.stages, findings.by_stage, strict=True):
         stages.add_row(_seconds(window), f"{stage.rate:.3g}", *_cells(window))
-    return Group(stages, "", _window_table(findings.windows), MEANING, "", f"[bold]{back_sentence(findings)}[/]")
+    lines = [f"[bold]{back_sentence(findings)}[/]"]
+    lines += [f"[yellow]{line}[/]" for line in lag_warnings(findings.send_lag_s, findings.limits)]
+    return Group(stages, "", _window_table(findings.windows), MEANING, "", *lines)
 
 
 def back_sentence(findings: Findings) -> str:
     """How long after the overload goodput was back."""
-    if findings.seconds_after <= 0:
+    if not findings.is_sent_after:
         return "Nothing was sent after the overload: whether goodput comes back is not known."
     wanted = f"{findings.attainment:.0%} of the requests good"
     if findings.back_s is None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 DEVICE, COST, POWER = "device", "cost", "power"
+MOST_COUNTED: Final = 10_000  # requests of a probe
 # What goodput is shown by: words, and times what requests a second are.
 OBJECTIVES: Final = {DEVICE: ("req/s a device", 1), COST: ("requests a dollar", 3600), POWER: ("req/s a kilowatt", 1)}
 

@@ -7,14 +7,13 @@ from typing import Final
 
 from coordinator.control.live import TokenRow
 from coordinator.control.prompts import Prompt
-from coordinator.control.slo import Slo
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
 from splitserve_bench.serve.metrics import Limits
 from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.simulate.agenda import Agenda
-from splitserve_bench.simulate.clients import Server
+from splitserve_bench.simulate.clients import Server, slo_of
 
 TIMEOUT_S: Final = 600.0
 
@@ -81,7 +80,7 @@ class JudgingClients:
         planned = judged.planned
         sampling = SamplingParams(max_tokens=planned.output_tokens, temperature=0.0, ignore_eos=True)
         arrives_s = planned.send_at_s + self.door_s / 2
-        slo = Slo("", self.limits.ttft_s, self.limits.tpot_s)
+        slo = slo_of(planned)
 
         def submit() -> None:
             deadline_s = arrives_s + TIMEOUT_S
@@ -157,12 +156,13 @@ class JudgingClients:
         self.is_over = is_known or self.num_missed > self.most_missed
 
     def close(self) -> None:
-        """Judges the rest, by the tokens that have come."""
+        """Judges the rest, by the tokens that have come; the next one of each counts as if it came now, as some of the
+        time is its own."""
         now, limit_s, whole_s = self.agenda.now + self.door_s / 2, self.limits.tpot_s, self.limits.e2el_s
         for judged in self.judged:
             if judged.last_s == math.inf and judged.num_tokens:
-                more = (judged.planned.output_tokens - 1) / max(1, judged.num_tokens - 1)
-                judged.last_s = judged.first_s + (now - judged.first_s) * more
+                gap_s = (now - judged.first_s) / judged.num_tokens
+                judged.last_s = judged.first_s + gap_s * (judged.planned.output_tokens - 1)
             if limit_s is not None and (judged.tpot_s or 0.0) > limit_s:
                 self._late(judged, "TPOT")
             elif whole_s is not None and judged.last_s - judged.planned.send_at_s > whole_s:

@@ -57,6 +57,8 @@ def plan_command(
     study = study_of(asked)
     for line in study.machines.unfit:
         report(f"left out: {line}")
+    if clipped := study.loads.clipped():
+        report(clipped)
     report(f"{len(study.plans)} plans: {', '.join(map(str, study.plans))}")
     found = findings_of(study, _run(study, asked, jobs or _num_cpus()))
     if as_json:

@@ -44,7 +44,7 @@ class Link:
 
 _DEVICES: Final = (
     Device("h100", 989e12, 3.35e12, 80 * GIB, 64e9, 450e9, NVLINK, 4.75, 700),
-    Device("h200", 989e12, 4.8e12, 141_000_000_000, 64e9, 450e9, NVLINK, 5.50, 700),
+    Device("h200", 989e12, 4.8e12, 140 * GIB, 64e9, 450e9, NVLINK, 5.50, 700),
     Device("a100", 312e12, 2.039e12, 80 * GIB, 32e9, 300e9, NVLINK, 2.20, 400),
     Device("l4", 121e12, 300e9, 24_000_000_000, 32e9, 0, PCIE, 0.70, 72),
     Device(CPU, 320e9, 12e9, 4 * GIB, 3e9, 0, ETHERNET_10G, 0.05, 10, multiplies_quantized=True),

@@ -59,7 +59,8 @@ def words_of(found: list[Finding], objective: str) -> list[str]:
     """Which plan is best, and how close the second is."""
     what, _ = OBJECTIVES[objective]
     if not found or not found[0].value:
-        return ["No plan reaches the goal at any rate that was tried: the limits are tighter than an idle fleet."]
+        lowest = min((played.rate for each in found for played in each.played), default=0.0)
+        return [f"No plan reaches the goal at any rate that was tried: the lowest was {plain(lowest)} req/s a cell."]
     best, *others = found
     lines = [f"Best: {best.plan}, {plain(best.value)} {what} (knee {_interval(best)})."]
     second = next((each for each in others if each.value), None)

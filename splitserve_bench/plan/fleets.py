@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from coordinator.settings import CoordinatorSettings
+from serving_core.shapes import BOTH, DECODE, PREFILL
 from splitserve_bench.compare.search import MOST_SEEDS
 from splitserve_bench.plan.clients import JudgingClients
 from splitserve_bench.plan.nodes import NodeKind
@@ -18,7 +19,7 @@ from splitserve_bench.serve.spread import effective_size
 from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.corridor import Corridor, End
 from splitserve_bench.simulate.costs import LEAST_STEP_S, START_TOKENS, StepLoad
-from splitserve_bench.simulate.fleet import Fleet
+from splitserve_bench.simulate.fleet import Fleet, FleetSize, start_nodes
 from splitserve_bench.simulate.toy_model import ToyModel
 
 MOST_IN_FLIGHT: Final = 65_536  # answers at once, as far as the coordinator goes
@@ -46,7 +47,7 @@ class PlannedCosts:
 
     def __init__(self, kind: NodeKind, host: int) -> None:
         self.kind, self.host = kind, host
-        self.prefill_tokens_per_s = START_TOKENS / kind.steps.chunk_s(START_TOKENS, 0)
+        self.prefill_tokens_per_s = START_TOKENS / max(LEAST_STEP_S, kind.steps.chunk_s(START_TOKENS, 0))
 
     def step_s(self, load: StepLoad) -> float:
         steps = self.kind.steps
@@ -103,13 +104,15 @@ def play(
 
 def run_clients(plan: Plan, clients: JudgingClients) -> None:
     """Until they have what they want."""
-    agenda = clients.agenda
-    sizes = plan.pools[0].kind.sizes
-    settings = CoordinatorSettings(max_num_queued_reqs=MOST_IN_FLIGHT)
-    corridor = LinkedCorridor(agenda, sizes.layout, block_bytes=sizes.block_bytes)
+    agenda, kind = clients.agenda, plan.pools[0].kind
+    sizes, settings = kind.sizes, CoordinatorSettings(max_num_queued_reqs=MOST_IN_FLIGHT)
+    corridor = LinkedCorridor(agenda, sizes.layout, block_bytes=sizes.block_bytes) if kind.profile is None else None
     fleet = Fleet(agenda, clients, sizes, ToyModel(sizes.vocab_size), settings, corridor=corridor)
-    for placed in plan.placed():
-        fleet.start(placed.name, placed.role, PlannedCosts(placed.kind, placed.host), sizes=placed.kind.sizes)
+    if kind.profile is not None:  # all nodes are of one profile
+        start_nodes(fleet, kind.profile, FleetSize(plan.count_of(PREFILL), plan.count_of(DECODE), plan.count_of(BOTH)))
+    else:
+        for placed in plan.placed():
+            fleet.start(placed.name, placed.role, PlannedCosts(placed.kind, placed.host), sizes=placed.kind.sizes)
     clients.start(fleet.coordinator)
     agenda.run(lambda: clients.is_over)
     fleet.coordinator.catch_up()

@@ -49,14 +49,26 @@ class Loads:
         inputs, outputs = sum(len(each.prompt) for each in shapes), sum(each.output_tokens for each in shapes)
         return Lengths(inputs / len(shapes), outputs / len(shapes), longest)
 
+    def clipped(self) -> str:
+        """How many of the data set's requests are longer than the model takes, and so clipped, in words; "" of none."""
+        lengths = [each.input_tokens + each.output_tokens for each in self._traced]
+        lengths = lengths or [len(each.prompt) + each.output_tokens for each in self._random(SAMPLE, 0)]
+        share = sum(length > self._max_model_len for length in lengths) / len(lengths)
+        longer = f"{share:.1%} of the requests are longer than {self._max_model_len} tokens, and are clipped to that"
+        return longer if share else ""
+
     def _drawn(self, num_requests: int, seed: int) -> list[Shape]:
-        asked, own = self._asked, f"{self._asked.seed} {seed}"
         if self._traced:
-            shapes = trace_load(self._stretch(num_requests, seed), self._vocab_size, asked.seed + seed)
+            traced = self._stretch(num_requests, seed)
+            shapes = trace_load(traced, self._vocab_size, self._asked.seed + seed)
         else:
-            lengths = (asked.random_input_len, asked.random_output_len, asked.random_range_ratio)
-            shapes = random_load(num_requests, *lengths, self._vocab_size, Random(f"{own} shapes"))
+            shapes = self._random(num_requests, seed)
         return list(fit(shapes, self._max_model_len).shapes)
+
+    def _random(self, num_requests: int, seed: int) -> list[Shape]:
+        asked = self._asked
+        lengths = (asked.random_input_len, asked.random_output_len, asked.random_range_ratio)
+        return random_load(num_requests, *lengths, self._vocab_size, Random(f"{asked.seed} {seed} shapes"))
 
     def _times_s(self, rate: float, num_requests: int, seed: int) -> list[float]:
         if self._traced:

@@ -1,7 +1,8 @@
 """The kinds of node that a plan can have: devices of one hardware, joined as ranks, that hold the model."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -13,7 +14,7 @@ from serving_core.json_fields import read_json_object
 from serving_core.settings import EngineSettings
 from serving_node.settings import NodeSettings
 from splitserve_bench.plan.asked import AskedNodes
-from splitserve_bench.plan.devices import DEVICES, device_of, link_of
+from splitserve_bench.plan.devices import CPU, DEVICES, Device, device_of, link_of
 from splitserve_bench.plan.model_sizes import ModelSizes, read_model_sizes
 from splitserve_bench.plan.roofline import LINK, Roofline
 from splitserve_bench.plan.stages import StagedRoofline
@@ -22,6 +23,7 @@ from splitserve_bench.plan.tables import Entry, Table, read_table
 from splitserve_bench.simulate.costs import StepLoad
 from splitserve_bench.simulate.grid import Grid
 from splitserve_bench.simulate.profile import (
+    MIXED_CHUNK,
     ControlProfile,
     CorridorProfile,
     NodeSizes,
@@ -37,6 +39,8 @@ DOOR_S: Final = 1e-3  # from a client to the coordinator and back
 PLACES: Final = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 512, 32), *range(512, 16384, 128))
 CONTEXTS: Final = (0, 128, 512, 2048, 8192, 32768, 131072)
 QUANTIZED_FLAGS: Final = ("quantization", "kv_cache_dtype")
+MOST_MIXED: Final = 32  # answers of a step by which the factor of steps of both is told
+MIXED_CONTEXT: Final = 512  # tokens before each
 MEASURED: Final = "measured"  # the hardware of a profile of `splitserve doctor --save`
 
 
@@ -58,6 +62,7 @@ class NodeKind:
     kv_cache_memory_bytes: int  # of each rank
     pp: int = 1  # stages of tp ranks
     weights_memory_bytes: int = 0  # of each rank; 0: they hold all
+    profile: Profile | None = None  # that `splitserve doctor --save` has measured of them
 
     @property
     def num_devices(self) -> int:
@@ -95,12 +100,11 @@ def machines_of(asked: AskedNodes) -> Machines:
     names = dict.fromkeys((*asked.prefill_hardware, *asked.decode_hardware, *asked.both_hardware))
     if not names:
         raise SettingsError("--hardware NAME is needed, or a --profile that splitserve doctor --save has written")
+    _check_figures(asked, names)
     kinds: list[NodeKind] = []
     unfit: list[str] = []
     for hardware in names:
         for tp, pp in product(asked.tp_sizes, asked.pp_sizes):
-            if tp * pp > asked.gpus_per_host:
-                continue
             try:
                 kinds.append(_kind(asked, model, table, hardware, tp, pp))
             except _Unfit as why:
@@ -113,13 +117,11 @@ def machines_of(asked: AskedNodes) -> Machines:
 
 def profile_of(machines: Machines, kind: NodeKind) -> Profile:
     """For `splitserve simulate`: steps at places close enough to go straight between them, and one factor for steps of
-    both, that of half a step of prompts beside 32 answers."""
+    both, that of short chunks, as `splitserve doctor --save` has it."""
     sizes, steps = kind.sizes, kind.steps
     columns = [place for place in CONTEXTS if place <= sizes.max_model_len]
     answers = [place for place in PLACES if place < sizes.max_num_seqs] + [sizes.max_num_seqs]
     chunks = [place for place in PLACES if place < sizes.max_num_batched_tokens] + [sizes.max_num_batched_tokens]
-    load = StepLoad(32, 32 * columns[-1] // 2, sizes.max_num_batched_tokens // 2 + 1, 0)
-    apart_s = answers_part_s(steps, load) + chunk_part_s(steps, load)
     return Profile(
         model=machines.name,
         cores=kind.num_devices,
@@ -127,12 +129,18 @@ def profile_of(machines: Machines, kind: NodeKind) -> Profile:
         steps=StepProfile(
             answers=_grid(answers, columns, steps.answers_s),
             prompts=_grid(chunks, columns, steps.chunk_s),
-            mixed_factor=steps.both_s(load) / apart_s,
+            mixed_factor=statistics.median(_mixed_factor(steps, num) for num in answers if num <= MOST_MIXED),
             overhead_s=0.0,
         ),
         corridor=CorridorProfile(kind.transfer_s, kind.bytes_per_s * kind.num_sending),
         control=ControlProfile(kind.message_s, machines.door_s),
     )
+
+
+def _mixed_factor(steps: Steps, num_answers: int) -> float:
+    """Of a step with so many answers and a short chunk, over the same in two steps."""
+    load = StepLoad(num_answers, num_answers * MIXED_CONTEXT, num_answers * MIXED_CHUNK, 0)
+    return steps.both_s(load) / (answers_part_s(steps, load) + chunk_part_s(steps, load))
 
 
 def _grid(rows: Sequence[float], columns: Sequence[float], seconds_of: Callable[[float, float], float]) -> Grid:
@@ -148,13 +156,22 @@ def _measured(profile: Profile, asked: AskedNodes) -> Machines:
     """One kind, of as many devices as a node had, which counts as one."""
     if asked.both_hardware:
         raise SettingsError("--hardware is for data sheets and tables: this profile was measured on what it is of")
+    _check_figures(asked, (MEASURED,))
     said = "this profile has what was measured: splitserve doctor takes that flag as well"
     _refuse_flags(asked, said, ("weights_memory_bytes", *QUANTIZED_FLAGS))
+    node = profile.node
+    node = dataclasses.replace(
+        node,
+        max_model_len=min(asked.max_model_len or node.max_model_len, node.max_model_len),
+        max_num_batched_tokens=asked.max_num_batched_tokens or node.max_num_batched_tokens,
+        max_num_seqs=asked.max_num_seqs or node.max_num_seqs,
+    )
+    profile = dataclasses.replace(profile, node=node)
     speed, control = profile.corridor.bytes_per_s, profile.control
     kind = NodeKind(
         MEASURED,
         1,
-        profile.node,
+        node,
         MeasuredSteps(profile),
         num_sending=1,
         bytes_per_s=speed,
@@ -163,9 +180,9 @@ def _measured(profile: Profile, asked: AskedNodes) -> Machines:
         transfer_s=profile.corridor.latency_s,
         dollars_per_h=dict(asked.dollars_per_h).get(MEASURED, 0.0),
         watts=dict(asked.watts).get(MEASURED, 0.0),
-        kv_cache_memory_bytes=profile.node.num_blocks * profile.node.block_bytes,
+        kv_cache_memory_bytes=node.num_blocks * node.block_bytes,
+        profile=profile,
     )
-    node = profile.node
     return Machines(profile.model, node.vocab_size, node.max_model_len, control.door_s, (kind,), ())
 
 
@@ -180,6 +197,8 @@ def _kind(asked: AskedNodes, model: ModelSizes, table: Table | None, hardware: s
     device = device_of(hardware)
     if device is None and not (table is not None and asked.device_memory_bytes):
         raise SettingsError(f"{hardware} is none of {', '.join(DEVICES)}: a table of it needs --device-memory too")
+    if tp * pp > asked.gpus_per_host:
+        raise _Unfit(f"a host has {asked.gpus_per_host} devices")
     if tp > model.num_heads:
         raise _Unfit(f"the model has {model.num_heads} heads")
     if pp > model.num_layers:
@@ -198,7 +217,8 @@ def _kind(asked: AskedNodes, model: ModelSizes, table: Table | None, hardware: s
         steps = stage if pp == 1 else StagedRoofline(stage, pp)
     else:
         steps = table.steps(_entry(table, asked, hardware, tp), model, within)
-    sizes = _sizes(asked, model, asked.device_memory_bytes or (device.memory_bytes if device else 0), tp, pp)
+    memory_bytes = asked.device_memory_bytes or (device.memory_bytes if device else 0)
+    sizes = _sizes(asked, model, hardware, memory_bytes, tp, pp)
     share = asked.gpus_per_host if between.is_shared else 1
     return NodeKind(
         hardware,
@@ -210,12 +230,26 @@ def _kind(asked: AskedNodes, model: ModelSizes, table: Table | None, hardware: s
         host_bytes_per_s=between.bytes_per_s * LINK / share,
         message_s=MESSAGE_S,
         transfer_s=TRANSFER_S,
-        dollars_per_h=tp * pp * dict(asked.dollars_per_h).get(hardware, device.dollars_per_h if device else 0.0),
-        watts=tp * pp * dict(asked.watts).get(hardware, device.watts if device else 0.0),
+        dollars_per_h=tp * pp * _figure(asked.dollars_per_h, hardware, device, device.dollars_per_h if device else 0.0),
+        watts=tp * pp * _figure(asked.watts, hardware, device, device.watts if device else 0.0),
         kv_cache_memory_bytes=sizes.num_blocks * model.rank_block_bytes(sizes.block_size, tp, pp),
         pp=pp,
         weights_memory_bytes=asked.weights_memory_bytes if elsewhere_bytes else 0,
     )
+
+
+def _figure(given: Sequence[tuple[str, float]], hardware: str, device: Device | None, usual: float) -> float:
+    """What is given for the hardware, as it is called or as the device that it is."""
+    figures = dict(given)
+    return figures.get(hardware, figures.get(device.name, usual) if device else usual)
+
+
+def _check_figures(asked: AskedNodes, names: Collection[str]) -> None:
+    """Raises SettingsError for prices and watts of what is no hardware."""
+    for flag, figures in (("--price", asked.dollars_per_h), ("--watts", asked.watts)):
+        for name, _ in figures:
+            if name not in names and name not in DEVICES:
+                raise SettingsError(f"{flag} has {name}, and the hardware is {', '.join(names)}")
 
 
 def _elsewhere_bytes(memory_bytes: int, model: ModelSizes, tp: int, pp: int) -> int:
@@ -244,9 +278,10 @@ def _entry(table: Table, asked: AskedNodes, hardware: str, tp: int) -> Entry:
     raise _Unfit("the table has no such size")
 
 
-def _sizes(asked: AskedNodes, model: ModelSizes, memory_bytes: int, tp: int, pp: int) -> NodeSizes:
-    engine, node = EngineSettings(), NodeSettings()
-    block_size = engine.block_size
+def _sizes(asked: AskedNodes, model: ModelSizes, hardware: str, memory_bytes: int, tp: int, pp: int) -> NodeSizes:
+    node = NodeSettings(max_num_batched_tokens=asked.max_num_batched_tokens, max_num_seqs=asked.max_num_seqs)
+    max_num_batched_tokens, max_num_seqs = node.step_sizes(CPU if hardware == CPU else "cuda")
+    block_size = EngineSettings().block_size
     weight_bytes = model.rank_weight_bytes(tp, pp)
     if asked.weights_memory_bytes:
         weight_bytes = min(weight_bytes, asked.weights_memory_bytes)
@@ -261,8 +296,8 @@ def _sizes(asked: AskedNodes, model: ModelSizes, memory_bytes: int, tp: int, pp:
         num_layers=model.num_layers,
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
-        max_num_batched_tokens=asked.max_num_batched_tokens,
-        max_num_seqs=asked.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
         max_num_queued=node.max_num_queued,
         overlap_min_tokens=node.overlap_min_tokens,
     )

@@ -8,7 +8,7 @@ import click
 
 from serving_core.settings import KV_CACHE_DTYPES, QUANTIZATIONS
 from splitserve_bench.options import PAIR, ListOf, NewFile, Size, options_of, repeat_flags
-from splitserve_bench.plan.asked import Asked, AskedLoad, AskedNodes
+from splitserve_bench.plan.asked import MOST_COUNTED, Asked, AskedLoad, AskedNodes
 from splitserve_bench.plan.devices import DEVICES, INFINIBAND, LINK_NAMES
 from splitserve_bench.serve.serve_options import ABOVE_0, DATASETS, RANDOM, check_burstiness, check_dataset
 
@@ -91,8 +91,13 @@ memory_option = click.option(
 )
 node_options = options_of(
     click.option("--max-model-len", default=0, type=click.IntRange(0), help="Tokens of a request; else the model's."),
-    click.option("--max-num-batched-tokens", default=2048, show_default=True, type=COUNT, help="Of a node's step."),
-    click.option("--max-num-seqs", default=256, show_default=True, type=click.IntRange(1, 1024), help="Of a node."),
+    click.option(
+        "--max-num-batched-tokens",
+        default=0,
+        type=click.IntRange(0),
+        help="Of a node's step; default: a profile's, else that of nodes on such devices.",
+    ),
+    click.option("--max-num-seqs", default=0, type=click.IntRange(0, 1024), help="Of a node; default: likewise."),
     click.option(
         "--weights-memory-bytes",
         default=0,
@@ -170,8 +175,20 @@ search_options = options_of(
     click.option("--candidates", default=20, show_default=True, type=COUNT, help="Most plans that are simulated."),
     click.option("--all", "all_plans", is_flag=True, help="Find every plan's knee, not only those of the best two."),
     click.option("--max-probes", default=12, show_default=True, type=COUNT, help="Of a plan."),
-    click.option("--num-prompts", default=200, show_default=True, type=COUNT, help="Requests that count, at least."),
-    click.option("--seconds", default=2.0, show_default=True, type=ABOVE_0, help="For which they come, at least."),
+    click.option(
+        "--num-prompts",
+        default=200,
+        show_default=True,
+        type=click.IntRange(1, MOST_COUNTED),
+        help="Requests that count, at least.",
+    ),
+    click.option(
+        "--seconds",
+        default=2.0,
+        show_default=True,
+        type=ABOVE_0,
+        help=f"For which they come, at least, but for more than {MOST_COUNTED} requests.",
+    ),
     click.option("--seed", default=0, show_default=True, type=click.IntRange(0)),
     click.option("--jobs", default=0, type=click.IntRange(0, 256), help="Processes; default: one for each CPU."),
 )

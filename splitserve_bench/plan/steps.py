@@ -41,7 +41,8 @@ def chunk_part_s(steps: Steps, load: StepLoad) -> float:
 
 
 class MeasuredSteps:
-    """Of a profile that `splitserve doctor --save` has written; prompts as on a node that reads one after the other."""
+    """Of a profile that `splitserve doctor --save` has written, for estimates: of a node beside another one at work
+    that reads one prompt after the other."""
 
     def __init__(self, profile: Profile) -> None:
         self._steps, self._costs = profile.steps, ProfileCosts(profile)

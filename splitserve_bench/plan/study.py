@@ -5,16 +5,17 @@ from typing import Final
 
 from serving_core.errors import SettingsError
 from splitserve_bench.compare.search import Goal
-from splitserve_bench.plan.asked import Asked
+from splitserve_bench.plan.asked import MOST_COUNTED, Asked
 from splitserve_bench.plan.fleets import Played, play
 from splitserve_bench.plan.loads import Loads
 from splitserve_bench.plan.nodes import Machines, machines_of
 from splitserve_bench.plan.plans import Estimates, Plan, candidates, weight_of
 from splitserve_bench.plan.race import LEADERS, Race
 from splitserve_bench.serve.metrics import Limits, parse_goodput
+from splitserve_bench.serve.told import told
 
 FIRST_SHARE: Final = 0.7  # of its estimate, the rate at which a plan is probed first
-MOST_REQUESTS: Final = 20_000  # of a probe
+MOST_BEFORE: Final = 5_000  # requests of a probe that do not count
 STEP: Final = 1.3  # between rates until one passes and one fails: estimates are not that far off
 
 
@@ -44,9 +45,9 @@ class Study:
         enough to keep it full."""
         asked, plan = self.asked, self.plans[index]
         fill_s = self.estimates.fill_s(plan.pools, rate) + (self.limits.ttft_s or 0.0)
-        num_counted = min(MOST_REQUESTS // 2, max(asked.num_prompts, round(rate * asked.seconds)))
-        num_before = min(MOST_REQUESTS // 4, round(rate * fill_s))
-        planned = self.loads.load(rate, num_counted + 3 * num_before, seed)
+        num_counted = min(MOST_COUNTED, max(asked.num_prompts, round(rate * asked.seconds)))
+        num_before = min(MOST_BEFORE, round(rate * fill_s))
+        planned = told(self.loads.load(rate, num_counted + 3 * num_before, seed), lambda each: self.limits)
         return play(
             plan,
             planned,
@@ -70,9 +71,15 @@ def study_of(asked: Asked) -> Study:
     estimates = Estimates(lengths, limits)
     plans = tuple(candidates(asked, machines, estimates, lengths.longest_tokens))
     if not plans:
-        raise SettingsError(
-            f"no node holds requests of {lengths.longest_tokens} tokens on {asked.gpus // asked.cells} devices"
-        )
+        raise SettingsError(_why_none(machines, asked.gpus // asked.cells, lengths.longest_tokens))
     if not all(weight_of(plan, asked.objective) > 0 for plan in plans):
         raise SettingsError(f"--{asked.objective} needs a figure above 0 for all hardware: --price, --watts")
     return Study(asked, machines, limits, loads, estimates, plans)
+
+
+def _why_none(machines: Machines, num_devices: int, longest_tokens: int) -> str:
+    """Why there is no plan for a cell of so many devices."""
+    least = min(kind.num_devices for kind in machines.kinds)
+    if least > num_devices:
+        return f"the smallest node has {least} devices, and a cell has {num_devices}: --tp, --pp, --gpus or --cells"
+    return f"no node holds requests of {longest_tokens} tokens on {num_devices} devices"

@@ -23,6 +23,7 @@ from splitserve_bench.serve.results import (
 )
 from splitserve_bench.serve.serve_options import ServeOptions
 from splitserve_bench.serve.serve_report import serve_view
+from splitserve_bench.serve.workloads import Workload
 
 
 class Reporting:
@@ -37,12 +38,15 @@ class Reporting:
         self._percentiles = parse_percentiles(options.metric_percentiles)
         self._metadata = options.metadata_pairs()
         self._is_saved = options.save_result or options.save_detailed
-        for folder in ([options.result_dir] if self._is_saved else []) + ([options.plots] if options.plots else []):
+        results = options.result_dir / (options.result_filename or "any.json")
+        for folder in ([results.parent] if self._is_saved else []) + ([options.plots] if options.plots else []):
             _make(folder)
 
-    def begin(self, model: str, num_clipped: int) -> Run:
-        """The run that starts now."""
+    def begin(self, model: str, workload: Workload) -> Run:
+        """The run that starts now. A trace that has less than was asked for is told."""
         options = self._options
+        if len(workload.planned) < (options.num_prompts or 0):
+            report(f"the trace has {len(workload.planned)} requests, not the {options.num_prompts} of --num-prompts")
         return Run(
             started_at=datetime.now().astimezone(),
             backend=options.backend_name,
@@ -53,7 +57,7 @@ class Reporting:
             burstiness=options.burstiness,
             max_concurrency=options.max_concurrency,
             num_gpus=options.num_gpus,
-            num_clipped=num_clipped,
+            num_clipped=workload.num_clipped,
             metadata=self._metadata,
         )
 

@@ -30,7 +30,8 @@ class Run:
     """What was run. An infinite request rate is everything at once, or a trace at its own times.
 
     num_gpus are those of all nodes, None where nobody said; num_clipped the requests cut to what the model takes; tier
-    what the second tiers of a simulated fleet did, None where it has none. metadata is written as it stands.
+    what the second tiers of a simulated fleet did, None where it has none. metadata is written as it stands. digest is
+    of what a simulation was asked, which names its file instead of the time.
     """
 
     started_at: datetime
@@ -45,6 +46,7 @@ class Run:
     num_clipped: int = 0
     tier: TierUse | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+    digest: str = ""
 
     @property
     def date(self) -> str:
@@ -72,11 +74,12 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
 
 
 def file_name(run: Run) -> str:
-    """As vLLM names it: label or backend, rate, concurrency where limited, the model's last part, date."""
+    """As vLLM names it: label or backend, rate, concurrency where limited, the model's last part, date, or the digest
+    of a simulation."""
     concurrency = "" if run.max_concurrency is None else f"-concurrency{run.max_concurrency}"
     label = (run.label or run.backend).replace("/", "-")
     model = run.model_id.rstrip("/").rsplit("/", 1)[-1]
-    return f"{label}-{run.request_rate_per_s}qps{concurrency}-{model}-{run.date}.json"
+    return f"{label}-{run.request_rate_per_s}qps{concurrency}-{model}-{run.digest or run.date}.json"
 
 
 def result_json(

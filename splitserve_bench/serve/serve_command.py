@@ -44,7 +44,7 @@ async def _serve(options: ServeOptions) -> None:
     session = await connect(options)
     workload = workload_of(options, session.max_model_len, session.vocab_size)
     await session.warm_up(workload)
-    run, limits = reporting.begin(session.model, workload.num_clipped), parse_goodput(options.goodput)
+    run, limits = reporting.begin(session.model, workload), parse_goodput(options.goodput)
     planned = told(workload.planned, lambda each: limits) if options.send_limits else workload.planned
     came: list[Outcome] = []
     try:

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from splitserve.commands.terminal import PHASE_NAMES, plain_table
-from splitserve_bench.serve.metrics import Summary
+from splitserve_bench.serve.metrics import Distribution, Limits, Summary
 from splitserve_bench.serve.misses import frequent_errors
 from splitserve_bench.serve.records import TierUse
 from splitserve_bench.serve.results import DEFAULT_METRICS, DEFAULT_PERCENTILES, Run, read_share
@@ -159,16 +159,20 @@ def tier_line(tier: TierUse) -> str:
 
 def warnings(summary: Summary, run: Run) -> list[str]:
     """Reasons to doubt the figures."""
-    limit_s = summary.limits.ttft_s
-    most_s = MAX_SEND_LAG_S if limit_s is None else min(MAX_SEND_LAG_S, MAX_SEND_LAG_OF_TTFT * limit_s)
-    lag_s = summary.send_lag_s.percentile(99)
+    return lag_warnings(summary.send_lag_s, summary.limits, run.max_concurrency)
+
+
+def lag_warnings(send_lag_s: Distribution, limits: Limits, max_concurrency: int | None = None) -> list[str]:
+    """That requests were sent too late for such limits."""
+    most_s = MAX_SEND_LAG_S if limits.ttft_s is None else min(MAX_SEND_LAG_S, MAX_SEND_LAG_OF_TTFT * limits.ttft_s)
+    lag_s = send_lag_s.percentile(99)
     if lag_s is None or lag_s <= most_s:
         return []
     lag = f"warning: the send lag's p99 is {lag_s * 1e3:.1f} ms, more than {most_s * 1e3:g} ms: "
-    if run.max_concurrency is None:
+    if max_concurrency is None:
         return [f"{lag}the generator did not keep up, so the server saw another load than the one asked for"]
     return [
-        f"{lag}requests waited in the generator for one of {run.max_concurrency} places, which TTFT and attainment "
+        f"{lag}requests waited in the generator for one of {max_concurrency} places, which TTFT and attainment "
         "do not count"
     ]
 

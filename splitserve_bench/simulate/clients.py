@@ -75,7 +75,7 @@ class LoadClients:
         request_id = f"{planned.index}/0"
         self._answers[request_id] = _Answer(planned, Reply(planned, lambda: self._agenda.now))
         sampling = SamplingParams(max_tokens=planned.output_tokens, temperature=0.0, ignore_eos=True)
-        prompt, deadline_s, slo = Prompt(planned.prompt), self._agenda.now + self._timeout_s, _slo_of(planned)
+        prompt, deadline_s, slo = Prompt(planned.prompt), self._agenda.now + self._timeout_s, slo_of(planned)
         self._agenda.after(
             self._half_s,
             lambda: self._server.submit(request_id, prompt, sampling, deadline_s=deadline_s, slo=slo),
@@ -130,7 +130,7 @@ class _Answer:
     token_ids: list[int] = field(default_factory=list)
 
 
-def _slo_of(planned: PlannedRequest) -> Slo | None:
+def slo_of(planned: PlannedRequest) -> Slo | None:
     """The limits that the server is told."""
     ttft_s, tpot_s = (each_ms and each_ms / MS for each_ms in (planned.ttft_ms, planned.tpot_ms))
     slo = Slo("", ttft_s, tpot_s)

@@ -1,6 +1,8 @@
 """`splitserve simulate`. What it simulates with is imported when it runs, so that help is quick."""
 
+import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,11 +23,13 @@ from splitserve_bench.serve.serve_options import (
 )
 
 if TYPE_CHECKING:
+    from splitserve_bench.serve.records import PlannedRequest
     from splitserve_bench.simulate.fleet import FleetSize
     from splitserve_bench.simulate.profile import Profile
 
 CLOCK_START: Final = datetime(1970, 1, 1, tzinfo=UTC)  # of every simulation, so that equal ones are told alike
 MOST_OF_A_ROLE: Final = 1024
+DIGEST_BYTES: Final = 8
 # Of a load that goes to no server, and of which nothing is written.
 NO_SERVER: Final[dict[str, Any]] = {
     "server": None, "host": None, "port": None, "endpoint": "", "model": "", "api_key": None, "extra_body": "{}",
@@ -171,9 +175,10 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions, *, t
     options.check_pace()
     reporting = Reporting(options)
     workload = workload_of(options, profile.node.max_model_len, profile.node.vocab_size)
-    run = replace(reporting.begin(profile.model, workload.num_clipped), started_at=CLOCK_START)
     limits = parse_goodput(options.goodput)
     planned = told(workload.planned, lambda each: limits) if tells_limits else workload.planned
+    digest = _digest_of((profile, size, limits, options.max_concurrency, options.request_timeout_s), planned)
+    run = replace(reporting.begin(profile.model, workload), started_at=CLOCK_START, digest=digest)
     began_s = perf_counter()
     played = play(
         profile,
@@ -185,3 +190,13 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions, *, t
     seconds, num_tokens = perf_counter() - began_s, sum(outcome.num_output_tokens for outcome in played.outcomes)
     report(f"{num_tokens} answer tokens simulated in {seconds:.1f} s, {num_tokens / seconds:.0f} a second")
     reporting.show(played.outcomes, replace(run, tier=played.tier))
+
+
+def _digest_of(asked: object, planned: "Sequence[PlannedRequest]") -> str:
+    """Of all that the outcome depends on, so that only equal simulations have one file."""
+    from splitserve_bench.serve.wire import pack_request
+
+    digest = hashlib.blake2s(repr(asked).encode(), digest_size=DIGEST_BYTES)
+    for each in planned:
+        digest.update(pack_request(each))
+    return digest.hexdigest()

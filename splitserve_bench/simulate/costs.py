@@ -72,7 +72,8 @@ class ProfileCosts:
         self._answers_factor = profile.steps.answers_alone_factor if is_alone else 1.0
         self._prompts_factor = profile.steps.prompts_alone_factor if is_alone else 1.0
         self._answers: dict[int, Row] = {}  # by how many there are, of those that were asked for
-        self.prefill_tokens_per_s = START_TOKENS / (profile.steps.prompts.at(START_TOKENS, 0) * self._prompts_factor)
+        start_s = profile.steps.prompts.at(START_TOKENS, 0) * self._prompts_factor
+        self.prefill_tokens_per_s = START_TOKENS / max(LEAST_STEP_S, start_s)
 
     def step_s(self, load: StepLoad) -> float:
         """Answers and prompts together take the sum of both times the mixed factor, but no less than either alone: that

@@ -154,7 +154,7 @@ def play(
         request_timeout_s=request_timeout_s,
     )
     fleet = Fleet(agenda, clients, profile.node, model, size.settings)
-    _start_nodes(fleet, profile, size)
+    start_nodes(fleet, profile, size)
     clients.start(fleet.coordinator)
     agenda.run(lambda: clients.is_over)
     return Played(clients.outcomes, _tier_use(fleet, profile.node))
@@ -173,7 +173,7 @@ def _tier_use(fleet: Fleet, sizes: NodeSizes) -> TierUse | None:
     )
 
 
-def _start_nodes(fleet: Fleet, profile: Profile, size: FleetSize) -> None:
+def start_nodes(fleet: Fleet, profile: Profile, size: FleetSize) -> None:
     """Those that share a machine follow each other. Who shares none, or where that makes no difference, needs none."""
     beside, alone = ProfileCosts(profile), ProfileCosts(profile, is_alone=True)
     nodes = size.nodes()

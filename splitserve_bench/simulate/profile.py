@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from splitserve_bench.simulate.grid import Grid
 
 FORMAT: Final = 1
 MOST_PLACES: Final = 1000  # of a grid, in either direction
+MIXED_CHUNK: Final = 8  # tokens of a prompt for each answer, of the steps that tell mixed_factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,9 @@ class Profile:
     steps: StepProfile
     corridor: CorridorProfile
     control: ControlProfile
+    flags: Mapping[str, str | int | bool] = field(
+        default_factory=dict, hash=False
+    )  # of `splitserve up`, for such nodes
 
     def save(self, path: Path) -> None:
         """Raises SettingsError."""
@@ -133,9 +137,18 @@ def read_profile(path: Path) -> Profile:
             steps=_steps(_nested(fields, "steps")),
             corridor=CorridorProfile(corridor.number("latency_s"), corridor.positive("bytes_per_s")),
             control=ControlProfile(control.number("message_s"), control.number("door_s")),
+            flags=_flags(fields.nested("flags")),
         )
     except ModelError as error:
         raise SettingsError(f"--profile: {error}") from error
+
+
+def _flags(fields: JsonFields | None) -> dict[str, str | int | bool]:
+    flags = {} if fields is None else {name: fields.raw(name) for name in fields.names}
+    for name, value in flags.items():
+        if not isinstance(value, str | int | bool):
+            raise ModelError(f"{name} of flags must be a text, a whole number, true or false")
+    return flags
 
 
 def _steps(fields: JsonFields) -> StepProfile:

@@ -56,7 +56,7 @@ class Asked:
     "engine_flags",
     multiple=True,
     metavar="NAME=VALUE",
-    help="A flag of `splitserve up` for all clusters, as when the profile was measured; give it again for more.",
+    help="A flag of `splitserve up` for all clusters, beside those that the profile has; give it again for more.",
 )
 @click.option("--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for the clusters' logs.")
 @json_option
@@ -74,11 +74,15 @@ def reality_command(
     how close the simulation comes."""
     from splitserve_bench.simulate.profile import read_profile
 
+    loads = tuple(simulated_options("reality", rate, **flags) for rate in request_rates)
+    for options in loads:
+        options.check()
+        options.check_pace()
     profile, local = read_profile(profile_path), writing_model(model, report)
     if profile.model != local.name:
         raise SettingsError(f"--profile is of {profile.model}, not of {local.name}")
-    loads = tuple(simulated_options("reality", rate, **flags) for rate in request_rates)
-    asked = Asked(local, profile, loads, dict(map(parse_engine_flag, engine_flags)), log_dir)
+    flags_of_nodes = {**profile.flags, **dict(map(parse_engine_flag, engine_flags))}
+    asked = Asked(local, profile, loads, flags_of_nodes, log_dir)
     run_to_end(_compare(asked, as_json))
 
 
@@ -103,7 +107,6 @@ async def _pairs(asked: Asked, logs: Path) -> "list[Pair]":
     arena = Arena(asked.model, cores_of(2 * asked.profile.cores), asked.flags, logs, report)
     pairs = []
     for options in asked.loads:
-        options.check()
         workload = workload_of(options, node.max_model_len, node.vocab_size)
         warm_up = warm_up_of(workload, NUM_WARM_UPS, node.vocab_size, options.seed)
         for size in FLEETS:

@@ -54,6 +54,15 @@ def test_nodes_without_a_profile_and_flags_that_are_not_simulated_are_left_out()
     assert not forecaster(roles="fixed").why_not(SPLIT)
 
 
+def test_a_profile_is_of_clusters_with_the_flags_that_it_was_measured_with():
+    quantized = dataclasses.replace(PROFILE, flags={"quantization": "w8a8"})
+    alike, other = (Forecaster({1: quantized}, 2, {"quantization": each}) for each in ("w8a8", "int8"))
+    assert alike.outcomes(TWO, LOAD, 60.0) == forecaster().outcomes(TWO, LOAD, 60.0)
+    why = "its nodes are not those of the profile, which have --quantization w8a8"
+    assert other.why_not(TWO) == Forecaster({1: quantized}, 2, {}).why_not(TWO) == why
+    assert forecaster(quantization="w8a8").why_not(TWO) == "the simulator does not know --quantization"
+
+
 def test_two_profiles_of_one_size_are_refused():
     assert by_cores([PROFILE, dataclasses.replace(PROFILE, cores=2)]).keys() == {1, 2}
     with pytest.raises(SettingsError, match="the same number of cores"):

@@ -54,7 +54,7 @@ def test_what_follows_from_figures():
     assert figures.costs.prefill.prefill_s(150) == pytest.approx(0.16)
     assert figures.costs.decode.step_s(6, 5000) == pytest.approx(0.025)
     assert figures.costs.hand_over_s(100) == pytest.approx(0.003)
-    assert figures.balance == pytest.approx(0.03 / 8 / 0.001)
+    assert (figures.balanced_prompt_tokens, figures.balance) == (200, pytest.approx(0.03 / 8 * 200 / 0.21))
     lengths = [(each.prompt_tokens, each.output_tokens) for each in figures.comparisons]
     assert lengths == [(100, 50), (100, 1), (200, 50), (200, 1), (300, 50), (300, 1)]
     assert [each.output_tokens for each in figures.pays] == [50, 1]
@@ -72,8 +72,8 @@ def test_the_conclusion_in_words():
         f"{figures.pays[0].smoother_from_tokens} on",
         f"  for answers of 1 tokens at no prompt length up to 1000; {steady}, from prompts of "
         f"{figures.pays[1].smoother_from_tokens} on",
-        f"One output token costs as much as {balance} prompt tokens: one prefill node keeps one decode node busy, and "
-        f"not more, when prompts are about {balance} times as long as answers.",
+        f"One output token costs as much as {balance} tokens of a prompt of 200: one prefill node keeps one decode "
+        f"node busy, and not more, when such prompts are about {balance} times as long as answers.",
         "For longer prompts have more prefill nodes, for longer answers more decode nodes.",
     ]
     assert pays_lines(concluded((50,), 190))[1] == f"  for answers of 50 tokens from prompts of {least} tokens on"

@@ -122,7 +122,9 @@ async def test_lone_requests_go_to_nodes_of_as_many_cores_as_the_steps_were_meas
     monkeypatch.setattr(saving, "_steps", steps)
     monkeypatch.setattr(saving, "all_cpus", lambda: cpus)
     model = LocalModel(tiny, "tiny")
-    profile = await measure_profile(model, EngineSettings(), DoctorBench(cores, 2, (16,), (8,), 1), 5e8, str)
+    settings = EngineSettings(quantization="w8a8", weights_memory_bytes=2**30, batch_invariant=True, num_kv_blocks=9)
+    profile = await measure_profile(model, settings, DoctorBench(cores, 2, (16,), (8,), 1), 5e8, str)
+    assert profile.flags == {"quantization": "w8a8", "weights_memory_bytes": 2**30, "batch_invariant": True}
     assert asked == [(model, given, contender, LONE_REQUESTS, 1)]
     assert (profile.cores, profile.corridor.latency_s) == (cores, 0.0)
 

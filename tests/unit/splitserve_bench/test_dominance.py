@@ -108,6 +108,15 @@ def test_what_a_request_takes_alone_one_can_work_out(tmp_path):
         alone_s(PROFILE, load_of(trace))
 
 
+def test_what_is_clipped_is_told(words, tmp_path, trace):
+    lengths = [sum(map(int, line.split(",")[1:])) for line in trace.read_text().splitlines()[1:]]
+    longer = sum(length > 200 for length in lengths) / len(lengths)
+    replace(PROFILE, node=replace(PROFILE.node, max_model_len=200)).save(tmp_path / "short.json")
+    told = f"chat: {longer:.1%} of the requests are longer than 200 tokens, and are clipped to that"
+    assert told in dominance(*words, "--profile", tmp_path / "short.json", "--seeds", "1").stderr
+    assert "clipped" not in dominance(*words, "--seeds", "1").stderr
+
+
 def test_limits_are_multiples_of_that(words, tmp_path, trace):
     ttft_s, tpot_s = alone_s(PROFILE, load_of(trace))
     result = dominance(*words, "--limits", "6x:2.5x", "--rates", "2", "--seeds", "1", "--json")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -189,6 +190,7 @@ def test_what_was_found_is_shown_and_drawn(tmp_path, monkeypatch):
     ("text", "sentence"),
     [
         ("1x5,2x7", "Nothing was sent after the overload"),
+        ("1x5,2x7,0x30", "Nothing was sent after the overload"),
         ("2x2,1x7", "Goodput was not back within the 7 s"),
         ("2x1,1x11", "Goodput was back for what came 10 s after the overload and later"),
     ],
@@ -197,6 +199,18 @@ def test_it_is_said_whether_goodput_is_back(text, sentence):
     with stdout.capture() as capture:
         stdout.print(overload_view(found(text)))
     assert sentence in capture.get()
+
+
+def test_a_generator_that_did_not_keep_up_is_told():
+    late = [replace(each, sent_s=each.scheduled_s + 0.08) for each in OUTCOMES]
+    findings = [findings_of(each, parse_stages("1x5,2x5,1x2", 1.0), LIMITS, 0.9) for each in (OUTCOMES, late)]
+    assert [findings_json(each, {})["send_lag_p99_s"] for each in findings] == pytest.approx([0.0, 0.08])
+    with stdout.capture() as capture:
+        stdout.print(overload_view(findings[0]))
+    assert "send lag" not in capture.get()
+    with stdout.capture() as capture:
+        stdout.print(overload_view(findings[1]))
+    assert "the send lag's p99 is 80.0 ms" in capture.get()
 
 
 # ---- the command ----
@@ -284,6 +298,14 @@ def test_a_simulated_fleet_that_refuses_says_when_to_come_back_and_recovers_soon
     assert told["stages"][1]["num_refused_until"] > 50
     assert [stage["num_refused"] for stage in told["stages"]] == [0, 0, 0]
     assert told["back_s"] <= 5
+
+
+def test_what_is_clipped_is_told(tmp_path):
+    replace(PROFILE, node=replace(PROFILE.node, max_model_len=64)).save(tmp_path / "profile.json")
+    words = ("bench", "overload", "--profile", str(tmp_path / "profile.json"), "--both", "1", "--goodput", "ttft:1000")
+    words += ("--stages", "2x4", "--random-output-len", "4", "--random-input-len")
+    assert "8 of 8 requests are clipped to what the model takes" in CliRunner().invoke(main, [*words, "100"]).stderr
+    assert "clipped" not in CliRunner().invoke(main, [*words, "60"]).stderr
 
 
 @pytest.mark.parametrize("flag", [("--server", "127.0.0.1:1"), ("--num-warmups", "3"), ("--model", "m")])

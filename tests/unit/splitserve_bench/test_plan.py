@@ -8,17 +8,21 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from coordinator.control.slo import Limit, parse_slo_classes
 from kv_transfer.endpoints import endpoint_of, host_of
 from serving_core.errors import SettingsError
 from serving_core.shapes import BOTH, DECODE, PREFILL
+from serving_node.settings import NodeSettings
 from splitserve.commands import roles
 from splitserve.commands.serve import up
 from splitserve_bench.compare.search import MOST_SEEDS, Goal
+from splitserve_bench.compare.verdict import plain
 from splitserve_bench.plan.asked import AskedLoad, asked_from_json
+from splitserve_bench.plan.clients import JudgingClients
 from splitserve_bench.plan.command import plan_command
 from splitserve_bench.plan.commands import commands_of
 from splitserve_bench.plan.devices import DEVICES, LINKS, link_of
-from splitserve_bench.plan.fleets import LinkedCorridor, PlannedCosts, Played, play
+from splitserve_bench.plan.fleets import LinkedCorridor, PlannedCosts, Played, play, run_clients
 from splitserve_bench.plan.loads import Loads
 from splitserve_bench.plan.model_sizes import read_model_sizes
 from splitserve_bench.plan.nodes import machines_of, profile_of
@@ -27,9 +31,10 @@ from splitserve_bench.plan.race import Race
 from splitserve_bench.plan.roofline import ATTENTION, LAYER_S, LINK, MEMORY, PRODUCTS, Roofline, collectives_s
 from splitserve_bench.plan.stages import StagedRoofline
 from splitserve_bench.plan.study import study_of
-from splitserve_bench.serve.metrics import Limits
+from splitserve_bench.serve.metrics import Limits, tpot_s, ttft_s
 from splitserve_bench.simulate.agenda import Agenda
-from splitserve_bench.simulate.costs import StepLoad
+from splitserve_bench.simulate.costs import ProfileCosts, StepLoad
+from splitserve_bench.simulate.fleet import FleetSize, simulate
 from splitserve_bench.simulate.profile import read_profile
 from tests.unit.splitserve_bench.plan_kit import OPT, asked, asked_nodes, distserve_file, model_folder, splitwise_file
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, request
@@ -242,11 +247,93 @@ def test_a_table_says_what_hardware_it_has(nodes, tmp_path):
         machines_of(replace(nodes, profile=table, **dict.fromkeys(names, ("h200",))))
 
 
+def test_a_price_is_of_a_device_by_whatever_name_it_is_called(nodes, tmp_path):
+    table = str(splitwise_file(tmp_path / "perf_model.csv"))
+    names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), ("h100-80gb",))
+    of_table = replace(nodes, profile=table, tp_sizes=(2,), watts=(("h100-80gb", 9.0),), **names)
+    (kind,) = machines_of(replace(of_table, dollars_per_h=(("h100", 3.0), ("a100", 1.0)))).kinds
+    assert (kind.dollars_per_h, kind.watts) == (6.0, 18.0)
+    (kind,) = machines_of(of_table).kinds
+    assert kind.dollars_per_h == 2 * 4.75
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({"dollars_per_h": (("h10", 3.0),)}, "--price has h10, and the hardware is h100"),
+        ({"watts": (("h100", 3.0), ("tpu", 1.0))}, "--watts has tpu"),
+    ],
+)
+def test_a_price_of_no_hardware_is_refused(nodes, tmp_path, figures, words):
+    with pytest.raises(SettingsError, match=words):
+        machines_of(replace(nodes, **figures))
+    PROFILE.save(tmp_path / "profile.json")
+    with pytest.raises(SettingsError, match="and the hardware is measured"):
+        machines_of(replace(paper_nodes(tmp_path), dollars_per_h=(("h10", 3.0),)))
+
+
+def test_a_node_is_no_larger_than_a_host(nodes):
+    machines = machines_of(replace(nodes, tp_sizes=(4, 8)))
+    assert machines.unfit == ("h100, TP 8: a host has 4 devices",)
+    with pytest.raises(SettingsError, match="fits nowhere: h100, TP 8: a host has 4 devices"):
+        machines_of(replace(nodes, tp_sizes=(8,)))
+
+
+def test_a_cell_with_fewer_devices_than_a_node_is_told_so(nodes):
+    with pytest.raises(SettingsError, match="the smallest node has 4 devices, and a cell has 2"):
+        study_of(asked(replace(nodes, tp_sizes=(4,)), gpus=4, cells=2))
+
+
 def test_a_measured_profile_is_one_kind_of_node(tmp_path):
     PROFILE.save(tmp_path / "profile.json")
     (kind,) = machines_of(paper_nodes(tmp_path)).kinds
-    assert kind.sizes == PROFILE.node
     assert kind.steps.answers_s(2, 100) == PROFILE.steps.answers.at(2, 100)
+
+
+def test_a_measured_profile_is_simulated_as_by_splitserve_simulate(tmp_path):
+    """Also what a node takes longer that has waited, and what it takes less beside one that rests."""
+    steps = replace(PROFILE.steps, prompt_overhead_s=0.05, answers_alone_factor=0.5, prompts_alone_factor=0.6)
+    profile = replace(PROFILE, steps=steps)
+    profile.save(tmp_path / "profile.json")
+    (kind,) = machines_of(paper_nodes(tmp_path)).kinds
+    planned = [request(index, 60 + 7 * index, 4 + index % 3, 0.11 * index) for index in range(12)]
+    for counts in ((1, 1, 0), (0, 0, 2), (2, 1, 1)):
+        pools = [Pool(role, kind, count) for role, count in zip((PREFILL, DECODE, BOTH), counts, strict=True) if count]
+        clients = JudgingClients(Agenda(), planned, Limits(), PROFILE.control.door_s, 0, 12, 12)
+        run_clients(Plan(tuple(pools), sum(counts), 8), clients)
+        outcomes = simulate(profile, FleetSize(*counts), planned, max_concurrency=None, request_timeout_s=600.0)
+        assert [each.ttft_s for each in clients.judged] == pytest.approx(list(map(ttft_s, outcomes)))
+        assert [each.tpot_s for each in clients.judged] == pytest.approx(list(map(tpot_s, outcomes)))
+
+
+def test_flags_of_a_node_change_those_of_a_measured_profile(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    own = replace(paper_nodes(tmp_path), max_num_batched_tokens=0, max_num_seqs=0)
+    (kind,) = machines_of(own).kinds
+    assert kind.sizes == PROFILE.node
+    machines = machines_of(replace(own, max_num_batched_tokens=128, max_num_seqs=7, max_model_len=100))
+    sizes = replace(PROFILE.node, max_num_batched_tokens=128, max_num_seqs=7, max_model_len=100)
+    assert (machines.kinds[0].sizes, machines.max_model_len) == (sizes, 100)
+
+
+def test_nodes_step_as_on_such_devices_where_nothing_is_said(nodes):
+    names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), ("h100", "cpu"))
+    own = replace(nodes, max_num_batched_tokens=0, max_num_seqs=0, tp_sizes=(1,), **names)
+    found = {
+        kind.hardware: (kind.sizes.max_num_batched_tokens, kind.sizes.max_num_seqs) for kind in machines_of(own).kinds
+    }
+    assert found == {"h100": NodeSettings().step_sizes("cuda"), "cpu": NodeSettings().step_sizes("cpu")}
+
+
+@pytest.mark.parametrize("hardware", ["h100", "l4", "cpu"])
+def test_steps_of_both_of_a_profile_that_is_made_are_near_those_of_its_source(nodes, hardware):
+    names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), (hardware,))
+    machines = machines_of(replace(nodes, tp_sizes=(1,), **names))
+    (kind,) = machines.kinds
+    made, source = ProfileCosts(profile_of(machines, kind)), PlannedCosts(kind, 0)
+    for num, context, chunk in ((1, 500, 64), (4, 1000, 128), (16, 200, 256), (32, 1000, 480)):
+        load = StepLoad(num, num * context, chunk, 0)
+        assert made.step_s(load) == pytest.approx(source.step_s(load), rel=0.2)
 
 
 def test_a_profile_that_is_made_says_what_its_source_says(nodes, tmp_path):
@@ -330,6 +417,18 @@ def test_a_probe_counts_what_one_can_work_out(tmp_path):
     assert (slow.missed, slow.is_early, slow.num_good) == ({"TPOT": 3}, True, 3)
     assert played(28.1, 20.9, 1.0).missed == {"TPOT": 1}
     assert played(28.1, 20.9, 0.5).missed == {"TPOT": 5}  # to the end, when the last has just begun
+
+
+def test_an_answer_that_goes_on_at_the_end_is_judged_by_whole_tokens(tmp_path):
+    """The last request begins 2.9 tokens of 21 ms after another one, of which 3 have come: two in 42 ms, and a third
+    of which 19 ms are over."""
+    PROFILE.save(tmp_path / "profile.json")
+    (kind,) = machines_of(paper_nodes(tmp_path)).kinds
+    planned = [request(index, 20, 5, 10.0 * index) for index in range(4)]
+    planned += [request(4, 20, 50, 100.0), request(5, 20, 5, 100.0 + 2.9 * 0.021)]
+    counts = {"rate": 0.1, "num_before": 0, "num_counted": 6, "door_s": PROFILE.control.door_s, "attainment": 0.9}
+    played = play(Plan((Pool(BOTH, kind, 2),), 2, 2), planned, Limits(tpot_s=0.022), **counts)
+    assert (played.num_good, played.missed) == (6, {})
 
 
 @pytest.mark.parametrize("attainment", [0.05, 0.3, 0.5, 0.6, 0.7, 0.75, 0.9, 0.95, 0.99, 1.0])
@@ -465,12 +564,26 @@ def test_a_file_that_has_no_folder_is_refused_before_anything_is_simulated(tmp_p
     assert "no is no folder that takes files" in result.output.replace("\n", "")
 
 
+def test_what_is_clipped_is_told(tmp_path):
+    replace(PROFILE, node=replace(PROFILE.node, max_model_len=128)).save(tmp_path / "profile.json")
+    words = ("--profile", str(tmp_path / "profile.json"), "--gpus", "1", *SMALL)
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
+    assert "100.0% of the requests are longer than 128 tokens, and are clipped to that" in result.stderr
+    assert "clipped" not in invoke(*words, "--random-input-len", "120", "--random-output-len", "8").stderr
+
+
 def test_limits_that_nobody_meets_are_told_so(tmp_path):
     PROFILE.save(tmp_path / "profile.json")
     words = [word for word in SMALL if not word.startswith("ttft:") and word != "tpot:200"]
     result = invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *words, "ttft:1")
     assert result.exit_code == 0, result.output
-    assert "No plan reaches the goal" in result.stdout
+    found = json.loads(
+        invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *words, "ttft:1", "--json").stdout
+    )
+    lowest = min(probe["request_rate"] for each in found["plans"] for probe in each["probes"])
+    told = f"No plan reaches the goal at any rate that was tried: the lowest was {plain(lowest)} req/s a cell."
+    assert told in " ".join(result.stdout.split())
 
 
 def test_nodes_on_several_hosts_are_started_one_by_one(nodes):
@@ -505,6 +618,76 @@ def test_nodes_without_cuda_get_cores_of_their_own(nodes, tmp_path, profile, har
     words = [shlex.split(line, comments=True) for line in lines]
     cpus = [roles.both.make_context("both", each[2:]).params["cpus"] for each in words]
     assert (len(cpus), set(cpus[:4]), set(cpus[4:])) == (8, told, told)
+
+
+def made(commands):
+    """The settings that a command's flags stand for, by the words before them."""
+    contexts = {"up": up, "coordinator": roles.coordinator, "prefill": roles.prefill, "decode": roles.decode}
+    found = {}
+    for line in commands:
+        words = shlex.split(line, comments=True)
+        if "splitserve" in words:
+            at = words.index("splitserve")
+            found.setdefault(words[at + 1], []).append(
+                contexts[words[at + 1]].make_context("it", words[at + 2 :]).params
+            )
+    return found
+
+
+def test_a_cluster_knows_the_limits_that_requests_were_simulated_with(nodes):
+    study = study_of(asked(nodes, gpus=8, goodput=("ttft:1234567.5 tpot:0.25",)))
+    near = made(commands_of(study, plan_of(nodes, 2, 2)))["up"]
+    far = made(commands_of(study, plan_of(nodes, 2, -3)))["coordinator"]
+    for (flags,) in (near, far):
+        (limits,) = parse_slo_classes(flags["slo_class"])
+        assert (limits.name, limits.ttft, limits.tpot) == ("default", Limit(1234567.5), Limit(0.25))
+    whole = study_of(asked(nodes, gpus=8, goodput=("e2el:900",)))  # of which no server knows
+    assert "--slo-class" not in " ".join(commands_of(whole, plan_of(nodes, 2, 2)))
+
+
+@pytest.mark.parametrize("gpus_per_host", [8, 2])
+def test_nodes_have_the_flags_that_they_were_measured_with(tmp_path, gpus_per_host):
+    flags = {"quantization": "w8a8", "batch_invariant": True, "weights_disk_path": "/a b"}
+    replace(PROFILE, flags=flags).save(tmp_path / "profile.json")
+    study = study_of(asked(replace(paper_nodes(tmp_path), gpus_per_host=gpus_per_host), gpus=4))
+    (kind,) = study.machines.kinds
+    plan = Plan((Pool(PREFILL, kind, 2), Pool(DECODE, kind, 2)), 4, gpus_per_host)
+    found = made(commands_of(study, plan))
+    nodes = found["up"] if gpus_per_host == 8 else [*found["prefill"], *found["decode"]]
+    assert len(nodes) == (1 if gpus_per_host == 8 else 4)
+    assert all(flags.items() <= each.items() for each in nodes)
+
+
+def test_the_longest_request_that_was_planned_for_is_the_longest_that_is_taken(nodes):
+    study = study_of(asked(replace(nodes, max_model_len=300), gpus=8))
+    assert made(commands_of(study, plan_of(nodes, 2, 2)))["up"][0]["max_model_len"] == 300
+    others = made(commands_of(study, plan_of(nodes, 2, -3)))
+    assert {flags["max_model_len"] for role in ("prefill", "decode") for flags in others[role]} == {300}
+
+
+def test_nodes_of_unlike_sizes_get_the_pools_that_they_were_simulated_with(nodes):
+    """One size for all would be the smaller one; a CUDA node takes its own share of its device."""
+    study = study_of(asked(nodes, gpus=4))
+    one, two = study.machines.kinds
+    assert one.kv_cache_memory_bytes < two.kv_cache_memory_bytes
+    plan = Plan((Pool(PREFILL, one, 2), Pool(DECODE, two, 1)), 4, 4)
+    (flags,) = made(commands_of(study, plan))["up"]
+    assert not flags["kv_cache_memory_bytes"]
+    assert flags["gpu_memory_utilization"] == 0.9
+    alike = made(commands_of(study, Plan((Pool(PREFILL, one, 2), Pool(DECODE, one, 2)), 4, 4)))["up"]
+    assert alike[0]["kv_cache_memory_bytes"] == one.kv_cache_memory_bytes
+
+
+@pytest.mark.parametrize("values", [{"device_memory_bytes": 2**34}, {"hardware": "cpu"}])
+def test_unlike_nodes_whose_memory_is_no_share_of_a_device_are_started_one_by_one(nodes, values):
+    names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), (values.pop("hardware", "h100"),))
+    study = study_of(asked(replace(nodes, **names, **values), gpus=4))
+    one, two = study.machines.kinds
+    lines = commands_of(study, Plan((Pool(PREFILL, one, 2), Pool(DECODE, two, 1)), 4, 4))
+    assert lines[0].startswith("Run it on 1 host, with")
+    found = made(lines)
+    assert [each["kv_cache_memory_bytes"] for each in found["prefill"]] == [one.kv_cache_memory_bytes] * 2
+    assert [each["kv_cache_memory_bytes"] for each in found["decode"]] == [two.kv_cache_memory_bytes]
 
 
 def test_a_model_that_is_not_served_gets_no_command(tmp_path):

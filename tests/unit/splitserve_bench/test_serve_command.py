@@ -253,6 +253,7 @@ REFUSED = {
     ),
     "no limits to be told": (["--send-limits"], "--send-limits tells the limits of --goodput, and there are none"),
     "a folder that cannot be": (["--save-result", "--result-dir", f"{__file__}/x"], "cannot be made"),
+    "a file in no folder": (["--save-result", "--result-filename", f"{__file__}/x.json"], "cannot be made"),
 }
 
 

@@ -16,8 +16,10 @@ from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.clients import LoadClients
 from splitserve_bench.simulate.costs import ProfileCosts
 from splitserve_bench.simulate.fleet import Fleet, FleetSize, play, simulate
+from splitserve_bench.simulate.grid import Grid
 from splitserve_bench.simulate.profile import CorridorProfile, TierProfile, read_profile
 from splitserve_bench.simulate.toy_model import ToyModel
+from tests.unit.splitserve_bench.dominance_kit import write_trace
 from tests.unit.splitserve_bench.simulate_kit import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -302,6 +304,22 @@ def test_the_same_seed_gives_the_same_bytes(profile):
     assert other.stdout != first.stdout
 
 
+def test_a_trace_that_has_less_than_was_asked_for_is_told(profile, tmp_path):
+    trace = write_trace(tmp_path / "trace.csv", 9, prompt_tokens=20, answer_tokens=5)
+    words = ("--both", 1, "--dataset-name", "azure", "--dataset-path", trace, "--num-prompts")
+    assert "the trace has 9 requests, not the 10 of --num-prompts" in run(profile, *words, 10).stderr
+    assert "the trace has" not in run(profile, *words, 9).stderr
+
+
+def test_only_the_same_simulation_is_saved_where_another_one_was(profile, tmp_path):
+    words = ("--both", 1, *LOAD, "--request-rate", 5, "--save-result", "--result-dir", tmp_path)
+    others = [(), ("--seed", 1), ("--no-limits",), ("--request-timeout-s", 9), ("--goodput", "ttft:300")]
+    for num, more in enumerate((*others, ())):
+        assert run(profile, *words, *more).exit_code == 0
+        saved = sorted(tmp_path.glob("simulated-1B-5.0qps-paper-*.json"))
+        assert len(saved) == min(num + 1, len(others))
+
+
 def test_it_says_what_bench_serve_says(profile):
     done = run(profile, "--both", 1, *LOAD, "--request-rate", "5,500", "--json")
     assert done.exit_code == 0, done.output
@@ -330,6 +348,14 @@ def test_it_tells_what_a_second_tier_does(tmp_path):
     assert result["cached_share"] == result["tier"]["read_share"] == 2 * 15 * 16 / (4 * 250)
     assert (result["tier"]["num_hits"], result["tier"]["hit_rate"]) == (30, 0.5)
     assert "second tier: 30 blocks read back, 50.0% of those" in " ".join(run(path, *load).stdout.split())
+
+
+def test_prompts_that_take_no_time_are_read_at_once(tmp_path):
+    steps = replace(PROFILE.steps, prompts=Grid((1.0,), (0.0,), ((0.0,),)))
+    path = str(tmp_path / "free.json")
+    replace(PROFILE, steps=steps).save(Path(path))
+    result = json.loads(run(path, "--both", 1, *LOAD, "--request-rate", 0.1, "--json").stdout)
+    assert result["median_ttft_ms"] == pytest.approx((DOOR_S + 2 * MESSAGE_S) * 1e3, rel=1e-3)
 
 
 def test_how_fast_it_was_is_told_beside_the_result(profile):

@@ -51,6 +51,15 @@ def test_a_profile_is_read_as_it_was_saved(tmp_path):
     assert read_profile(tmp_path / "profile.json") == PROFILE
 
 
+def test_a_profile_may_say_with_which_flags_it_was_measured(tmp_path):
+    flags = {"quantization": "w8a8", "weights_memory_bytes": 5, "batch_invariant": True}
+    replace(PROFILE, flags=flags).save(tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json").flags == flags
+    replace(PROFILE, flags={"dtype": [1]}).save(tmp_path / "profile.json")
+    with pytest.raises(SettingsError, match="dtype of flags must be a text, a whole number, true or false"):
+        read_profile(tmp_path / "profile.json")
+
+
 def test_a_profile_may_say_what_nodes_take_from_each_other(tmp_path):
     path, steps = tmp_path / "profile.json", replace(PROFILE.steps, answers_alone_factor=0.9, prompts_alone_factor=0.7)
     replace(PROFILE, steps=steps).save(path)

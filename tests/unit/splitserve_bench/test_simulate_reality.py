@@ -1,14 +1,21 @@
 """How a simulated load is compared with a real one."""
 
 import io
+from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
+from splitserve.cli import main
 from splitserve_bench.serve.metrics import Limits
 from splitserve_bench.serve.records import Outcome
+from splitserve_bench.simulate import reality_command
 from splitserve_bench.simulate.reality import Figures, Pair, figures_of
 from splitserve_bench.simulate.reality_report import reality_json, reality_view
+from tests.unit.splitserve_bench.dominance_kit import write_trace
+from tests.unit.splitserve_bench.plan_kit import model_folder
+from tests.unit.splitserve_bench.simulate_kit import PROFILE
 
 REAL = Figures(0.90, 1.0, 0.100, {"prefill_queue_s": 0.5, "prefill_s": 0.2, "decode_s": 0.09, "transfer_s": 0.01})
 
@@ -59,3 +66,37 @@ def test_what_is_not_close_says_by_what():
     assert "1P+1D at 2 req/s: the simulation differs most in prefill queue (-400.0 ms a request)" in text
     assert "in decode (+30.00 ms a token)" in text
     assert "2B at" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--time-scale", "2", "--request-rate", "3"), "--time-scale 2 and --request-rate 3 both"),
+        (("--burstiness", "9"), "--burstiness 9 is of random requests"),
+    ],
+)
+def test_flags_that_would_say_nothing_are_refused_before_anything_starts(tmp_path, words, said):
+    PROFILE.save(tmp_path / "profile.json")
+    trace = write_trace(tmp_path / "trace.csv", 9, prompt_tokens=20, answer_tokens=5)
+    load = ("--dataset-name", "azure", "--dataset-path", str(trace))
+    result = CliRunner().invoke(
+        main, ["bench", "simulate", str(tmp_path), "--profile", str(tmp_path / "profile.json"), *load, *words]
+    )
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
+def test_clusters_have_the_flags_that_the_profile_was_measured_with(tmp_path, monkeypatch):
+    asked = []
+
+    async def compare(what, as_json):
+        asked.append(what)
+
+    monkeypatch.setattr(reality_command, "_compare", compare)
+    model = model_folder(tmp_path / "paper")
+    flags = {"quantization": "w8a8", "dtype": "bfloat16"}
+    replace(PROFILE, flags=flags).save(tmp_path / "profile.json")
+    words = ["bench", "simulate", str(model), "--profile", str(tmp_path / "profile.json")]
+    result = CliRunner().invoke(main, [*words, "--engine-flag", "dtype=float32", "--engine-flag", "block_size=8"])
+    assert result.exit_code == 0, result.output
+    assert asked[0].flags == {"quantization": "w8a8", "dtype": "float32", "block_size": 8}

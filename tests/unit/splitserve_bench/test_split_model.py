@@ -89,9 +89,12 @@ def test_steps_lie_straight_between_the_batches():
 
 
 def test_the_balance_of_prompt_and_output_tokens():
-    assert prompt_tokens_per_output_token(COSTS, running=4) == pytest.approx(0.03 / 8 / 0.001)
-    free = replace(COSTS, prefill=PrefillCost(0.1, 0.0, 0.0))
-    assert prompt_tokens_per_output_token(free, running=4) == 0
+    """Whatever a prompt's tokens take, alone or in pairs, in balance prompts take the node that reads as long as their
+    answers take the one that writes."""
+    for prefill in (PrefillCost(0.01, 0.001, 0.0), PrefillCost(0.1, 0.0, 2e-6), PrefillCost(0.1, 0.0, 0.0)):
+        costs = replace(COSTS, prefill=prefill)
+        output_tokens = 200 / prompt_tokens_per_output_token(costs, 4, 200)
+        assert prefill.prefill_s(200) == pytest.approx(output_tokens * 0.03 / 8)
 
 
 @given(st.floats(0, 1), st.floats(1e-6, 1), st.floats(0, 1e-3))
