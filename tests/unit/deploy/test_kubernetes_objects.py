@@ -146,6 +146,17 @@ def test_patches_change_what_they_name_and_nothing_else():
     assert before == after
 
 
+def test_a_node_on_cpus_may_have_them_for_itself():
+    """The kubelet's static policy gives whole CPUs to containers of pods whose QoS class is Guaranteed: each container,
+    init containers too, has limits of CPU and memory, and requests no less."""
+    spec = ours("cpu")["node"]["spec"]
+    for each in [*spec["initContainers"], *spec["containers"]]:
+        limits, requests = each["resources"]["limits"], each["resources"]["requests"]
+        assert limits == requests
+        assert set(limits) == {"cpu", "memory"}
+    assert container(ours("cpu")["node"])["resources"]["limits"]["cpu"].isdecimal()
+
+
 # ---- who is meant ----
 
 
