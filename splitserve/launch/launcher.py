@@ -146,9 +146,9 @@ class Cluster:
         try:
             await self._stop()
         finally:
-            shutil.rmtree(self._socket_dir)
+            shutil.rmtree(self._socket_dir, ignore_errors=True)  # whoever cleans /tmp may have been here first
             if is_clean and not self._settings.log_dir:
-                shutil.rmtree(self.log_dir)
+                shutil.rmtree(self.log_dir, ignore_errors=True)
             elif not self._settings.log_dir:
                 self._report(f"Logs are kept in {self.log_dir}")
 
@@ -267,7 +267,7 @@ def _log_dir(given: str) -> Path:
         tempfile.TemporaryFile(dir=given).close()
     except OSError as error:
         raise LaunchError(f"--log-dir {given} cannot be made, or written to: {error.strerror}") from error
-    return Path(given)
+    return Path(given).resolve()  # on Ray, ranks run in other folders
 
 
 def _reachable(host: str) -> str:

@@ -170,6 +170,22 @@ def test_a_clean_end_leaves_nothing(up, hangups, tmp_path, when, number, exit_co
     assert "Traceback" not in cluster.said
 
 
+def test_temporary_files_may_have_long_paths_and_be_cleaned_away(up, tmp_path, monkeypatch):
+    """A socket's path has some hundred characters at most."""
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    cluster = up()
+    cluster.read_until("Ready")
+    with Client(cluster.target) as client:
+        chunks = list(client.generate([1, 2, 3], max_tokens=5, ignore_eos=True))
+    assert sum(len(chunk.token_ids) for chunk in chunks) == 5
+    shutil.rmtree(folder)
+    cluster.process.send_signal(signal.SIGINT)
+    assert (cluster.end(), cluster.said.splitlines()[-1]) == (130, "Stopped.")
+    assert "Traceback" not in cluster.said
+
+
 @pytest.mark.long
 def test_logs_that_were_asked_for_are_kept(up, tmp_path):
     cluster = up("--log-dir", str(tmp_path / "logs"))
