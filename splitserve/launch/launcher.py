@@ -28,7 +28,7 @@ from serving_core.api_keys import read_api_keys
 from serving_core.backoff import Backoff
 from serving_core.errors import SettingsError, SplitServeError
 from serving_core.model_config import read_model_config
-from serving_core.ports import before_port
+from serving_core.ports import EVERY_ADDRESS, before_port
 from serving_core.tls import SCHEME, TlsFiles, hosts_of
 from splitserve.client.clients import AsyncClient
 from splitserve.client.errors import ClientError, Unavailable
@@ -271,4 +271,4 @@ def _log_dir(given: str) -> Path:
 
 
 def _reachable(host: str) -> str:
-    return before_port({"0.0.0.0": "127.0.0.1", "[::]": "::1", "::": "::1"}.get(host, host))
+    return before_port(LOOPBACK if host.strip("[]") in EVERY_ADDRESS else host)

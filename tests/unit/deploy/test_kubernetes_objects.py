@@ -282,7 +282,8 @@ def test_prometheus_finds_the_nodes_is_let_in_and_has_the_alerts():
     config = yaml.safe_load(data["config.yaml"])
     assert [data[name] for name in config["rule_files"]] == [(ROOT.parent / "alerts.yml").read_text()]
     _, scrape = config["scrape_configs"]
-    (asked,) = scrape["dns_sd_configs"]
+    asked, asked_of_six = scrape["dns_sd_configs"]
+    assert (asked["type"], asked_of_six) == ("A", {**asked, "type": "AAAA"})
     service = named("obs", "Service", *asked["names"])["spec"]
     node, prometheus = (pods("obs")[name]["metadata"]["labels"] for name in ("node", "prometheus"))
     assert (service["clusterIP"], service["publishNotReadyAddresses"], service["selector"]) == ("None", True, node)
