@@ -355,6 +355,16 @@ async def test_a_server_that_slipped_in_is_told_from_ours(model):
                 await cluster.start(print)
 
 
+async def test_a_process_that_the_system_does_not_start_is_a_sentence(model, monkeypatch, tmp_path):
+    """For want of processes or memory, or as here because its environment is too long."""
+    for number in range(2**8):
+        monkeypatch.setenv(f"LONG_{number}", "x" * 2**16)
+    settings = ClusterSettings(log_dir=str(tmp_path))
+    async with Cluster(settings, {}, LocalModel(model, "fake"), report=print) as cluster:
+        with pytest.raises(LaunchError, match=r"^coordinator cannot be started: Argument list too long$"):
+            await cluster.start(print)
+
+
 def test_a_folder_for_logs_that_cannot_be_written_is_refused(model, tmp_path, monkeypatch):
     """Before anything is made; its mode would not do, as root may write anywhere."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
