@@ -34,6 +34,7 @@ from serving_core.ports import Port, SharedPort
 
 logger = logging.getLogger(__name__)
 
+LONGEST_PATH: Final = 103  # of a socket that every system takes
 START_DEADLINE_S: Final = 120.0
 STOP_DEADLINE_S: Final = 4 * STOP_GRACE_S
 FIRST_PAUSE_S: Final = 0.1
@@ -76,6 +77,8 @@ class Doors:
         self._folder = Path(tempfile.mkdtemp(prefix="splitserve-doors-"))  # for this user alone
         path = self._folder / "control"
         asked = path.with_name(path.name + ASKED)
+        if len(os.fsencode(asked)) > LONGEST_PATH:
+            raise SettingsError(f"{asked} is longer than a socket's path may be ({LONGEST_PATH}): set another TMPDIR")
         self._server.add_insecure_port(f"unix:{asked}")
         self._streams = await asyncio.start_unix_server(self._service.attach, path)
         for each in (path, asked):

@@ -1,6 +1,9 @@
 """Where a node's ranks receive, as the flags tell it. Torch-free."""
 
+import socket
 from typing import Final
+
+import psutil
 
 from kv_transfer.ticket import MAX_TP
 from serving_core.errors import SettingsError
@@ -13,8 +16,8 @@ _SCHEMES = {"zmq": ("tcp", "ipc"), "torch_dist": ("dist",)}
 
 def endpoint_of(kv_transport: str, kv_bind: str, rank: int) -> str:
     """The endpoint of one rank: a free port of the loopback where kv_bind is empty. A port or a path of its own for
-    each rank: HOST:PORT + rank, PATH.rank. An IPv6 address gets its brackets. Raises SettingsError for an endpoint of
-    another transport."""
+    each rank: HOST:PORT + rank, PATH.rank. An IPv6 address gets its brackets, an interface's name becomes its address.
+    Raises SettingsError for an endpoint of another transport."""
     schemes = _SCHEMES[kv_transport]
     if not kv_bind:
         return f"{schemes[0]}://127.0.0.1:*"
@@ -24,12 +27,20 @@ def endpoint_of(kv_transport: str, kv_bind: str, rank: int) -> str:
     if scheme == "ipc":
         return f"{kv_bind}.{rank}" if rank else kv_bind
     host, _, port = place.rpartition(":")
-    host = before_port(host)
+    host = before_port(address_of_interface(host) or host)
     if port == "*":
         return f"{scheme}://{host}:*"
     if not port.isdecimal():
         raise SettingsError(f"--kv-bind {kv_bind} has no port: a number, or * for any free one")
     return f"{scheme}://{host}:{int(port) + rank if int(port) else 0}"
+
+
+def address_of_interface(name: str) -> str | None:
+    """That of IPv4 where it has one, else one of IPv6 that others than its own link can dial; None where there is
+    neither."""
+    entries = [entry for entry in psutil.net_if_addrs().get(name, ()) if "%" not in entry.address]
+    of_family = {entry.family: entry.address for entry in reversed(entries)}
+    return of_family.get(socket.AF_INET) or of_family.get(socket.AF_INET6)
 
 
 def host_of(endpoint: str) -> str | None:

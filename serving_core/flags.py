@@ -25,6 +25,7 @@ NATIVE = "SPLITSERVE_NATIVE"  # which compiled kernels compute, or off
 NO_FLAGS = frozenset({NATIVE, FAILPOINTS})
 BYTES = "_bytes"  # ends the name of a flag that is a size
 GUESSED = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")  # tags of words in a YAML file
+CONFIG = "config"  # the flag for a YAML file
 FILE = "_file"  # follows the name of a secret, in that of the flag for its file
 MAX_SECRET_BYTES = 4096
 
@@ -65,10 +66,9 @@ def settings_command(settings_class: type[Any], run: Callable[[Any], None], *, n
             values[secret] = secret_from(secret, values[secret], values.pop(secret + FILE))
         run(build(settings_class, values))
 
-    names = {field.name for field, _ in fields_of(settings_class)} | {secret + FILE for secret in secrets}
     params = [_parameter(field, hint) for field, hint in fields_of(settings_class)]
     params += [secret_file_option(secret) for secret in secrets]
-    params.append(_config_option(names))
+    params.append(_config_option())
     return click.Command(name, params=params, callback=callback, help=help)
 
 
@@ -244,17 +244,14 @@ def _click_type(field: "dataclasses.Field[Any]", hint: Any) -> "click.ParamType[
     return {bool: click.BOOL, str: click.STRING}[hint]
 
 
-def _config_option(names: set[str]) -> click.Option:
+def _config_option() -> click.Option:
     def load(context: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
         if path is not None:
-            context.default_map = values = read_yaml(path, names)
-            for option in context.command.params:
-                if isinstance(option, click.Option) and option.multiple and isinstance(values.get(option.name), str):
-                    values[str(option.name)] = [values[str(option.name)]]
+            context.default_map = read_yaml(path, context.command)
         return path
 
     return click.Option(
-        ["--config"],
+        [f"--{CONFIG}"],
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         callback=load,
         is_eager=True,
@@ -262,8 +259,9 @@ def _config_option(names: set[str]) -> click.Option:
     )
 
 
-def read_yaml(path: Path, names: set[str]) -> dict[str, Any]:
-    """A flat YAML mapping of flag names (with - or _) to values. Raises click.BadParameter on anything else."""
+def read_yaml(path: Path, command: click.Command) -> dict[str, str | list[str]]:
+    """A flat YAML mapping of a command's flags (with - or _) to texts, and to lists of them where a flag may be
+    repeated. Raises click.BadParameter on anything else."""
     try:
         content = yaml.load(path.read_text(), Loader=_Spelled)  # a SafeLoader
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -271,12 +269,23 @@ def read_yaml(path: Path, names: set[str]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise click.BadParameter(f"{path} must hold a mapping of flag names to values")
     values = {str(key).replace("-", "_"): value for key, value in content.items()}
-    unknown = sorted(set(values) - names)
-    if unknown:
+    repeated = {str(param.name): param.multiple for param in command.params if param.name != CONFIG}
+    if unknown := sorted(set(values) - set(repeated)):
         raise click.BadParameter(f"{path} has unknown keys: {', '.join(unknown)}")
     if empty := [key for key, value in values.items() if value is None]:
         raise click.BadParameter(f"{path} has keys without a value: {', '.join(empty)}")
+    values = {key: [value] if repeated[key] and isinstance(value, str) else value for key, value in values.items()}
+    if wrong := [key for key, value in values.items() if not _fits(value, is_repeated=repeated[key])]:
+        raise click.BadParameter(
+            f"{path} has values that are neither a text nor, of a flag that may be repeated, a list of texts: "
+            f"{', '.join(wrong)}"
+        )
     return values
+
+
+def _fits(value: Any, *, is_repeated: bool) -> bool:
+    texts = value if is_repeated and isinstance(value, list) else [value]
+    return all(isinstance(text, str) for text in texts)
 
 
 class _Spelled(yaml.SafeLoader):

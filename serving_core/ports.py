@@ -9,6 +9,9 @@ from typing import Any, Final, NamedTuple
 
 from serving_core.errors import SettingsError
 
+ANY, ANY_OF_IPV4 = "::", "0.0.0.0"
+EVERY_ADDRESS: Final = (ANY, ANY_OF_IPV4)
+
 # What bind raises for an address that this machine does not have.
 _NOT_OURS: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
@@ -16,6 +19,21 @@ _NOT_OURS: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 def before_port(host: str) -> str:
     """A host as it stands before a port: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def listened_on(host: str) -> str:
+    """A host as sockets take it, without brackets. `::` is every address of this machine: those of IPv4 too, and they
+    alone where its kernel has no IPv6."""
+    host = host.strip("[]")
+    return ANY_OF_IPV4 if host == ANY and not _has_ipv6() else host
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.socket(socket.AF_INET6).close()
+    except OSError as error:
+        return error.errno != errno.EAFNOSUPPORT
+    return True
 
 
 class Port(NamedTuple):
@@ -52,7 +70,7 @@ def _hold(port: Port, earlier: Sequence[Port], held: ExitStack) -> None:
 
 def _addresses(port: Port) -> list[tuple[socket.AddressFamily, Any]]:
     try:
-        found = socket.getaddrinfo(port.host.strip("[]"), port.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(listened_on(port.host), port.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):  # a name that stands for no address, or cannot
         return []
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))

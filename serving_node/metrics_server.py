@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from serving_core.errors import SettingsError
 from serving_core.figures import Figure, families
+from serving_core.ports import listened_on
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +44,9 @@ class MetricsServer:
         ProcessCollector(registry=registry)
         registry.register(_OnLoop(asyncio.get_running_loop(), figures))
         handler = type("Handler", (_Handler,), {"registry": registry})
+        host = listened_on(host)
         try:
-            self._server = _server_class(host)((host.strip("[]"), port), handler)
+            self._server = (_ServerOfSix if ":" in host else _Server)((host, port), handler)
         except (OSError, UnicodeError) as error:
             why = getattr(error, "strerror", None) or "no such address"
             raise SettingsError(f"--metrics-port {port} cannot be listened on at {host:.80}: {why}") from error
@@ -129,10 +131,6 @@ class _Server(HTTPServer):
 
 class _ServerOfSix(_Server):
     address_family = socket.AF_INET6
-
-
-def _server_class(host: str) -> type[_Server]:
-    return _ServerOfSix if ":" in host else _Server
 
 
 def _cut(request: socket.socket) -> None:

@@ -8,6 +8,13 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported: i
 
 
 def run() -> None:
+    """The command `splitserve`. It imports nothing of the folder that it runs in, nor do the processes that it starts:
+    `python -m` would, and a user's folder may well have an engine.py."""
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
+    run_command()
+
+
+def run_command() -> None:
     """Runs the command of sys.argv and exits with its code."""
     end_at_once()
     from splitserve.cli import main
@@ -19,4 +26,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    run()
+    run_command()

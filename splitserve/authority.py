@@ -3,6 +3,7 @@
 import datetime
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,15 @@ from serving_core.errors import SettingsError
 from serving_core.tls import TlsError, TlsFiles, read_tls
 
 AUTHORITY: Final = "ca"
+COORDINATOR: Final = "coordinator"
 # Who shows a certificate to whom. The coordinator's is for its nodes too where `splitserve up` runs both.
 ROLES: Final = {
-    "coordinator": (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH),
+    COORDINATOR: (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH),
     "node": (ExtendedKeyUsageOID.CLIENT_AUTH,),
     "client": (ExtendedKeyUsageOID.CLIENT_AUTH,),
 }
 THIS_MACHINE: Final = ("localhost", "127.0.0.1", "::1")
+HOST_NAME: Final = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?", re.ASCII)
 AUTHORITY_DAYS: Final = 3650
 BACKDATED: Final = datetime.timedelta(hours=1)  # clocks of machines differ
 
@@ -38,10 +41,10 @@ class Issued:
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], days: int) -> bool:
-    """Writes a certificate and a key for each role, valid for so many days; the coordinator's for this machine and
-    these hosts. Makes the authority that signs them, unless the folder has one: the result says which. Raises
-    SettingsError."""
-    names = [_name(host) for host in dict.fromkeys((*THIS_MACHINE, *hosts))]
+    """Writes a certificate and a key for each role, valid for so many days; the coordinator's for this machine, these
+    hosts, and those of the one that was there. Makes the authority that signs them, unless the folder has one: the
+    result says which. Raises SettingsError."""
+    given = [_name(host) for host in (*THIS_MACHINE, *hosts)]
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_new = not any(path.exists() for path in _paths(folder, AUTHORITY))
@@ -49,10 +52,11 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int) -> bool:
         ends = authority.certificate.not_valid_after_utc
         if not is_new and datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days) > ends:
             raise SettingsError(f"--days {days} is beyond the end of the CA in {folder}, {ends:%Y-%m-%d}")
+        names = list(dict.fromkeys((*given, *_names_before(folder))))
         if is_new:
             _write(folder, AUTHORITY, authority)
         for role, purposes in ROLES.items():
-            _write(folder, role, _certificate(authority, role, purposes, names if role == "coordinator" else [], days))
+            _write(folder, role, _certificate(authority, role, purposes, names if role == COORDINATOR else [], days))
     except OSError as error:
         raise SettingsError(f"certificates cannot be written to {folder}: {error.strerror}") from error
     return is_new
@@ -120,10 +124,19 @@ def _name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
         pass
+    if not HOST_NAME.fullmatch(host):
+        raise SettingsError(f"--host {host!r:.80} is neither an address nor a name in ASCII, with no port behind it")
+    return x509.DNSName(host)
+
+
+def _names_before(folder: Path) -> list[x509.GeneralName]:
+    """What the coordinator's certificate is for that is in the folder; nothing where there is none that can be read."""
+    certificate, _ = _paths(folder, COORDINATOR)
     try:
-        return x509.DNSName(host)
-    except ValueError as error:
-        raise SettingsError(f"--host {host:.80} is neither an address nor a name in ASCII") from error
+        extensions = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions
+        return list(extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+    except (OSError, ValueError, x509.ExtensionNotFound):
+        return []
 
 
 def _read_authority(folder: Path) -> Issued:

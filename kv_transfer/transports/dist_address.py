@@ -10,9 +10,7 @@ import secrets
 import socket
 from dataclasses import dataclass
 
-import psutil
-
-from kv_transfer.endpoints import MAX_PORT
+from kv_transfer.endpoints import MAX_PORT, address_of_interface
 from kv_transfer.errors import TransferError
 from serving_core.errors import SettingsError
 from serving_core.ports import before_port
@@ -81,12 +79,7 @@ def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
     if host == "*":
         return socket.AF_INET, "0.0.0.0"
     families = (socket.AF_INET, socket.AF_INET6)
-    of_interface = psutil.net_if_addrs().get(host, [])
-    for family in families:
-        for entry in of_interface:
-            if entry.family == family:
-                return family, entry.address
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    found = socket.getaddrinfo(address_of_interface(host) or host, None, type=socket.SOCK_STREAM)
     by_family = {family: str(place[0]) for family, _, _, _, place in reversed(found)}
     family = next(family for family in families if family in by_family)
     return family, by_family[family]

@@ -19,7 +19,8 @@ MOST_DAYS: Final = 36_500
     "hosts",
     multiple=True,
     metavar="NAME",
-    help="Name or address by which the coordinator is dialled, beside localhost; give it again for more.",
+    help="Name or address by which the coordinator is dialled, beside localhost and those that its certificate is for "
+    "already; give it again for more.",
 )
 @click.option(
     "--days", default=DAYS, show_default=True, type=click.IntRange(1, MOST_DAYS), help="How long they are valid."

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -18,6 +19,7 @@ from splitserve.launch.rooms import BOTH, COORDINATOR, DECODE, PREFILL, ROOMS, R
 LOOPBACK: Final = "127.0.0.1"
 FOR_THE_FLEET: Final = ("tls_cert", "tls_key")  # with a CA alone: else nodes speak to the coordinator as without TLS
 NO_HTTP: Final = -1  # as an http_port
+LONGEST_SOCKET_DIR: Final = 90  # so that a socket in it, such as prefill-63.63, has a path that every system takes
 LOCAL_RAY: Final = "auto"  # as the address of a Ray cluster: the one that this machine is part of
 
 
@@ -77,9 +79,9 @@ class Process:
 @dataclass(frozen=True, slots=True)
 class Place:
     """What the machine gives a cluster: a free port, a folder for sockets, a secret, an id that no other cluster has,
-    the CPUs it may use, and the address at which nodes find the coordinator. Without a folder, the host of each node
-    says where KV arrives. Of several CUDA devices, by the names that CUDA_VISIBLE_DEVICES takes, each rank gets one in
-    turn; those that share one divide its memory."""
+    the CPUs it may use, and the address at which nodes find the coordinator. Without a folder, or with one whose path
+    is too long for sockets, the host of each node says where KV arrives. Of several CUDA devices, by the names that
+    CUDA_VISIBLE_DEVICES takes, each rank gets one in turn; those that share one divide its memory."""
 
     fleet_port: int
     socket_dir: str
@@ -140,7 +142,8 @@ def plan_cluster(
     }
     counts = num_nodes(settings, embeds=embeds)
     nodes = [(room, f"{room.role}-{i}", *sizes[room]) for room in sizes for i in range(counts[room.role])]
-    over_ipc = place.socket_dir and given.get("kv_transport", "zmq") == "zmq"
+    has_sockets = 0 < len(os.fsencode(place.socket_dir)) <= LONGEST_SOCKET_DIR
+    over_ipc = has_sockets and given.get("kv_transport", "zmq") == "zmq"
     num_ranks = sum(tp_size * pp_size for _, _, tp_size, pp_size in nodes)
     rank_cpus = iter(divide_cpus(place.cpus, num_ranks))
     rank_devices = itertools.cycle(place.cuda_devices)

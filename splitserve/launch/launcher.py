@@ -28,11 +28,11 @@ from serving_core.api_keys import read_api_keys
 from serving_core.backoff import Backoff
 from serving_core.errors import SettingsError, SplitServeError
 from serving_core.model_config import read_model_config
-from serving_core.ports import before_port
+from serving_core.ports import EVERY_ADDRESS, before_port
 from serving_core.tls import SCHEME, TlsFiles, hosts_of
 from splitserve.client.clients import AsyncClient
 from splitserve.client.errors import ClientError, Unavailable
-from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, Place, num_nodes, plan_cluster
+from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, Place, Process, num_nodes, plan_cluster
 from splitserve.launch.models import LocalModel, Report
 from splitserve.launch.preflight import check_processes, cuda_devices, missing_kernels
 from splitserve.launch.rooms import COORDINATOR
@@ -146,9 +146,9 @@ class Cluster:
         try:
             await self._stop()
         finally:
-            shutil.rmtree(self._socket_dir)
+            shutil.rmtree(self._socket_dir, ignore_errors=True)  # whoever cleans /tmp may have been here first
             if is_clean and not self._settings.log_dir:
-                shutil.rmtree(self.log_dir)
+                shutil.rmtree(self.log_dir, ignore_errors=True)
             elif not self._settings.log_dir:
                 self._report(f"Logs are kept in {self.log_dir}")
 
@@ -162,11 +162,14 @@ class Cluster:
     async def start(self, on_progress: Callable[[list[str]], None]) -> None:
         """Starts every process and waits until all are ready; `on_progress` is told which nodes are not yet.
 
-        Raises SettingsError with the sentence of one that refuses to start; LaunchError when one dies, the time is up
-        or another server answers in the coordinator's place.
+        Raises SettingsError with the sentence of one that refuses to start; LaunchError when one dies or the system has
+        no room for it, the time is up or another server answers in the coordinator's place.
         """
         for process in self._processes:
-            await self._supervisor.start(process)
+            try:
+                await self._supervisor.start(process)
+            except OSError as error:
+                raise LaunchError(_not_started(process, error)) from error
         ready = asyncio.create_task(self._wait_until_ready(on_progress))
         death = asyncio.create_task(self._supervisor.next_death())
         try:
@@ -204,7 +207,7 @@ class Cluster:
                     try:
                         await self._supervisor.start(process)
                     except OSError as error:  # as after a node that took all memory
-                        due_s[process.name] = again(process.name, f"{process.name} cannot be started: {error.strerror}")
+                        due_s[process.name] = again(process.name, _not_started(process, error))
 
     async def _next_death(self, until_s: float | None) -> Death | None:
         """None when there is none until then."""
@@ -245,6 +248,10 @@ class Cluster:
         return self.log_dir / f"{death.process.name}.log"
 
 
+def _not_started(process: Process, error: OSError) -> str:
+    return f"{process.name} cannot be started: {error.strerror}"
+
+
 def free_port(host: str = LOOPBACK) -> int:
     """A TCP port of this address that nobody listens on now, and that the kernel hands to nobody by itself."""
     for port in random.sample(UNASSIGNED_PORTS, len(UNASSIGNED_PORTS)):
@@ -267,8 +274,8 @@ def _log_dir(given: str) -> Path:
         tempfile.TemporaryFile(dir=given).close()
     except OSError as error:
         raise LaunchError(f"--log-dir {given} cannot be made, or written to: {error.strerror}") from error
-    return Path(given)
+    return Path(given).resolve()  # on Ray, ranks run in other folders
 
 
 def _reachable(host: str) -> str:
-    return before_port({"0.0.0.0": "127.0.0.1", "[::]": "::1", "::": "::1"}.get(host, host))
+    return before_port(LOOPBACK if host.strip("[]") in EVERY_ADDRESS else host)

@@ -25,7 +25,7 @@ from serving_core.errors import SettingsError
 from splitserve.launch.cluster import LOCAL_RAY, LOOPBACK, ClusterSettings, Process
 from splitserve.launch.models import Report
 from splitserve.launch.ray_rank import RankActor
-from splitserve.launch.rooms import COORDINATOR, flat
+from splitserve.launch.rooms import COORDINATOR, full_path, in_full
 from splitserve.launch.supervisor import Death, Supervisor
 
 ADDRESS: Final = re.compile(r"[\w.-]+:\d{1,5}", re.ASCII)
@@ -62,7 +62,7 @@ class RaySupervisor(Supervisor):
     def __init__(self, log_dir: Path, report: Report, settings: ClusterSettings, nodes: Sequence[Process]) -> None:
         super().__init__(log_dir, report)
         self._nodes = nodes
-        self._model = _known_to_all(settings.model)
+        self._model = full_path(settings.model)
         self._timeout_s = settings.start_timeout_s
         self._of_a_rank: dict[str, float] = {"CPU": settings.ray_cpus}
         if any(_takes_gpus(node.settings.engine.device) for node in nodes):
@@ -143,7 +143,7 @@ class RaySupervisor(Supervisor):
 
     async def _start_ranks(self, process: Process, actors: list[Any]) -> Death | None:
         """Raises TimeoutError or RayError where that fails; gives a death when one refuses."""
-        values = flat(process.settings) | {"model": self._model}
+        values = in_full(process.settings) | {"model": self._model}
         async with asyncio.timeout(self._timeout_s):
             # Of all, so that each of them has come to what it was asked before.
             port, *_ = await asyncio.gather(*[actor.free_port.remote() for actor in actors])
@@ -196,12 +196,6 @@ async def _ended(actors: list[Any], deadline_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(deadline_s + NEWS_S):
             await asyncio.gather(*stops, return_exceptions=True)
-
-
-def _known_to_all(model: str) -> str:
-    """MODEL as each host can look for it: a path of this machine in full, all else as it was given."""
-    path = Path(model).expanduser()
-    return str(path.resolve()) if model and path.exists() else model
 
 
 def _takes_gpus(device: str) -> bool:

@@ -4,11 +4,15 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from coordinator.settings import CoordinatorSettings
 from serving_core.flags import build, to_argv
 from serving_node.settings import PACKAGES, NodeSettings
+
+# Flags of nodes whose values are paths, beside MODEL and those of adapters.
+PATHS: Final = {"speculative_model", "tls_cert", "tls_key", "tls_ca", "kv_disk_path", "weights_disk_path"}
 
 Settings = CoordinatorSettings | NodeSettings
 
@@ -35,6 +39,20 @@ def command_of(room: Room, settings: Any) -> list[str]:
 def flat(settings: Any) -> dict[str, Any]:
     """Every flag's value by name, nested settings flattened."""
     return dict(_flat_items(settings))
+
+
+def in_full(settings: Any) -> dict[str, Any]:
+    """The same for a node that runs in another folder, be it on another host with the same files."""
+    values = flat(settings)
+    adapters = (each.partition("=") for each in values["lora"])
+    values["lora"] = tuple(f"{name}{sign}{full_path(folder)}" for name, sign, folder in adapters)
+    return values | {name: full_path(values[name]) for name in PATHS}
+
+
+def full_path(text: str) -> str:
+    """A path of this machine in full; all else as it was given."""
+    path = Path(text).expanduser()
+    return str(path.resolve()) if text and path.exists() else text
 
 
 def replaced(settings: Any, **changes: Any) -> Any:

@@ -101,10 +101,10 @@ def model(tmp_path_factory):
 @pytest.fixture
 def up(ray_hosts, model, tmp_path):
     """`splitserve up` as docs/ray.md has it, ready."""
-    flags = ["--ray", ray_hosts.address, *shlex.split(COMMAND, comments=True), "--log-dir", str(tmp_path / "logs")]
+    flags = ["--ray", ray_hosts.address, *shlex.split(COMMAND, comments=True), "--log-dir", "logs"]
     # One node reads, and a busy machine takes its time to start it again, to notice what is gone, to hear of the nodes.
     flags += ["--node-wait-s", "240", "--max-restarts", "10", "--node-timeout-s", "15"]
-    cluster = Up(model, *flags, port=free_port())
+    cluster = Up(model, *flags, port=free_port(), cwd=tmp_path)
     try:
         cluster.read_until("Ready")
         yield cluster
@@ -147,7 +147,7 @@ async def struck(ray_hosts, client, strike):
     return before
 
 
-async def test_nothing_that_is_lost_costs_a_token(ray_hosts, up):
+async def test_nothing_that_is_lost_costs_a_token(ray_hosts, up, tmp_path):
     def kill_rank():
         """The second of two, and the first goes with it."""
         ranks = ray_hosts.ranks("decode-0")
@@ -178,6 +178,8 @@ async def test_nothing_that_is_lost_costs_a_token(ray_hosts, up):
     up.process.send_signal(signal.SIGINT)
     assert (up.end(), up.said.splitlines()[-1]) == (130, "Stopped.")
     assert "Traceback" not in up.said
+    assert up.log_dir == tmp_path / "logs"
+    assert {log.stem for log in up.log_dir.iterdir()} == {"coordinator", *NODES}, "though Ray runs elsewhere"
     assert_gone(left)
 
 

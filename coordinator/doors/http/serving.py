@@ -15,6 +15,7 @@ from coordinator.doors.front import WRITE_TIMEOUT_S
 from coordinator.doors.http.connections import Connections, peer_of
 from coordinator.doors.http.errors import error_response
 from serving_core.errors import RequestError, SettingsError
+from serving_core.ports import listened_on
 from serving_core.reasons import MALFORMED_REQUEST
 from serving_core.reminder import Reminder
 
@@ -212,7 +213,7 @@ def _connection_class(kept: "Connections[_Connection]") -> type[Any]:
 
 
 def _listening_socket(host: str, port: int, shares_port: bool = False) -> socket.socket:
-    host = host.strip("[]")
+    host = listened_on(host)
     is_ipv6 = ":" in host
     try:
         return socket.create_server(

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import sys
+import tempfile
 
 import grpc
 import pytest
@@ -115,3 +116,17 @@ def test_a_door_that_cannot_open_is_the_end_of_the_start(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     run(scenario())
+
+
+def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_named(tmp_path, monkeypatch):
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+
+    async def scenario():
+        with pytest.raises(SettingsError, match=rf"^{folder}/.* is longer than a socket's path may be \(103\)"):
+            async with cluster(tmp_path, doors=2):
+                pass
+
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    run(scenario())
+    assert list(folder.iterdir()) == []

@@ -146,6 +146,17 @@ def test_patches_change_what_they_name_and_nothing_else():
     assert before == after
 
 
+def test_a_node_on_cpus_may_have_them_for_itself():
+    """The kubelet's static policy gives whole CPUs to containers of pods whose QoS class is Guaranteed: each container,
+    init containers too, has limits of CPU and memory, and requests no less."""
+    spec = ours("cpu")["node"]["spec"]
+    for each in [*spec["initContainers"], *spec["containers"]]:
+        limits, requests = each["resources"]["limits"], each["resources"]["requests"]
+        assert limits == requests
+        assert set(limits) == {"cpu", "memory"}
+    assert container(ours("cpu")["node"])["resources"]["limits"]["cpu"].isdecimal()
+
+
 # ---- who is meant ----
 
 
@@ -271,7 +282,8 @@ def test_prometheus_finds_the_nodes_is_let_in_and_has_the_alerts():
     config = yaml.safe_load(data["config.yaml"])
     assert [data[name] for name in config["rule_files"]] == [(ROOT.parent / "alerts.yml").read_text()]
     _, scrape = config["scrape_configs"]
-    (asked,) = scrape["dns_sd_configs"]
+    asked, asked_of_six = scrape["dns_sd_configs"]
+    assert (asked["type"], asked_of_six) == ("A", {**asked, "type": "AAAA"})
     service = named("obs", "Service", *asked["names"])["spec"]
     node, prometheus = (pods("obs")[name]["metadata"]["labels"] for name in ("node", "prometheus"))
     assert (service["clusterIP"], service["publishNotReadyAddresses"], service["selector"]) == ("None", True, node)

@@ -27,6 +27,7 @@ from tests.unit.deploy.kubernetes_kit import (
     variables,
 )
 
+EVERY_ADDRESS = "::"  # of IPv4 and IPv6: tests/system/test_every_address.py
 STOPPING_S = 5.0  # beside the drain: until it is heard of, and for the last words
 SECRETS = {*secrets_of(CoordinatorSettings), *secrets_of(NodeSettings)}
 
@@ -88,6 +89,7 @@ def test_nodes_dial_the_fleets_port_and_clients_the_others(variant, tmp_path, mo
     (dialled,) = named(variant, "Service", host)["spec"]["ports"]
     assert (dialled["port"], dialled["targetPort"]) == (int(port), "fleet")
     assert named(variant, "Service", host)["spec"]["publishNotReadyAddresses"] is True, "or no node could ever come"
+    assert {flags[name] for name in ("host", "fleet_host", "http_host")} == {EVERY_ADDRESS}
     public = named(variant, "Service", "splitserve")["spec"]
     assert {each["targetPort"]: each["port"] for each in public["ports"]} == {"grpc": 50051, "http": 8000}
     assert "publishNotReadyAddresses" not in public
@@ -100,7 +102,7 @@ def test_the_ports_of_a_node_are_those_that_it_listens_on(variant, tmp_path, mon
     kv = urlsplit(flags["kv_bind"])
     assert (kv.scheme, kv.hostname) == ("tcp", "10.1.2.3"), "that of the pod, which the others can dial"
     assert ports == {"health": flags["health_port"], "kv": kv.port, "metrics": flags["metrics_port"]}
-    assert flags["metrics_host"] == "0.0.0.0"
+    assert flags["metrics_host"] == EVERY_ADDRESS
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -145,7 +147,7 @@ def test_nodes_are_probed_at_services_of_their_health_port(variant, tmp_path, mo
     services = {name: probe["service"] for name, probe in asked.items()}
     assert services == {"startup": "live", "liveness": "live", "readiness": "ready"}
     assert set(services.values()) < set(node_states(None, None)) == set(FOLLOWER_STATES)
-    assert flags["health_host"] == "0.0.0.0"
+    assert flags["health_host"] == EVERY_ADDRESS
     # Whoever is stuck ends by itself first, with a word in the log.
     liveness = each["livenessProbe"]
     waits_s = liveness["periodSeconds"] * liveness["failureThreshold"]

@@ -1,9 +1,27 @@
 """Where each rank of a decode node listens for KV blocks."""
 
+import shutil
+import subprocess
+import sys
+
+import psutil
 import pytest
 
 from kv_transfer.endpoints import annex_address_of, endpoint_of, host_of
 from serving_core.errors import SettingsError
+
+ENTRIES = [(name, entry) for name, entries in psutil.net_if_addrs().items() for entry in entries]
+LOOPBACK = next(name for name, entry in ENTRIES if entry.address == "127.0.0.1")
+DEADLINE_S = 240.0
+# A network of its own, with an interface that has addresses of IPv6 alone, that of its link among them.
+WITH_SIX = """
+ip link set lo up
+ip link add six type veth peer name other
+ip address add fd00::7/64 dev six nodad
+ip link set other up
+ip link set six up
+exec "$@"
+"""
 
 
 @pytest.mark.parametrize(
@@ -13,7 +31,9 @@ from serving_core.errors import SettingsError
         ("zmq", "", 3, "tcp://127.0.0.1:*"),
         ("zmq", "tcp://10.0.0.1:5600", 0, "tcp://10.0.0.1:5600"),
         ("zmq", "tcp://10.0.0.1:5600", 2, "tcp://10.0.0.1:5602"),
-        ("zmq", "tcp://eth0:*", 2, "tcp://eth0:*"),
+        ("zmq", "tcp://no-interface:*", 2, "tcp://no-interface:*"),
+        ("zmq", f"tcp://{LOOPBACK}:*", 2, "tcp://127.0.0.1:*"),
+        ("zmq", f"tcp://{LOOPBACK}:5600", 2, "tcp://127.0.0.1:5602"),
         ("zmq", "tcp://[::1]:7", 1, "tcp://[::1]:8"),
         ("zmq", "tcp://fd00::1:50060", 0, "tcp://[fd00::1]:50060"),
         ("zmq", "tcp://::1:*", 0, "tcp://[::1]:*"),
@@ -22,10 +42,27 @@ from serving_core.errors import SettingsError
         ("zmq", "ipc:///run/kv", 1, "ipc:///run/kv.1"),
         ("torch_dist", "", 1, "dist://127.0.0.1:*"),
         ("torch_dist", "dist://10.0.0.1:5600", 1, "dist://10.0.0.1:5601"),
+        ("torch_dist", f"dist://{LOOPBACK}:5600", 1, "dist://127.0.0.1:5601"),
     ],
 )
 def test_each_rank_has_an_endpoint_of_its_own(transport, bind, rank, endpoint):
     assert endpoint_of(transport, bind, rank) == endpoint
+
+
+def test_an_interface_may_have_addresses_of_ipv6_alone():
+    unshare = ["unshare", "--map-root-user", "--net", "sh", "-euc", WITH_SIX, "sh"]
+    if not shutil.which("unshare") or subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("there can be no network of its own here")
+    code = """
+from kv_transfer.endpoints import endpoint_of
+from kv_transfer.transports.zmq import ZmqListener
+print(ZmqListener(endpoint_of("zmq", "tcp://six:50060", 1)).address)
+print(endpoint_of("torch_dist", "dist://six:50060", 1))
+"""
+    told = subprocess.run([*unshare, sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert told.returncode == 0, told.stderr
+    zmq, dist = told.stdout.split()
+    assert (zmq.partition("#")[0], dist) == ("tcp://[fd00::7]:50061", "dist://[fd00::7]:50061")
 
 
 @pytest.mark.parametrize(
@@ -53,6 +90,7 @@ def test_other_endpoints_are_refused_by_name(transport, bind):
         ("torch_dist", "dist://10.0.0.1:50060", ("10.0.0.1", 50124)),
         ("zmq", "tcp://10.0.0.1:*", ("10.0.0.1", 0)),
         ("zmq", "tcp://10.0.0.1:0", ("10.0.0.1", 0)),
+        ("zmq", f"tcp://{LOOPBACK}:*", ("127.0.0.1", 0)),
         ("zmq", "ipc:///run/kv", ("127.0.0.1", 0)),
         ("zmq", "", ("127.0.0.1", 0)),
     ],

@@ -158,6 +158,9 @@ def test_bad_flags_are_refused_with_the_limit(argv, message):
         ("a: [1\n", "is not YAML"),
         ("block-size: 1000\n", "1000 is not in the range"),
         ("block-size:\nshare: 0.25\nplace: ~\n", "has keys without a value: block_size, place"),
+        ("place: [a, b]\ntoken: {a: b}\nblock-size: [4]\nshare: 0.5\n", "list of texts: place, token, block_size"),
+        ("kind: [a, [b, c]]\n", "list of texts: kind"),
+        ("kind: {a: 1}\n", "list of texts: kind"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, content, message):
@@ -165,7 +168,7 @@ def test_bad_files_are_refused(tmp_path, content, message):
     file.write_text(content)
     result, seen = invoke("--config", str(file))
     assert result.exit_code == 2
-    assert message in result.output
+    assert message in " ".join(result.output.split())
     assert not seen
 
 

@@ -105,9 +105,16 @@ def test_the_ca_stays_and_signs_again(folder):
     after = {role: serial_of(folder / f"{role}.crt") for role in ("ca", *ROLES)}
     assert after["ca"] == before["ca"]
     assert not {after[role] for role in ROLES} & set(before.values())
-    shake_hands(files_of(folder, "coordinator"), files_of(folder, "node"), "localhost")
+    for name in ("localhost", "coordinator", "192.0.2.7", "fd00::7"):
+        shake_hands(files_of(folder, "coordinator"), files_of(folder, "node"), name)
     certificate = x509.load_pem_x509_certificate((folder / "node.crt").read_bytes())
     assert (certificate.not_valid_after_utc - certificate.not_valid_before_utc).days == 7
+
+
+def test_a_name_more_is_one_beside_those_before(folder):
+    certs(folder, "--host", "other.example")
+    for name in ("localhost", "coordinator", "192.0.2.7", "other.example"):
+        shake_hands(files_of(folder, "coordinator"), files_of(folder, "node"), name)
 
 
 def test_no_certificate_outlives_its_ca(folder, tmp_path):
@@ -127,7 +134,11 @@ def test_it_says_what_each_is_for(folder):
 
 def test_what_cannot_be_done_is_a_sentence(folder, tmp_path):
     (tmp_path / "file").write_text("")
-    assert "--host ä is neither an address nor a name in ASCII" in certs(tmp_path / "a", "--host", "ä").output
+    for host in ("ä", "", "10.0.0.1:50051", "coordinator:50051", "https://coordinator", "a b", "10.0.0.0/8"):
+        done = certs(tmp_path / "a", "--host", host)
+        assert done.exit_code == 2
+        assert f"--host {host!r} is neither an address nor a name in ASCII, with no port" in done.output
+    assert not (tmp_path / "a").exists()
     assert "'--out': Directory" in certs(tmp_path / "file").output
     assert "Not a directory" in certs(tmp_path / "file" / "below").output
     (folder / "ca.key").unlink()

@@ -13,7 +13,7 @@ from serving_node.ranks import processes as rank_processes
 from splitserve.launch.cluster import PLANNED, ClusterSettings, Place, Process, plan_cluster, up_settings_class
 from splitserve.launch.models import LocalModel
 from splitserve.launch.preflight import cuda_devices
-from splitserve.launch.rooms import COORDINATOR, DECODE, PREFILL, ROOMS, command_of, flat, replaced
+from splitserve.launch.rooms import COORDINATOR, DECODE, PREFILL, ROOMS, command_of, flat, in_full, replaced
 
 MODEL = LocalModel(Path("/models/tiny"), "tiny")
 PLACE = Place(fleet_port=4000, socket_dir="/run/x", fleet_secret="s3cret", instance_id="this one", cpus=(0, 1, 2, 5))
@@ -175,6 +175,12 @@ def test_the_data_plane_of_torch_dist_is_on_the_loopback(monkeypatch):
     assert (values["kv_transport"], values["kv_bind"]) == ("torch_dist", "")
 
 
+@pytest.mark.parametrize(("folder", "is_taken"), [(88 * "x", True), (90 * "x", False), (46 * "ä", False)])
+def test_sockets_are_where_their_paths_are_short_enough(folder, is_taken, monkeypatch):
+    *_, decode = plan_cluster(ClusterSettings(), {}, MODEL, dataclasses.replace(PLACE, socket_dir=f"/{folder}"))
+    assert received(decode, DECODE, monkeypatch)["kv_bind"] == (f"ipc:///{folder}/decode-0" if is_taken else "")
+
+
 def test_nodes_on_other_hosts_find_the_coordinator_and_their_own_addresses(monkeypatch):
     place = dataclasses.replace(PLACE, socket_dir="", cpus=(), fleet_host="10.0.0.1")
     front, *nodes = plan_cluster(ClusterSettings(ray="auto"), {}, MODEL, place)
@@ -183,6 +189,19 @@ def test_nodes_on_other_hosts_find_the_coordinator_and_their_own_addresses(monke
     for node, room in zip(nodes, (PREFILL, DECODE), strict=True):
         values = received(node, room, monkeypatch)
         assert (values["coordinator"], values["kv_bind"], values["cpus"]) == ("10.0.0.1:4000", "", "")
+
+
+def test_paths_are_told_in_full_to_whoever_runs_in_another_folder(tmp_path, monkeypatch):
+    """What is not here stays as it is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    _, _, node = plan_cluster(ClusterSettings(), {}, MODEL, PLACE)
+    texts = {name for name, value in flat(node.settings).items() if value == ""}
+    told = in_full(replaced(node.settings, **dict.fromkeys(texts, "here"), lora=("a=here", "b=gone/c=d")))
+    changed = {name for name in texts if told[name] != "here"}
+    assert changed == {"speculative_model", "kv_disk_path", "weights_disk_path", "tls_cert", "tls_key", "tls_ca"}
+    assert {told[name] for name in changed} == {str(tmp_path / "here")}
+    assert told["lora"] == (f"a={tmp_path}/here", "b=gone/c=d")
 
 
 @pytest.mark.parametrize(

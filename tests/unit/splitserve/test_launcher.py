@@ -10,9 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import psutil
@@ -32,6 +35,8 @@ from tests.tiny_models import write_fake_model, write_tiny_model
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 240.0
+AS_MODULE = (sys.executable, "-m", "splitserve")
+AS_COMMAND = (str(Path(sysconfig.get_path("scripts"), "splitserve")),)
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +47,13 @@ def model(tmp_path_factory):
 class Up:
     """A running `splitserve up`."""
 
-    def __init__(self, model: Path, *flags: str, port: int, cwd: Path | None = None) -> None:
+    def __init__(
+        self, model: Path, *flags: str, port: int, cwd: Path | None = None, program: Sequence[str] = AS_MODULE
+    ) -> None:
         self.target = f"127.0.0.1:{port}"
         self.said = ""
         ports = ["--grpc-port", str(port), "--http-port", "0"]
-        command = [sys.executable, "-m", "splitserve", "up", str(model), *ports, *flags]
+        command = [*program, "up", str(model), *ports, *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, bufsize=1, cwd=cwd)
 
     def read_until(self, text: str) -> None:
@@ -82,8 +89,8 @@ def up(model, tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     started: list[Up] = []
 
-    def start(*flags: str, model: Path = model, port: int | None = None, cwd: Path | None = None) -> Up:
-        started.append(Up(model, *flags, port=port or free_port(), cwd=cwd))
+    def start(*flags: str, model: Path = model, port: int | None = None, **options: Any) -> Up:
+        started.append(Up(model, *flags, port=port or free_port(), **options))
         return started[-1]
 
     yield start
@@ -160,6 +167,22 @@ def test_a_clean_end_leaves_nothing(up, hangups, tmp_path, when, number, exit_co
     assert ("Stopping: answers have 10 s to end; a second Ctrl-C ends them." in cluster.said) == (when == "Ready")
     assert_gone(children.values())
     assert list((tmp_path / "tmp").iterdir()) == []
+    assert "Traceback" not in cluster.said
+
+
+def test_temporary_files_may_have_long_paths_and_be_cleaned_away(up, tmp_path, monkeypatch):
+    """A socket's path has some hundred characters at most."""
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    cluster = up()
+    cluster.read_until("Ready")
+    with Client(cluster.target) as client:
+        chunks = list(client.generate([1, 2, 3], max_tokens=5, ignore_eos=True))
+    assert sum(len(chunk.token_ids) for chunk in chunks) == 5
+    shutil.rmtree(folder)
+    cluster.process.send_signal(signal.SIGINT)
+    assert (cluster.end(), cluster.said.splitlines()[-1]) == (130, "Stopped.")
     assert "Traceback" not in cluster.said
 
 
@@ -332,6 +355,16 @@ async def test_a_server_that_slipped_in_is_told_from_ours(model):
                 await cluster.start(print)
 
 
+async def test_a_process_that_the_system_does_not_start_is_a_sentence(model, monkeypatch, tmp_path):
+    """For want of processes or memory, or as here because its environment is too long."""
+    for number in range(2**8):
+        monkeypatch.setenv(f"LONG_{number}", "x" * 2**16)
+    settings = ClusterSettings(log_dir=str(tmp_path))
+    async with Cluster(settings, {}, LocalModel(model, "fake"), report=print) as cluster:
+        with pytest.raises(LaunchError, match=r"^coordinator cannot be started: Argument list too long$"):
+            await cluster.start(print)
+
+
 def test_a_folder_for_logs_that_cannot_be_written_is_refused(model, tmp_path, monkeypatch):
     """Before anything is made; its mode would not do, as root may write anywhere."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
@@ -361,8 +394,8 @@ def _log_dir_refused(model: Path, log_dir: Path) -> LaunchError:
         ("0.0.0.0", "127.0.0.1"),
         ("::1", "[::1]"),
         ("[::1]", "[::1]"),
-        ("::", "[::1]"),
-        ("[::]", "[::1]"),
+        ("::", "127.0.0.1"),
+        ("[::]", "127.0.0.1"),
         ("fd00::2", "[fd00::2]"),
         ("host.example", "host.example"),
     ],
@@ -449,6 +482,18 @@ def test_missing_kernels_are_told_with_what_they_cost(up, tmp_path, compiled):
     lines = [line for line in cluster.said.splitlines() if "There are no compiled kernels" in line]
     assert len(lines) == (0 if compiled else 1)
     assert compiled or "takes about 3 times as long" in lines[0]
+
+
+def test_nothing_of_the_folder_that_it_runs_in_is_imported(up, tmp_path):
+    """Ranks, doors, and the modules of Python itself too."""
+    folder = tmp_path / "users"
+    folder.mkdir()
+    for name in ("serving_core", "coordinator", "prefill_node", "engine", "secrets", "queue"):
+        (folder / f"{name}.py").write_text("raise SystemExit('the module of the user was imported')")
+    cluster = up("--decode-tp", "2", "--doors", "2", cwd=folder, program=AS_COMMAND)
+    cluster.read_until("Ready")
+    cluster.process.send_signal(signal.SIGINT)
+    assert cluster.end() == 130
 
 
 def test_a_role_becomes_the_process_of_its_room(model):
