@@ -12,6 +12,7 @@ from engine.offload.residence import layers_elsewhere
 from serving_core.errors import SettingsError
 from serving_core.json_fields import read_json_object
 from serving_core.settings import EngineSettings
+from serving_core.shapes import BOTH
 from serving_node.settings import NodeSettings
 from splitserve_bench.plan.asked import AskedNodes
 from splitserve_bench.plan.devices import CPU, DEVICES, Device, device_of, link_of
@@ -279,8 +280,8 @@ def _entry(table: Table, asked: AskedNodes, hardware: str, tp: int) -> Entry:
 
 
 def _sizes(asked: AskedNodes, model: ModelSizes, hardware: str, memory_bytes: int, tp: int, pp: int) -> NodeSizes:
-    node = NodeSettings(max_num_batched_tokens=asked.max_num_batched_tokens, max_num_seqs=asked.max_num_seqs)
-    max_num_batched_tokens, max_num_seqs = node.step_sizes(CPU if hardware == CPU else "cuda")
+    told = NodeSettings(max_num_batched_tokens=asked.max_num_batched_tokens, max_num_seqs=asked.max_num_seqs)
+    node = told.resolved(BOTH, CPU if hardware == CPU else "cuda")
     block_size = EngineSettings().block_size
     weight_bytes = model.rank_weight_bytes(tp, pp)
     if asked.weights_memory_bytes:
@@ -296,8 +297,8 @@ def _sizes(asked: AskedNodes, model: ModelSizes, hardware: str, memory_bytes: in
         num_layers=model.num_layers,
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=node.max_num_batched_tokens,
+        max_num_seqs=node.max_num_seqs,
         max_num_queued=node.max_num_queued,
         overlap_min_tokens=node.overlap_min_tokens,
     )

@@ -12,7 +12,6 @@ from coordinator.control.slo import Limit, parse_slo_classes
 from kv_transfer.endpoints import endpoint_of, host_of
 from serving_core.errors import SettingsError
 from serving_core.shapes import BOTH, DECODE, PREFILL
-from serving_node.settings import NodeSettings
 from splitserve.commands import roles
 from splitserve.commands.serve import up
 from splitserve_bench.compare.search import MOST_SEEDS, Goal
@@ -322,7 +321,7 @@ def test_nodes_step_as_on_such_devices_where_nothing_is_said(nodes):
     found = {
         kind.hardware: (kind.sizes.max_num_batched_tokens, kind.sizes.max_num_seqs) for kind in machines_of(own).kinds
     }
-    assert found == {"h100": NodeSettings().step_sizes("cuda"), "cpu": NodeSettings().step_sizes("cpu")}
+    assert found == {"h100": (2048, 256), "cpu": (512, 64)}
 
 
 @pytest.mark.parametrize("hardware", ["h100", "l4", "cpu"])
