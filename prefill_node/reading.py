@@ -26,6 +26,7 @@ from serving_core.residents import Resident, Residents, Stage
 
 MAX_SCORED_TOKENS: Final = 256  # of one step: the logits of each are held at once
 SHARED: Final = 1 / 8  # of a step's tokens: for fewer that it would find behind that step a prompt does not wait
+MAX_PASSED: Final = 64  # prompts that a step passes over for that: each is to be compared
 
 
 class Reading:
@@ -76,13 +77,16 @@ class Reading:
         self._slack.begin(answers, prompts, now)
         works: list[Work] = []
         least_shared = max(self._leases.block_size, int(budget * SHARED))
-        scorable = MAX_SCORED_TOKENS
+        scorable, passable = MAX_SCORED_TOKENS, MAX_PASSED
         held_up = math.inf  # the age from which on
         for resident in self._order.of(prompts, now):
-            if budget == 0:
+            if budget == 0 or passable == 0:
                 break
             if resident.stage is Stage.QUEUED:
-                if resident.age > held_up or self._is_computed(resident, works, least_shared):
+                if resident.age > held_up:
+                    continue
+                if self._is_computed(resident, works, least_shared):
+                    passable -= 1
                     continue
                 if not may_start(resident):
                     continue
