@@ -189,8 +189,12 @@ def test_an_answer_may_have_to_call(tmp_path, template):
             named = {"type": "function", "function": {"name": "weather"}}
             reply, _ = await asked(c, client, f"Hm.</think>{PARIS}", tool_choice=named)
             assert called(reply.choices[0].message) == [("function", "weather", PARIS)]
-            reply, _ = await asked(c, client, "Hm.", events.LENGTH, tool_choice=named)
-            assert reply.choices[0].message.tool_calls is None
+            cut = (("Hm.", named), ('</think>[{"', "required"), ('</think>[{"name": "wea', "required"))
+            for text, tool_choice in cut:
+                reply, _ = await asked(c, client, text, events.LENGTH, tool_choice=tool_choice)
+                [choice] = reply.choices
+                assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
+                assert not choice.message.content
 
     run(scenario())
 
