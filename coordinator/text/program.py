@@ -24,6 +24,7 @@ from serving_core.reasons import QUEUE_FULL
 
 logger = logging.getLogger(__name__)
 
+KILLED: Final = "killed"  # by the system, or by hand
 ANSWER_S: Final = 30.0  # until a process that does not even start, or is kept from working, is given up
 
 Answer = Callable[[Any], bytes]
@@ -42,8 +43,9 @@ class Program:
         self._thread = ThreadPoolExecutor(1, module)
 
     async def ask(self, question: object) -> dict[str, str]:
-        """Its answer, or as "ended" what of the question has made it end instead. A client that leaves meanwhile
-        changes nothing: it is soon done, or ended. Raises RequestError where the machine had no time for it."""
+        """Its answer, or as "ended" what of the question has made it end instead, with KILLED where it may have been
+        something else. A client that leaves meanwhile changes nothing: it is soon done, or ended. Raises RequestError
+        where the machine had no time for it."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, question)
 
     def _ask(self, question: object) -> dict[str, str]:
@@ -55,8 +57,10 @@ class Program:
         if self._process.is_given_up:
             logger.error("%s has not answered within %g s, and was ended", self._module, ANSWER_S)
             raise RequestError(QUEUE_FULL, f"the machine is too busy: a question took more than {ANSWER_S:g} s")
-        is_late = self._process.returncode == -signal.SIGPROF
-        return {"ended": f"takes more than {self._max_cpu_s:g} s" if is_late else "takes more room than there is"}
+        returncode = self._process.returncode
+        is_late, killed = returncode == -signal.SIGPROF, {KILLED: ""} if returncode == -signal.SIGKILL else {}
+        ended = f"takes more than {self._max_cpu_s:g} s" if is_late else "takes more room than there is"
+        return {"ended": ended, **killed}
 
 
 class _Process:

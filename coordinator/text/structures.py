@@ -9,7 +9,7 @@ from typing import Final
 
 from coordinator.text.answer_format import NONE
 from coordinator.text.calls.reader import MAX_CALLS
-from coordinator.text.program import Program
+from coordinator.text.program import KILLED, Program
 from coordinator.text.reasoning import Thoughts, thoughts_behind
 from protos import inference_pb2
 from serving_core.errors import RequestError
@@ -63,7 +63,7 @@ class Structures:
 
     def __init__(self, folder: Path, eos_token_ids: Sequence[int]) -> None:
         self._program = Program(PROGRAM, {"folder": str(folder), "eos_token_ids": list(eos_token_ids)}, MAX_CPU_S)
-        self._known: dict[Asked, str] = {}  # grammars by what was asked for, that which was asked for last behind
+        self._known: dict[Asked, dict[str, str]] = {}  # the program's answers, that which was asked for last behind
         self._begun: dict[Asked, _Compilation] = {}
 
     async def grammar(
@@ -78,19 +78,13 @@ class Structures:
         thoughts = thoughts_behind(prompt_end) if leeway.thinks else Thoughts.NONE
         given = None if params.disable_any_whitespace else whitespace
         asked = Asked(kind, _value(params, kind), given, leeway, thoughts)
-        if (made := self._known.pop(asked, None)) is None:
-            made = await self._made(asked)
-        self._known[asked] = made
+        answer = self._known.pop(asked, None) or await self._compiled(asked)
+        if KILLED not in answer:
+            self._known[asked] = answer
         if len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
-        return made
-
-    async def _made(self, asked: Asked) -> str:
-        answer, kind = await self._compiled(asked), asked.kind
         if "grammar" in answer:
             return answer["grammar"]
-        if "ended" in answer:
-            logger.warning("compiling a %s %s", kind, answer["ended"])
         why = answer.get("refused") or f"compiling it {answer['ended']}"
         reason, field = why.partition("\n")[0][:MAX_REASON_CHARS], answer.get("field", kind)
         raise RequestError(BAD_PARAM, f"{field} cannot be enforced: {reason}", field=field)
@@ -101,7 +95,10 @@ class Structures:
             compilation = self._begun[asked] = _Compilation(asyncio.create_task(self._program.ask(asdict(asked))))
         compilation.num_waiting += 1
         try:
-            return await asyncio.shield(compilation.task)
+            answer = await asyncio.shield(compilation.task)
+            if "ended" in answer:
+                logger.warning("compiling a %s %s", asked.kind, answer["ended"])
+            return answer
         finally:
             compilation.num_waiting -= 1
             if not compilation.num_waiting:

@@ -113,6 +113,8 @@ def text_of(part: Fields, kinds: Collection[str] = ("text",), *, without_effect:
 def _extra_json(message: Fields) -> str:
     """What a message has beside role and content."""
     extra: dict[str, Any] = {name: message.text(name) for name in _TEXTS if name in message}
+    if "reasoning" in message:  # the same, as vLLM calls it by now
+        extra.setdefault("reasoning_content", message.text("reasoning"))
     if calls := message.objects("tool_calls", MAX_CALLS):
         extra["tool_calls"] = [_call(call) for call in calls]
     return message.as_json("tool_calls", extra)

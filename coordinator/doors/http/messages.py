@@ -53,7 +53,7 @@ class Deltas:
                     field = _FIELDS[piece.kind]
                     delta[field] = delta.get(field, "") + piece.text
         told = [call for index, call in calls.items() if index < self._most_calls]
-        return {**delta, "tool_calls": told} if told else delta
+        return _with_reasoning({**delta, "tool_calls": told} if told else delta)
 
 
 class Message:
@@ -81,7 +81,7 @@ class Message:
             for call, arguments in self._calls
         ]
         message = {"role": "assistant", "content": None if calls or texts else "", "refusal": None, **texts}
-        return {**message, "tool_calls": calls} if calls else message
+        return _with_reasoning({**message, "tool_calls": calls} if calls else message)
 
     def _add(self, delta: dict[str, Any]) -> None:
         for name in _FIELDS.values():
@@ -91,6 +91,12 @@ class Message:
             if part["index"] == len(self._calls):
                 self._calls.append(({name: value for name, value in part.items() if name != "index"}, []))
             self._calls[part["index"]][1].append(part["function"]["arguments"])
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The same with its thoughts under the name too that vLLM has for them by now."""
+    thoughts = message.get(_FIELDS[Kind.REASONING])
+    return message if thoughts is None else {**message, "reasoning": thoughts}
 
 
 def _new_call(index: int, name: str) -> dict[str, Any]:

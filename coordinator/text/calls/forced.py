@@ -2,11 +2,15 @@
 one alone."""
 
 from coordinator.text.calls.json_calls import JsonCallReader
-from coordinator.text.calls.reader import CallReader, Steps
+from coordinator.text.calls.reader import CallReader, Piece, Steps
 
 
 class ListReader(JsonCallReader):
-    """The answer is a JSON list of calls."""
+    """The answer is a JSON list of calls. Where it was cut short, what is left of it is no text."""
+
+    def finish(self) -> list[Piece]:
+        self._held.clear()
+        return super().finish()
 
     def _read(self) -> Steps[None]:
         if (yield from self._solid()) == "[":

@@ -154,7 +154,8 @@ def test_calls_and_results_in_the_conversation():
         "tool_call_id": "c1",
         "name": "f",
     }
-    assert extra_of({"role": "assistant", "content": "a", "reasoning_content": "r"}) == {"reasoning_content": "r"}
+    for thoughts in {"reasoning_content": "r"}, {"reasoning": "r"}, {"reasoning_content": "r", "reasoning": "r"}:
+        assert extra_of({"role": "assistant", "content": "a", **thoughts}) == {"reasoning_content": "r"}
     assert [message.content for message in chat_of(HI, {"role": "assistant"}).messages] == ["hi", ""]
 
 

@@ -361,6 +361,34 @@ async def test_who_asks_for_the_same_at_once_shares_one_compilation(folder, monk
     assert asked == ["ab", "("]
 
 
+async def test_what_is_refused_is_not_tried_again(folder, monkeypatch):
+    structures = Structures(folder, (EOS,))
+    asked, endless = questions_of(structures, monkeypatch), SamplingParams(**schema(**product(30, 20)))
+    errors = []
+    for params in (SamplingParams(regex="("), endless) * 3:
+        with pytest.raises(RequestError) as error:
+            await structures.grammar(params)
+        errors.append((error.value.reason, str(error.value), error.value.metadata["field"]))
+    assert (len(asked), errors) == (2, errors[:2] * 3)
+
+
+async def test_what_the_system_has_ended_is_tried_again(folder, monkeypatch):
+    structures = Structures(folder, (EOS,))
+    await structures.grammar(SamplingParams(regex="a"))
+    process = structures._program._process
+    ask = process.ask
+
+    def kill_and_ask(question):
+        process._process.kill()
+        process._process.wait()
+        return ask(question)
+
+    monkeypatch.setattr(process, "ask", kill_and_ask)
+    with pytest.raises(RequestError, match="takes more room than there is"):
+        await structures.grammar(SamplingParams(regex="b"))
+    assert await structures.grammar(SamplingParams(regex="b"))
+
+
 async def test_what_nobody_waits_for_any_more_is_not_compiled(folder, monkeypatch):
     structures, free = Structures(folder, (EOS,)), threading.Event()
     asked = questions_of(structures, monkeypatch)
