@@ -45,8 +45,8 @@ class Study:
         enough to keep it full."""
         asked, plan = self.asked, self.plans[index]
         fill_s = self.estimates.fill_s(plan.pools, rate) + (self.limits.ttft_s or 0.0)
-        num_counted = min(MOST_COUNTED, max(asked.num_prompts, round(rate * asked.seconds)))
-        num_before = min(MOST_BEFORE, round(rate * fill_s))
+        num_counted = round(min(MOST_COUNTED, max(asked.num_prompts, rate * asked.seconds)))
+        num_before = round(min(MOST_BEFORE, rate * fill_s))
         planned = told(self.loads.load(rate, num_counted + 3 * num_before, seed), lambda each: self.limits)
         return play(
             plan,
