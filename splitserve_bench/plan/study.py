@@ -73,7 +73,8 @@ def study_of(asked: Asked) -> Study:
     if not plans:
         raise SettingsError(_why_none(machines, asked.gpus // asked.cells, lengths.longest_tokens))
     if not all(weight_of(plan, asked.objective) > 0 for plan in plans):
-        raise SettingsError(f"--{asked.objective} needs a figure above 0 for all hardware: --price, --watts")
+        names = ", ".join(dict.fromkeys(kind.hardware for kind in machines.kinds))
+        raise SettingsError(f"--{asked.objective} needs a figure above 0 of all hardware, {names}: --price, --watts")
     return Study(asked, machines, limits, loads, estimates, plans)
 
 

@@ -509,6 +509,15 @@ def test_the_cheaper_hardware_wins_by_cost(nodes):
     assert "a100" in str(study.plans[0])
 
 
+def test_what_measured_nodes_cost_has_to_be_said(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    question = asked(paper_nodes(tmp_path), objective="cost", goodput=("ttft:3000 tpot:200",))
+    with pytest.raises(SettingsError, match="--cost needs a figure above 0 of all hardware, measured: --price"):
+        study_of(question)
+    nodes = replace(question.nodes, dollars_per_h=(("measured", 0.05),))
+    assert {plan.dollars_per_h for plan in study_of(replace(question, nodes=nodes)).plans} == {0.1}
+
+
 def invoke(*words):
     return CliRunner().invoke(plan_command, words)
 
