@@ -1,5 +1,6 @@
 """What the flags of the load commands have in common."""
 
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -45,6 +46,16 @@ class ListOf(click.ParamType[tuple[Any, ...]]):
         if not values:
             self.fail("there must be one at least", param, ctx)
         return values
+
+
+class NumberRange(click.FloatRange):
+    """A number of a range, in which nan, which is none, would be for click."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is no number", param, ctx)
+        return number
 
 
 class NewFile(click.Path):

@@ -8,11 +8,11 @@ import click
 
 from serving_core.errors import SettingsError
 from splitserve_bench.compare.contenders import KINDS, parse_split
-from splitserve_bench.options import PAIR, ListOf, RepeatingCommand, options_of
+from splitserve_bench.options import PAIR, ListOf, NumberRange, RepeatingCommand, options_of
 from splitserve_bench.serve.serve_options import DATASETS, RANDOM, send_limits_option
 
-POSITIVE: Final = click.FloatRange(min=0, min_open=True)
-NOT_NEGATIVE: Final = click.FloatRange(min=0)
+POSITIVE: Final = NumberRange(min=0, min_open=True)
+NOT_NEGATIVE: Final = NumberRange(min=0)
 COUNT: Final = click.IntRange(1)
 LOWEST_RATE, HIGHEST_RATE = 1e-4, 1e5
 
@@ -99,7 +99,7 @@ load_options = options_of(
     click.option("--length-scale", default=1.0, show_default=True, type=POSITIVE, help="Factor on a trace's lengths."),
     click.option("--random-input-len", default=256, show_default=True, type=COUNT),
     click.option("--random-output-len", default=32, show_default=True, type=COUNT),
-    click.option("--random-range-ratio", default=0.0, show_default=True, type=click.FloatRange(0, 1, max_open=True)),
+    click.option("--random-range-ratio", default=0.0, show_default=True, type=NumberRange(0, 1, max_open=True)),
     click.option("--burstiness", default=1.0, show_default=True, type=POSITIVE, help="1 is Poisson; random only."),
     click.option("--num-prompts", default=100, show_default=True, type=COUNT, help="Requests of a probe, at least."),
     click.option(
@@ -143,12 +143,12 @@ goal_options = options_of(
         "--attainment",
         default=0.9,
         show_default=True,
-        type=click.FloatRange(0, 1, min_open=True, max_open=True),
+        type=NumberRange(0, 1, min_open=True, max_open=True),
         help="Share of the offered requests that must be good.",
     ),
     click.option("--tolerance", default=0.1, show_default=True, type=POSITIVE, help="How closely a rate is found."),
     click.option("--max-probes", default=12, show_default=True, type=COUNT, help="Of each contender."),
-    click.option("--first-rate", type=click.FloatRange(LOWEST_RATE, HIGHEST_RATE), help="Where all searches begin."),
+    click.option("--first-rate", type=NumberRange(LOWEST_RATE, HIGHEST_RATE), help="Where all searches begin."),
     click.option("--at-rates", type=ListOf("R,R,...", parse_rate), help="No search: these rates for all contenders."),
 )
 

@@ -14,7 +14,7 @@ from serving_core.errors import SettingsError
 from serving_core.extras import require
 from splitserve.commands.terminal import report, stdout
 from splitserve.signals import run_to_end
-from splitserve_bench.options import NewFile
+from splitserve_bench.options import NewFile, NumberRange
 from splitserve_bench.serve.serve_options import (
     ServeCommand,
     ServeOptions,
@@ -88,7 +88,7 @@ class Asked:
     "--request-rate",
     default=1.0,
     show_default=True,
-    type=click.FloatRange(0, 1e5, min_open=True),
+    type=NumberRange(0, 1e5, min_open=True),
     help="Requests a second that stages are multiples of, such as the knee that `bench compare` has found.",
 )
 @shape_options
@@ -102,7 +102,7 @@ class Asked:
     "--attainment",
     default=0.9,
     show_default=True,
-    type=click.FloatRange(0, 1, min_open=True),
+    type=NumberRange(0, 1, min_open=True),
     help="Share of good requests from which goodput is back.",
 )
 @click.option("--plot", type=NewFile(), help="Picture of it (PNG).")

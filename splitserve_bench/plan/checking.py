@@ -2,7 +2,6 @@
 that vLLM has really served."""
 
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,7 +93,7 @@ def replayed(kind: NodeKind, served: Sequence[Served], door_s: float) -> list[Be
 
 
 def _mean(values: Times) -> float:
-    return statistics.fmean(value for value in values if value is not None)
+    return Distribution(tuple(value for value in values if value is not None)).mean or 0.0
 
 
 def _percentile(percent: float) -> Callable[[Times], float]:

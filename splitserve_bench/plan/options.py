@@ -7,7 +7,7 @@ from typing import Any, Final
 import click
 
 from serving_core.settings import KV_CACHE_DTYPES, QUANTIZATIONS
-from splitserve_bench.options import PAIR, ListOf, NewFile, Size, options_of, repeat_flags
+from splitserve_bench.options import PAIR, ListOf, NewFile, NumberRange, Size, options_of, repeat_flags
 from splitserve_bench.plan.asked import MOST_COUNTED, Asked, AskedLoad, AskedNodes
 from splitserve_bench.plan.devices import DEVICES, INFINIBAND, LINK_NAMES
 from splitserve_bench.serve.serve_options import ABOVE_0, DATASETS, RANDOM, check_burstiness, check_dataset
@@ -165,12 +165,12 @@ load_options = options_of(
     click.option("--length-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's lengths."),
     click.option("--random-input-len", default=1024, show_default=True, type=COUNT),
     click.option("--random-output-len", default=128, show_default=True, type=COUNT),
-    click.option("--random-range-ratio", default=0.0, show_default=True, type=click.FloatRange(0, 1, max_open=True)),
+    click.option("--random-range-ratio", default=0.0, show_default=True, type=NumberRange(0, 1, max_open=True)),
     click.option("--burstiness", default=1.0, show_default=True, type=ABOVE_0, help="1 is Poisson; random only."),
 )
 search_options = options_of(
     click.option(*SLO, multiple=True, metavar="ttft:MS tpot:MS", help="Limits that a good request meets, in ms."),
-    click.option("--attainment", default=0.9, show_default=True, type=click.FloatRange(0, 1, min_open=True)),
+    click.option("--attainment", default=0.9, show_default=True, type=NumberRange(0, 1, min_open=True)),
     click.option("--tolerance", default=0.05, show_default=True, type=ABOVE_0, help="Of the goodput."),
     click.option("--candidates", default=20, show_default=True, type=COUNT, help="Most plans that are simulated."),
     click.option("--all", "all_plans", is_flag=True, help="Find every plan's knee, not only those of the best two."),

@@ -24,6 +24,7 @@ from splitserve_bench.plan.options import (
 if TYPE_CHECKING:
     from splitserve_bench.plan.asked import AskedNodes
     from splitserve_bench.plan.checking import Beside
+    from splitserve_bench.plan.nodes import Machines, NodeKind
     from splitserve_bench.plan.tables import Check
 
 # Of a node alone, which has no price and nobody to send to.
@@ -107,18 +108,23 @@ def _replayed(asked: "AskedNodes", requests: Path) -> list["Beside"]:
     from splitserve_bench.plan.nodes import machines_of
 
     machines = machines_of(asked)
-    return replayed(machines.kinds[0], read_served(requests), machines.door_s)
+    return replayed(_only(machines, "--requests are"), read_served(requests), machines.door_s)
 
 
 def _save(asked: "AskedNodes", path: Path) -> None:
     from splitserve_bench.plan.nodes import machines_of, profile_of
 
     machines = machines_of(asked)
+    profile_of(machines, _only(machines, "a profile is")).save(path)
+    report(f"written: {path}")
+
+
+def _only(machines: "Machines", what: str) -> "NodeKind":
+    """Raises SettingsError for `what` is of one node, where there are several."""
     if len(machines.kinds) != 1:
         names = ", ".join(f"{kind.hardware} TP {kind.tp}" for kind in machines.kinds)
-        raise SettingsError(f"a profile is of one node, not of {names}: --hardware and --tp choose")
-    profile_of(machines, machines.kinds[0]).save(path)
-    report(f"written: {path}")
+        raise SettingsError(f"{what} of one node, not of {names}: --hardware and --tp choose")
+    return machines.kinds[0]
 
 
 def _checks_table(checks: dict[str, list["Check"]]) -> Any:

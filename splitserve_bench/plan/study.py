@@ -45,8 +45,8 @@ class Study:
         enough to keep it full."""
         asked, plan = self.asked, self.plans[index]
         fill_s = self.estimates.fill_s(plan.pools, rate) + (self.limits.ttft_s or 0.0)
-        num_counted = min(MOST_COUNTED, max(asked.num_prompts, round(rate * asked.seconds)))
-        num_before = min(MOST_BEFORE, round(rate * fill_s))
+        num_counted = round(min(MOST_COUNTED, max(asked.num_prompts, rate * asked.seconds)))
+        num_before = round(min(MOST_BEFORE, rate * fill_s))
         planned = told(self.loads.load(rate, num_counted + 3 * num_before, seed), lambda each: self.limits)
         return play(
             plan,
@@ -73,7 +73,8 @@ def study_of(asked: Asked) -> Study:
     if not plans:
         raise SettingsError(_why_none(machines, asked.gpus // asked.cells, lengths.longest_tokens))
     if not all(weight_of(plan, asked.objective) > 0 for plan in plans):
-        raise SettingsError(f"--{asked.objective} needs a figure above 0 for all hardware: --price, --watts")
+        names = ", ".join(dict.fromkeys(kind.hardware for kind in machines.kinds))
+        raise SettingsError(f"--{asked.objective} needs a figure above 0 of all hardware, {names}: --price, --watts")
     return Study(asked, machines, limits, loads, estimates, plans)
 
 

@@ -58,8 +58,8 @@ class Reply:
             raise RequestFailed(f"the answer stopped before it had {wanted} tokens, and nobody counted them")
 
     def outcome(self, error: str = "", *, is_refused: bool = False, retry_after_s: float | None = None) -> Outcome:
-        """What became of the request, which ends now."""
-        counted = self.num_output_tokens
+        """What became of the request, which ends now. One that has begun to be answered is not turned away any more."""
+        counted, is_refused = self.num_output_tokens, is_refused and not self._arrivals_s
         return Outcome(
             index=self._request.index,
             scheduled_s=self._request.send_at_s,
@@ -71,7 +71,7 @@ class Reply:
             ended_s=self._now_s(),
             error=bounded(error),
             is_refused=is_refused,
-            retry_after_s=retry_after_s,
+            retry_after_s=retry_after_s if is_refused else None,
             timeline=self.timeline,
             num_cached_tokens=self.num_cached_tokens,
         )

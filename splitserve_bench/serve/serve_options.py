@@ -14,7 +14,7 @@ from serving_core.errors import SettingsError
 from serving_core.tls import SCHEME as TLS_SCHEME
 from serving_core.tls import TlsFiles
 from splitserve.commands.server_options import SERVER_VARIABLE, api_key_option, tls_options
-from splitserve_bench.options import Command, RepeatingCommand, options_of
+from splitserve_bench.options import Command, NumberRange, RepeatingCommand, options_of
 from splitserve_bench.serve.target import BACKENDS, COMPLETIONS, LIMITS, OPENAI, SPLITSERVE, Target
 
 RANDOM, AZURE, MOONCAKE = "random", "azure", "mooncake"
@@ -25,7 +25,7 @@ PORTS: Final = {SPLITSERVE: 50051, OPENAI: 8000}
 SCHEME: Final = "://"
 OTHER_NAME: Final = re.compile(r"^--(target|base-url)(?==|$)")
 WORD: Final = re.compile(r"(?!--).*", re.DOTALL)
-ABOVE_0: Final = click.FloatRange(0, min_open=True)
+ABOVE_0: Final = NumberRange(0, min_open=True)
 COUNT, LENGTH = click.IntRange(0), click.IntRange(1)
 
 
@@ -203,7 +203,7 @@ shape_options = options_of(
         "--random-range-ratio",
         default=0.0,
         show_default=True,
-        type=click.FloatRange(0, 1, max_open=True),
+        type=NumberRange(0, 1, max_open=True),
         help="Lengths differ by up to this share of them.",
     ),
 )

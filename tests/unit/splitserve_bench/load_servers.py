@@ -23,6 +23,7 @@ VOCAB_SIZE = 777
 MAX_MODEL_LEN = 4096
 ANSWER, SHORT, DROP, REFUSE, FAIL, BREAK, HANG = "answer", "short", "drop", "refuse", "fail", "break", "hang"
 NO_NODE, LOST = "no node", "lost"  # before the first token
+CROWDED = "crowded"  # after it
 RETRY_AFTER_S = 3  # of a full queue
 TIMELINE = {"prefill_queue_s": 0.25, "prefill_s": 0.5, "decode_s": 1.0, "e2e_s": 1.75, "ttft_s": 0.75}
 
@@ -76,7 +77,7 @@ class Script:
         for sent in range(0, wanted, self.tokens_at_once):
             yield min(self.tokens_at_once, wanted - sent)
             await asyncio.sleep(0)  # others have their turn
-            if does in (DROP, BREAK):
+            if does in (DROP, BREAK, CROWDED):
                 raise Fault(does)
 
 
@@ -193,8 +194,9 @@ def _write_fault(writer, kind):
         _write_json(writer, 503, {"error": {"message": kind, "code": REASONS[kind]}})
     elif kind == FAIL:
         _write_json(writer, 500, {"detail": "it broke " * 200})
-    elif kind == BREAK:
-        _write_event(writer, {"error": {"message": "a node was lost", "code": 500}})
+    elif kind in (BREAK, CROWDED):
+        message, code = ("a node was lost", 500) if kind == BREAK else ("no room came", "rate_limit_exceeded")
+        _write_event(writer, {"error": {"message": message, "code": code}})
         writer.write(b"0\r\n\r\n")
     return kind != DROP
 
@@ -268,6 +270,7 @@ STATUSES = {
     FAIL: refusal(grpc.StatusCode.INTERNAL, "it broke " * 200, reasons.ENGINE_ERROR),
     DROP: refusal(grpc.StatusCode.UNAVAILABLE, "a node was lost", reasons.WORKER_LOST),
     BREAK: refusal(grpc.StatusCode.UNAVAILABLE, "a node was lost", reasons.WORKER_LOST),
+    CROWDED: refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room came", reasons.QUEUE_FULL, retry_after_s=9),
 }
 
 

@@ -18,6 +18,7 @@ from splitserve_bench.serve.reply import Reply
 from splitserve_bench.serve.told import told
 from tests.unit.splitserve_bench.load_servers import (
     BREAK,
+    CROWDED,
     DROP,
     FAIL,
     HANG,
@@ -206,6 +207,7 @@ FAULTS = {
     FAIL: "it broke",
     DROP: "",
     BREAK: "a node was lost",
+    CROWDED: "no room came",
     SHORT: "5 tokens instead of 6",
     NO_NODE: NO_NODE,
     LOST: LOST,
@@ -223,7 +225,7 @@ async def test_whatever_is_not_complete_is_a_miss(serving):
         assert len(outcome.error) <= 300
         assert outcome.is_refused == (kind in (REFUSE, NO_NODE))
         assert outcome.retry_after_s == (RETRY_AFTER_S if kind == REFUSE else None)
-        assert outcome.num_output_tokens == {DROP: 1, BREAK: 1, SHORT: 5}.get(kind, 0)
+        assert outcome.num_output_tokens == {DROP: 1, BREAK: 1, CROWDED: 1, SHORT: 5}.get(kind, 0)
     assert outcomes[-1].error == ""
     summary = summarize(outcomes, Limits())
     assert summary.attainment == 1 / len(outcomes)

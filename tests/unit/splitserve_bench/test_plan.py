@@ -508,6 +508,15 @@ def test_the_cheaper_hardware_wins_by_cost(nodes):
     assert "a100" in str(study.plans[0])
 
 
+def test_what_measured_nodes_cost_has_to_be_said(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    question = asked(paper_nodes(tmp_path), objective="cost", goodput=("ttft:3000 tpot:200",))
+    with pytest.raises(SettingsError, match="--cost needs a figure above 0 of all hardware, measured: --price"):
+        study_of(question)
+    nodes = replace(question.nodes, dollars_per_h=(("measured", 0.05),))
+    assert {plan.dollars_per_h for plan in study_of(replace(question, nodes=nodes)).plans} == {0.1}
+
+
 def invoke(*words):
     return CliRunner().invoke(plan_command, words)
 
@@ -756,7 +765,10 @@ def test_what_vllm_served_is_simulated_beside_it(tmp_path, folder):
     names = ("input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
     rows = [dict(zip(names, (300, 11, start, start + 0.05, start + 0.15), strict=True)) for start in (7.0, 8.0, 9.0)]
     requests.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    words = ("--model", str(folder), "--hardware", "a100", "--tp", "1", "--requests", str(requests), "--json")
+    words = ("--model", str(folder), "--hardware", "a100", "--requests", str(requests), "--json")
+    which = invoke("profile", table, *words)
+    assert "--requests are of one node, not of a100 TP 1, a100 TP 2" in str(which.exception)
+    words = (*words, "--tp", "1")
     result = invoke("profile", table, *words)
     assert result.exit_code == 0, result.output
     figures = {each["what"]: each for each in json.loads(result.stdout.splitlines()[-1])["requests"]}
@@ -765,3 +777,8 @@ def test_what_vllm_served_is_simulated_beside_it(tmp_path, folder):
     assert figures["TPOT, mean"]["simulated_s"] == pytest.approx(step_s, rel=0.01)
     chunk_s = (10 + 0.1 * 300 + 1e-5 * 300**2) / 1e3
     assert figures["TTFT, mean"]["simulated_s"] == pytest.approx(chunk_s + 0.002, rel=0.01)
+    requests.write_text("".join(json.dumps(row | {"output_toks": 1}) + "\n" for row in rows))  # which have no TPOT
+    result = invoke("profile", table, *words)
+    assert result.exit_code == 0, result.output
+    figures = {each["what"]: each for each in json.loads(result.stdout.splitlines()[-1])["requests"]}
+    assert figures["TPOT, mean"]["served_s"] == figures["TPOT, mean"]["simulated_s"] == 0

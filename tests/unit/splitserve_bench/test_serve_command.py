@@ -257,6 +257,24 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("serve", "--request-rate"),
+        ("serve", "--random-range-ratio"),
+        ("overload", "--attainment"),
+        ("compare", "--seconds"),
+        ("compare", "--first-rate"),
+        ("simulate", "--request-timeout-s"),
+    ],
+)
+def test_what_is_no_number_is_in_no_range(words):
+    command, flag = words
+    result = CliRunner().invoke(main, ["bench", command, flag, "nan"])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{flag}': 'nan' is no number" in result.output
+
+
 @pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_flags_that_cannot_be_used(words, message):
     """Nothing listens where they point: they are found before a server is asked."""
