@@ -108,6 +108,8 @@ def test_what_could_not_be_copied_is_copied_another_time(is_told):
         ask(node, str(turn), prompt_of(50, first=turn % 2))
     assert node.load.num_cached_tokens - before == 48
     assert (node.load.tier.num_damaged == 0) == is_told
+    if is_told:
+        assert node.load.tier.written_bytes == node.load.tier.host_bytes  # each block once
     node.check_empty()
 
 
@@ -257,4 +259,5 @@ async def test_a_whole_node_whose_memory_takes_one_block_at_once(tmp_path, monke
             assert node.of(str(turn)) == told(answer_on_paper(prompts[turn % 2], 2))
         assert node.load.num_cached_tokens - before == 8 * RUNNER_BLOCK_SIZE
         assert node.load.tier.num_unwritten > 0
+        assert node.load.tier.written_bytes == node.load.tier.host_bytes
         assert node.load.tier.num_damaged == 0
