@@ -153,7 +153,9 @@ class Drafts:
     def _work(self, resident: Resident, least_probability: float, num_to_read: int, room: int) -> DraftWork | None:
         request = resident.request
         most = min(room, self._num_candidates, request.sampling.max_tokens - request.num_output_tokens - 1)
-        if most <= 0 or resident.move is not None or resident.is_ending or resident.num_to_compute != 1:
+        if resident.move is not None or resident.hosts or resident.is_ending:
+            return None  # it has no candidates
+        if most <= 0 or resident.num_to_compute != 1:
             return None
         most = num_in_a_row(self._probability(resident), least_probability, most)
         text = self._text(resident, len(request.token_ids) + most) if most else None

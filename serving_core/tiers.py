@@ -55,19 +55,17 @@ class TierIndex:
         in_host, on_disk = self._by_use
         return len(in_host), len(on_disk)
 
-    def put(self, name: bytes, block_id: int) -> bool:
-        """The pool gives up the block of this name. Tells whether it is to be copied, which `take_copies` says."""
+    def put(self, name: bytes, block_id: int) -> None:
+        """The pool gives up the block of this name. If it is to be copied, `take_copies` says so."""
         if name in self._slot_of:
             self._by_use[self._place_of(name)].move_to_end(name)
-            return False
-        place = 0 if self.num_host else 1
-        slot = self._vacate(place)
+            return
+        slot = self._vacate(0 if self.num_host else 1)
         if slot is None:
-            return False
+            return
         self._enter(name, slot)
         self._changes.stored(name)
         self._uncopied[name] = block_id
-        return True
 
     def take_copies(self) -> Copies | None:
         """What is to be copied by now, if anything is."""

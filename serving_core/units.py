@@ -6,9 +6,10 @@ from typing import Final
 KIB: Final = 2**10
 MIB: Final = 2**20
 GIB: Final = 2**30
-UNITS: Final = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
+UNITS: Final = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))  # in which sizes are shown
+_FACTORS: Final = {"tib": 2**40, **{unit.lower(): num_bytes for unit, num_bytes in UNITS}}
 
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|MiB|KiB|B)?", re.ASCII | re.IGNORECASE)
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(TiB|GiB|MiB|KiB|B)?", re.ASCII | re.IGNORECASE)
 
 
 def size_of(num_bytes: int) -> str:
@@ -24,5 +25,5 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is no size such as 512MiB, 2GiB or 536870912")
-    factor = {unit.lower(): unit_bytes for unit, unit_bytes in UNITS}.get((match[2] or "").lower(), 1)
+    factor = _FACTORS.get((match[2] or "").lower(), 1)
     return round(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor

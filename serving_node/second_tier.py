@@ -77,16 +77,21 @@ class SecondTier:
         self._num_loads = 0  # that ever began
         self._last_end_s = 0.0  # of a load
         self._decisions: list[Decision] = []
+        self._copied: frozenset[int] = frozenset()  # slots that got blocks of the pool by the last copies
         self._told = inference_pb2.TierLoad()
         if self.index.num_slots:
-            allocator.on_evict = self._evicted
+            allocator.on_evict = self.index.put
 
     def take_decisions(self) -> list[Decision]:
         """What has been decided since the last call. Blocks are to be copied before any other decision is carried
         out."""
         decisions, self._decisions = self._decisions, []
         copies = self.index.take_copies()
-        return decisions if copies is None else [Spill(copies), *decisions]
+        if copies is None:
+            return decisions
+        self._copied = frozenset(copies.slots)
+        self._told.written_bytes += len(copies.slots) * self._block_bytes
+        return [Spill(copies), *decisions]
 
     @property
     def held(self) -> Iterable[BlockLease]:
@@ -174,6 +179,7 @@ class SecondTier:
 
     def lost(self, slots: Sequence[int]) -> None:
         """What was to be copied there could not be."""
+        self._told.written_bytes -= len(self._copied.intersection(slots)) * self._block_bytes
         self.index.lose(slots)
 
     def cancel(self, resident: Resident) -> None:
@@ -242,10 +248,6 @@ class SecondTier:
         self.index.unpin(load.loaded)
         load.on_end()
         load.lease.release()
-
-    def _evicted(self, name: bytes, block_id: int) -> None:
-        if self.index.put(name, block_id):
-            self._told.written_bytes += self._block_bytes
 
     def _is_held(self, name: bytes) -> bool:
         return name in self._allocator.blocks_by_name or name in self.index

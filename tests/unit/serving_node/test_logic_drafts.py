@@ -3,6 +3,7 @@ draft model keeps its KV, and what it writes is right but where a test wants it 
 
 from decode_node.drafts import MOST_READ, DraftModel
 from decode_node.gate import BUDGET_S, LEAST_STEPS
+from serving_core.residents import Host
 from tests.toy_kv import NUM_TOKEN_IDS, answer_of
 from tests.unit.serving_node.logic_kit import Node, prompt_of
 
@@ -154,6 +155,17 @@ def test_one_that_moves_or_ends_leaves_nothing():
     node.sent(request)
     assert is_right(node, "b")
     assert node.num_drafted() == 0
+
+
+def test_nothing_is_written_ahead_of_one_that_may_have_blocks_elsewhere():
+    """It would have no candidates."""
+    node = DraftingNode()
+    node.writes("a", PROMPT, max_tokens=NUM_TOKENS)
+    (resident,) = node.logic.residents
+    resident.hosts = (Host("host:1", b""),)
+    begun(node=node)
+    assert is_right(node, "a")
+    assert not node.rounds
 
 
 def test_one_that_was_put_back_goes_on_where_its_text_was():

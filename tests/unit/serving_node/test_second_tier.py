@@ -4,11 +4,14 @@ import random
 
 import pytest
 
+from engine.cache import tier_store
 from serving_core.costs import StepCosts
 from serving_core.residents import Stage
 from serving_node.second_tier import LOAD_DEADLINE_S, TierPlan
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, BLOCK_SIZE, Node, prompt_of
+from tests.unit.serving_node.runner_kit import BLOCK_SIZE as RUNNER_BLOCK_SIZE
+from tests.unit.serving_node.runner_kit import answer_on_paper, running, told
 
 ALWAYS = TierPlan(num_host=8, num_disk=16, host_s=0.001, disk_s=0.01, reads_always=True)
 
@@ -105,6 +108,8 @@ def test_what_could_not_be_copied_is_copied_another_time(is_told):
         ask(node, str(turn), prompt_of(50, first=turn % 2))
     assert node.load.num_cached_tokens - before == 48
     assert (node.load.tier.num_damaged == 0) == is_told
+    if is_told:
+        assert node.load.tier.written_bytes == node.load.tier.host_bytes  # each block once
     node.check_empty()
 
 
@@ -240,3 +245,19 @@ def test_never_a_wrong_token(seed, is_history_free):
         assert told
     assert node.load.tier.num_hits > 0
     node.check_empty()
+
+
+async def test_a_whole_node_whose_memory_takes_one_block_at_once(tmp_path, monkeypatch):
+    """Two prompts of eight blocks that drive each other out of the pool: in the end all comes from the second tier."""
+    monkeypatch.setattr(tier_store, "SPILLED_BYTES", 1)
+    prompts = [[(place * place + first) % 97 for place in range(8 * RUNNER_BLOCK_SIZE + 1)] for first in (1, 2)]
+    async with running(tmp_path, num_blocks=10, num_tier_blocks=40) as node:
+        for turn in range(24):
+            before = node.load.num_cached_tokens
+            node.local(str(turn), prompts[turn % 2], max_tokens=2)
+            await node.idle()
+            assert node.of(str(turn)) == told(answer_on_paper(prompts[turn % 2], 2))
+        assert node.load.num_cached_tokens - before == 8 * RUNNER_BLOCK_SIZE
+        assert node.load.tier.num_unwritten > 0
+        assert node.load.tier.written_bytes == node.load.tier.host_bytes
+        assert node.load.tier.num_damaged == 0
