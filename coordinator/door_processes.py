@@ -169,4 +169,5 @@ class Doors:
             *(sys.executable, "-m", "coordinator.doors", *to_argv(settings)),
             env=environment_of(settings),
             stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in a terminal is for control alone
         )
