@@ -622,6 +622,15 @@ def test_ctrl_c_while_a_process_of_a_cluster_is_imported_is_exit_code_130(room):
     end_interrupted(start_to_import(["nowhere"], "click", room))
 
 
+@pytest.mark.parametrize("room", ["coordinator", "both"])
+def test_ctrl_c_while_a_process_of_a_cluster_loads_is_exit_code_130_at_once(tmp_path, room):
+    model = str(write_fake_model(tmp_path / "fake"))
+    process = start_command([room, model], module="tests.unit.splitserve.endless_load")
+    while process.stderr.readline() != "loading\n":
+        assert process.poll() is None
+    end_interrupted(process)
+
+
 @pytest.mark.parametrize("command", ["status", "generate hi", "chat", "bench serve"])
 def test_ctrl_c_while_a_server_is_waited_for_is_exit_code_130(command, silent):
     process = start_command(asking(command, silent))
