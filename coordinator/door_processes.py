@@ -144,6 +144,12 @@ class Doors:
             with suppress(ProcessLookupError):
                 process.kill()
 
+    def _check_open(self, number: int) -> None:
+        """A door that does not come to listen is ended, to be started again."""
+        if not self._service.opened[number].is_set():
+            logger.error("door %d does not listen after %g s", number, START_DEADLINE_S)
+            self._kill(number)
+
     async def _keep(self, number: int, path: Path) -> None:
         """Has door `number` run, again and again. Raises SettingsError where it has never come to listen."""
         pauses = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
@@ -151,9 +157,11 @@ class Doors:
         while not self._is_stopping:
             opened.clear()
             process = self._processes[number] = await self._spawn(number, path)
+            late = asyncio.get_running_loop().call_later(START_DEADLINE_S, self._check_open, number)
             try:
                 code = await process.wait()
             finally:
+                late.cancel()
                 del self._processes[number]
             if self._is_stopping:
                 return
@@ -172,4 +180,5 @@ class Doors:
             *(sys.executable, "-m", "coordinator.doors", *to_argv(settings)),
             env=environment_of(settings),
             stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in a terminal is for control alone
         )

@@ -2,8 +2,8 @@
 
 While modules are imported there is nothing to clean up, and an exception in the middle of an import may come out of it
 as another one: until a command begins, Ctrl-C ends the process at once, and so it does after it has ended, while the
-interpreter does. In between it is a KeyboardInterrupt. Where Ctrl-C is ignored, as in a shell's
-background, it stays so.
+interpreter does. In between it is a KeyboardInterrupt; a process of a cluster, once it can drain, takes it for SIGTERM.
+Where Ctrl-C is ignored, as in a shell's background, it stays so.
 """
 
 import os

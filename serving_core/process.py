@@ -11,7 +11,7 @@ import uvloop
 from serving_core import failpoints
 from serving_core.descriptors import raise_limit
 from serving_core.errors import ModelError, SettingsError
-from serving_core.interrupts import raise_again
+from serving_core.interrupts import end_at_once
 from serving_core.telemetry import LogSettings, configure_logging
 
 
@@ -26,12 +26,10 @@ def run_process(role: str, name: str, log: LogSettings, main: Callable[[], Corou
     refused, one sentence goes to stderr and it exits with code 2."""
     configure_logging(role, name, log)
     raise_limit()
+    end_at_once()  # as SIGTERM does, until main handles both: what loads awaits nothing, and could not be cancelled
     try:
-        raise_again()
         failpoints.arm()
         uvloop.run(main())
     except (SettingsError, ModelError) as error:
         click.echo(f"{name}: {error}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:  # before the process takes the signal itself
-        sys.exit(128 + signal.SIGINT)

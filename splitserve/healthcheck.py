@@ -46,6 +46,8 @@ def _dialling(target: str, environment: Mapping[str, str]) -> Dialling:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: python -m splitserve.healthcheck TARGET [SERVICE]")
     try:
         sys.exit(0 if is_healthy(*sys.argv[1:], environment=os.environ) else "not ready")
     except grpc.RpcError as error:

@@ -6,6 +6,7 @@ Where nobody has set them, the process is rank 0 and starts the followers itself
 
 import dataclasses
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any, Final
 
 from serving_core.errors import SettingsError
 from serving_core.flags import environment_of, to_argv
+from serving_core.interrupts import INTERRUPTED
 from serving_core.settings import EngineSettings
 from serving_core.sharding import check_num_ranks, ranks_text
 from serving_node.ranks.leading import die
@@ -78,8 +80,10 @@ def start_followers(package: str, settings: Any, name: str) -> None:
 
 
 def _watch(rank: int, child: "subprocess.Popen[bytes]") -> None:
-    """Ends this process when a follower ends badly."""
-    if returncode := child.wait():
+    """Ends this process when a follower ends badly, or by Ctrl-C, which a terminal tells all ranks."""
+    if (returncode := child.wait()) in (INTERRUPTED, -signal.SIGINT):
+        os._exit(INTERRUPTED)
+    if returncode:
         die(f"rank {rank} has ended with code {returncode}")
 
 

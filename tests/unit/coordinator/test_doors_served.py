@@ -8,10 +8,11 @@ import tempfile
 import grpc
 import pytest
 
+from coordinator import door_processes
 from protos import fleet_pb2, inference_pb2, inference_pb2_grpc
 from serving_core.errors import SettingsError
 from tests import fleet_events as events
-from tests.scripted_nodes import begin, cluster, hand_over, read_all, refusal_of, run, step
+from tests.scripted_nodes import DEADLINE_S, begin, cluster, hand_over, read_all, refusal_of, run, step
 
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
@@ -106,6 +107,33 @@ def test_the_answers_of_a_door_that_is_lost_have_failed_and_nodes_let_go_of_them
 def door_with_calls(c):
     [number] = [number for number, link in c.server._public._service._links.items() if link.calls]
     return number
+
+
+def test_a_door_that_does_not_come_back_in_time_is_started_again(tmp_path, monkeypatch, caplog):
+    """As where it hangs while it loads: the first time it stands for one that does."""
+    python = sys.executable
+
+    async def scenario():
+        async with cluster(tmp_path / "model", doors=2) as c:
+            doors = c.server._public
+            hanging = tmp_path / "hanging"
+            hanging.write_text("#!/bin/sh\nexec sleep 1000\n")
+            hanging.chmod(0o700)
+            monkeypatch.setattr(sys, "executable", str(hanging))
+            monkeypatch.setattr(door_processes, "START_DEADLINE_S", 0.1)
+            doors._kill(1)
+            await until(lambda: "door 1 does not listen after 0.1 s" in caplog.text)
+            monkeypatch.setattr(door_processes, "START_DEADLINE_S", DEADLINE_S)
+            monkeypatch.setattr(sys, "executable", python)
+            await until(lambda: doors._service.opened[1].is_set())
+
+    run(scenario())
+
+
+async def until(condition):
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 def test_a_door_that_cannot_open_is_the_end_of_the_start(tmp_path, monkeypatch):

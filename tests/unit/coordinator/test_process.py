@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import grpc
+import psutil
 import pytest
 
 from protos import inference_pb2, inference_pb2_grpc
@@ -53,6 +54,26 @@ async def log_of(process):
         lines = (await process.stderr.read()).splitlines()
         await process.wait()
     return [json.loads(line)["event"] for line in lines]
+
+
+def test_ctrl_c_in_a_terminal_while_doors_start_is_a_good_end(tmp_path):
+    """Which tells every process of the terminal's group."""
+    ports = ("--port", 0, "--fleet-port", 0, "--http-port", -1)
+    words = command(write_fake_model(tmp_path), *ports, "--doors", 2)
+    with subprocess.Popen(words, stderr=subprocess.PIPE, process_group=0, text=True) as process:
+        try:
+            while num_doors(process.pid) < 2:
+                assert process.poll() is None
+            os.killpg(process.pid, signal.SIGINT)
+            _, log = process.communicate(timeout=DEADLINE_S)
+        finally:
+            process.kill()
+    assert [json.loads(line)["level"] for line in log.splitlines()] == ["info"] * len(log.splitlines())
+    assert process.returncode == 0
+
+
+def num_doors(pid):
+    return sum("coordinator.doors" in child.cmdline() for child in psutil.Process(pid).children())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -15,6 +15,7 @@ import threading
 
 import click
 import grpc
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -620,6 +621,31 @@ def test_ctrl_c_while_up_is_imported_is_exit_code_130(tmp_path):
 @pytest.mark.parametrize("room", ["coordinator", "prefill_node", "decode_node", "serving_node"])
 def test_ctrl_c_while_a_process_of_a_cluster_is_imported_is_exit_code_130(room):
     end_interrupted(start_to_import(["nowhere"], "click", room))
+
+
+@pytest.mark.parametrize("room", ["coordinator", "both"])
+def test_ctrl_c_while_a_process_of_a_cluster_loads_is_exit_code_130_at_once(tmp_path, room):
+    model = str(write_fake_model(tmp_path / "fake"))
+    process = start_command([room, model], module="tests.unit.splitserve.endless_load")
+    while process.stderr.readline() != "loading\n":
+        assert process.poll() is None
+    end_interrupted(process)
+
+
+def test_ctrl_c_that_comes_to_another_rank_first_is_exit_code_130_too(tmp_path):
+    """While ranks wait for each other it may be the only one that can do something about it."""
+    arguments = [str(write_fake_model(tmp_path / "fake")), "--tensor-parallel-size", "2"]
+    with start_command(arguments, module="serving_node") as process:
+        while not (followers := ranks_of(process)):
+            assert process.poll() is None
+        followers[0].send_signal(signal.SIGINT)
+        assert process.wait(timeout=DEADLINE_S) == 130
+
+
+def ranks_of(process):
+    """Those that it has started, once they are programs of their own."""
+    first = psutil.Process(process.pid)
+    return [child for child in first.children() if child.cmdline() != first.cmdline()]
 
 
 @pytest.mark.parametrize("command", ["status", "generate hi", "chat", "bench serve"])

@@ -36,6 +36,12 @@ def test_it_tells_whether_the_coordinator_answers_and_whether_it_can_take_reques
     run(scenario())
 
 
+def test_it_says_how_it_is_called():
+    for arguments in ((), ("localhost:1", READINESS, "more")):
+        done = check(*arguments)
+        assert (done.returncode, done.stderr) == (1, "usage: python -m splitserve.healthcheck TARGET [SERVICE]\n")
+
+
 def test_the_port_for_nodes_is_asked_over_tls_where_there_is_a_ca_and_never_by_a_proxy(tmp_path):
     files = TlsFiles(*flags_of(authority(tmp_path / "certs"), "coordinator").values())
     tls = {"SPLITSERVE_TLS_CERT": files.cert, "SPLITSERVE_TLS_KEY": files.key}
