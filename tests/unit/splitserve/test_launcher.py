@@ -32,6 +32,7 @@ from splitserve.launch.launcher import Cluster, LaunchError, free_port
 from splitserve.launch.models import LocalModel, demo_folder
 from tests.scripted_server import Script, serving
 from tests.tiny_models import write_fake_model, write_tiny_model
+from tests.tls_kit import authority, flags_of, for_servers_alone
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 240.0
@@ -446,6 +447,14 @@ def test_a_broken_model_is_one_sentence(up, tmp_path, damage, sentence):
 )
 def test_what_cannot_work_is_told_before_anything_starts(up, tmp_path, flags, sentence):
     assert sentence in refusal(up(*flags.split()), tmp_path)
+
+
+@pytest.mark.parametrize(("role", "lacks"), [("coordinator", "clientAuth"), ("node", "serverAuth")])
+def test_a_certificate_that_cannot_be_shown_at_both_ends_is_told_before_anything_starts(up, tmp_path, role, lacks):
+    folder = authority(tmp_path / "certs")
+    for_servers_alone(folder)
+    flags = [f"--{name.replace('_', '-')}={path}" for name, path in flags_of(folder, role).items()]
+    assert f"its extended key usage lacks {lacks}" in refusal(up(*flags), tmp_path)
 
 
 def test_a_kernel_variant_that_is_none_is_told_before_anything_starts(up, tmp_path, monkeypatch):
