@@ -493,8 +493,8 @@ def test_missing_kernels_are_told_with_what_they_cost(up, tmp_path, compiled):
     assert compiled or "takes about 3 times as long" in lines[0]
 
 
-def test_nothing_of_the_folder_that_it_runs_in_is_imported(up, tmp_path):
-    """Ranks, doors, and the modules of Python itself too."""
+def test_no_module_of_a_user_is_imported(up, tmp_path):
+    """From the folder that it runs in: not by ranks and doors either, and not in the place of one of Python itself."""
     folder = tmp_path / "users"
     folder.mkdir()
     for name in ("serving_core", "coordinator", "prefill_node", "engine", "secrets", "queue"):
