@@ -22,7 +22,7 @@ from serving_core.extras import require
 from serving_core.flags import flag
 from serving_core.settings import MODEL_IMPLS, RUNNERS
 from serving_core.telemetry import LogSettings
-from serving_core.tls import TlsError, read_tls
+from serving_core.tls import SERVER, TlsError, check_purpose
 from serving_core.tls_settings import TlsSettings, check_open
 
 ADMIT_ALL, ADMIT_TIMELY = "all", "timely"
@@ -211,7 +211,7 @@ def _check_tls(settings: CoordinatorSettings) -> None:
         raise TlsError("--tls-verify-clients needs the CA of the clients' certificates: --tls-ca is missing")
     if not files.ca:
         check_open("the fleet port without --tls-ca", settings.fleet_host, settings.tls)
-    read_tls(files)
+    check_purpose(files, SERVER)
 
 
 def api_keys(settings: CoordinatorSettings) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 import ipaddress
 
+import psutil
+
 from serving_core.errors import SettingsError
 
 
@@ -19,3 +21,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_on_this_machine(host: str) -> bool:
+    """Whether it is a loopback address, or one that an interface of this machine has."""
+    if is_loopback(host):
+        return True
+    try:
+        wanted = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    ours = (entry.address for entries in psutil.net_if_addrs().values() for entry in entries)
+    return str(wanted) in ours

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Parsed = TypeVar("Parsed")
 
 SCHEME: Final = "https://"
+SERVER, CLIENT = "serverAuth", "clientAuth"
 CERT, KEY, CA = "--tls-cert", "--tls-key", "--tls-ca"
 
 
@@ -81,6 +82,25 @@ def hosts_of(files: TlsFiles) -> list[str]:
     except x509.ExtensionNotFound:
         return []
     return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+
+
+def check_purpose(files: TlsFiles, purpose: str) -> None:
+    """Raises TlsError for a certificate that tells at which ends of a connection it may be shown, SERVER or CLIENT, and
+    leaves this one out."""
+    pems = read_tls(files)
+    if pems.cert is None:
+        return
+    from cryptography import x509
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    oids = {SERVER: ExtendedKeyUsageOID.SERVER_AUTH, CLIENT: ExtendedKeyUsageOID.CLIENT_AUTH}
+    try:
+        extensions = x509.load_pem_x509_certificates(pems.cert)[0].extensions
+        told = extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:
+        return
+    if not {oids[purpose], ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE} & set(told):
+        raise TlsError(f"{CERT} {files.cert} cannot be shown here: its extended key usage lacks {purpose}")
 
 
 def _check_pair(files: TlsFiles, cert: bytes, key: bytes) -> None:

@@ -6,7 +6,7 @@ from kv_transfer.endpoints import endpoint_of, host_of
 from serving_core.errors import SettingsError
 from serving_core.exposure import check_exposure, is_loopback
 from serving_core.ports import Port, check_ports
-from serving_core.tls import TlsError, read_tls
+from serving_core.tls import CLIENT, TlsError, check_purpose
 from serving_core.tls_settings import check_open
 from serving_node.ranks.processes import is_first_here, started_rank
 from serving_node.settings import NodeSettings
@@ -18,7 +18,7 @@ def check_network(settings: NodeSettings) -> None:
     link, tls = settings.link, settings.link.tls
     if (tls.tls_cert or tls.tls_key) and not tls.tls_ca:
         raise TlsError("--tls-cert and --tls-key need --tls-ca, by which the coordinator's certificate is checked")
-    read_tls(tls.files)
+    check_purpose(tls.files, CLIENT)
     host = host_of(endpoint_of(settings.kv_transport, settings.kv_bind, 0))
     if host is not None:
         check_exposure(host, "fleet_secret", link.fleet_secret)

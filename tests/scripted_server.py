@@ -142,7 +142,7 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
 
 
 @contextmanager
-def serving(script: Script) -> Iterator[str]:
+def serving(script: Script, host: str = "127.0.0.1") -> Iterator[str]:
     """Serves on a free port and gives its address; `script.set_health(status)` changes what the health service says."""
     server = grpc.server(futures.ThreadPoolExecutor(8))
     inference_pb2_grpc.add_InferenceServicer_to_server(script, server)
@@ -151,9 +151,9 @@ def serving(script: Script) -> Iterator[str]:
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
     script.set_health = lambda status: health_service.set(SERVICE, status)
     script.set_health(HealthCheckResponse.SERVING)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"{host}:0")
     server.start()
     try:
-        yield f"127.0.0.1:{port}"
+        yield f"{host}:{port}"
     finally:
         server.stop(0).wait(STOP_S)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from serving_core.tls import TlsFiles
 from splitserve.authority import make_certificates
@@ -29,21 +30,40 @@ def flags_of(folder: Path, role: str) -> dict[str, str]:
 
 def with_dates(folder: Path, role: str, first_days: int, last_days: int) -> None:
     """Puts a certificate in the place of a role's that differs in its dates alone, as so many days from now."""
-    files = files_of(folder, role)
-    old = x509.load_pem_x509_certificate(Path(files.cert).read_bytes())
     now = datetime.datetime.now(datetime.UTC)
+    old = x509.load_pem_x509_certificate((folder / f"{role}.crt").read_bytes())
+    dates = [now + datetime.timedelta(days=days) for days in (first_days, last_days)]
+    _sign_again(folder, role, dates, list(old.extensions))
+
+
+def for_servers_alone(folder: Path) -> None:
+    """Puts a certificate in the place of the coordinator's that cannot be shown to servers, as those of public CAs."""
+    _with_extension(folder, x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]))
+
+
+def for_one_host(folder: Path, host: str) -> None:
+    """Puts one in the place of the coordinator's that is for this host alone."""
+    _with_extension(folder, x509.SubjectAlternativeName([x509.DNSName(host)]))
+
+
+def _with_extension(folder: Path, extension: x509.ExtensionType) -> None:
+    old = x509.load_pem_x509_certificate((folder / "coordinator.crt").read_bytes())
+    others = [each for each in old.extensions if each.oid != extension.oid]
+    extensions = [*others, x509.Extension(extension.oid, False, extension)]
+    _sign_again(folder, "coordinator", [old.not_valid_before_utc, old.not_valid_after_utc], extensions)
+
+
+def _sign_again(
+    folder: Path, role: str, dates: list[datetime.datetime], extensions: list[x509.Extension[x509.ExtensionType]]
+) -> None:
+    path = folder / f"{role}.crt"
+    old = x509.load_pem_x509_certificate(path.read_bytes())
     builder = x509.CertificateBuilder(
-        old.issuer,
-        old.subject,
-        old.public_key(),
-        x509.random_serial_number(),
-        now + datetime.timedelta(days=first_days),
-        now + datetime.timedelta(days=last_days),
-        list(old.extensions),
+        old.issuer, old.subject, old.public_key(), x509.random_serial_number(), *dates, extensions
     )
     signer = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
     signed = builder.sign(signer, hashes.SHA256())
-    Path(files.cert).write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    path.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
 
 
 def shown_at(port: int, folder: Path, role: str = "", protocol: str = "http/1.1") -> int:

@@ -8,7 +8,7 @@ import grpc.aio
 
 from serving_core.channels import NO_PROXY, Option, channel_credentials
 from serving_core.errors import SettingsError
-from serving_core.exposure import is_loopback
+from serving_core.exposure import is_on_this_machine
 from serving_core.tls import SCHEME, TlsError, TlsFiles
 
 WITHOUT_TLS: Final = "http://"
@@ -58,5 +58,4 @@ class Dialling:
     def _completed(self, options: tuple[Option, ...]) -> tuple[Option, ...]:
         if self.server_name:
             options = (*options, (TARGET_NAME, self.server_name))
-        is_here = is_loopback(self.address.rpartition(":")[0])
-        return (*options, NO_PROXY) if is_here else options
+        return (*options, NO_PROXY) if is_on_this_machine(self.address.rpartition(":")[0]) else options

@@ -16,7 +16,7 @@ from serving_core.memory import available_bytes
 from serving_core.model_config import ModelConfig, read_model_config
 from serving_core.ports import Port, check_ports
 from serving_core.settings import EngineSettings
-from serving_core.tls import hosts_of
+from serving_core.tls import CLIENT, check_purpose, hosts_of
 from serving_core.units import size_of
 from splitserve.launch.cluster import LOOPBACK, ClusterSettings, Process
 
@@ -49,6 +49,8 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
             f"--tls-cert {coordinator.tls.tls_cert} is not for {coordinator.fleet_host}, where the nodes dial with "
             "--tls-ca"
         )
+    if coordinator.tls.tls_ca:  # then nodes show it to the coordinator
+        check_purpose(coordinator.tls.files, CLIENT)
     folder = Path(coordinator.model)
     config = read_model_config(folder, coordinator.model_impl, coordinator.runner)
     read_tokenizer(folder, chat_template=coordinator.chat_template)

@@ -33,6 +33,7 @@ NEWS_S: Final = 5.0  # that one question after a rank's end waits
 SILENCE_S: Final = 30.0  # of an actor beyond that, after which it counts as lost
 ROOM_S: Final = 10.0  # without room on the hosts, after which that is told
 CALLS: Final = 8  # at once that an actor can take
+SAFE_PATH: Final = "PYTHONSAFEPATH"  # which the command `splitserve` sets for all that it starts
 REFUSED: Final = 2  # the exit code of a process that refuses to start
 FAILED: Final = 1
 
@@ -157,11 +158,12 @@ class RaySupervisor(Supervisor):
 
     def _environment(self, rank: int, num_ranks: int, port: int) -> dict[str, str]:
         """What a rank is told beside its flags. Ray shows each actor its own GPUs only."""
-        threads = {"OMP_NUM_THREADS": f"{self._of_a_rank['CPU']:g}"}
+        told = {name: os.environ[name] for name in (SAFE_PATH,) if name in os.environ}
+        told["OMP_NUM_THREADS"] = f"{self._of_a_rank['CPU']:g}"
         if num_ranks == 1:
-            return threads
+            return told
         local_rank = 0 if "GPU" in self._of_a_rank else rank
-        return threads | {
+        return told | {
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(num_ranks),

@@ -23,7 +23,7 @@ from splitserve import AsyncClient
 from tests.system.cluster import free_port
 from tests.system.oracle import fake_answer
 from tests.tiny_models import write_fake_model
-from tests.unit.splitserve.test_launcher import Up, assert_gone
+from tests.unit.splitserve.test_launcher import AS_COMMAND, Up, assert_gone
 
 pytestmark = [
     pytest.mark.long,
@@ -42,14 +42,16 @@ NUM_TOKENS = 300
 
 
 class RayHosts:
-    """A Ray cluster as a process, with those below it."""
+    """A Ray cluster as a process, with those below it. It runs in a folder that has a module with a name of ours."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.ray_hosts", str(NUM_HOSTS), str(CPUS_OF_EACH)]
         self._folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
         environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": self._folder.name}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        Path(self._folder.name, "engine.py").write_text("raise SystemExit('the module of the user was imported')")
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, cwd=self._folder.name, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         told = json.loads(self.process.stdout.readline())
         self.address, self.raylets = told["address"], told["raylets"]
@@ -104,7 +106,7 @@ def up(ray_hosts, model, tmp_path):
     flags = ["--ray", ray_hosts.address, *shlex.split(COMMAND, comments=True), "--log-dir", "logs"]
     # One node reads, and a busy machine takes its time to start it again, to notice what is gone, to hear of the nodes.
     flags += ["--node-wait-s", "240", "--max-restarts", "10", "--node-timeout-s", "15"]
-    cluster = Up(model, *flags, port=free_port(), cwd=tmp_path)
+    cluster = Up(model, *flags, port=free_port(), cwd=tmp_path, program=AS_COMMAND)
     try:
         cluster.read_until("Ready")
         yield cluster

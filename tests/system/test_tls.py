@@ -18,7 +18,7 @@ from splitserve import Client
 from tests.system.cluster import FLEET_SECRET, Child, free_port, wait_until
 from tests.system.oracle import fake_answer
 from tests.tiny_models import write_fake_model
-from tests.tls_kit import authority, flags_of, serial_of, shown_at
+from tests.tls_kit import authority, flags_of, for_one_host, serial_of, shown_at
 
 DEADLINE_S = 240.0
 PROMPT = list(range(40))
@@ -295,11 +295,13 @@ def test_files_that_do_not_fit_end_the_start_with_a_sentence(run, model, certs, 
     assert "Traceback" not in done.stderr
 
 
-def test_up_says_at_once_that_its_nodes_could_not_know_its_certificate(run, model, certs):
-    given = {**flags_of(certs, "node"), "grpc_port": str(free_port()), "http_port": "-1"}
+def test_up_says_at_once_that_its_nodes_could_not_know_its_certificate(run, model, tmp_path):
+    folder = authority(tmp_path / "certs")
+    for_one_host(folder, "example.org")
+    given = {**flags_of(folder, "coordinator"), "grpc_port": str(free_port()), "http_port": "-1"}
     done = run("splitserve", "up", model, *flags(given))
     assert done.returncode == 2
-    assert f"--tls-cert {certs}/node.crt is not for 127.0.0.1, where the nodes dial with --tls-ca" in done.stderr
+    assert f"--tls-cert {given['tls_cert']} is not for 127.0.0.1, where the nodes dial with --tls-ca" in done.stderr
 
 
 @pytest.mark.parametrize(

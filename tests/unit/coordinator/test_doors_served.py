@@ -151,7 +151,7 @@ def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_named(tmp_path
     folder.mkdir()
 
     async def scenario():
-        with pytest.raises(SettingsError, match=rf"^{folder}/.* is longer than a socket's path may be \(103\)"):
+        with pytest.raises(SettingsError, match=rf"^{folder}/.* is longer than a socket's path may be \(107\)"):
             async with cluster(tmp_path, doors=2):
                 pass
 

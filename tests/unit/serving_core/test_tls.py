@@ -15,9 +15,12 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from serving_core.errors import SettingsError
-from serving_core.tls import TlsError, TlsFiles, client_context, hosts_of, read_tls
+from serving_core.flags import build
+from serving_core.tls import CLIENT, SERVER, TlsError, TlsFiles, check_purpose, client_context, hosts_of, read_tls
 from serving_core.tls_settings import TlsSettings, check_open
-from tests.tls_kit import authority, files_of, with_dates
+from serving_node.exposure import check_network
+from serving_node.settings import NodeSettings
+from tests.tls_kit import authority, files_of, flags_of, for_servers_alone, with_dates
 
 
 @pytest.fixture
@@ -98,6 +101,26 @@ def test_the_hosts_of_a_certificate(folder):
     assert hosts_of(files_of(folder, "client")) == []
 
 
+@pytest.mark.parametrize("role", ["coordinator", "node", "client", "ca"])
+def test_a_certificate_is_shown_for_what_it_says(folder, role):
+    """Those of coordinators for both ends; that of the CA does not say."""
+    check_purpose(TlsFiles(), SERVER)
+    check_purpose(files_of(folder, role), CLIENT)
+    if role in ("coordinator", "ca"):
+        check_purpose(files_of(folder, role), SERVER)
+    else:
+        with pytest.raises(TlsError, match=rf"^--tls-cert {folder}/{role}.crt cannot .* usage lacks serverAuth$"):
+            check_purpose(files_of(folder, role), SERVER)
+
+
+def test_one_for_servers_alone_is_not_for_nodes(folder):
+    for_servers_alone(folder)
+    check_purpose(files_of(folder, "coordinator"), SERVER)
+    settings = build(NodeSettings, flags_of(folder, "coordinator"))
+    with pytest.raises(TlsError, match="extended key usage lacks clientAuth"):
+        check_network(settings)
+
+
 def test_files_that_change_have_other_stamps(folder, tmp_path):
     files = files_of(folder, "node")
     before = files.stamps()
@@ -119,5 +142,5 @@ def test_beside_tls_nothing_is_open_to_other_machines_unless_the_network_is_trus
 
 
 def test_the_library_for_certificates_is_imported_only_with_tls():
-    code = "import serving_core.tls, sys; serving_core.tls.read_tls(serving_core.tls.TlsFiles()); print(*sys.modules)"
+    code = "import sys; from serving_core.tls import *; check_purpose(TlsFiles(), ''); print(*sys.modules)"
     assert "cryptography" not in subprocess.check_output([sys.executable, "-c", code], text=True).split()

@@ -10,6 +10,7 @@ from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import grpc
+import psutil
 import pytest
 from google.rpc import status_pb2
 from grpc.aio import AioRpcError, Metadata
@@ -34,6 +35,9 @@ from splitserve.client.questions import Sampling, abort_request, generate_reques
 from tests.scripted_server import Script, chunk, complete, refusal, serving
 
 DEADLINE_S = 60.0
+OWN_ADDRESSES = sorted(
+    {entry.address for entries in psutil.net_if_addrs().values() for entry in entries if entry.family == socket.AF_INET}
+)
 USER_HI = {"role": "user", "content": "hi"}
 
 
@@ -432,10 +436,12 @@ def test_close_of_the_iterator_cancels_on_the_server(script, target):
         assert script.cancelled.wait(DEADLINE_S)
 
 
-def test_no_proxy_is_asked_for_a_server_on_this_machine(asked, target, monkeypatch):
+@pytest.mark.parametrize("host", OWN_ADDRESSES)
+def test_no_proxy_is_asked_for_a_server_on_this_machine(asked, script, host, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # nobody listens there
     monkeypatch.delenv("no_proxy", raising=False)
-    assert asked(target) == []  # what the script says
+    with serving(script, host) as target:
+        assert asked(target) == []  # what the script says
 
 
 async def wait_for(event: threading.Event) -> bool:

@@ -32,6 +32,7 @@ from splitserve.launch.launcher import Cluster, LaunchError, free_port
 from splitserve.launch.models import LocalModel, demo_folder
 from tests.scripted_server import Script, serving
 from tests.tiny_models import write_fake_model, write_tiny_model
+from tests.tls_kit import authority, flags_of, for_servers_alone
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 240.0
@@ -448,6 +449,14 @@ def test_what_cannot_work_is_told_before_anything_starts(up, tmp_path, flags, se
     assert sentence in refusal(up(*flags.split()), tmp_path)
 
 
+@pytest.mark.parametrize(("role", "lacks"), [("coordinator", "clientAuth"), ("node", "serverAuth")])
+def test_a_certificate_that_cannot_be_shown_at_both_ends_is_told_before_anything_starts(up, tmp_path, role, lacks):
+    folder = authority(tmp_path / "certs")
+    for_servers_alone(folder)
+    flags = [f"--{name.replace('_', '-')}={path}" for name, path in flags_of(folder, role).items()]
+    assert f"its extended key usage lacks {lacks}" in refusal(up(*flags), tmp_path)
+
+
 def test_a_kernel_variant_that_is_none_is_told_before_anything_starts(up, tmp_path, monkeypatch):
     monkeypatch.setenv("SPLITSERVE_NATIVE", "sse9")
     assert "SPLITSERVE_NATIVE=sse9 is none of" in refusal(up(), tmp_path)
@@ -484,8 +493,8 @@ def test_missing_kernels_are_told_with_what_they_cost(up, tmp_path, compiled):
     assert compiled or "takes about 3 times as long" in lines[0]
 
 
-def test_nothing_of_the_folder_that_it_runs_in_is_imported(up, tmp_path):
-    """Ranks, doors, and the modules of Python itself too."""
+def test_no_module_of_a_user_is_imported(up, tmp_path):
+    """From the folder that it runs in: not by ranks and doors either, and not in the place of one of Python itself."""
     folder = tmp_path / "users"
     folder.mkdir()
     for name in ("serving_core", "coordinator", "prefill_node", "engine", "secrets", "queue"):
