@@ -207,8 +207,6 @@ class HandOvers:
 
 def _is_waiting(resident: Resident) -> bool:
     """Whether one that may wait for another node does, which may take too long."""
-    if resident.is_ending:
+    if resident.is_ending or resident.is_sending:
         return False
-    if resident.stage is Stage.READ:
-        return resident.is_outgoing and not resident.is_sending
-    return resident.stage is Stage.AWAITING or not resident.is_sending
+    return resident.is_outgoing or resident.stage is not Stage.READ
