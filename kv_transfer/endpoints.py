@@ -32,7 +32,10 @@ def endpoint_of(kv_transport: str, kv_bind: str, rank: int) -> str:
         return f"{scheme}://{host}:*"
     if not port.isdecimal():
         raise SettingsError(f"--kv-bind {kv_bind} has no port: a number, or * for any free one")
-    return f"{scheme}://{host}:{int(port) + rank if int(port) else 0}"
+    number = int(port) + rank if int(port) else 0
+    if number > MAX_PORT:
+        raise SettingsError(f"--kv-bind {kv_bind}: rank {rank} has the port {number}, over {MAX_PORT}")
+    return f"{scheme}://{host}:{number}"
 
 
 def address_of_interface(name: str) -> str | None:
@@ -53,10 +56,10 @@ def annex_address_of(kv_transport: str, kv_bind: str) -> tuple[str, int]:
     """Host and port at which a node holds annexes: the port behind those that as many ranks as a node can have would
     take, and 0, any free one, where kv_bind has no port. Raises SettingsError as endpoint_of does, and where that is
     no port."""
-    endpoint = endpoint_of(kv_transport, kv_bind, MAX_TP)
+    endpoint = endpoint_of(kv_transport, kv_bind, 0)
     host, port = host_of(endpoint), endpoint.rpartition(":")[2]
-    if host is None or port == "*":
+    if host is None or port in ("*", "0"):
         return host or "127.0.0.1", 0
-    if int(port) > MAX_PORT:
-        raise SettingsError(f"--kv-bind {kv_bind}: annexes take the port {MAX_TP} above, {port}, over {MAX_PORT}")
-    return host, int(port)
+    if (number := int(port) + MAX_TP) > MAX_PORT:
+        raise SettingsError(f"--kv-bind {kv_bind}: annexes take the port {MAX_TP} above, {number}, over {MAX_PORT}")
+    return host, number

@@ -8,7 +8,6 @@ For the node that it comes to, an answer that moves is no different, but for the
 the other side.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -180,8 +179,7 @@ class HandOvers:
             return
         resident.is_revoked = False  # it came too late
         self._credit.commit(resident, token_ids, made)
-        if resident.due is not None and resident.due.tpot_s < math.inf:
-            resident.note_begun(now)  # the coordinator's word of that may still be on its way
+        resident.note_begun(now)  # the coordinator's word of that may still be on its way
         self._reading.count(resident)
         committed = fleet_pb2.Committed(
             attempt=attempt_of(resident.request),
@@ -207,8 +205,6 @@ class HandOvers:
 
 def _is_waiting(resident: Resident) -> bool:
     """Whether one that may wait for another node does, which may take too long."""
-    if resident.is_ending:
+    if resident.is_ending or resident.is_sending:
         return False
-    if resident.stage is Stage.READ:
-        return resident.is_outgoing and not resident.is_sending
-    return resident.stage is Stage.AWAITING or not resident.is_sending
+    return resident.is_outgoing or resident.stage is not Stage.READ

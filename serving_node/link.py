@@ -40,8 +40,6 @@ MAX_UNSENT_EVENTS: Final = 10_000
 MAX_JOINED_BYTES: Final = 256 * 1024  # of steps that wait, in one message
 TAKEN_S: Final = 0.1  # at most, for the coordinator to be told that a suspect is here
 
-Unsent = asyncio.Queue["fleet_pb2.NodeEvent | None"]  # None: nothing more will come
-
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
@@ -75,6 +73,55 @@ class Node(Protocol):
     async def recovered(self) -> None: ...
 
 
+class Unsent:
+    """Events that wait to be written, in order. A step joins the one that waits right before it: a coordinator that is
+    behind takes both for less."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[fleet_pb2.NodeEvent | None] = asyncio.Queue(MAX_UNSENT_EVENTS)
+        self._last_step: fleet_pb2.StepTokens | None = None  # where it is the last event that waits
+        self._last_step_bytes = 0  # of it
+
+    def put(self, **event: Any) -> None:
+        """One event, named by its oneof field. Raises asyncio.QueueFull."""
+        if self._join(event.get("step_tokens")):
+            return
+        queued = fleet_pb2.NodeEvent(**event)
+        self._queue.put_nowait(queued)
+        self._last_step = queued.step_tokens if queued.HasField("step_tokens") else None
+
+    def end(self) -> None:
+        """Nothing more will come."""
+        self._last_step = None
+        if not self._queue.full():
+            self._queue.put_nowait(None)
+
+    async def get(self) -> fleet_pb2.NodeEvent | None:
+        """The next event, which is to be followed by `written`; None: it was the last one."""
+        event = await self._queue.get()
+        if self._queue.empty():
+            self._last_step = None  # it is on its way
+        return event
+
+    def written(self) -> None:
+        self._queue.task_done()
+
+    async def all_written(self) -> None:
+        """Returns when none waits, nor is being written."""
+        await self._queue.join()
+
+    def _join(self, step: fleet_pb2.StepTokens | None) -> bool:
+        if step is None:
+            return False
+        num_bytes, last = step.ByteSize(), self._last_step
+        if last is None or self._last_step_bytes + num_bytes > MAX_JOINED_BYTES:
+            self._last_step_bytes = num_bytes  # it is the next one that others are added to
+            return False
+        last.MergeFrom(step)
+        self._last_step_bytes += num_bytes
+        return True
+
+
 class FleetLink:
     """One node's stream to the coordinator."""
 
@@ -82,9 +129,7 @@ class FleetLink:
         """The spares are descriptors to dial with, where others have taken all that are left."""
         self._settings = settings
         self._spares = spares
-        self._unsent: Unsent = asyncio.Queue(MAX_UNSENT_EVENTS)
-        self._last_step: fleet_pb2.StepTokens | None = None  # where it is the last event that waits
-        self._last_step_bytes = 0  # of it
+        self._unsent = Unsent()
         self._attached = False
         self._stopping = asyncio.Event()
         self._retry_s = RETRY_MIN_S
@@ -103,34 +148,17 @@ class FleetLink:
             return
         for kind, body in event.items():
             _note("attempt failed" if kind == "failed" else f"told: {kind}", body)
-        if self._join(event.get("step_tokens")):
-            return
-        queued = fleet_pb2.NodeEvent(**event)
         try:
-            self._unsent.put_nowait(queued)
-            self._last_step = queued.step_tokens if queued.HasField("step_tokens") else None
+            self._unsent.put(**event)
         except asyncio.QueueFull:
             logger.error("%d events unsent: the stream to the coordinator is given up", MAX_UNSENT_EVENTS)
             self._attached = False
 
-    def _join(self, step: fleet_pb2.StepTokens | None) -> bool:
-        """Adds a step to the one that waits right before it: a coordinator that is behind takes both for less."""
-        if step is None:
-            return False
-        num_bytes, last = step.ByteSize(), self._last_step
-        if last is None or self._last_step_bytes + num_bytes > MAX_JOINED_BYTES:
-            self._last_step_bytes = num_bytes  # it is the next one that others are added to
-            return False
-        last.MergeFrom(step)
-        self._last_step_bytes += num_bytes
-        return True
-
     def stop(self) -> None:
         """Lets `run` return after what is queued has gone out."""
         self._stopping.set()
-        self._last_step = None
-        if self._attached and not self._unsent.full():
-            self._unsent.put_nowait(None)
+        if self._attached:
+            self._unsent.end()
 
     async def run(self, node: Node) -> None:
         """Stays attached until `stop`. Raises SettingsError when the coordinator refuses this node, StuckForGood when
@@ -148,7 +176,7 @@ class FleetLink:
                     logger.warning("not attached: %s", why)
                 self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
             self._attached = False
-            self._unsent, self._last_step = asyncio.Queue(MAX_UNSENT_EVENTS), None
+            self._unsent = Unsent()
             node.detached()
             await _wait(self._stopping, self._retry_s)
             await first_to_end(self._stopping.wait(), node.recovered())
@@ -168,7 +196,7 @@ class FleetLink:
             self._retry_s = RETRY_MIN_S
             self._reminder.forget()
             if self._stopping.is_set():
-                self._unsent.put_nowait(None)
+                self._unsent.end()
             logger.info("attached to the coordinator, session %d", self._session)
             beating = self._beat(node, welcome.heartbeat_s)
             await first_to_end(beating, self._write(call), self._read(call, node), self._leave_when_stuck(node))
@@ -195,11 +223,9 @@ class FleetLink:
 
     async def _write(self, call: Any) -> None:
         while (event := await self._unsent.get()) is not None:
-            if self._unsent.empty():
-                self._last_step = None  # it is on its way
             reach("before", event)
             await call.write(event)
-            self._unsent.task_done()
+            self._unsent.written()
             reach("after", event)
         await call.done_writing()
         await call.code()  # to leave at once would throw away what the coordinator has not read yet
@@ -223,7 +249,7 @@ class FleetLink:
         """Returns when it is written, so that it is out even if the request is the end of this process."""
         self.send(taken=fleet_pb2.Taken(attempt=attempt))
         with contextlib.suppress(TimeoutError):  # a death may then go uncounted: one more node is risked
-            await asyncio.wait_for(self._unsent.join(), TAKEN_S)
+            await asyncio.wait_for(self._unsent.all_written(), TAKEN_S)
 
 
 def _note(event: str, body: Any) -> None:

@@ -7,9 +7,7 @@ All else goes by age. Nodes that read for each other could each be full of what 
 would stand still takes blocks and seats back from its youngest, for the oldest that lacks some: the oldest request of
 the whole fleet is the oldest on both of its nodes, is read, gets what it needs to be answered, and finishes.
 
-It should not come to that. So prompts that are read for other nodes hold at most half of the pool together, where there
-are answers of the node's own, or as much as one of them needs. An older one never waits for younger ones that have been
-read: those are evicted, and the few that were evicted often enough do not count against it.
+It should not come to that: cap.py bounds what is held for other nodes.
 """
 
 import math
@@ -24,6 +22,7 @@ from prefill_node.reading import Reading
 from serving_core.costs import StepCosts
 from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents, Stage
+from serving_node.cap import Cap, num_blocks_of
 
 HOLDING: Final = (Stage.WRITING, Stage.GRANTED, Stage.READING)
 SEATED: Final = (Stage.WRITING, Stage.GRANTED, Stage.STOPPED)
@@ -58,6 +57,7 @@ class Room:
         self._credit = credit
         self._writing = writing
         self._costs = costs
+        self._cap = Cap(residents, leases, reading, writing)
         self.num_seats = num_seats  # may change; who has one keeps it
         self._next_without: Resident | None = None  # to get credit, for which it lacks blocks
         self._preferred: Resident | None = None  # others gave way to it
@@ -86,7 +86,7 @@ class Room:
         for each in self._residents.in_stage(Stage.QUEUED):
             if each.age > resident.age:
                 break
-            if not each.is_ending and (is_head or each.has_first_token) and not self._is_capped(each):
+            if not each.is_ending and (is_head or each.has_first_token) and not self._cap.holds_back(each):
                 num_blocks += self._reading.num_needed(each)
                 num_seats += not each.hands_over
                 is_head = False
@@ -150,7 +150,7 @@ class Room:
             if not resident.is_outgoing:
                 is_full = is_full or not self._has_seat_in_time  # none comes free while a step is planned
                 return not (is_full and _needs_seat(resident)) and not holds_up(resident, self.num_seated())
-            if resident.age < capped and self._is_capped(resident):
+            if resident.age < capped and self._cap.holds_back(resident):
                 capped = resident.age
             return resident.age < capped and not holds_up(resident, self.num_seated())
 
@@ -174,7 +174,7 @@ class Room:
     def start(self, resident: Resident) -> bool:
         """Gives a prompt that may start its blocks, unless there are too few."""
         if resident.is_outgoing:
-            self._evict_for(resident)
+            self._cap.make_room(resident)
         return self._reading.start(resident, num_spare=self.num_seated())
 
     def make_way(self) -> bool:
@@ -207,7 +207,7 @@ class Room:
             return self._reading.num_needed(resident)
         if resident.stage is Stage.AWAITING:
             return self._credit.num_blocks(resident)
-        return _num_blocks(resident) + 1
+        return num_blocks_of(resident) + 1
 
     def _lacks_room(self, resident: Resident) -> bool:
         """Whether it could go on if others gave way. What waits for another node, or for older ones, could not."""
@@ -215,7 +215,7 @@ class Room:
             return resident.is_kept
         if resident.stage is Stage.READING:
             return self._lacks_growth(resident)
-        return not (resident.stage is Stage.QUEUED and self._is_capped(resident))
+        return not (resident.stage is Stage.QUEUED and self._cap.holds_back(resident))
 
     def _waits(self, resident: Resident) -> bool:
         """Whether it has no blocks yet to begin with, or to go on with."""
@@ -225,34 +225,6 @@ class Room:
         """Whether it is a prompt with hosts, which gets blocks as it goes, that has none for its next token."""
         is_growing = resident.stage is Stage.READING and bool(resident.hosts)
         return is_growing and self._leases.num_missing(resident, resident.num_computed + 1) > 0
-
-    def _is_capped(self, resident: Resident) -> bool:
-        """Whether a prompt for another node has to wait until older ones, or those that cannot give way, have left."""
-        if not resident.is_outgoing or all(each.is_outgoing for each in self._residents):
-            return False
-        num_firm = sum(_num_blocks(each) for each in self._outgoing() if not _yields(each, resident))
-        return num_firm > 0 and num_firm > self._num_left_beside(resident)
-
-    def _evict_for(self, resident: Resident) -> None:
-        """Takes from younger prompts that wait what a prompt for another node would have too much with them."""
-        if all(each.is_outgoing for each in self._residents):
-            return
-        outgoing = self._outgoing()
-        num_blocks, num_left = sum(map(_num_blocks, outgoing)), self._num_left_beside(resident)
-        for each in reversed(outgoing):
-            if num_blocks <= num_left:
-                return
-            if _yields(each, resident) and can_give_way(each):
-                num_blocks -= _num_blocks(each)
-                self._writing.give_way(each)
-
-    def _outgoing(self) -> list[Resident]:
-        """What holds blocks for other nodes, oldest first."""
-        return [each for each in self._residents if each.is_outgoing and each.lease is not None]
-
-    def _num_left_beside(self, resident: Resident) -> int:
-        """Blocks that others may hold for other nodes beside this one; less than 0 where it is larger than the cap."""
-        return self._leases.num_blocks // 2 - self._leases.blocks_for(self._reading.tokens_to_hold(resident))
 
     def _youngest_behind(self, resident: Resident) -> Resident | None:
         """The youngest that holds what this one lacks, and is younger."""
@@ -285,16 +257,6 @@ class Room:
 def _needs_seat(resident: Resident) -> bool:
     """Whether it needs a seat that it does not have, to start or to go on."""
     return not resident.hands_over or (resident.is_kept and resident.stage is Stage.READ)
-
-
-def _num_blocks(resident: Resident) -> int:
-    return 0 if resident.lease is None else len(resident.lease.block_ids)
-
-
-def _yields(resident: Resident, older: Resident) -> bool:
-    """Whether an outgoing prompt only waits, and is the younger one."""
-    is_idle = resident.stage is Stage.READ and not resident.is_busy and not resident.is_ending
-    return is_idle and resident.age > older.age
 
 
 def _lets_go_soon(resident: Resident) -> bool:

@@ -82,6 +82,15 @@ def test_other_endpoints_are_refused_by_name(transport, bind):
         endpoint_of(transport, bind, 0)
 
 
+@pytest.mark.parametrize(("transport", "scheme"), [("zmq", "tcp"), ("torch_dist", "dist")])
+def test_a_port_that_there_is_not_is_refused(transport, scheme):
+    """ZeroMQ would listen on another one, 65536 below."""
+    bind = f"{scheme}://10.0.0.1:65534"
+    assert endpoint_of(transport, bind, 1).endswith(":65535")
+    with pytest.raises(SettingsError, match=rf"--kv-bind {bind}: rank 2 has the port 65536, over 65535"):
+        endpoint_of(transport, bind, 2)
+
+
 @pytest.mark.parametrize(
     ("transport", "bind", "address"),
     [

@@ -11,13 +11,11 @@ import pytest
 from starlette.applications import Starlette
 
 from coordinator.doors.http.serving import HttpServer
-from kv_transfer.wire import MAX_TAIL_BYTES
-from protos import convert, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+from protos import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from serving_core.channels import SERVER_OPTIONS
 from serving_core.errors import SettingsError
 from serving_core.tls_settings import TlsSettings
 from serving_node.link import MAX_JOINED_BYTES, RETRY_MIN_S, FleetLink, LinkSettings
-from serving_node.moves import MAX_TAIL_TOKENS
 from tests.tls_kit import authority, flags_of
 
 DEADLINE_S = 60.0
@@ -455,31 +453,3 @@ async def test_a_refusal_by_message_is_final():
     async with asyncio.timeout(DEADLINE_S), serving(Coordinator(refuse)) as link:
         with pytest.raises(SettingsError, match="dtype: float32 here, bfloat16 in the fleet"):
             await link.run(Node())
-
-
-@pytest.mark.parametrize("token_ids", [[], [0], [1, 49151, 2**32 - 1]])
-def test_tokens_travel_in_the_tail(token_ids):
-    assert convert.from_tail(convert.to_tail(token_ids, [])) == (token_ids, [])
-
-
-def test_the_longest_tail_fits_a_message():
-    makers = [b"origin: c", b"origin: s"] * (convert.MAX_MADE // 2)
-    tail = convert.to_tail([2**32 - 1] * MAX_TAIL_TOKENS, makers)
-    assert len(convert.from_tail(tail)[1]) == convert.MAX_MADE
-    assert len(tail) <= MAX_TAIL_BYTES
-
-
-def test_a_tail_tells_who_made_the_blocks_unless_they_are_too_many():
-    read, written = b"origin: c", b"origin: s"
-    tail = convert.to_tail([5], [read, read, written, read])
-    assert convert.from_tail(tail) == ([5], [(read, 2), (written, 1), (read, 1)])
-    makers = [read, written] * convert.MAX_MADE
-    for num_blocks, num_told in ((convert.MAX_MADE, convert.MAX_MADE), (convert.MAX_MADE + 1, 0)):
-        tail = convert.to_tail([5], makers[:num_blocks])
-        assert convert.from_tail(tail) == ([5], [(maker, 1) for maker in makers[:num_told]])
-
-
-@pytest.mark.parametrize("tail", [b"abc", fleet_pb2.Tail(made=[fleet_pb2.Made(maker=b"short")]).SerializeToString()])
-def test_an_odd_tail_tells_nothing(tail):
-    with pytest.raises(ValueError, match="a tail"):
-        convert.from_tail(tail)

@@ -233,7 +233,7 @@ def test_a_cancel_that_meets_an_end_without_a_word_is_answered():
     node.check_empty()
 
 
-def test_a_ticket_for_one_that_is_ending_is_left_alone():
+def test_a_ticket_for_one_that_is_ending_or_gone_is_left_alone():
     node = Node()
     request = node.prefill("a", 5)
     node.begin()
@@ -241,6 +241,8 @@ def test_a_ticket_for_one_that_is_ending_is_left_alone():
     node.deliver(request)
     assert not node.sending
     node.end()
+    node.deliver(request)
+    assert not node.sending
     assert node.words("a") == ["cancelled"]
     node.check_empty()
 

@@ -125,6 +125,18 @@ def test_a_ticket_is_not_told_when_the_grant_is_being_taken_back():
     assert node.words("granted") == ["revoked", "reserved"]
 
 
+def test_a_ticket_is_not_told_of_one_that_was_cancelled_before_every_rank_awaited_its_blocks():
+    node = Node()
+    node.grants_at_once = False
+    request = node.reserve("a", 4)
+    node.cancel(request)
+    node.grant(request)
+    assert node.words("a") == []
+    node.receive_fails(request)
+    assert node.words("a") == ["cancelled"]
+    node.check_empty()
+
+
 def test_one_that_is_cancelled_while_its_grant_is_taken_back_ends():
     node, (request,) = one_that_needs_a_block(1)
     node.step()
