@@ -83,7 +83,7 @@ def test_cores_are_those_that_the_process_may_use():
         (["--own-unloaded"], "needs --at-rates"),
         (["--own-unloaded", "--at-rates", "1", "--goodput", "ttft:2"], "limits that are multiples"),
         (["--dataset-name", "azure"], "needs a trace: --dataset-path"),
-        (["--dataset-path", __file__], "--dataset-path is for the data sets azure and mooncake"),
+        (["--dataset-path", __file__], "--dataset-path is of a data set that is a file"),
         (["--dataset-name", "azure", "--dataset-path", __file__, "--burstiness", "9"], "--burstiness 9 is of random"),
         (["--kinds", "colocated,pie"], "'pie' is none of colocated, split, auto, custom, peer"),
         (["--splits", "1P"], "not of the form"),

@@ -31,6 +31,8 @@ from tests.unit.splitserve_bench.simulate_kit import PROFILE
 LIMITS = Limits(ttft_s=1.0)
 RANDOM_DATA = {"dataset_name": "random", "dataset_path": None, "random_input_len": 8, "random_output_len": 3}
 RANDOM_DATA |= {
+    "random_prefix_len": 0,
+    "text_output_len": None,
     "random_range_ratio": 0.5,
     "burstiness": 1.0,
     "length_scale": 1.0,
