@@ -81,6 +81,8 @@ def _conversations(path: Path, output_tokens: int | None) -> Iterator[_Text]:
         entries = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
         raise BenchError(f"{path}, line {error.lineno}: no JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise BenchError(f"{path} is nested too deeply") from error
     if not isinstance(entries, list):
         raise BenchError(f"{path} is no JSON list of conversations, as ShareGPT's is")
     for number, entry in enumerate(entries, start=1):

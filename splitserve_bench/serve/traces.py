@@ -165,7 +165,7 @@ def _mooncake_rows(path: Path) -> Iterator[_Row]:
 def parsed(parse: Callable[[Any], Value], value: Any, name: str, where: str) -> Value:
     try:
         return parse(value)
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise BenchError(f"{where}: {name} cannot be {str(value)[:80]!r}") from error
 
 

@@ -94,6 +94,8 @@ def test_a_text_of_which_something_is_cut_off_is_sent_as_token_ids(folder, tmp_p
 BAD_FILES = {
     "no JSON": ("sharegpt", '[{"id": 1},\n{"id" 2}]', "file, line 2: no JSON: "),
     "no list": ("sharegpt", '{"conversations": []}', "file is no JSON list of conversations"),
+    "depths": ("sharegpt", "[" * 100_000, "file is nested too deeply"),
+    "a deep line": ("custom", "[" * 100_000, "file, line 1: line cannot be '[["),
     "an entry that is none": ("sharegpt", "[{}, 7]", "file, entry 2: conversations cannot be '7'"),
     "no turns": ("sharegpt", '[{"conversations": "hello"}]', "file, entry 1: conversations cannot be "),
     "a turn without text": (
