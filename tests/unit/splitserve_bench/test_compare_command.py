@@ -108,6 +108,15 @@ def test_the_longest_request_is_one_that_all_can_take(tmp_path):
     assert served_by_all(model, 400, peers).max_model_len == 300
 
 
+def test_prompts_of_a_probe_begin_alike_where_that_is_wanted():
+    data = Dataset(random_input_len=20, random_output_len=4, random_prefix_len=30)
+    workload = Workload(data, ServedModel("", 1000, 1000))
+    loads = [workload.load(4.0, 50, seed) for seed in (1, 2)]
+    assert [len({each.prompt[:30] for each in load}) for load in loads] == [1, 1]
+    assert {len(each.prompt) for load in loads for each in load} == {50}
+    assert loads[0][0].prompt[:30] != loads[1][0].prompt[:30]  # no probe finds the KV of another
+
+
 def test_a_load_is_the_same_for_the_same_seed_and_lasts_as_its_rate_says():
     workload = Workload(Dataset(random_input_len=20, random_output_len=4), ServedModel("", 1000, 1000))
     load = workload.load(4.0, 50, seed=1)

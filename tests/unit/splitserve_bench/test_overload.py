@@ -83,6 +83,12 @@ def test_arrivals_of_a_stage_are_spread_evenly_over_it():
     assert all(abs(count - 200) < 5 * math.sqrt(200) for count in counts)
 
 
+def test_random_prompts_begin_alike_where_that_is_wanted():
+    planned = staged_load(parse_stages("2x5", 1.0), options(random_prefix_len=30), 100, 1000).planned
+    assert len({each.prompt[:30] for each in planned}) == 1
+    assert len({each.prompt for each in planned}) == len(planned) == 10
+
+
 def test_a_trace_that_is_too_short_begins_anew_with_other_tokens(tmp_path):
     rows = ["TIMESTAMP,ContextTokens,GeneratedTokens", *(f"2023-11-16 18:17:0{i}.0,{10 + i},{1 + i}" for i in range(4))]
     (tmp_path / "trace.csv").write_text("\n".join(rows))
