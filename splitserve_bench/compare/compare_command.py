@@ -29,7 +29,7 @@ from splitserve_bench.compare.compare_options import (
 from splitserve_bench.compare.contenders import ClusterContender, Contender, contenders, parse_custom, parse_peer
 from splitserve_bench.errors import BenchError
 from splitserve_bench.models import writing_model
-from splitserve_bench.serve.serve_options import check_burstiness, check_dataset
+from splitserve_bench.serve.serve_options import check_burstiness, check_dataset, check_prompts
 
 if TYPE_CHECKING:
     from splitserve_bench.compare.entry import Comparison
@@ -134,7 +134,7 @@ async def _prepare(asked: Asked, show: Callable[[str], None]) -> "Compare":
         report(f"saved loads: {num_saved}; only what is missing is measured")
     peers = await describe_peers(asked.contenders)
     served = served_by_all(asked.model, asked.flags.get("max_model_len") or None, list(peers.values()))
-    workload = Workload(asked.dataset, served)
+    workload = Workload(asked.dataset, served, asked.model.folder)
     if share := workload.clipped_share():
         report(f"{share:.1%} of the requests are longer than {served.max_model_len} tokens, and are clipped to that")
     report(f"{', '.join(each.name for each in asked.contenders)}; probes and logs: {folder}")
@@ -199,13 +199,15 @@ def _dataset(values: Mapping[str, Any]) -> "Dataset":
 
     check_dataset(values["dataset_name"], values["dataset_path"], values["length_scale"])
     check_burstiness(values["dataset_name"], values["burstiness"])
+    check_prompts(values["dataset_name"], values["random_prefix_len"], values["text_output_len"])
+    names = (
+        *("length_scale", "random_input_len", "random_output_len", "random_range_ratio"),
+        *("random_prefix_len", "text_output_len", "burstiness"),
+    )
     return Dataset(
         name=values["dataset_name"],
         path=values["dataset_path"],
-        **{
-            name: values[name]
-            for name in ("length_scale", "random_input_len", "random_output_len", "random_range_ratio", "burstiness")
-        },
+        **{name: values[name] for name in names},
     )
 
 

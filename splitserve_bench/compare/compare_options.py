@@ -9,7 +9,7 @@ import click
 from serving_core.errors import SettingsError
 from splitserve_bench.compare.contenders import KINDS, parse_split
 from splitserve_bench.options import PAIR, ListOf, NumberRange, RepeatingCommand, options_of
-from splitserve_bench.serve.serve_options import DATASETS, RANDOM, send_limits_option
+from splitserve_bench.serve.serve_options import DATASETS, RANDOM, prompt_options, send_limits_option
 
 POSITIVE: Final = NumberRange(min=0, min_open=True)
 NOT_NEGATIVE: Final = NumberRange(min=0)
@@ -95,12 +95,15 @@ contender_options = options_of(
 
 load_options = options_of(
     click.option("--dataset-name", default=RANDOM, show_default=True, type=click.Choice(DATASETS)),
-    click.option("--dataset-path", default="", help="File of the trace; its time axis is stretched to each rate."),
+    click.option(
+        "--dataset-path", default="", help="As of `bench serve`; a trace's time axis is stretched to each rate."
+    ),
     click.option("--length-scale", default=1.0, show_default=True, type=POSITIVE, help="Factor on a trace's lengths."),
     click.option("--random-input-len", default=256, show_default=True, type=COUNT),
     click.option("--random-output-len", default=32, show_default=True, type=COUNT),
     click.option("--random-range-ratio", default=0.0, show_default=True, type=NumberRange(0, 1, max_open=True)),
-    click.option("--burstiness", default=1.0, show_default=True, type=POSITIVE, help="1 is Poisson; random only."),
+    prompt_options,
+    click.option("--burstiness", default=1.0, show_default=True, type=POSITIVE, help="1 is Poisson; not of a trace."),
     click.option("--num-prompts", default=100, show_default=True, type=COUNT, help="Requests of a probe, at least."),
     click.option(
         "--seconds",

@@ -167,7 +167,7 @@ class Compare:
         num_requests = min(wanted, max(bench.num_prompts, MOST_REQUESTS))
         planned = self._workload.load(probe.rate, num_requests, seed_of(bench.seed, probe.rate, probe.seed))
         if len(planned) < wanted:
-            who = "the trace" if len(planned) < num_requests else "a probe"
+            who = "the data set" if len(planned) < num_requests else "a probe"
             self._report(
                 f"{entry.contender.name}, {plain(probe.rate)} req/s: {who} has {len(planned)} requests, not the "
                 f"{wanted} of {bench.seconds:g} s; a short run may not show a queue that grows slowly"

@@ -21,6 +21,7 @@ from splitserve_bench.serve.serve_options import (
     burstiness_option,
     client_options,
     goodput_option,
+    ignore_eos_option,
     json_option,
     length_scale_option,
     send_limits_option,
@@ -44,7 +45,7 @@ STAGED: Final[dict[str, Any]] = {
 }  # fmt: skip
 OF_SERVER: Final = (
     *("server", "backend", "host", "port", "endpoint", "model", "api_key", "tls_ca", "tls_cert", "tls_key"),
-    *("extra_body", "tokenizer", "vocab_size", "num_warmups"),
+    *("extra_body", "vocab_size", "ignore_eos", "num_warmups"),
 )
 
 
@@ -70,6 +71,7 @@ class Asked:
 
 @click.command("overload", cls=ServeCommand)
 @where_options
+@ignore_eos_option
 @click.option(
     "--profile",
     "profile_path",

@@ -10,7 +10,7 @@ from serving_core.settings import KV_CACHE_DTYPES, QUANTIZATIONS
 from splitserve_bench.options import PAIR, ListOf, NewFile, NumberRange, Size, options_of, repeat_flags
 from splitserve_bench.plan.asked import MOST_COUNTED, Asked, AskedLoad, AskedNodes
 from splitserve_bench.plan.devices import DEVICES, INFINIBAND, LINK_NAMES
-from splitserve_bench.serve.serve_options import ABOVE_0, DATASETS, RANDOM, check_burstiness, check_dataset
+from splitserve_bench.serve.serve_options import ABOVE_0, RANDOM, TRACES, check_burstiness, check_dataset
 
 COUNT: Final = click.IntRange(1)
 MOST_GPUS: Final = 1024
@@ -160,7 +160,9 @@ objective_options = options_of(
     click.option("--watts", type=FIGURES, help="Of a device: h100=700,a100=400 (the defaults)."),
 )
 load_options = options_of(
-    click.option("--dataset-name", "--dataset", default=RANDOM, show_default=True, type=click.Choice(DATASETS)),
+    click.option(
+        "--dataset-name", "--dataset", default=RANDOM, show_default=True, type=click.Choice((RANDOM, *TRACES))
+    ),
     click.option("--dataset-path", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Of a trace."),
     click.option("--length-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's lengths."),
     click.option("--random-input-len", default=1024, show_default=True, type=COUNT),

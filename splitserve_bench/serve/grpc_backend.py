@@ -51,11 +51,11 @@ class GrpcBackend:
 
     def prepare(self, request: OrderedRequest) -> bytes:
         message = generate_request(
-            request.prompt,
+            request.text or request.prompt,
             model=self._target.model,
             request_id="",
             cache_salt="",
-            sampling={**GREEDY, "max_tokens": request.output_tokens},
+            sampling={**GREEDY, "max_tokens": request.output_tokens, "ignore_eos": request.ignore_eos},
             **{"ttft_ms": request.ttft_ms, "tpot_ms": request.tpot_ms, **self._target.extra_body},
         )
         return message.SerializeToString()

@@ -1,4 +1,5 @@
-"""Any server with an OpenAI-compatible /v1/completions that takes token ids, such as vLLM's or SplitServe's own."""
+"""Any server with an OpenAI-compatible /v1/completions that takes token ids, or text alone where the data set is text,
+such as vLLM's or SplitServe's own."""
 
 import asyncio
 import json
@@ -41,9 +42,10 @@ class OpenAIBackend:
 
     def prepare(self, request: OrderedRequest) -> bytes:
         fields: dict[str, Any] = {
-            "prompt": request.prompt.tolist(),
+            "prompt": request.text or request.prompt.tolist(),
             "max_tokens": request.output_tokens,
             **GREEDY,
+            "ignore_eos": request.ignore_eos,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

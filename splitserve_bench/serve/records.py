@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request of a load. Its answer has exactly output_tokens tokens: the end-of-sequence token does not end it.
-    The limits are those that the server is told, None where it is told none."""
+    """One request of a load. Its answer has exactly output_tokens tokens: the end-of-sequence token does not end it,
+    unless it is heeded (ignore_eos): then the answer may be shorter. A prompt that is text is sent as such. The limits
+    are those that the server is told, None where it is told none."""
 
     index: int
     send_at_s: float
@@ -15,6 +16,8 @@ class PlannedRequest:
     output_tokens: int
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    text: str = ""  # the prompt before it was made token ids
+    ignore_eos: bool = True
 
 
 @dataclass(frozen=True, slots=True)

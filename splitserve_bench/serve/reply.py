@@ -51,10 +51,10 @@ class Reply:
         """Raises RequestFailed when the answer has not come to its end, or has another length than was asked for."""
         if not self.is_ended:
             raise RequestFailed("the stream ended before the answer did")
-        wanted = self._request.output_tokens
-        if self.num_output_tokens is not None and self.num_output_tokens != wanted:
-            raise RequestFailed(f"the answer has {self.num_output_tokens} tokens instead of {wanted}")
-        if self.num_output_tokens is None and self.is_stopped:
+        wanted, counted, is_exact = self._request.output_tokens, self.num_output_tokens, self._request.ignore_eos
+        if counted is not None and (counted > wanted or (is_exact and counted < wanted)):
+            raise RequestFailed(f"the answer has {counted} tokens instead of {wanted}")
+        if is_exact and counted is None and self.is_stopped:
             raise RequestFailed(f"the answer stopped before it had {wanted} tokens, and nobody counted them")
 
     def outcome(self, error: str = "", *, is_refused: bool = False, retry_after_s: float | None = None) -> Outcome:

@@ -43,10 +43,10 @@ class Reporting:
             _make(folder)
 
     def begin(self, model: str, workload: Workload) -> Run:
-        """The run that starts now. A trace that has less than was asked for is told."""
+        """The run that starts now. A file that has less than was asked for is told."""
         options = self._options
         if len(workload.planned) < (options.num_prompts or 0):
-            report(f"the trace has {len(workload.planned)} requests, not the {options.num_prompts} of --num-prompts")
+            report(f"the data set has {len(workload.planned)} requests, not the {options.num_prompts} of --num-prompts")
         return Run(
             started_at=datetime.now().astimezone(),
             backend=options.backend_name,

@@ -10,6 +10,7 @@ from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.serve_options import (
     ServeCommand,
     ServeOptions,
+    ignore_eos_option,
     load_options,
     result_options,
     send_limits_option,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # imported when the command runs, so that help is quick
 
 @click.command("serve", cls=ServeCommand)
 @where_options
+@ignore_eos_option
 @load_options
 @send_limits_option(default=False)
 @result_options

@@ -17,9 +17,11 @@ from splitserve.commands.server_options import SERVER_VARIABLE, api_key_option, 
 from splitserve_bench.options import Command, NumberRange, RepeatingCommand, options_of
 from splitserve_bench.serve.target import BACKENDS, COMPLETIONS, LIMITS, OPENAI, SPLITSERVE, Target
 
-RANDOM, AZURE, MOONCAKE = "random", "azure", "mooncake"
-DATASETS: Final = (RANDOM, AZURE, MOONCAKE)
-NUM_PROMPTS: Final = 1000  # of random requests; of a trace all
+RANDOM, AZURE, MOONCAKE, SHAREGPT, CUSTOM = "random", "azure", "mooncake", "sharegpt", "custom"
+TRACES: Final = (AZURE, MOONCAKE)
+TEXTS: Final = (SHAREGPT, CUSTOM)
+DATASETS: Final = (RANDOM, *TRACES, *TEXTS)
+NUM_PROMPTS: Final = 1000  # of a trace all
 LOOPBACK: Final = "127.0.0.1"
 PORTS: Final = {SPLITSERVE: 50051, OPENAI: 8000}
 SCHEME: Final = "://"
@@ -46,11 +48,14 @@ class ServeOptions:
     extra_body: str
     tokenizer: Path | None
     vocab_size: int | None
+    ignore_eos: bool
     dataset_name: str
     dataset_path: Path | None
     random_input_len: int
     random_output_len: int
     random_range_ratio: float
+    random_prefix_len: int
+    text_output_len: int | None
     num_prompts: int | None
     request_rate: float
     burstiness: float
@@ -77,14 +82,17 @@ class ServeOptions:
     def check(self) -> None:
         """Raises SettingsError as check_dataset, and for limits to be told that are not there."""
         check_dataset(self.dataset_name, self.dataset_path, self.length_scale)
+        check_prompts(self.dataset_name, self.random_prefix_len, self.text_output_len)
+        if self.dataset_name in TEXTS and self.tokenizer is None:
+            raise SettingsError(f"--dataset-name {self.dataset_name} needs the model's tokenizer: --tokenizer FOLDER")
         if self.send_limits and not self.goodput:
             raise SettingsError("--send-limits tells the limits of --goodput, and there are none")
 
     def check_pace(self) -> None:
         """Raises SettingsError for what says when requests are sent, and would say nothing."""
         check_burstiness(self.dataset_name, self.burstiness)
-        if self.time_scale != 1 and self.dataset_name == RANDOM:
-            raise SettingsError(f"--time-scale {self.time_scale:g} is of a trace's gaps: random requests have none")
+        if self.time_scale != 1 and self.dataset_name not in TRACES:
+            raise SettingsError(f"--time-scale {self.time_scale:g} is of a trace's gaps: {self.dataset_name} has none")
         if self.time_scale != 1 and math.isfinite(self.request_rate):
             raise SettingsError(
                 f"--time-scale {self.time_scale:g} and --request-rate {self.request_rate:g} both stretch a trace's "
@@ -127,19 +135,27 @@ class ServeOptions:
 
 
 def check_dataset(name: str, path: Path | str | None, length_scale: float) -> None:
-    """Raises SettingsError for a data set without its file, and for a file or a scale without a trace."""
+    """Raises SettingsError for a data set without its file, a file without one, and a scale without a trace."""
     if name == RANDOM and path:
-        raise SettingsError(f"--dataset-path is for the data sets {AZURE} and {MOONCAKE}")
-    if name == RANDOM and length_scale != 1:
-        raise SettingsError(f"--length-scale {length_scale:g} is of a trace's lengths: there are --random-... ones")
+        raise SettingsError(f"--dataset-path is of a data set that is a file: --dataset-name {RANDOM} is none")
+    if name not in TRACES and length_scale != 1:
+        raise SettingsError(f"--length-scale {length_scale:g} is of a trace's lengths: {name} has lengths of its own")
     if name != RANDOM and not path:
-        raise SettingsError(f"--dataset-name {name} needs a trace: --dataset-path")
+        raise SettingsError(f"--dataset-name {name} needs a {'trace' if name in TRACES else 'file'}: --dataset-path")
+
+
+def check_prompts(name: str, random_prefix_len: int, text_output_len: int | None) -> None:
+    """Raises SettingsError for what is said of prompts and answers that the data set does not have."""
+    if random_prefix_len and name != RANDOM:
+        raise SettingsError(f"--random-prefix-len {random_prefix_len} is of random prompts, not of {name}'s")
+    if text_output_len is not None and name not in TEXTS:
+        raise SettingsError(f"--sharegpt-output-len {text_output_len} is of answers to texts, not of {name}'s")
 
 
 def check_burstiness(dataset_name: str, burstiness: float) -> None:
     """Raises SettingsError for that of a trace, whose bursts are its own."""
-    if dataset_name != RANDOM and burstiness != 1:
-        raise SettingsError(f"--burstiness {burstiness:g} is of random requests: a trace has bursts of its own")
+    if dataset_name in TRACES and burstiness != 1:
+        raise SettingsError(f"--burstiness {burstiness:g} is of random arrivals: a trace has bursts of its own")
 
 
 class ServeCommand(RepeatingCommand):
@@ -149,6 +165,11 @@ class ServeCommand(RepeatingCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, [OTHER_NAME.sub("--server", word) for word in args])
+
+
+def tokenizer_option(words: str) -> Callable[[Command], Command]:
+    folder = click.Path(exists=True, file_okay=False, path_type=Path)
+    return click.option("--tokenizer", type=folder, help=words)
 
 
 def send_limits_option(*, default: bool) -> Callable[[Command], Command]:
@@ -180,22 +201,44 @@ where_options = options_of(
     click.option(
         "--extra-body", default="{}", help="JSON object of more fields: of an OpenAI-compatible server, or limits."
     ),
-    click.option(
-        "--tokenizer",
-        type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="Model folder whose vocabulary prompts are drawn from, for servers that do not tell theirs.",
+    tokenizer_option(
+        f"Model folder: its tokenizer tells how long the texts of {SHAREGPT} and {CUSTOM} are, and its vocabulary "
+        "is what random prompts are drawn from where the server does not tell its own."
     ),
     click.option("--vocab-size", type=click.IntRange(1), help="The same as a number."),
+)
+ignore_eos_option = click.option(
+    "--ignore-eos/--no-ignore-eos",
+    default=True,
+    show_default=True,
+    help="Whether answers go on after the end-of-sequence token, to their full length.",
 )
 
 
 # What is sent when.
+prompt_options = options_of(
+    click.option(
+        "--random-prefix-len",
+        default=0,
+        show_default=True,
+        type=COUNT,
+        help="Tokens that all random prompts begin with, beside --random-input-len.",
+    ),
+    click.option(
+        "--sharegpt-output-len",
+        "--custom-output-len",
+        "text_output_len",
+        type=LENGTH,
+        help=f"Tokens of every answer of {SHAREGPT} and {CUSTOM}; default: what the file says.",
+    ),
+)
 shape_options = options_of(
     click.option("--dataset-name", default=RANDOM, show_default=True, type=click.Choice(DATASETS)),
     click.option(
         "--dataset-path",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="Trace file: Azure's CSV or Mooncake's JSON lines.",
+        help="Azure's CSV, Mooncake's JSON lines, ShareGPT's JSON, or JSON lines with prompt and, optional, "
+        "output_tokens.",
     ),
     click.option("--random-input-len", default=1024, show_default=True, type=LENGTH, help="Tokens of a prompt."),
     click.option("--random-output-len", default=128, show_default=True, type=LENGTH, help="Tokens of an answer."),
@@ -206,6 +249,7 @@ shape_options = options_of(
         type=NumberRange(0, 1, max_open=True),
         help="Lengths differ by up to this share of them.",
     ),
+    prompt_options,
 )
 dataset_options = options_of(
     shape_options,

@@ -140,8 +140,8 @@ def _azure_rows(path: Path) -> Iterator[_Row]:
         for row in reader:
             where = f"{path}, line {reader.line_num}"
             at_s, input_tokens, output_tokens = (
-                _parsed(parse, row[name], name, where)
-                for name, parse in zip(AZURE_COLUMNS, (_timestamp_s, _count, _count), strict=True)
+                parsed(parse, row[name], name, where)
+                for name, parse in zip(AZURE_COLUMNS, (_timestamp_s, token_count, token_count), strict=True)
             )
             yield _Row(where, at_s, int(input_tokens), int(output_tokens))
 
@@ -152,20 +152,20 @@ def _mooncake_rows(path: Path) -> Iterator[_Row]:
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
-            row = _parsed(_json_object, line, "line", where)
-            at_s = _parsed(_milliseconds, row.get("timestamp"), "timestamp", where) / 1e3
-            lengths = [_parsed(_count, row.get(name), name, where) for name in ("input_length", "output_length")]
-            hash_ids = _parsed(_hash_ids, row.get("hash_ids", []), "hash_ids", where)
+            row = parsed(json_object, line, "line", where)
+            at_s = parsed(_milliseconds, row.get("timestamp"), "timestamp", where) / 1e3
+            lengths = [parsed(token_count, row.get(name), name, where) for name in ("input_length", "output_length")]
+            hash_ids = parsed(_hash_ids, row.get("hash_ids", []), "hash_ids", where)
             num_blocks = math.ceil(lengths[0] / MOONCAKE_BLOCK_TOKENS)
             if hash_ids and len(hash_ids) != num_blocks:
                 raise BenchError(f"{where}: {len(hash_ids)} hash_ids for {lengths[0]} tokens instead of {num_blocks}")
             yield _Row(where, at_s, lengths[0], lengths[1], hash_ids)
 
 
-def _parsed(parse: Callable[[Any], Value], value: Any, name: str, where: str) -> Value:
+def parsed(parse: Callable[[Any], Value], value: Any, name: str, where: str) -> Value:
     try:
         return parse(value)
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise BenchError(f"{where}: {name} cannot be {str(value)[:80]!r}") from error
 
 
@@ -174,7 +174,7 @@ def _timestamp_s(text: str) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def _count(value: Any) -> int:
+def token_count(value: Any) -> int:
     count = _whole(value)
     if count > MAX_TOKENS:
         raise ValueError
@@ -200,7 +200,7 @@ def _hash_ids(value: Any) -> tuple[int, ...]:
     return tuple(_whole(each) for each in value)
 
 
-def _json_object(line: str) -> dict[str, Any]:
+def json_object(line: str) -> dict[str, Any]:
     value = json.loads(line)
     if not isinstance(value, dict):
         raise TypeError

@@ -44,6 +44,8 @@ class OrderedRequest:
     output_tokens: int
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    text: str = ""
+    ignore_eos: bool = True
 
 
 def pack_order(order: Order) -> bytes:
@@ -62,8 +64,8 @@ def pack_request(request: PlannedRequest) -> bytes:
     prompt = array(TOKEN_TYPE, request.prompt)
     if sys.byteorder == "big":
         prompt.byteswap()
-    limits = (request.ttft_ms, request.tpot_ms)
-    packed = msgpack.packb([request.index, request.send_at_s, prompt.tobytes(), request.output_tokens, *limits])
+    others = (request.output_tokens, request.ttft_ms, request.tpot_ms, request.text, request.ignore_eos)
+    packed = msgpack.packb([request.index, request.send_at_s, prompt.tobytes(), *others])
     assert isinstance(packed, bytes)
     return packed
 

@@ -14,8 +14,9 @@ from serving_core.errors import SettingsError
 from splitserve_bench.serve.arrivals import send_times_s
 from splitserve_bench.serve.datasets import FittedLoad, Shape, fit, ordinary_ids, plan, random_load
 from splitserve_bench.serve.records import PlannedRequest
-from splitserve_bench.serve.serve_options import AZURE, NUM_PROMPTS, RANDOM, ServeOptions
+from splitserve_bench.serve.serve_options import AZURE, NUM_PROMPTS, RANDOM, TEXTS, ServeOptions
 from splitserve_bench.serve.target import ServedModel
+from splitserve_bench.serve.texts import Texts
 from splitserve_bench.serve.traces import at_rate, read_azure_trace, read_mooncake_trace, trace_load
 
 UNKNOWN_VOCAB_SIZE: Final = 32_000  # few models have a smaller vocabulary
@@ -33,10 +34,12 @@ def workload_of(options: ServeOptions, max_model_len: int | None, vocab_size: in
     """Raises SettingsError or BenchError for what cannot be sent."""
     if options.dataset_name == RANDOM:
         shapes, send_at_s = _random(options, vocab_size)
+    elif options.dataset_name in TEXTS:
+        shapes, send_at_s = _texts(options)
     else:
         shapes, send_at_s = _trace(options, vocab_size)
     fitted = FittedLoad(tuple(shapes), 0) if max_model_len is None else fit(shapes, max_model_len)
-    return Workload(tuple(plan(fitted.shapes, send_at_s)), fitted.num_clipped)
+    return Workload(tuple(plan(fitted.shapes, send_at_s, ignore_eos=options.ignore_eos)), fitted.num_clipped)
 
 
 def warm_up_of(workload: Workload, count: int, vocab_size: int, seed: int) -> list[PlannedRequest]:
@@ -46,7 +49,7 @@ def warm_up_of(workload: Workload, count: int, vocab_size: int, seed: int) -> li
     for index in range(count if workload.planned else 0):
         like = workload.planned[index % len(workload.planned)]
         prompt = tuple(Random(f"{seed} warm-up {index}").choices(ids, k=len(like.prompt)))
-        requests.append(replace(like, index=index, send_at_s=0.0, prompt=prompt))
+        requests.append(replace(like, index=index, send_at_s=0.0, prompt=prompt, text=""))
     return requests
 
 
@@ -67,9 +70,22 @@ def vocab_size_of(options: ServeOptions, served: ServedModel, report: Callable[[
 def _random(options: ServeOptions, vocab_size: int) -> tuple[Sequence[Shape], list[float]]:
     count = options.num_prompts or NUM_PROMPTS
     lengths = (options.random_input_len, options.random_output_len)
-    shapes = random_load(count, *lengths, options.random_range_ratio, vocab_size, Random(options.seed))
-    times = send_times_s(count, options.request_rate, options.burstiness, Random(f"{options.seed} arrivals"))
-    return shapes, times
+    rng, prefix_tokens = Random(options.seed), options.random_prefix_len
+    ratio = options.random_range_ratio
+    shapes = random_load(count, *lengths, ratio, vocab_size, rng, prefix_tokens=prefix_tokens)
+    return shapes, _times_s(count, options)
+
+
+def _texts(options: ServeOptions) -> tuple[Sequence[Shape], list[float]]:
+    assert options.dataset_path is not None, "the flags were not checked"
+    assert options.tokenizer is not None, "the flags were not checked"
+    texts = Texts(options.dataset_name, options.dataset_path, options.tokenizer, options.text_output_len)
+    shapes = texts.shapes(options.num_prompts or NUM_PROMPTS, Random(options.seed))
+    return shapes, _times_s(len(shapes), options)
+
+
+def _times_s(count: int, options: ServeOptions) -> list[float]:
+    return send_times_s(count, options.request_rate, options.burstiness, Random(f"{options.seed} arrivals"))
 
 
 def _trace(options: ServeOptions, vocab_size: int) -> tuple[Sequence[Shape], list[float]]:

@@ -20,6 +20,7 @@ from splitserve_bench.serve.serve_options import (
     dataset_options,
     pace_options,
     result_options,
+    tokenizer_option,
 )
 
 if TYPE_CHECKING:
@@ -34,8 +35,9 @@ DIGEST_BYTES: Final = 8
 NO_SERVER: Final[dict[str, Any]] = {
     "server": None, "host": None, "port": None, "endpoint": "", "model": "", "api_key": None, "extra_body": "{}",
     "tls_ca": "", "tls_cert": "", "tls_key": "",
-    "tokenizer": None, "vocab_size": None, "num_warmups": 0, "percentile_metrics": "", "metric_percentiles": "",
-    "send_limits": False, "label": None, "num_gpus": None, "metadata": (), "save_result": False, "save_detailed": False,
+    "tokenizer": None, "vocab_size": None, "ignore_eos": True, "num_warmups": 0,
+    "percentile_metrics": "", "metric_percentiles": "", "send_limits": False,
+    "label": None, "num_gpus": None, "metadata": (), "save_result": False, "save_detailed": False,
     "result_dir": Path(), "result_filename": None, "plots": None, "as_json": False,
 }  # fmt: skip
 
@@ -67,6 +69,9 @@ profile_option = click.option(
     required=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="What a node costs, as `splitserve doctor --save FILE` has measured it.",
+)
+tokenizer_of_texts = tokenizer_option(
+    "Model folder whose tokenizer tells how long the texts of sharegpt and custom are."
 )
 rates_option = click.option(
     "--request-rate",
@@ -132,6 +137,7 @@ fleet_options = options_of(
 @profile_option
 @fleet_options
 @dataset_options
+@tokenizer_of_texts
 @rates_option
 @pace_options
 @result_options

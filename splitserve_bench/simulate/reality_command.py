@@ -24,7 +24,7 @@ from splitserve_bench.serve.serve_options import (
     json_option,
     pace_options,
 )
-from splitserve_bench.simulate.command import profile_option, rates_option, simulated_options
+from splitserve_bench.simulate.command import profile_option, rates_option, simulated_options, tokenizer_of_texts
 
 if TYPE_CHECKING:
     from splitserve_bench.simulate.profile import Profile
@@ -48,6 +48,7 @@ class Asked:
 @click.argument("model", default="")
 @profile_option
 @dataset_options
+@tokenizer_of_texts
 @rates_option
 @pace_options
 @goodput_option

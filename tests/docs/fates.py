@@ -154,6 +154,10 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     (r"splitserve bench dominance", By(_BENCH + "test_dominance.py::test_it_is_printed_and_drawn")),
     (r"splitserve bench simulate", By(_SYSTEM + "test_bench_simulate.py::test_both_serve_the_same_load")),
     (r"splitserve bench serve .*--plots", By(_BENCH + "test_serve_command.py::test_files_and_pictures")),
+    (
+        r"splitserve bench serve --dataset-name (sharegpt|custom)",
+        By(_SYSTEM + "test_bench_serve.py::test_both_sides_count_the_tokens_of_texts_alike"),
+    ),
     (r"splitserve bench serve", By(_SYSTEM + "test_bench_serve.py::test_the_nodes_count_the_same")),
     (r"python peer_|vllm ", _OTHERS),
     (r"lm_eval ", By("tests/clients/test_clients.py::test_lm_eval")),

@@ -62,6 +62,19 @@ def test_the_nodes_count_the_same(cluster, where, tmp_path):
         assert timeline["e2e_s"] <= request["ended_s"] - request["sent_s"]  # the server's time lies within the client's
 
 
+def test_both_sides_count_the_tokens_of_texts_alike(cluster, where, tmp_path):
+    turns = [
+        [{"from": "human", "value": text}, {"from": "gpt", "value": "x" * 6}] for text in ("ähnlich", "<|eos|> is 1")
+    ]
+    (tmp_path / "chats.json").write_text(json.dumps([{"conversations": each} for each in turns]))
+    data = ["--dataset-name", "sharegpt", "--dataset-path", "chats.json", "--tokenizer", cluster.model]
+    before = prompt_tokens_at(cluster)
+    result = run(where, *data, "--json", cwd=tmp_path)
+    assert (result["completed"], result["total_input_tokens"], result["total_output_tokens"]) == (2, 8 + 6, 12)
+    cluster.wait_all_free()
+    assert prompt_tokens_at(cluster) - before == 8 + 6
+
+
 def test_ctrl_c_frees_the_cluster(cluster, where, tmp_path):
     words = ["--num-prompts", 400, "--random-input-len", 30, "--random-output-len", 900, "--vocab-size", 250]
     process = subprocess.Popen(

@@ -1,6 +1,7 @@
 """Servers that answer as a test tells them to, over HTTP and over gRPC, and keep their own record of what they did.
 
-A request is known by the first token of its prompt. One script drives either server.
+A request is known by the first token of its prompt, or by the first letter of one that is text. One script drives
+either server.
 """
 
 import asyncio
@@ -230,7 +231,7 @@ class _Service(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request, context):
         self._script.headers.append(dict(context.invocation_metadata()))
         params = request.sampling_params
-        prompt = list(request.tokenized.input_ids)
+        prompt = request.text or list(request.tokenized.input_ids)
         asked = {
             "prompt": prompt,
             "max_tokens": params.max_tokens,

@@ -83,7 +83,7 @@ def test_cores_are_those_that_the_process_may_use():
         (["--own-unloaded"], "needs --at-rates"),
         (["--own-unloaded", "--at-rates", "1", "--goodput", "ttft:2"], "limits that are multiples"),
         (["--dataset-name", "azure"], "needs a trace: --dataset-path"),
-        (["--dataset-path", __file__], "--dataset-path is for the data sets azure and mooncake"),
+        (["--dataset-path", __file__], "--dataset-path is of a data set that is a file"),
         (["--dataset-name", "azure", "--dataset-path", __file__, "--burstiness", "9"], "--burstiness 9 is of random"),
         (["--kinds", "colocated,pie"], "'pie' is none of colocated, split, auto, custom, peer"),
         (["--splits", "1P"], "not of the form"),
@@ -106,6 +106,15 @@ def test_the_longest_request_is_one_that_all_can_take(tmp_path):
     assert served_by_all(model, None, []) == ServedModel("fake", 512, VOCAB_SIZE)
     peers = [ServedModel("peer", 300, None), ServedModel("peer", None, None)]
     assert served_by_all(model, 400, peers).max_model_len == 300
+
+
+def test_prompts_of_a_probe_begin_alike_where_that_is_wanted():
+    data = Dataset(random_input_len=20, random_output_len=4, random_prefix_len=30)
+    workload = Workload(data, ServedModel("", 1000, 1000))
+    loads = [workload.load(4.0, 50, seed) for seed in (1, 2)]
+    assert [len({each.prompt[:30] for each in load}) for load in loads] == [1, 1]
+    assert {len(each.prompt) for load in loads for each in load} == {50}
+    assert loads[0][0].prompt[:30] != loads[1][0].prompt[:30]  # no probe finds the KV of another
 
 
 def test_a_load_is_the_same_for_the_same_seed_and_lasts_as_its_rate_says():

@@ -389,7 +389,7 @@ async def test_a_probe_that_a_trace_makes_short_is_said(tmp_path):
     cells = Cells(tmp_path / "saved", {})
     compare = Compare(bench, workload, arena, cells, NOBODY, report=lines.append, show=lambda text: None)
     await compare.run([COLOCATED], COLOCATED)
-    assert any("the trace has 50 requests, not the 100 of 20 s" in line for line in lines)
+    assert any("the data set has 50 requests, not the 100 of 20 s" in line for line in lines)
 
 
 async def test_a_search_that_ran_out_of_probes_is_marked(comparing):

@@ -31,6 +31,8 @@ from tests.unit.splitserve_bench.simulate_kit import PROFILE
 LIMITS = Limits(ttft_s=1.0)
 RANDOM_DATA = {"dataset_name": "random", "dataset_path": None, "random_input_len": 8, "random_output_len": 3}
 RANDOM_DATA |= {
+    "random_prefix_len": 0,
+    "text_output_len": None,
     "random_range_ratio": 0.5,
     "burstiness": 1.0,
     "length_scale": 1.0,
@@ -79,6 +81,12 @@ def test_arrivals_of_a_stage_are_spread_evenly_over_it():
     counts = [sum(low <= at_s < low + 1 for at_s in times_s) for low in range(10)]
     assert sum(counts) == 2000
     assert all(abs(count - 200) < 5 * math.sqrt(200) for count in counts)
+
+
+def test_random_prompts_begin_alike_where_that_is_wanted():
+    planned = staged_load(parse_stages("2x5", 1.0), options(random_prefix_len=30), 100, 1000).planned
+    assert len({each.prompt[:30] for each in planned}) == 1
+    assert len({each.prompt for each in planned}) == len(planned) == 10
 
 
 def test_a_trace_that_is_too_short_begins_anew_with_other_tokens(tmp_path):

@@ -724,7 +724,7 @@ def test_flags_that_contradict_are_refused(tmp_path, words, said):
     ("words", "said"),
     [
         (("--dataset", "azure"), "needs a trace: --dataset-path"),
-        (("--dataset-path", __file__), "--dataset-path is for the data sets azure and mooncake"),
+        (("--dataset-path", __file__), "--dataset-path is of a data set that is a file"),
         (("--length-scale", "2"), "--length-scale 2 is of a trace's lengths"),
         (("--dataset", "azure", "--dataset-path", __file__, "--burstiness", "9"), "--burstiness 9 is of random"),
     ],

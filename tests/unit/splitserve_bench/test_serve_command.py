@@ -13,6 +13,7 @@ from splitserve.cli import main
 from splitserve_bench.options import repeat_flags
 from splitserve_bench.serve.serve_command import serve_command
 from splitserve_bench.serve.serve_options import ServeCommand
+from tests.tiny_models import write_tokenizer
 from tests.unit.splitserve_bench.load_servers import (
     FAIL,
     HANG,
@@ -20,6 +21,7 @@ from tests.unit.splitserve_bench.load_servers import (
     MODEL,
     REFUSE,
     SERVERS,
+    SHORT,
     VOCAB_SIZE,
     Script,
     http_server,
@@ -144,6 +146,35 @@ async def test_a_trace_keeps_its_times(tmp_path):
     assert max(token for seen in script.seen.values() for token in seen.asked["prompt"]) < 5000
 
 
+async def test_texts_are_sent_as_they_stand(serving, tmp_path):
+    write_tokenizer(tmp_path)
+    rows = [{"prompt": text, "output_tokens": count} for text, count in {"ab": 3, "cde": 2, "äö": 1}.items()]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["--dataset-name", "custom", "--dataset-path", "prompts.jsonl", "--tokenizer", ".", "--num-prompts", "9"]
+    script = Script()
+    async with serving(script) as target:
+        output, errors = await run(target, *words, "--num-warmups", "1", "--json", cwd=tmp_path)
+    asked = {
+        seen.asked["prompt"]: seen.asked["max_tokens"] for key, seen in script.seen.items() if isinstance(key, str)
+    }
+    assert asked == {"ab": 3, "cde": 2, "äö": 1}
+    assert [type(key) for key in script.order] == [int, str, str, str]  # the warm-up is none of them
+    assert json.loads(output)["completed"] == 3
+    assert "the data set has 3 requests, not the 9 of --num-prompts" in errors
+
+
+async def test_answers_may_end_early_where_that_is_wanted(serving):
+    script = Script()
+    async with serving(script) as target:
+        await run(target, *FEW)
+        assert all(seen.asked["ignore_eos"] for seen in script.seen.values())
+        script.does = dict.fromkeys(script.order[:2], SHORT)
+        output, _ = await run(target, *FEW, "--no-ignore-eos", "--json")
+    assert not any(seen.asked["ignore_eos"] for seen in script.seen.values())
+    result = json.loads(output)
+    assert (result["completed"], result["total_output_tokens"]) == (6, 6 * 4 - 2)
+
+
 async def test_warm_ups_do_not_count_and_share_no_prompt():
     script = Script()
     async with http_server(script) as target:
@@ -226,13 +257,20 @@ async def test_what_came_is_told_when_the_generator_dies(serving):
     assert "requests offered" in output.decode()
 
 
+TEXT = ("--dataset-name", "custom", "--dataset-path", __file__)
 TRACE = ("--dataset-name", "azure", "--dataset-path", __file__)
 REFUSED = {
     "no trace": (["--dataset-name", "azure"], "--dataset-path"),
     "a trace for random requests": (["--dataset-path", __file__], "--dataset-path"),
+    "texts without a file": (["--dataset-name", "sharegpt"], "sharegpt needs a file: --dataset-path"),
+    "texts without a tokenizer": (TEXT, "custom needs the model's tokenizer: --tokenizer FOLDER"),
+    "gaps of texts": ([*TEXT, "--tokenizer", ".", "--time-scale", "2"], "--time-scale 2 is of a trace's gaps"),
+    "lengths of texts": ([*TEXT, "--length-scale", "2"], "--length-scale 2 is of a trace's lengths"),
+    "a beginning of texts": ([*TEXT, "--random-prefix-len", "2"], "--random-prefix-len 2 is of random prompts"),
+    "answers to no texts": (["--sharegpt-output-len", "2"], "--sharegpt-output-len 2 is of answers to texts"),
     "lengths of no trace": (["--length-scale", "2"], "--length-scale 2 is of a trace's lengths"),
     "gaps of no trace": (["--time-scale", "2"], "--time-scale 2 is of a trace's gaps"),
-    "bursts of a trace": ([*TRACE, "--burstiness", "9"], "--burstiness 9 is of random requests"),
+    "bursts of a trace": ([*TRACE, "--burstiness", "9"], "--burstiness 9 is of random arrivals"),
     "gaps at a rate": (
         [*TRACE, "--time-scale", "2", "--request-rate", "3"],
         "--time-scale 2 and --request-rate 3 both",

@@ -19,6 +19,15 @@ def test_fixed_lengths_and_equal_seeds():
     assert load != random_load(5, 7, 3, 0.0, 100, random.Random(2))
 
 
+def test_a_shared_beginning_comes_before_what_each_prompt_has_of_its_own():
+    load = random_load(20, 7, 3, 0.4, 5000, random.Random(1), prefix_tokens=30)
+    (prefix,) = {shape.prompt[:30] for shape in load}
+    assert {len(shape.prompt) for shape in load} <= set(range(30 + 4, 30 + 11))
+    assert len({shape.prompt[30] for shape in load}) > 15
+    assert len(set(prefix)) > 25
+    assert load != random_load(20, 7, 3, 0.4, 5000, random.Random(2), prefix_tokens=30)
+
+
 def test_lengths_are_spread_over_the_whole_range():
     load = random_load(3000, 10, 5, 0.25, 50, random.Random(3))
     prompts = [len(shape.prompt) for shape in load]

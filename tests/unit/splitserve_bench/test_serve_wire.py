@@ -20,6 +20,7 @@ counts = st.integers(0, 2**31)
 requests = st.builds(
     PlannedRequest, index=counts, send_at_s=seconds, prompt=st.lists(st.integers(0, 2**32 - 1)).map(tuple),
     output_tokens=counts, ttft_ms=st.none() | seconds, tpot_ms=st.none() | seconds,
+    text=st.text(), ignore_eos=st.booleans(),
 )  # fmt: skip
 targets = st.builds(
     Target,

@@ -19,6 +19,7 @@ from splitserve_bench.simulate.fleet import Fleet, FleetSize, play, simulate
 from splitserve_bench.simulate.grid import Grid
 from splitserve_bench.simulate.profile import CorridorProfile, TierProfile, read_profile
 from splitserve_bench.simulate.toy_model import ToyModel
+from tests.tiny_models import write_tokenizer
 from tests.unit.splitserve_bench.dominance_kit import write_trace
 from tests.unit.splitserve_bench.simulate_kit import (
     BLOCK_BYTES,
@@ -307,8 +308,18 @@ def test_the_same_seed_gives_the_same_bytes(profile):
 def test_a_trace_that_has_less_than_was_asked_for_is_told(profile, tmp_path):
     trace = write_trace(tmp_path / "trace.csv", 9, prompt_tokens=20, answer_tokens=5)
     words = ("--both", 1, "--dataset-name", "azure", "--dataset-path", trace, "--num-prompts")
-    assert "the trace has 9 requests, not the 10 of --num-prompts" in run(profile, *words, 10).stderr
-    assert "the trace has" not in run(profile, *words, 9).stderr
+    assert "the data set has 9 requests, not the 10 of --num-prompts" in run(profile, *words, 10).stderr
+    assert "the data set has" not in run(profile, *words, 9).stderr
+
+
+def test_texts_have_the_lengths_that_a_tokenizer_tells(profile, tmp_path):
+    write_tokenizer(tmp_path)  # a token for each byte
+    rows = [{"prompt": "ä" * 15, "output_tokens": 4}, {"prompt": "b" * 20, "output_tokens": 6}]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ("--dataset-name", "custom", "--dataset-path", tmp_path / "prompts.jsonl", "--tokenizer", tmp_path)
+    done = run(profile, "--both", 1, *words, "--json")
+    result = json.loads(done.stdout)
+    assert (result["completed"], result["total_input_tokens"], result["total_output_tokens"]) == (2, 50, 10)
 
 
 def test_only_the_same_simulation_is_saved_where_another_one_was(profile, tmp_path):
@@ -371,6 +382,7 @@ def test_how_fast_it_was_is_told_beside_the_result(profile):
         (("--both", 1, "--request-rate", "0"), "above 0"),
         (("--both", 1, "--request-rate", "1,2", "--plots", "there"), "one --request-rate"),
         (("--both", 1, "--dataset-name", "azure"), "--dataset-path"),
+        (("--both", 1, "--dataset-name", "custom", "--dataset-path", __file__), "--tokenizer FOLDER"),
     ],
 )
 def test_what_cannot_be_simulated(profile, words, said):

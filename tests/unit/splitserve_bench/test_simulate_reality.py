@@ -72,7 +72,7 @@ def test_what_is_not_close_says_by_what():
     ("words", "said"),
     [
         (("--time-scale", "2", "--request-rate", "3"), "--time-scale 2 and --request-rate 3 both"),
-        (("--burstiness", "9"), "--burstiness 9 is of random requests"),
+        (("--burstiness", "9"), "--burstiness 9 is of random arrivals"),
     ],
 )
 def test_flags_that_would_say_nothing_are_refused_before_anything_starts(tmp_path, words, said):
