@@ -84,6 +84,12 @@ def _name(child: psutil.Process) -> str:
 
 
 @pytest.fixture
+def short_path():
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+@pytest.fixture
 def up(model, tmp_path, monkeypatch):
     """Starts clusters, with a temporary folder of their own; at the end kills what the test has left."""
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -493,8 +499,9 @@ def test_missing_kernels_are_told_with_what_they_cost(up, tmp_path, compiled):
     assert compiled or "takes about 3 times as long" in lines[0]
 
 
-def test_no_module_of_a_user_is_imported(up, tmp_path):
+def test_no_module_of_a_user_is_imported(up, tmp_path, monkeypatch, short_path):
     """From the folder that it runs in: not by ranks and doors either, and not in the place of one of Python itself."""
+    monkeypatch.setenv("TMPDIR", str(short_path))  # doors have sockets there
     folder = tmp_path / "users"
     folder.mkdir()
     for name in ("serving_core", "coordinator", "prefill_node", "engine", "secrets", "queue"):

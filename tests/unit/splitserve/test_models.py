@@ -127,11 +127,11 @@ def demo():
             pytest.skip("the demo model is not in the cache: `make demo` fetches it")
 
 
-def test_the_demo_model_is_bfloat16_with_its_end_token(demo):
+def test_the_demo_model_is_bfloat16_with_its_end_tokens(demo):
     config = json.loads((demo / "config.json").read_text())
     assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
     generation = json.loads((demo / "generation_config.json").read_text())
-    assert (generation["eos_token_id"], generation["temperature"], generation["top_p"]) == ([2], 0.2, 0.9)
+    assert (generation["eos_token_id"], generation["temperature"], generation["top_p"]) == ([2, 0], 0.2, 0.9)
     assert (demo / "model.gguf").resolve().name == Path(DEMO_GGUF).name
 
 
