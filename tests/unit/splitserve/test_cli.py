@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import click
 import grpc
@@ -638,14 +639,17 @@ def test_ctrl_c_that_comes_to_another_rank_first_is_exit_code_130_too(tmp_path):
     with start_command(arguments, module="serving_node") as process:
         while not (followers := ranks_of(process)):
             assert process.poll() is None
+            time.sleep(0.01)
         followers[0].send_signal(signal.SIGINT)
         assert process.wait(timeout=DEADLINE_S) == 130
 
 
 def ranks_of(process):
-    """Those that it has started, once they are programs of their own."""
+    """Those that it has started, once they load what they compute with: before that it may be Python itself that is
+    interrupted, which ends with 1."""
     first = psutil.Process(process.pid)
-    return [child for child in first.children() if child.cmdline() != first.cmdline()]
+    others = [child for child in first.children() if child.cmdline() != first.cmdline()]
+    return [child for child in others if any("torch" in each.path for each in child.memory_maps())]
 
 
 @pytest.mark.parametrize("command", ["status", "generate hi", "chat", "bench serve"])
