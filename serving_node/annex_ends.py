@@ -47,7 +47,7 @@ class AnnexEnds:
         self,
         settings: NodeSettings,
         engine: Engine,
-        lease: Callable[[int, int, int], list[int]],
+        lease: Callable[[int, int, int, bool], list[int]],
         release: Callable[[int], None],
         on_opened: Callable[[Resident, Annex | None], None],
     ) -> None:
@@ -70,7 +70,7 @@ class AnnexEnds:
 
     def open(self, decision: OpenAnnex) -> None:
         """Reports to `on_opened`."""
-        opening = self._threads.submit(self._open, decision.resident, decision.block_ids)
+        opening = self._threads.submit(self._open, decision)
 
         def report(ended: "Future[Annex | None]") -> None:
             if error := ended.exception():
@@ -85,17 +85,26 @@ class AnnexEnds:
         self._host.close()
         self._threads.shutdown(wait=True)
 
-    def _open(self, resident: Resident, block_ids: list[int]) -> Annex | None:
+    def _open(self, decision: OpenAnnex) -> Annex | None:
         """On the first host that has room."""
+        resident, block_ids = decision.resident, decision.block_ids
 
         def read(layer: int, num_tiles: int) -> tuple[memoryview, memoryview]:
             return self._pool.read(layer, block_ids[: num_tiles * self._blocks_each])
 
         most_tiles = min(len(block_ids) // self._blocks_each, self._most_tiles)
-        of_request = {"age": resident.age, **self._sizes}
         for host in resident.hosts:
             try:
-                annex = open_annex(host.address, host.key, most_tiles, self._layers, read, **of_request)
+                annex = open_annex(
+                    host.address,
+                    host.key,
+                    most_tiles,
+                    self._layers,
+                    read,
+                    age=resident.age,
+                    is_again=decision.is_again,
+                    **self._sizes,
+                )
             except (OSError, ValueError, TransferError) as error:
                 logger.warning("a node takes no blocks of a request: %s", error or type(error).__name__)
                 continue
@@ -103,9 +112,9 @@ class AnnexEnds:
                 return annex
         return None
 
-    def _leased(self, number: int, most_tiles: int, age: int) -> list[int]:
+    def _leased(self, number: int, most_tiles: int, age: int, is_again: bool) -> list[int]:
         leased: Future[list[int]] = Future()
-        self._in_loop(lambda: leased.set_result(self._lease(number, most_tiles, age)))
+        self._in_loop(lambda: leased.set_result(self._lease(number, most_tiles, age, is_again)))
         return leased.result(LOOP_S)
 
     def _released(self, number: int) -> None:

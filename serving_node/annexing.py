@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 from serving_core import reasons
 from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents
+from serving_node.claim import Claim
 from serving_node.decisions import CloseAnnexes, OpenAnnex
 from serving_node.endings import Endings
 
@@ -28,8 +29,8 @@ class Opened(Protocol):
 class Annexing:
     """The annexes of one node's requests."""
 
-    def __init__(self, residents: Residents, leases: Leases, endings: Endings, tile_tokens: int) -> None:
-        self._residents, self._leases, self._endings = residents, leases, endings
+    def __init__(self, residents: Residents, leases: Leases, endings: Endings, claim: Claim, tile_tokens: int) -> None:
+        self._residents, self._leases, self._endings, self._claim = residents, leases, endings, claim
         self._tile_tokens = tile_tokens
         self._held_up: dict[Resident, tuple[float, float]] = {}  # when it is tried again, and since when
         self.num_opened = 0
@@ -46,7 +47,8 @@ class Annexing:
         if resident.is_annexing or resident.in_step:
             return 0
         num_missing = leases.num_missing(resident, resident.num_computed + num_tokens)
-        if num_got := min(num_missing, leases.num_free):
+        num_free = leases.num_free if resident.age < self._claim.held_back_from() else 0
+        if num_got := min(num_missing, num_free):
             leases.grow(resident, num_got)
         if num_got == num_missing:
             self._held_up.pop(resident, None)
@@ -98,8 +100,8 @@ class Annexing:
         each = self._tile_tokens // self._leases.block_size
         num_tiles = resident.num_computed // self._tile_tokens - resident.num_annexed_blocks // each
         if num_tiles and not resident.is_busy:
-            resident.is_annexing = True
-            self._endings.decide(OpenAnnex(resident, resident.lease.block_ids[: num_tiles * each]))
+            resident.is_annexing, is_again = True, resident in self._held_up
+            self._endings.decide(OpenAnnex(resident, resident.lease.block_ids[: num_tiles * each], is_again))
 
     def _hold_up(self, resident: Resident, now: float) -> None:
         _, since_s = self._held_up.get(resident, (now, now))

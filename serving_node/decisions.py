@@ -110,6 +110,7 @@ class OpenAnnex:
 
     resident: Resident
     block_ids: list[int]
+    is_again: bool  # none had room when they were last asked: now they are to make some
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,11 @@ class Hosting:
         self._leases: dict[int, BlockLease] = {}
 
     @property
+    def blocks_each(self) -> int:
+        """Blocks of a tile; 0 without tiles."""
+        return self._blocks_each
+
+    @property
     def held(self) -> Iterable[BlockLease]:
         return self._leases.values()
 

@@ -29,6 +29,7 @@ from serving_node.answers import Answers
 from serving_node.arrivals import Arrivals
 from serving_node.borrowing import Borrowings
 from serving_node.cache_report import CacheReport
+from serving_node.claim import Claim
 from serving_node.decisions import Beat, Decision
 from serving_node.endings import Endings
 from serving_node.handovers import HandOvers
@@ -84,8 +85,9 @@ class NodeLogic:
         self._residents = residents = Residents()
         self._leases = leases = Leases(allocator, layout, origin, is_history_free=is_history_free)
         self._endings = Endings(residents, leases)
-        self._annexing = annexing = Annexing(residents, leases, self._endings, limits.tile_tokens)
         self.hosting = Hosting(allocator, layout.block_size, limits.tile_tokens)
+        self._claim = claim = Claim(residents, leases, self.hosting.blocks_each)
+        self._annexing = annexing = Annexing(residents, leases, self._endings, claim, limits.tile_tokens)
         self._reading = Reading(residents, leases, costs, max_num_queued=limits.max_num_queued, fit=annexing.fit)
         self._tier = SecondTier(tier, allocator, leases, self._reading, costs, block_bytes)
         self._cache_report = CacheReport(allocator, self._tier.index, leases.makers, self._endings.tell)
@@ -114,7 +116,9 @@ class NodeLogic:
         self.speculation = Speculation(
             residents, leases, eos_token_ids, num_candidates, limits.max_num_batched_tokens, limits.draft_model
         )
-        self._room = Room(residents, leases, self._reading, self._credit, self._writing, costs, limits.max_num_seqs)
+        self._room = Room(
+            residents, leases, self._reading, self._credit, self._writing, costs, claim, limits.max_num_seqs
+        )
         self.steps = StepCounts()
         self.streaks = Streaks(
             residents, leases, eos_token_ids, self._room, self._reading, rates, self.steps, self._grant
@@ -153,7 +157,7 @@ class NodeLogic:
     @property
     def wake_at_s(self) -> float | None:
         """When the next `tick` is due."""
-        others = (self._tier.wake_at_s, self._borrowings.wake_at_s, self._annexing.wake_at_s)
+        others = (self._tier.wake_at_s, self._borrowings.wake_at_s, self._annexing.wake_at_s, self._claim.wake_at_s)
         wakes = (self._hand_overs.wake_at_s, *others)
         return min((at_s for at_s in wakes if at_s is not None), default=None)
 
@@ -288,6 +292,8 @@ class NodeLogic:
     def plan(self, now: float) -> list[Work]:
         """The next step: a token of each answer that is being written, then chunks of prompts; empty when there is
         nothing to compute. `step_done` or `step_failed` is to follow."""
+        for victim in self._claim.victims():
+            self._writing.give_way(victim)
         works = self._plan(now)
         while not works and (self._room.seat() or self._room.make_way() or self._turn_away()):
             self._grant()
@@ -477,15 +483,20 @@ class NodeLogic:
         self._annexing.opened(resident, annex, now)
         self._grant()
 
-    def host(self, number: int, most_tiles: int, age: int) -> list[int]:
+    def host(self, number: int, most_tiles: int, age: int, now: float, *, is_again: bool) -> list[int]:
         """Blocks for tiles of another node's request, perhaps none. Younger ones of this node that wait for such blocks
-        themselves give way to it: else each could wait for the other."""
-        if self.is_draining:
+        themselves give way to it: else each could wait for the other. For one that asks again room is made, unless an
+        older one waits for some."""
+        if self.is_draining or age > self._claim.age:
             return []
         block_ids = self.hosting.lease(number, most_tiles)
         while not block_ids and self.hosting.may_grow and (younger := self._annexing.youngest_held_up(age)) is not None:
             self._writing.give_way(younger)
             block_ids = self.hosting.lease(number, most_tiles)
+        if block_ids:
+            self._claim.end(age)
+        elif is_again and self.hosting.may_grow:
+            self._claim.put(age, now)
         self._grant()
         return block_ids
 
@@ -500,6 +511,7 @@ class NodeLogic:
         self._tier.tick(now)
         self._borrowings.tick(now)
         self._annexing.tick(now)
+        self._claim.tick(now)
         self._grant()
 
     def _grant(self) -> None:

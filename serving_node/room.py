@@ -23,6 +23,7 @@ from serving_core.costs import StepCosts
 from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents, Stage
 from serving_node.cap import Cap, num_blocks_of
+from serving_node.claim import Claim
 
 HOLDING: Final = (Stage.WRITING, Stage.GRANTED, Stage.READING)
 SEATED: Final = (Stage.WRITING, Stage.GRANTED, Stage.STOPPED)
@@ -49,6 +50,7 @@ class Room:
         credit: Credit,
         writing: Writing,
         costs: StepCosts,
+        claim: Claim,
         num_seats: int,
     ) -> None:
         self._residents = residents
@@ -57,6 +59,7 @@ class Room:
         self._credit = credit
         self._writing = writing
         self._costs = costs
+        self._claim = claim
         self._cap = Cap(residents, leases, reading, writing)
         self.num_seats = num_seats  # may change; who has one keeps it
         self._next_without: Resident | None = None  # to get credit, for which it lacks blocks
@@ -68,8 +71,9 @@ class Room:
         self._next_without = None
         if self.num_seated() >= self.num_seats and not self._unready_grants():  # however many wait
             return
+        held_back_from = self._claim.held_back_from()
         for resident in sorted(self._residents.in_stage(Stage.AWAITING), key=credit_order):
-            if resident.is_ending or self._is_behind(resident):
+            if resident.is_ending or resident.age >= held_back_from or self._is_behind(resident):
                 continue
             num_promised, num_promised_seats = self._promised_before(resident)
             has_seat = self.num_seated() + num_promised_seats < self.num_seats
@@ -138,14 +142,15 @@ class Room:
 
     def gate(self, holds_up: Callable[[Resident, int], bool]) -> Callable[[Resident], bool]:
         """Tells of prompts, one after the other, whether they may start in this step. All wait for older requests that
-        lack blocks; what goes to another node, for the older ones that do; what is to be answered here, for answers
-        that would miss their limits beside it. `holds_up` tells whether one waits for what it is to start with, given
-        how many blocks are to be left free."""
+        lack blocks, also those of other nodes; what goes to another node, for the older ones that do; what is to be
+        answered here, for answers that would miss their limits beside it. `holds_up` tells whether one waits for what
+        it is to start with, given how many blocks are to be left free."""
+        held_back_from = self._claim.held_back_from()
         is_full, capped = False, math.inf  # the age from which on what goes to other nodes has to wait
 
         def may_start(resident: Resident) -> bool:
             nonlocal is_full, capped
-            if self._waits_for_older(resident):
+            if resident.age >= held_back_from or self._waits_for_older(resident):
                 return False
             if not resident.is_outgoing:
                 is_full = is_full or not self._has_seat_in_time  # none comes free while a step is planned
@@ -182,7 +187,10 @@ class Room:
         anything is free at once; a grant that is taken back comes free later."""
         if any(_lets_go_soon(each) for each in self._residents):
             return False
+        held_back_from = self._claim.held_back_from()
         for resident in self._residents.in_stage(*LACKING):
+            if resident.age >= held_back_from:
+                break
             if not self._lacks_room(resident) or (resident.stage is Stage.AWAITING and not resident.is_ready):
                 continue
             if victim := self._youngest_behind(resident):

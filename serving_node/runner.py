@@ -319,9 +319,9 @@ class NodeRunner:
         self._logic.opened(resident, annex, time.monotonic())
         self._carry_out()
 
-    def _host(self, number: int, most_tiles: int, age: int) -> list[int]:
+    def _host(self, number: int, most_tiles: int, age: int, is_again: bool) -> list[int]:
         """The copies of what had these blocks are made before another node writes to them."""
-        block_ids = self._logic.host(number, most_tiles, age)
+        block_ids = self._logic.host(number, most_tiles, age, time.monotonic(), is_again=is_again)
         self._carry_out()
         return block_ids
 

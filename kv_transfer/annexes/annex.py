@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from kv_transfer.annexes.wire import AGE, MAX_BYTES, Kind, hear_answer, tell
+from kv_transfer.annexes.wire import ASKER, MAX_BYTES, Kind, hear_answer, tell
 from kv_transfer.errors import TransferError
 from serving_core.layout import KVLayout
 
@@ -81,16 +81,18 @@ def open_annex(
     read: Callable[[int, int], tuple[memoryview, memoryview]],
     *,
     age: int,
+    is_again: bool = False,
     row_bytes: int,
     partial_bytes: int,
 ) -> Annex | None:
     """Puts as many of these tiles there as the node has room for; None where it has none. `read` gives the keys and
-    values of a layer's leading tiles, so many; `age` is that of the request. Raises OSError or TransferError."""
+    values of a layer's leading tiles, so many; `age` is that of the request; `is_again`: no node had
+    room when it was last asked. Raises OSError or TransferError."""
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host.strip("[]"), int(port)), ROOM_S)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        tell(connection, Kind.OPEN, key + AGE.pack(age), number=most_tiles)
+        tell(connection, Kind.OPEN, key + ASKER.pack(age, is_again), number=most_tiles)
         header, _ = hear_answer(connection, Kind.OPENED)
         if not 0 < header.number <= most_tiles:
             connection.close()

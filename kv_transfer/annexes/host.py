@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
-from kv_transfer.annexes.wire import AGE, KEY_BYTES, Header, Kind, hear, hear_payload, tell
+from kv_transfer.annexes.wire import ASKER, KEY_BYTES, Header, Kind, hear, hear_payload, tell
 from kv_transfer.errors import TransferError
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
@@ -46,8 +46,8 @@ class Pool(Protocol):
 
 
 class AnnexHost:
-    """Blocks come from `lease`, which is given most tiles and the age of their request and gives the blocks of as many
-    as there is room for, and go by `release`. Both are called by threads of this object."""
+    """Blocks come from `lease`, which is given most tiles, the age of their request and whether it asks again, and
+    gives the blocks of as many as there is room for, and go by `release`. Both are called by threads of this object."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class AnnexHost:
         key: bytes,
         pool: Pool,
         partials: Partials,
-        lease: Callable[[int, int, int], list[int]],
+        lease: Callable[[int, int, int, bool], list[int]],
         release: Callable[[int], None],
         tile_tokens: int,
     ) -> None:
@@ -152,12 +152,12 @@ class AnnexHost:
             return
         if header.kind is not Kind.OPEN:
             raise TransferError("the first message opens no annex")
-        payload = bytes(hear_payload(connection, header, KEY_BYTES + AGE.size))
+        payload = bytes(hear_payload(connection, header, KEY_BYTES + ASKER.size))
         if not hmac.compare_digest(payload[:KEY_BYTES], self._key):
             raise TransferError("it was asked for with another key")
-        (age,) = AGE.unpack(payload[KEY_BYTES:])
+        age, is_again = ASKER.unpack(payload[KEY_BYTES:])
         with self._known(number):
-            self._hold_for(number, self._lease(number, header.number, age), connection)
+            self._hold_for(number, self._lease(number, header.number, age, is_again), connection)
 
     @contextlib.contextmanager
     def _known(self, number: int) -> Iterator[None]:

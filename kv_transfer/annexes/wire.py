@@ -1,6 +1,6 @@
 """What the two ends of an annex say to each other: one message is asked, one is answered.
 
-OPEN(key, age, most tiles)              ->  OPENED(tiles), none where there is no room
+OPEN(key, age, again, most tiles)       ->  OPENED(tiles), none where there is no room
 PUT(layer, KV)                          ->  PUT, once for each layer
 ASK(layer, query)                       ->  PARTIALS, one for each tile
 CARRY(layer, queries, partials so far)  ->  PARTIALS, one for each row; the first annex gets none
@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from kv_transfer.errors import TransferError
 
 KEY_BYTES: Final = 32
-AGE: Final = struct.Struct("<Q")  # of the request whose tiles they are, behind the key
+ASKER: Final = struct.Struct("<Q?")  # behind the key: the request's age, and whether no node had room before
 MAX_BYTES: Final = 2**30  # of one message's payload
 LEAST_S: Final = 0.001  # for what has come already
 _FIELDS: Final = struct.Struct("<4sIIQ")  # magic with the kind, layer, a number, bytes behind the header

@@ -178,7 +178,7 @@ def _hold_blocks(folder: Path, num_tokens: int) -> None:
     engine, lock = _engine(folder, 4 * num_tokens), threading.Lock()
     hosting = Hosting(BlockAllocator(engine.layout.num_blocks_for(4 * num_tokens)), engine.layout.block_size, TILE_KEYS)
 
-    def lease(number: int, most_tiles: int, _age: int) -> list[int]:
+    def lease(number: int, most_tiles: int, _age: int, _is_again: bool) -> list[int]:
         with lock:
             return hosting.lease(number, most_tiles)
 

@@ -62,8 +62,8 @@ def host(hosting):
 
 
 def _lease(hosting):
-    def lease(number, most_tiles, age):
-        assert age == AGE
+    def lease(number, most_tiles, age, is_again):
+        assert (age, is_again) == (AGE, True)
         return hosting.lease(number, most_tiles)
 
     return lease
@@ -73,7 +73,7 @@ def _open(host, pool, num_tiles, key=KEY):
     def read(layer, num):
         return pool.read(layer, list(range(num * TILE // LAYOUT.block_size)))
 
-    return open_annex(host.address, key, num_tiles, LAYOUT.layers, read, age=AGE, **SIZES)
+    return open_annex(host.address, key, num_tiles, LAYOUT.layers, read, age=AGE, is_again=True, **SIZES)
 
 
 def _filled():
@@ -151,7 +151,7 @@ def test_who_has_no_key_gets_nothing(host, hosting):
 def test_what_is_not_to_come_ends_the_annex(host, hosting, kind, layer, number, payload):
     name, _, port = host.address.rpartition(":")
     with socket.create_connection((name, int(port)), 10) as connection:
-        tell(connection, Kind.OPEN, KEY + wire.AGE.pack(AGE), number=1)
+        tell(connection, Kind.OPEN, KEY + wire.ASKER.pack(AGE, True), number=1)
         assert hear_answer(connection, Kind.OPENED)[0].number == 1
         tell(connection, kind, payload, layer=layer, number=number)
         with pytest.raises((TransferError, OSError)):
@@ -247,7 +247,7 @@ def test_damaged_bytes_are_noticed(host, hosting):
     name, _, port = host.address.rpartition(":")
     sizes = [each * 4 for each in LAYOUT.plane_bytes(0)]
     with socket.create_connection((name, int(port)), 10) as connection:
-        tell(connection, Kind.OPEN, KEY + wire.AGE.pack(AGE), number=1)
+        tell(connection, Kind.OPEN, KEY + wire.ASKER.pack(AGE, True), number=1)
         hear_answer(connection, Kind.OPENED)
         taken, kept = socket.socketpair()
         with taken, kept:

@@ -15,6 +15,7 @@ from serving_core.shapes import preset
 from serving_core.tls_settings import TlsSettings
 from serving_node.annex_ends import tile_tokens
 from serving_node.annexing import PATIENCE_S, RETRY_S
+from serving_node.claim import HOLD_S, LAPSE_S
 from serving_node.decisions import CloseAnnexes, OpenAnnex, Tell
 from serving_node.exposure import check_network
 from serving_node.hosting import Hosting
@@ -31,12 +32,12 @@ TILE = 8  # tokens, two blocks
 class LongNode:
     """One whose pool of eight blocks holds 32 tokens; nothing is computed."""
 
-    def __init__(self, num_seats=8):
+    def __init__(self, num_seats=8, tile=TILE):
         self.allocator, self.now = BlockAllocator(8), 0.0
         self.logic = NodeLogic(
             self.allocator,
             LAYOUT,
-            Limits(16, num_seats, 100, 30.0, 60.0, tile_tokens=TILE),
+            Limits(16, num_seats, 100, 30.0, 60.0, tile_tokens=tile),
             preset("both", max_num_batched_tokens=16, max_num_seqs=num_seats),
             block_bytes=1,
             fingerprint=FINGERPRINT,
@@ -47,6 +48,7 @@ class LongNode:
             costs=StepCosts(),
         )
         self.opening, self.closed, self.told = None, [], []
+        self.num_asked = 0
 
     def long(self, num_tokens, max_tokens, age=1):
         """A request that comes with a host."""
@@ -69,6 +71,13 @@ class LongNode:
         self.do(fleet_pb2.NodeCommand(prefill=fleet_pb2.Prefill(job=job), attempt=job.attempt))
         return self.logic.residents.find(request)
 
+    def await_prompt(self, name, age):
+        """Another node reads it, and it is to be answered here."""
+        request = Request(name, age, prompt_of(3, age), 3, SamplingParams(max_tokens=4, ignore_eos=True))
+        reserve = fleet_pb2.Reserve(job=convert.job_to_wire(request, age), prefill_tp_size=1)
+        self.do(fleet_pb2.NodeCommand(reserve=reserve))
+        return self.logic.residents.find(request)
+
     def do(self, command):
         self.logic.handle(command, self.now)
         self.take()
@@ -86,9 +95,10 @@ class LongNode:
         self.allocator.check_integrity()
         self.logic.residents.check_integrity()
 
-    def compute(self):
+    def compute(self, beside=lambda: None):
         works = self.logic.plan(self.now)
         self.take()
+        beside()
         for work in works:
             held = len(work.block_ids) * LAYOUT.block_size
             assert held >= work.start + work.num_tokens
@@ -103,6 +113,13 @@ class LongNode:
         self.logic.opened(decision.resident, annex, self.now)
         self.take()
         return len(decision.block_ids) * LAYOUT.block_size // TILE
+
+    def host(self, most_tiles, age, *, is_again=False):
+        """Another node's request asks for so much."""
+        self.num_asked += 1
+        block_ids = self.logic.host(self.num_asked, most_tiles, age, self.now, is_again=is_again)
+        self.take()
+        return block_ids
 
     def tick(self, now):
         self.now = now
@@ -171,8 +188,7 @@ def test_nothing_is_freed_before_the_tiles_have_arrived_even_when_it_ends():
 def test_what_does_not_fit_beside_the_tiles_of_others_is_told_so_and_the_rest_goes_on(num_prompt):
     """Six of eight blocks are another node's: the one of 14 tokens cannot even start, that of 7 grows out."""
     node = LongNode()
-    node.logic.host(1, 9, age=0)
-    node.take()
+    node.host(9, age=0)
     node.ask("large", 1, num_prompt, 4)
     node.ask("small", 2, 2, 4)
     while node.compute():
@@ -226,7 +242,6 @@ class TwoNodes:
 
     def __init__(self):
         self.nodes = [LongNode(), LongNode()]
-        self._num_opened = 0
 
     def go_on(self):
         """Each computes, has its tiles go to the other, and lets time pass where there is nothing to compute."""
@@ -240,12 +255,10 @@ class TwoNodes:
             node.closed.clear()
 
     def _ask(self, node, other):
-        self._num_opened += 1
         opening = node.opening
         most_tiles = len(opening.block_ids) * LAYOUT.block_size // TILE
-        block_ids = other.logic.host(self._num_opened, most_tiles, opening.resident.age)
-        other.take()
-        node.put(len(block_ids) * LAYOUT.block_size // TILE, self._num_opened)
+        block_ids = other.host(most_tiles, opening.resident.age, is_again=opening.is_again)
+        node.put(len(block_ids) * LAYOUT.block_size // TILE, other.num_asked)
 
 
 def test_of_those_that_wait_for_each_others_blocks_the_younger_gives_way():
@@ -268,12 +281,12 @@ def test_nobody_gives_way_to_a_younger_one_nor_in_vain(age, num_hosted):
     long = node.long(28, max_tokens=50)
     while node.opening is None:
         node.compute()
-    assert not node.logic.host(1, 1, age=0)  # it may get room yet
+    assert not node.host(1, age=0)  # it may get room yet
     node.put(0)
-    assert bool(node.logic.host(2, 1, age)) == bool(num_hosted)
+    assert bool(node.host(1, age)) == bool(num_hosted)
     assert (long.stage is Stage.QUEUED) == bool(num_hosted)
     node.logic.hosting.release(2)
-    assert len(node.logic.host(3, 9, age=2)) == 6 * num_hosted  # three quarters, or nothing
+    assert len(node.host(9, age=2)) == 6 * num_hosted  # three quarters, or nothing
 
 
 def test_a_lost_annex_fails_the_attempt_and_its_token_is_not_told():
@@ -291,6 +304,145 @@ def test_a_lost_annex_fails_the_attempt_and_its_token_is_not_told():
     assert len(long.request.token_ids) == num_tokens
     assert len(node.closed) == 1
     assert node.allocator.num_free == 8
+
+
+class BusyHost(LongNode):
+    """Of two tiles, for one of another node. It is asked while steps run."""
+
+    def __init__(self):
+        super().__init__(tile=16)
+        self.given, self._next_age = [], 100
+
+    def ask_for(self, age, *, is_again=True):
+        def ask():
+            self.given = self.given or self.host(1, age, is_again=is_again)
+
+        return ask
+
+    def go_on(self, beside=lambda: None):
+        """One step of short ones that come and go, without end; and a tick, if one is due."""
+        while self.logic.residents.count(Stage.QUEUED) < 3:
+            self._next_age += 1
+            self.ask(f"short-{self._next_age}", self._next_age, 5, max_tokens=3)
+        if (wake_at_s := self.logic.wake_at_s) is not None and self.now >= wake_at_s:
+            self.tick(self.now)
+        self.compute(beside)
+
+    def go_on_asked(self, age, num_s, *, is_again=True):
+        """Until there is a tile, or so many seconds are over."""
+        begun_s, asked_s = self.now, -RETRY_S
+        while not self.given and self.now < begun_s + num_s:
+            is_due = self.now >= asked_s + RETRY_S
+            asked_s = self.now if is_due else asked_s
+            self.go_on(*[self.ask_for(age, is_again=is_again)] * is_due)
+
+
+@pytest.mark.parametrize(("age", "is_again", "has_room"), [(1, True, True), (1, False, False), (10**6, True, False)])
+def test_younger_prompts_that_come_and_go_leave_room_for_an_older_one_that_waits(age, is_again, has_room):
+    node = BusyHost()
+    node.go_on_asked(age, HOLD_S - 1, is_again=is_again)
+    assert len(node.given) == 4 * has_room
+    num_begun = node.told.count("first_token")
+    for _ in range(30):
+        node.go_on()
+    assert node.told.count("first_token") > num_begun
+    assert "failed" not in node.told
+
+
+def test_nobody_waits_for_one_that_does_not_ask_any_more():
+    node = BusyHost()
+    node.go_on()
+    asked_s = node.now
+    node.go_on(node.ask_for(1))
+    assert not node.given
+    while node.compute():  # those that have begun end
+        assert node.now < asked_s + LAPSE_S
+    assert node.logic.residents.count(Stage.QUEUED)
+    assert node.logic.wake_at_s == asked_s + LAPSE_S
+    node.tick(asked_s + LAPSE_S)
+    assert node.logic.wake_at_s is None
+    assert node.compute()
+
+
+def test_room_that_is_made_for_one_is_not_taken_by_a_younger_one():
+    node = BusyHost()
+    node.go_on()
+    node.go_on(node.ask_for(1))
+    while node.compute():
+        pass
+    assert not node.host(1, age=2, is_again=True)
+    assert len(node.host(1, age=1, is_again=True)) == 4
+
+
+def test_what_another_node_reads_gets_no_credit_before_an_older_one_that_waits():
+    node = BusyHost()
+    node.go_on()
+    node.go_on(node.ask_for(1))
+    younger, older = node.await_prompt("younger", 50), node.await_prompt("older", 0)
+    while node.compute():
+        pass
+    assert [older.stage, younger.stage] == [Stage.GRANTED, Stage.AWAITING]
+    node.tick(node.now + LAPSE_S)
+    assert younger.stage is Stage.GRANTED
+
+
+def test_nobody_gives_way_to_what_may_not_start():
+    """A prompt of the node's own waits for the older one of another node, for which there is room by now."""
+    node = BusyHost()
+    filling = node.ask("filling", 3, 13, max_tokens=2)
+    read = node.read_for_another("read", 6, 10)
+    node.compute()
+    node.compute(node.ask_for(1))
+    assert not node.given
+    waiting = node.ask("waiting", 5, 20, max_tokens=2)
+    while node.compute():
+        pass
+    assert filling not in node.logic.residents
+    assert [waiting.stage, read.stage] == [Stage.QUEUED, Stage.READ]
+    assert len(node.host(1, age=1)) == 4
+
+
+def test_a_long_answer_gives_way_to_an_older_one_that_has_waited():
+    """It would end long after the older one has lost patience."""
+    node = BusyHost()
+    younger = node.ask("younger", 5, 17, max_tokens=14)
+    node.compute()
+    while not node.given:
+        assert node.now < PATIENCE_S
+        node.tick(node.now + RETRY_S)
+        node.compute(node.ask_for(1))
+    assert node.now >= HOLD_S
+    assert younger.stage is Stage.QUEUED
+    node.logic.hosted(node.num_asked)
+    while younger in node.logic.residents:
+        assert node.compute()
+    assert younger.request.num_output_tokens == 14
+
+
+def test_nobody_waits_where_older_ones_leave_too_little():
+    node = BusyHost()
+    older = node.ask("older", 1, 18, max_tokens=10)
+    node.compute()
+    node.ask_for(2)()
+    node.ask("short", 3, 2, max_tokens=1)
+    node.compute()
+    assert node.told.count("first_token") == 2
+    assert older in node.logic.residents
+
+
+def test_a_younger_one_that_is_longer_than_this_pool_leaves_room_too():
+    """As its own tiles leave it takes no more of what is free."""
+    node = BusyHost()
+    younger = node.long(20, max_tokens=400, age=5)
+    asked_s = -RETRY_S
+    while not node.given:
+        assert node.now < HOLD_S
+        if node.opening is not None:
+            node.put(1)
+        is_due = younger.num_annexed_blocks and node.now >= asked_s + RETRY_S
+        asked_s = node.now if is_due else asked_s
+        node.compute(*[node.ask_for(1)] * bool(is_due))
+    assert younger.stage is Stage.WRITING
 
 
 @pytest.mark.parametrize(("most", "given"), [(1, 1), (3, 3), (9, 3)])

@@ -56,6 +56,10 @@ async def test_a_host_that_cannot_even_be_asked_has_no_room(tmp_path):
     async with running(tmp_path, engine=engine, kv_annexes=True) as node:
         ends = node.node._annexes
         ends._on_opened = lambda resident, annex: told.append(annex)
-        ends.open(OpenAnnex(SimpleNamespace(age=0, hosts=(Host("127.0.0.1:99999", bytes(32)),)), list(range(64))))
+        ends.open(
+            OpenAnnex(
+                SimpleNamespace(age=0, hosts=(Host("127.0.0.1:99999", bytes(32)),)), list(range(64)), is_again=False
+            )
+        )
         await node.until(lambda: told == [None])
         await node.node.close()
