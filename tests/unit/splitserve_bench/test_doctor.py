@@ -155,6 +155,7 @@ def test_the_tables_show_every_figure(tmp_path):
         assert text in result.stdout, result.stdout
 
 
+@pytest.mark.long
 def test_a_node_whose_weights_do_not_fit_is_measured_too(tmp_path):
     write_random_model(tmp_path / "tiny", TINY)
     refused = run(tmp_path / "tiny", *TINY_SIZES, "--weights-memory-bytes", "1000")
@@ -166,6 +167,7 @@ def test_a_node_whose_weights_do_not_fit_is_measured_too(tmp_path):
     assert all(each["seconds"] > 0 for each in json.loads(measured.stdout)["steps"])
 
 
+@pytest.mark.long
 def test_what_was_measured_is_shown_though_the_profile_cannot_be(tmp_path):
     write_random_model(tmp_path / "tiny", TINY)  # without a tokenizer, which the cluster of --save needs
     shown = run(tmp_path / "tiny", *TINY_SIZES, "--save", tmp_path / "profile.json")

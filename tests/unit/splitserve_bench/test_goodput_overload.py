@@ -139,11 +139,12 @@ def share(found):
     return num_served / num_back
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "least"),
     [
         pytest.param("3x4,0.5x12", 0.35, id="a short overload"),
-        pytest.param("1.5x15", 0.4, id="a lasting one", marks=pytest.mark.long),
+        pytest.param("1.5x15", 0.4, id="a lasting one"),
     ],
 )
 @fleets
