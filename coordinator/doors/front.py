@@ -156,7 +156,7 @@ class Front:
             has_grammar = constraint_of(request.sampling_params) is not None
             async with within(timeout_s, "the prompt and the grammar were" if has_grammar else "the prompt was"):
                 uncut = await tokenize(self.model.tokenizer, request, uncut_limit(request, limits))
-                grammar = await self._grammar(request.sampling_params, terms.leeway, uncut)
+                grammar = await self._grammar(request.sampling_params, terms.leeway, uncut) if has_grammar else ""
             prompt = cut(uncut, request, limits)
             limits = self._limits_of(terms)
             plan = plan_answers(request, prompt, limits, self._defaults(terms.default_max_tokens), grammar)

@@ -86,8 +86,8 @@ def open_annex(
     partial_bytes: int,
 ) -> Annex | None:
     """Puts as many of these tiles there as the node has room for; None where it has none. `read` gives the keys and
-    values of a layer's leading tiles, so many; `age` is that of the request; `is_again`: no node had
-    room when it was last asked. Raises OSError or TransferError."""
+    values of a layer's leading tiles, so many; `age` is that of the request; `is_again`: no node had room when it last
+    asked. Raises OSError or TransferError."""
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host.strip("[]"), int(port)), ROOM_S)
     try:

@@ -125,6 +125,7 @@ async def _prepare(asked: Asked, show: Callable[[str], None]) -> "Compare":
     from splitserve_bench.compare.forecast import Forecaster, by_cores
     from splitserve_bench.compare.run import Compare
     from splitserve_bench.compare.workload import Workload, served_by_all
+    from splitserve_bench.serve.datasets import clipped_words
     from splitserve_bench.simulate.profile import read_profile
 
     forecaster = Forecaster(by_cores(list(map(read_profile, asked.profiles))), len(asked.cores), asked.flags)
@@ -135,8 +136,8 @@ async def _prepare(asked: Asked, show: Callable[[str], None]) -> "Compare":
     peers = await describe_peers(asked.contenders)
     served = served_by_all(asked.model, asked.flags.get("max_model_len") or None, list(peers.values()))
     workload = Workload(asked.dataset, served, asked.model.folder)
-    if share := workload.clipped_share():
-        report(f"{share:.1%} of the requests are longer than {served.max_model_len} tokens, and are clipped to that")
+    if clipped := clipped_words(workload.clipped_share(), served.max_model_len):
+        report(clipped)
     report(f"{', '.join(each.name for each in asked.contenders)}; probes and logs: {folder}")
     for each in asked.contenders if asked.profiles else ():
         if isinstance(each, ClusterContender) and (reason := forecaster.why_not(each)):

@@ -11,7 +11,7 @@ from serving_core.model_config import read_model_config
 from splitserve.launch.models import LocalModel
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.arrivals import send_times_s
-from splitserve_bench.serve.datasets import Shape, fit, plan, random_load
+from splitserve_bench.serve.datasets import Shape, fit, longer_share, plan, random_load
 from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.serve.serve_options import AZURE, MOONCAKE, RANDOM, TEXTS, TRACES
 from splitserve_bench.serve.target import ServedModel
@@ -70,7 +70,7 @@ class Workload:
         lengths = [each.input_tokens + each.output_tokens for each in self._traced]
         if not lengths:
             lengths = [len(each.prompt) + each.output_tokens for each in self._drawn(SAMPLE, Random(0))]
-        return sum(length > (self._max_model_len or length) for length in lengths) / len(lengths)
+        return 0.0 if self._max_model_len is None else longer_share(lengths, self._max_model_len)
 
     def _drawn(self, num_requests: int, rng: Random) -> list[Shape]:
         if self._texts is not None:

@@ -8,7 +8,7 @@ from typing import Final
 
 from splitserve_bench.plan.asked import AskedLoad
 from splitserve_bench.serve.arrivals import send_times_s
-from splitserve_bench.serve.datasets import Shape, fit, plan, random_load
+from splitserve_bench.serve.datasets import Shape, clipped_words, fit, longer_share, plan, random_load
 from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.serve.serve_options import AZURE, RANDOM
 from splitserve_bench.serve.traces import TracedRequest, at_rate, read_azure_trace, read_mooncake_trace, trace_load
@@ -53,9 +53,7 @@ class Loads:
         """How many of the data set's requests are longer than the model takes, and so clipped, in words; "" of none."""
         lengths = [each.input_tokens + each.output_tokens for each in self._traced]
         lengths = lengths or [len(each.prompt) + each.output_tokens for each in self._random(SAMPLE, 0)]
-        share = sum(length > self._max_model_len for length in lengths) / len(lengths)
-        longer = f"{share:.1%} of the requests are longer than {self._max_model_len} tokens, and are clipped to that"
-        return longer if share else ""
+        return clipped_words(longer_share(lengths, self._max_model_len), self._max_model_len)
 
     def _drawn(self, num_requests: int, seed: int) -> list[Shape]:
         if self._traced:

@@ -84,6 +84,18 @@ def fit(shapes: Iterable[Shape], max_model_len: int) -> FittedLoad:
     return FittedLoad(after, sum(old is not new for old, new in zip(before, after, strict=True)))
 
 
+def longer_share(lengths: Sequence[int], max_model_len: int) -> float:
+    """The share of requests of these lengths, prompts and answers, that `fit` would clip."""
+    return sum(length > max_model_len for length in lengths) / len(lengths)
+
+
+def clipped_words(share: float, max_model_len: int | None) -> str:
+    """What is told of that share; nothing of none, as where there is no limit."""
+    return (
+        f"{share:.1%} of the requests are longer than {max_model_len} tokens, and are clipped to that" if share else ""
+    )
+
+
 def plan(shapes: Sequence[Shape], send_at_s: Sequence[float], *, ignore_eos: bool = True) -> list[PlannedRequest]:
     """One planned request for each shape, to be sent at the time of the same index; the times are in order."""
     pairs = zip(shapes, send_at_s, strict=True)

@@ -15,7 +15,7 @@ from serving_core.tokenizer_files import read_tokenizer_files
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.datasets import Shape
 from splitserve_bench.serve.serve_options import SHAREGPT
-from splitserve_bench.serve.traces import json_object, parsed, token_count
+from splitserve_bench.serve.traces import json_rows, parsed, token_count
 
 CUSTOM_OUTPUT_TOKENS: Final = 256
 # Of ShareGPT's conversations those count whose prompt and reference answer have lengths in these bounds.
@@ -95,11 +95,7 @@ def _conversations(path: Path, output_tokens: int | None) -> Iterator[_Text]:
 
 def _lines(path: Path, output_tokens: int | None) -> Iterator[_Text]:
     with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            row = parsed(json_object, line, "line", where)
+        for where, row in json_rows(file, path):
             prompt, own = parsed(_prompt, row.get("prompt"), "prompt", where), row.get("output_tokens")
             told = CUSTOM_OUTPUT_TOKENS if own is None else parsed(_positive, own, "output_tokens", where)
             yield _Text(prompt, None, output_tokens or told)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from itertools import islice, pairwise
 from pathlib import Path
 from random import Random
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TextIO, TypeVar
 
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.datasets import Shape, ordinary_ids
@@ -148,11 +148,7 @@ def _azure_rows(path: Path) -> Iterator[_Row]:
 
 def _mooncake_rows(path: Path) -> Iterator[_Row]:
     with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            row = parsed(json_object, line, "line", where)
+        for where, row in json_rows(file, path):
             at_s = parsed(_milliseconds, row.get("timestamp"), "timestamp", where) / 1e3
             lengths = [parsed(token_count, row.get(name), name, where) for name in ("input_length", "output_length")]
             hash_ids = parsed(_hash_ids, row.get("hash_ids", []), "hash_ids", where)
@@ -160,6 +156,15 @@ def _mooncake_rows(path: Path) -> Iterator[_Row]:
             if hash_ids and len(hash_ids) != num_blocks:
                 raise BenchError(f"{where}: {len(hash_ids)} hash_ids for {lengths[0]} tokens instead of {num_blocks}")
             yield _Row(where, at_s, lengths[0], lengths[1], hash_ids)
+
+
+def json_rows(file: TextIO, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The JSON objects of a file that has one a line, but for blank lines, each with its place in words. Raises
+    BenchError."""
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield where, parsed(_json_object, line, "line", where)
 
 
 def parsed(parse: Callable[[Any], Value], value: Any, name: str, where: str) -> Value:
@@ -200,7 +205,7 @@ def _hash_ids(value: Any) -> tuple[int, ...]:
     return tuple(_whole(each) for each in value)
 
 
-def json_object(line: str) -> dict[str, Any]:
+def _json_object(line: str) -> dict[str, Any]:
     value = json.loads(line)
     if not isinstance(value, dict):
         raise TypeError

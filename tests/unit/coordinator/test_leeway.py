@@ -52,20 +52,13 @@ NO_CALLS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    write_tokenizer(folder)
-    return folder
+def structures(tokenizer_folder):
+    return Structures(tokenizer_folder, (EOS,))
 
 
 @pytest.fixture(scope="module")
-def structures(folder):
-    return Structures(folder, (EOS,))
-
-
-@pytest.fixture(scope="module")
-def guide(structures, folder):
-    grammars = Grammars(folder, (EOS,))
+def guide(structures, tokenizer_folder):
+    grammars = Grammars(tokenizer_folder, (EOS,))
 
     def make(leeway, prompt_end="", **params):
         params = params or {"json_schema": json.dumps(SCHEMA)}

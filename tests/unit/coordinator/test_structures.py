@@ -17,19 +17,12 @@ from protos.inference_pb2 import Choice, SamplingParams
 from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
 from tests.schemas import chain, product
-from tests.tiny_models import EOS, SPECIAL_TOKENS, VOCAB_SIZE, write_tokenizer
+from tests.tiny_models import EOS, SPECIAL_TOKENS, VOCAB_SIZE
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    write_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def structures(folder):
-    return Structures(folder, (EOS,))
+def structures(tokenizer_folder):
+    return Structures(tokenizer_folder, (EOS,))
 
 
 def grammar(structures, **params):
@@ -105,15 +98,15 @@ def schema(**fields):
         ({"json_object": True, "whitespace_pattern": "_"}, "{_}", "{ }"),
     ],
 )
-def test_what_comes_out_lets_these_come_and_not_those(structures, folder, params, good, bad):
+def test_what_comes_out_lets_these_come_and_not_those(structures, tokenizer_folder, params, good, bad):
     made = grammar(structures, **params)
-    assert may_be(Grammars(folder, (EOS,)).guide(made), good)
-    assert not may_be(Grammars(folder, (EOS,)).guide(made), bad)
+    assert may_be(Grammars(tokenizer_folder, (EOS,)).guide(made), good)
+    assert not may_be(Grammars(tokenizer_folder, (EOS,)).guide(made), bad)
 
 
 @pytest.mark.parametrize("params", [{}, {"json_object": False}, {"disable_any_whitespace": True}])
-def test_what_asks_for_nothing(folder, params):
-    assert grammar(Structures(folder, (EOS,)), **params) == ""
+def test_what_asks_for_nothing(tokenizer_folder, params):
+    assert grammar(Structures(tokenizer_folder, (EOS,)), **params) == ""
 
 
 @pytest.mark.parametrize(
@@ -210,8 +203,11 @@ def test_what_only_looks_like_it_is_taken(structures, fields):
         *(r"\x00-\x1f", r"\x01-\x20", r"\x00-\x20-", r"\x00-\x1f\x01a", "\x00-\x21", r"\x00-\x7f", r"\x00-!#-\[\]-~"),
     ],
 )
-def test_a_class_of_characters_has_those_that_pythons_has(structures, folder, members):
-    made, grammars = grammar(structures, **schema(type="string", pattern=f"^[{members}]$")), Grammars(folder, (EOS,))
+def test_a_class_of_characters_has_those_that_pythons_has(structures, tokenizer_folder, members):
+    made, grammars = (
+        grammar(structures, **schema(type="string", pattern=f"^[{members}]$")),
+        Grammars(tokenizer_folder, (EOS,)),
+    )
     for char in '\\"\n\t\b\f\ra/ -]!é':
         is_member = re.fullmatch(f"[{members}]", char, re.ASCII) is not None
         assert may_be(grammars.guide(made), json.dumps(char, ensure_ascii=False)) == is_member, char
@@ -220,18 +216,21 @@ def test_a_class_of_characters_has_those_that_pythons_has(structures, folder, me
 @pytest.mark.parametrize(
     ("pattern", "chars"), [(r"\P{P}", "\na "), (r"[\PPa]", "\na "), ("[[:cntrl:]]", "\n"), (r"[!\p{Cc}]", "!\n")]
 )
-def test_a_class_that_is_named_has_no_quotes_for_control_characters(structures, folder, pattern, chars):
-    made, grammars = grammar(structures, **schema(type="string", pattern=f"^{pattern}$")), Grammars(folder, (EOS,))
+def test_a_class_that_is_named_has_no_quotes_for_control_characters(structures, tokenizer_folder, pattern, chars):
+    made, grammars = (
+        grammar(structures, **schema(type="string", pattern=f"^{pattern}$")),
+        Grammars(tokenizer_folder, (EOS,)),
+    )
     told = [char for char in '\\"\na !' if may_be(grammars.guide(made), json.dumps(char))]
     assert sorted(told) == sorted(chars)
 
 
-def test_a_number_keeps_its_bounds_or_they_are_refused(structures, folder):
+def test_a_number_keeps_its_bounds_or_they_are_refused(structures, tokenizer_folder):
     """What may come, arithmetic says; of bounds that are refused nothing is asked."""
     numbers = [half / 2 for half in range(-3, 4)]
     lower = [{}, *({name: number} for name in ("minimum", "exclusiveMinimum") for number in numbers)]
     upper = [{}, *({name: number} for name in ("maximum", "exclusiveMaximum") for number in numbers)]
-    grammars, num_taken = Grammars(folder, (EOS,)), 0
+    grammars, num_taken = Grammars(tokenizer_folder, (EOS,)), 0
     for bounds in (low | high for low, high in itertools.product(lower, upper)):
         fields = schema(type="number", **bounds)
         if not reason_of(structures, **fields):
@@ -286,8 +285,8 @@ def test_a_grammar_may_name_other_tokens(structures, named):
         ({"grammar": 'root ::= "<|user|>" "b"'}, "<|user|>b"),
     ],
 )
-def test_text_that_looks_like_a_special_token_comes_as_text(structures, folder, params, text):
-    answer = Grammars(folder, (EOS,)).guide(grammar(structures, **params, disable_any_whitespace=True))
+def test_text_that_looks_like_a_special_token_comes_as_text(structures, tokenizer_folder, params, text):
+    answer = Grammars(tokenizer_folder, (EOS,)).guide(grammar(structures, **params, disable_any_whitespace=True))
     token_ids = [*text.encode(), EOS]
     for count, token_id in enumerate(token_ids):
         mask = answer.allowed(token_ids[:count])
@@ -347,8 +346,8 @@ def questions_of(structures, monkeypatch):
     return asked
 
 
-async def test_who_asks_for_the_same_at_once_shares_one_compilation(folder, monkeypatch):
-    structures = Structures(folder, (EOS,))
+async def test_who_asks_for_the_same_at_once_shares_one_compilation(tokenizer_folder, monkeypatch):
+    structures = Structures(tokenizer_folder, (EOS,))
     asked, params = questions_of(structures, monkeypatch), SamplingParams(regex="ab")
     waiting = [asyncio.create_task(structures.grammar(params)) for _ in range(20)]
     await asyncio.sleep(0)
@@ -361,8 +360,8 @@ async def test_who_asks_for_the_same_at_once_shares_one_compilation(folder, monk
     assert asked == ["ab", "("]
 
 
-async def test_what_is_refused_is_not_tried_again(folder, monkeypatch):
-    structures = Structures(folder, (EOS,))
+async def test_what_is_refused_is_not_tried_again(tokenizer_folder, monkeypatch):
+    structures = Structures(tokenizer_folder, (EOS,))
     asked, endless = questions_of(structures, monkeypatch), SamplingParams(**schema(**product(30, 20)))
     errors = []
     for params in (SamplingParams(regex="("), endless) * 3:
@@ -372,8 +371,8 @@ async def test_what_is_refused_is_not_tried_again(folder, monkeypatch):
     assert (len(asked), errors) == (2, errors[:2] * 3)
 
 
-async def test_what_the_system_has_ended_is_tried_again(folder, monkeypatch):
-    structures = Structures(folder, (EOS,))
+async def test_what_the_system_has_ended_is_tried_again(tokenizer_folder, monkeypatch):
+    structures = Structures(tokenizer_folder, (EOS,))
     await structures.grammar(SamplingParams(regex="a"))
     process = structures._program._process
     ask = process.ask
@@ -389,8 +388,8 @@ async def test_what_the_system_has_ended_is_tried_again(folder, monkeypatch):
     assert await structures.grammar(SamplingParams(regex="b"))
 
 
-async def test_what_nobody_waits_for_any_more_is_not_compiled(folder, monkeypatch):
-    structures, free = Structures(folder, (EOS,)), threading.Event()
+async def test_what_nobody_waits_for_any_more_is_not_compiled(tokenizer_folder, monkeypatch):
+    structures, free = Structures(tokenizer_folder, (EOS,)), threading.Event()
     asked = questions_of(structures, monkeypatch)
     structures._program._thread.submit(free.wait, 60)
     left = asyncio.create_task(structures.grammar(SamplingParams(regex="ab")))
@@ -403,16 +402,16 @@ async def test_what_nobody_waits_for_any_more_is_not_compiled(folder, monkeypatc
     assert asked == ["c"]
 
 
-async def test_what_was_asked_for_last_is_known_longest(folder, monkeypatch):
-    structures = Structures(folder, (EOS,))
+async def test_what_was_asked_for_last_is_known_longest(tokenizer_folder, monkeypatch):
+    structures = Structures(tokenizer_folder, (EOS,))
     asked = questions_of(structures, monkeypatch)
     for text in ["first", *map(str, range(MAX_KNOWN - 1)), "first", "new", "first", "0"]:
         await structures.grammar(SamplingParams(regex=text))
     assert asked == ["first", *map(str, range(MAX_KNOWN - 1)), "new", "0"]
 
 
-async def test_a_machine_that_is_too_busy_is_no_fault_of_the_grammar(folder, monkeypatch):
-    structures = Structures(folder, (EOS,))
+async def test_a_machine_that_is_too_busy_is_no_fault_of_the_grammar(tokenizer_folder, monkeypatch):
+    structures = Structures(tokenizer_folder, (EOS,))
     await structures.grammar(SamplingParams(regex="a"))
     os.kill(structures._program._process._process.pid, signal.SIGSTOP)
     with monkeypatch.context() as patched:

@@ -16,15 +16,8 @@ SCHEMA = '{"properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}},
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    write_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def grammars(folder):
-    return Grammars(folder, (EOS,))
+def grammars(tokenizer_folder):
+    return Grammars(tokenizer_folder, (EOS,))
 
 
 def guide(grammars, kind, value, whitespace=None):
@@ -50,8 +43,8 @@ def test_an_end_token_may_come_where_the_grammar_may_end(grammars):
     assert tokens(answer.allowed([A] * 7)) == {A, EOS}
 
 
-def test_every_end_token_of_the_model_may_come(folder):
-    answer = guide(Grammars(folder, (EOS, BOS)), "regex", "a")
+def test_every_end_token_of_the_model_may_come(tokenizer_folder):
+    answer = guide(Grammars(tokenizer_folder, (EOS, BOS)), "regex", "a")
     assert tokens(answer.allowed([A])) == {EOS, BOS}
 
 
@@ -124,9 +117,9 @@ def test_tokens_that_only_the_tokenizers_config_has_may_come(tmp_path):
     assert tokens(answer.allowed([260, C])) == {261}
 
 
-def test_a_model_without_an_end_token(folder):
+def test_a_model_without_an_end_token(tokenizer_folder):
     with pytest.raises(RequestError, match="the model has no end token"):
-        Grammars(folder, ()).guide("start: /a/")
+        Grammars(tokenizer_folder, ()).guide("start: /a/")
 
 
 def test_a_model_without_a_tokenizer_that_the_library_reads(tmp_path):
