@@ -20,6 +20,14 @@ _KEEPALIVE: Final[tuple[Option, ...]] = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
+# Clients are far away, and an answer under way is worth more than to know soon that nobody reads it: their network, or
+# this process itself, may stand still for some seconds.
+_CLIENT_KEEPALIVE: Final[tuple[Option, ...]] = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+)
+
 # Whatever the environment says of proxies, which are for what is far away.
 NO_PROXY: Final[Option] = ("grpc.enable_http_proxy", 0)
 
@@ -62,8 +70,7 @@ def public_options(max_connections: int, *, longest_call_s: float, shares_port: 
     """Of the server that clients dial. A connection that has become old takes no more calls, and those under way end
     before it does. Servers of this user may share a port, if they all say so."""
     return (
-        *(option for option in SERVER_OPTIONS if option[0] != _SHARES_PORT),
-        (_SHARES_PORT, int(shares_port)),
+        *{**dict(SERVER_OPTIONS), **dict(_CLIENT_KEEPALIVE), _SHARES_PORT: int(shares_port)}.items(),
         ("grpc.max_receive_message_length", 4 * 2**20),
         ("grpc.max_allowed_incoming_connections", max_connections),  # further ones are closed at once
         ("grpc.max_connection_age_ms", round(1000 * MAX_CONNECTION_AGE_S)),

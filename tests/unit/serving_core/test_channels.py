@@ -8,6 +8,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from serving_core.channels import fleet_options, public_options
+from tests.faults.strikes import STOPPED_S
 
 DEADLINE_S = 60.0
 OPTIONS = {
@@ -71,6 +72,13 @@ async def test_who_has_no_call_is_asked_to_go(door, option, reason):
             said += part
         writer.close()
         assert reason in said
+
+
+def test_a_client_may_be_silent_for_longer_than_a_node():
+    """Pings under way while the coordinator stands still, as in the matrix of faults, end no client's answer."""
+    client, node = dict(public_options(3, longest_call_s=1.0)), dict(fleet_options(3))
+    for option in ("grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"):
+        assert node[option] < 1000 * STOPPED_S < client[option]
 
 
 def test_nodes_stay_for_as_long_as_they_live():
