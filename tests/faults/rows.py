@@ -59,7 +59,6 @@ ROWS = (
         sign="prefill-0 lost",
         failpoints={"prefill-0": "sent:20=kill"},
         must_retry=True,
-        is_short=True,
     ),
     Row(
         "F2",

@@ -9,6 +9,7 @@ from kv_transfer.ends.receiver import KVReceiver, Received
 from kv_transfer.ends.sender import KVSender, Sent
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from tests.faults.proxy import PIECE_BYTES, End, Fault, Proxy, close
+from tests.lengths import few
 from tests.unit.kv_transfer.transfer_kit import BIG_LAYOUT, ByteStore, Once, check_arrived, grant, run
 
 NUM_BLOCKS = 24  # 16 MB
@@ -151,7 +152,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-@pytest.mark.parametrize("kind", ["tcp", "ipc"])
+@pytest.mark.parametrize("kind", few(["tcp", "ipc"]))
 def test_a_transfer_arrives_whole_or_fails(kind, fault, tmp_path):
     """One harm each, which is made good within the transfer: what was lost or flipped is sent again."""
     source, target = ByteStore(BIG_LAYOUT, NUM_BLOCKS, seed=1), ByteStore(BIG_LAYOUT, NUM_BLOCKS)

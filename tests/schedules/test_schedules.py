@@ -12,7 +12,7 @@ import pytest
 from tests.schedules.history import Ended, problems_of, trace_of
 from tests.schedules.world import World
 
-NUM_QUICK, NUM_LONG, NUM_TOGETHER = 500, 5_500, 50
+NUM_FIRST, NUM_QUICK, NUM_ALL, NUM_TOGETHER = 100, 200, 6_000, 50
 SEED = os.environ.get("SEED")
 
 
@@ -30,14 +30,14 @@ def seeds_from(first):
     return range(first, first + NUM_TOGETHER)
 
 
-@pytest.mark.parametrize("first", [None] if SEED else range(0, NUM_QUICK, NUM_TOGETHER))
+@pytest.mark.parametrize("first", [None] if SEED else range(NUM_FIRST, NUM_QUICK, NUM_TOGETHER))
 def test_quick_schedules(first):
     for seed in [int(SEED)] if first is None else seeds_from(first):
         check(seed)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(NUM_QUICK, NUM_QUICK + NUM_LONG, NUM_TOGETHER))
+@pytest.mark.parametrize("first", range(NUM_QUICK, NUM_ALL, NUM_TOGETHER))
 def test_more_schedules(first):
     for seed in seeds_from(first):
         check(seed)
@@ -62,7 +62,7 @@ def test_one_seed_gives_one_history(seed):
 def test_much_happens_in_them():
     """What is rare is there often enough to be tested."""
     seen = Counter()
-    for seed in range(100):
+    for seed in range(NUM_FIRST):
         seen += check(seed).seen
     names = ("whole", "failed", "handed over", "restarted", "kept", "preempted", "corrupt", "attached again")
     names += ("move moved", "move ended", "loan lent")

@@ -12,6 +12,7 @@ import pytest
 from serving_core.extras import MODULES
 from splitserve.cli import main
 from tests.gguf_files import write_gguf
+from tests.lengths import few
 from tests.system.base_environment import make_base_environment
 from tests.system.cluster import Child, free_port, wait_until
 from tests.tiny_models import write_fake_model
@@ -118,7 +119,7 @@ def test_pictures_are_refused_before_the_load(cluster, run):
     assert done.stderr == ("Error: this needs matplotlib, which is not installed: pip install 'splitserve[bench]'\n")
 
 
-@pytest.mark.parametrize("command", sorted(set(leaves(main)) - IN_BASE - {"demo"}))
+@pytest.mark.parametrize("command", few(sorted(set(leaves(main)) - IN_BASE - {"demo"}), "up", "bench engine"))
 def test_what_needs_a_node_says_how_to_get_it(run, model, command):
     given = () if command in WITHOUT_MODEL else (model,)
     done = run("splitserve", *command.split(), *given, *REQUIRED.get(command, ()))
@@ -146,7 +147,7 @@ def test_the_demo_needs_a_node(run):
     assert done.stderr == "Error: this needs torch, which is not installed: pip install 'splitserve[node]'\n"
 
 
-@pytest.mark.parametrize("kind", ["folder", "gguf"])
+@pytest.mark.parametrize("kind", few(["folder", "gguf"]))
 def test_the_command_starts_a_coordinator(base_python, model, tmp_path, kind):
     model = model if kind == "folder" else write_gguf(tmp_path / "tiny.gguf")
     flags = {"port": free_port(), "fleet_port": free_port(), "http_port": -1}

@@ -75,6 +75,7 @@ def test_both_sides_count_the_tokens_of_texts_alike(cluster, where, tmp_path):
     assert prompt_tokens_at(cluster) - before == 8 + 6
 
 
+@pytest.mark.long
 def test_ctrl_c_frees_the_cluster(cluster, where, tmp_path):
     words = ["--num-prompts", 400, "--random-input-len", 30, "--random-output-len", 900, "--vocab-size", 250]
     process = subprocess.Popen(

@@ -86,6 +86,7 @@ async def test_greedy_answers_of_one_node_equal_transformers_generate(family, tp
     cluster.stop()
 
 
+@pytest.mark.long
 async def test_a_crowd_is_answered_by_both_nodes(cluster):
     rng = random.Random(3)
     questions = _questions(40, [rng.choice([1, 8, 30, 200, 700]) for _ in range(40)], (1, 60))
@@ -121,7 +122,8 @@ async def test_prompts_cancelled_half_way_disturb_nobody(cluster):
     cluster.wait_all_free()
 
 
-@pytest.mark.parametrize("moment_s", [0.0, pytest.param(0.4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("moment_s", [0.0, 0.4])
 async def test_a_node_killed_half_way_through_prompts(cluster, moment_s):
     questions = _questions(moment_s, [600] * 8 + [10] * 4, (100, 100))
     async with cluster.connect() as stub:

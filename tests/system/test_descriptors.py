@@ -131,6 +131,7 @@ def completes(cluster):
     return reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 5
 
 
+@pytest.mark.long
 async def test_2560_idle_http_connections_shut_nobody_out(cluster):
     with crowd(cluster.http_port, 2560) as clients:
         wait_until(lambda: num_open(clients) < 2400, "the oldest make room", DEADLINE_S)
@@ -194,6 +195,7 @@ def is_serving_for_the_fleet(cluster):
 # ---- the data plane ----
 
 
+@pytest.mark.long
 async def test_1000_dealers_at_the_data_port_harm_nobody(cluster, data_port):
     """Of libzmq's own kind, which dial again and again."""
     await answers(cluster)

@@ -39,13 +39,14 @@ def openai_client(cluster):
 
 
 GRIDS = [
-    pytest.param("mean", 1, 1, id="mean", marks=pytest.mark.long),
+    pytest.param("mean", 1, 1, id="mean"),
     pytest.param("last", 2, 1, id="last, 2 ranks"),
-    pytest.param("mean", 1, 2, id="mean, 2 stages", marks=pytest.mark.long),
-    pytest.param("mean", 2, 2, id="mean, 2 stages of 2 ranks", marks=pytest.mark.long),
+    pytest.param("mean", 1, 2, id="mean, 2 stages"),
+    pytest.param("mean", 2, 2, id="mean, 2 stages of 2 ranks"),
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "tp_size", "pp_size"), GRIDS)
 def test_embeddings_are_those_of_transformers(start_cluster, models, kind, tp_size, pp_size):
     cluster = start_cluster(

@@ -14,6 +14,7 @@ import time
 import pytest
 
 from protos.inference_pb2 import AbortRequest
+from tests.lengths import few
 from tests.system.answers import ask, details, outcome, reason, refusal, request, stream
 from tests.system.cluster import START_DEADLINE_S, STOP_DEADLINE_S, wait_until
 from tests.system.oracle import fake_answer
@@ -189,7 +190,7 @@ async def test_a_node_that_comes_and_goes(cluster):
 # ---- hangs ----
 
 
-@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize("name", few(["decode-0", "prefill-0"]))
 async def test_a_stopped_node_is_left_alone_and_fenced_when_it_wakes(cluster, name):
     questions = _questions(8, length=200, max_tokens=60)
     async with cluster.connect() as stub:
@@ -205,6 +206,7 @@ async def test_a_stopped_node_is_left_alone_and_fenced_when_it_wakes(cluster, na
     cluster.wait_complete()
 
 
+@pytest.mark.long
 async def test_a_stopped_coordinator_leaves_no_client_hanging(cluster):
     async with cluster.connect() as stub:
         streams = _start(stub, _questions(6, max_tokens=2000))
@@ -262,6 +264,7 @@ async def test_a_second_node_of_a_name_waits_and_takes_over_when_the_first_is_ki
     await _serves(cluster)
 
 
+@pytest.mark.long
 async def test_a_node_that_hung_and_lost_its_name_waits_in_turn(cluster):
     old = _holders(cluster)
     hung = cluster.expect_end("decode-0")

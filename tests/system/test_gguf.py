@@ -21,13 +21,14 @@ def folder_of(path, **options):
     return gguf_folder(write_gguf(path / "tiny.gguf", **options), path / "cache")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "stored", "prefill_tp", "decode_tp"),
     [
         ("llama", "Q4_1", 1, 1),
-        pytest.param("llama", "Q8_0", 2, 1, marks=pytest.mark.long),
-        pytest.param("qwen2", "Q5_0", 1, 2, marks=pytest.mark.long),
-        pytest.param("qwen3_moe", "Q8_0", 2, 1, marks=pytest.mark.long),
+        ("llama", "Q8_0", 2, 1),
+        ("qwen2", "Q5_0", 1, 2),
+        ("qwen3_moe", "Q8_0", 2, 1),
     ],
 )
 async def test_answers_equal_transformers(start_cluster, tmp_path, family, stored, prefill_tp, decode_tp):

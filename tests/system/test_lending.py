@@ -77,6 +77,7 @@ async def test_what_the_writers_pool_gave_up_is_lent_too(start_cluster, model):
     cluster.stop()
 
 
+@pytest.mark.long
 async def test_never_means_never(start_cluster, model):
     cluster = start_cluster(model, coordinator={"kv_lending": "never"}, node={"num_kv_blocks": 100})
     chat = _prompt(1, 60)

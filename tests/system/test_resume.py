@@ -168,6 +168,7 @@ def test_answers_of_killed_decode_nodes_are_those_of_nodes_that_live(tiny, unbro
     assert sum(end.timeline.num_restarts for heard in broken for end in heard.ends.values()) >= len(questions)
 
 
+@pytest.mark.long
 async def test_an_answer_without_a_token_yet_comes_too(fake):
     prompt = [index % 256 for index in range(4000)]  # takes 4 s to read
     async with AsyncClient(fake.target) as client:
@@ -184,7 +185,8 @@ def is_at_work(cluster):
     return any(load.num_waiting_tokens or load.num_running for load in cluster.loads().values())
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_blocking_client_goes_on_and_says_so(fake, number):
     heard = Heard()
     with Client(fake.target) as client:

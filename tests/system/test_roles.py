@@ -111,6 +111,7 @@ async def test_every_role_is_flipped_and_flipped_back_under_load(start_cluster, 
     cluster.stop()
 
 
+@pytest.mark.long
 async def test_a_node_that_is_made_to_do_both_serves_alone(start_cluster, tmp_path):
     cluster = start_cluster(write_fake_model(tmp_path / "model"))
     await set_role(cluster, "decode-0", "both")

@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from tests.lengths import few
 from tests.system.answers import ask
 from tests.system.cluster import FLEET_SECRET, Child, free_port
 from tests.system.oracle import fake_answer
@@ -86,7 +87,7 @@ BROKEN_FOLDERS = {
 @pytest.mark.parametrize(
     ("role", "word", "damage"),
     [
-        pytest.param(role, word, damage, id=f"{role}, {name}")
+        pytest.param(role, word, damage, id=f"{role}, {name}", marks=() if role == "decode" else pytest.mark.long)
         for name, (word, roles, damage) in BROKEN_FOLDERS.items()
         for role in roles
     ],
@@ -167,6 +168,7 @@ def test_port_in_use(run, model, which):
     assert str(taken) in run("coordinator", model, **ports)
 
 
+@pytest.mark.long
 def test_second_coordinator_on_the_same_ports(run, cluster, model):
     ports = {"port": cluster.port, "fleet_port": cluster.fleet_port}
     sentence = run("coordinator", model, **ports, env={"SPLITSERVE_FLEET_SECRET": FLEET_SECRET})
@@ -174,6 +176,7 @@ def test_second_coordinator_on_the_same_ports(run, cluster, model):
     assert cluster.is_serving()
 
 
+@pytest.mark.long
 def test_data_port_in_use(run, cluster, model):
     taken = _taken_port()
     flags = {"coordinator": f"127.0.0.1:{cluster.fleet_port}", "kv_bind": f"tcp://127.0.0.1:{taken}"}
@@ -189,8 +192,9 @@ OFF_LOOPBACK = {
 }
 
 
-@pytest.mark.parametrize(("role", "flags", "secret"), OFF_LOOPBACK.values(), ids=OFF_LOOPBACK.keys())
-def test_off_loopback_without_a_secret(run, model, role, flags, secret):
+@pytest.mark.parametrize("name", few(OFF_LOOPBACK))
+def test_off_loopback_without_a_secret(run, model, name):
+    role, flags, secret = OFF_LOOPBACK[name]
     ports = {"port": free_port(), "fleet_port": free_port()} if role == "coordinator" else {}
     assert f"SPLITSERVE_{secret}" in run(role, model, **ports, **flags)
 
@@ -242,8 +246,9 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.parametrize(("role", "shape", "flags", "word"), MISMATCHES.values(), ids=MISMATCHES.keys())
-async def test_a_node_that_does_not_match(run, cluster, role, shape, flags, word, tmp_path):
+@pytest.mark.parametrize("name", few(MISMATCHES))
+async def test_a_node_that_does_not_match(run, cluster, name, tmp_path):
+    role, shape, flags, word = MISMATCHES[name]
     other = write_fake_model(tmp_path / "other", **shape)
     link = {"coordinator": f"127.0.0.1:{cluster.fleet_port}", "name": f"{role}-9"}
     sentence = run(role, other, env={"SPLITSERVE_FLEET_SECRET": FLEET_SECRET}, **{"block_size": 8, **flags, **link})

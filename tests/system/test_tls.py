@@ -116,6 +116,7 @@ def test_kv_arrives_encrypted(cluster):
         assert greeting[12:32].rstrip(b"\0") == b"CURVE"
 
 
+@pytest.mark.long
 def test_the_command_line_asks_over_tls(cluster, certs, run):
     where = ("--server", f"https://{cluster.target}", "--tls-ca", certs / "ca.crt")
     done = run("splitserve", "generate", "hi", "--raw", "--max-tokens", 2, *where)

@@ -12,7 +12,8 @@ from engine.native.dense_linear import VARIANTS as DENSE_VARIANTS
 from engine.native.dense_linear import best_variant
 from engine.native.library import ENVIRONMENT, OFF
 from serving_core.settings import EngineSettings
-from tests.foreign_models import DESCRIBED, GEMMAS, MIXTURES, write_any_model
+from tests.foreign_models import DESCRIBED, MIXTURES, write_any_model
+from tests.lengths import few
 from tests.tiny_models import write_fake_model
 from tests.unit.engine.company import BLOCK_SIZE, Neighbour, has_variant
 from tests.unit.engine.histories_kit import (
@@ -92,7 +93,7 @@ def products_are_native(kind):
 
 @pytest.mark.parametrize(
     "family",
-    [*FAMILIES, *(pytest.param(each, marks=pytest.mark.long if each == "gemma" else ()) for each in DESCRIBED)],
+    few([*FAMILIES, *DESCRIBED], *FAMILIES, "gemma3", "mixtral", "olmo2", "cohere2"),
 )
 @pytest.mark.parametrize("dtype", [str(dtype).removeprefix("torch.") for dtype in DENSE_VARIANTS])
 def test_the_cut_of_a_prompt_changes_no_bit(family, dtype, folder_of):
@@ -107,7 +108,7 @@ def test_the_cut_of_a_prompt_changes_no_bit(family, dtype, folder_of):
 
 @pytest.mark.parametrize(
     "family",
-    ["mistral", *(pytest.param(each, marks=pytest.mark.long if each in GEMMAS else ()) for each in DESCRIBED)],
+    few(["mistral", *DESCRIBED], "mistral", "mixtral", "phi3"),
 )
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_nor_does_it_without_kernels_with_the_flag(dtype, family, folder_of, monkeypatch):

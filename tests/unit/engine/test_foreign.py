@@ -26,6 +26,7 @@ from tests.foreign_models import (
     generated,
     write_foreign_model,
 )
+from tests.lengths import few
 from tests.toy_scheduler import greedy, run_all
 from tests.unit.engine.test_llama import choose_native, transformers_model
 
@@ -123,7 +124,7 @@ def test_a_llama_that_our_decoder_does_not_know(rope_type, tmp_path):
     assert answers(engine, chunk_tokens=19) == generated(folder, PROMPTS, NUM_TOKENS)
 
 
-@pytest.mark.parametrize("family", DESCRIBED)
+@pytest.mark.parametrize("family", few(DESCRIBED, "gemma3", "mixtral", "olmo2"))
 def test_our_decoder_answers_as_transformers(family, tmp_path, monkeypatch):
     """With compiled kernels and without."""
     folder = write_foreign_model(tmp_path, family)
@@ -216,7 +217,7 @@ def test_layers_are_reported_when_their_keys_and_values_are_there(tmp_path):
 
 
 @pytest.mark.parametrize("fields", [{"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}])
-@pytest.mark.parametrize("family", ["gemma2", "phi3", "deepseek_v3"])
+@pytest.mark.parametrize("family", few(["gemma2", "phi3", "deepseek_v3"]))
 def test_other_dtypes_serve(family, fields, tmp_path, untried):
     """And come close enough to transformers' own attention."""
     engine = load(write_foreign_model(tmp_path, family, spread=0.08), model_impl="transformers", **fields)

@@ -10,11 +10,12 @@ from tests.foreign_models import FAMILIES, INITIALIZES, UNTRIED, generated, writ
 from tests.unit.engine.test_foreign import NUM_TOKENS, PROMPTS, rounded
 from tests.unit.serving_node.rank_process import TIMEOUT_S, rank_processes, run_ranks
 
-QUICK = {  # a tied head, and what is kept of latents
+pytestmark = pytest.mark.long
+
+MODELS = {
     "tied": ("gemma2", {"tie_word_embeddings": True, "num_hidden_layers": 3, "layer_types": None}),
-    "latent": ("deepseek_v3", {}),
+    **{family: (family, {}) for family in FAMILIES},
 }
-OTHERS = {family: (family, {}) for family in FAMILIES if family != "deepseek_v3"}
 FOUR_RANKS = ("deepseek_v2", "gemma3", "gpt_oss", "mixtral")
 
 
@@ -42,20 +43,20 @@ class Staged:
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory):
-    return Staged(tmp_path_factory.mktemp("quick"), QUICK)
+def staged(tmp_path_factory):
+    return Staged(tmp_path_factory.mktemp("models"), MODELS)
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_two_stages_answer_as_transformers(name, quick):
-    quick.check(name)
+@pytest.mark.parametrize("name", MODELS)
+def test_two_stages_answer_as_transformers(name, staged):
+    staged.check(name)
 
 
-def test_a_rank_holds_its_stage_alone(quick):
+def test_a_rank_holds_its_stage_alone(staged):
     """Of three tied layers one and two, and each stage the one matrix of 260 x 48 that is looked up and is the head."""
-    fields = {"model": str(quick.folders["tied"]), "num_kv_blocks": 64, "block_size": 8}
+    fields = {"model": str(staged.folders["tied"]), "num_kv_blocks": 64, "block_size": 8}
     whole = Engine(EngineSettings(**fields, model_impl="transformers"))
-    first, last = (rank["tied"] for rank in quick.facts)
+    first, last = (rank["tied"] for rank in staged.facts)
     table, norm = 4 * 260 * 48, 4 * 48
     layer = (whole.weight_bytes - table - norm) // 3
     small = 2048  # norms, scales and frequencies, which all stages have
@@ -65,37 +66,22 @@ def test_a_rank_holds_its_stage_alone(quick):
     assert first["fingerprint"] == last["fingerprint"] == whole.fingerprint
 
 
-@pytest.fixture(scope="module")
-def others(tmp_path_factory):
-    return Staged(tmp_path_factory.mktemp("others"), OTHERS)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", OTHERS)
-def test_two_stages_of_others_answer_as_transformers(name, others):
-    others.check(name)
-
-
-@pytest.mark.long
 def test_two_stages_of_two_ranks_answer_as_transformers(tmp_path):
     staged = Staged(tmp_path, {family: (family, {}) for family in FOUR_RANKS}, num_ranks=4)
     for family in FOUR_RANKS:
         staged.check(family)
 
 
-@pytest.mark.long
 def test_two_stages_of_two_ranks_with_quantized_weights(tmp_path):
     staged = Staged(tmp_path, {"starcoder2": ("starcoder2", {})}, num_ranks=4, quantization="int8")
     rounded(staged.folders["starcoder2"], num_ranks=2)
     staged.check("starcoder2")
 
 
-@pytest.mark.long
 def test_stages_of_a_model_whose_modules_initialize_what_is_in_them(tmp_path):
     Staged(tmp_path, {"model": (INITIALIZES, {})}, verify_model=False).check("model")
 
 
-@pytest.mark.long
 def test_stages_of_what_no_test_tries_are_refused_before_anything_is_loaded(tmp_path):
     folder = write_foreign_model(tmp_path / "model", UNTRIED)
     (folder / "model.safetensors").write_bytes(b"no weights")

@@ -12,6 +12,7 @@ import torch
 from engine.native.library import native_library
 from engine.parallel import MOST_EXCHANGED_BYTES, alone, choose_device, join, on_all_ranks
 from serving_core.errors import SettingsError
+from tests.lengths import few
 from tests.tiny_models import write_fake_model, write_tiny_model
 from tests.unit.engine.test_fake import answer_on_paper
 from tests.unit.serving_node.rank_process import TIMEOUT_S, rank_processes
@@ -26,6 +27,7 @@ def run_group(tp_size, name, argument="", ranks=None):
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
+@pytest.mark.long
 def test_collectives_of_three_ranks():
     leader, *followers = run_group(3, "collectives")
     for rank in (leader, *followers):
@@ -52,7 +54,7 @@ def test_rows_divided_over_two_ranks_are_to_the_bit_those_of_the_whole_sum():
 
 
 @pytest.mark.skipif(native_library() is None, reason="the native kernels were not built")
-@pytest.mark.parametrize("tp_size", [2, 3])
+@pytest.mark.parametrize("tp_size", few([2, 3]))
 def test_ranks_of_one_machine_add_up_in_their_order_through_shared_memory(tp_size):
     assert run_group(tp_size, "shared_sums") == [[True, True, []]] * tp_size
 
@@ -65,13 +67,14 @@ def test_ranks_whose_machines_have_other_weights_are_refused(tmp_path):
     assert re.fullmatch(r"weights must be the same on all ranks, and is [0-9a-f]{64}, [0-9a-f]{64}", one)
 
 
+@pytest.mark.long
 def test_without_kernels_they_do_not_share(monkeypatch):
     monkeypatch.setenv("SPLITSERVE_NATIVE", "off")
     for is_shared, adds_alike, _ in run_group(2, "shared_sums"):
         assert (is_shared, adds_alike) == (False, True)
 
 
-@pytest.mark.parametrize("num_kv_heads", [2, 1])
+@pytest.mark.parametrize("num_kv_heads", few([2, 1]))
 def test_a_wrong_block_on_another_rank_changes_the_answer_of_the_fake_model(num_kv_heads, tmp_path):
     folder = write_fake_model(tmp_path, num_kv_heads=num_kv_heads)
     (tokens, _) = run_group(2, "wrong_block", folder)

@@ -16,6 +16,7 @@ from kv_transfer.sessions.sender_session import MAX_ROUNDS
 from kv_transfer.ticket import Ticket
 from kv_transfer.transports import zmq_connection
 from kv_transfer.wire import Abort, Data, Finish, decode
+from tests.lengths import few
 from tests.unit.kv_transfer.transfer_kit import (
     BIG_LAYOUT,
     BIG_NUM_BLOCKS,
@@ -37,14 +38,12 @@ from tests.unit.kv_transfer.transfer_kit import (
     until,
 )
 
-of_processes = pytest.mark.parametrize(
-    "zmq_fabric", ["tcp", "shm", pytest.param("ipc", marks=pytest.mark.long)], indirect=True
-)
+of_processes = pytest.mark.parametrize("zmq_fabric", few(["tcp", "shm", "ipc"], "tcp"), indirect=True)
 
 # ---- disturbed ----
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", few(range(3)))
 def test_faults_cost_time_but_never_a_byte(fabric, seed):
     """Messages and replies are dropped, doubled, overtaken, cut and flipped. As long as that happens no more often
     than the sender repeats, every transfer succeeds."""
@@ -149,7 +148,9 @@ def test_what_changes_on_its_way_after_a_cancel_is_never_taken(kinds, changes, t
     run(scenario())
 
 
-@pytest.mark.parametrize("rates", [{"flip": 0.6}, {"drop": 0.6}, {"truncate": 0.5, "duplicate": 0.5, "delay": 0.5}])
+@pytest.mark.parametrize(
+    "rates", few([{"flip": 0.6}, {"drop": 0.6}, {"truncate": 0.5, "duplicate": 0.5, "delay": 0.5}], {"flip": 0.6})
+)
 def test_hopeless_faults_end_and_are_never_taken_for_success(fabric, rates):
     source = ByteStore(LAYOUT, 8, seed=10)
 

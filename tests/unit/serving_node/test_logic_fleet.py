@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from serving_core.prefix import GRAFT
+from tests.lengths import few
 from tests.toy_kv import ORIGINS
 from tests.unit.serving_node.fleet_kit import Fleet
 
@@ -77,6 +78,7 @@ def test_everyone_gets_their_answer(order):
     assert not total["failed"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", EACH_ORDER)
 def test_answers_move_and_stay_and_everyone_gets_theirs(order):
     """Without a failure, but for moves that come to nothing."""
@@ -122,7 +124,7 @@ def test_answers_with_candidates_are_the_same(faults):
     assert min(total[what] for what in happened) > 5, f"too little happened: {total}"
 
 
-@pytest.mark.parametrize("kind", ["each for the other", "all on one side", "own"])
+@pytest.mark.parametrize("kind", few(["own", "each for the other", "all on one side"]))
 def test_whoever_reads_and_whoever_writes(kind):
     for seed in range(25):
         fleet = make_fleet(seed)
@@ -140,7 +142,7 @@ def test_whoever_reads_and_whoever_writes(kind):
 
 
 @pytest.mark.parametrize("priorities", PRIORITIES, ids=["equal", "it is the least important"])
-@pytest.mark.parametrize("first_seed", [0, 8])
+@pytest.mark.parametrize("first_seed", few([0, 8]))
 def test_the_oldest_finishes_though_younger_ones_come_without_end(first_seed, priorities):
     for seed in range(first_seed, first_seed + 8):
         chances = {"moves": 0.1, "keeps": 0.05} if seed % 2 else {}
@@ -161,6 +163,7 @@ def test_the_oldest_finishes_though_younger_ones_come_without_end(first_seed, pr
         fleet.check_end()
 
 
+@pytest.mark.long
 def test_a_pool_as_large_as_the_largest_request_is_enough_for_many_of_them():
     for seed in range(20):
         fleet = Fleet(seed, 2, num_blocks=NUM_BLOCKS, seats=4)
@@ -170,6 +173,7 @@ def test_a_pool_as_large_as_the_largest_request_is_enough_for_many_of_them():
         fleet.check_end()
 
 
+@pytest.mark.long
 def test_those_that_wait_too_long_are_told_and_nothing_stays_behind():
     """Credit and tickets with little time, on nodes that are much too small for the load."""
     num_failed = 0

@@ -177,6 +177,7 @@ def test_a_clean_end_leaves_nothing(up, hangups, tmp_path, when, number, exit_co
     assert "Traceback" not in cluster.said
 
 
+@pytest.mark.long
 def test_temporary_files_may_have_long_paths_and_be_cleaned_away(up, tmp_path, monkeypatch):
     """A socket's path has some hundred characters at most."""
     folder = tmp_path / ("x" * 120)
@@ -219,6 +220,7 @@ def test_a_hangup_has_the_api_keys_read_again_and_nothing_ends(up, hangups, tmp_
     assert (cluster.end(), cluster.said.splitlines()[-1]) == (0, "Stopped.")
 
 
+@pytest.mark.long
 def test_a_hangup_while_it_loads_ends_nothing_and_is_passed_on(up, hangups, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("ann key-of-ann\n")
@@ -248,6 +250,7 @@ IN_A_TERMINAL = (
 )
 
 
+@pytest.mark.long
 def test_up_ends_when_its_terminal_does(model, hangups, tmp_path):
     """Which is a hangup too, but not one that is about API keys."""
     (tmp_path / "keys").write_text("ann key-of-ann\n")
@@ -303,6 +306,7 @@ def test_a_cluster_of_nodes_that_do_both_serves(up):
     assert (cluster.end(), cluster.said.splitlines()[-1]) == (0, "Stopped.")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a child's life to its parent's")
 def test_nothing_is_left_when_up_itself_is_killed(up):
     cluster = up()
@@ -499,6 +503,7 @@ def test_missing_kernels_are_told_with_what_they_cost(up, tmp_path, compiled):
     assert compiled or "takes about 3 times as long" in lines[0]
 
 
+@pytest.mark.long
 def test_no_module_of_a_user_is_imported(up, tmp_path, monkeypatch, short_path):
     """From the folder that it runs in: not by ranks and doors either, and not in the place of one of Python itself."""
     monkeypatch.setenv("TMPDIR", str(short_path))  # doors have sockets there
@@ -512,6 +517,7 @@ def test_no_module_of_a_user_is_imported(up, tmp_path, monkeypatch, short_path):
     assert cluster.end() == 130
 
 
+@pytest.mark.long
 def test_a_role_becomes_the_process_of_its_room(model):
     port, fleet_port = free_port(), free_port()
     command = [

@@ -11,16 +11,16 @@ from serving_core.reasons import WOULD_BE_LATE
 from splitserve_bench.overload.findings import findings_of
 from splitserve_bench.overload.stages import parse_stages
 from splitserve_bench.serve.metrics import ttft_s
+from tests.lengths import few
 from tests.unit.splitserve_bench.goodput_kit import KNEES, LIMITS, Door, World, fleet_of, load, num_good
 from tests.unit.splitserve_bench.simulate_kit import TOKEN_S
 
 BACK_S = 10.0
 SEEDS = 2
 SEEDS_BACK = 8  # some 20 a seed come back, and whether they are served is one coin each
-QUICK = (1, 1, 0), (1, 0, 1)
 fleets = pytest.mark.parametrize(
     "counts",
-    [pytest.param(each, marks=() if each in QUICK else pytest.mark.long) for each in KNEES],
+    few(KNEES, (1, 0, 1)),
     ids=lambda counts: str(fleet_of(counts, ADMIT_ALL)),
 )
 
@@ -34,6 +34,7 @@ def staged(text, counts, seed):
     return stages, planned
 
 
+@pytest.mark.long
 @fleets
 def test_at_three_times_the_knee_goodput_is_near_its_peak_where_only_the_timely_are_admitted(counts):
     goodputs = {}
@@ -46,6 +47,7 @@ def test_at_three_times_the_knee_goodput_is_near_its_peak_where_only_the_timely_
     assert goodputs.pop(3.0) >= 0.8 * max(goodputs.values()), goodputs
 
 
+@pytest.mark.long
 @fleets
 def test_goodput_is_back_soon_after_an_overload_where_only_the_timely_are_admitted(counts):
     for seed in range(SEEDS):
@@ -168,7 +170,7 @@ class Few(Door):
 
 @pytest.mark.parametrize("admission", [pytest.param(ADMIT_ALL, marks=pytest.mark.long), ADMIT_TIMELY])
 @pytest.mark.parametrize(
-    "counts", [(1, 1, 0), (0, 0, 2), (1, 0, 1)], ids=lambda counts: str(fleet_of(counts, ADMIT_ALL))
+    "counts", few([(1, 1, 0), (0, 0, 2), (1, 0, 1)]), ids=lambda counts: str(fleet_of(counts, ADMIT_ALL))
 )
 def test_what_has_no_limits_ends_while_more_that_has_some_comes_than_can_be_served(counts, admission):
     """A twentieth of what is read goes to the oldest of those that others are read before: so each waits for those

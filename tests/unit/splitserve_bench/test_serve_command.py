@@ -81,6 +81,7 @@ async def test_prompts_are_of_the_servers_vocabulary():
     assert max(token for seen in script.seen.values() for token in seen.asked["prompt"]) < VOCAB_SIZE
 
 
+@most_of_one
 async def test_what_failed_is_a_miss_in_the_table(serving):
     seed = ["--seed", "5"]
     script = Script()
@@ -146,6 +147,7 @@ async def test_a_trace_keeps_its_times(tmp_path):
     assert max(token for seen in script.seen.values() for token in seen.asked["prompt"]) < 5000
 
 
+@most_of_one
 async def test_texts_are_sent_as_they_stand(serving, tmp_path):
     write_tokenizer(tmp_path)
     rows = [{"prompt": text, "output_tokens": count} for text, count in {"ab": 3, "cde": 2, "äö": 1}.items()]
@@ -163,6 +165,7 @@ async def test_texts_are_sent_as_they_stand(serving, tmp_path):
     assert "the data set has 3 requests, not the 9 of --num-prompts" in errors
 
 
+@most_of_one
 async def test_answers_may_end_early_where_that_is_wanted(serving):
     script = Script()
     async with serving(script) as target:
