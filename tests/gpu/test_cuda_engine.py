@@ -12,6 +12,7 @@ from serving_core.layout import KVLayout
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
 from tests.gpu.devices import need_devices
+from tests.lengths import few
 from tests.tiny_models import FAMILIES, write_tiny_model
 from tests.toy_scheduler import greedy, run_all
 from tests.unit.serving_node.rank_process import run_ranks
@@ -81,7 +82,7 @@ def test_a_seeded_request_gives_the_same_tokens_and_logprobs_again(tmp_path):
     assert once == again
 
 
-@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("tp_size", few([2, 4]))
 def test_ranks_over_nccl_answer_as_one_on_the_cpu(tp_size, tmp_path):
     need_devices(tp_size)
     sizes = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 263}

@@ -12,6 +12,7 @@ from engine.forward_batch import build_batch
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
 from tests.gpu.devices import need_devices, need_flash_attention
+from tests.lengths import few
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
 from tests.toy_scheduler import greedy, run_all
 from tests.unit.serving_node.rank_process import rank_case, run_ranks
@@ -50,7 +51,7 @@ def planes_of(engine):
     return [plane for layer in layers for plane in (engine.pool.keys(layer), engine.pool.values(layer))]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES))
 @torch.inference_mode()
 def test_replays_agree_with_the_modules(tmp_path, family):
     engine = captured(tmp_path, family)
@@ -90,7 +91,7 @@ def test_eager_where_it_is_asked_for(tmp_path):
     assert engine.pool.num_blocks == engine.num_blocks
 
 
-@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("tp_size", few([2, 4]))
 def test_ranks_have_graphs_of_their_parts(tmp_path, tp_size):
     need_devices(tp_size)
     need_flash_attention()
