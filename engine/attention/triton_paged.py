@@ -1,5 +1,6 @@
 """Attention on CUDA by kernels of Triton, which read the paged pool in place, in blocks of any size."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,8 +27,11 @@ from engine.forward_batch import ForwardBatch
 # Where keys are no wider than this, by the rows of a program, more tiles of them are read ahead, which else are waited
 # for; it takes a device with so much memory that a program may share.
 DEEP_BYTES: Final = {FEW_ROWS: 512, SHARING_ROWS: 256, MANY_ROWS: 256}
-DEEP_STAGES, STAGES = 5, 3
+DEEP_STAGES, STAGES, ONE_STAGE = 5, 3, 1
 DEEP_MEMORY_BYTES: Final = 160 * 1024
+COMMON_MEMORY_BYTES: Final = 99 * 1024  # of devices that do not say
+SCALES_BYTES: Final = 16  # of a key and its value, while both are read
+SUMS_BYTES: Final = 1024  # of rows, among the warps
 SHARING_DIM: Final = 128  # of heads, up to which SHARING_ROWS of 16 bits leave registers enough
 PROGRAMS: Final = 128  # that a step of one request should have, to fill a device
 FEWEST_SPLITS, MOST_SPLITS = 16, 64
@@ -64,13 +68,15 @@ class TritonAttention:
         self.softcap = softcap
         self._planes = {layer: pool.scaled_planes(layer) for layer in pool.layout.layers}
         self._group = num_heads // pool.layout.num_kv_heads
+        head_dim, properties = pool.layout.head_dim, torch.cuda.get_device_properties(pool.device)
+        memory_bytes = getattr(properties, "shared_memory_per_block_optin", COMMON_MEMORY_BYTES)
+        itemsizes = pool.compute_dtype.itemsize, self._planes[pool.layout.layers[0]][0][0].itemsize
+        self._stages = stages_by_rows(head_dim, *itemsizes, memory_bytes)
         is_wide = pool.compute_dtype.itemsize > 2  # for whose products of many rows there are too few registers
-        self._most_rows = FEW_ROWS if is_uniform or is_wide else MANY_ROWS
-        most_sharing = FEW_ROWS if is_wide or pool.layout.head_dim > SHARING_DIM else SHARING_ROWS
+        self._most_rows = most_rows(FEW_ROWS if is_uniform or is_wide else MANY_ROWS, self._stages)
+        most_sharing = FEW_ROWS if is_wide or head_dim > SHARING_DIM else SHARING_ROWS
         self.few_tokens: Final = 0 if is_uniform else most_sharing // self._group
         """Of a request: where none of a batch has more, programs share their keys."""
-        properties = torch.cuda.get_device_properties(pool.device)
-        self._may_be_deep = getattr(properties, "shared_memory_per_block_optin", 0) >= DEEP_MEMORY_BYTES
         wanted = triton.next_power_of_2(PROGRAMS // pool.layout.num_kv_heads)
         self._splits = min(max(wanted, FEWEST_SPLITS), MOST_SPLITS)
 
@@ -97,11 +103,10 @@ class TritonAttention:
         parts = part_sizes.new_empty((*shared, head_dim))
         scale = head_dim**-0.5 if self.score_scale is None else self.score_scale
         window = 0 if plan.window is None else plan.window
-        is_deep = self._may_be_deep and head_dim * keys.itemsize <= DEEP_BYTES[plan.rows]
         constants = {
             "GROUP": self._group,
             "HEAD_DIM": head_dim,
-            "PADDED_DIM": max(16, triton.next_power_of_2(head_dim)),
+            "PADDED_DIM": padded(head_dim),
             "KEYS": TILE_KEYS,
             "SPLITS": plan.splits,
             "LEAST": LEAST_TILES,
@@ -136,7 +141,7 @@ class TritonAttention:
             HAS_SCALES=layout.is_quantized,
             TINY=SMALLEST,
             LOG2_E=LOG2_E,
-            num_stages=DEEP_STAGES if is_deep else STAGES,
+            num_stages=self._stages[plan.rows],
             **constants,
         )
         if plan.splits > ALONE:
@@ -152,3 +157,33 @@ class TritonAttention:
                 **constants,
             )
         return attended
+
+
+def padded(head_dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
+def stages_by_rows(head_dim: int, itemsize: int, stored_itemsize: int, memory_bytes: int) -> dict[int, int]:
+    """How far programs of so many rows read ahead, on a device with that much memory that one may share: at least
+    ONE_STAGE, though that may be too much, too. `stored_itemsize` is the pool's."""
+    stages = {}
+    for rows, deep_bytes in DEEP_BYTES.items():
+        is_deep = memory_bytes >= DEEP_MEMORY_BYTES and head_dim * stored_itemsize <= deep_bytes
+        wanted = DEEP_STAGES if is_deep else STAGES
+        fits = shared_bytes(rows, wanted, head_dim, itemsize, stored_itemsize) <= memory_bytes
+        stages[rows] = wanted if fits else ONE_STAGE
+    return stages
+
+
+def most_rows(at_most: int, stages: Mapping[int, int]) -> int:
+    """The most with which a program reads ahead; where none does, the fewest."""
+    return max((rows for rows in stages if rows <= at_most and stages[rows] > ONE_STAGE), default=FEW_ROWS)
+
+
+def shared_bytes(rows: int, stages: int, head_dim: int, itemsize: int, stored_itemsize: int) -> int:
+    """What such a program shares at most: its queries, the weights of a tile's keys, and the tiles that are read ahead,
+    one less than stages; but where it reads ahead at all, one of keys and one of values. Devices of compute capability
+    9.0, which have memory enough, keep some more."""
+    dim, num_tiles = padded(head_dim), max(2, stages - 1) if stages > ONE_STAGE else 1
+    key_bytes = dim * stored_itemsize + (SCALES_BYTES if stored_itemsize < itemsize else 0)
+    return rows * (dim + TILE_KEYS) * itemsize + num_tiles * TILE_KEYS * key_bytes + SUMS_BYTES

@@ -18,7 +18,7 @@ TILE_INPUTS: Final = 128  # of a program at a time
 TILE_OUTPUTS: Final = 64  # of a program
 FEW_ROWS, MANY_ROWS = 16, 64  # of a program
 FEW_WARPS, MANY_WARPS = 4, 8
-STAGES: Final = 4
+STAGES, WIDE_STAGES = 4, 2  # which inputs of 32 bits have, for more would not fit every device
 MOST_ROWS: Final = 256  # for which unpacking in registers, once for each tile of them, takes less than doing it before
 PROGRAMS: Final = 512  # that a product should have, to fill a device
 LEAST_TILES: Final = 4  # of a program that shares inputs with others
@@ -184,7 +184,7 @@ def _multiply(x: torch.Tensor, packed: Packed) -> torch.Tensor:
         OF_GROUPS=num_groups > 1 and packed.group_size % TILE_INPUTS != 0,
         HAS_BIAS=splits == 1 and packed.bias is not None,
         num_warps=FEW_WARPS if is_few else MANY_WARPS,
-        num_stages=STAGES,
+        num_stages=WIDE_STAGES if x.itemsize > 2 else STAGES,
     )
     if splits > 1:
         add_up[(triton.cdiv(outputs.numel(), ADDED),)](

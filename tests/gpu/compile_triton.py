@@ -1,6 +1,7 @@
-"""`python -m tests.gpu.compile_triton CAPABILITY`: compiles the kernels of Triton for a device of that compute
-capability, such as 90, which takes no device, and writes the bytes of shared memory that each program takes, and those
-that each of its threads has no registers for. To be run by a process whose Triton does not interpret."""
+"""`python -m tests.gpu.compile_triton CAPABILITY BYTES`: compiles the kernels of Triton for a device of that compute
+capability, such as 90, whose programs share so much memory, which takes no device; and writes the bytes of it that each
+program takes, and those that each of its threads has no registers for. To be run by a process whose Triton does not
+interpret."""
 
 import itertools
 import re
@@ -26,7 +27,7 @@ from engine.attention.triton_kernels import (
     attend,
     merge,
 )
-from engine.attention.triton_paged import DEEP_BYTES, DEEP_STAGES, STAGES
+from engine.attention.triton_paged import most_rows, padded, stages_by_rows
 from engine.model import triton_draws, triton_steps
 from engine.model.draws import LIKELIEST_MASS
 from engine.quantization import triton_linear
@@ -41,8 +42,12 @@ VARYING = ("table_stride", *OF_REQUESTS)  # of any value from call to call
 SIZES = ("num_columns", "num_inputs", "num_outputs", "num_words")  # which are multiples of 16 as a rule
 
 
-def attending(dtype, stored, head_dim, group, block_size, rows, splits=ALONE, has_cap=False, has_window=False):
-    """`stored`: dtype of the pool; `group`: heads of a key."""
+def attending(
+    memory_bytes, dtype, stored, head_dim, group, block_size, rows, splits=ALONE, has_cap=False, has_window=False
+):
+    """`stored`: dtype of the pool; `group`: heads of a key; `rows`: at most."""
+    stages = stages_by_rows(head_dim, BYTES[dtype], BYTES[stored], memory_bytes)
+    rows = most_rows(rows, stages)
     scales = "fp32" if stored != dtype else dtype
     pointers = {"queries": dtype, "keys": stored, "values": stored, "key_scales": scales, "value_scales": scales}
     constants = {
@@ -54,9 +59,7 @@ def attending(dtype, stored, head_dim, group, block_size, rows, splits=ALONE, ha
         "TINY": SMALLEST,
         "LOG2_E": LOG2_E,
     }
-    is_deep = head_dim * BYTES[stored] <= DEEP_BYTES[rows]
-    numbers, stages = {"scale": "fp32", "softcap": "fp32"}, DEEP_STAGES if is_deep else STAGES
-    return attend, {"attended": dtype, **pointers}, numbers, constants, stages
+    return attend, {"attended": dtype, **pointers}, {"scale": "fp32", "softcap": "fp32"}, constants, stages[rows]
 
 
 def merging(dtype, head_dim, group, splits, has_window=False):
@@ -67,7 +70,7 @@ def of_both(head_dim, group, splits, has_window):
     return {
         "GROUP": group,
         "HEAD_DIM": head_dim,
-        "PADDED_DIM": triton.next_power_of_2(head_dim),
+        "PADDED_DIM": padded(head_dim),
         "KEYS": TILE_KEYS,
         "SPLITS": splits,
         "LEAST": LEAST_TILES,
@@ -86,7 +89,8 @@ def multiplying(dtype, bits, is_few, of_groups):
     }
     warps = triton_linear.FEW_WARPS if is_few else triton_linear.MANY_WARPS
     pointers = {"inputs": dtype, "outputs": dtype, "zeros": "u8"}
-    return triton_linear.multiply, pointers, {}, constants, triton_linear.STAGES, warps
+    stages = triton_linear.WIDE_STAGES if BYTES[dtype] > 2 else triton_linear.STAGES
+    return triton_linear.multiply, pointers, {}, constants, stages, warps
 
 
 def unpacking(dtype, bits):
@@ -138,19 +142,24 @@ def finding_edges():
     return triton_draws.find_edges, pointers, {}, constants, 3, triton_draws.NUM_WARPS
 
 
-CASES = [
-    attending("bf16", "bf16", 128, 4, 16, FEW_ROWS, splits=16),
-    attending("bf16", "bf16", 128, 4, 16, MANY_ROWS),
-    attending("bf16", "bf16", 64, 8, 256, MANY_ROWS, has_window=True),
-    attending("fp16", "fp16", 256, 2, 16, MANY_ROWS, has_cap=True, has_window=True),
-    attending("fp32", "fp32", 128, 4, 16, FEW_ROWS, has_cap=True),
-    attending("fp16", "fp16", 256, 2, 16, FEW_ROWS, splits=16),
-    attending("bf16", "i8", 128, 4, 16, FEW_ROWS, splits=64),
-    attending("bf16", "bf16", 128, 4, 16, SHARING_ROWS, splits=16),
-    attending("fp16", "fp16", 64, 4, 256, SHARING_ROWS, splits=16, has_cap=True, has_window=True),
-    attending("bf16", "i8", 128, 4, 16, SHARING_ROWS, splits=64),
-    attending("bf16", "i8", 128, 4, 16, MANY_ROWS),
-    attending("bf16", FP8, 128, 4, 16, MANY_ROWS),
+def attentions(memory_bytes):
+    return [
+        attending(memory_bytes, "bf16", "bf16", 128, 4, 16, FEW_ROWS, splits=16),
+        attending(memory_bytes, "bf16", "bf16", 128, 4, 16, MANY_ROWS),
+        attending(memory_bytes, "bf16", "bf16", 64, 8, 256, MANY_ROWS, has_window=True),
+        attending(memory_bytes, "fp16", "fp16", 256, 2, 16, MANY_ROWS, has_cap=True, has_window=True),
+        attending(memory_bytes, "fp32", "fp32", 128, 4, 16, FEW_ROWS, has_cap=True),
+        attending(memory_bytes, "fp16", "fp16", 256, 2, 16, FEW_ROWS, splits=16),
+        attending(memory_bytes, "bf16", "i8", 128, 4, 16, FEW_ROWS, splits=64),
+        attending(memory_bytes, "bf16", "bf16", 128, 4, 16, SHARING_ROWS, splits=16),
+        attending(memory_bytes, "fp16", "fp16", 64, 4, 256, SHARING_ROWS, splits=16, has_cap=True, has_window=True),
+        attending(memory_bytes, "bf16", "i8", 128, 4, 16, SHARING_ROWS, splits=64),
+        attending(memory_bytes, "bf16", "i8", 128, 4, 16, MANY_ROWS),
+        attending(memory_bytes, "bf16", FP8, 128, 4, 16, MANY_ROWS),
+    ]
+
+
+OTHERS = [
     merging("bf16", 128, 4, 16),
     merging("fp16", 256, 2, 64, has_window=True),
     *(multiplying("bf16", *case) for case in itertools.product((4, 8), (True, False), (True, False))),
@@ -170,9 +179,10 @@ CASES = [
 ]
 
 
-def cases(capability):
+def cases(capability, memory_bytes):
     """Those that there are for such a device."""
-    return [case for case in CASES if capability >= LEAST_FOR_FP8 or FP8 not in case[1].values()]
+    all_cases = attentions(memory_bytes) + OTHERS
+    return [case for case in all_cases if capability >= LEAST_FOR_FP8 or FP8 not in case[1].values()]
 
 
 def compiled(capability, kernel, pointers, numbers, constants, stages=3, warps=4):
@@ -200,6 +210,7 @@ def spilled_bytes(cubin):
 
 
 if __name__ == "__main__":
-    for case in cases(int(sys.argv[1])):
-        kernel = compiled(int(sys.argv[1]), *case)
+    capability, memory_bytes = map(int, sys.argv[1:])
+    for case in cases(capability, memory_bytes):
+        kernel = compiled(capability, *case)
         sys.stdout.write(f"{kernel.metadata.shared} {spilled_bytes(kernel.asm['cubin'])}\n")

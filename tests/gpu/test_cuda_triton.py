@@ -11,8 +11,16 @@ pytest.importorskip("triton", reason="Triton, which comes with torch for CUDA, i
 
 from engine.attention.backends import choose_attention, invariant_attentions
 from engine.attention.paged import PortableAttention
-from engine.attention.triton_kernels import ALONE
-from engine.attention.triton_paged import TritonAttention
+from engine.attention.triton_kernels import ALONE, FEW_ROWS, MANY_ROWS, SHARING_ROWS, attend
+from engine.attention.triton_paged import (
+    DEEP_STAGES,
+    ONE_STAGE,
+    STAGES,
+    TritonAttention,
+    most_rows,
+    shared_bytes,
+    stages_by_rows,
+)
 from engine.cache.kv_pool import PagedKVPool
 from engine.cuda_graphs import StaticDecode
 from engine.engine import Engine
@@ -21,7 +29,7 @@ from serving_core.layout import KVLayout
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
 from tests.gpu.attention_kit import CUDA, random_pool, shares_of
-from tests.gpu.compile_triton import cases
+from tests.gpu.compile_triton import BYTES, cases
 from tests.tiny_models import write_tiny_model
 from tests.toy_scheduler import greedy, run_all
 
@@ -116,18 +124,39 @@ def test_what_is_not_a_number_stays_with_its_request():
     assert torch.equal(ours.attend(query, 0, ours.plan(batch, None)), expected)
 
 
-@pytest.mark.parametrize(("capability", "most_bytes"), [(80, 163 * 1024), (90, 227 * 1024)])
+@pytest.mark.parametrize(
+    ("head_dim", "itemsize", "memory_kib", "expected"),
+    [
+        (128, 2, 99, (MANY_ROWS, STAGES)),
+        (128, 2, 163, (MANY_ROWS, DEEP_STAGES)),
+        (256, 2, 99, (SHARING_ROWS, STAGES)),
+        (256, 2, 163, (MANY_ROWS, STAGES)),
+        (256, 1, 99, (MANY_ROWS, STAGES)),
+        (256, 4, 99, (FEW_ROWS, ONE_STAGE)),
+    ],
+)
+def test_wide_heads_have_smaller_programs_where_a_device_has_little_memory(head_dim, itemsize, memory_kib, expected):
+    stages = stages_by_rows(head_dim, max(2, itemsize), itemsize, memory_kib * 1024)
+    rows = most_rows(MANY_ROWS, stages)
+    assert (rows, stages[rows]) == expected
+
+
+@pytest.mark.parametrize(("capability", "most_bytes"), [(80, 163 * 1024), (89, 99 * 1024), (90, 227 * 1024)])
 def test_it_is_compiled_for_a_device_and_fits_its_shared_memory(capability, most_bytes):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path and "children" not in path)
-    argv = [sys.executable, "-m", "tests.gpu.compile_triton", str(capability)]
+    argv = [sys.executable, "-m", "tests.gpu.compile_triton", str(capability), str(most_bytes)]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     sizes = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     assert max(shared for shared, _ in sizes) <= most_bytes
-    of_cases = zip(cases(capability), sizes, strict=True)
+    of_cases = [*zip(cases(capability, most_bytes), sizes, strict=True)]
     of_shared_keys = {spilled for case, (_, spilled) in of_cases if case[3].get("SPLITS", ALONE) > ALONE}
     assert of_shared_keys == {0}, "registers are too few"
+    for (kernel, pointers, _, constants, *stages), (shared, _) in of_cases:
+        if kernel is attend and capability < 90:
+            itemsizes = BYTES[pointers["queries"]], BYTES[pointers["keys"]]
+            assert shared <= shared_bytes(constants["ROWS"], *stages, constants["HEAD_DIM"], *itemsizes)
 
 
 @pytest.mark.parametrize(
