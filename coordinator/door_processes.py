@@ -59,7 +59,7 @@ class Doors:
         self._streams: asyncio.Server | None = None
         self._held: list[SharedPort] = []
         self._processes: dict[int, asyncio.subprocess.Process] = {}
-        self._keepers: list[asyncio.Task[None]] = []
+        self._keepers: dict[int, asyncio.Task[None]] = {}
         self._is_stopping = False
         self.port = 0  # once listened on
         self.http_port = -1  # likewise; -1 without HTTP
@@ -86,12 +86,12 @@ class Doors:
         await self._server.start()
         numbers = range(1, self._settings.doors + 1)
         self._service.opened.update((number, asyncio.Event()) for number in numbers)
-        self._keepers = [asyncio.create_task(self._keep(number, path)) for number in numbers]
+        self._keepers = {number: asyncio.create_task(self._keep(number, path)) for number in numbers}
         opened = asyncio.gather(*(event.wait() for event in self._service.opened.values()))
-        parts: list[asyncio.Future[Any]] = [opened, *self._keepers]
+        parts: list[asyncio.Future[Any]] = [opened, *self._keepers.values()]
         try:
             await asyncio.wait(parts, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
-            for keeper in self._keepers:
+            for keeper in self._keepers.values():
                 if keeper.done():
                     keeper.result()
             if not opened.done():
@@ -103,16 +103,17 @@ class Doors:
         logger.info("%d doors are open", len(numbers))
 
     async def stop(self) -> None:
-        """Ends the doors, after what there is to tell them, and gives the ports back."""
+        """Ends the doors, after what there is to tell those that are open, and gives the ports back."""
         self._is_stopping = True
         self._service.end()
-        if self._keepers:
-            await asyncio.wait(self._keepers, timeout=STOP_DEADLINE_S)
+        closing = [keeper for number, keeper in self._keepers.items() if self._service.opened[number].is_set()]
+        if closing:
+            await asyncio.wait(closing, timeout=STOP_DEADLINE_S)
         for number in list(self._processes):
             self._kill(number)
-        for keeper in self._keepers:
+        for keeper in self._keepers.values():
             keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
         await self._server.stop(None)
         if self._streams is not None:
             self._streams.close()
@@ -155,7 +156,6 @@ class Doors:
         pauses = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
         opened, has_opened = self._service.opened[number], False
         while not self._is_stopping:
-            opened.clear()
             process = self._processes[number] = await self._spawn(number, path)
             late = asyncio.get_running_loop().call_later(START_DEADLINE_S, self._check_open, number)
             try:
@@ -166,6 +166,7 @@ class Doors:
             if self._is_stopping:
                 return
             has_opened = has_opened or opened.is_set()
+            opened.clear()
             if not has_opened:
                 raise SettingsError(f"door {number} has ended at its start, with code {code}")
             pause_s = pauses.next_s(time.monotonic())
