@@ -135,4 +135,8 @@ class NodeSettings:
             raise SettingsError(
                 "--kv-host-bytes and --kv-disk-bytes keep what --enable-prefix-caching finds, which is off"
             )
+        if self.tier.kv_disk_path and not self.tier.kv_disk_bytes:
+            raise SettingsError("--kv-disk-path is the folder of a file whose size is --kv-disk-bytes, and that is 0")
+        if self.engine.weights_disk_path and not self.engine.weights_memory_bytes:
+            raise SettingsError("--weights-disk-path is for what --weights-memory-bytes leaves on disk, and that is 0")
         return replace(self, max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs)

@@ -34,6 +34,8 @@ def test_a_step_is_as_large_as_its_device_is_fast(told, device, sizes):
             {"tier": TierSettings(kv_disk_bytes=1), "engine": EngineSettings(enable_prefix_caching=False)},
             "--kv-host-bytes and --kv-disk-bytes keep what --enable-prefix-caching finds, which is off",
         ),
+        ({"tier": TierSettings(kv_disk_path="/mnt", kv_host_bytes=1)}, "--kv-disk-path is the folder of a file"),
+        ({"engine": EngineSettings(weights_disk_path="/mnt")}, "--weights-disk-path is for what"),
     ],
 )
 async def test_what_does_not_go_together_is_refused_before_anything_is_loaded(told, sentence):
