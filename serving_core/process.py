@@ -13,6 +13,7 @@ from serving_core.descriptors import raise_limit
 from serving_core.errors import ModelError, SettingsError
 from serving_core.interrupts import end_at_once
 from serving_core.telemetry import LogSettings, configure_logging
+from serving_core.threads import check_threads
 
 
 def ending_signals() -> list[signal.Signals]:
@@ -28,6 +29,7 @@ def run_process(role: str, name: str, log: LogSettings, main: Callable[[], Corou
     raise_limit()
     end_at_once()  # as SIGTERM does, until main handles both: what loads awaits nothing, and could not be cancelled
     try:
+        check_threads()
         failpoints.arm()
         uvloop.run(main())
     except (SettingsError, ModelError) as error:
