@@ -1,5 +1,6 @@
 """A process of a cluster, from its first line of log to its exit code."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -22,6 +23,14 @@ def ending_signals() -> list[signal.Signals]:
     return [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if can_hang_up else [])]
 
 
+def check_folder() -> None:
+    """Raises SettingsError where the folder that this process runs in was removed: some libraries do not load there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise SettingsError("the folder that this was started in is gone: start it in one that is there") from error
+
+
 def run_process(role: str, name: str, log: LogSettings, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Runs main on an event loop, with as many files open as the system allows. Where the process cannot start or is
     refused, one sentence goes to stderr and it exits with code 2."""
@@ -29,6 +38,7 @@ def run_process(role: str, name: str, log: LogSettings, main: Callable[[], Corou
     raise_limit()
     end_at_once()  # as SIGTERM does, until main handles both: what loads awaits nothing, and could not be cancelled
     try:
+        check_folder()
         check_threads()
         failpoints.arm()
         uvloop.run(main())

@@ -455,6 +455,19 @@ def test_what_cannot_work_is_told_before_anything_starts(up, tmp_path, flags, se
     assert sentence in refusal(up(*flags.split()), tmp_path)
 
 
+@pytest.mark.parametrize("package", ["splitserve up", "coordinator", "serving_node"])
+def test_nothing_starts_in_a_folder_that_is_gone(package, model, tmp_path, short_path):
+    (short_path / "gone").mkdir()
+    script = f'cd "{short_path}/gone" && rmdir ../gone && exec {sys.executable} -m {package} {model}'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        ["sh", "-c", script], env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    [line] = done.stderr.splitlines()
+    assert "the folder that this was started in is gone" in line
+    assert done.returncode == 2
+
+
 @pytest.mark.parametrize(("role", "lacks"), [("coordinator", "clientAuth"), ("node", "serverAuth")])
 def test_a_certificate_that_cannot_be_shown_at_both_ends_is_told_before_anything_starts(up, tmp_path, role, lacks):
     folder = authority(tmp_path / "certs")
