@@ -8,10 +8,8 @@ import asyncio
 import dataclasses
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -31,10 +29,10 @@ from serving_core.channels import LOCAL_OPTIONS
 from serving_core.errors import SettingsError
 from serving_core.flags import environment_of, to_argv
 from serving_core.ports import Port, SharedPort
+from serving_core.socket_folder import LONGEST_PATH, SocketFolder, fits
 
 logger = logging.getLogger(__name__)
 
-LONGEST_PATH: Final = 107  # of a socket: Linux, as only there are doors
 START_DEADLINE_S: Final = 120.0
 STOP_DEADLINE_S: Final = 4 * STOP_GRACE_S
 FIRST_PAUSE_S: Final = 0.1
@@ -55,7 +53,7 @@ class Doors:
         doors_pb2_grpc.add_DoorsServicer_to_server(service, self._server)
         inference_pb2_grpc.add_InferenceServicer_to_server(status, self._server)
         inference_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
-        self._folder: Path | None = None
+        self._folder = SocketFolder()
         self._streams: asyncio.Server | None = None
         self._held: list[SharedPort] = []
         self._processes: dict[int, asyncio.subprocess.Process] = {}
@@ -74,11 +72,11 @@ class Doors:
 
     async def start(self) -> None:
         """Returns when every door listens. Raises SettingsError when one cannot."""
-        self._folder = Path(tempfile.mkdtemp(prefix="splitserve-doors-"))  # for this user alone
-        path = self._folder / "control"
+        path = self._folder.path / "control"
         asked = path.with_name(path.name + ASKED)
-        if len(os.fsencode(asked)) > LONGEST_PATH:
+        if not fits(asked):
             raise SettingsError(f"{asked} is longer than a socket's path may be ({LONGEST_PATH}): set another TMPDIR")
+        self._folder.make()
         self._server.add_insecure_port(f"unix:{asked}")
         self._streams = await asyncio.start_unix_server(self._service.attach, path)
         for each in (path, asked):
@@ -119,8 +117,7 @@ class Doors:
             self._streams.close()
         for held in self._held:
             held.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder)
+        self._folder.remove()
 
     async def report(self) -> None:
         """Tells health watchers of the fleet's port, and the doors, what is so now."""

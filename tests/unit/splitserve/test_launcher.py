@@ -24,6 +24,7 @@ import pytest
 from engine.native.library import native_library
 from protos import inference_pb2
 from serving_core.errors import ModelError, SplitServeError
+from serving_core.socket_folder import SocketFolder
 from splitserve import Client
 from splitserve.client.clients import LIVENESS
 from splitserve.client.errors import Unauthenticated, Unavailable
@@ -304,12 +305,17 @@ def test_a_cluster_of_nodes_that_do_both_serves(up):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a child's life to its parent's")
-def test_nothing_is_left_when_up_itself_is_killed(up):
+def test_nothing_is_left_when_up_itself_is_killed(up, tmp_path, monkeypatch):
     cluster = up()
     cluster.read_until("Ready")
     children = cluster.children()
     cluster.process.kill()
     assert_gone(children.values())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    again = SocketFolder()  # as the next `up` makes it
+    again.make()
+    again.remove()
+    assert [each for each in (tmp_path / "tmp").iterdir() if each != cluster.log_dir] == []
 
 
 def refusal(cluster: Up, tmp_path: Path) -> str:
