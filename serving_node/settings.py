@@ -1,5 +1,6 @@
 """What a node can be told. The flags derive from these fields."""
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -13,6 +14,7 @@ from serving_node.link import LinkSettings
 OFF: Final = "off"
 DRAFT: Final = "draft"
 SPECULATIONS: Final = (OFF, "lookup", DRAFT)
+_ENDS_IN_PORT: Final = re.compile(r":\d+$", re.ASCII)
 STEP_TOKENS: Final = {"cpu": 512, "cuda": 2048}
 SEATS: Final = {"cpu": 64, "cuda": 256}
 """What a node takes that is not told, by the kind of its device."""
@@ -135,6 +137,8 @@ class NodeSettings:
             raise SettingsError(
                 "--kv-host-bytes and --kv-disk-bytes keep what --enable-prefix-caching finds, which is off"
             )
+        if not _ENDS_IN_PORT.search(self.link.coordinator):
+            raise SettingsError(f"--coordinator {self.link.coordinator} has no port: it must be HOST:PORT")
         if self.tier.kv_disk_path and not self.tier.kv_disk_bytes:
             raise SettingsError("--kv-disk-path is the folder of a file whose size is --kv-disk-bytes, and that is 0")
         if self.engine.weights_disk_path and not self.engine.weights_memory_bytes:

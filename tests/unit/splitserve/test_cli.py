@@ -279,7 +279,7 @@ def test_drain_tells_what_is_left_and_ends_with_one_line(run, script):
     result = run("drain", "decode-0")
     assert (result.exit_code, result.stdout) == (0, "decode-0 is drained: it has no part in any answer\n")
     assert result.stderr.splitlines() == [
-        "decode-0 is to drain",
+        "Asking decode-0 to drain",
         "decode-0 drains: 2 answers left",
         "decode-0 drains: 1 answer left",
         "decode-0 drains: 0 answers left",
@@ -292,7 +292,7 @@ def test_a_drain_that_is_refused_is_one_sentence(run, script):
     script.failures = [refusal(grpc.StatusCode.FAILED_PRECONDITION, sentence, "NO_OTHER_NODE")]
     result = run("drain", "decode-0")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.splitlines() == ["decode-0 is to drain", f"Error: {sentence}"]
+    assert result.stderr.splitlines() == ["Asking decode-0 to drain", f"Error: {sentence}"]
 
 
 @pytest.mark.parametrize("command", [("drain", "decode-0"), ("role", "decode-0", "decode")])
