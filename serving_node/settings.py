@@ -123,16 +123,8 @@ class NodeSettings:
     )
     ticket_ttl_s: float = flag(600.0, "Most seconds granted blocks wait for their KV.", minimum=0.1, maximum=86400)
 
-    def resolved(self, role: str, device: str) -> "NodeSettings":
-        """With the sizes that were left to the device, one of this kind, `cpu` or `cuda`. Raises SettingsError for what
-        does not go together."""
-        num_tokens = self.max_num_batched_tokens or STEP_TOKENS[device]
-        num_seqs = self.max_num_seqs or min(SEATS[device], num_tokens)
-        if role != PREFILL and num_tokens < num_seqs:
-            raise SettingsError(
-                f"max_num_batched_tokens ({num_tokens}) must be at least "
-                f"max_num_seqs ({num_seqs}): every running request takes one token a step"
-            )
+    def check(self) -> None:
+        """Raises SettingsError for what does not go together, whatever the role and the device."""
         if (self.tier.kv_host_bytes or self.tier.kv_disk_bytes) and not self.engine.enable_prefix_caching:
             raise SettingsError(
                 "--kv-host-bytes and --kv-disk-bytes keep what --enable-prefix-caching finds, which is off"
@@ -143,4 +135,16 @@ class NodeSettings:
             raise SettingsError("--kv-disk-path is the folder of a file whose size is --kv-disk-bytes, and that is 0")
         if self.engine.weights_disk_path and not self.engine.weights_memory_bytes:
             raise SettingsError("--weights-disk-path is for what --weights-memory-bytes leaves on disk, and that is 0")
+
+    def resolved(self, role: str, device: str) -> "NodeSettings":
+        """With the sizes that were left to the device, one of this kind, `cpu` or `cuda`. Raises SettingsError for what
+        does not go together."""
+        self.check()
+        num_tokens = self.max_num_batched_tokens or STEP_TOKENS[device]
+        num_seqs = self.max_num_seqs or min(SEATS[device], num_tokens)
+        if role != PREFILL and num_tokens < num_seqs:
+            raise SettingsError(
+                f"max_num_batched_tokens ({num_tokens}) must be at least "
+                f"max_num_seqs ({num_seqs}): every running request takes one token a step"
+            )
         return replace(self, max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs)

@@ -274,7 +274,7 @@ def _log_dir(given: str) -> Path:
         Path(given).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=given).close()
     except OSError as error:
-        raise LaunchError(f"--log-dir {given} cannot be made, or written to: {error.strerror}") from error
+        raise SettingsError(f"--log-dir {given} cannot be made, or written to: {error.strerror}") from error
     return Path(given).resolve()  # on Ray, ranks run in other folders
 
 

@@ -57,6 +57,7 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
     read_tokenizer(folder, chat_template=coordinator.chat_template)
     wanted_variants()
     for node in nodes:
+        node.check()
         computed = read_model_config(folder, node.engine.model_impl, node.engine.runner)
         if computed.is_foreign:
             require("transformers")

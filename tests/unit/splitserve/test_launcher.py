@@ -23,7 +23,7 @@ import pytest
 
 from engine.native.library import native_library
 from protos import inference_pb2
-from serving_core.errors import ModelError, SplitServeError
+from serving_core.errors import ModelError, SettingsError, SplitServeError
 from serving_core.socket_folder import SocketFolder
 from splitserve import Client
 from splitserve.client.clients import LIVENESS
@@ -394,8 +394,8 @@ def test_a_folder_for_logs_that_cannot_be_written_is_refused(model, tmp_path, mo
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def _log_dir_refused(model: Path, log_dir: Path) -> LaunchError:
-    with pytest.raises(LaunchError) as refused:
+def _log_dir_refused(model: Path, log_dir: Path) -> SettingsError:
+    with pytest.raises(SettingsError) as refused:
         Cluster(ClusterSettings(http_port=NO_HTTP, log_dir=str(log_dir)), {}, LocalModel(model, "fake"), report=print)
     return refused.value
 
@@ -453,6 +453,7 @@ def test_a_broken_model_is_one_sentence(up, tmp_path, damage, sentence):
         ("--decode 3 --device cpu --kv-cache-memory-bytes 1099511627776", "4 nodes need 4096.0 GiB of memory"),
         ("--device cpu --kv-host-bytes 1099511627776", ", --kv-host-bytes 2048.0 GiB), and"),
         ("--kv-cache-memory-bytes 1", "--kv-cache-memory-bytes 1 holds no block of 2048 bytes"),
+        ("--kv-disk-path .", "--kv-disk-path is the folder of a file whose size is --kv-disk-bytes, and that is 0"),
         ("--speculation draft", "--speculation draft needs the folder of a smaller model: --speculative-model"),
         ("--node-timeout-s 0.5", "node_timeout_s (0.5) must be above heartbeat_s (1)"),
     ],
