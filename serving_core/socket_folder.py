@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from serving_core.errors import SettingsError
+
 LONGEST_PATH: Final = 107 if sys.platform == "linux" else 103  # that a socket may have
 PREFIX: Final = "splitserve-sockets-"
 
@@ -25,7 +27,13 @@ class SocketFolder:
     one that was left."""
 
     def __init__(self) -> None:
-        self._root = Path(tempfile.gettempdir())
+        """Says where it will be. Raises SettingsError where no folder for temporary files can be written to."""
+        try:
+            self._root = Path(tempfile.gettempdir())
+        except FileNotFoundError as error:
+            raise SettingsError(
+                f"{error.strerror}: set TMPDIR to one that can be written to, or give a container --tmpfs /tmp"
+            ) from error
         self.path: Final = self._root / f"{PREFIX}{secrets.token_hex(4)}"
         self._lock: int | None = None
 

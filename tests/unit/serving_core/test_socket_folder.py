@@ -73,6 +73,18 @@ def test_nothing_else_is_touched(root):
     assert set(root.iterdir()) == before
 
 
+def test_where_nothing_can_be_written_is_a_sentence():
+    """As in a container whose files are read-only; here no file may have a byte."""
+    code = (
+        "import resource; from serving_core.errors import SettingsError; from serving_core.socket_folder import "
+        "SocketFolder; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "try: SocketFolder()\nexcept SettingsError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.stdout.startswith("No usable temporary directory found in [")
+    assert "set TMPDIR to one that can be written to, or give a container --tmpfs /tmp" in done.stdout
+
+
 def test_how_long_a_path_may_be_is_what_the_system_says(tmp_path_factory):
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as end:
         longest = os.path.join(folder, "x" * (LONGEST_PATH - len(folder) - 1))
