@@ -8,10 +8,8 @@ import asyncio
 import dataclasses
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -31,10 +29,10 @@ from serving_core.channels import LOCAL_OPTIONS
 from serving_core.errors import SettingsError
 from serving_core.flags import environment_of, to_argv
 from serving_core.ports import Port, SharedPort
+from serving_core.socket_folder import LONGEST_PATH, SocketFolder, fits
 
 logger = logging.getLogger(__name__)
 
-LONGEST_PATH: Final = 107  # of a socket: Linux, as only there are doors
 START_DEADLINE_S: Final = 120.0
 STOP_DEADLINE_S: Final = 4 * STOP_GRACE_S
 FIRST_PAUSE_S: Final = 0.1
@@ -55,11 +53,11 @@ class Doors:
         doors_pb2_grpc.add_DoorsServicer_to_server(service, self._server)
         inference_pb2_grpc.add_InferenceServicer_to_server(status, self._server)
         inference_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
-        self._folder: Path | None = None
+        self._folder = SocketFolder()
         self._streams: asyncio.Server | None = None
         self._held: list[SharedPort] = []
         self._processes: dict[int, asyncio.subprocess.Process] = {}
-        self._keepers: list[asyncio.Task[None]] = []
+        self._keepers: dict[int, asyncio.Task[None]] = {}
         self._is_stopping = False
         self.port = 0  # once listened on
         self.http_port = -1  # likewise; -1 without HTTP
@@ -74,11 +72,11 @@ class Doors:
 
     async def start(self) -> None:
         """Returns when every door listens. Raises SettingsError when one cannot."""
-        self._folder = Path(tempfile.mkdtemp(prefix="splitserve-doors-"))  # for this user alone
-        path = self._folder / "control"
+        path = self._folder.path / "control"
         asked = path.with_name(path.name + ASKED)
-        if len(os.fsencode(asked)) > LONGEST_PATH:
+        if not fits(asked):
             raise SettingsError(f"{asked} is longer than a socket's path may be ({LONGEST_PATH}): set another TMPDIR")
+        self._folder.make()
         self._server.add_insecure_port(f"unix:{asked}")
         self._streams = await asyncio.start_unix_server(self._service.attach, path)
         for each in (path, asked):
@@ -86,12 +84,12 @@ class Doors:
         await self._server.start()
         numbers = range(1, self._settings.doors + 1)
         self._service.opened.update((number, asyncio.Event()) for number in numbers)
-        self._keepers = [asyncio.create_task(self._keep(number, path)) for number in numbers]
+        self._keepers = {number: asyncio.create_task(self._keep(number, path)) for number in numbers}
         opened = asyncio.gather(*(event.wait() for event in self._service.opened.values()))
-        parts: list[asyncio.Future[Any]] = [opened, *self._keepers]
+        parts: list[asyncio.Future[Any]] = [opened, *self._keepers.values()]
         try:
             await asyncio.wait(parts, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
-            for keeper in self._keepers:
+            for keeper in self._keepers.values():
                 if keeper.done():
                     keeper.result()
             if not opened.done():
@@ -103,23 +101,23 @@ class Doors:
         logger.info("%d doors are open", len(numbers))
 
     async def stop(self) -> None:
-        """Ends the doors, after what there is to tell them, and gives the ports back."""
+        """Ends the doors, after what there is to tell those that are open, and gives the ports back."""
         self._is_stopping = True
         self._service.end()
-        if self._keepers:
-            await asyncio.wait(self._keepers, timeout=STOP_DEADLINE_S)
+        closing = [keeper for number, keeper in self._keepers.items() if self._service.opened[number].is_set()]
+        if closing:
+            await asyncio.wait(closing, timeout=STOP_DEADLINE_S)
         for number in list(self._processes):
             self._kill(number)
-        for keeper in self._keepers:
+        for keeper in self._keepers.values():
             keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
         await self._server.stop(None)
         if self._streams is not None:
             self._streams.close()
         for held in self._held:
             held.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder)
+        self._folder.remove()
 
     async def report(self) -> None:
         """Tells health watchers of the fleet's port, and the doors, what is so now."""
@@ -155,7 +153,6 @@ class Doors:
         pauses = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
         opened, has_opened = self._service.opened[number], False
         while not self._is_stopping:
-            opened.clear()
             process = self._processes[number] = await self._spawn(number, path)
             late = asyncio.get_running_loop().call_later(START_DEADLINE_S, self._check_open, number)
             try:
@@ -166,6 +163,7 @@ class Doors:
             if self._is_stopping:
                 return
             has_opened = has_opened or opened.is_set()
+            opened.clear()
             if not has_opened:
                 raise SettingsError(f"door {number} has ended at its start, with code {code}")
             pause_s = pauses.next_s(time.monotonic())

@@ -31,6 +31,7 @@ async def _serve_until_stopped(server: CoordinatorServer, settings: CoordinatorS
         loop.add_signal_handler(signal.SIGHUP, server.reread_api_keys)
     await server.start()
     try:
+        await first_to_end(stopping.wait(), server.open())
         await first_to_end(stopping.wait(), server.wait())
         await first_to_end(server.drain(), forced.wait(), server.wait())
     finally:

@@ -51,7 +51,7 @@ MAX_TICK_S: Final = 0.25
 
 class CoordinatorServer:
     """One coordinator. Must be made on a running event loop; raises SettingsError or ModelError when it cannot be
-    made or started."""
+    made, started or opened."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         check_settings(settings)
@@ -109,7 +109,7 @@ class CoordinatorServer:
         self.http_port = -1  # likewise; -1 without HTTP
 
     async def start(self) -> None:
-        """Listens on all ports. Ready is only who has nodes that read and write: see the health service."""
+        """Takes all ports, and serves nodes. `stop` gives them back."""
         settings = self._settings
         check_ports(
             [
@@ -124,13 +124,12 @@ class CoordinatorServer:
         self.fleet_port = listen(self._fleet, settings.fleet_host, settings.fleet_port, fleet_tls)
         self.port, self.http_port = self._public.port, self._public.http_port
         await self._public.report()
-        try:
-            await self._fleet.start()
-            await self._public.start()
-        except BaseException:
-            await self.stop()
-            raise
+        await self._fleet.start()
         self._supervision = asyncio.create_task(self._supervise())
+
+    async def open(self) -> None:
+        """Serves clients too, after `start`. Ready is only who has nodes that read and write (health service)."""
+        await self._public.start()
         dialled = "clients may dial port %d, nodes port %d, HTTP clients %s"
         logger.info(dialled, self.port, self.fleet_port, self.http_port if self.http_port >= 0 else "none")
         caps = self._caps

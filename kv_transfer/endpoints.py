@@ -23,7 +23,8 @@ def endpoint_of(kv_transport: str, kv_bind: str, rank: int) -> str:
         return f"{schemes[0]}://127.0.0.1:*"
     scheme, _, place = kv_bind.partition("://")
     if scheme not in schemes or not place:
-        raise SettingsError(f"--kv-bind {kv_bind} is no endpoint of {kv_transport}: {' or '.join(schemes)}://...")
+        known = " or ".join(f"{each}://..." for each in schemes)
+        raise SettingsError(f"--kv-bind {kv_bind} is no endpoint of {kv_transport}: {known}")
     if scheme == "ipc":
         return f"{kv_bind}.{rank}" if rank else kv_bind
     host, _, port = place.rpartition(":")

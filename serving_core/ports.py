@@ -65,7 +65,7 @@ def _hold(port: Port, earlier: Sequence[Port], held: ExitStack) -> None:
             if error.errno not in _NOT_OURS:
                 raise SettingsError(f"{port.flag} {port.port} {_why(error, port, earlier)}") from error
     if num_held == 0:
-        raise SettingsError(f"{port.flag} {port.port}: {port.host:.80} is not an address of this machine")
+        raise SettingsError(f"{port.flag} {port.port}: {port.host[:80]!r} is not an address of this machine")
 
 
 def _addresses(port: Port) -> list[tuple[socket.AddressFamily, Any]]:

@@ -1,5 +1,6 @@
 """A process of a cluster, from its first line of log to its exit code."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -13,12 +14,21 @@ from serving_core.descriptors import raise_limit
 from serving_core.errors import ModelError, SettingsError
 from serving_core.interrupts import end_at_once
 from serving_core.telemetry import LogSettings, configure_logging
+from serving_core.threads import check_threads
 
 
 def ending_signals() -> list[signal.Signals]:
     """What a process is to end by: SIGTERM, SIGINT, and SIGHUP unless it was told to ignore that, as nohup does."""
     can_hang_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if can_hang_up else [])]
+
+
+def check_folder() -> None:
+    """Raises SettingsError where the folder that this process runs in was removed: some libraries do not load there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise SettingsError("the folder that this was started in is gone: start it in one that is there") from error
 
 
 def run_process(role: str, name: str, log: LogSettings, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -28,6 +38,8 @@ def run_process(role: str, name: str, log: LogSettings, main: Callable[[], Corou
     raise_limit()
     end_at_once()  # as SIGTERM does, until main handles both: what loads awaits nothing, and could not be cancelled
     try:
+        check_folder()
+        check_threads()
         failpoints.arm()
         uvloop.run(main())
     except (SettingsError, ModelError) as error:

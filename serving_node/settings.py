@@ -1,5 +1,6 @@
 """What a node can be told. The flags derive from these fields."""
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -13,6 +14,7 @@ from serving_node.link import LinkSettings
 OFF: Final = "off"
 DRAFT: Final = "draft"
 SPECULATIONS: Final = (OFF, "lookup", DRAFT)
+_ENDS_IN_PORT: Final = re.compile(r":\d+$", re.ASCII)
 STEP_TOKENS: Final = {"cpu": 512, "cuda": 2048}
 SEATS: Final = {"cpu": 64, "cuda": 256}
 """What a node takes that is not told, by the kind of its device."""
@@ -121,18 +123,28 @@ class NodeSettings:
     )
     ticket_ttl_s: float = flag(600.0, "Most seconds granted blocks wait for their KV.", minimum=0.1, maximum=86400)
 
+    def check(self) -> None:
+        """Raises SettingsError for what does not go together, whatever the role and the device."""
+        if (self.tier.kv_host_bytes or self.tier.kv_disk_bytes) and not self.engine.enable_prefix_caching:
+            raise SettingsError(
+                "--kv-host-bytes and --kv-disk-bytes keep what --enable-prefix-caching finds, which is off"
+            )
+        if not _ENDS_IN_PORT.search(self.link.coordinator):
+            raise SettingsError(f"--coordinator {self.link.coordinator} has no port: it must be HOST:PORT")
+        if self.tier.kv_disk_path and not self.tier.kv_disk_bytes:
+            raise SettingsError("--kv-disk-path is the folder of a file whose size is --kv-disk-bytes, and that is 0")
+        if self.engine.weights_disk_path and not self.engine.weights_memory_bytes:
+            raise SettingsError("--weights-disk-path is for what --weights-memory-bytes leaves on disk, and that is 0")
+
     def resolved(self, role: str, device: str) -> "NodeSettings":
         """With the sizes that were left to the device, one of this kind, `cpu` or `cuda`. Raises SettingsError for what
         does not go together."""
+        self.check()
         num_tokens = self.max_num_batched_tokens or STEP_TOKENS[device]
         num_seqs = self.max_num_seqs or min(SEATS[device], num_tokens)
         if role != PREFILL and num_tokens < num_seqs:
             raise SettingsError(
                 f"max_num_batched_tokens ({num_tokens}) must be at least "
                 f"max_num_seqs ({num_seqs}): every running request takes one token a step"
-            )
-        if (self.tier.kv_host_bytes or self.tier.kv_disk_bytes) and not self.engine.enable_prefix_caching:
-            raise SettingsError(
-                "--kv-host-bytes and --kv-disk-bytes keep what --enable-prefix-caching finds, which is off"
             )
         return replace(self, max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs)

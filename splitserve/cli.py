@@ -9,7 +9,7 @@ import click
 
 from serving_core.errors import ModelError, SettingsError, SplitServeError
 from serving_core.interrupts import INTERRUPTED, raise_again
-from splitserve.commands.flag_hints import hinted
+from splitserve.commands.flag_hints import hinted, with_source
 
 # Name: module and attribute of the click command, and the line that the overview shows. Without a module it is found by
 # its entry point: nothing imports the benchmarks.
@@ -73,11 +73,13 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """What SplitServe raises on purpose becomes one sentence: exit code 2 for a wrong start, else 1. A flag that
-        is called otherwise here gets a hint. Ctrl-C is exit code 130."""
+        is called otherwise here gets a hint, and a wrong value tells where it comes from. Ctrl-C is exit code 130."""
         try:
             return super().invoke(ctx)
         except click.NoSuchOption as error:
             raise hinted(error) from error
+        except click.BadParameter as error:
+            raise with_source(error) from error
         except KeyboardInterrupt:
             click.echo(err=True)
             ctx.exit(INTERRUPTED)

@@ -160,6 +160,7 @@ async def cluster(folder, nodes=("p0", "d0"), credentials=None, **settings):
     ) as channel:
         running = Cluster(server, channel)
         try:
+            await server.open()
             for name in nodes:
                 await running.attach(name)
             yield running

@@ -106,12 +106,12 @@ class Tracker:
 
     @property
     def num_running(self) -> int:
-        """Live answers that have a token, and a node."""
-        return sum(bool(request.output) for request in self._live)
+        """Live answers that nodes write: what they follow is read, be it a prompt or an answer that goes on."""
+        return sum(request.attempt.has_first_token for request in self._live)
 
     @property
     def num_waiting(self) -> int:
-        """Live answers that have none yet, or wait for a node."""
+        """All others that are live."""
         return len(self._live) - self.num_running
 
     @property

@@ -161,6 +161,6 @@ def _live(tracker: Tracker) -> Iterator[Figure]:
     def one(name: str, help: str, value: int, *vllm: str) -> Figure:
         return gauge(name, help, [({}, value)], *vllm)
 
-    yield one("requests_running", "Live answers that have a token.", tracker.num_running, "num_requests_running")
-    yield one("requests_waiting", "Live answers that have none yet.", tracker.num_waiting, "num_requests_waiting")
+    yield one("requests_running", "Live answers that are written.", tracker.num_running, "num_requests_running")
+    yield one("requests_waiting", "Live answers that are not yet.", tracker.num_waiting, "num_requests_waiting")
     yield one("nodes_needed", "Nodes that the load of now needs, for autoscalers.", tracker.num_nodes_needed)

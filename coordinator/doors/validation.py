@@ -31,7 +31,7 @@ MAX_LOGIT_BIAS: Final = 1024
 MAX_BIAS: Final = 100.0
 MAX_PROMPT_LOGPROBS: Final = 2**15  # of all tokens of a prompt, over all answers
 MAX_TEMPLATE_KWARGS_CHARS: Final = 2**16
-MIN_TEMPERATURE: Final = 1e-6
+MIN_TEMPERATURE: Final = 1e-6  # what is less is greedy
 MAX_REQUEST_ID_CHARS: Final = 128
 REQUEST_ID: Final = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID_CHARS}}}")
 
@@ -216,8 +216,6 @@ def check_number(name: str, value: float) -> None:
     low, high = _RANGES[name]
     if not low <= value <= high:  # NaN is not
         raise bad(name, f"must be within [{low:g}, {high:g}], not {value:g}")
-    if name == "temperature" and 0 < value < MIN_TEMPERATURE:
-        raise bad(name, f"must be 0 or at least {MIN_TEMPERATURE:g}, not {value:g}")
 
 
 def _filled(
@@ -234,6 +232,8 @@ def _sampling(params: inference_pb2.SamplingParams, max_tokens: int, limits: Lim
     top_k = _integer(params, "top_k", 0, -1, 2**31 - 1)
     min_tokens = _integer(params, "min_tokens", 0, 0, max_tokens)
     sampling = {name: _number(params, name) for name in _RANGES if params.HasField(name)}
+    if sampling.get("temperature", MIN_TEMPERATURE) < MIN_TEMPERATURE:
+        sampling["temperature"] = 0.0
     return sampling | {
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,

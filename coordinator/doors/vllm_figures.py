@@ -24,7 +24,7 @@ def vllm_figures(metrics: Metrics, tracker: Tracker, nodes: Sequence[Node], *, i
     yield counter("prompt_tokens_by_source", help, [({"source": name}, count) for name, count in sources.items()])
     deferred = tracker.num_deferred
     reasons = {"capacity": tracker.num_waiting - deferred, "deferred": deferred}
-    help = "Live answers that have no token yet; deferred: no node can take them now."
+    help = "Live answers that are not written yet; deferred: no node can take them now."
     yield gauge("num_requests_waiting_by_reason", help, [({"reason": name}, count) for name, count in reasons.items()])
     states = {"awake": is_path, "weights_offloaded": False, "discard_all": not is_path}
     help = "Awake while there are nodes for a request."

@@ -18,7 +18,7 @@ class Sampling(TypedDict, total=False):
     """How the answer is sampled. What is left out, or None, takes the server's default, which for some fields is the
     model's own: `ModelInfo.default_sampling_params`."""
 
-    temperature: Annotated[float | None, "0 is greedy; default: the model's own, else 1."]
+    temperature: Annotated[float | None, "0 (or less than 1e-6) is greedy; default: the model's own, else 1."]
     top_p: Annotated[
         float | None, "Smallest set of tokens whose probability reaches this; default: the model's own, else 1."
     ]

@@ -21,7 +21,7 @@ from splitserve.commands.terminal import stdout, waiting
 def drain(node: str, server: Server, deadline_s: float) -> None:
     """Take the work from NODE: it gets nothing new, its running answers move to other nodes. Returns when nothing is
     left. To drain it again is to wait for the same end."""
-    with server.client() as client, waiting(f"{node} is to drain") as show:
+    with server.client() as client, waiting(f"Asking {node} to drain") as show:
         for num_left in client.drain(node, deadline_s=deadline_s):
             show(f"{node} drains: {num_left} {'answer' if num_left == 1 else 'answers'} left")
     stdout.print(f"{node} is drained: it has no part in any answer", markup=False, soft_wrap=True)

@@ -1,9 +1,11 @@
-"""What is meant by a flag that a command does not have: vLLM's names where ours differ, and names of other commands."""
+"""What is meant by a flag that a command does not have: vLLM's names where ours differ, and names of other commands;
+and where a wrong value comes from."""
 
 from collections.abc import Mapping
 from typing import Final
 
 import click
+from click.core import ParameterSource
 
 Hints = Mapping[str, str]
 """Flags, and the sentence that each of them gets."""
@@ -114,3 +116,17 @@ def hinted(error: click.NoSuchOption) -> click.UsageError:
     command = error.ctx.command.name if error.ctx is not None else None
     hint = HINTS.get(command or "", {}).get(error.option_name)
     return click.UsageError(f"No such option '{error.option_name}': {hint}.", error.ctx) if hint else error
+
+
+def with_source(error: click.BadParameter) -> click.BadParameter:
+    """The error with where the value comes from, if not from the command line."""
+    if error.ctx is None or error.param is None or error.param.name is None:
+        return error
+    match error.ctx.get_parameter_source(error.param.name):
+        case ParameterSource.ENVIRONMENT:
+            source = f"environment variable {error.param.envvar}"
+        case ParameterSource.DEFAULT_MAP:
+            source = "--config"
+        case _:
+            return error
+    return click.BadParameter(f"{error.message} ({source})", error.ctx, error.param)

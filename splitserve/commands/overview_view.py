@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rich.console import Console, ConsoleOptions, Group
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
@@ -24,8 +24,39 @@ _TITLES: Final = {field.removesuffix("_s"): name for name, field, _, _ in PHASES
 }
 
 
-def overview_view(overview: Overview) -> Group:
-    """The cluster, its live answers by phase, its rates, times against limits, and its nodes."""
+@dataclass(slots=True)
+class Scroll:
+    """Which node is the first that a screen shows where it has no room for all."""
+
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OverviewView:
+    """The cluster, its live answers by phase, its rates, times against limits, and its nodes; with `scroll` as many of
+    them as the screen has room for, from there on, and a line about which they are."""
+
+    overview: Overview
+    scroll: Scroll | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        nodes, scroll = self.overview.nodes, self.scroll
+        above = _above(self.overview)
+        yield above
+        room = options.max_height - len(console.render_lines(above, options)) - 1  # the titles
+        if not nodes:
+            yield "no node is attached"
+        elif scroll is None or len(nodes) <= room:
+            yield _node_table(nodes)
+        else:
+            room = max(1, room - 1)
+            scroll.first = max(0, min(scroll.first, len(nodes) - room))
+            end = scroll.first + room
+            yield _node_table(nodes[scroll.first : end])
+            yield f"[dim]{scroll.first + 1} to {end} of {len(nodes)} nodes; ↓ and ↑ show others[/]"
+
+
+def _above(overview: Overview) -> Group:
     num_nodes = len(overview.nodes)
     nodes = f"{num_nodes} node{'' if num_nodes == 1 else 's'}"
     line = f"[bold]{escape(overview.served_model_name)}[/] · {nodes} · up {duration_of(overview.uptime_s)}"
@@ -38,7 +69,6 @@ def overview_view(overview: Overview) -> Group:
         "",
         _times_table(overview),
         "",
-        _node_table(overview.nodes) if overview.nodes else "no node is attached",
     )
 
 

@@ -13,6 +13,7 @@ from rich.markup import escape
 from serving_core.extras import needs, require
 from serving_core.flags import build, settings_command
 from serving_core.interrupts import INTERRUPTED
+from serving_core.process import check_folder
 from splitserve.commands.terminal import report, stdout, timeline_view, waiting
 from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, up_settings_class
 from splitserve.launch.launcher import Cluster, free_port
@@ -30,6 +31,7 @@ def serve(values: Any) -> None:
     """Runs the cluster until a signal; `values` is an object of up_settings_class()."""
     given = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
     settings: ClusterSettings = build(ClusterSettings, given)
+    check_folder()
     check_public_ports(settings, given)  # before a model is fetched
     if settings.http_port == 0:  # which one must be known here, to be told
         settings = dataclasses.replace(settings, http_port=free_port())

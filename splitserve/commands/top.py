@@ -14,13 +14,14 @@ from rich.text import Text
 
 from splitserve.client.clients import Client
 from splitserve.client.errors import ClientError
-from splitserve.commands.overview_view import overview_view
+from splitserve.commands.overview_view import OverviewView, Scroll
 from splitserve.commands.server_options import Server, operator_options
 from splitserve.commands.status import LEAST_WATCH_S, TIMEOUT_S
 from splitserve.commands.terminal import shown, stdout
 
 EVERY_S: Final = 1.0
-MAX_KEYS: Final = 32  # read at once
+MAX_BYTES: Final = 1024  # of keys, read at once
+STEPS: Final = {"\x1b[A": -1, "\x1b[B": 1, "\x1b[5~": -10, "\x1b[6~": 10}  # what arrows and page keys send
 
 
 @click.command()
@@ -38,28 +39,30 @@ MAX_KEYS: Final = 32  # read at once
 def top(server: Server, once: bool, every_s: float) -> None:
     """Show what is going on, live: nodes and their shapes, queues, KV cache, rates, times against limits.
 
-    q or Ctrl-C ends it."""
+    q or Ctrl-C ends it. Where the screen is too low for all nodes, arrows and page keys show others."""
+    scroll = Scroll()
     with server.client(TIMEOUT_S) as client:
-        first = overview_view(client.overview())
+        first = client.overview()
         if once:
-            stdout.print(first)
+            stdout.print(OverviewView(first))
             return
         with shown(is_live=True, is_full=True) as show, _keys() as pressed:
-            show(first)
-            while pressed(every_s).lower() != "q":
-                show(_view(client))
+            show(OverviewView(first, scroll))
+            while not (keys := pressed(every_s)).lower().endswith("q"):
+                scroll.first += sum(step * keys.count(key) for key, step in STEPS.items())
+                show(_view(client, scroll))
 
 
-def _view(client: Client) -> RenderableType:
+def _view(client: Client, scroll: Scroll) -> RenderableType:
     try:
-        return overview_view(client.overview())
+        return OverviewView(client.overview(), scroll)
     except ClientError as error:  # it may come back
         return Text(f"Error: {error}")
 
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Gives what waits so many seconds for a key: the key, or "" where none was pressed, or there is no keyboard."""
+    """Gives what waits so many seconds for keys: what they send, "" where none was pressed or there is no keyboard."""
     if not sys.stdin.isatty():
         yield _no_key
         return
@@ -72,7 +75,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
     def pressed(seconds: float) -> str:
         if not select.select([keyboard], [], [], seconds)[0]:
             return ""
-        return os.read(keyboard, MAX_KEYS).decode(errors="replace")[-1:] or "q"  # the terminal is gone
+        return os.read(keyboard, MAX_BYTES).decode(errors="replace") or "q"  # the terminal is gone
 
     try:
         tty.setcbreak(keyboard)

@@ -3,23 +3,24 @@
 import dataclasses
 import itertools
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any, Final
 
 from serving_core.cpus import divide_cpus
 from serving_core.errors import SettingsError
 from serving_core.flags import build, environment_of, fields_of, flag
 from serving_core.settings import EngineSettings
+from serving_core.socket_folder import fits
 from splitserve.launch.models import LocalModel
 from splitserve.launch.rooms import BOTH, COORDINATOR, DECODE, PREFILL, ROOMS, Room, command_of
 
 LOOPBACK: Final = "127.0.0.1"
 FOR_THE_FLEET: Final = ("tls_cert", "tls_key")  # with a CA alone: else nodes speak to the coordinator as without TLS
 NO_HTTP: Final = -1  # as an http_port
-LONGEST_SOCKET_DIR: Final = 90  # so that a socket in it, such as prefill-63.63, has a path that every system takes
+LONGEST_NAME: Final = "prefill-63.4095"  # of a socket: of the last rank of the last node
 LOCAL_RAY: Final = "auto"  # as the address of a Ray cluster: the one that this machine is part of
 
 
@@ -142,7 +143,7 @@ def plan_cluster(
     }
     counts = num_nodes(settings, embeds=embeds)
     nodes = [(room, f"{room.role}-{i}", *sizes[room]) for room in sizes for i in range(counts[room.role])]
-    has_sockets = 0 < len(os.fsencode(place.socket_dir)) <= LONGEST_SOCKET_DIR
+    has_sockets = place.socket_dir and fits(Path(place.socket_dir, LONGEST_NAME))
     over_ipc = has_sockets and given.get("kv_transport", "zmq") == "zmq"
     num_ranks = sum(tp_size * pp_size for _, _, tp_size, pp_size in nodes)
     rank_cpus = iter(divide_cpus(place.cpus, num_ranks))

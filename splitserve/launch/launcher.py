@@ -29,6 +29,7 @@ from serving_core.backoff import Backoff
 from serving_core.errors import SettingsError, SplitServeError
 from serving_core.model_config import read_model_config
 from serving_core.ports import EVERY_ADDRESS, before_port
+from serving_core.socket_folder import SocketFolder
 from serving_core.tls import SCHEME, TlsFiles, hosts_of
 from splitserve.client.clients import AsyncClient
 from splitserve.client.errors import ClientError, Unavailable
@@ -74,11 +75,11 @@ class Cluster:
         self._api_key = passed.get("api_key") or _key_in(passed.get("api_keys_file"))
         self._settings = settings
         self._report = report
-        self._socket_dir = Path(tempfile.gettempdir()) / f"splitserve-{secrets.token_hex(4)}"
+        self._sockets = SocketFolder()
         cpus = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
         self._instance_id = secrets.token_hex(16)
         secret, cuda = secrets.token_hex(16), cuda_devices(os.environ)
-        place = Place(free_port(), str(self._socket_dir), secret, self._instance_id, cpus, cuda_devices=cuda)
+        place = Place(free_port(), str(self._sockets.path), secret, self._instance_id, cpus, cuda_devices=cuda)
         if settings.ray:  # which knows its hosts, their CPUs, devices and addresses
             place = replace(place, fleet_port=free_port(fleet_host), fleet_host=fleet_host)
             place = replace(place, socket_dir="", cpus=(), cuda_devices=())
@@ -89,7 +90,7 @@ class Cluster:
         self._processes = plan_cluster(settings, passed, model, place, embeds=embeds)
         check_processes(self._processes, are_here=not settings.ray)
         self.log_dir = _log_dir(settings.log_dir)
-        self._socket_dir.mkdir(mode=0o700)
+        self._sockets.make()
         self._supervisor = self._make_supervisor()
         self._has_lost_any = False
         if settings.ray:
@@ -146,7 +147,7 @@ class Cluster:
         try:
             await self._stop()
         finally:
-            shutil.rmtree(self._socket_dir, ignore_errors=True)  # whoever cleans /tmp may have been here first
+            self._sockets.remove()
             if is_clean and not self._settings.log_dir:
                 shutil.rmtree(self.log_dir, ignore_errors=True)
             elif not self._settings.log_dir:
@@ -273,7 +274,7 @@ def _log_dir(given: str) -> Path:
         Path(given).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=given).close()
     except OSError as error:
-        raise LaunchError(f"--log-dir {given} cannot be made, or written to: {error.strerror}") from error
+        raise SettingsError(f"--log-dir {given} cannot be made, or written to: {error.strerror}") from error
     return Path(given).resolve()  # on Ray, ranks run in other folders
 
 

@@ -16,6 +16,7 @@ from serving_core.memory import available_bytes
 from serving_core.model_config import ModelConfig, read_model_config
 from serving_core.ports import Port, check_ports
 from serving_core.settings import EngineSettings
+from serving_core.threads import check_threads
 from serving_core.tls import CLIENT, check_purpose, hosts_of
 from serving_core.units import size_of
 from splitserve.launch.cluster import LOOPBACK, ClusterSettings, Process
@@ -38,7 +39,7 @@ def check_public_ports(settings: ClusterSettings, passed: Mapping[str, Any]) -> 
 
 def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> None:
     """Raises SettingsError or ModelError where a process of a plan would not start, as far as that can be known
-    without loading the weights, or where the nodes are here and need more memory together than is free."""
+    without loading the weights, or where the nodes are here and need more memory or threads together than there are."""
     from serving_core.needs import check_settings as check_engine  # here, as it reads what the extra `node` brings
     from serving_node.draft_model import check_draft_model
 
@@ -56,12 +57,15 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
     read_tokenizer(folder, chat_template=coordinator.chat_template)
     wanted_variants()
     for node in nodes:
+        node.check()
         computed = read_model_config(folder, node.engine.model_impl, node.engine.runner)
         if computed.is_foreign:
             require("transformers")
         check_engine(node.engine, computed, node.engine.tensor_parallel_size)
     drafts = [draft for node in nodes if (draft := check_draft_model(node)) is not None]
     if are_here:
+        doors = coordinator.doors if coordinator.doors > 1 else 0
+        check_threads(2 + doors + sum(node.engine.num_ranks for node in nodes))  # this process, the coordinator, ...
         tier_bytes = sum(node.tier.kv_host_bytes * node.engine.num_ranks for node in nodes)
         _check_memory(len(nodes), [*((node.engine, config) for node in nodes), *drafts], tier_bytes)
 

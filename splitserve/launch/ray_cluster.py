@@ -147,7 +147,8 @@ class RaySupervisor(Supervisor):
         values = in_full(process.settings) | {"model": self._model}
         async with asyncio.timeout(self._timeout_s):
             # Of all, so that each of them has come to what it was asked before.
-            port, *_ = await asyncio.gather(*[actor.free_port.remote() for actor in actors])
+            (host, port), *_ = await asyncio.gather(*[actor.place.remote() for actor in actors])
+            self._report(f"{process.name} starts on {host}, where its log is")
             starts = [
                 actor.start.remote(process.name, process.role, values, self._environment(rank, len(actors), port))
                 for rank, actor in enumerate(actors)

@@ -40,9 +40,9 @@ class RankActor:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def free_port(self) -> int:
-        """A port for the ranks of a node to meet at."""
-        return free_port()
+    def place(self) -> list[Any]:
+        """The address of this host, and a port for the ranks of a node to meet at."""
+        return [self._address, free_port()]
 
     def start(self, name: str, role: str, values: Mapping[str, Any], environment: Mapping[str, str]) -> str:
         """Starts a process of a node with the flags `values` and this environment beside that of the host, and ends

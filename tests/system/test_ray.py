@@ -180,6 +180,8 @@ async def test_nothing_that_is_lost_costs_a_token(ray_hosts, up, tmp_path):
     up.process.send_signal(signal.SIGINT)
     assert (up.end(), up.said.splitlines()[-1]) == (130, "Stopped.")
     assert "Traceback" not in up.said
+    for name, times in (("prefill-0", 2), ("decode-0", 2), ("decode-1", 2)):  # each of them was lost, at least once
+        assert len(re.findall(rf"^{name} starts on [\d.]+, where its log is$", up.said, re.MULTILINE)) >= times
     assert up.log_dir == tmp_path / "logs"
     assert {log.stem for log in up.log_dir.iterdir()} == {"coordinator", *NODES}, "though Ray runs elsewhere"
     assert_gone(left)

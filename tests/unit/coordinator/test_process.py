@@ -72,6 +72,23 @@ def test_ctrl_c_in_a_terminal_while_doors_start_is_a_good_end(tmp_path):
     assert process.returncode == 0
 
 
+def test_nobody_waits_for_doors_that_are_not_open(tmp_path):
+    """These stand still, as ones that load for long do."""
+    ports = ("--port", 0, "--fleet-port", 0, "--http-port", -1)
+    words = command(write_fake_model(tmp_path), *ports, "--doors", 2)
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while num_doors(process.pid) < 2:
+                assert process.poll() is None
+            for door in psutil.Process(process.pid).children():
+                door.suspend()
+            process.send_signal(signal.SIGTERM)
+            _, log = process.communicate(timeout=DEADLINE_S)
+        finally:
+            process.kill()
+    assert (process.returncode, json.loads(log.splitlines()[-1])["event"]) == (0, "stopped")
+
+
 def num_doors(pid):
     return sum("coordinator.doors" in child.cmdline() for child in psutil.Process(pid).children())
 

@@ -116,7 +116,7 @@ NAN, INF = math.nan, math.inf
 @pytest.mark.parametrize(
     ("field", "params"),
     [
-        *[("temperature", Wire(temperature=value)) for value in (NAN, -0.1, INF, 101.0, 1e-40)],
+        *[("temperature", Wire(temperature=value)) for value in (NAN, -0.1, INF, 101.0)],
         *[("top_p", Wire(top_p=value)) for value in (NAN, 0.0, -1.0, 1.01)],
         *[("min_p", Wire(min_p=value)) for value in (NAN, -0.1, 1.1)],
         *[("top_k", Wire(top_k=value)) for value in (-2, -(2**31))],
@@ -239,6 +239,12 @@ def test_everything_asked_for_reaches_the_engine():
     assert answers.text.include_stop_str_in_output
     assert not answers.text.skip_special_tokens
     assert answers.text.min_tokens == 3
+
+
+@pytest.mark.parametrize(("asked", "taken"), [(0.0, 0.0), (1e-40, 0.0), (9.9e-7, 0.0), (1e-6, 1e-6), (1e-3, 1e-3)])
+def test_a_temperature_that_leaves_nothing_to_chance_is_greedy(asked, taken):
+    assert plan(Wire(temperature=asked)).samplings[0].temperature == taken
+    assert plan(temperature=asked).samplings[0].temperature == taken  # as a default
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, 260, 10_000])

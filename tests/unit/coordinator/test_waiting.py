@@ -4,6 +4,7 @@ import pytest
 
 from coordinator.control.pauses import RECOVERY_S, Pauses
 from coordinator.control.slo import Slo
+from coordinator.control.so_far import SoFar
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from tests import fleet_events as events
@@ -51,10 +52,20 @@ def test_an_answer_whose_last_node_is_lost_waits_and_goes_on_where_it_was():
     world.attach("d0")
     assert world.tick(3.0) == ["reserve d0", "prefill p0"]
     assert list(world.jobs[-1].token_ids) == [*PROMPT, 100, 101]
+    assert (world.tracker.num_running, world.tracker.num_waiting) == (0, 1)  # it is read again
     assert world.first(world.attempt, index=2, now=3.5) == ["emit 2:102", "begun d0"]
+    assert (world.tracker.num_running, world.tracker.num_waiting) == (1, 0)
     assert world.step(world.attempt, 3, events.LENGTH, now=4.0) == ["emit 3:103", "end complete"]
     assert world.outcome.timeline.num_restarts == 1
     assert world.tracker.num_open == 0
+
+
+def test_an_answer_of_an_earlier_call_waits_while_it_is_read():
+    world = world_of("p0", "d0")
+    assert world.submit(so_far=SoFar((100, 101))) == ["reserve d0", "prefill p0"]
+    assert (world.tracker.num_running, world.tracker.num_waiting) == (0, 1)
+    world.first(world.attempt, index=2)
+    assert (world.tracker.num_running, world.tracker.num_waiting) == (1, 0)
 
 
 def test_both_nodes_lost_one_after_the_other_are_waited_for():

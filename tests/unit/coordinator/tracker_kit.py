@@ -7,6 +7,7 @@ from coordinator.control.ledger import Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
+from coordinator.control.so_far import NOTHING
 from coordinator.control.tracker import Tracker
 from serving_core.errors import RequestError
 from serving_core.requests import MEAN, Pooling, SamplingParams
@@ -63,10 +64,12 @@ class World:
         adapter="",
         preparing_s=0.0,
         asker="",
+        so_far=NOTHING,
     ):
         prompt, sampling = Prompt(token_ids, cache_salt, adapter), SamplingParams(max_tokens=max_tokens)
-        times = {"arrived_s": now - preparing_s, "deadline_s": now + 100.0, "now": now}
-        return self.short(self.tracker.submit(request_id, prompt, sampling, **times, slo=slo, asker=asker))
+        told = {"arrived_s": now - preparing_s, "deadline_s": now + 100.0, "now": now}
+        told |= {"slo": slo, "asker": asker, "so_far": so_far}
+        return self.short(self.tracker.submit(request_id, prompt, sampling, **told))
 
     def tell(self, name, event, now=0.0):
         return self.short(self.tracker.handle(self.registry.find(name), event, now))

@@ -120,3 +120,8 @@ def test_the_host_that_others_reach():
     assert host_of("tcp://10.0.0.1:5600") == "10.0.0.1"
     assert host_of("dist://[::1]:*") == "[::1]"
     assert host_of("ipc:///run/kv") is None
+
+
+def test_an_endpoint_of_nothing_is_told_what_it_may_be():
+    with pytest.raises(SettingsError, match=r"^--kv-bind eth0 is no endpoint of zmq: tcp://... or ipc://...$"):
+        endpoint_of("zmq", "eth0", 0)

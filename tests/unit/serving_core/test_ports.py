@@ -53,7 +53,7 @@ def test_one_port_for_two_things(free):
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid", "x" * 300])  # RFC 5737, RFC 2606
 def test_an_address_of_another_machine(free, host):
-    with pytest.raises(SettingsError, match=f"^--grpc-port {free}: {host:.80} is not an address of this machine$"):
+    with pytest.raises(SettingsError, match=f"^--grpc-port {free}: {host[:80]!r} is not an address of this machine$"):
         check_ports([Port("--grpc-port", host, free)])
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
+from serving_node.link import LinkSettings
 from serving_node.serve import serve_node
 from serving_node.settings import NodeSettings, TierSettings
 
@@ -34,6 +35,9 @@ def test_a_step_is_as_large_as_its_device_is_fast(told, device, sizes):
             {"tier": TierSettings(kv_disk_bytes=1), "engine": EngineSettings(enable_prefix_caching=False)},
             "--kv-host-bytes and --kv-disk-bytes keep what --enable-prefix-caching finds, which is off",
         ),
+        ({"link": LinkSettings("coordinator.example")}, "--coordinator coordinator.example has no port"),
+        ({"tier": TierSettings(kv_disk_path="/mnt", kv_host_bytes=1)}, "--kv-disk-path is the folder of a file"),
+        ({"engine": EngineSettings(weights_disk_path="/mnt")}, "--weights-disk-path is for what"),
     ],
 )
 async def test_what_does_not_go_together_is_refused_before_anything_is_loaded(told, sentence):

@@ -175,7 +175,7 @@ def test_the_data_plane_of_torch_dist_is_on_the_loopback(monkeypatch):
     assert (values["kv_transport"], values["kv_bind"]) == ("torch_dist", "")
 
 
-@pytest.mark.parametrize(("folder", "is_taken"), [(88 * "x", True), (90 * "x", False), (46 * "ä", False)])
+@pytest.mark.parametrize(("folder", "is_taken"), [(86 * "x", True), (91 * "x", False), (46 * "ä", False)])
 def test_sockets_are_where_their_paths_are_short_enough(folder, is_taken, monkeypatch):
     *_, decode = plan_cluster(ClusterSettings(), {}, MODEL, dataclasses.replace(PLACE, socket_dir=f"/{folder}"))
     assert received(decode, DECODE, monkeypatch)["kv_bind"] == (f"ipc:///{folder}/decode-0" if is_taken else "")

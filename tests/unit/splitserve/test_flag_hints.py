@@ -53,3 +53,17 @@ def test_click_guesses_where_there_is_no_hint():
     stderr = CliRunner().invoke(main, ["up", "--block-sizes", "8"]).stderr
     assert "Did you mean" in stderr
     assert "--block-size'" in stderr
+
+
+def test_a_wrong_value_tells_where_it_comes_from(tmp_path):
+    """As in Kubernetes, which sets SPLITSERVE_PORT for a service of this name."""
+    config = tmp_path / "c.yaml"
+    config.write_text("block-size: small\n")
+    for arguments, environment, source in (
+        (["prefill"], {"SPLITSERVE_BLOCK_SIZE": "tcp://a:80"}, " (environment variable SPLITSERVE_BLOCK_SIZE)"),
+        (["prefill", "--config", str(config)], {}, " (--config)"),
+        (["prefill", "--block-size", "small"], {"SPLITSERVE_BLOCK_SIZE": "8"}, "."),
+    ):
+        done = CliRunner().invoke(main, arguments, env=environment)
+        assert (done.exit_code, "--block-size" in done.stderr) == (2, True)
+        assert done.stderr.rstrip().endswith(source)

@@ -23,7 +23,8 @@ import pytest
 
 from engine.native.library import native_library
 from protos import inference_pb2
-from serving_core.errors import ModelError, SplitServeError
+from serving_core.errors import ModelError, SettingsError, SplitServeError
+from serving_core.socket_folder import SocketFolder
 from splitserve import Client
 from splitserve.client.clients import LIVENESS
 from splitserve.client.errors import Unauthenticated, Unavailable
@@ -308,12 +309,17 @@ def test_a_cluster_of_nodes_that_do_both_serves(up):
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a child's life to its parent's")
-def test_nothing_is_left_when_up_itself_is_killed(up):
+def test_nothing_is_left_when_up_itself_is_killed(up, tmp_path, monkeypatch):
     cluster = up()
     cluster.read_until("Ready")
     children = cluster.children()
     cluster.process.kill()
     assert_gone(children.values())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    again = SocketFolder()  # as the next `up` makes it
+    again.make()
+    again.remove()
+    assert [each for each in (tmp_path / "tmp").iterdir() if each != cluster.log_dir] == []
 
 
 def refusal(cluster: Up, tmp_path: Path) -> str:
@@ -392,8 +398,8 @@ def test_a_folder_for_logs_that_cannot_be_written_is_refused(model, tmp_path, mo
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def _log_dir_refused(model: Path, log_dir: Path) -> LaunchError:
-    with pytest.raises(LaunchError) as refused:
+def _log_dir_refused(model: Path, log_dir: Path) -> SettingsError:
+    with pytest.raises(SettingsError) as refused:
         Cluster(ClusterSettings(http_port=NO_HTTP, log_dir=str(log_dir)), {}, LocalModel(model, "fake"), report=print)
     return refused.value
 
@@ -451,12 +457,26 @@ def test_a_broken_model_is_one_sentence(up, tmp_path, damage, sentence):
         ("--decode 3 --device cpu --kv-cache-memory-bytes 1099511627776", "4 nodes need 4096.0 GiB of memory"),
         ("--device cpu --kv-host-bytes 1099511627776", ", --kv-host-bytes 2048.0 GiB), and"),
         ("--kv-cache-memory-bytes 1", "--kv-cache-memory-bytes 1 holds no block of 2048 bytes"),
+        ("--kv-disk-path .", "--kv-disk-path is the folder of a file whose size is --kv-disk-bytes, and that is 0"),
         ("--speculation draft", "--speculation draft needs the folder of a smaller model: --speculative-model"),
         ("--node-timeout-s 0.5", "node_timeout_s (0.5) must be above heartbeat_s (1)"),
     ],
 )
 def test_what_cannot_work_is_told_before_anything_starts(up, tmp_path, flags, sentence):
     assert sentence in refusal(up(*flags.split()), tmp_path)
+
+
+@pytest.mark.parametrize("package", ["splitserve up", "coordinator", "serving_node"])
+def test_nothing_starts_in_a_folder_that_is_gone(package, model, tmp_path, short_path):
+    (short_path / "gone").mkdir()
+    script = f'cd "{short_path}/gone" && rmdir ../gone && exec {sys.executable} -m {package} {model}'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        ["sh", "-c", script], env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    [line] = done.stderr.splitlines()
+    assert "the folder that this was started in is gone" in line
+    assert done.returncode == 2
 
 
 @pytest.mark.parametrize(("role", "lacks"), [("coordinator", "clientAuth"), ("node", "serverAuth")])

@@ -17,7 +17,7 @@ from rich.console import Console
 from protos import inference_pb2
 from splitserve.cli import main
 from splitserve.client.overview import to_overview
-from splitserve.commands.overview_view import bars, milliseconds, overview_view, short
+from splitserve.commands.overview_view import OverviewView, bars, milliseconds, short
 from tests.scripted_server import Script, serving
 
 DEADLINE_S = 240.0
@@ -105,19 +105,22 @@ def test_a_frame_tells_of_nodes_phases_rates_and_times(script, target):
     assert [request.HasField("after") for request in script.requests] == [False]  # no lives
 
 
-def test_a_frame_fits_into_80_columns():
+def shown(overview, columns=COLUMNS):
     written = io.StringIO()
-    Console(file=written, width=COLUMNS, force_terminal=False).print(overview_view(to_overview(OVERVIEW)))
-    lines = [line.rstrip() for line in written.getvalue().splitlines()]
+    Console(file=written, width=columns, force_terminal=False).print(OverviewView(to_overview(overview)))
+    return written.getvalue()
+
+
+def test_a_frame_fits_into_80_columns():
+    frame = shown(OVERVIEW)
+    lines = [line.rstrip() for line in frame.splitlines()]
     assert max(map(len, lines)) <= COLUMNS
-    assert "…" not in written.getvalue()
+    assert "…" not in frame
     assert len(lines) == 15
 
 
 def node_rows(overview, columns):
-    written = io.StringIO()
-    Console(file=written, width=columns, force_terminal=False).print(overview_view(to_overview(overview)))
-    return [line.split() for line in written.getvalue().splitlines()[-len(overview.nodes) :]]
+    return [line.split() for line in shown(overview, columns).splitlines()[-len(overview.nodes) :]]
 
 
 @pytest.mark.parametrize(("columns", "num_shown"), [(COLUMNS, 6), (100, 31)])
@@ -139,42 +142,82 @@ def test_a_cluster_without_nodes_and_answers_has_a_frame_too(script, target, mon
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "no node is attached")
 
 
-def press(process, master, key):
-    if key == b"q":
-        os.write(master, key)
-    else:
-        process.send_signal(signal.SIGINT)
+class Terminal:
+    """`splitserve top` in a terminal of its own, with so many lines."""
+
+    def __init__(self, target, lines):
+        self.master, self.slave = pty.openpty()
+        self.before = termios.tcgetattr(self.slave)
+        command = [sys.executable, "-m", "splitserve", "top", "--every", "0.1", "--server", target]
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(COLUMNS), "LINES": str(lines)}
+        ends = dict.fromkeys(("stdin", "stdout", "stderr"), self.slave)
+        self.process = subprocess.Popen(command, env=environment, start_new_session=True, **ends)
+
+    def read_until(self, text, times=1):
+        """What is written from now on until it has the text so often."""
+        written, give_up_at = b"", time.monotonic() + DEADLINE_S
+        while written.count(text) < times:
+            assert time.monotonic() < give_up_at, written
+            assert select.select([self.master], [], [], DEADLINE_S)[0], written
+            written += os.read(self.master, 2**16)
+        return written
+
+    def press(self, key):
+        if key == b"\x03":
+            self.process.send_signal(signal.SIGINT)
+        else:
+            os.write(self.master, key)
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+        os.close(self.slave)
+
+
+@pytest.fixture
+def terminal(script, target):
+    terminals = []
+
+    def start(lines=24):
+        terminals.append(Terminal(target, lines))
+        return terminals[-1]
+
+    yield start
+    for each in terminals:
+        each.close()
 
 
 @pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "Ctrl-C"])
-def test_it_goes_on_until_a_key_and_leaves_the_terminal_as_it_was(script, target, key):
-    master, slave = pty.openpty()
-    before = termios.tcgetattr(slave)
-    command = [sys.executable, "-m", "splitserve", "top", "--every", "0.1", "--server", target]
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(COLUMNS), "LINES": "24"}
-    process = subprocess.Popen(
-        command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
-    )
-    try:
-        shown = b""
-        while shown.count(b"decode-0") < 3:
-            assert select.select([master], [], [], DEADLINE_S)[0], shown
-            shown += os.read(master, 2**16)
-        pressed_at, give_up_at = None, time.monotonic() + DEADLINE_S
-        while process.poll() is None:  # what it still writes has to be read
-            assert time.monotonic() < give_up_at
-            if pressed_at is None or time.monotonic() > pressed_at + PRESSED_AGAIN_S:
-                press(process, master, key)
-                pressed_at = time.monotonic()
-            if select.select([master], [], [], 0.1)[0]:
-                os.read(master, 2**16)
-        assert process.returncode in ((0,) if key == b"q" else (130, -signal.SIGINT))
-        assert termios.tcgetattr(slave) == before
-    finally:
-        process.kill()
-        process.wait()
-        os.close(master)
-        os.close(slave)
+def test_it_goes_on_until_a_key_and_leaves_the_terminal_as_it_was(terminal, key):
+    top = terminal()
+    top.read_until(b"decode-0", 3)
+    pressed_at, give_up_at = None, time.monotonic() + DEADLINE_S
+    while top.process.poll() is None:  # what it still writes has to be read
+        assert time.monotonic() < give_up_at
+        if pressed_at is None or time.monotonic() > pressed_at + PRESSED_AGAIN_S:
+            top.press(key)
+            pressed_at = time.monotonic()
+        if select.select([top.master], [], [], 0.1)[0]:
+            os.read(top.master, 2**16)
+    assert top.process.returncode in ((0,) if key == b"q" else (130, -signal.SIGINT))
+    assert termios.tcgetattr(top.slave) == top.before
+
+
+def test_a_screen_that_is_too_low_for_all_nodes_tells_of_the_others_and_scrolls(terminal):
+    top = terminal(lines=14)  # 12 without nodes
+    for key, first, others in (
+        (b"", b"decode-0", (b"decode-1", b"prefill-0")),
+        (b"\x1b[B", b"decode-1", (b"decode-0", b"prefill-0")),
+        (b"\x1b[6~", b"prefill-0", (b"decode-0", b"decode-1")),
+        (b"\x1b[A", b"decode-1", (b"decode-0", b"prefill-0")),  # where it has gone no further than the last one
+    ):
+        number = {b"decode-0": 1, b"decode-1": 2, b"prefill-0": 3}[first]
+        top.press(key)
+        line = b"%d to %d of 3 nodes" % (number, number)
+        top.read_until(line)
+        frame = top.read_until(line)
+        assert (first in frame, *(other in frame for other in others)) == (True, False, False)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 import json
 
+from serving_core.shapes import BOTH, DECODE, PREFILL
 from splitserve_bench.plan.asked import Asked, AskedLoad, AskedNodes
+from splitserve_bench.plan.nodes import machines_of
+from splitserve_bench.plan.plans import Plan, Pool
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -113,3 +116,20 @@ def asked(nodes, **values):
         "attainment": 0.9, "tolerance": 0.2, "max_probes": 4, "num_prompts": 40, "seconds": 0.1, "all_plans": False,
     }  # fmt: skip
     return Asked(nodes=nodes, **{"load": load, **fields, **values})
+
+
+def paper_nodes(tmp_path):
+    return asked_nodes(
+        profile=str(tmp_path / "profile.json"), prefill_hardware=(), decode_hardware=(), both_hardware=()
+    )
+
+
+def plan_of(nodes, *counts, devices=8):
+    """Counts of readers, writers and others of TP 1; TP 2 for negative ones."""
+    kinds = machines_of(nodes).kinds
+    pools = [
+        Pool(role, kinds[count < 0], abs(count))
+        for role, count in zip((PREFILL, DECODE, BOTH), counts, strict=False)
+        if count
+    ]
+    return Plan(tuple(pools), devices, nodes.gpus_per_host)
