@@ -1,8 +1,9 @@
 """What an answer is made to be: a grammar in llguidance's own form, and the tokens that it lets come next. Torch-free.
 
 The door makes the grammar of what a client asks for and compiles it, to refuse what cannot be enforced; each node that
-chooses tokens of the answer compiles it again. What may follow depends on the grammar and the answer's tokens alone, so
-an answer goes on after a hand-over, a move or a restart as if nothing had happened.
+chooses tokens of the answer compiles it again. What may follow depends on the grammar, the vocabulary and the answer's
+tokens alone, so an answer goes on after a hand-over, a move or a restart as if nothing had happened. What a node is
+given names the door's vocabulary, since with another one masks would let other tokens come.
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,8 @@ from typing import Final
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from serving_core.errors import ModelError, RequestError
-from serving_core.reasons import BAD_PARAM
-from serving_core.tokenizer_files import read_tokenizer_files
+from serving_core.reasons import BAD_PARAM, PAIRING_MISMATCH
+from serving_core.tokenizer_files import read_tokenizer_files, vocabulary_digest
 
 MAX_LEXER_STATES: Final = 25_000  # of one answer, at 1 to 2 kB each
 MAX_PROBLEM_CHARS: Final = 160
@@ -55,6 +56,7 @@ class Grammars:
         self._folder = folder
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
+        self._vocabulary = ""  # that it has, by its digest
 
     def load(self) -> LLTokenizer:
         """Reads the model's tokenizer, once; that takes a second for a large one. Raises RequestError when answers of
@@ -63,10 +65,11 @@ class Grammars:
             if not self._eos_token_ids:
                 raise _impossible("the model has no end token")
             try:
-                text = read_tokenizer_files(self._folder).tokenizer.to_str()
-                self._tokenizer = LLTokenizer(text, eos_token=self._eos_token_ids)
+                tokenizer = read_tokenizer_files(self._folder).tokenizer
+                self._tokenizer = LLTokenizer(tokenizer.to_str(), eos_token=self._eos_token_ids)
             except (ModelError, ValueError) as error:  # of any kind; its text may name a file
                 raise _impossible("llguidance does not read its tokenizer") from error
+            self._vocabulary = vocabulary_digest(tokenizer)
         return self._tokenizer
 
     def guide(self, grammar: str) -> GrammarGuide:
@@ -74,6 +77,20 @@ class Grammars:
         compiled within the limits."""
         tokenizer = self.load()
         return GrammarGuide(LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS), tokenizer.vocab_size)
+
+    def for_nodes(self, grammar: str) -> str:
+        """What a node makes the same guide of, if it has the same vocabulary."""
+        self.load()
+        return f"{self._vocabulary} {grammar}"
+
+    def guide_of(self, given: str) -> GrammarGuide:
+        """The guide on a node, for what `for_nodes` gave. Raises RequestError as `guide` does, and where that was of
+        another vocabulary."""
+        self.load()
+        vocabulary, _, grammar = given.partition(" ")
+        if vocabulary != self._vocabulary:
+            raise RequestError(PAIRING_MISMATCH, "the vocabularies of their tokenizers, which forms are enforced with")
+        return self.guide(grammar)
 
 
 def _impossible(why: str) -> RequestError:

@@ -66,6 +66,10 @@ class Structures:
         self._known: dict[Asked, dict[str, str]] = {}  # the program's answers, that which was asked for last behind
         self._begun: dict[Asked, _Compilation] = {}
 
+    def begin(self) -> None:
+        """Starts the program in the background, where it reads the tokenizer: the first form need not wait for that."""
+        self._program.begin()
+
     async def grammar(
         self, params: inference_pb2.SamplingParams, leeway: Leeway = NO_LEEWAY, prompt_end: str = ""
     ) -> str:

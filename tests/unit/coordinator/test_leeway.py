@@ -62,7 +62,7 @@ def guide(structures, tokenizer_folder):
 
     def make(leeway, prompt_end="", **params):
         params = params or {"json_schema": json.dumps(SCHEMA)}
-        return grammars.guide(asyncio.run(structures.grammar(SamplingParams(**params), leeway, prompt_end)))
+        return grammars.guide_of(asyncio.run(structures.grammar(SamplingParams(**params), leeway, prompt_end)))
 
     return make
 
@@ -244,8 +244,8 @@ def test_tags_that_are_special_tokens_come_as_these_alone(tmp_path):
     grammar = asyncio.run(Structures(tmp_path, (EOS,)).grammar(params, leeway, ""))
     form, call = list(b'{"a": "x"}'), list(b'{"name": "f", "arguments": {}}')
     for good in (form, [260, *b"Hm", 261, *form], [260, 261, *b"\n", 262, *call, 263]):
-        mask = Grammars(tmp_path, (EOS,)).guide(grammar).allowed(good)
+        mask = Grammars(tmp_path, (EOS,)).guide_of(grammar).allowed(good)
         assert mask[EOS // 8] >> EOS % 8 & 1
     for bad in (list(b"<th"), list(b"<tool"), [260, *b"Hm", *b"</think>", *b"{"], [262, *call, *b"<"]):
         with pytest.raises(RequestError, match="does not allow"):
-            Grammars(tmp_path, (EOS,)).guide(grammar).allowed(bad)
+            Grammars(tmp_path, (EOS,)).guide_of(grammar).allowed(bad)

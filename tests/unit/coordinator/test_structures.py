@@ -100,8 +100,8 @@ def schema(**fields):
 )
 def test_what_comes_out_lets_these_come_and_not_those(structures, tokenizer_folder, params, good, bad):
     made = grammar(structures, **params)
-    assert may_be(Grammars(tokenizer_folder, (EOS,)).guide(made), good)
-    assert not may_be(Grammars(tokenizer_folder, (EOS,)).guide(made), bad)
+    assert may_be(Grammars(tokenizer_folder, (EOS,)).guide_of(made), good)
+    assert not may_be(Grammars(tokenizer_folder, (EOS,)).guide_of(made), bad)
 
 
 @pytest.mark.parametrize("params", [{}, {"json_object": False}, {"disable_any_whitespace": True}])
@@ -210,7 +210,7 @@ def test_a_class_of_characters_has_those_that_pythons_has(structures, tokenizer_
     )
     for char in '\\"\n\t\b\f\ra/ -]!é':
         is_member = re.fullmatch(f"[{members}]", char, re.ASCII) is not None
-        assert may_be(grammars.guide(made), json.dumps(char, ensure_ascii=False)) == is_member, char
+        assert may_be(grammars.guide_of(made), json.dumps(char, ensure_ascii=False)) == is_member, char
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_a_class_that_is_named_has_no_quotes_for_control_characters(structures, 
         grammar(structures, **schema(type="string", pattern=f"^{pattern}$")),
         Grammars(tokenizer_folder, (EOS,)),
     )
-    told = [char for char in '\\"\na !' if may_be(grammars.guide(made), json.dumps(char))]
+    told = [char for char in '\\"\na !' if may_be(grammars.guide_of(made), json.dumps(char))]
     assert sorted(told) == sorted(chars)
 
 
@@ -238,7 +238,7 @@ def test_a_number_keeps_its_bounds_or_they_are_refused(structures, tokenizer_fol
             for number in numbers:
                 for text in (f"{number:g}", f"{number:.2f}"):
                     is_within = all(KEEPS[name](number, bound) for name, bound in bounds.items())
-                    assert is_within or not may_be(grammars.guide(made), text), (bounds, text)
+                    assert is_within or not may_be(grammars.guide_of(made), text), (bounds, text)
     assert num_taken > 100
 
 
@@ -286,7 +286,7 @@ def test_a_grammar_may_name_other_tokens(structures, named):
     ],
 )
 def test_text_that_looks_like_a_special_token_comes_as_text(structures, tokenizer_folder, params, text):
-    answer = Grammars(tokenizer_folder, (EOS,)).guide(grammar(structures, **params, disable_any_whitespace=True))
+    answer = Grammars(tokenizer_folder, (EOS,)).guide_of(grammar(structures, **params, disable_any_whitespace=True))
     token_ids = [*text.encode(), EOS]
     for count, token_id in enumerate(token_ids):
         mask = answer.allowed(token_ids[:count])

@@ -117,6 +117,33 @@ def test_tokens_that_only_the_tokenizers_config_has_may_come(tmp_path):
     assert tokens(answer.allowed([260, C])) == {261}
 
 
+def test_a_grammar_for_nodes_is_for_one_vocabulary_however_texts_are_cut(tmp_path, grammars):
+    given = grammars.for_nodes(to_grammar("regex", "ab?c", None))
+    assert tokens(grammars.guide_of(given).allowed([A])) == {B, C}
+    write_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["pre_tokenizer"]["use_regex"] = True
+    path.write_text(json.dumps(tokenizer, indent=1))
+    assert tokens(Grammars(tmp_path, (EOS,)).guide_of(given).allowed([A])) == {B, C}
+
+
+@pytest.mark.parametrize("change", ["texts", "special"])
+def test_a_grammar_for_nodes_is_refused_where_the_vocabulary_is_another(tmp_path, grammars, change):
+    given = grammars.for_nodes(to_grammar("regex", "ab?c", None))
+    write_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    if change == "texts":
+        tokenizer["model"]["vocab"] |= {"a": B, "b": A}
+    else:
+        tokenizer["added_tokens"][0]["special"] = False
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(RequestError, match="the vocabularies of their tokenizers") as error:
+        Grammars(tmp_path, (EOS,)).guide_of(given)
+    assert error.value.reason == "PAIRING_MISMATCH"
+
+
 def test_a_model_without_an_end_token(tokenizer_folder):
     with pytest.raises(RequestError, match="the model has no end token"):
         Grammars(tokenizer_folder, ()).guide("start: /a/")
