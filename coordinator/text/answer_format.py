@@ -64,10 +64,15 @@ class AnswerFormat:
         forced: type[CallReader] | None = None,
         *,
         is_held: bool = False,
+        keeps_blanks: bool = False,
     ) -> "AnswerReader":
         """For one answer, which may call the tools of these names. One that `is_held` to a form has calls in its place
-        or none; one that is held to calls is what the `forced` reader reads."""
-        thoughts = ReasoningReader(has_begun=reasoning.ends_thinking(prompt_end)) if self.thinks else None
+        or none, and `keeps_blanks` behind its thoughts if those may be of the form; one that is held to calls is what
+        the `forced` reader reads."""
+        thoughts: ReasoningReader | None = None
+        if self.thinks:
+            has_begun = reasoning.ends_thinking(prompt_end)
+            thoughts = ReasoningReader(has_begun=has_begun, keeps_blanks=keeps_blanks)
         calls: Reader | None = None
         if forced is not None:
             calls = forced(names)

@@ -61,7 +61,8 @@ class Compiler:
         texts += [spelled("json_schema", schema) for _, schema in asked.leeway.tools if schema]
         is_free = any(each in text for each in self._special for text in texts)
         grammar = with_leeway(form, asked, self._special, is_free=is_free)
-        self._grammars.guide(grammar).allowed(())  # the first mask may fail too
+        for each in dict.fromkeys((form, grammar)):  # of no text there may be thoughts all the same
+            self._grammars.guide(each).allowed(())  # the first mask may fail too
         return self._grammars.for_nodes(grammar)
 
     def _check_named(self, grammar: str) -> None:

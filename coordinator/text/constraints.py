@@ -55,6 +55,14 @@ def to_grammar(kind: str, value: Any, whitespace: str | None) -> str:
     raise AssertionError(f"{kind} is no constraint")
 
 
+def may_begin_blank(kind: str, value: Any) -> bool:
+    """Whether an answer may begin with blanks that are its own, and no mere distance from what stands before it. What
+    regular expressions and grammars begin with is not looked into."""
+    if kind == "choice":
+        return any(choice[0].isspace() for choice in value)
+    return kind in ("regex", "grammar")
+
+
 def spelled(kind: str, value: Any) -> str:
     """All text that an answer may have to spell, and more; what is escaped in it stands for itself."""
     match kind:
@@ -117,11 +125,18 @@ def read_schema(text: str) -> dict[str, Any]:
         _check_items(part)
         _mend_patterns(part)
         _drop_idle(part)
-        if isinstance(reference := part.get("$ref"), str) and leads_to_data(reference):
-            raise Unenforceable(f"$ref {reference!r:.80} leads to no schema")
+        _check_reference(part, schema)
     _check_multiples(parts)
     _check_open_ends(parts)
     return schema
+
+
+def _check_reference(part: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    reference = part.get("$ref")
+    if isinstance(reference, str) and leads_to_data(reference):
+        raise Unenforceable(f"$ref {reference!r:.80} leads to no schema")
+    if reference is not None and "$id" in part and part is not schema:  # in older drafts it does not begin there
+        raise Unenforceable("$ref stands beside an $id")
 
 
 def _check_count(part: Mapping[str, Any]) -> None:

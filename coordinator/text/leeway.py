@@ -7,7 +7,7 @@ from typing import Final
 
 from coordinator.text import reasoning
 from coordinator.text.calls.rules import BLANKS, Tag, rules
-from coordinator.text.constraints import of_schema, read_schema
+from coordinator.text.constraints import may_begin_blank, of_schema, read_schema
 from coordinator.text.reasoning import Thoughts
 from coordinator.text.structures import Asked
 
@@ -30,7 +30,8 @@ def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int], *, is_fr
     if not (is_free or calls or thoughts is not Thoughts.NONE):
         return grammar
     [form] = json.loads(grammar)["grammars"]
-    start = f"start: {_START[thoughts]}{'(@form | calls)' if calls else '@form'}\n"
+    is_next = may_begin_blank(asked.kind, asked.value)  # to thoughts, else nobody could tell whose the blanks are
+    start = f"start: {_before(thoughts, is_next)}{_either(is_next) if calls else '@form'}\n"
     lark = (FREE if is_free else "") + start + _thoughts(thoughts, tag) + calls + BLANKS
     schemas = {place: schema or ANY for place, (_, schema) in zip(arguments.values(), tools, strict=True)}
     named = {place: read_schema(schemas[place]) for place in set(re.findall(r"@\w+", calls)) & schemas.keys()}
@@ -38,7 +39,15 @@ def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int], *, is_fr
     return json.dumps({"grammars": [{"lark_grammar": lark}, {**form, "name": "form"}, *others]})
 
 
-_START: Final = {Thoughts.NONE: "", Thoughts.POSSIBLE: "thoughts? ", Thoughts.BEGUN: "thoughts "}
+def _before(thoughts: Thoughts, is_next: bool) -> str:
+    """What stands before the form."""
+    before = "thoughts " if is_next else "thoughts blanks? "
+    return {Thoughts.NONE: "", Thoughts.POSSIBLE: f"({before})? ", Thoughts.BEGUN: before}[thoughts]
+
+
+def _either(is_next: bool) -> str:
+    """The form, or calls, of which blanks before them say nothing."""
+    return "(@form | blanks? calls)" if is_next else "(@form | calls)"
 
 
 def _thoughts(thoughts: Thoughts, tag: Tag) -> str:
@@ -48,5 +57,5 @@ def _thoughts(thoughts: Thoughts, tag: Tag) -> str:
     begun = "" if thoughts is Thoughts.BEGUN else f"{tag(reasoning.OPEN)} "
     close = tag(reasoning.CLOSE)
     if close.startswith("<"):  # a special token; but text that looks like it is read as the end of thoughts too
-        return f"thoughts: {begun}TEXT? {close} blanks?\nTEXT: /(?s:.+)/ & ~/(?s:.*){CLOSE}(?s:.*)/\n"
-    return f"thoughts: {begun}thought blanks?\nthought[lazy]: /(?s:.*){CLOSE}/\n"
+        return f"thoughts: {begun}TEXT? {close}\nTEXT: /(?s:.+)/ & ~/(?s:.*){CLOSE}(?s:.*)/\n"
+    return f"thoughts: {begun}thought\nthought[lazy]: /(?s:.*){CLOSE}/\n"

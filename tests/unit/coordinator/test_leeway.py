@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.calls.reader import Kind
-from coordinator.text.structures import Leeway, Structures
+from coordinator.text.structures import Leeway, Structures, may_begin_blank
 from protos.inference_pb2 import Choice, SamplingParams
 from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
@@ -76,9 +76,10 @@ def may_be(guide, text):
     return bool(mask[EOS // 8] >> EOS % 8 & 1)
 
 
-def read(text, calls, *, thinks=False, prompt_end=""):
+def read(text, calls, *, thinks=False, prompt_end="", **params):
     """What each kind of piece says, and the arguments of each call."""
-    reader = AnswerFormat(calls, thinks=thinks).reader(prompt_end, NAMES, is_held=True)
+    keeps_blanks = may_begin_blank(SamplingParams(**params))
+    reader = AnswerFormat(calls, thinks=thinks).reader(prompt_end, NAMES, is_held=True, keeps_blanks=keeps_blanks)
     told = {Kind.REASONING: "", Kind.TEXT: ""}
     called = []
     for piece in itertools.chain(*map(reader.feed, text), reader.finish()):
@@ -226,6 +227,37 @@ NO_THOUGHTS = [
 def test_thoughts_come_before_the_form(guide, prompt_end, text, told):
     assert may_be(guide(Leeway(thinks=True, calls="hermes", tools=TOOLS), prompt_end), text)
     assert read(text, "hermes", thinks=True, prompt_end=prompt_end) == told
+
+
+@pytest.mark.parametrize("prompt_end", ["", "<think>\n"])
+@pytest.mark.parametrize(
+    ("params", "answers", "others"),
+    [
+        ({"choice": Choice(choices=[" yes", "\u3000no", "b"])}, [" yes", "\u3000no", "b"], ["yes", "\n yes", "\nb"]),
+        ({"regex": r"\n\na"}, ["\n\na"], ["a", "\na"]),
+        ({"grammar": 'start: " "? "a"'}, ["a", " a"], ["\na"]),
+        ({"choice": Choice(choices=["yes", "no"])}, ["yes"], [" "]),
+    ],
+)
+def test_behind_thoughts_an_answer_has_the_blanks_of_its_form(guide, params, answers, others, prompt_end):
+    leeway = Leeway(thinks=True, calls="hermes", tools=TOOLS)
+    thoughts = ("" if prompt_end else "<think>") + "Hm</think>"
+    for answer in answers:
+        assert may_be(guide(leeway, prompt_end, **params), thoughts + answer), answer
+        told = read(thoughts + answer, "hermes", thinks=True, prompt_end=prompt_end, **params)
+        assert told == ("Hm", answer, [])
+    for other in others:
+        assert not may_be(guide(leeway, prompt_end, **params), thoughts + other), other
+    called = f"{thoughts}\n\n{CALLS['hermes'][0]}"
+    assert may_be(guide(leeway, prompt_end, **params), called)
+    assert read(called, "hermes", thinks=True, prompt_end=prompt_end, **params) == ("Hm", "", [("f", {"a": 1})])
+
+
+def test_a_form_that_no_text_has_is_refused_whatever_may_come_beside_it(structures):
+    for leeway in Leeway(thinks=True), Leeway(calls="hermes", tools=TOOLS):
+        for params in {"regex": r"[^\s\S]"}, {"grammar": "start: start"}, {"json_schema": '{"$ref": "#"}'}:
+            with pytest.raises(RequestError, match="cannot be enforced: the grammar goes no further"):
+                asyncio.run(structures.grammar(SamplingParams(**params), leeway))
 
 
 @pytest.mark.parametrize(("prompt_end", "text"), NO_THOUGHTS)

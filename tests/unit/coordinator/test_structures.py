@@ -133,6 +133,7 @@ def test_what_asks_for_nothing(tokenizer_folder, params):
         ({"$defs": {"examples": {"enum": [2**53 + 1]}}, "$ref": "#/$defs/examples"}, "enum"),
         ({"$ref": "#/default", "default": FEW}, "$ref"),
         ({"$ref": "#/properties/a/const", "properties": {"a": {"const": FEW}}}, "$ref"),
+        ({"$id": "http://a/b/", "allOf": [{"$id": "http://a/", "$ref": "c"}], "$defs": {"x": {"$id": "c"}}}, "$ref"),
         ({"type": "array", "prefixItems": [{"type": "string"}], "additionalItems": False}, "prefixItems"),
         ({"type": "array", "prefixItems": [{"type": "string"}], "items": [{}]}, "prefixItems"),
         ({"type": "integer", "exclusiveMinimum": 2**53}, "exclusiveMinimum"),
