@@ -2,10 +2,11 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from coordinator.text import reasoning
+from coordinator.text.answer_format import TAGS
 from coordinator.text.calls.rules import BLANKS, Tag, rules
 from coordinator.text.constraints import may_begin_blank, of_schema, read_schema
 from coordinator.text.reasoning import Thoughts
@@ -30,6 +31,10 @@ def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int], *, is_fr
     if not (is_free or calls or thoughts is not Thoughts.NONE):
         return grammar
     [form] = json.loads(grammar)["grammars"]
+    openings = [reasoning.OPEN] if thoughts is Thoughts.POSSIBLE else []
+    openings += [TAGS[asked.leeway.calls]] if calls and asked.leeway.calls in TAGS else []
+    if asked.kind == "regex" and openings:
+        form = {"lark_grammar": _beginning_otherwise(form["lark_grammar"], openings)}
     is_next = may_begin_blank(asked.kind, asked.value)  # to thoughts, else nobody could tell whose the blanks are
     start = f"start: {_before(thoughts, is_next)}{_either(is_next) if calls else '@form'}\n"
     lark = (FREE if is_free else "") + start + _thoughts(thoughts, tag) + calls + BLANKS
@@ -50,12 +55,18 @@ def _either(is_next: bool) -> str:
     return "(@form | blanks? calls)" if is_next else "(@form | calls)"
 
 
+def _beginning_otherwise(lark: str, openings: Sequence[str]) -> str:
+    """Of a regular expression alone, all texts but those that are read as something else, by how they begin."""
+    regex, begun = lark.removeprefix("start: "), "|".join(map(re.escape, openings))
+    return f"start: FORM\nFORM: {regex} & ~/\\s*({begun})(?s:.*)/\n"
+
+
 def _thoughts(thoughts: Thoughts, tag: Tag) -> str:
     """The rules for them; those that the prompt has begun have no tag."""
     if thoughts is Thoughts.NONE:
         return ""
-    begun = "" if thoughts is Thoughts.BEGUN else f"{tag(reasoning.OPEN)} "
+    begun = "" if thoughts is Thoughts.BEGUN else reasoning.OPEN
     close = tag(reasoning.CLOSE)
     if close.startswith("<"):  # a special token; but text that looks like it is read as the end of thoughts too
-        return f"thoughts: {begun}TEXT? {close}\nTEXT: /(?s:.+)/ & ~/(?s:.*){CLOSE}(?s:.*)/\n"
-    return f"thoughts: {begun}thought\nthought[lazy]: /(?s:.*){CLOSE}/\n"
+        return f"thoughts: {tag(begun)} TEXT? {close}\nTEXT: /(?s:.+)/ & ~/(?s:.*){CLOSE}(?s:.*)/\n"
+    return f"thoughts: thought\nthought[lazy]: /{begun}(?s:.*){CLOSE}/\n"  # in one, however much else may come

@@ -79,7 +79,9 @@ def may_be(guide, text):
 def read(text, calls, *, thinks=False, prompt_end="", **params):
     """What each kind of piece says, and the arguments of each call."""
     keeps_blanks = may_begin_blank(SamplingParams(**params))
-    reader = AnswerFormat(calls, thinks=thinks).reader(prompt_end, NAMES, is_held=True, keeps_blanks=keeps_blanks)
+    reader = AnswerFormat(calls, thinks=thinks).reader(
+        prompt_end, NAMES if calls != "none" else (), is_held=True, keeps_blanks=keeps_blanks
+    )
     told = {Kind.REASONING: "", Kind.TEXT: ""}
     called = []
     for piece in itertools.chain(*map(reader.feed, text), reader.finish()):
@@ -251,6 +253,31 @@ def test_behind_thoughts_an_answer_has_the_blanks_of_its_form(guide, params, ans
     called = f"{thoughts}\n\n{CALLS['hermes'][0]}"
     assert may_be(guide(leeway, prompt_end, **params), called)
     assert read(called, "hermes", thinks=True, prompt_end=prompt_end, **params) == ("Hm", "", [("f", {"a": 1})])
+
+
+@pytest.mark.parametrize("regex", ["(?s:.*)", "(?s:.){0,9}", r"[\s\S]{1,50}", "[^x]*"])
+def test_a_regular_expression_that_any_text_meets_is_no_thought(guide, regex):
+    """However short the texts are that meet it, and thoughts are not."""
+    leeway = Leeway(thinks=True)
+    for thoughts in "", "<think>Let me think, x by x.</think>":
+        for answer in "abc", "\n<thin", "a <think>":
+            assert may_be(guide(leeway, regex=regex), thoughts + answer), (thoughts, answer)
+            told = read(thoughts + answer, "none", thinks=True, regex=regex)
+            assert told == (thoughts and "Let me think, x by x.", answer, [])
+    for thought in "<think>", "<think>Hm", "\n<think>a":
+        assert not may_be(guide(leeway, regex=regex), thought), thought
+        assert may_be(guide(leeway, "</think>\n\n", regex=regex), thought)
+        assert read(thought, "none", thinks=True, prompt_end="</think>\n\n", regex=regex) == ("", thought, [])
+
+
+@pytest.mark.parametrize("calls", ["hermes", "mistral"])
+def test_a_regular_expression_that_any_text_meets_is_no_call(guide, calls):
+    held, regex = Leeway(calls=calls, tools=TOOLS), "(?s:.{1,300})"
+    for text in CALLS[calls]:
+        assert may_be(guide(held, regex=regex), text), text
+    for text in NO_CALLS[calls]:
+        assert not may_be(guide(held, regex=regex), text), text
+    assert may_be(guide(held, regex=regex), f"a {CALLS[calls][0]}")
 
 
 def test_a_form_that_no_text_has_is_refused_whatever_may_come_beside_it(structures):
