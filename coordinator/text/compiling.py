@@ -62,7 +62,7 @@ class Compiler:
         is_free = any(each in text for each in self._special for text in texts)
         grammar = with_leeway(form, asked, self._special, is_free=is_free)
         for each in dict.fromkeys((form, grammar)):  # of no text there may be thoughts all the same
-            self._grammars.guide(each).allowed(())  # the first mask may fail too
+            self._grammars.compiled(each)
         return self._grammars.for_nodes(grammar)
 
     def _check_named(self, grammar: str) -> None:
