@@ -77,7 +77,7 @@ class AnswerFormat:
         if forced is not None:
             calls = forced(names)
         elif names:
-            calls = READERS[self.calls](names)
+            calls = READERS[self.calls](names, is_held=is_held)
             if is_held and (tag := TAGS.get(self.calls)):
                 calls = _FromTag(calls, tag)
         return AnswerReader(thoughts, calls)

@@ -126,6 +126,19 @@ def test_either_calls_or_the_form(guide, calls):
 
 
 @pytest.mark.parametrize("calls", CALLS)
+def test_a_form_that_looks_like_calls_is_read_as_one_where_the_tool_has_arguments(guide, calls):
+    held, number = Leeway(calls=calls, tools=TOOLS), {"type": "integer"}
+    schema = {"properties": {"name": {"type": "string"}, "parameters": number, "why": number}, "required": ["name"]}
+    params = {"json_schema": json.dumps({"type": "object", **schema, "additionalProperties": False})}
+    for text in '{"name": "f"}', '{"name": "f", "parameters": 1}', '{"name": "g-2", "why": 2}', '{"name": "x"}':
+        assert may_be(guide(held, **params), text), text
+        assert read(text, calls) == ("", text, []), text
+    for text in CALLS[calls]:
+        assert may_be(guide(held, **params), text), text
+        assert read(text, calls)[2], text
+
+
+@pytest.mark.parametrize("calls", CALLS)
 def test_whatever_comes_is_read_as_what_it_is(guide, calls):
     rng, num_called, num_told = random.Random(7), 0, 0
     for _ in range(80):
