@@ -27,6 +27,7 @@ IDLE: Final[Mapping[str, Sequence[Any]]] = {
     "unevaluatedItems": (True, {}),
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
+    "format": ("binary", "password", "path"),  # of OpenAPI and pydantic, which any string has
 }
 ESCAPES: Final = 'nrbtf"\\'  # and no \uXXXX, which would spell a property's name so that its schema does not see it
 MOST_MULTIPLE: Final = 2**32 - 1  # of what the library joins multiples to

@@ -187,6 +187,7 @@ def test_what_is_not_enforced_is_named(structures, fields, named):
         {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"propertyNames": True}},
         {"type": "object", "unevaluatedProperties": {}, "dependentRequired": {}, "dependentSchemas": {}},
         {"type": "object", "properties": {"a\x01b": {"const": "\n\r\t\b\f\x80"}}},
+        *({"type": "string", "format": each} for each in ("binary", "password", "path")),
         *(
             {"type": "string", "pattern": pattern}
             for pattern in (r"^[^\x00-\x1F\x7f]+$", r"^[\x00-\x7F]*$", r"^[\x01-\x08\x0b\x0c!]b$", r"^\\x01\n$")
