@@ -30,6 +30,8 @@ IDLE: Final[Mapping[str, Sequence[Any]]] = {
     "format": ("binary", "password", "path"),  # of OpenAPI and pydantic, which any string has
 }
 ESCAPES: Final = 'nrbtf"\\'  # and no \uXXXX, which would spell a property's name so that its schema does not see it
+NAMING: Final = {"enum", "type", "title", "description"}  # keywords of a schema that is a list of texts
+MOST_COPIED_CHARS: Final = 2**17
 MOST_MULTIPLE: Final = 2**32 - 1  # of what the library joins multiples to
 TEXT: Final = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/')  # in Lark: strings and regular expressions
 
@@ -126,6 +128,7 @@ def read_schema(text: str) -> dict[str, Any]:
         _check_items(part)
         _mend_patterns(part)
         _drop_idle(part)
+        _list_properties(part, schema)
         _check_reference(part, schema)
     _check_multiples(parts)
     _check_open_ends(parts)
@@ -241,6 +244,22 @@ def _drop_idle(part: dict[str, Any]) -> None:
     for name, values in IDLE.items():
         if name in part and any(part[name] == each and type(part[name]) is type(each) for each in values):
             del part[name]
+
+
+def _list_properties(part: dict[str, Any], schema: Mapping[str, Any]) -> None:
+    """An object of any properties that have a name of a list is one of the properties of that list."""
+    names = part.get("propertyNames")
+    if isinstance(names, dict) and names.keys() == {"$ref"} and isinstance(schema.get("$defs"), dict):
+        names = schema["$defs"].get(str(names["$ref"]).removeprefix("#/$defs/"))
+    if not isinstance(names, dict) or not names.keys() <= NAMING or names.get("type", "string") != "string":
+        return
+    listed, value = names.get("enum"), part.get("additionalProperties", True)
+    if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
+        return
+    if "properties" in part or "patternProperties" in part or len(listed) * len(json.dumps(value)) > MOST_COPIED_CHARS:
+        return
+    del part["propertyNames"]
+    part |= {"properties": dict.fromkeys(listed, value), "additionalProperties": False}
 
 
 def _refuse_control(name: str, found: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 
+import jsonschema
 import pytest
 
 from coordinator.text import program
@@ -117,6 +118,10 @@ def test_what_asks_for_nothing(tokenizer_folder, params):
         ({"type": "array", "contains": {"type": "null"}}, "contains"),
         ({"if": {"type": "null"}, "then": {}}, "if"),
         ({"type": "object", "propertyNames": {"maxLength": 2}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"enum": ["a"]}, "properties": {"b": {}}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"enum": ["a", 1]}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"enum": ["a"], "maxLength": 1}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"minLength": 1}}}, "propertyNames"),
         ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
         ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
         ({"type": "object", "properties": {"a": {"type": "array", "items": {"not": {}}}}}, "not"),
@@ -196,6 +201,20 @@ def test_what_is_not_enforced_is_named(structures, fields, named):
 )
 def test_what_only_looks_like_it_is_taken(structures, fields):
     assert grammar(structures, **schema(**fields))
+
+
+NAMES = {"enum": ["b", "a", ""], "type": "string"}
+
+
+@pytest.mark.parametrize("names", [NAMES, {"$ref": "#/$defs/n"}], ids=["there", "elsewhere"])
+def test_names_of_a_list_are_the_properties_of_an_object(structures, tokenizer_folder, names):
+    """As pydantic and zod write a record with such keys. Which objects meet the schema, jsonschema says."""
+    record = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}, "required": ["a"]}
+    whole = {"type": "object", "properties": {"r": record}, "$defs": {"n": NAMES}}
+    made, grammars = grammar(structures, **schema(**whole)), Grammars(tokenizer_folder, (EOS,))
+    for value in {"b": 1, "a": 2}, {"a": 1, "": 3}, {"a": 2}, {"b": 1}, {"a": "x"}, {"a": 1, "c": 2}, {}, []:
+        is_right = jsonschema.Draft202012Validator(whole).is_valid({"r": value})
+        assert may_be(grammars.guide_of(made), json.dumps({"r": value})) == is_right, value
 
 
 @pytest.mark.parametrize(
