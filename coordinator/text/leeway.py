@@ -65,8 +65,9 @@ def _thoughts(thoughts: Thoughts, tag: Tag) -> str:
     """The rules for them; those that the prompt has begun have no tag."""
     if thoughts is Thoughts.NONE:
         return ""
-    begun = "" if thoughts is Thoughts.BEGUN else reasoning.OPEN
-    close = tag(reasoning.CLOSE)
+    begun, close = "" if thoughts is Thoughts.BEGUN else tag(reasoning.OPEN), tag(reasoning.CLOSE)
     if close.startswith("<"):  # a special token; but text that looks like it is read as the end of thoughts too
-        return f"thoughts: {tag(begun)} TEXT? {close}\nTEXT: /(?s:.+)/ & ~/(?s:.*){CLOSE}(?s:.*)/\n"
-    return f"thoughts: thought\nthought[lazy]: /{begun}(?s:.*){CLOSE}/\n"  # in one, however much else may come
+        return f"thoughts: {begun} TEXT? {close}\nTEXT: /(?s:.+)/ & ~/(?s:.*){CLOSE}(?s:.*)/\n"
+    if begun.startswith("<") or not begun:
+        return f"thoughts: {begun} thought\nthought[lazy]: /(?s:.*){CLOSE}/\n"
+    return f"thoughts[lazy]: /{reasoning.OPEN}(?s:.*){CLOSE}/\n"  # in one: else a form of any text would go on with it

@@ -312,8 +312,8 @@ def test_tags_that_are_special_tokens_come_as_these_alone(tmp_path):
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "added_tokens_decoder": tokens}))
     leeway = Leeway(thinks=True, calls="hermes", tools=TOOLS)
-    params = SamplingParams(json_schema=json.dumps(SCHEMA))
-    grammar = asyncio.run(Structures(tmp_path, (EOS,)).grammar(params, leeway, ""))
+    params, structures = SamplingParams(json_schema=json.dumps(SCHEMA)), Structures(tmp_path, (EOS,))
+    grammar, begun = (asyncio.run(structures.grammar(params, leeway, end)) for end in ("", "<think>\n"))
     form, call = list(b'{"a": "x"}'), list(b'{"name": "f", "arguments": {}}')
     for good in (form, [260, *b"Hm", 261, *form], [260, 261, *b"\n", 262, *call, 263]):
         mask = Grammars(tmp_path, (EOS,)).guide_of(grammar).allowed(good)
@@ -321,3 +321,7 @@ def test_tags_that_are_special_tokens_come_as_these_alone(tmp_path):
     for bad in (list(b"<th"), list(b"<tool"), [260, *b"Hm", *b"</think>", *b"{"], [262, *call, *b"<"]):
         with pytest.raises(RequestError, match="does not allow"):
             Grammars(tmp_path, (EOS,)).guide_of(grammar).allowed(bad)
+    mask = Grammars(tmp_path, (EOS,)).guide_of(begun).allowed([*b"Hm", 261, *form])
+    assert mask[EOS // 8] >> EOS % 8 & 1
+    with pytest.raises(RequestError, match="does not allow"):
+        Grammars(tmp_path, (EOS,)).guide_of(begun).allowed([260])
