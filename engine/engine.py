@@ -48,7 +48,7 @@ from serving_core.layout import KVLayout
 from serving_core.model_config import FAKE_ARCHITECTURE, NATIVE, ModelConfig, read_model_config
 from serving_core.needs import check_settings, compute_dtype, model_layout, num_blocks_for
 from serving_core.prefix import origin_of
-from serving_core.requests import Guide, OnLayer, Request, SampledToken, SamplingParams, Share, Work
+from serving_core.requests import OnLayer, Request, SampledToken, SamplingParams, Share, Work
 from serving_core.settings import EngineSettings
 from serving_core.sharding import Shard, rank_layout, shard_of
 from serving_core.stored_quantization import quantization_name
@@ -120,7 +120,7 @@ class Engine:
         of_model = fingerprint(folder, self.config, self.model_layout, dtype, settings.quantization)
         self.fingerprint: Final = of_model | adapter_facts(adapters)
         _check_alike(self.group, self.fingerprint | _shared_settings(settings, num_blocks, self.max_model_len))
-        self._grammars = Grammars(folder, self.eos_token_ids)
+        self.grammars: Final = Grammars(folder, self.eos_token_ids)  # may be used beside a step
         self._device = device
         self._stream = StepStream(device)
         self._steps = choose_steps(device)
@@ -312,11 +312,6 @@ class Engine:
         assert self.group.rank != LEADER, "rank 0 leads"
         with self._stream.step(on_layer) as layers:
             self._step(shares, layers.on_queued)
-
-    def guide(self, grammar: str) -> Guide:
-        """What keeps a request to a grammar. May be called beside a step, but not by two threads at a time. Raises
-        RequestError when the grammar cannot be compiled."""
-        return self._grammars.guide(grammar)
 
     def warm_up(self) -> float:
         """Pays the costs of first calls. To be called on all ranks, and before anything is in the pool. Gives, on rank

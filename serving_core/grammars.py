@@ -1,8 +1,9 @@
 """What an answer is made to be: a grammar in llguidance's own form, and the tokens that it lets come next. Torch-free.
 
 The door makes the grammar of what a client asks for and compiles it, to refuse what cannot be enforced; each node that
-chooses tokens of the answer compiles it again. What may follow depends on the grammar and the answer's tokens alone, so
-an answer goes on after a hand-over, a move or a restart as if nothing had happened.
+chooses tokens of the answer compiles it again. What may follow depends on the grammar, the vocabulary and the answer's
+tokens alone, so an answer goes on after a hand-over, a move or a restart as if nothing had happened. What a node is
+given names the door's vocabulary, since with another one masks would let other tokens come.
 """
 
 from collections.abc import Sequence
@@ -12,11 +13,12 @@ from typing import Final
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from serving_core.errors import ModelError, RequestError
-from serving_core.reasons import BAD_PARAM
-from serving_core.tokenizer_files import read_tokenizer_files
+from serving_core.reasons import BAD_PARAM, PAIRING_MISMATCH
+from serving_core.tokenizer_files import read_tokenizer_files, vocabulary_digest
 
 MAX_LEXER_STATES: Final = 25_000  # of one answer, at 1 to 2 kB each
 MAX_PROBLEM_CHARS: Final = 160
+MAX_KNOWN: Final = 16  # grammars, each ready to begin: a hundredth of the time that it takes to compile one
 LIMITS: Final = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 """The others are the library's own, with which a mask takes some 20 ms at the worst."""
 
@@ -43,6 +45,11 @@ class GrammarGuide:
         self._check(f"goes no further after {len(output)} tokens")
         return _first_bits(mask, self._num_tokens)
 
+    def another(self) -> "GrammarGuide":
+        """For an answer of its own, of a guide that no answer has begun with."""
+        assert not self._num_taken, "an answer has begun with it"
+        return GrammarGuide(self._matcher.deep_copy(), self._num_tokens)
+
     def _check(self, what: str) -> None:
         if self._matcher.is_error():
             raise RequestError(BAD_PARAM, f"the grammar {what}: {_sentence(self._matcher.get_error())}")
@@ -55,25 +62,53 @@ class Grammars:
         self._folder = folder
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
+        self._vocabulary = ""  # that it has, by its digest
+        self._known: dict[str, GrammarGuide] = {}  # by their grammars, that which was asked for last behind
 
     def load(self) -> LLTokenizer:
         """Reads the model's tokenizer, once; that takes a second for a large one. Raises RequestError when answers of
         this model cannot be kept to a grammar."""
         if self._tokenizer is None:
-            if not self._eos_token_ids:
-                raise _impossible("the model has no end token")
             try:
-                text = read_tokenizer_files(self._folder).tokenizer.to_str()
-                self._tokenizer = LLTokenizer(text, eos_token=self._eos_token_ids)
+                tokenizer = read_tokenizer_files(self._folder).tokenizer
+                ends = [token_id for token_id in self._eos_token_ids if tokenizer.id_to_token(token_id) is not None]
+                if not ends:
+                    raise _impossible("the model has no end token")
+                self._tokenizer = LLTokenizer(tokenizer.to_str(), eos_token=ends)
             except (ModelError, ValueError) as error:  # of any kind; its text may name a file
                 raise _impossible("llguidance does not read its tokenizer") from error
+            self._vocabulary = vocabulary_digest(tokenizer)
         return self._tokenizer
 
     def guide(self, grammar: str) -> GrammarGuide:
-        """For an answer that has not begun, or that is to be taken over. Raises RequestError when the grammar cannot be
-        compiled within the limits."""
+        """For an answer that has not begun, or that is to be taken over. Raises RequestError as `compiled` does."""
+        known = self._known.pop(grammar) if grammar in self._known else self.compiled(grammar)
+        self._known[grammar] = known
+        if len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        return known.another()
+
+    def compiled(self, grammar: str) -> GrammarGuide:
+        """A guide that is not kept in mind. Raises RequestError when the grammar cannot be compiled within the limits,
+        or no answer can begin."""
         tokenizer = self.load()
-        return GrammarGuide(LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS), tokenizer.vocab_size)
+        guide = GrammarGuide(LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS), tokenizer.vocab_size)
+        guide.allowed(())  # the first mask may fail too, and takes longest
+        return guide
+
+    def for_nodes(self, grammar: str) -> str:
+        """What a node makes the same guide of, if it has the same vocabulary."""
+        self.load()
+        return f"{self._vocabulary} {grammar}"
+
+    def guide_of(self, given: str) -> GrammarGuide:
+        """The guide on a node, for what `for_nodes` gave. Raises RequestError as `guide` does, and where that was of
+        another vocabulary."""
+        self.load()
+        vocabulary, _, grammar = given.partition(" ")
+        if vocabulary != self._vocabulary:
+            raise RequestError(PAIRING_MISMATCH, "the vocabularies of their tokenizers, which forms are enforced with")
+        return self.guide(grammar)
 
 
 def _impossible(why: str) -> RequestError:

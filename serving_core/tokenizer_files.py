@@ -1,6 +1,8 @@
 """The tokenizer of a model folder, for all who read it: with the tokens that tokenizer_config.json adds. Torch-free."""
 
+import hashlib
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
@@ -47,6 +49,13 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     special_tokens = _special_tokens(folder, config)
     add_tokens(tokenizer, config, special_tokens.values())
     return TokenizerFiles(tokenizer, config, special_tokens)
+
+
+def vocabulary_digest(tokenizer: Tokenizer) -> str:
+    """Equal for tokenizers whose tokens have the same ids and texts, and are special alike, however they cut a text."""
+    tokens = sorted(tokenizer.get_vocab(with_added_tokens=True).items(), key=itemgetter(1))
+    special = sorted(token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+    return hashlib.sha256(repr((tokens, special)).encode()).hexdigest()
 
 
 def _special_tokens(folder: Path, config: JsonFields) -> dict[str, str]:

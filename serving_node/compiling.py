@@ -4,10 +4,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Final
 
 from protos import fleet_pb2
 from serving_core.errors import RequestError
+from serving_core.grammars import Grammars
 from serving_core.reasons import ENGINE_ERROR
 from serving_core.requests import Guide
 from serving_core.residents import Key
@@ -25,9 +27,9 @@ class Compiling:
     """Commands on their way to a node's logic. One with a grammar is passed on when that is compiled, with its guide,
     and those for the same attempt behind it; a cancel meanwhile takes it back. Owned by one event loop."""
 
-    def __init__(self, compile: Callable[[str], Guide], pass_on: PassOn, refuse: Refuse) -> None:
-        """`compile` is called in a thread, with one grammar at a time; it raises RequestError."""
-        self._compile = compile
+    def __init__(self, grammars: Grammars, pass_on: PassOn, refuse: Refuse) -> None:
+        """`grammars` are for a thread of its own from here on."""
+        self._grammars = grammars
         self._pass_on = pass_on
         self._refuse = refuse
         self._thread = ThreadPoolExecutor(1, "grammars")
@@ -56,6 +58,14 @@ class Compiling:
             return
         self._pass_on(command, None)
 
+    def warm_up(self) -> None:
+        """Reads the tokenizer, for which the first grammar would hold up all answers: nothing else runs meanwhile."""
+        self._thread.submit(self._read_tokenizer)
+
+    def _read_tokenizer(self) -> None:
+        with suppress(RequestError):  # which every grammar will be answered by
+            self._grammars.load()
+
     def forget(self) -> None:
         """Nobody waits for what is being compiled any more."""
         self._waiting.clear()
@@ -64,7 +74,7 @@ class Compiling:
         """Nobody may wait for it any more: it is soon done, since the coordinator has tried it."""
         guide, error = None, CANNOT_COMPILE
         try:
-            guide = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
+            guide = await asyncio.get_running_loop().run_in_executor(self._thread, self._grammars.guide_of, grammar)
         except RequestError as refusal:
             error = refusal
         except Exception:

@@ -4,7 +4,9 @@ Every folder has a byte-level tokenizer in which a token id below 256 is that by
 """
 
 import json
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 BOS, EOS, USER, ASSISTANT = 256, 257, 258, 259
@@ -133,6 +135,17 @@ def write_tokenizer(folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2))
+
+
+@cache
+def grammar_for_nodes(kind: str, value: str) -> str:
+    """What a coordinator gives nodes of a model with this tokenizer."""
+    from coordinator.text.constraints import to_grammar
+    from serving_core.grammars import Grammars
+
+    with TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder))
+        return Grammars(Path(folder), (EOS,)).for_nodes(to_grammar(kind, value, None))
 
 
 def byte_vocabulary() -> dict[str, int]:

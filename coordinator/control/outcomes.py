@@ -87,6 +87,9 @@ def end_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
     """What the client hears of a failure that ends its answer at once."""
     if event.reason in CLIENT_REASONS:
         return RequestError(event.reason, event.message[:MAX_MESSAGE_CHARS])
+    if event.reason == reasons.PAIRING_MISMATCH:
+        differ = f"node {node.name} and the coordinator differ: {event.message[:MAX_MESSAGE_CHARS]}"
+        return RequestError(event.reason, differ)
     return RequestError(reasons.ENGINE_ERROR, f"the engine of the {node.kind} failed")
 
 

@@ -36,6 +36,8 @@ OPERATOR: Final = "operator"  # the name of who holds the admin key
 IDLE_CONNECTIONS_PER_CALL: Final = 2
 SPARE_CALLS: Final = 256  # beyond the answers in flight: health watchers, status queries, calls to be refused politely
 STOP_GRACE_S: Final = 1.0
+SETTLED_S: Final = 1.0  # after the start: what is needed sooner is begun then
+WARM_S: Final = 10.0  # of serving, when the nodes of this machine have long begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,8 @@ class PublicDoor:
         self._admin_key = BearerSecrets({settings.admin_key: OPERATOR}) if settings.admin_key else None
         self._public = self._public_server()
         self._http = self._http_server() if settings.http_port >= 0 else None
+        self._serves = asyncio.Event()
+        self._warming: asyncio.Task[None] | None = None
         self.port = 0  # that is listened on, once it is
         self.http_port = -1  # likewise; -1 without HTTP
 
@@ -97,9 +101,12 @@ class PublicDoor:
         await self._public.start()
         if self._http is not None:
             await self._http.start()
+        self._warming = asyncio.create_task(self._warm_up())
 
     async def stop(self) -> None:
         """Closes both ports, and after a grace ends all calls."""
+        if self._warming is not None:
+            self._warming.cancel()
         stopping = [self._public.stop(STOP_GRACE_S)]
         if self._http is not None:
             stopping.append(self._http.stop(STOP_GRACE_S))
@@ -107,7 +114,19 @@ class PublicDoor:
 
     async def report(self) -> None:
         """Has the health service say what is so now."""
-        await set_health(self._health, is_serving=self._behind.control.is_serving)
+        is_serving = self._behind.control.is_serving
+        await set_health(self._health, is_serving=is_serving)
+        if is_serving:
+            self._serves.set()
+
+    async def _warm_up(self) -> None:
+        """Begins what the first conversation and the first form would wait for. The program of forms reads the
+        tokenizer, some seconds' work for a large one, when nobody waits for the nodes any more."""
+        await asyncio.sleep(SETTLED_S)
+        self._front.model.tokenizer.begin()
+        await self._serves.wait()
+        await asyncio.sleep(WARM_S)
+        self._front.model.structures.begin()
 
     def reread_api_keys(self) -> None:
         """Takes the API keys that are in their file now, from the next call on; those before stay where it has none."""

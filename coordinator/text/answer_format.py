@@ -12,7 +12,7 @@ from coordinator.text.calls.llama3 import Llama3Reader
 from coordinator.text.calls.mistral import MistralReader
 from coordinator.text.calls.pythonic import PythonicReader
 from coordinator.text.calls.reader import BLANKS, CallReader, Kind, Piece
-from coordinator.text.reasoning import ReasoningReader
+from coordinator.text.reasoning import ReasoningReader, Thoughts
 
 AUTO, NONE, THINK = "auto", "none", "think"
 READERS: Final[Mapping[str, type[CallReader]]] = {
@@ -21,7 +21,7 @@ READERS: Final[Mapping[str, type[CallReader]]] = {
     "mistral": MistralReader,
     "pythonic": PythonicReader,
 }
-_TAGS: Final = {"hermes": hermes.OPEN, "mistral": mistral.TAG}  # of calls that may stand anywhere in an answer
+TAGS: Final = {"hermes": hermes.OPEN, "mistral": mistral.TAG}  # of calls that may stand anywhere in an answer
 CALL_FORMATS: Final = (AUTO, *READERS, NONE)
 REASONING_FORMATS: Final = (AUTO, THINK, NONE)
 
@@ -64,16 +64,21 @@ class AnswerFormat:
         forced: type[CallReader] | None = None,
         *,
         is_held: bool = False,
+        keeps_blanks: bool = False,
     ) -> "AnswerReader":
         """For one answer, which may call the tools of these names. One that `is_held` to a form has calls in its place
-        or none; one that is held to calls is what the `forced` reader reads."""
-        thoughts = ReasoningReader(has_begun=reasoning.ends_thinking(prompt_end)) if self.thinks else None
+        or none, and `keeps_blanks` behind its thoughts if those may be of the form; one that is held to calls is what
+        the `forced` reader reads."""
+        thoughts: ReasoningReader | None = None
+        expected = reasoning.thoughts_behind(prompt_end)
+        if self.thinks and not (is_held and expected is Thoughts.NONE):
+            thoughts = ReasoningReader(has_begun=expected is Thoughts.BEGUN, keeps_blanks=keeps_blanks)
         calls: Reader | None = None
         if forced is not None:
             calls = forced(names)
         elif names:
-            calls = READERS[self.calls](names)
-            if is_held and (tag := _TAGS.get(self.calls)):
+            calls = READERS[self.calls](names, is_held=is_held)
+            if is_held and (tag := TAGS.get(self.calls)):
                 calls = _FromTag(calls, tag)
         return AnswerReader(thoughts, calls)
 

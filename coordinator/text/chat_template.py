@@ -54,6 +54,10 @@ class ChatTemplate:
         }
         self._program = Program(PROGRAM, given, MAX_CPU_S)
 
+    def begin(self) -> None:
+        """Starts its program in the background, so that the first conversation need not wait for that."""
+        self._program.begin()
+
     async def render(self, messages: Messages, options: RenderOptions) -> str:
         """Raises RequestError when the template refuses what it is given, or fails, which is no fault of a client's."""
         answer = await self._program.ask({"messages": list(messages), **asdict(options)})

@@ -53,7 +53,7 @@ class Compiler:
         return True
 
     def _compiled(self, asked: Asked) -> str:
-        """The grammar. Raises RequestError or Unenforceable."""
+        """The grammar, as nodes are given it. Raises RequestError or Unenforceable."""
         form = to_grammar(asked.kind, asked.value, asked.whitespace)
         if asked.kind == "grammar":
             self._check_named(str(asked.value))
@@ -61,8 +61,9 @@ class Compiler:
         texts += [spelled("json_schema", schema) for _, schema in asked.leeway.tools if schema]
         is_free = any(each in text for each in self._special for text in texts)
         grammar = with_leeway(form, asked, self._special, is_free=is_free)
-        self._grammars.guide(grammar).allowed(())  # the first mask may fail too
-        return grammar
+        for each in dict.fromkeys((form, grammar)):  # of no text there may be thoughts all the same
+            self._grammars.compiled(each)
+        return self._grammars.for_nodes(grammar)
 
     def _check_named(self, grammar: str) -> None:
         """An end token ends the answer, whatever the grammar has behind it."""

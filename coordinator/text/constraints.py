@@ -27,8 +27,11 @@ IDLE: Final[Mapping[str, Sequence[Any]]] = {
     "unevaluatedItems": (True, {}),
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
+    "format": ("binary", "password", "path"),  # of OpenAPI and pydantic, which any string has
 }
 ESCAPES: Final = 'nrbtf"\\'  # and no \uXXXX, which would spell a property's name so that its schema does not see it
+NAMING: Final = {"enum", "type", "title", "description"}  # keywords of a schema that is a list of texts
+MOST_COPIED_CHARS: Final = 2**17
 MOST_MULTIPLE: Final = 2**32 - 1  # of what the library joins multiples to
 TEXT: Final = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/')  # in Lark: strings and regular expressions
 
@@ -53,6 +56,14 @@ def to_grammar(kind: str, value: Any, whitespace: str | None) -> str:
         case "grammar":
             return _of_lark(_read_grammar(value))
     raise AssertionError(f"{kind} is no constraint")
+
+
+def may_begin_blank(kind: str, value: Any) -> bool:
+    """Whether an answer may begin with blanks that are its own, and no mere distance from what stands before it. What
+    regular expressions and grammars begin with is not looked into."""
+    if kind == "choice":
+        return any(choice[0].isspace() for choice in value)
+    return kind in ("regex", "grammar")
 
 
 def spelled(kind: str, value: Any) -> str:
@@ -117,11 +128,19 @@ def read_schema(text: str) -> dict[str, Any]:
         _check_items(part)
         _mend_patterns(part)
         _drop_idle(part)
-        if isinstance(reference := part.get("$ref"), str) and leads_to_data(reference):
-            raise Unenforceable(f"$ref {reference!r:.80} leads to no schema")
+        _list_properties(part, schema)
+        _check_reference(part, schema)
     _check_multiples(parts)
     _check_open_ends(parts)
     return schema
+
+
+def _check_reference(part: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    reference = part.get("$ref")
+    if isinstance(reference, str) and leads_to_data(reference):
+        raise Unenforceable(f"$ref {reference!r:.80} leads to no schema")
+    if reference is not None and "$id" in part and part is not schema:  # in older drafts it does not begin there
+        raise Unenforceable("$ref stands beside an $id")
 
 
 def _check_count(part: Mapping[str, Any]) -> None:
@@ -225,6 +244,22 @@ def _drop_idle(part: dict[str, Any]) -> None:
     for name, values in IDLE.items():
         if name in part and any(part[name] == each and type(part[name]) is type(each) for each in values):
             del part[name]
+
+
+def _list_properties(part: dict[str, Any], schema: Mapping[str, Any]) -> None:
+    """An object of any properties that have a name of a list is one of the properties of that list."""
+    names = part.get("propertyNames")
+    if isinstance(names, dict) and names.keys() == {"$ref"} and isinstance(schema.get("$defs"), dict):
+        names = schema["$defs"].get(str(names["$ref"]).removeprefix("#/$defs/"))
+    if not isinstance(names, dict) or not names.keys() <= NAMING or names.get("type", "string") != "string":
+        return
+    listed, value = names.get("enum"), part.get("additionalProperties", True)
+    if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
+        return
+    if "properties" in part or "patternProperties" in part or len(listed) * len(json.dumps(value)) > MOST_COPIED_CHARS:
+        return
+    del part["propertyNames"]
+    part |= {"properties": dict.fromkeys(listed, value), "additionalProperties": False}
 
 
 def _refuse_control(name: str, found: Iterable[str]) -> None:

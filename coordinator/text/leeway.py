@@ -2,12 +2,13 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from coordinator.text import reasoning
+from coordinator.text.answer_format import TAGS
 from coordinator.text.calls.rules import BLANKS, Tag, rules
-from coordinator.text.constraints import of_schema, read_schema
+from coordinator.text.constraints import may_begin_blank, of_schema, read_schema
 from coordinator.text.reasoning import Thoughts
 from coordinator.text.structures import Asked
 
@@ -30,7 +31,12 @@ def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int], *, is_fr
     if not (is_free or calls or thoughts is not Thoughts.NONE):
         return grammar
     [form] = json.loads(grammar)["grammars"]
-    start = f"start: {_START[thoughts]}{'(@form | calls)' if calls else '@form'}\n"
+    openings = [reasoning.OPEN] if thoughts is Thoughts.POSSIBLE else []
+    openings += [TAGS[asked.leeway.calls]] if calls and asked.leeway.calls in TAGS else []
+    if asked.kind == "regex" and openings:
+        form = {"lark_grammar": _beginning_otherwise(form["lark_grammar"], openings)}
+    is_next = may_begin_blank(asked.kind, asked.value)  # to thoughts, else nobody could tell whose the blanks are
+    start = f"start: {_before(thoughts, is_next)}{_either(is_next) if calls else '@form'}\n"
     lark = (FREE if is_free else "") + start + _thoughts(thoughts, tag) + calls + BLANKS
     schemas = {place: schema or ANY for place, (_, schema) in zip(arguments.values(), tools, strict=True)}
     named = {place: read_schema(schemas[place]) for place in set(re.findall(r"@\w+", calls)) & schemas.keys()}
@@ -38,15 +44,30 @@ def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int], *, is_fr
     return json.dumps({"grammars": [{"lark_grammar": lark}, {**form, "name": "form"}, *others]})
 
 
-_START: Final = {Thoughts.NONE: "", Thoughts.POSSIBLE: "thoughts? ", Thoughts.BEGUN: "thoughts "}
+def _before(thoughts: Thoughts, is_next: bool) -> str:
+    """What stands before the form."""
+    before = "thoughts " if is_next else "thoughts blanks? "
+    return {Thoughts.NONE: "", Thoughts.POSSIBLE: f"({before})? ", Thoughts.BEGUN: before}[thoughts]
+
+
+def _either(is_next: bool) -> str:
+    """The form, or calls, of which blanks before them say nothing."""
+    return "(@form | blanks? calls)" if is_next else "(@form | calls)"
+
+
+def _beginning_otherwise(lark: str, openings: Sequence[str]) -> str:
+    """Of a regular expression alone, all texts but those that are read as something else, by how they begin."""
+    regex, begun = lark.removeprefix("start: "), "|".join(map(re.escape, openings))
+    return f"start: FORM\nFORM: {regex} & ~/\\s*({begun})(?s:.*)/\n"
 
 
 def _thoughts(thoughts: Thoughts, tag: Tag) -> str:
     """The rules for them; those that the prompt has begun have no tag."""
     if thoughts is Thoughts.NONE:
         return ""
-    begun = "" if thoughts is Thoughts.BEGUN else f"{tag(reasoning.OPEN)} "
-    close = tag(reasoning.CLOSE)
+    begun, close = "" if thoughts is Thoughts.BEGUN else tag(reasoning.OPEN), tag(reasoning.CLOSE)
     if close.startswith("<"):  # a special token; but text that looks like it is read as the end of thoughts too
-        return f"thoughts: {begun}TEXT? {close} blanks?\nTEXT: /(?s:.+)/ & ~/(?s:.*){CLOSE}(?s:.*)/\n"
-    return f"thoughts: {begun}thought blanks?\nthought[lazy]: /(?s:.*){CLOSE}/\n"
+        return f"thoughts: {begun} TEXT? {close}\nTEXT: /(?s:.+)/ & ~/(?s:.*){CLOSE}(?s:.*)/\n"
+    if begun.startswith("<") or not begun:
+        return f"thoughts: {begun} thought\nthought[lazy]: /(?s:.*){CLOSE}/\n"
+    return f"thoughts[lazy]: /{reasoning.OPEN}(?s:.*){CLOSE}/\n"  # in one: else a form of any text would go on with it

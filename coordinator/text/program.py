@@ -15,8 +15,9 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from serving_core.errors import RequestError
@@ -48,16 +49,24 @@ class Program:
         where the machine had no time for it."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, question)
 
-    def _ask(self, question: object) -> dict[str, str]:
+    def begin(self) -> None:
+        """Starts it in the background, so that the first question need not wait for that."""
+        self._thread.submit(lambda: self._running().begin())
+
+    def _running(self) -> "_Process":
         if self._process is None or not self._process.is_running:
             self._process = _Process(self._module, self._given)
-        answer = self._process.ask(question)
+        return self._process
+
+    def _ask(self, question: object) -> dict[str, str]:
+        process = self._running()
+        answer = process.ask(question)
         if answer is not None:
             return answer
-        if self._process.is_given_up:
+        if process.is_given_up:
             logger.error("%s has not answered within %g s, and was ended", self._module, ANSWER_S)
             raise RequestError(QUEUE_FULL, f"the machine is too busy: a question took more than {ANSWER_S:g} s")
-        returncode = self._process.returncode
+        returncode = process.returncode
         is_late, killed = returncode == -signal.SIGPROF, {KILLED: ""} if returncode == -signal.SIGKILL else {}
         ended = f"takes more than {self._max_cpu_s:g} s" if is_late else "takes more room than there is"
         return {"ended": ended, **killed}
@@ -82,27 +91,40 @@ class _Process:
         """Of one that has ended."""
         return self._process.returncode
 
+    def begin(self) -> None:
+        """Sends what it is given. One that ends instead is found when it is asked."""
+        with self._watched():
+            self._send(b"")
+
     def ask(self, question: object) -> dict[str, str] | None:
         """Its answer; None when it has ended instead."""
-        process = self._process
-        assert process.stdin is not None, "it has pipes"
-        assert process.stdout is not None, "it has pipes"
-        watchdog = threading.Timer(ANSWER_S, self._give_up)
-        watchdog.start()
-        try:
-            process.stdin.write(self._unsent + line(question))
-            process.stdin.flush()
-            self._unsent = b""
-            answer = process.stdout.readline()
-        except BrokenPipeError:
-            answer = b""
-        finally:
-            watchdog.cancel()
+        assert self._process.stdout is not None, "it has pipes"
+        answer = b""
+        with self._watched():
+            self._send(line(question))
+            answer = self._process.stdout.readline()
         if answer.endswith(b"\n"):
             answered: dict[str, str] = json.loads(answer)
             return answered
         self._end()
         return None
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Around what may wait for it, and ends where it has ended."""
+        watchdog = threading.Timer(ANSWER_S, self._give_up)
+        watchdog.start()
+        try:
+            with suppress(BrokenPipeError):
+                yield
+        finally:
+            watchdog.cancel()
+
+    def _send(self, lines: bytes) -> None:
+        assert self._process.stdin is not None, "it has pipes"
+        self._process.stdin.write(self._unsent + lines)
+        self._process.stdin.flush()
+        self._unsent = b""
 
     def _give_up(self) -> None:
         self.is_given_up = True

@@ -35,9 +35,10 @@ def ends_thinking(prompt: str) -> bool:
 
 class ReasoningReader:
     """Reads one answer. Where it does not begin with the tag it has no thoughts, unless the prompt has begun them.
-    Blanks behind both tags are left out."""
+    Blanks behind both tags are left out, but for those of an answer that may begin with some."""
 
-    def __init__(self, *, has_begun: bool) -> None:
+    def __init__(self, *, has_begun: bool, keeps_blanks: bool = False) -> None:
+        self._keeps_blanks = keeps_blanks
         self._is_thinking = self._skips_blanks = has_begun
         self._is_over = False  # what follows are no thoughts
         self._opening = ""
@@ -88,7 +89,7 @@ class ReasoningReader:
     def _think(self, char: str) -> str:
         thought = self._closing.feed(char)
         if self._closing.matched is not None:
-            self._is_over = self._skips_blanks = True
+            self._is_over, self._skips_blanks = True, not self._keeps_blanks
         return thought
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from coordinator.text import constraints
 from coordinator.text.answer_format import NONE
 from coordinator.text.calls.reader import MAX_CALLS
 from coordinator.text.program import KILLED, Program
@@ -66,6 +67,10 @@ class Structures:
         self._known: dict[Asked, dict[str, str]] = {}  # the program's answers, that which was asked for last behind
         self._begun: dict[Asked, _Compilation] = {}
 
+    def begin(self) -> None:
+        """Starts the program in the background, where it reads the tokenizer: the first form need not wait for that."""
+        self._program.begin()
+
     async def grammar(
         self, params: inference_pb2.SamplingParams, leeway: Leeway = NO_LEEWAY, prompt_end: str = ""
     ) -> str:
@@ -110,6 +115,12 @@ def constraint_of(params: inference_pb2.SamplingParams) -> str | None:
     """Which constraint there is, by its field; None without any."""
     kind = params.WhichOneof("constraint")
     return None if kind is None or (kind == "json_object" and not params.json_object) else str(kind)
+
+
+def may_begin_blank(params: inference_pb2.SamplingParams) -> bool:
+    """Whether blanks at the beginning of an answer, or behind its thoughts, are those of its form."""
+    kind = constraint_of(params)
+    return kind is not None and constraints.may_begin_blank(kind, _value(params, kind))
 
 
 def _value(params: inference_pb2.SamplingParams, kind: str) -> Hashable:

@@ -68,6 +68,11 @@ class Tokenizer:
         """The chat template as it is written; empty without one."""
         return self._chat_template.words if self._chat_template is not None else ""
 
+    def begin(self) -> None:
+        """Starts in the background what renders conversations, where there is a chat template."""
+        if self._chat_template is not None:
+            self._chat_template.begin()
+
     @cached_property
     def num_end_tokens(self) -> int:
         """How many special tokens it adds behind a text by itself."""

@@ -36,7 +36,7 @@ def measure_structured(engine: Engine, run: DecodeRun, batch: int, repeats: int)
 
 def _guide(engine: Engine) -> Guide:
     try:
-        return engine.guide(GRAMMAR)
+        return engine.grammars.guide(GRAMMAR)
     except RequestError as error:
         raise SettingsError(str(error)) from error
 

@@ -120,7 +120,7 @@ class SimulatedEngine:
     eos_token_ids = ()
     kv_pool_bytes = weight_bytes = 0
     group = SimpleNamespace(rank=0)
-    guide = None  # nobody asks for a grammar
+    grammars = SimpleNamespace(load=lambda: None)  # nobody asks for one
     builds_ahead = False
 
     def __init__(self, name, sizes, pool, random):

@@ -218,6 +218,7 @@ KNOWN: Final[tuple[KnownField, ...]] = (
     *_refused((MESSAGES,), "container mcp_servers", "tools are the client's own", []),
     *_refused((MESSAGES,), "inference_geo", "the server does not know where it is"),
     *_refused((MESSAGES,), "context_management", "send what the model is to read"),
+    *_refused((MESSAGES,), "output_format", "it is format of output_config"),
     *_refused(CHATS, "return_prompt_text", "return_token_ids tells the prompt's tokens, /detokenize their text", False),
     *_refused(CHATS, "verbosity", "say it in a message", "medium"),
     *_refused((*CHATS, TOKENIZE), "chat_template", "templates are the operator's (--chat-template)"),

@@ -24,7 +24,7 @@ from coordinator.doors.http.requests import Asked
 from coordinator.doors.validation import skips_special_tokens
 from coordinator.text.answer_format import PLAIN, AnswerFormat
 from coordinator.text.reasoning import ThoughtCounter, ends_thinking
-from coordinator.text.structures import constraint_of
+from coordinator.text.structures import constraint_of, may_begin_blank
 from coordinator.text.tokenizer import Tokenizer
 from protos.inference_pb2 import (
     FINISH_REASON_STOP,
@@ -280,8 +280,13 @@ class ChatForm(Form):
         forced = offer.forced if offer else None
         names = offer.names if offer and (forced or self._format.has_calls) else ()
         is_parallel = offer is None or offer.is_parallel
-        is_held = constraint_of(self._params) is not None
-        reader = self._format.reader(self._tokenizer.end_of(prompt), names, forced, is_held=is_held)
+        reader = self._format.reader(
+            self._tokenizer.end_of(prompt),
+            names,
+            forced,
+            is_held=constraint_of(self._params) is not None,
+            keeps_blanks=may_begin_blank(self._params),
+        )
         return Deltas(reader, is_parallel=is_parallel, tells_thoughts=self.asked.tells_thoughts)
 
     def envelope_extras(self, prompt: list[int]) -> dict[str, Any]:

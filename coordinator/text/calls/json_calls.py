@@ -11,16 +11,19 @@ ARGUMENTS: Final = ("arguments", "parameters")
 class JsonCallReader(CallReader):
     """What such formats share. Where the name comes first, the arguments are told as they come."""
 
+    _name = ""  # of what is a call once it has arguments
+
     def _call(self) -> Steps[bool]:
         """Behind the { of what may be a call: whether it is one, which is over then, however it ended."""
-        has_begun, arguments = False, ""
+        has_begun, arguments, self._name = False, "", ""
         char = yield from self._solid()
         while char == '"':
             key = yield from self._string()
             if (yield from self._solid()) != ":":
                 break
             char = yield from self._solid()
-            if char == "{" and key in ARGUMENTS and has_begun and self._lacks_arguments:
+            if char == "{" and key in ARGUMENTS and self._may_argue(has_begun=has_begun):
+                has_begun = True
                 yield from self._told_object()
                 char = yield from self._solid()
             else:
@@ -28,7 +31,7 @@ class JsonCallReader(CallReader):
                 if key in ARGUMENTS:
                     arguments = _unquoted(value)
                 elif key == "name" and not has_begun:
-                    has_begun = self._begin(_unquoted(value))
+                    has_begun = self._begin_named(_unquoted(value))
                 if has_begun and arguments and self._lacks_arguments:
                     self._argue(arguments)
             if char != ",":
@@ -37,6 +40,18 @@ class JsonCallReader(CallReader):
         if has_begun:
             self._end()
         return has_begun
+
+    def _begin_named(self, name: str) -> bool:
+        """Whether a call of this name has begun."""
+        if self._is_held:
+            self._name = name
+            return False
+        return self._begin(name)
+
+    def _may_argue(self, *, has_begun: bool) -> bool:
+        """Whether an object is the arguments of a call: of one that has begun, or of one that was named and begins."""
+        name, self._name = self._name, ""
+        return self._begin(name) if name else has_begun and self._lacks_arguments
 
     def _list(self) -> Steps[None]:
         """Behind the [ of what may be a list of calls, as far as it is one."""

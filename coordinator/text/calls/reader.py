@@ -42,7 +42,8 @@ class Piece:
 
 
 class CallReader(ABC):
-    """Reads one answer. `names` are the tools that it may call.
+    """Reads one answer. `names` are the tools that it may call. One that `is_held` to a form, or to calls in place of
+    it, has calls with an object of arguments behind the name alone: what else looks like a call is of the form.
 
     Blanks before calls are left out, and those at the end of an answer with calls. Calls beyond MAX_CALLS are text, and
     so is all that follows more than MAX_HELD_CHARS of what may be a call. Arguments are told as the model wrote them:
@@ -51,8 +52,9 @@ class CallReader(ABC):
 
     offered_only: ClassVar[bool] = False  # what looks like a call of another tool than those of `names` is text
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], *, is_held: bool = False) -> None:
         self._names = names
+        self._is_held = is_held
         self._pieces: list[Piece] = []
         self._held: list[str] = []  # read, and neither told nor dropped
         self._last = ""  # character that was taken

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.calls.reader import Kind
-from coordinator.text.structures import Leeway, Structures
+from coordinator.text.structures import Leeway, Structures, may_begin_blank
 from protos.inference_pb2 import Choice, SamplingParams
 from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
@@ -62,7 +62,7 @@ def guide(structures, tokenizer_folder):
 
     def make(leeway, prompt_end="", **params):
         params = params or {"json_schema": json.dumps(SCHEMA)}
-        return grammars.guide(asyncio.run(structures.grammar(SamplingParams(**params), leeway, prompt_end)))
+        return grammars.guide_of(asyncio.run(structures.grammar(SamplingParams(**params), leeway, prompt_end)))
 
     return make
 
@@ -76,9 +76,12 @@ def may_be(guide, text):
     return bool(mask[EOS // 8] >> EOS % 8 & 1)
 
 
-def read(text, calls, *, thinks=False, prompt_end=""):
+def read(text, calls, *, thinks=False, prompt_end="", **params):
     """What each kind of piece says, and the arguments of each call."""
-    reader = AnswerFormat(calls, thinks=thinks).reader(prompt_end, NAMES, is_held=True)
+    keeps_blanks = may_begin_blank(SamplingParams(**params))
+    reader = AnswerFormat(calls, thinks=thinks).reader(
+        prompt_end, NAMES if calls != "none" else (), is_held=True, keeps_blanks=keeps_blanks
+    )
     told = {Kind.REASONING: "", Kind.TEXT: ""}
     called = []
     for piece in itertools.chain(*map(reader.feed, text), reader.finish()):
@@ -120,6 +123,19 @@ def test_either_calls_or_the_form(guide, calls):
         text = json.dumps({"a": value})
         assert may_be(guide(Leeway(calls=calls, tools=TOOLS)), text), text
         assert read(text, calls) == ("", text, [])
+
+
+@pytest.mark.parametrize("calls", CALLS)
+def test_a_form_that_looks_like_calls_is_read_as_one_where_the_tool_has_arguments(guide, calls):
+    held, number = Leeway(calls=calls, tools=TOOLS), {"type": "integer"}
+    schema = {"properties": {"name": {"type": "string"}, "parameters": number, "why": number}, "required": ["name"]}
+    params = {"json_schema": json.dumps({"type": "object", **schema, "additionalProperties": False})}
+    for text in '{"name": "f"}', '{"name": "f", "parameters": 1}', '{"name": "g-2", "why": 2}', '{"name": "x"}':
+        assert may_be(guide(held, **params), text), text
+        assert read(text, calls) == ("", text, []), text
+    for text in CALLS[calls]:
+        assert may_be(guide(held, **params), text), text
+        assert read(text, calls)[2], text
 
 
 @pytest.mark.parametrize("calls", CALLS)
@@ -228,6 +244,62 @@ def test_thoughts_come_before_the_form(guide, prompt_end, text, told):
     assert read(text, "hermes", thinks=True, prompt_end=prompt_end) == told
 
 
+@pytest.mark.parametrize("prompt_end", ["", "<think>\n"])
+@pytest.mark.parametrize(
+    ("params", "answers", "others"),
+    [
+        ({"choice": Choice(choices=[" yes", "\u3000no", "b"])}, [" yes", "\u3000no", "b"], ["yes", "\n yes", "\nb"]),
+        ({"regex": r"\n\na"}, ["\n\na"], ["a", "\na"]),
+        ({"grammar": 'start: " "? "a"'}, ["a", " a"], ["\na"]),
+        ({"choice": Choice(choices=["yes", "no"])}, ["yes"], [" "]),
+    ],
+)
+def test_behind_thoughts_an_answer_has_the_blanks_of_its_form(guide, params, answers, others, prompt_end):
+    leeway = Leeway(thinks=True, calls="hermes", tools=TOOLS)
+    thoughts = ("" if prompt_end else "<think>") + "Hm</think>"
+    for answer in answers:
+        assert may_be(guide(leeway, prompt_end, **params), thoughts + answer), answer
+        told = read(thoughts + answer, "hermes", thinks=True, prompt_end=prompt_end, **params)
+        assert told == ("Hm", answer, [])
+    for other in others:
+        assert not may_be(guide(leeway, prompt_end, **params), thoughts + other), other
+    called = f"{thoughts}\n\n{CALLS['hermes'][0]}"
+    assert may_be(guide(leeway, prompt_end, **params), called)
+    assert read(called, "hermes", thinks=True, prompt_end=prompt_end, **params) == ("Hm", "", [("f", {"a": 1})])
+
+
+@pytest.mark.parametrize("regex", ["(?s:.*)", "(?s:.){0,9}", r"[\s\S]{1,50}", "[^x]*"])
+def test_a_regular_expression_that_any_text_meets_is_no_thought(guide, regex):
+    """However short the texts are that meet it, and thoughts are not."""
+    leeway = Leeway(thinks=True)
+    for thoughts in "", "<think>Let me think, x by x.</think>":
+        for answer in "abc", "\n<thin", "a <think>":
+            assert may_be(guide(leeway, regex=regex), thoughts + answer), (thoughts, answer)
+            told = read(thoughts + answer, "none", thinks=True, regex=regex)
+            assert told == (thoughts and "Let me think, x by x.", answer, [])
+    for thought in "<think>", "<think>Hm", "\n<think>a":
+        assert not may_be(guide(leeway, regex=regex), thought), thought
+        assert may_be(guide(leeway, "</think>\n\n", regex=regex), thought)
+        assert read(thought, "none", thinks=True, prompt_end="</think>\n\n", regex=regex) == ("", thought, [])
+
+
+@pytest.mark.parametrize("calls", ["hermes", "mistral"])
+def test_a_regular_expression_that_any_text_meets_is_no_call(guide, calls):
+    held, regex = Leeway(calls=calls, tools=TOOLS), "(?s:.{1,300})"
+    for text in CALLS[calls]:
+        assert may_be(guide(held, regex=regex), text), text
+    for text in NO_CALLS[calls]:
+        assert not may_be(guide(held, regex=regex), text), text
+    assert may_be(guide(held, regex=regex), f"a {CALLS[calls][0]}")
+
+
+def test_a_form_that_no_text_has_is_refused_whatever_may_come_beside_it(structures):
+    for leeway in Leeway(thinks=True), Leeway(calls="hermes", tools=TOOLS):
+        for params in {"regex": r"[^\s\S]"}, {"grammar": "start: start"}, {"json_schema": '{"$ref": "#"}'}:
+            with pytest.raises(RequestError, match="cannot be enforced: the grammar goes no further"):
+                asyncio.run(structures.grammar(SamplingParams(**params), leeway))
+
+
 @pytest.mark.parametrize(("prompt_end", "text"), NO_THOUGHTS)
 def test_what_are_no_thoughts_before_the_form(guide, prompt_end, text):
     assert not may_be(guide(Leeway(thinks=True), prompt_end), text)
@@ -240,12 +312,16 @@ def test_tags_that_are_special_tokens_come_as_these_alone(tmp_path):
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "added_tokens_decoder": tokens}))
     leeway = Leeway(thinks=True, calls="hermes", tools=TOOLS)
-    params = SamplingParams(json_schema=json.dumps(SCHEMA))
-    grammar = asyncio.run(Structures(tmp_path, (EOS,)).grammar(params, leeway, ""))
+    params, structures = SamplingParams(json_schema=json.dumps(SCHEMA)), Structures(tmp_path, (EOS,))
+    grammar, begun = (asyncio.run(structures.grammar(params, leeway, end)) for end in ("", "<think>\n"))
     form, call = list(b'{"a": "x"}'), list(b'{"name": "f", "arguments": {}}')
     for good in (form, [260, *b"Hm", 261, *form], [260, 261, *b"\n", 262, *call, 263]):
-        mask = Grammars(tmp_path, (EOS,)).guide(grammar).allowed(good)
+        mask = Grammars(tmp_path, (EOS,)).guide_of(grammar).allowed(good)
         assert mask[EOS // 8] >> EOS % 8 & 1
     for bad in (list(b"<th"), list(b"<tool"), [260, *b"Hm", *b"</think>", *b"{"], [262, *call, *b"<"]):
         with pytest.raises(RequestError, match="does not allow"):
-            Grammars(tmp_path, (EOS,)).guide(grammar).allowed(bad)
+            Grammars(tmp_path, (EOS,)).guide_of(grammar).allowed(bad)
+    mask = Grammars(tmp_path, (EOS,)).guide_of(begun).allowed([*b"Hm", 261, *form])
+    assert mask[EOS // 8] >> EOS % 8 & 1
+    with pytest.raises(RequestError, match="does not allow"):
+        Grammars(tmp_path, (EOS,)).guide_of(begun).allowed([260])

@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 
+import jsonschema
 import pytest
 
 from coordinator.text import program
@@ -100,8 +101,8 @@ def schema(**fields):
 )
 def test_what_comes_out_lets_these_come_and_not_those(structures, tokenizer_folder, params, good, bad):
     made = grammar(structures, **params)
-    assert may_be(Grammars(tokenizer_folder, (EOS,)).guide(made), good)
-    assert not may_be(Grammars(tokenizer_folder, (EOS,)).guide(made), bad)
+    assert may_be(Grammars(tokenizer_folder, (EOS,)).guide_of(made), good)
+    assert not may_be(Grammars(tokenizer_folder, (EOS,)).guide_of(made), bad)
 
 
 @pytest.mark.parametrize("params", [{}, {"json_object": False}, {"disable_any_whitespace": True}])
@@ -117,6 +118,10 @@ def test_what_asks_for_nothing(tokenizer_folder, params):
         ({"type": "array", "contains": {"type": "null"}}, "contains"),
         ({"if": {"type": "null"}, "then": {}}, "if"),
         ({"type": "object", "propertyNames": {"maxLength": 2}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"enum": ["a"]}, "properties": {"b": {}}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"enum": ["a", 1]}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"enum": ["a"], "maxLength": 1}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"minLength": 1}}}, "propertyNames"),
         ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
         ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
         ({"type": "object", "properties": {"a": {"type": "array", "items": {"not": {}}}}}, "not"),
@@ -133,6 +138,7 @@ def test_what_asks_for_nothing(tokenizer_folder, params):
         ({"$defs": {"examples": {"enum": [2**53 + 1]}}, "$ref": "#/$defs/examples"}, "enum"),
         ({"$ref": "#/default", "default": FEW}, "$ref"),
         ({"$ref": "#/properties/a/const", "properties": {"a": {"const": FEW}}}, "$ref"),
+        ({"$id": "http://a/b/", "allOf": [{"$id": "http://a/", "$ref": "c"}], "$defs": {"x": {"$id": "c"}}}, "$ref"),
         ({"type": "array", "prefixItems": [{"type": "string"}], "additionalItems": False}, "prefixItems"),
         ({"type": "array", "prefixItems": [{"type": "string"}], "items": [{}]}, "prefixItems"),
         ({"type": "integer", "exclusiveMinimum": 2**53}, "exclusiveMinimum"),
@@ -186,6 +192,7 @@ def test_what_is_not_enforced_is_named(structures, fields, named):
         {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"propertyNames": True}},
         {"type": "object", "unevaluatedProperties": {}, "dependentRequired": {}, "dependentSchemas": {}},
         {"type": "object", "properties": {"a\x01b": {"const": "\n\r\t\b\f\x80"}}},
+        *({"type": "string", "format": each} for each in ("binary", "password", "path")),
         *(
             {"type": "string", "pattern": pattern}
             for pattern in (r"^[^\x00-\x1F\x7f]+$", r"^[\x00-\x7F]*$", r"^[\x01-\x08\x0b\x0c!]b$", r"^\\x01\n$")
@@ -194,6 +201,20 @@ def test_what_is_not_enforced_is_named(structures, fields, named):
 )
 def test_what_only_looks_like_it_is_taken(structures, fields):
     assert grammar(structures, **schema(**fields))
+
+
+NAMES = {"enum": ["b", "a", ""], "type": "string"}
+
+
+@pytest.mark.parametrize("names", [NAMES, {"$ref": "#/$defs/n"}], ids=["there", "elsewhere"])
+def test_names_of_a_list_are_the_properties_of_an_object(structures, tokenizer_folder, names):
+    """As pydantic and zod write a record with such keys. Which objects meet the schema, jsonschema says."""
+    record = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}, "required": ["a"]}
+    whole = {"type": "object", "properties": {"r": record}, "$defs": {"n": NAMES}}
+    made, grammars = grammar(structures, **schema(**whole)), Grammars(tokenizer_folder, (EOS,))
+    for value in {"b": 1, "a": 2}, {"a": 1, "": 3}, {"a": 2}, {"b": 1}, {"a": "x"}, {"a": 1, "c": 2}, {}, []:
+        is_right = jsonschema.Draft202012Validator(whole).is_valid({"r": value})
+        assert may_be(grammars.guide_of(made), json.dumps({"r": value})) == is_right, value
 
 
 @pytest.mark.parametrize(
@@ -210,7 +231,7 @@ def test_a_class_of_characters_has_those_that_pythons_has(structures, tokenizer_
     )
     for char in '\\"\n\t\b\f\ra/ -]!é':
         is_member = re.fullmatch(f"[{members}]", char, re.ASCII) is not None
-        assert may_be(grammars.guide(made), json.dumps(char, ensure_ascii=False)) == is_member, char
+        assert may_be(grammars.guide_of(made), json.dumps(char, ensure_ascii=False)) == is_member, char
 
 
 @pytest.mark.parametrize(
@@ -221,7 +242,7 @@ def test_a_class_that_is_named_has_no_quotes_for_control_characters(structures, 
         grammar(structures, **schema(type="string", pattern=f"^{pattern}$")),
         Grammars(tokenizer_folder, (EOS,)),
     )
-    told = [char for char in '\\"\na !' if may_be(grammars.guide(made), json.dumps(char))]
+    told = [char for char in '\\"\na !' if may_be(grammars.guide_of(made), json.dumps(char))]
     assert sorted(told) == sorted(chars)
 
 
@@ -238,7 +259,7 @@ def test_a_number_keeps_its_bounds_or_they_are_refused(structures, tokenizer_fol
             for number in numbers:
                 for text in (f"{number:g}", f"{number:.2f}"):
                     is_within = all(KEEPS[name](number, bound) for name, bound in bounds.items())
-                    assert is_within or not may_be(grammars.guide(made), text), (bounds, text)
+                    assert is_within or not may_be(grammars.guide_of(made), text), (bounds, text)
     assert num_taken > 100
 
 
@@ -286,7 +307,7 @@ def test_a_grammar_may_name_other_tokens(structures, named):
     ],
 )
 def test_text_that_looks_like_a_special_token_comes_as_text(structures, tokenizer_folder, params, text):
-    answer = Grammars(tokenizer_folder, (EOS,)).guide(grammar(structures, **params, disable_any_whitespace=True))
+    answer = Grammars(tokenizer_folder, (EOS,)).guide_of(grammar(structures, **params, disable_any_whitespace=True))
     token_ids = [*text.encode(), EOS]
     for count, token_id in enumerate(token_ids):
         mask = answer.allowed(token_ids[:count])

@@ -46,7 +46,7 @@ def requests_of(engine):
             sampling = SamplingParams(max_tokens=MAX_TOKENS, **fields)
             prompt = [(7 * index + 3 * at) % 200 for at in range(5 + 3 * index)]
             request = Request(f"{name} {adapter}", 0, prompt, len(prompt), sampling, adapter=adapter)
-            request.guide = engine.guide(sampling.grammar) if sampling.grammar else None
+            request.guide = engine.grammars.guide(sampling.grammar) if sampling.grammar else None
             requests.append(request)
     return requests
 

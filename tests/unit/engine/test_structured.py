@@ -44,7 +44,7 @@ def run(engine, requests):
     while live:
         for request, _ in live:
             if request.sampling.grammar and request.num_output_tokens % TAKEN_OVER_EVERY == 0:
-                request.guide = engine.guide(request.sampling.grammar)
+                request.guide = engine.grammars.guide(request.sampling.grammar)
         works = [Work(request, len(request.token_ids) - 1, 1, block_ids) for request, block_ids in live]
         for (request, _), token in zip(live, engine.step(works), strict=True):
             assert token.error is None

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from coordinator.text.constraints import to_grammar
+from serving_core import grammars as module
 from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
 from tests.tiny_models import BOS, EOS, VOCAB_SIZE, write_tokenizer
@@ -84,6 +85,33 @@ def test_an_answer_that_is_taken_over_goes_on_as_it_would_have(grammars):
     assert len(output) > 6, "hardly anything was tried"
 
 
+def test_answers_of_one_grammar_have_guides_of_their_own(tokenizer_folder, grammars):
+    """The grammar is compiled for the first of them alone; each goes on as one that was compiled for it would."""
+    texts = [list(text) for text in (b'{"a": 12, "b": "yy"}', b'{"a":-5', b"{")]
+    asked = ("json_schema", SCHEMA, "[ ]{1,2}")
+    several = [guide(grammars, *asked) for _ in texts]
+    alone = [guide(Grammars(tokenizer_folder, (EOS,)), *asked) for _ in texts]
+    for length in range(20):
+        for text, answer, other in zip(texts, several, alone, strict=True):
+            assert answer.allowed(text[:length]) == other.allowed(text[:length])
+    assert tokens(guide(grammars, *asked).allowed([])) == {ord("{")}
+
+
+def test_a_grammar_is_compiled_once_while_it_is_in_use(tokenizer_folder, monkeypatch):
+    compiled, make = [], module.LLMatcher
+
+    def noting(tokenizer, grammar, **options):
+        compiled.append(grammar)
+        return make(tokenizer, grammar, **options)
+
+    monkeypatch.setattr(module, "LLMatcher", noting)
+    grammars = Grammars(tokenizer_folder, (EOS,))
+    forms = [to_grammar("regex", text, None) for text in ["first", *map(str, range(module.MAX_KNOWN))]]
+    for form in [forms[0], *forms[:-1], forms[0], forms[-1], forms[0], forms[1]]:
+        grammars.guide(form)
+    assert compiled == [*forms, forms[1]]
+
+
 def test_a_mask_has_bits_for_the_vocabulary_alone(grammars):
     mask = guide(grammars, "regex", "(?s:.*)").allowed([])
     assert len(mask) == -(-VOCAB_SIZE // 8)
@@ -115,6 +143,38 @@ def test_tokens_that_only_the_tokenizers_config_has_may_come(tmp_path):
     assert tokens(answer.allowed([])) == {A, C, 260}
     assert tokens(answer.allowed([260])) == {C}
     assert tokens(answer.allowed([260, C])) == {261}
+
+
+def test_a_grammar_for_nodes_is_for_one_vocabulary_however_texts_are_cut(tmp_path, grammars):
+    given = grammars.for_nodes(to_grammar("regex", "ab?c", None))
+    assert tokens(grammars.guide_of(given).allowed([A])) == {B, C}
+    write_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["pre_tokenizer"]["use_regex"] = True
+    path.write_text(json.dumps(tokenizer, indent=1))
+    assert tokens(Grammars(tmp_path, (EOS,)).guide_of(given).allowed([A])) == {B, C}
+
+
+@pytest.mark.parametrize("change", ["texts", "special"])
+def test_a_grammar_for_nodes_is_refused_where_the_vocabulary_is_another(tmp_path, grammars, change):
+    given = grammars.for_nodes(to_grammar("regex", "ab?c", None))
+    write_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    if change == "texts":
+        tokenizer["model"]["vocab"] |= {"a": B, "b": A}
+    else:
+        tokenizer["added_tokens"][0]["special"] = False
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(RequestError, match="the vocabularies of their tokenizers") as error:
+        Grammars(tmp_path, (EOS,)).guide_of(given)
+    assert error.value.reason == "PAIRING_MISMATCH"
+
+
+def test_an_end_token_that_the_tokenizer_lacks_never_comes(tokenizer_folder):
+    answer = guide(Grammars(tokenizer_folder, (EOS, VOCAB_SIZE + 7)), "regex", "a")
+    assert tokens(answer.allowed([A])) == {EOS}
 
 
 def test_a_model_without_an_end_token(tokenizer_folder):

@@ -19,9 +19,9 @@ class World:
         self.heard = []
         self.may_end = threading.Event()
         self.error = None
-        self.compiling = Compiling(self._compile, self._pass_on, self._refuse)
+        self.compiling = Compiling(self, self._pass_on, self._refuse)
 
-    def _compile(self, grammar):
+    def guide_of(self, grammar):
         assert self.may_end.wait(DEADLINE_S), "the test never let it end"
         if self.error is not None:
             raise self.error

@@ -6,10 +6,9 @@ import weakref
 
 import pytest
 
-from coordinator.text.constraints import to_grammar
 from engine.stepper import Ahead
 from protos import fleet_pb2
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import grammar_for_nodes, write_tiny_model
 from tests.unit.serving_node.runner_kit import DEADLINE_S, job, make_request, running
 
 SAMPLINGS = {
@@ -19,7 +18,7 @@ SAMPLINGS = {
     "guided": {
         "temperature": 1.0,
         "seed": 5,
-        "grammar": to_grammar("regex", "[abc]{30,40}", None),
+        "grammar": grammar_for_nodes("regex", "[abc]{30,40}"),
         "ignore_eos": False,
     },
     "stopping": {"stop_token_ids": tuple(range(40, 60))},

@@ -3,13 +3,24 @@
 Of the tokens that may come, the fake model's likeliest is the next one from its own choice on.
 """
 
+import asyncio
+import json
+
 import pytest
 
-from coordinator.text.constraints import to_grammar
-from tests.tiny_models import EOS, VOCAB_SIZE
-from tests.unit.serving_node.runner_kit import answer_on_paper, carry_tickets, fleet, make_request, running, told
+from serving_node import runner
+from tests.tiny_models import EOS, VOCAB_SIZE, grammar_for_nodes
+from tests.unit.serving_node.runner_kit import (
+    DEADLINE_S,
+    answer_on_paper,
+    carry_tickets,
+    fleet,
+    make_request,
+    running,
+    told,
+)
 
-GRAMMAR = to_grammar("regex", "(abc|xyz){4}", None)
+GRAMMAR = grammar_for_nodes("regex", "(abc|xyz){4}")
 LENGTH = 13  # with the end token
 ASKED = {"max_tokens": 40, "ignore_eos": False, "grammar": GRAMMAR}
 PROMPT = list(range(10))
@@ -91,7 +102,51 @@ async def test_tokens_that_are_not_of_the_grammar_are_the_clients_mistake_alone(
 
 async def test_a_grammar_that_does_not_compile_is_refused(tmp_path):
     async with running(tmp_path) as node:
-        node.local("a", PROMPT, **{**ASKED, "grammar": "{"})
+        node.local("a", PROMPT, **{**ASKED, "grammar": GRAMMAR.partition(" ")[0] + " {"})
         await node.idle()
         assert node.kinds("a") == ["failed"]
         assert node.event("a", "failed").reason == "BAD_PARAM"
+
+
+async def test_a_node_with_another_vocabulary_keeps_no_answer_to_a_grammar(tmp_path):
+    """Its masks would let other tokens come than those that the coordinator reads."""
+    async with running(tmp_path) as node:
+        swap_tokens(tmp_path / "fake", "a", "b")
+        node.local("a", PROMPT, **ASKED)
+        node.local("plain", PROMPT, max_tokens=5)
+        await node.idle()
+        assert node.kinds("a") == ["failed"]
+        assert node.event("a", "failed").reason == "PAIRING_MISMATCH"
+        assert node.of("plain") == told(answer_on_paper(PROMPT, 5))
+
+
+async def test_a_node_reads_its_tokenizer_in_a_quiet_moment(tmp_path, monkeypatch):
+    """For which the first grammar would hold up its answers."""
+    monkeypatch.setattr(runner, "QUIET_S", 0.0)
+    async with running(tmp_path) as node:
+        async with asyncio.timeout(DEADLINE_S):
+            while node.engine.grammars._tokenizer is None:
+                await asyncio.sleep(0.001)
+        (tmp_path / "fake" / "tokenizer.json").unlink()
+        node.local("a", PROMPT, **ASKED)
+        await node.idle()
+        assert node.of("a") == told(kept_on_paper(PROMPT))
+
+
+async def test_a_node_that_is_busy_has_no_quiet_moment(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "QUIET_S", 0.0)
+    async with running(tmp_path, gated=True) as node:
+        node.local("plain", PROMPT, max_tokens=5)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert node.engine.grammars._tokenizer is None
+        node.engine.open()
+        await node.idle()
+
+
+def swap_tokens(folder, one, other):
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    path.write_text(json.dumps(tokenizer))
