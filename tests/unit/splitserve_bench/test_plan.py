@@ -3,7 +3,9 @@
 import json
 import shlex
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from random import Random
 
 import pytest
 from click.testing import CliRunner
@@ -25,7 +27,7 @@ from splitserve_bench.plan.loads import Loads
 from splitserve_bench.plan.model_sizes import read_model_sizes
 from splitserve_bench.plan.nodes import machines_of, profile_of
 from splitserve_bench.plan.plans import Plan, Pool
-from splitserve_bench.plan.race import Race
+from splitserve_bench.plan.race import Race, Turns
 from splitserve_bench.plan.roofline import ATTENTION, LAYER_S, LINK, MEMORY, PRODUCTS, Roofline, collectives_s
 from splitserve_bench.plan.stages import StagedRoofline
 from splitserve_bench.plan.study import study_of
@@ -474,6 +476,24 @@ def test_the_best_two_are_found_and_the_others_cost_little():
     assert probes[2:] == [1, 1, 1]
 
 
+def test_neither_the_number_of_processes_nor_which_is_faster_decides_anything():
+    """What each plan's probes are, and found, on so many of which any may be the next to end."""
+    knees, promises, found = [10.0, 9.0, 8.0, 7.0, 3.0, 2.0, 1.0], [8.0, 11.0, 7.0, 9.0, 4.0, 3.0, 3.0], set()
+    for seed, num_workers in product(range(10), (1, 2, 3, 16)):
+        race = Race([(Goal(0.7 * each, tolerance=0.05, step=1.3), 1.0, each) for each in promises])
+        turns, random, under_way, recorded = Turns(race), Random(seed), [], []
+        while True:
+            while len(under_way) < num_workers and (chosen := turns.next()):
+                under_way.append(chosen)
+            if not under_way:
+                break
+            index, probe = under_way.pop(random.randrange(len(under_way)))
+            good = Random(f"{index} {probe}").gauss(900 if probe.rate <= knees[index] else 800, 40)
+            recorded += turns.record(index, Played(probe.rate, round(good), 1000, 1000.0, 0.1, 0.1, {}, False))
+        found.add((tuple(recorded), *(repr(runner.played) for runner in race.runners)))
+    assert len(found) == 1
+
+
 def test_wrong_promises_do_not_decide():
     _, reached = run([1.0, 2.0, 9.0, 10.0], [10.0, 9.0, 2.0, 1.0])
     assert sorted(range(4), key=lambda index: -reached[index])[:2] == [3, 2]
@@ -541,6 +561,13 @@ def test_the_command_finds_a_plan_and_says_how_to_run_it(tmp_path):
     assert f"--{'both' if best['plan'] == '2B TP1' else 'prefill'}" in command
     again = invoke(*words, "--json")
     assert json.loads(again.stdout.splitlines()[-1])["plans"] == found["plans"]
+
+
+@pytest.mark.long
+def test_any_number_of_processes_finds_the_same_to_the_byte(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    words = ("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *SMALL, "--json")
+    assert len({invoke(*words, "--jobs", jobs).stdout for jobs in ("1", "2")}) == 1
 
 
 def test_what_is_printed_has_the_table_and_the_words(tmp_path):
