@@ -24,7 +24,7 @@ from splitserve_bench.serve.serve_options import (
     json_option,
     pace_options,
 )
-from splitserve_bench.simulate.command import profile_option, rates_option, simulated_options, tokenizer_of_texts
+from splitserve_bench.simulate.command import profile_option, rates_option, simulated_options
 
 if TYPE_CHECKING:
     from splitserve_bench.simulate.profile import Profile
@@ -48,7 +48,6 @@ class Asked:
 @click.argument("model", default="")
 @profile_option
 @dataset_options
-@tokenizer_of_texts
 @rates_option
 @pace_options
 @goodput_option
@@ -75,11 +74,11 @@ def reality_command(
     how close the simulation comes."""
     from splitserve_bench.simulate.profile import read_profile
 
-    loads = tuple(simulated_options("reality", rate, **flags) for rate in request_rates)
+    profile, local = read_profile(profile_path), writing_model(model, report)
+    loads = tuple(simulated_options("reality", rate, tokenizer=local.folder, **flags) for rate in request_rates)
     for options in loads:
         options.check()
         options.check_pace()
-    profile, local = read_profile(profile_path), writing_model(model, report)
     if profile.model != local.name:
         raise SettingsError(f"--profile is of {profile.model}, not of {local.name}")
     flags_of_nodes = {**profile.flags, **dict(map(parse_engine_flag, engine_flags))}
