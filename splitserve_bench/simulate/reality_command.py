@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -74,15 +74,16 @@ def reality_command(
     how close the simulation comes."""
     from splitserve_bench.simulate.profile import read_profile
 
-    profile, local = read_profile(profile_path), writing_model(model, report)
-    loads = tuple(simulated_options("reality", rate, tokenizer=local.folder, **flags) for rate in request_rates)
+    loads = [simulated_options("reality", rate, tokenizer=Path(model), **flags) for rate in request_rates]
     for options in loads:
         options.check()
         options.check_pace()
+    profile, local = read_profile(profile_path), writing_model(model, report)
     if profile.model != local.name:
         raise SettingsError(f"--profile is of {profile.model}, not of {local.name}")
     flags_of_nodes = {**profile.flags, **dict(map(parse_engine_flag, engine_flags))}
-    asked = Asked(local, profile, loads, flags_of_nodes, log_dir)
+    own = tuple(replace(options, tokenizer=local.folder) for options in loads)
+    asked = Asked(local, profile, own, flags_of_nodes, log_dir)
     run_to_end(_compare(asked, as_json))
 
 
