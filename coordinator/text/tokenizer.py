@@ -165,7 +165,7 @@ def read_tokenizer(
     embeddings want it (add_eos_token). Raises ModelError when a file is missing or broken."""
     files = read_tokenizer_files(folder)
     tokenizer, config, special_tokens = files.tokenizer, files.config, files.special_tokens
-    sources = {DEFAULT: _text_of(Path(chat_template))} if chat_template else _template_sources(folder, config)
+    sources = {DEFAULT: _text_of(Path(chat_template))} if chat_template else template_sources(folder, config)
     if embeds and config.raw("add_eos_token") is True:
         _add_at_end(tokenizer, special_tokens.get("eos_token", ""), folder / TOKENIZER_FILE)
     info_json = _info_json(config, {**special_tokens, "chat_template": sources.get(DEFAULT)})
@@ -206,7 +206,7 @@ def _info_json(config: JsonFields, others: dict[str, Any]) -> str:
         raise ModelError("tokenizer_config.json is nested too deeply") from error
 
 
-def _template_sources(folder: Path, config: JsonFields) -> dict[str, str]:
+def template_sources(folder: Path, config: JsonFields) -> dict[str, str]:
     """The chat templates of a model folder by name: that for all conversations, and that for those with tools."""
     path, other = folder / "chat_template.jinja", folder / "additional_chat_templates" / f"{TOOL_USE}.jinja"
     if path.is_file():

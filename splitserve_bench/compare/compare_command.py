@@ -200,10 +200,11 @@ def _dataset(values: Mapping[str, Any]) -> "Dataset":
 
     check_dataset(values["dataset_name"], values["dataset_path"], values["length_scale"])
     check_burstiness(values["dataset_name"], values["burstiness"])
-    check_prompts(values["dataset_name"], values["random_prefix_len"], values["text_output_len"])
+    prompts = (values[name] for name in ("random_prefix_len", "text_output_len", "skip_chat_template"))
+    check_prompts(values["dataset_name"], *prompts)
     names = (
         *("length_scale", "random_input_len", "random_output_len", "random_range_ratio"),
-        *("random_prefix_len", "text_output_len", "burstiness"),
+        *("random_prefix_len", "text_output_len", "skip_chat_template", "burstiness"),
     )
     return Dataset(
         name=values["dataset_name"],

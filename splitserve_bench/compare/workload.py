@@ -36,6 +36,7 @@ class Dataset:
     random_range_ratio: float = 0.0
     random_prefix_len: int = 0
     text_output_len: int | None = None
+    skip_chat_template: bool = False
     burstiness: float = 1.0  # not of a trace
 
 
@@ -109,7 +110,13 @@ def _texts(dataset: Dataset, folder: Path | None) -> Texts | None:
     if dataset.name not in TEXTS:
         return None
     assert folder is not None, "texts need a tokenizer"
-    return Texts(dataset.name, Path(dataset.path), folder, dataset.text_output_len)
+    return Texts(
+        dataset.name,
+        Path(dataset.path),
+        folder,
+        dataset.text_output_len,
+        skips_chat_template=dataset.skip_chat_template,
+    )
 
 
 def _traced(dataset: Dataset) -> list[TracedRequest]:

@@ -7,7 +7,6 @@ goes on with steps until it is killed, so that another one is beside a busy one 
 
 import dataclasses
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,6 @@ from typing import Any
 from serving_core.cpus import pin
 from serving_core.errors import SplitServeError
 from serving_core.settings import EngineSettings
-from splitserve_bench.simulate.profile import MIXED_CHUNK
 
 ANSWERS, PROMPTS = "answers", "prompts"
 
@@ -26,7 +24,7 @@ ANSWERS, PROMPTS = "answers", "prompts"
 @dataclass(frozen=True, slots=True)
 class GridTask:
     """What to measure, all of it ascending: steps of `rows` answers, or of prompts in chunks of `rows` tokens, with
-    `columns` tokens before them. Without answers no step of both is measured."""
+    `columns` tokens before them."""
 
     settings: dict[str, Any]  # of EngineSettings, but for the size of the pool
     cpus: str
@@ -38,10 +36,9 @@ class GridTask:
 
 @dataclass(frozen=True, slots=True)
 class GridFigures:
-    """seconds[row][column]; and what a step of answers and a prompt takes of the sum of both, median over the rows."""
+    """seconds[row][column]."""
 
     seconds: tuple[tuple[float, ...], ...]
-    mixed_factor: float
 
 
 Step = Callable[[], object]
@@ -59,7 +56,7 @@ def measure_grid(task: GridTask) -> tuple[GridFigures, Step]:
     layout = config.kv_layout(settings.block_size, config.dtype)  # of blocks, only the number of tokens counts here
     is_of_prompts = task.kind == PROMPTS
     most_tokens = max(task.columns) + (max(task.rows) if is_of_prompts else 0) + NUM_STEPS
-    num_requests = 1 if is_of_prompts else max(task.rows) + 1
+    num_requests = 1 if is_of_prompts else max(task.rows)
     engine = Engine(dataclasses.replace(settings, num_kv_blocks=num_requests * layout.num_blocks_for(most_tokens)))
     engine.warm_up()
     return _prompts(engine, task) if is_of_prompts else _answers(engine, task)
@@ -68,17 +65,13 @@ def measure_grid(task: GridTask) -> tuple[GridFigures, Step]:
 def _answers(engine: Any, task: GridTask) -> tuple[GridFigures, Step]:
     from splitserve_bench.engine.driver import DecodeRun
 
-    run = DecodeRun(engine, max(task.rows) + 1, max(task.columns))  # one more, of which mixed steps compute a chunk
+    run = DecodeRun(engine, max(task.rows), max(task.columns))
     columns: list[list[float]] = []
-    factors: list[float] = []
     for context_tokens in task.columns:
         _say(progress=f"answers with {context_tokens} tokens before them ...")
         run.extend(context_tokens)
         columns.append([_step_s(run, batch, task.repeats) for batch in task.rows])
-        if context_tokens == min(task.columns):
-            factors = [_mixed_factor(engine, run, batch, context_tokens, task.repeats) for batch in task.rows]
-    figures = GridFigures(tuple(zip(*columns, strict=True)), statistics.median(factors))
-    return figures, lambda: _step_s(run, task.rows[-1], 1)
+    return GridFigures(tuple(zip(*columns, strict=True))), lambda: _step_s(run, task.rows[-1], 1)
 
 
 def _step_s(run: Any, batch: int, repeats: int) -> float:
@@ -89,16 +82,6 @@ def _step_s(run: Any, batch: int, repeats: int) -> float:
         run.rewind(batch)
         samples_s.append(float(run.run_s(batch)))
     return min(samples_s)
-
-
-def _mixed_factor(engine: Any, run: Any, batch: int, context_tokens: int, repeats: int) -> float:
-    """Of a step with `batch` answers and a chunk, over the same in two steps."""
-    chunk = max(1, min(context_tokens, MIXED_CHUNK * batch))
-    run.rewind(batch + 1)
-    answers = [run.work(index, context_tokens, 1) for index in range(batch)]
-    prompt = [run.work(batch, context_tokens - chunk, chunk)]
-    mixed_s, answers_s, prompt_s = (_fastest(engine, works, repeats) for works in (answers + prompt, answers, prompt))
-    return mixed_s / (answers_s + prompt_s)
 
 
 def _prompts(engine: Any, task: GridTask) -> tuple[GridFigures, Step]:
@@ -114,7 +97,7 @@ def _prompts(engine: Any, task: GridTask) -> tuple[GridFigures, Step]:
             seconds[chunk, context_tokens] = _fastest(engine, [run.work(0, context_tokens, chunk)], task.repeats)
     last = run.work(0, task.columns[-1], task.rows[-1])
     rows = tuple(tuple(seconds[chunk, context] for context in task.columns) for chunk in task.rows)
-    return GridFigures(rows, 1.0), lambda: engine.step([last])
+    return GridFigures(rows), lambda: engine.step([last])
 
 
 def _fastest(engine: Any, works: Sequence[Any], repeats: int) -> float:

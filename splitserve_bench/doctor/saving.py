@@ -143,7 +143,6 @@ async def _steps(answers: GridTask, prompts: GridTask, report: Report, *, at_onc
     steps = StepProfile(
         answers=Grid(answers.rows, answers.columns, of_answers.seconds),
         prompts=Grid(prompts.rows, prompts.columns, of_prompts.seconds),
-        mixed_factor=of_answers.mixed_factor,
         overhead_s=0.0,
     )
     if not at_once:
@@ -173,7 +172,7 @@ def alone_factor(beside: Grid, task: GridTask, alone: GridFigures) -> float:
 
 async def _grid(task: GridTask, name: str, report: Report, together: asyncio.Barrier | None = None) -> GridFigures:
     figures = await figures_of(GRIDS_MODULE, task, name, report, together)
-    return GridFigures(tuple(map(tuple, figures["seconds"])), figures["mixed_factor"])
+    return GridFigures(tuple(map(tuple, figures["seconds"])))
 
 
 async def _lone_requests(

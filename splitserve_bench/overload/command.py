@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 STAGES: Final = "0.8x20,3x60,0.5x45"
 # The stages say when requests are sent, and how many.
 STAGED: Final[dict[str, Any]] = {
-    "request_rate": math.inf, "num_prompts": None, "time_scale": 1.0, "max_concurrency": None
+    "request_rate": math.inf, "num_prompts": None, "time_scale": 1.0, "max_concurrency": None,
+    "ramp_up_strategy": None, "ramp_up_start_rps": None, "ramp_up_end_rps": None,
 }  # fmt: skip
 OF_SERVER: Final = (
     *("server", "backend", "host", "port", "endpoint", "model", "api_key", "tls_ca", "tls_cert", "tls_key"),

@@ -18,9 +18,8 @@ from serving_core.json_fields import JsonFields, read_json_object
 from splitserve_bench.errors import BenchError
 from splitserve_bench.plan.devices import Link
 from splitserve_bench.plan.model_sizes import ModelSizes
-from splitserve_bench.plan.steps import floor_once_s
 from splitserve_bench.plan.tables import MS, Check, Entry, check_of
-from splitserve_bench.simulate.costs import StepLoad
+from splitserve_bench.simulate.costs import StepLoad, together_s
 
 THRESHOLD, PROMPTS, FEW, MANY = "decoding_large_small_bs_threshold", "prefill", "decoding_smallbs", "decoding_largebs"
 MOST_TP: Final = 64
@@ -48,7 +47,7 @@ class DistServeSteps:
         return MS * max(0.0, base + each * num_tokens + squared * num_tokens * (num_tokens + 2 * before_tokens))
 
     def both_s(self, load: StepLoad) -> float:
-        return floor_once_s(self, load)
+        return together_s(self, load)
 
 
 class DistServeTable:

@@ -19,12 +19,11 @@ from splitserve_bench.plan.devices import CPU, DEVICES, Device, device_of, link_
 from splitserve_bench.plan.model_sizes import ModelSizes, read_model_sizes
 from splitserve_bench.plan.roofline import LINK, Roofline
 from splitserve_bench.plan.stages import StagedRoofline
-from splitserve_bench.plan.steps import MeasuredSteps, Steps, answers_part_s, chunk_part_s
+from splitserve_bench.plan.steps import MeasuredSteps, Steps
 from splitserve_bench.plan.tables import Entry, Table, read_table
 from splitserve_bench.simulate.costs import StepLoad
 from splitserve_bench.simulate.grid import Grid
 from splitserve_bench.simulate.profile import (
-    MIXED_CHUNK,
     ControlProfile,
     CorridorProfile,
     NodeSizes,
@@ -40,8 +39,7 @@ DOOR_S: Final = 1e-3  # from a client to the coordinator and back
 PLACES: Final = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 512, 32), *range(512, 16384, 128))
 CONTEXTS: Final = (0, 128, 512, 2048, 8192, 32768, 131072)
 QUANTIZED_FLAGS: Final = ("quantization", "kv_cache_dtype")
-MOST_MIXED: Final = 32  # answers of a step by which the factor of steps of both is told
-MIXED_CONTEXT: Final = 512  # tokens before each
+BESIDE: Final = 512  # tokens of a prompt, and tokens before each answer, of the steps that tell attention_beside_factor
 MEASURED: Final = "measured"  # the hardware of a profile of `splitserve doctor --save`
 
 
@@ -117,8 +115,7 @@ def machines_of(asked: AskedNodes) -> Machines:
 
 
 def profile_of(machines: Machines, kind: NodeKind) -> Profile:
-    """For `splitserve simulate`: steps at places close enough to go straight between them, and one factor for steps of
-    both, that of short chunks, as `splitserve doctor --save` has it."""
+    """For `splitserve simulate`: steps at places close enough to go straight between them."""
     sizes, steps = kind.sizes, kind.steps
     columns = [place for place in CONTEXTS if place <= sizes.max_model_len]
     answers = [place for place in PLACES if place < sizes.max_num_seqs] + [sizes.max_num_seqs]
@@ -130,18 +127,21 @@ def profile_of(machines: Machines, kind: NodeKind) -> Profile:
         steps=StepProfile(
             answers=_grid(answers, columns, steps.answers_s),
             prompts=_grid(chunks, columns, steps.chunk_s),
-            mixed_factor=statistics.median(_mixed_factor(steps, num) for num in answers if num <= MOST_MIXED),
             overhead_s=0.0,
+            attention_beside_factor=statistics.median(_beside_factor(steps, num) for num in answers),
         ),
         corridor=CorridorProfile(kind.transfer_s, kind.bytes_per_s * kind.num_sending),
         control=ControlProfile(kind.message_s, machines.door_s),
     )
 
 
-def _mixed_factor(steps: Steps, num_answers: int) -> float:
-    """Of a step with so many answers and a short chunk, over the same in two steps."""
-    load = StepLoad(num_answers, num_answers * MIXED_CONTEXT, num_answers * MIXED_CHUNK, 0)
-    return steps.both_s(load) / (answers_part_s(steps, load) + chunk_part_s(steps, load))
+def _beside_factor(steps: Steps, num_answers: int) -> float:
+    """What the tokens before answers cost beside a prompt, over what they do alone: 1 where that is nothing."""
+    alone_s = steps.answers_s(num_answers, BESIDE) - steps.answers_s(num_answers, 0)
+    beside_s = steps.both_s(StepLoad(num_answers, num_answers * BESIDE, BESIDE)) - steps.both_s(
+        StepLoad(num_answers, 0, BESIDE)
+    )
+    return beside_s / alone_s if min(alone_s, beside_s) > 0 else 1.0
 
 
 def _grid(rows: Sequence[float], columns: Sequence[float], seconds_of: Callable[[float, float], float]) -> Grid:

@@ -5,6 +5,7 @@ equal what the second best has reached: a plan that fails there is left alone, a
 More would be known of these, but nothing that decides. First come those that promise most.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -13,6 +14,7 @@ from splitserve_bench.compare.search import Counted, Goal, Probe, RateSearch, Se
 from splitserve_bench.plan.fleets import Played
 
 LEADERS: Final = 2
+AHEAD: Final = 8  # probes under way at a time, on however many processes
 
 
 @dataclass(slots=True)
@@ -79,3 +81,34 @@ class Race:
         runner.is_running = False
         runner.played.append(played)
         runner.search.record(Counted(played.rate, played.num_good, played.num_counted, played.num_effective))
+
+
+class Turns:
+    """The probes of a race in an order that is the same on any machine: up to AHEAD are under way, whether or not there
+    is a process for each, and what they found is recorded in the order in which they were asked for."""
+
+    def __init__(self, race: Race) -> None:
+        self._race = race
+        self._waiting: deque[tuple[int, Probe]] = deque()  # for a process
+        self._under_way: deque[int] = deque()  # those too
+        self._played: dict[int, Played] = {}  # whose turn has not come
+        self._ask()
+
+    def next(self) -> tuple[int, Probe] | None:
+        """Another probe for a process; None when there is none, as long as no other ends."""
+        return self._waiting.popleft() if self._waiting else None
+
+    def record(self, index: int, played: Played) -> list[int]:
+        """Takes in what a probe found: the plans of which the race knows more now."""
+        self._played[index] = played
+        recorded = []
+        while self._under_way and self._under_way[0] in self._played:
+            recorded.append(self._under_way.popleft())
+            self._race.record(recorded[-1], self._played.pop(recorded[-1]))
+            self._ask()
+        return recorded
+
+    def _ask(self) -> None:
+        while len(self._under_way) < AHEAD and (chosen := self._race.next()) is not None:
+            self._waiting.append(chosen)
+            self._under_way.append(chosen[0])

@@ -17,10 +17,9 @@ from typing import Final
 from splitserve_bench.errors import BenchError
 from splitserve_bench.plan.devices import Link
 from splitserve_bench.plan.model_sizes import ModelSizes
-from splitserve_bench.plan.steps import floor_once_s
 from splitserve_bench.plan.table_rows import read_rows
 from splitserve_bench.plan.tables import MS, Check, Entry, check_of, left_out
-from splitserve_bench.simulate.costs import StepLoad
+from splitserve_bench.simulate.costs import StepLoad, together_s
 from splitserve_bench.simulate.grid import Grid
 from splitserve_bench.simulate.profile import flat_grid
 
@@ -67,7 +66,7 @@ class SplitwiseSteps:
         return max(self.prompts.at(num_tokens, 0), added_s if before_tokens > 0 else 0.0)
 
     def both_s(self, load: StepLoad) -> float:
-        return floor_once_s(self, load)
+        return together_s(self, load)
 
 
 class SplitwiseTable:

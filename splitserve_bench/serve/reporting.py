@@ -55,6 +55,7 @@ class Reporting:
             label=options.label,
             request_rate_per_s=options.request_rate,
             burstiness=options.burstiness,
+            ramp=options.ramp,
             max_concurrency=options.max_concurrency,
             num_gpus=options.num_gpus,
             num_clipped=workload.num_clipped,

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from splitserve_bench.errors import BenchError
+from splitserve_bench.serve.arrivals import Ramp
 from splitserve_bench.serve.metrics import (
     LATENCIES,
     Distribution,
@@ -27,7 +28,7 @@ DEFAULT_PERCENTILES: Final = (99.0,)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was run. An infinite request rate is everything at once, or a trace at its own times.
+    """What was run. An infinite request rate is everything at once, or a trace at its own times, or that of a ramp.
 
     num_gpus are those of all nodes, None where nobody said; num_clipped the requests cut to what the model takes; tier
     what the second tiers of a simulated fleet did, None where it has none. metadata is written as it stands. digest is
@@ -41,6 +42,7 @@ class Run:
     label: str | None = None
     request_rate_per_s: float = math.inf
     burstiness: float = 1.0
+    ramp: Ramp | None = None
     max_concurrency: int | None = None
     num_gpus: int | None = None
     num_clipped: int = 0
@@ -79,7 +81,10 @@ def file_name(run: Run) -> str:
     concurrency = "" if run.max_concurrency is None else f"-concurrency{run.max_concurrency}"
     label = (run.label or run.backend).replace("/", "-")
     model = run.model_id.rstrip("/").rsplit("/", 1)[-1]
-    return f"{label}-{run.request_rate_per_s}qps{concurrency}-{model}-{run.digest or run.date}.json"
+    rate, ramp = f"{run.request_rate_per_s}qps", run.ramp
+    if ramp is not None:
+        rate = f"ramp-up-{ramp.strategy}-{ramp.start_per_s}qps-{ramp.end_per_s}qps"
+    return f"{label}-{rate}{concurrency}-{model}-{run.digest or run.date}.json"
 
 
 def result_json(
@@ -133,6 +138,15 @@ def _setup(run: Run, summary: Summary) -> dict[str, Any]:
         "request_rate": "inf" if math.isinf(run.request_rate_per_s) else run.request_rate_per_s,
         "burstiness": run.burstiness if math.isfinite(run.burstiness) else "inf",
         "max_concurrency": run.max_concurrency,
+        **(_ramp(run.ramp) if run.ramp is not None else {}),
+    }
+
+
+def _ramp(ramp: Ramp) -> dict[str, Any]:
+    return {
+        "ramp_up_strategy": ramp.strategy,
+        "ramp_up_start_rps": ramp.start_per_s,
+        "ramp_up_end_rps": ramp.end_per_s,
     }
 
 

@@ -15,6 +15,7 @@ from serving_core.tls import SCHEME as TLS_SCHEME
 from serving_core.tls import TlsFiles
 from splitserve.commands.server_options import SERVER_VARIABLE, api_key_option, tls_options
 from splitserve_bench.options import Command, NumberRange, RepeatingCommand, options_of
+from splitserve_bench.serve.arrivals import RAMPS, Ramp
 from splitserve_bench.serve.target import BACKENDS, COMPLETIONS, LIMITS, OPENAI, SPLITSERVE, Target
 
 RANDOM, AZURE, MOONCAKE, SHAREGPT, CUSTOM = "random", "azure", "mooncake", "sharegpt", "custom"
@@ -56,9 +57,13 @@ class ServeOptions:
     random_range_ratio: float
     random_prefix_len: int
     text_output_len: int | None
+    skip_chat_template: bool
     num_prompts: int | None
     request_rate: float
     burstiness: float
+    ramp_up_strategy: str | None
+    ramp_up_start_rps: float | None
+    ramp_up_end_rps: float | None
     time_scale: float
     length_scale: float
     max_concurrency: int | None
@@ -82,7 +87,7 @@ class ServeOptions:
     def check(self) -> None:
         """Raises SettingsError as check_dataset, and for limits to be told that are not there."""
         check_dataset(self.dataset_name, self.dataset_path, self.length_scale)
-        check_prompts(self.dataset_name, self.random_prefix_len, self.text_output_len)
+        check_prompts(self.dataset_name, self.random_prefix_len, self.text_output_len, self.skip_chat_template)
         if self.dataset_name in TEXTS and self.tokenizer is None:
             raise SettingsError(f"--dataset-name {self.dataset_name} needs the model's tokenizer: --tokenizer FOLDER")
         if self.send_limits and not self.goodput:
@@ -91,6 +96,7 @@ class ServeOptions:
     def check_pace(self) -> None:
         """Raises SettingsError for what says when requests are sent, and would say nothing."""
         check_burstiness(self.dataset_name, self.burstiness)
+        self._check_ramp()
         if self.time_scale != 1 and self.dataset_name not in TRACES:
             raise SettingsError(f"--time-scale {self.time_scale:g} is of a trace's gaps: {self.dataset_name} has none")
         if self.time_scale != 1 and math.isfinite(self.request_rate):
@@ -98,6 +104,23 @@ class ServeOptions:
                 f"--time-scale {self.time_scale:g} and --request-rate {self.request_rate:g} both stretch a trace's "
                 "gaps: give one of them"
             )
+
+    @property
+    def ramp(self) -> Ramp | None:
+        """None for a load of one rate."""
+        strategy, start, end = self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps
+        return None if strategy is None or start is None or end is None else Ramp(strategy, start, end)
+
+    def _check_ramp(self) -> None:
+        given = (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps)
+        if given == (None, None, None):
+            return
+        if None in given:
+            raise SettingsError("--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps belong together")
+        if self.dataset_name in TRACES:
+            raise SettingsError(f"--ramp-up-strategy is of random arrivals: {self.dataset_name} has times of its own")
+        if math.isfinite(self.request_rate):
+            raise SettingsError(f"--request-rate {self.request_rate:g} is one rate, and --ramp-up-strategy says others")
 
     @property
     def backend_name(self) -> str:
@@ -144,12 +167,14 @@ def check_dataset(name: str, path: Path | str | None, length_scale: float) -> No
         raise SettingsError(f"--dataset-name {name} needs a {'trace' if name in TRACES else 'file'}: --dataset-path")
 
 
-def check_prompts(name: str, random_prefix_len: int, text_output_len: int | None) -> None:
+def check_prompts(name: str, random_prefix_len: int, text_output_len: int | None, skip_chat_template: bool) -> None:
     """Raises SettingsError for what is said of prompts and answers that the data set does not have."""
     if random_prefix_len and name != RANDOM:
         raise SettingsError(f"--random-prefix-len {random_prefix_len} is of random prompts, not of {name}'s")
     if text_output_len is not None and name not in TEXTS:
         raise SettingsError(f"--sharegpt-output-len {text_output_len} is of answers to texts, not of {name}'s")
+    if skip_chat_template and name != CUSTOM:
+        raise SettingsError(f"--skip-chat-template is of {CUSTOM}: prompts of {name} have none around them")
 
 
 def check_burstiness(dataset_name: str, burstiness: float) -> None:
@@ -231,6 +256,13 @@ prompt_options = options_of(
         type=LENGTH,
         help=f"Tokens of every answer of {SHAREGPT} and {CUSTOM}; default: what the file says.",
     ),
+    click.option(
+        "--skip-chat-template",
+        "--custom-skip-chat-template",
+        "skip_chat_template",
+        is_flag=True,
+        help=f"Prompts of {CUSTOM} are sent as they stand, without the model's chat template around them.",
+    ),
 )
 shape_options = options_of(
     click.option("--dataset-name", default=RANDOM, show_default=True, type=click.Choice(DATASETS)),
@@ -283,8 +315,19 @@ client_options = options_of(
         help="Of prompts, lengths and arrivals; take another one when the server keeps the KV of an earlier run.",
     ),
 )
+rps = NumberRange(0, 1e9, min_open=True)
+ramp_options = options_of(
+    click.option(
+        "--ramp-up-strategy",
+        type=click.Choice(RAMPS),
+        help="How the rate grows from request to request, instead of --request-rate: by as much, or by as many times.",
+    ),
+    click.option("--ramp-up-start-rps", type=rps, help="Requests a second of the first."),
+    click.option("--ramp-up-end-rps", type=rps, help="Requests a second of the last."),
+)
 pace_options = options_of(
     burstiness_option,
+    ramp_options,
     click.option("--time-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's gaps."),
     length_scale_option,
     click.option("--max-concurrency", type=LENGTH, help="Requests at the same time; the rest wait."),

@@ -53,8 +53,11 @@ def serve_view(
 
 def load_line(run: Run) -> str:
     """What was sent where, and how."""
-    rate = run.request_rate_per_s
-    how = ["no fixed rate" if math.isinf(rate) else f"{rate:g} requests/s, burstiness {run.burstiness:g}"]
+    rate, ramp = run.request_rate_per_s, run.ramp
+    if ramp is not None:
+        how = [f"{ramp.start_per_s:g} to {ramp.end_per_s:g} requests/s, {ramp.strategy}, burstiness {run.burstiness:g}"]
+    else:
+        how = ["no fixed rate" if math.isinf(rate) else f"{rate:g} requests/s, burstiness {run.burstiness:g}"]
     if run.max_concurrency is not None:
         how.append(f"at most {run.max_concurrency} at a time")
     return f"[bold]{escape(run.model_id)}[/] by {escape(run.backend)}: {', '.join(how)}"

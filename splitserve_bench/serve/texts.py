@@ -1,20 +1,24 @@
 """Data sets of text, read as vLLM's `bench serve` reads them: ShareGPT's conversations, and prompts one a line.
 
-Prompts are sent as they stand. The model's tokenizer tells here how long they are, with the special tokens that it adds
-by itself, as the server's does there.
+ShareGPT's prompts are sent as they stand. The model's tokenizer tells here how long they are, with the special tokens
+that it adds by itself, as the server's does there. Around those of a custom file goes the model's chat template, unless
+told otherwise: the token ids are sent that a conversation of this one message has.
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from serving_core.tokenizer_files import read_tokenizer_files
+from coordinator.text.chat_template import USUAL
+from coordinator.text.rendering import Renderer
+from coordinator.text.tokenizer import DEFAULT, template_sources
+from serving_core.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.datasets import Shape
-from splitserve_bench.serve.serve_options import SHAREGPT
+from splitserve_bench.serve.serve_options import CUSTOM, SHAREGPT
 from splitserve_bench.serve.traces import json_rows, parsed, token_count
 
 CUSTOM_OUTPUT_TOKENS: Final = 256
@@ -36,11 +40,22 @@ class _Text:
 class Texts:
     """The prompts of one file."""
 
-    def __init__(self, name: str, path: Path, tokenizer_folder: Path, output_tokens: int | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        tokenizer_folder: Path,
+        output_tokens: int | None,
+        *,
+        skips_chat_template: bool = False,
+    ) -> None:
         """Every answer has output_tokens where they are given, whatever the file says. A file that cannot be used is a
-        BenchError naming place and value; a folder without a tokenizer a ModelError."""
+        BenchError naming place and value, as is a folder without the chat template; one without a tokenizer a
+        ModelError."""
         self._path, self._is_pruned = path, name == SHAREGPT
-        self._tokenizer = read_tokenizer_files(tokenizer_folder).tokenizer
+        files = read_tokenizer_files(tokenizer_folder)
+        self._tokenizer = files.tokenizer
+        self._chat = _chat(files, tokenizer_folder) if name == CUSTOM and not skips_chat_template else None
         try:
             self._texts = list((_conversations if self._is_pruned else _lines)(path, output_tokens))
         except (OSError, UnicodeDecodeError) as error:
@@ -61,11 +76,31 @@ class Texts:
         return shapes
 
     def _shape(self, text: _Text) -> Shape:
+        if self._chat is not None:
+            ids = self._tokenizer.encode(self._chat(text.prompt), add_special_tokens=False).ids  # it wrote them itself
+            return Shape(tuple(ids), text.output_tokens)
         output_tokens = text.output_tokens if text.reference is None else len(self._encode(text.reference))
         return Shape(tuple(self._encode(text.prompt)), output_tokens, text.prompt)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)
+
+
+def _chat(files: TokenizerFiles, folder: Path) -> Callable[[str], str]:
+    """A conversation of one message as the model reads it."""
+    source = template_sources(folder, files.config).get(DEFAULT)
+    if source is None:
+        raise BenchError(f"{folder} has no chat template: --skip-chat-template sends the prompts as they stand")
+    renderer = Renderer(source, "", files.special_tokens, "")
+
+    def rendered(prompt: str) -> str:
+        asked = {"messages": [{"role": "user", "content": prompt}], **asdict(USUAL)}
+        answer = json.loads(renderer.answer(asked))
+        if "text" not in answer:
+            raise BenchError(f"the chat template of {folder} does not take a prompt: {next(iter(answer.values()))}")
+        return str(answer["text"])
+
+    return rendered
 
 
 def _is_kept(shape: Shape, *, is_given: bool) -> bool:

@@ -11,7 +11,7 @@ from typing import Final
 from tokenizers import Tokenizer
 
 from serving_core.errors import SettingsError
-from splitserve_bench.serve.arrivals import send_times_s
+from splitserve_bench.serve.arrivals import ramp_times_s, send_times_s
 from splitserve_bench.serve.datasets import FittedLoad, Shape, fit, ordinary_ids, plan, random_load
 from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.serve.serve_options import AZURE, NUM_PROMPTS, RANDOM, TEXTS, ServeOptions
@@ -79,13 +79,22 @@ def _random(options: ServeOptions, vocab_size: int) -> tuple[Sequence[Shape], li
 def _texts(options: ServeOptions) -> tuple[Sequence[Shape], list[float]]:
     assert options.dataset_path is not None, "the flags were not checked"
     assert options.tokenizer is not None, "the flags were not checked"
-    texts = Texts(options.dataset_name, options.dataset_path, options.tokenizer, options.text_output_len)
+    texts = Texts(
+        options.dataset_name,
+        options.dataset_path,
+        options.tokenizer,
+        options.text_output_len,
+        skips_chat_template=options.skip_chat_template,
+    )
     shapes = texts.shapes(options.num_prompts or NUM_PROMPTS, Random(options.seed))
     return shapes, _times_s(len(shapes), options)
 
 
 def _times_s(count: int, options: ServeOptions) -> list[float]:
-    return send_times_s(count, options.request_rate, options.burstiness, Random(f"{options.seed} arrivals"))
+    rng = Random(f"{options.seed} arrivals")
+    if options.ramp is not None:
+        return ramp_times_s(count, options.ramp, options.burstiness, rng)
+    return send_times_s(count, options.request_rate, options.burstiness, rng)
 
 
 def _trace(options: ServeOptions, vocab_size: int) -> tuple[Sequence[Shape], list[float]]:

@@ -41,6 +41,30 @@ def load_of(works: Iterable[Work]) -> StepLoad:
     return load
 
 
+class StepSeconds(Protocol):
+    """Of steps of one kind."""
+
+    def answers_s(self, num_answers: float, context_tokens: float) -> float:
+        """A token for each of so many answers, with so many tokens before it."""
+        ...
+
+    def chunk_s(self, num_tokens: float, before_tokens: float) -> float:
+        """So many tokens of prompts, with so many before them: as of one chunk, below 0 where it is several short ones
+        (StepLoad.num_before). What was measured for one chunk alone says no less than without any before it."""
+        ...
+
+
+def together_s(steps: StepSeconds, load: StepLoad, beside_factor: float = 1.0) -> float:
+    """A step of both computes the products of all its tokens at once, whosesoever they are: answers in it take what so
+    many more tokens of prompts do, and what they do beyond that, which is more of the head, and their own attention."""
+    num_answers, num_tokens = load.num_answers, load.num_answers + load.num_prompt_tokens
+    num_before = load.num_before + num_pairs(0, load.num_prompt_tokens) - num_pairs(0, num_tokens)
+    fresh_s = steps.answers_s(num_answers, 0)
+    head_s = max(0.0, fresh_s - steps.chunk_s(num_answers, 0))
+    attention_s = steps.answers_s(num_answers, load.num_cached / num_answers) - fresh_s
+    return steps.chunk_s(num_tokens, num_before / num_tokens) + head_s + beside_factor * attention_s
+
+
 class Costs(Protocol):
     """What one node's work takes, in seconds."""
 
@@ -71,28 +95,31 @@ class ProfileCosts:
         self._steps, self._corridor, self._control = profile.steps, profile.corridor, profile.control
         self._answers_factor = profile.steps.answers_alone_factor if is_alone else 1.0
         self._prompts_factor = profile.steps.prompts_alone_factor if is_alone else 1.0
-        self._answers: dict[int, Row] = {}  # by how many there are, of those that were asked for
+        self._answers: dict[float, Row] = {}  # by how many there are, of those that were asked for
         start_s = profile.steps.prompts.at(START_TOKENS, 0) * self._prompts_factor
         self.prefill_tokens_per_s = START_TOKENS / max(LEAST_STEP_S, start_s)
 
     def step_s(self, load: StepLoad) -> float:
-        """Answers and prompts together take the sum of both times the mixed factor, but no less than either alone: that
-        factor is one of short chunks, which share the reading of the weights."""
-        steps, answers_s, prompts_s = self._steps, 0.0, 0.0
-        if load.num_answers:
-            answers_s = self._row(load.num_answers).at(load.num_cached / load.num_answers) * self._answers_factor
-        if load.num_prompt_tokens:
-            before_tokens = load.num_before / load.num_prompt_tokens
-            prompts_s = steps.prompts.at(load.num_prompt_tokens, before_tokens) * self._prompts_factor
-        both = load.num_answers and load.num_prompt_tokens
-        together_s = (answers_s + prompts_s) * (steps.mixed_factor if both else 1.0)
-        waited_s = steps.prompt_overhead_s if load.num_prompt_tokens and load.is_first else 0.0
-        return max(LEAST_STEP_S, max(answers_s, prompts_s, together_s) + steps.overhead_s + waited_s)
+        num_answers, num_tokens, seconds = load.num_answers, load.num_prompt_tokens, self._steps.overhead_s
+        if num_answers and num_tokens:
+            seconds += together_s(self, load, self._steps.attention_beside_factor)
+        elif num_answers:
+            seconds += self.answers_s(num_answers, load.num_cached / num_answers)
+        elif num_tokens:
+            seconds += self.chunk_s(num_tokens, load.num_before / num_tokens)
+        if num_tokens and load.is_first:
+            seconds += self._steps.prompt_overhead_s
+        return max(LEAST_STEP_S, seconds)
 
-    def _row(self, num_answers: int) -> Row:
-        if num_answers not in self._answers:
-            self._answers[num_answers] = self._steps.answers.row(num_answers)
-        return self._answers[num_answers]
+    def answers_s(self, num_answers: float, context_tokens: float) -> float:
+        """Without overheads, as chunk_s."""
+        row = self._answers.get(num_answers)
+        if row is None:
+            row = self._answers[num_answers] = self._steps.answers.row(num_answers)
+        return row.at(context_tokens) * self._answers_factor
+
+    def chunk_s(self, num_tokens: float, before_tokens: float) -> float:
+        return self._steps.prompts.at(num_tokens, before_tokens) * self._prompts_factor
 
     def message_s(self, sent_s: float) -> float:
         return self._control.message_s

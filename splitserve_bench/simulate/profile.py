@@ -14,7 +14,6 @@ from splitserve_bench.simulate.grid import Grid
 
 FORMAT: Final = 1
 MOST_PLACES: Final = 1000  # of a grid, in either direction
-MIXED_CHUNK: Final = 8  # tokens of a prompt for each answer, of the steps that tell mixed_factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +64,19 @@ class StepProfile:
     of them beside another node of the same machine that is at work. While none is, the seconds of answers and prompts
     are so many times as long: at most 1, which is no difference.
 
-    A step of both takes mixed_factor times the sum, or the longer part where that is more. overhead_s is what a node
-    takes for a step beyond its engine, and prompt_overhead_s what it takes beyond that for one with prompts that it has
-    waited for: doctor measures it with requests that are alone.
+    What a step of both takes follows from the two grids; beside prompts, what the tokens before answers cost is
+    attention_beside_factor times as much. overhead_s is what a node takes for a step beyond its engine, and
+    prompt_overhead_s what it takes beyond that for one with prompts that it has waited for: doctor measures it with
+    requests that are alone.
     """
 
     answers: Grid
     prompts: Grid
-    mixed_factor: float
     overhead_s: float
     prompt_overhead_s: float = 0.0
     answers_alone_factor: float = 1.0
     prompts_alone_factor: float = 1.0
+    attention_beside_factor: float = 1.0
 
     @property
     def knows_neighbours(self) -> bool:
@@ -155,11 +155,11 @@ def _steps(fields: JsonFields) -> StepProfile:
     return StepProfile(
         answers=_grid(_nested(fields, "answers")),
         prompts=_grid(_nested(fields, "prompts")),
-        mixed_factor=fields.positive("mixed_factor"),
         overhead_s=fields.number("overhead_s"),
         prompt_overhead_s=fields.number("prompt_overhead_s", 0.0),
         answers_alone_factor=_alone_factor(fields, "answers_alone_factor"),
         prompts_alone_factor=_alone_factor(fields, "prompts_alone_factor"),
+        attention_beside_factor=fields.positive("attention_beside_factor", 1.0),
     )
 
 

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,7 +24,7 @@ from splitserve_bench.serve.serve_options import (
     json_option,
     pace_options,
 )
-from splitserve_bench.simulate.command import profile_option, rates_option, simulated_options, tokenizer_of_texts
+from splitserve_bench.simulate.command import profile_option, rates_option, simulated_options
 
 if TYPE_CHECKING:
     from splitserve_bench.simulate.profile import Profile
@@ -48,7 +48,6 @@ class Asked:
 @click.argument("model", default="")
 @profile_option
 @dataset_options
-@tokenizer_of_texts
 @rates_option
 @pace_options
 @goodput_option
@@ -75,7 +74,7 @@ def reality_command(
     how close the simulation comes."""
     from splitserve_bench.simulate.profile import read_profile
 
-    loads = tuple(simulated_options("reality", rate, **flags) for rate in request_rates)
+    loads = [simulated_options("reality", rate, tokenizer=Path(model), **flags) for rate in request_rates]
     for options in loads:
         options.check()
         options.check_pace()
@@ -83,7 +82,8 @@ def reality_command(
     if profile.model != local.name:
         raise SettingsError(f"--profile is of {profile.model}, not of {local.name}")
     flags_of_nodes = {**profile.flags, **dict(map(parse_engine_flag, engine_flags))}
-    asked = Asked(local, profile, loads, flags_of_nodes, log_dir)
+    own = tuple(replace(options, tokenizer=local.folder) for options in loads)
+    asked = Asked(local, profile, own, flags_of_nodes, log_dir)
     run_to_end(_compare(asked, as_json))
 
 

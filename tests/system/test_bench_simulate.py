@@ -15,7 +15,7 @@ from splitserve_bench.simulate.profile import (
     StepProfile,
     flat_grid,
 )
-from tests.tiny_models import write_fake_model
+from tests.tiny_models import write_fake_model, write_tokenizer
 
 pytestmark = pytest.mark.long
 
@@ -38,7 +38,7 @@ def profile():
     steps = flat_grid(places, [STEP_S + TOKEN_S * place for place in places])
     sizes = NodeSizes(400, 16, 4096, 2, 512, 260, 512, 64, 256, 16)
     return Profile(
-        "fake", 1, sizes, StepProfile(steps, steps, 1.0, 0.0), CorridorProfile(0.001, 1e9), ControlProfile(0.002, 0.002)
+        "fake", 1, sizes, StepProfile(steps, steps, 0.0), CorridorProfile(0.001, 1e9), ControlProfile(0.002, 0.002)
     )
 
 
@@ -61,6 +61,16 @@ def test_both_serve_the_same_load(model, tmp_path):
         assert pair["real"]["tpot_s"] >= 0.8 * STEP_S
         assert pair["simulated"]["tpot_s"] >= STEP_S
         assert pair["tpot_difference"] == pytest.approx(pair["simulated"]["tpot_s"] / pair["real"]["tpot_s"] - 1)
+
+
+def test_texts_are_measured_by_the_tokenizer_of_the_model(model, tmp_path):
+    write_tokenizer(model)
+    profile().save(tmp_path / "profile.json")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello", "output_tokens": 3}')
+    words = ("--dataset-name", "custom", "--dataset-path", str(tmp_path / "prompts.jsonl"))
+    done = run(model, tmp_path / "profile.json", *words, "--engine-flag", "num_kv_blocks=400", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [pair["real"]["attainment"] for pair in json.loads(done.stdout)] == [1.0, 1.0]
 
 
 def test_a_profile_of_another_model_is_refused(model, tmp_path):

@@ -39,7 +39,6 @@ PROFILE = Profile(
     steps=StepProfile(
         answers=Grid((1, 2), (0,), ((step_s(1),), (step_s(2),))),
         prompts=Grid((1, 512), (0,), ((chunk_s(1),), (chunk_s(512),))),
-        mixed_factor=1.0,
         overhead_s=0.0,
     ),
     corridor=CorridorProfile(LATENCY_S, BYTES_PER_S),

@@ -33,6 +33,7 @@ RANDOM_DATA = {"dataset_name": "random", "dataset_path": None, "random_input_len
 RANDOM_DATA |= {
     "random_prefix_len": 0,
     "text_output_len": None,
+    "skip_chat_template": False,
     "random_range_ratio": 0.5,
     "burstiness": 1.0,
     "length_scale": 1.0,

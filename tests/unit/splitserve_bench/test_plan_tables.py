@@ -64,10 +64,11 @@ def test_chunks_take_what_the_whole_prompt_takes_but_for_the_floor(tmp_path, mod
     assert in_parts_s == pytest.approx(steps.chunk_s(1000, 0) + 0.010)
 
 
-def test_a_step_of_both_pays_one_floor(tmp_path, model):
+def test_a_step_of_both_is_one_of_prompts_and_the_attention_of_its_answers(tmp_path, model):
+    """10 ms, 0.1 for each of 510 tokens, 1e-5 for the square of the 500; 1e-4 for each of 2,000 before answers."""
     steps = read_table(distserve_file(tmp_path / "profile.json")).steps(Entry("a/model", "", 1), model, NVLINK)
     both_s = steps.both_s(StepLoad(10, 2000, 500, 0))
-    assert both_s == pytest.approx(steps.answers_s(10, 200) + steps.chunk_s(500, 0) - steps.answers_s(1, 0))
+    assert both_s == pytest.approx((10 + 51 + 2.5 + 0.2) / 1e3)
 
 
 def test_distserve_has_a_size_between_two_others_to_hold_out(tmp_path):

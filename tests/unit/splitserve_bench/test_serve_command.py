@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 import sys
+from itertools import accumulate
 
 import psutil
 import pytest
@@ -147,12 +148,27 @@ async def test_a_trace_keeps_its_times(tmp_path):
     assert max(token for seen in script.seen.values() for token in seen.asked["prompt"]) < 5000
 
 
+async def test_a_ramp_sends_ever_faster(tmp_path):
+    ramp = ["--ramp-up-strategy", "exponential", "--ramp-up-start-rps", "10", "--ramp-up-end-rps", "320"]
+    script = Script()
+    async with http_server(script) as target:
+        await run(target, *FEW, *ramp, "--burstiness", "inf", "--save-detailed", cwd=tmp_path)
+    (result_file,) = tmp_path.glob("openai-ramp-up-exponential-10.0qps-320.0qps-scripted-*.json")
+    result = json.loads(result_file.read_text())
+    ramp_keys = ("request_rate", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
+    assert [result[key] for key in ramp_keys] == ["inf", "exponential", 10, 320]
+    lines = result_file.with_name(f"{result_file.stem}.requests.jsonl").read_text().splitlines()
+    sent_s = [json.loads(line)["scheduled_s"] for line in lines]
+    assert sent_s == pytest.approx(list(accumulate(0.1 / 2**index for index in range(6))))
+
+
 @most_of_one
 async def test_texts_are_sent_as_they_stand(serving, tmp_path):
     write_tokenizer(tmp_path)
     rows = [{"prompt": text, "output_tokens": count} for text, count in {"ab": 3, "cde": 2, "äö": 1}.items()]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["--dataset-name", "custom", "--dataset-path", "prompts.jsonl", "--tokenizer", ".", "--num-prompts", "9"]
+    words += ["--skip-chat-template"]
     script = Script()
     async with serving(script) as target:
         output, errors = await run(target, *words, "--num-warmups", "1", "--json", cwd=tmp_path)
@@ -273,6 +289,16 @@ REFUSED = {
     "answers to no texts": (["--sharegpt-output-len", "2"], "--sharegpt-output-len 2 is of answers to texts"),
     "lengths of no trace": (["--length-scale", "2"], "--length-scale 2 is of a trace's lengths"),
     "gaps of no trace": (["--time-scale", "2"], "--time-scale 2 is of a trace's gaps"),
+    "a ramp of a trace": (
+        [*TRACE, "--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1", "--ramp-up-end-rps", "2"],
+        "--ramp-up-strategy is of random arrivals",
+    ),
+    "half a ramp": (["--ramp-up-strategy", "linear"], "and --ramp-up-end-rps belong together"),
+    "a ramp and a rate": (
+        ["--request-rate", "3", "--ramp-up-strategy=linear", "--ramp-up-start-rps=1", "--ramp-up-end-rps=2"],
+        "--request-rate 3 is one rate",
+    ),
+    "a template of random prompts": (["--skip-chat-template"], "--skip-chat-template is of custom"),
     "bursts of a trace": ([*TRACE, "--burstiness", "9"], "--burstiness 9 is of random arrivals"),
     "gaps at a rate": (
         [*TRACE, "--time-scale", "2", "--request-rate", "3"],

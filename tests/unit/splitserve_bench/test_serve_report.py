@@ -1,5 +1,6 @@
 """The figures of a load as a person reads them, and its pictures."""
 
+import math
 import struct
 import zlib
 from dataclasses import replace
@@ -9,6 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from splitserve_bench.serve.arrivals import Ramp
 from splitserve_bench.serve.metrics import Limits, summarize
 from splitserve_bench.serve.plots import AttainmentPoint, plot_attainment, plot_latencies, plot_timeline
 from splitserve_bench.serve.records import TierUse
@@ -53,6 +55,13 @@ def test_the_report_names_figures_with_units():
     ):
         assert part in text
     assert "warning" not in text
+
+
+def test_a_ramp_is_told_from_which_rate_to_which_it_goes():
+    run = replace(RUN, request_rate_per_s=math.inf, ramp=Ramp("linear", 0.5, 20))
+    assert "by openai: 0.5 to 20 requests/s, linear, burstiness 1" in shown(
+        serve_view(summarize(OUTCOMES, LIMITS), run)
+    )
 
 
 def test_what_was_not_computed_is_told_where_it_is_known():

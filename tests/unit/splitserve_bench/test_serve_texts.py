@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from coordinator.text.tokenizer import TokenLimit, read_tokenizer
 from splitserve_bench.compare.workload import Dataset, Workload
 from splitserve_bench.errors import BenchError
 from splitserve_bench.overload.command import STAGED
@@ -46,6 +47,30 @@ def lines_of(path, rows):
     return path
 
 
+def as_they_stand(path, folder):
+    return Texts("custom", path, folder, None, skips_chat_template=True)
+
+
+async def test_a_custom_prompt_is_what_a_chat_of_it_is(folder, tmp_path):
+    path = lines_of(tmp_path / "prompts.jsonl", [{"prompt": "ä <|eos|>", "output_tokens": 3}])
+    (shape,) = Texts("custom", path, folder, None).shapes(9, Random(0))
+    limit = TokenLimit(1000, lambda found: AssertionError(found))
+    chat = await read_tokenizer(folder).encode_chat([{"role": "user", "content": "ä <|eos|>"}], limit)
+    assert (list(shape.prompt), shape.output_tokens, shape.text) == (chat, 3, "")
+    assert len(shape.prompt) > len(as_they_stand(path, folder).shapes(1, Random(0))[0].prompt)
+
+
+def test_without_a_chat_template_prompts_are_sent_as_they_stand_or_not_at_all(tmp_path):
+    write_tokenizer(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    path = lines_of(tmp_path / "p", [{"prompt": "a"}])
+    for source, said in ((None, "has no chat template: --skip-chat-template"), ("{{ raise_exception('No.') }}", "No")):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": source}))
+        with pytest.raises(BenchError, match=said):
+            Texts("custom", path, tmp_path, None).shapes(1, Random(0))
+        assert as_they_stand(path, tmp_path).shapes(1, Random(0))[0].text == "a"
+
+
 def test_conversations_of_the_lengths_that_vllm_takes(folder, tmp_path):
     path = sharegpt(tmp_path / "chats.json", [*KEPT, *LEFT_OUT, (7, 8, 5000)])
     shapes = Texts("sharegpt", path, folder, None).shapes(100, Random(0))
@@ -63,7 +88,7 @@ def test_an_answer_whose_length_is_given_may_be_short(folder, tmp_path):
 def test_lines_have_256_tokens_where_they_tell_nothing_else(folder, tmp_path):
     rows = [{"prompt": "ä", "output_tokens": 3}, {"prompt": "bb", "more": 1}, {"prompt": "c", "output_tokens": None}]
     path = lines_of(tmp_path / "prompts.jsonl", rows)
-    shapes = Texts("custom", path, folder, None).shapes(9, Random(0))
+    shapes = as_they_stand(path, folder).shapes(9, Random(0))
     assert {each.text: (len(each.prompt), each.output_tokens) for each in shapes} == {
         "ä": (2, 3),
         "bb": (2, 256),
@@ -73,7 +98,7 @@ def test_lines_have_256_tokens_where_they_tell_nothing_else(folder, tmp_path):
 
 
 def test_a_seed_draws_the_order_and_no_text_comes_twice(folder, tmp_path):
-    texts = Texts("custom", lines_of(tmp_path / "p", [{"prompt": f"{i:02}"} for i in range(50)]), folder, None)
+    texts = as_they_stand(lines_of(tmp_path / "p", [{"prompt": f"{i:02}"} for i in range(50)]), folder)
     drawn = [[each.text for each in texts.shapes(50, Random(seed))] for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert set(drawn[0]) == set(drawn[2]) == {f"{i:02}" for i in range(50)}
@@ -83,7 +108,7 @@ def test_a_seed_draws_the_order_and_no_text_comes_twice(folder, tmp_path):
 
 def test_a_text_of_which_something_is_cut_off_is_sent_as_token_ids(folder, tmp_path):
     rows = [{"prompt": "a" * 10, "output_tokens": 90}, {"prompt": "b" * 70, "output_tokens": 90}]
-    shapes = Texts("custom", lines_of(tmp_path / "p", rows), folder, None).shapes(2, Random(0))
+    shapes = as_they_stand(lines_of(tmp_path / "p", rows), folder).shapes(2, Random(0))
     fitted = sorted(fit(shapes, 60).shapes, key=lambda each: each.prompt)
     assert [(each.prompt, each.output_tokens, each.text) for each in fitted] == [
         ((97,) * 10, 50, "a" * 10),
@@ -135,7 +160,7 @@ def test_a_file_that_is_no_text_is_named(folder, tmp_path):
 
 def test_a_comparison_draws_other_texts_for_every_seed(folder, tmp_path):
     rows = [{"prompt": f"{i:03}" * 10, "output_tokens": 40} for i in range(100)]
-    data = Dataset("custom", str(lines_of(tmp_path / "p", rows)))
+    data = Dataset("custom", str(lines_of(tmp_path / "p", rows)), skip_chat_template=True)
     workload = Workload(data, ServedModel("", 69, 260), folder)
     load = workload.load(2.0, 20, seed=1)
     assert load == workload.load(2.0, 20, seed=1)
@@ -151,6 +176,7 @@ def test_stages_begin_texts_anew(folder, tmp_path):
     flags = {"dataset_name": "custom", "dataset_path": path, "tokenizer": folder, "goodput": ("ttft:1",), "seed": 0}
     lengths = {"random_input_len": 1, "random_output_len": 1, "random_range_ratio": 0.0, "random_prefix_len": 0}
     others = {"text_output_len": None, "burstiness": 1.0, "length_scale": 1.0, "request_timeout_s": 1.0}
+    others |= {"skip_chat_template": True}
     options = ServeOptions(backend=None, **{**NO_SERVER, **STAGED, **lengths, **others, **flags})
     planned = staged_load(parse_stages("1x7", 1.0), options, 1000, 260).planned
     assert [sorted(each.text for each in planned[i : i + 3]) for i in (0, 3)] == [["a", "b", "c"]] * 2

@@ -317,6 +317,7 @@ def test_texts_have_the_lengths_that_a_tokenizer_tells(profile, tmp_path):
     rows = [{"prompt": "ä" * 15, "output_tokens": 4}, {"prompt": "b" * 20, "output_tokens": 6}]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ("--dataset-name", "custom", "--dataset-path", tmp_path / "prompts.jsonl", "--tokenizer", tmp_path)
+    words += ("--skip-chat-template",)
     done = run(profile, "--both", 1, *words, "--json")
     result = json.loads(done.stdout)
     assert (result["completed"], result["total_input_tokens"], result["total_output_tokens"]) == (2, 50, 10)

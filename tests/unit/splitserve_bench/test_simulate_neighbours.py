@@ -102,7 +102,7 @@ def test_a_step_of_both_kinds_shrinks_by_both_factors():
     one, other = outcomes_of(FleetSize(0, 0, 1), request(0, 8, 3), request(1, 50, 1, at_s=0.007))
     first_s = START_S + chunk_s(8) * PROMPTS + BACK_S
     assert one.arrivals_s[:2] == pytest.approx([first_s, first_s + step_s(1) * ANSWERS])
-    both_s = step_s(1) * ANSWERS + chunk_s(50) * PROMPTS
+    both_s = step_s(1) * ANSWERS + (chunk_s(51) - chunk_s(1)) * PROMPTS
     assert one.arrivals_s[2] == other.arrivals_s[0] == pytest.approx(first_s + step_s(1) * ANSWERS + both_s)
 
 

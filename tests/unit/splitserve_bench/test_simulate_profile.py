@@ -37,13 +37,43 @@ def test_one_place_is_everywhere():
     assert Grid((8,), (100,), ((0.5,),)).at(3, 1000) == 0.5
 
 
-@pytest.mark.parametrize(("num_answers", "num_tokens"), [(8, 16), (1, 512), (32, 2)])
-def test_answers_beside_a_prompt_save_no_time_of_it(num_answers, num_tokens):
-    """What both share is in the factor, of short chunks; a step is never shorter than one of its parts."""
-    costs = ProfileCosts(replace(PROFILE, steps=replace(PROFILE.steps, mixed_factor=0.7)))
-    parts_s = [costs.step_s(StepLoad(num_answers)), costs.step_s(StepLoad(0, 0, num_tokens))]
-    both_s = costs.step_s(StepLoad(num_answers, 0, num_tokens))
-    assert both_s == pytest.approx(max(*parts_s, 0.7 * sum(parts_s)))
+# A step takes 10 ms for the weights, or 0.1 ms a token where that is more, and 0.02 ms for each token that is sampled;
+# 0.001 ms for each token before an answer, and a thousandth of that for each such pair of a prompt.
+WEIGHTS_S, TOKEN_S, HEAD_S, CACHED_S, PAIR_S = 10e-3, 1e-4, 2e-5, 1e-6, 1e-9
+PLACES, CONTEXTS = (*range(1, 256, 5), *range(256, 513, 64)), (0, 4096)
+
+
+def products_s(num_tokens, num_sampled):
+    return max(WEIGHTS_S, TOKEN_S * num_tokens) + HEAD_S * num_sampled
+
+
+@pytest.mark.parametrize("beside", [1.0, 1.5])
+@pytest.mark.parametrize("num_answers", [1, 31, 128, 256])
+@pytest.mark.parametrize("num_tokens", [2, 96, 256])
+@pytest.mark.parametrize("context", [0, 700])
+def test_a_step_of_both_has_the_products_of_all_its_tokens_and_both_attentions(
+    num_answers, num_tokens, context, beside
+):
+    answers = [[products_s(num, num) + CACHED_S * num * each for each in CONTEXTS] for num in PLACES]
+    prompts = [[products_s(num, 1) + PAIR_S * num * (num / 2 + each) for each in CONTEXTS] for num in PLACES]
+    grids = {
+        name: Grid(PLACES, CONTEXTS, tuple(map(tuple, seconds)))
+        for name, seconds in (("answers", answers), ("prompts", prompts))
+    }
+    steps = replace(PROFILE.steps, **grids, attention_beside_factor=beside)
+    load = StepLoad(num_answers, num_answers * context, num_tokens, num_before=300 * num_tokens)
+    attention_s = CACHED_S * num_answers * context * beside + PAIR_S * num_tokens * (num_tokens / 2 + 300)
+    both_s = products_s(num_answers + num_tokens, num_answers + 1) + attention_s
+    assert ProfileCosts(replace(PROFILE, steps=steps)).step_s(load) == pytest.approx(both_s, rel=0.01)
+
+
+def test_a_prompt_is_free_for_no_answer_even_where_answers_take_less_than_its_tokens():
+    """As where a prompt was measured with what comes before its first token."""
+    answers = Grid((1, 8), (0, 1000), ((0.010, 0.011), (0.011, 0.019)))
+    costs = ProfileCosts(
+        replace(PROFILE, steps=replace(PROFILE.steps, answers=answers, prompts=Grid((1,), (0,), ((0.05,),))))
+    )
+    assert costs.step_s(StepLoad(8, 8000, 64)) == pytest.approx(0.05 + 0.019 - 0.011)
 
 
 def test_a_profile_is_read_as_it_was_saved(tmp_path):
@@ -79,7 +109,7 @@ def test_a_profile_may_say_what_nodes_take_from_each_other(tmp_path):
         (("node",), [], "node"),
         (("node", "num_blocks"), 0, "num_blocks"),
         (("node", "overlap_min_tokens"), -1, "overlap_min_tokens"),
-        (("steps", "mixed_factor"), 0, "mixed_factor"),
+        (("steps", "attention_beside_factor"), 0, "attention_beside_factor"),
         (("steps", "overhead_s"), "1", "overhead_s"),
         (("steps", "answers_alone_factor"), 1.01, "answers_alone_factor.*at most 1"),
         (("steps", "prompts_alone_factor"), 0, "prompts_alone_factor"),
