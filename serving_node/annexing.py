@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 from serving_core import reasons
 from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents
-from serving_node.claim import Claim
+from serving_node.claim import HOLD_S, LAPSE_S, Claim
 from serving_node.decisions import CloseAnnexes, OpenAnnex
 from serving_node.endings import Endings
 
@@ -57,6 +57,10 @@ class Annexing:
             if resident.is_annexing:
                 return 0
         return min(num_tokens, leases.num_tokens_held(resident) - resident.num_computed)
+
+    def makes_room_for(self, resident: Resident) -> bool:
+        """Whether its hosts are asked, and have not been for so long that all would have given way that can."""
+        return resident in self._held_up and resident.waited_s < HOLD_S + LAPSE_S
 
     def youngest_held_up(self, age: int) -> Resident | None:
         """Of those that are younger than this, and whose hosts had no room when they were last asked."""

@@ -309,7 +309,7 @@ class NodeLogic:
     def _turn_away(self) -> bool:
         """Fails what waits for blocks that other nodes' requests hold here: another node may have some. Tells whether
         any did."""
-        if (resident := self._room.stranded(self.hosting.num_blocks)) is None:
+        if (resident := self._room.stranded(self.hosting.num_blocks, self._annexing.makes_room_for)) is None:
             return False
         message = f"{self.hosting.num_blocks} blocks of this node hold parts of other nodes' requests: too few are left"
         self._endings.fail(resident, reasons.QUEUE_FULL, message)

@@ -206,14 +206,14 @@ class Room:
                 return not victim.is_revoked
         return False
 
-    def stranded(self, num_hosted: int) -> Resident | None:
+    def stranded(self, num_hosted: int, makes_room_for: Callable[[Resident], bool]) -> Resident | None:
         """For a node that has nothing to compute and where nobody can give way: the oldest that needs more blocks than
         there are beside so many that hold parts of other nodes' requests, for as long as these like; None where there
-        is none."""
+        is none. `makes_room_for` tells of one whether its hosts may yet do so."""
         if not num_hosted or any(_lets_go_soon(each) for each in self._residents):
             return None
         num_left = self._leases.num_blocks - num_hosted
-        waiting = self._residents.in_stage(*LACKING)
+        waiting = [each for each in self._residents.in_stage(*LACKING) if not makes_room_for(each)]
         return next((each for each in waiting if self._lacks_room(each) and self._num_blocks_of(each) > num_left), None)
 
     def _num_blocks_of(self, resident: Resident) -> int:
