@@ -33,6 +33,8 @@ TILE = 8  # tokens, two blocks
 class LongNode:
     """One whose pool of eight blocks holds 32 tokens. Nothing is computed, but where it would be is noted."""
 
+    HOSTS = (fleet_pb2.AnnexHost(address="host:1", key=bytes(32)),)
+
     def __init__(self, num_seats=8, tile=TILE, num_blocks=8):
         self.allocator, self.now = BlockAllocator(num_blocks), 0.0
         self.kv = {}  # by block and place in it: which token, behind which others
@@ -49,13 +51,12 @@ class LongNode:
             rates=StepRates(),
             costs=StepCosts(),
         )
-        self.opening, self.closed, self.told = None, [], []
+        self.openings, self.closed, self.told = [], [], []
         self.num_asked = 0
 
     def long(self, num_tokens, max_tokens, age=1):
         """A request that comes with a host."""
-        hosts = [fleet_pb2.AnnexHost(address="host:1", key=bytes(32))]
-        return self.ask("long", age, num_tokens, max_tokens, hosts)
+        return self.ask("long", age, num_tokens, max_tokens, self.HOSTS)
 
     def ask(self, name, age, num_tokens, max_tokens, hosts=()):
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -89,8 +90,7 @@ class LongNode:
         for decision in self.logic.take_decisions():
             match decision:
                 case OpenAnnex():
-                    assert self.opening is None
-                    self.opening = decision
+                    self.openings.append(decision)
                 case CloseAnnexes(annexes=annexes):
                     self.closed += annexes
                 case Tell(event=event):
@@ -119,8 +119,13 @@ class LongNode:
             assert at >= work.start or self.kv[place] == last
             self.kv[place] = last
 
+    @property
+    def opening(self):
+        """What is to leave first."""
+        return self.openings[0] if self.openings else None
+
     def put(self, num_tiles, number=0):
-        decision, self.opening = self.opening, None
+        decision = self.openings.pop(0)
         annex = SimpleNamespace(num_tiles=num_tiles, number=number) if num_tiles else None
         self.logic.opened(decision.resident, annex, self.now)
         self.take()
@@ -262,7 +267,7 @@ class TwoNodes:
         for node, other in (self.nodes, self.nodes[::-1]):
             if not node.compute():
                 node.tick(node.now + RETRY_S)
-            if node.opening is not None:
+            while node.opening is not None:
                 self._ask(node, other)
             for annex in node.closed:
                 other.logic.hosted(annex.number)

@@ -1,5 +1,7 @@
 """How long a request that is longer than its node's pool waits for blocks, there and on other nodes."""
 
+from random import Random
+
 import pytest
 
 from kv_transfer.results import TransferFailed
@@ -8,7 +10,7 @@ from serving_core.residents import Stage
 from serving_node.annexing import PATIENCE_S, RETRY_S
 from serving_node.claim import HOLD_S
 from tests.unit.serving_node.logic_kit import LAYOUT
-from tests.unit.serving_node.test_annexing import TILE, LongNode
+from tests.unit.serving_node.test_annexing import TILE, LongNode, TwoNodes
 
 
 class Refused(LongNode):
@@ -204,3 +206,25 @@ def test_for_each_further_tile_nobody_waits_so_long_again():
     assert given_s[0] >= HOLD_S
     assert given_s[1] < given_s[0] + HOLD_S
     assert younger[0].stage is Stage.QUEUED
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_long_and_short_ones_that_come_in_any_order_all_end(seed):
+    """On two nodes that are each other's hosts, as an answer or turned away. Each step finds what it needs."""
+    random, two = Random(seed), TwoNodes()
+    asked = []
+    for age in random.sample(range(100), 24):
+        node = random.choice(two.nodes)
+        is_long = random.random() < 0.25
+        num_tokens, max_tokens = random.randint(1, 30 if is_long else 16), random.randint(1, 24 if is_long else 12)
+        hosts = node.HOSTS * is_long
+        asked.append(node.ask(str(age), age, num_tokens, max_tokens, hosts))
+        for _ in range(random.randrange(6)):
+            two.go_on()
+    for _ in range(2000):
+        two.go_on()
+        if all(node.logic.is_idle for node in two.nodes):
+            break
+    assert all(node.allocator.num_free == 8 for node in two.nodes)
+    num_whole = sum(each.request.num_output_tokens == each.request.sampling.max_tokens for each in asked)
+    assert num_whole + sum(node.told.count("failed") for node in two.nodes) == len(asked)
