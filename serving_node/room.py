@@ -75,7 +75,7 @@ class Room:
         for resident in sorted(self._residents.in_stage(Stage.AWAITING), key=credit_order):
             if resident.is_ending or self._is_behind(resident):
                 continue
-            if resident.age >= held_back_from and not self._claim.leaves_enough(self._credit.num_blocks(resident)):
+            if resident.age >= held_back_from and not self._claim.leaves_enough(self._credit.num_to_hold(resident)):
                 continue
             num_promised, num_promised_seats = self._promised_before(resident)
             has_seat = self.num_seated() + num_promised_seats < self.num_seats
@@ -122,7 +122,7 @@ class Room:
         """Blocks that are not for other nodes to have: what those need that have none yet, and one for each answer."""
         without = self._residents.in_stage(*WITHOUT)
         needed = [
-            self._reading.num_needed(each) if each.stage is Stage.QUEUED else self._credit.num_blocks(each)
+            self._reading.num_needed(each) if each.stage is Stage.QUEUED else self._credit.num_to_hold(each)
             for each in without
         ]
         return sum(needed) + self.num_seated()
@@ -221,7 +221,7 @@ class Room:
         if resident.stage is Stage.QUEUED:
             return self._reading.num_needed(resident)
         if resident.stage is Stage.AWAITING:
-            return self._credit.num_blocks(resident)
+            return self._credit.num_to_hold(resident)
         return num_blocks_of(resident) + 1
 
     def _lacks_room(self, resident: Resident) -> bool:
