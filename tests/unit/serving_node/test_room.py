@@ -6,24 +6,26 @@ from decode_node.credit import Credit
 from decode_node.writing import Writing
 from prefill_node.reading import Reading
 from serving_core.costs import StepCosts
+from serving_core.due import Due
 from serving_core.residents import Host, Stage
 from serving_node.claim import Claim
 from serving_node.room import Room
 from tests.unit.serving_node.residents_kit import House
+from tests.unit.serving_node.slack_kit import ExactCosts
 
 TILE_BLOCKS = 4
 HOSTS = (Host("host:1", bytes(32)),)
 
 
 class Node(House):
-    def __init__(self, num_blocks=16, num_seats=2):
+    def __init__(self, num_blocks=16, num_seats=2, costs=None):
         super().__init__(num_blocks)
         self.revoked = []
         reading = Reading(self.residents, self.leases, StepCosts(), max_num_queued=9)
         self.credit = Credit(self.residents, self.leases, max_num_queued=9)
         writing = Writing(self.residents, self.leases, self.revoked.append)
         self.claim = Claim(self.residents, self.leases, TILE_BLOCKS)
-        costs = StepCosts()
+        costs = costs or StepCosts()
         self.room = Room(self.residents, self.leases, reading, self.credit, writing, costs, self.claim, num_seats)
 
     def fill_seats(self):
@@ -77,6 +79,17 @@ def test_a_prompt_of_many_that_needs_no_seat_might_start():
     assert not node.room.may_start_any
     node.add("outgoing", 9, Stage.QUEUED, 5, hands_over=True)
     assert node.room.may_start_any
+
+
+@pytest.mark.parametrize(("num_answers", "may_start"), [(2, True), (3, False)])
+def test_no_more_are_to_be_answered_than_can_be_in_time(num_answers, may_start):
+    """A step takes 10 ms, and 2 for each answer: with three of them 16, which is within the limit as it is stretched."""
+    node = Node(num_seats=8, costs=ExactCosts((0.010, 0.002, 0.0, 0.0, 0.0, 0.0)))
+    for age in range(num_answers):
+        node.add(f"answer-{age}", age, Stage.WRITING, 1, due=Due(tpot_s=0.0125))
+    own = node.add("own", 8, Stage.QUEUED, 5)
+    outgoing = node.add("outgoing", 9, Stage.QUEUED, 5, hands_over=True)
+    assert node.may_start(own, outgoing) == [may_start, True]
 
 
 @pytest.mark.parametrize(("num_tokens", "age", "may_start"), [(19, 5, True), (20, 5, False), (20, 3, True)])
