@@ -83,7 +83,7 @@ def test_a_prompt_of_many_that_needs_no_seat_might_start():
 
 @pytest.mark.parametrize(("num_answers", "may_start"), [(2, True), (3, False)])
 def test_no_more_are_to_be_answered_than_can_be_in_time(num_answers, may_start):
-    """A step takes 10 ms, and 2 for each answer: with three of them 16, which is within the limit as it is stretched."""
+    """A step takes 10 ms, and 2 for each answer: with three of them 16, which the limit allows, stretched."""
     node = Node(num_seats=8, costs=ExactCosts((0.010, 0.002, 0.0, 0.0, 0.0, 0.0)))
     for age in range(num_answers):
         node.add(f"answer-{age}", age, Stage.WRITING, 1, due=Due(tpot_s=0.0125))
@@ -135,6 +135,16 @@ def test_what_cannot_grow_by_a_block_beside_others_is_stranded(stage, num_hosted
     hosts = HOSTS if stage is Stage.READING else ()
     grown = node.add("grown", 5, stage, 20, num_computed=20, hosts=hosts)
     assert node.room.stranded(num_hosted, lambda _: False) is (grown if is_stranded else None)
+
+
+def test_a_read_prompt_that_is_kept_gets_a_seat_and_not_blocks_of_what_has_none():
+    node = Node(num_seats=1)
+    node.add("kept", 3, Stage.READ, 5, hands_over=True, is_kept=True)
+    granted = node.add("granted", 5, Stage.GRANTED, 5, is_receiving=True)
+    read = node.add("read", 9, Stage.READ, 5, hands_over=True)
+    assert not node.room.make_way()  # the seat comes free later
+    assert node.revoked == [granted]
+    assert read.lease is not None
 
 
 @pytest.mark.parametrize(
