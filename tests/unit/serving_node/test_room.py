@@ -155,3 +155,23 @@ def test_nobody_is_stranded_while_something_comes_free_anyway(facts):
     node.add("waiting", 5, Stage.QUEUED, 60)
     node.add("going", 6, Stage.WRITING, 1, **facts)
     assert node.room.stranded(6, lambda _: False) is None
+
+
+@pytest.mark.parametrize("stage", [Stage.QUEUED, Stage.READING])
+def test_nobody_takes_what_others_gave_up_for_an_older_one(stage):
+    """Until that has blocks: to begin with, or to go on with where it has hosts."""
+    node = Node(num_seats=4)
+    older = node.add("older", 3, stage, 8, num_computed=8, hosts=HOSTS)
+    older.request.token_ids += [0] * 30
+    read = node.add("read", 9, Stage.READ, 40, hands_over=True)
+    assert node.room.make_way()
+    assert read.lease is None
+    younger = node.add("younger", 5, Stage.QUEUED, 1)
+    assert node.may_start(younger) == [False]
+    if stage is Stage.READING:
+        node.leases.grow(older, 1)
+    else:
+        assert node.room.start(older)
+        node.residents.enter(older, Stage.READING)
+        older.num_computed = 0
+    assert node.may_start(younger) == [True]
