@@ -38,13 +38,16 @@ class Credit:
 
     def grant(self, resident: Resident, *, num_spare: int) -> bool:
         """Gives one that waits its blocks, if that leaves num_spare free. Tells whether it did."""
-        num_tokens, num_ahead = len(resident.request.token_ids), resident.num_ahead
-        num_cacheable = 0 if num_ahead else num_tokens
-        num_to_hold = num_tokens + max(1, num_ahead)
+        num_cacheable = 0 if resident.num_ahead else len(resident.request.token_ids)
+        num_to_hold = _tokens_to_hold(resident)
         if not self._leases.take(resident, num_to_hold, num_cacheable=num_cacheable, num_spare=num_spare):
             return False
         self._residents.enter(resident, Stage.GRANTED)
         return True
+
+    def num_to_hold(self, resident: Resident) -> int:
+        """Blocks of a grant; some may be here already."""
+        return self._leases.blocks_for(_tokens_to_hold(resident))
 
     def num_blocks(self, resident: Resident) -> int:
         """Blocks that may come: they need not all."""
@@ -81,3 +84,7 @@ class Credit:
         resident.is_revoked = False
         self._residents.enter(resident, Stage.AWAITING)
         resident.waiting_since_s = now
+
+
+def _tokens_to_hold(resident: Resident) -> int:
+    return len(resident.request.token_ids) + max(1, resident.num_ahead)

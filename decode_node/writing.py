@@ -3,9 +3,10 @@ No I/O, no clock.
 
 One that writes and finds no block for its next token takes it from the youngest request that can give way, itself
 too: what writes or is being read here becomes a prompt again, what is read and not yet being sent is forgotten but for
-what stays cached, and a grant whose KV is not there is taken back. The oldest never gives way, and no request is
-admitted that could not fit into the pool alone, so the oldest always finishes. An answer that moves to another node
-keeps its blocks; it needs none of this pool to move, and then its blocks come free.
+what stays cached, and a grant whose KV is not there is taken back. One that is longer than the pool, and may fill it,
+gives no more than is lacked, from its end. The oldest never gives way, and no request is admitted that could not fit
+into the pool alone, so the oldest always finishes. An answer that moves to another node keeps its blocks; it needs none
+of this pool to move, and then its blocks come free.
 
 It only ever writes behind what is published: the block of the token to come is its own. Sharing takes nothing from the
 promise: with every other request out of the way, all blocks but the oldest's own are free.
@@ -30,11 +31,10 @@ class Writing:
         leases: Leases,
         revoke: Callable[[Resident], None],
         fit: Callable[[Resident, int], int] = lambda _, num_tokens: num_tokens,
-        waits: Callable[[Resident], bool] = lambda _: False,
     ) -> None:
-        """`revoke` begins to take a grant back; its blocks come free later. Of a request that has hosts, `fit` tells
-        how many of so many tokens it has blocks for, and `waits`, whether it is to get some through them."""
-        self._fit, self._waits = fit, waits
+        """`revoke` begins to take a grant back; its blocks come free later. `fit` tells of a request that has hosts how
+        many of so many tokens it has blocks for."""
+        self._fit = fit
         self._residents = residents
         self._leases = leases
         self._revoke = revoke
@@ -60,17 +60,18 @@ class Writing:
         if resident.hosts:
             if self._fit(resident, resident.num_to_compute) >= resident.num_to_compute:
                 return True
-            if self._waits(resident):
+            if resident.is_annexing or num_missing <= self._leases.num_free:
                 return False
         while num_missing > self._leases.num_free:
             if any(each.is_revoked for each in self._residents):
                 return False  # its blocks come free in a moment
             victim = self._youngest(resident, taken)
-            if victim is None:
+            if victim is None or (victim is resident and resident.hosts):
                 return False  # what is being sent or received, itself perhaps, will end, and then there is another
-            self.give_way(victim)
             if victim is resident:
+                self.give_way(victim)
                 return False
+            self._take_from(victim, num_missing - self._leases.num_free)
         self._leases.grow(resident, num_missing)
         return True
 
@@ -99,6 +100,17 @@ class Writing:
             self.num_preemptions += 1
         self._leases.give_back(resident)
         self._residents.enter(resident, Stage.QUEUED)
+
+    def _take_from(self, resident: Resident, num_blocks: int) -> None:
+        """Takes its blocks; of one that has hosts no more than so many, from its end: as it fills the pool, it would
+        begin again for each block that an older one grows by. What is added up over a prompt cannot be taken back."""
+        lease, request = resident.lease, resident.request
+        assert lease is not None
+        if not resident.hosts or request.pooling is not None or num_blocks > len(lease.block_ids):
+            self.give_way(resident)
+            return
+        self._leases.trim(resident, num_blocks)
+        self._residents.enter(resident, Stage.READING)
 
     def take_over(self, resident: Resident) -> None:
         """A prompt that was read for another node is answered here."""

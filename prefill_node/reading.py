@@ -13,6 +13,7 @@ embedding, and all of it where it is to be scored, or a mean. It publishes its o
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from prefill_node.order import Order
@@ -27,6 +28,18 @@ from serving_core.residents import Resident, Residents, Stage
 MAX_SCORED_TOKENS: Final = 256  # of one step: the logits of each are held at once
 SHARED: Final = 1 / 8  # of a step's tokens: for fewer that it would find behind that step a prompt does not wait
 MAX_PASSED: Final = 64  # prompts that a step passes over for that: each is to be compared
+
+
+@dataclass(slots=True)
+class _Step:
+    """One that is planned, with the chunks so far."""
+
+    budget: int  # tokens that are left
+    least_shared: int  # tokens that a prompt waits for, of one that begins alike
+    num_scorable: int = MAX_SCORED_TOKENS  # tokens that are left
+    num_passable: int = MAX_PASSED  # prompts
+    held_up_from: float = math.inf  # the age from which on no prompt starts
+    works: list[Work] = field(default_factory=list)
 
 
 class Reading:
@@ -75,36 +88,47 @@ class Reading:
         that may not start is passed over. `took` is to follow when the step is done."""
         prompts = [each for each in self._residents.in_stage(Stage.QUEUED, Stage.READING) if not each.is_ending]
         self._slack.begin(answers, prompts, now)
-        works: list[Work] = []
-        least_shared = max(self._leases.block_size, int(budget * SHARED))
-        scorable, passable = MAX_SCORED_TOKENS, MAX_PASSED
-        held_up = math.inf  # the age from which on
+        step = _Step(budget, least_shared=max(self._leases.block_size, int(budget * SHARED)))
         for resident in self._order.of(prompts, now):
-            if budget == 0 or passable == 0:
+            if step.budget == 0 or step.num_passable == 0:
                 break
-            if resident.stage is Stage.QUEUED:
-                if resident.age > held_up:
-                    continue
-                if self._is_computed(resident, works, least_shared):
-                    passable -= 1
-                    continue
-                if not may_start(resident):
-                    continue
-                if not start(resident):
-                    held_up = min(held_up, resident.age)
-                    continue
-                self._begin(resident)
-            is_scored = resident.request.is_scored
-            num_asked = min(budget, resident.num_to_compute, scorable if is_scored else budget)
-            if resident.hosts and (num_asked := self._fit(resident, num_asked)) == 0:
-                continue
-            num_tokens = self._slack.afford(resident, num_asked) if num_asked else 0
-            scorable -= num_tokens * is_scored
-            if num_tokens:
-                works.append(resident.work(num_tokens))
-            budget = budget - num_tokens if num_tokens == num_asked else 0
-        self._order.took(works)
-        return works
+            if resident.stage is Stage.READING or self._starts(resident, step, may_start, start):
+                self._add_chunk(resident, step)
+        self._order.took(step.works)
+        return step.works
+
+    def _starts(
+        self,
+        resident: Resident,
+        step: _Step,
+        may_start: Callable[[Resident], bool],
+        start: Callable[[Resident], bool],
+    ) -> bool:
+        """Whether a prompt that waits is read from this step on."""
+        if resident.age > step.held_up_from:
+            return False
+        if self._is_computed(resident, step):
+            step.num_passable -= 1
+            return False
+        if not may_start(resident):
+            return False
+        if not start(resident):
+            step.held_up_from = min(step.held_up_from, resident.age)
+            return False
+        self._begin(resident)
+        return True
+
+    def _add_chunk(self, resident: Resident, step: _Step) -> None:
+        """What the step has room and time for of a prompt; where that is too little time, nothing follows it."""
+        is_scored = resident.request.is_scored
+        num_asked = min(step.budget, resident.num_to_compute, step.num_scorable if is_scored else step.budget)
+        if resident.hosts and (num_asked := self._fit(resident, num_asked)) == 0:
+            return
+        num_tokens = self._slack.afford(resident, num_asked) if num_asked else 0
+        step.num_scorable -= num_tokens * is_scored
+        if num_tokens:
+            step.works.append(resident.work(num_tokens))
+        step.budget = step.budget - num_tokens if num_tokens == num_asked else 0
 
     def took(self, load: StepLoad, step_s: float) -> None:
         """What a step has taken, whatever it was of."""
@@ -127,12 +151,13 @@ class Reading:
             return 1
         return resident.num_given if resident.hands_over else len(resident.request.token_ids) + resident.computes_prompt
 
-    def _is_computed(self, resident: Resident, works: Sequence[Work], least: int) -> bool:
-        """Whether a planned step computes so many of the prompt's tokens or more for another one that begins alike."""
+    def _is_computed(self, resident: Resident, step: _Step) -> bool:
+        """Whether a planned step computes enough of the prompt's tokens for another one that begins alike."""
+        least = step.least_shared
         return any(
             work.num_tokens >= least
             and self._shares(resident, self._residents.of(work.request), work.start, work.start + least)
-            for work in works
+            for work in step.works
         )
 
     def _shares(self, resident: Resident, other: Resident, start: int, end: int) -> bool:

@@ -61,6 +61,14 @@ class BlockLease:
         self._allocator._put_back(self._block_ids[:num_blocks])
         del self._block_ids[:num_blocks]
 
+    def trim(self, num_blocks: int) -> None:
+        """Gives the last blocks back, of which none was ever published."""
+        assert not self._released, "a released lease was used"
+        num_left = len(self._block_ids) - num_blocks
+        assert num_left >= self.num_published, "a published block was trimmed"
+        self._allocator._put_back(self._block_ids[num_left:])
+        del self._block_ids[num_left:]
+
     def release(self) -> None:
         """Gives every block back."""
         assert not self._released, "a lease was released twice"

@@ -94,6 +94,12 @@ class Leases:
         resident.lease.shed(num_blocks)
         resident.num_annexed_blocks += num_blocks
 
+    def trim(self, resident: Resident, num_blocks: int) -> None:
+        """The last blocks, of one that publishes none, are free, and what was computed in them is not."""
+        assert resident.lease is not None
+        resident.lease.trim(num_blocks)
+        resident.num_computed = min(resident.num_computed, self.num_tokens_held(resident))
+
     def grow(self, resident: Resident, num_blocks: int) -> None:
         """Adds blocks. Raises OutOfBlocks."""
         assert resident.lease is not None

@@ -129,6 +129,7 @@ class Resident:
     hosts: tuple[Host, ...] = ()  # where it is longer than the pool: who may hold its oldest blocks
     num_annexed_blocks: int = 0  # that they hold; the lease has those behind them
     is_annexing: bool = False  # some are on their way there
+    waited_s: float = 0.0  # for one of them to have room, since one last had
     ending: dict[str, Any] | None = None  # what the coordinator is told when nothing is held any more; {}: nothing
     num_given: int = field(init=False)  # tokens that came with the command
 

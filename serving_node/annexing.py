@@ -11,12 +11,12 @@ from typing import Any, Final, Protocol
 from serving_core import reasons
 from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents
-from serving_node.claim import Claim
+from serving_node.claim import HOLD_S, LAPSE_S, Claim
 from serving_node.decisions import CloseAnnexes, OpenAnnex
 from serving_node.endings import Endings
 
-RETRY_S: Final = 0.5
-PATIENCE_S: Final = 30.0  # with hosts that have no room
+RETRY_S: Final = 0.2
+PATIENCE_S: Final = 30.0  # with hosts that have no room, in all until one has some
 
 
 class Opened(Protocol):
@@ -32,14 +32,14 @@ class Annexing:
     def __init__(self, residents: Residents, leases: Leases, endings: Endings, claim: Claim, tile_tokens: int) -> None:
         self._residents, self._leases, self._endings, self._claim = residents, leases, endings, claim
         self._tile_tokens = tile_tokens
-        self._held_up: dict[Resident, tuple[float, float]] = {}  # when it is tried again, and since when
+        self._held_up: dict[Resident, tuple[float, float]] = {}  # when it is tried again, and up to when it has waited
         self.num_opened = 0
         leases.on_annexes_left = self._close
 
     @property
     def wake_at_s(self) -> float | None:
         """When the next `tick` is due."""
-        return min((retry_s for retry_s, _ in self._held_up.values()), default=None)
+        return min((retry_s for each, (retry_s, _) in self._held_up.items() if not each.is_busy), default=None)
 
     def fit(self, resident: Resident, num_tokens: int) -> int:
         """How many of so many tokens it has blocks for. Where that is not all, its oldest tiles are on their way."""
@@ -47,10 +47,10 @@ class Annexing:
         if resident.is_annexing or resident.in_step:
             return 0
         num_missing = leases.num_missing(resident, resident.num_computed + num_tokens)
-        num_free = leases.num_free if resident.age < self._claim.held_back_from() else 0
-        if num_got := min(num_missing, num_free):
+        num_free = leases.num_free - self._claim.num_kept_from(resident.age)
+        if (num_got := min(num_missing, num_free)) > 0:
             leases.grow(resident, num_got)
-        if num_got == num_missing:
+        if num_got >= num_missing:
             self._held_up.pop(resident, None)
         elif resident not in self._held_up:
             self._begin(resident)
@@ -58,9 +58,9 @@ class Annexing:
                 return 0
         return min(num_tokens, leases.num_tokens_held(resident) - resident.num_computed)
 
-    def waits(self, resident: Resident) -> bool:
-        """Whether its tiles are leaving, or wait for a host that has room."""
-        return resident.is_annexing or resident in self._held_up
+    def makes_room_for(self, resident: Resident) -> bool:
+        """Whether its hosts are asked, and have not been for so long that all would have given way that can."""
+        return resident in self._held_up and resident.waited_s < HOLD_S + LAPSE_S
 
     def youngest_held_up(self, age: int) -> Resident | None:
         """Of those that are younger than this, and whose hosts had no room when they were last asked."""
@@ -75,24 +75,31 @@ class Annexing:
             resident.request.annexes = (*resident.request.annexes, annex)
             self._leases.shed(resident, annex.num_tiles * self._tile_tokens // self._leases.block_size)
             self._held_up.pop(resident, None)
+            resident.waited_s = 0.0
         else:
             self._hold_up(resident, now)
         self._endings.settle(resident)
 
     def tick(self, now: float) -> None:
         """Tries again where hosts had no room."""
-        for resident, (retry_s, since_s) in list(self._held_up.items()):
-            if resident not in self._residents or resident.is_ending or resident.lease is None:
-                del self._held_up[resident]
-            elif now >= retry_s:
-                self._begin(resident)
-                self._held_up[resident] = now + RETRY_S, since_s
+        for resident in list(self._held_up):
+            self._try_again(resident, now)
 
-    def check(self, resident: Resident) -> None:
-        """A step is done: ends what has lost an annex in it."""
+    def check(self, resident: Resident, now: float) -> None:
+        """A step is done: ends what has lost an annex in it, and asks what it was not to ask meanwhile."""
         if error := resident.request.annex_error:
             message = f"blocks of the request on another node are lost: {error}"
             self._endings.fail(resident, reasons.TRANSFER_FAILED, message)
+        if resident in self._held_up:
+            self._try_again(resident, now)
+
+    def _try_again(self, resident: Resident, now: float) -> None:
+        if resident not in self._residents or resident.is_ending or resident.lease is None:
+            del self._held_up[resident]
+        elif now >= self._held_up[resident][0] and not resident.is_busy:
+            self._hold_up(resident, now)
+            if resident in self._held_up:
+                self._begin(resident)
 
     def _begin(self, resident: Resident) -> None:
         """Sends its full tiles away, if it has any here."""
@@ -104,9 +111,13 @@ class Annexing:
             self._endings.decide(OpenAnnex(resident, resident.lease.block_ids[: num_tiles * each], is_again))
 
     def _hold_up(self, resident: Resident, now: float) -> None:
-        _, since_s = self._held_up.get(resident, (now, now))
-        self._held_up[resident] = now + RETRY_S, since_s
-        if now - since_s > PATIENCE_S:
+        """The first time it asks again at once, so that they make room."""
+        retry_s, noted_s = now, now
+        if resident in self._held_up:
+            retry_s, (_, noted_s) = now + RETRY_S, self._held_up[resident]
+        self._held_up[resident] = retry_s, now
+        resident.waited_s += now - noted_s
+        if resident.waited_s > PATIENCE_S:
             del self._held_up[resident]
             message = f"no other node had room for blocks of the request for {PATIENCE_S:g} s"
             self._endings.fail(resident, reasons.QUEUE_FULL, message)

@@ -50,8 +50,9 @@ class Cap:
 
 
 def num_blocks_of(resident: Resident) -> int:
-    """That it holds here."""
-    return 0 if resident.lease is None else len(resident.lease.block_ids)
+    """That one holds here which has some."""
+    assert resident.lease is not None
+    return len(resident.lease.block_ids)
 
 
 def _yields(resident: Resident, older: Resident) -> bool:

@@ -42,10 +42,10 @@ class Hosting:
         """Whether one more tile may be others', if there is room."""
         return self._most_blocks - self.num_blocks >= self._blocks_each > 0
 
-    def lease(self, number: int, most_tiles: int) -> list[int]:
-        """Blocks of so many tiles at most, as far as there is room; perhaps none."""
+    def lease(self, number: int, most_tiles: int, *, num_spare: int = 0) -> list[int]:
+        """Blocks of so many tiles at most, as far as there is room beside num_spare; perhaps none."""
         assert number not in self._leases
-        room = min(self._most_blocks - self.num_blocks, self._allocator.num_free)
+        room = min(self._most_blocks - self.num_blocks, self._allocator.num_free) - num_spare
         num_tiles = min(most_tiles, room // self._blocks_each) if self._blocks_each else 0
         if num_tiles <= 0:
             return []

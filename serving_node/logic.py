@@ -111,7 +111,7 @@ class NodeLogic:
         self._moves = Moves(residents, leases, self._hand_overs, self._endings)
         self._borrowings = Borrowings(leases, self._reading, self._endings, block_bytes)
         self._lending = Lending(leases, self._tier, self._endings, fingerprint)
-        self._writing = Writing(residents, leases, self._hand_overs.revoke, annexing.fit, annexing.waits)
+        self._writing = Writing(residents, leases, self._hand_overs.revoke, annexing.fit)
         num_candidates = limits.num_speculative_tokens if is_history_free else 0
         self.speculation = Speculation(
             residents, leases, eos_token_ids, num_candidates, limits.max_num_batched_tokens, limits.draft_model
@@ -309,7 +309,7 @@ class NodeLogic:
     def _turn_away(self) -> bool:
         """Fails what waits for blocks that other nodes' requests hold here: another node may have some. Tells whether
         any did."""
-        if (resident := self._room.stranded(self.hosting.num_blocks)) is None:
+        if (resident := self._room.stranded(self.hosting.num_blocks, self._annexing.makes_room_for)) is None:
             return False
         message = f"{self.hosting.num_blocks} blocks of this node hold parts of other nodes' requests: too few are left"
         self._endings.fail(resident, reasons.QUEUE_FULL, message)
@@ -394,7 +394,7 @@ class NodeLogic:
         for resident in ended:
             self._endings.end(resident)
         for resident in residents:
-            self._annexing.check(resident)
+            self._annexing.check(resident, now)
         for resident, taken in given:
             if taken:
                 self._answers.end_without_token(resident, taken[-1], now)
@@ -485,16 +485,19 @@ class NodeLogic:
 
     def host(self, number: int, most_tiles: int, age: int, now: float, *, is_again: bool) -> list[int]:
         """Blocks for tiles of another node's request, perhaps none. Younger ones of this node that wait for such blocks
-        themselves give way to it: else each could wait for the other. For one that asks again room is made, unless an
-        older one waits for some."""
-        if self.is_draining or age > self._claim.age:
+        themselves give way to it: else each could wait for the other. For one that asks again room is made. Where an
+        older one waits for some, there is only what it leaves."""
+        if self.is_draining:
             return []
-        block_ids = self.hosting.lease(number, most_tiles)
-        while not block_ids and self.hosting.may_grow and (younger := self._annexing.youngest_held_up(age)) is not None:
+        is_first = age <= self._claim.age
+        block_ids = self.hosting.lease(number, most_tiles, num_spare=0 if is_first else self.hosting.blocks_each)
+        while not block_ids and is_first and self.hosting.may_grow:
+            if (younger := self._annexing.youngest_held_up(age)) is None:
+                break
             self._writing.give_way(younger)
             block_ids = self.hosting.lease(number, most_tiles)
         if block_ids:
-            self._claim.end(age)
+            self._claim.serve(age, now)
         elif is_again and self.hosting.may_grow:
             self._claim.put(age, now)
         self._grant()

@@ -73,7 +73,9 @@ class Room:
             return
         held_back_from = self._claim.held_back_from()
         for resident in sorted(self._residents.in_stage(Stage.AWAITING), key=credit_order):
-            if resident.is_ending or resident.age >= held_back_from or self._is_behind(resident):
+            if resident.is_ending or self._is_behind(resident):
+                continue
+            if resident.age >= held_back_from and not self._claim.leaves_enough(self._credit.num_to_hold(resident)):
                 continue
             num_promised, num_promised_seats = self._promised_before(resident)
             has_seat = self.num_seated() + num_promised_seats < self.num_seats
@@ -85,12 +87,15 @@ class Room:
             yield resident
 
     def _promised_before(self, resident: Resident) -> tuple[int, int]:
-        """Blocks and seats of older prompts that are to be read here."""
+        """Blocks and seats of older prompts that are to be read here, or to be read on."""
         num_blocks, num_seats, is_head = 0, 0, True
-        for each in self._residents.in_stage(Stage.QUEUED):
+        for each in self._residents.in_stage(Stage.QUEUED, Stage.READING):
             if each.age > resident.age:
                 break
-            if not each.is_ending and (is_head or each.has_first_token) and not self._cap.holds_back(each):
+            if each.stage is Stage.READING:
+                if self._lacks_growth(each):
+                    num_blocks += self._leases.num_missing(each, each.num_computed + each.num_to_compute)
+            elif not each.is_ending and (is_head or each.has_first_token) and not self._cap.holds_back(each):
                 num_blocks += self._reading.num_needed(each)
                 num_seats += not each.hands_over
                 is_head = False
@@ -117,7 +122,7 @@ class Room:
         """Blocks that are not for other nodes to have: what those need that have none yet, and one for each answer."""
         without = self._residents.in_stage(*WITHOUT)
         needed = [
-            self._reading.num_needed(each) if each.stage is Stage.QUEUED else self._credit.num_blocks(each)
+            self._reading.num_needed(each) if each.stage is Stage.QUEUED else self._credit.num_to_hold(each)
             for each in without
         ]
         return sum(needed) + self.num_seated()
@@ -150,7 +155,9 @@ class Room:
 
         def may_start(resident: Resident) -> bool:
             nonlocal is_full, capped
-            if resident.age >= held_back_from or self._waits_for_older(resident):
+            if self._waits_for_older(resident):
+                return False
+            if resident.age >= held_back_from and not self._claim.leaves_enough(self._reading.num_needed(resident)):
                 return False
             if not resident.is_outgoing:
                 is_full = is_full or not self._has_seat_in_time  # none comes free while a step is planned
@@ -199,14 +206,14 @@ class Room:
                 return not victim.is_revoked
         return False
 
-    def stranded(self, num_hosted: int) -> Resident | None:
+    def stranded(self, num_hosted: int, makes_room_for: Callable[[Resident], bool]) -> Resident | None:
         """For a node that has nothing to compute and where nobody can give way: the oldest that needs more blocks than
         there are beside so many that hold parts of other nodes' requests, for as long as these like; None where there
-        is none."""
+        is none. `makes_room_for` tells of one whether its hosts may yet do so."""
         if not num_hosted or any(_lets_go_soon(each) for each in self._residents):
             return None
         num_left = self._leases.num_blocks - num_hosted
-        waiting = self._residents.in_stage(*LACKING)
+        waiting = [each for each in self._residents.in_stage(*LACKING) if not makes_room_for(each)]
         return next((each for each in waiting if self._lacks_room(each) and self._num_blocks_of(each) > num_left), None)
 
     def _num_blocks_of(self, resident: Resident) -> int:
@@ -214,7 +221,7 @@ class Room:
         if resident.stage is Stage.QUEUED:
             return self._reading.num_needed(resident)
         if resident.stage is Stage.AWAITING:
-            return self._credit.num_blocks(resident)
+            return self._credit.num_to_hold(resident)
         return num_blocks_of(resident) + 1
 
     def _lacks_room(self, resident: Resident) -> bool:

@@ -109,6 +109,19 @@ class Leasing(RuleBasedStateMachine):
         with pytest.raises(AssertionError, match="released lease was used"):
             lease.publish([])
 
+    @precondition(lambda self: any(not lease.num_published for lease in self.leases))
+    @rule(data=st.data())
+    def cut(self, data):
+        """Blocks of which none has a name go from either end."""
+        unnamed = [index for index, lease in enumerate(self.leases) if not lease.num_published]
+        index = data.draw(st.sampled_from(unnamed))
+        num_first = data.draw(st.integers(0, len(self.tables[index])))
+        self.leases[index].shed(num_first)
+        num_last = data.draw(st.integers(0, len(self.tables[index]) - num_first))
+        self.leases[index].trim(num_last)
+        self.tables[index] = self.tables[index][num_first:][: -num_last or None]
+        assert self.leases[index].block_ids == self.tables[index]
+
     @rule()
     def read_changes(self):
         stored, removed = self.allocator.take_changes()

@@ -1,0 +1,93 @@
+"""How much of a pool of 16 blocks prompts for other nodes may hold: together 8, or as much as one of them needs."""
+
+import pytest
+
+from decode_node.writing import MAX_EVICTIONS, Writing
+from prefill_node.reading import Reading
+from serving_core.costs import StepCosts
+from serving_core.residents import Stage
+from serving_node.cap import Cap
+from tests.unit.serving_node.residents_kit import LAYOUT, House
+
+BLOCK = LAYOUT.block_size
+
+
+class Pool(House):
+    """With an answer of the node's own, and a prompt for another node that waits."""
+
+    def __init__(self, num_waiting_blocks=4, *, age=2, has_answer=True):
+        super().__init__(16)
+        reading = Reading(self.residents, self.leases, StepCosts(), max_num_queued=9)
+        writing = Writing(self.residents, self.leases, revoke=lambda _: None)
+        self.cap = Cap(self.residents, self.leases, reading, writing)
+        if has_answer:
+            self.add("answer", 1, Stage.WRITING, 1)
+        self.waiting = self.add("waiting", age, Stage.QUEUED, num_waiting_blocks * BLOCK, hands_over=True)
+
+    def hold(self, num_blocks, age=3, stage=Stage.READING, **facts):
+        return self.add(f"{age}", age, stage, num_blocks * BLOCK, hands_over=True, **facts)
+
+
+@pytest.mark.parametrize(
+    ("num_waiting", "num_held", "holds_back"), [(4, 4, False), (4, 5, True), (9, 0, False), (9, 1, True)]
+)
+def test_what_is_read_counts_together_with_what_waits(num_waiting, num_held, holds_back):
+    pool = Pool(num_waiting)
+    if num_held:
+        pool.hold(num_held)
+    assert pool.cap.holds_back(pool.waiting) == holds_back
+
+
+@pytest.mark.parametrize(
+    ("age", "facts", "holds_back"),
+    [
+        (3, {}, False),
+        (1, {}, True),  # an older one
+        (3, {"is_sending": True}, True),
+        (3, {"ending": {}}, True),
+    ],
+)
+def test_what_only_waits_and_is_younger_does_not_count(age, facts, holds_back):
+    pool = Pool()
+    pool.hold(5, age, Stage.READ, **facts)
+    assert pool.cap.holds_back(pool.waiting) == holds_back
+
+
+def test_what_is_answered_here_is_not_held_back():
+    pool = Pool()
+    pool.hold(5)
+    own = pool.add("own", 9, Stage.QUEUED, 16)
+    kept = pool.add("kept", 9, Stage.QUEUED, 16, hands_over=True, is_kept=True)
+    assert not pool.cap.holds_back(own)
+    assert not pool.cap.holds_back(kept)
+
+
+def test_a_node_without_answers_has_all_of_its_pool_for_other_nodes():
+    pool = Pool(has_answer=False)
+    read = pool.hold(5, stage=Stage.READ)
+    assert not pool.cap.holds_back(pool.waiting)
+    pool.cap.make_room(pool.waiting)
+    assert read.lease is not None
+
+
+@pytest.mark.parametrize(("nums_held", "nums_left"), [((2, 2), (2, 2)), ((3, 2), (3, 0)), ((5, 2), (0, 0))])
+def test_room_is_made_by_the_youngest_and_no_more_than_is_needed(nums_held, nums_left):
+    pool = Pool()
+    read = [pool.hold(num, age, Stage.READ) for age, num in enumerate(nums_held, 3)]
+    pool.cap.make_room(pool.waiting)
+    assert tuple(len(each.lease.block_ids) if each.lease else 0 for each in read) == nums_left
+    assert [each.stage for each in read if each.lease is None] == [Stage.QUEUED] * nums_left.count(0)
+
+
+def test_what_cannot_give_way_does_not_and_others_do():
+    pool = Pool()
+    idle = pool.hold(2, 3, Stage.READ)
+    firm = [
+        pool.hold(2, 1, Stage.READ),  # an older one
+        pool.hold(1, 4, Stage.READ, is_sending=True),
+        pool.hold(1, 5, Stage.READ, num_evictions=MAX_EVICTIONS),
+        pool.hold(1, 6, Stage.READING),
+    ]
+    pool.cap.make_room(pool.waiting)
+    assert idle.lease is None
+    assert all(each.lease is not None for each in firm)

@@ -1,0 +1,177 @@
+"""Who may start, and what is told of blocks and seats, of requests that stand where a test puts them."""
+
+import pytest
+
+from decode_node.credit import Credit
+from decode_node.writing import Writing
+from prefill_node.reading import Reading
+from serving_core.costs import StepCosts
+from serving_core.due import Due
+from serving_core.residents import Host, Stage
+from serving_node.claim import Claim
+from serving_node.room import Room
+from tests.unit.serving_node.residents_kit import House
+from tests.unit.serving_node.slack_kit import ExactCosts
+
+TILE_BLOCKS = 4
+HOSTS = (Host("host:1", bytes(32)),)
+
+
+class Node(House):
+    def __init__(self, num_blocks=16, num_seats=2, costs=None):
+        super().__init__(num_blocks)
+        self.revoked = []
+        reading = Reading(self.residents, self.leases, StepCosts(), max_num_queued=9)
+        self.credit = Credit(self.residents, self.leases, max_num_queued=9)
+        writing = Writing(self.residents, self.leases, self.revoked.append)
+        self.claim = Claim(self.residents, self.leases, TILE_BLOCKS)
+        costs = costs or StepCosts()
+        self.room = Room(self.residents, self.leases, reading, self.credit, writing, costs, self.claim, num_seats)
+
+    def fill_seats(self):
+        return [self.add(f"answer-{age}", age, Stage.WRITING, 1) for age in (1, 2)]
+
+    def granted(self):
+        return [each.request.request_id for each in self.room.grant()]
+
+    def may_start(self, *residents):
+        gate = self.room.gate(lambda resident, num_spare: False)
+        return [gate(each) for each in residents]
+
+
+def test_blocks_that_are_awaited_and_one_for_each_answer():
+    node = Node()
+    node.fill_seats()
+    node.add("granted", 3, Stage.GRANTED, 5)
+    node.add("read", 4, Stage.READING, 5)
+    node.add("outgoing", 5, Stage.READING, 5, hands_over=True)
+    assert node.room.num_awaited() == node.room.num_seated() == 4
+    node.add("queued", 6, Stage.QUEUED, 8)  # 9 tokens
+    assert node.room.num_awaited() == 4 + 3
+    node.add("awaiting", 7, Stage.AWAITING, 8, num_ahead=5)  # 13
+    assert node.room.num_awaited() == 4 + 3 + 4
+
+
+@pytest.mark.parametrize(
+    ("has_seat", "facts", "may_start"),
+    [
+        (True, None, False),
+        (True, {}, True),
+        (False, {}, False),
+        (False, {"hands_over": True}, True),
+        (False, {"hands_over": True, "is_kept": True}, True),  # it needs none before it is read
+    ],
+)
+def test_whether_any_prompt_might_start(has_seat, facts, may_start):
+    node = Node()
+    if not has_seat:
+        node.fill_seats()
+    if facts is not None:
+        queued = node.add("queued", 9, Stage.QUEUED, 5, **facts)
+        assert node.may_start(queued) == [may_start]
+    assert node.room.may_start_any == may_start
+
+
+def test_a_prompt_of_many_that_needs_no_seat_might_start():
+    node = Node()
+    node.fill_seats()
+    node.add("own", 8, Stage.QUEUED, 5)
+    assert not node.room.may_start_any
+    node.add("outgoing", 9, Stage.QUEUED, 5, hands_over=True)
+    assert node.room.may_start_any
+
+
+@pytest.mark.parametrize(("num_answers", "may_start"), [(2, True), (3, False)])
+def test_no_more_are_to_be_answered_than_can_be_in_time(num_answers, may_start):
+    """A step takes 10 ms, and 2 for each answer: with three of them 16, which the limit allows, stretched."""
+    node = Node(num_seats=8, costs=ExactCosts((0.010, 0.002, 0.0, 0.0, 0.0, 0.0)))
+    for age in range(num_answers):
+        node.add(f"answer-{age}", age, Stage.WRITING, 1, due=Due(tpot_s=0.0125))
+    own = node.add("own", 8, Stage.QUEUED, 5)
+    outgoing = node.add("outgoing", 9, Stage.QUEUED, 5, hands_over=True)
+    assert node.may_start(own, outgoing) == [may_start, True]
+
+
+@pytest.mark.parametrize(("num_tokens", "age", "may_start"), [(19, 5, True), (20, 5, False), (20, 3, True)])
+def test_what_is_younger_than_a_claim_leaves_a_tile(num_tokens, age, may_start):
+    """Nine blocks are free."""
+    node = Node()
+    node.add("answer", 1, Stage.WRITING, 28)
+    node.claim.put(4, now=0.0)
+    queued = node.add("queued", age, Stage.QUEUED, num_tokens)  # and the first token of its answer
+    assert node.may_start(queued) == [may_start]
+    node.residents.remove(queued)
+    node.add("awaiting", age, Stage.AWAITING, num_tokens, source_tp=1)
+    assert node.granted() == ["awaiting"] * may_start
+
+
+@pytest.mark.parametrize(("age", "lacks", "is_granted"), [(3, True, False), (3, False, True), (9, True, True)])
+def test_a_prompt_with_hosts_that_lacks_blocks_comes_before_younger_grants(age, lacks, is_granted):
+    node = Node()
+    node.add("growing", age, Stage.READING, 8, num_computed=8 if lacks else 7, hosts=HOSTS).request.token_ids += [
+        0
+    ] * 80
+    node.add("awaiting", 5, Stage.AWAITING, 5, source_tp=1)
+    assert node.granted() == ["awaiting"] * is_granted
+
+
+@pytest.mark.parametrize(
+    ("num_hosted", "num_tokens", "is_stranded"), [(0, 64, False), (6, 39, False), (6, 40, True), (7, 39, True)]
+)
+@pytest.mark.parametrize("stage", [Stage.QUEUED, Stage.AWAITING])
+def test_what_needs_more_than_others_leave_is_stranded(stage, num_hosted, num_tokens, is_stranded):
+    """Ten of 16 blocks are left beside six."""
+    node = Node()
+    waiting = node.add("waiting", 5, stage, num_tokens, has_first_token=stage is Stage.AWAITING)
+    assert node.room.stranded(num_hosted, lambda _: False) is (waiting if is_stranded else None)
+    assert node.room.stranded(num_hosted, lambda _: True) is None
+
+
+@pytest.mark.parametrize(("num_hosted", "is_stranded"), [(10, False), (11, True)])
+@pytest.mark.parametrize("stage", [Stage.WRITING, Stage.READING])
+def test_what_cannot_grow_by_a_block_beside_others_is_stranded(stage, num_hosted, is_stranded):
+    node = Node()
+    node.allocator.allocate(11)
+    hosts = HOSTS if stage is Stage.READING else ()
+    grown = node.add("grown", 5, stage, 20, num_computed=20, hosts=hosts)
+    assert node.room.stranded(num_hosted, lambda _: False) is (grown if is_stranded else None)
+
+
+def test_a_read_prompt_that_is_kept_gets_a_seat_and_not_blocks_of_what_has_none():
+    node = Node(num_seats=1)
+    node.add("kept", 3, Stage.READ, 5, hands_over=True, is_kept=True)
+    granted = node.add("granted", 5, Stage.GRANTED, 5, is_receiving=True)
+    read = node.add("read", 9, Stage.READ, 5, hands_over=True)
+    assert not node.room.make_way()  # the seat comes free later
+    assert node.revoked == [granted]
+    assert read.lease is not None
+
+
+@pytest.mark.parametrize(
+    "facts", [{"is_sending": True}, {"ending": {}}, {"is_revoked": True}, {"is_annexing": True}, {"is_loading": True}]
+)
+def test_nobody_is_stranded_while_something_comes_free_anyway(facts):
+    node = Node()
+    node.add("waiting", 5, Stage.QUEUED, 60)
+    node.add("going", 6, Stage.WRITING, 1, **facts)
+    assert node.room.stranded(6, lambda _: False) is None
+
+
+@pytest.mark.parametrize("stage", [Stage.QUEUED, Stage.READING])
+def test_nobody_takes_what_others_gave_up_for_an_older_one(stage):
+    """Until that has blocks: to begin with, or to go on with where it has hosts."""
+    node = Node(num_seats=4)
+    older = node.add("older", 3, stage, 8, num_computed=8, hosts=HOSTS)
+    older.request.token_ids += [0] * 30
+    read = node.add("read", 9, Stage.READ, 40, hands_over=True)
+    assert node.room.make_way()
+    assert read.lease is None
+    younger = node.add("younger", 5, Stage.QUEUED, 1)
+    assert node.may_start(younger) == [False]
+    if stage is Stage.READING:
+        node.leases.grow(older, 1)
+    else:
+        assert node.room.start(older)
+        node.residents.enter(older, Stage.READING)
+        older.num_computed = 0
+    assert node.may_start(younger) == [True]
