@@ -37,7 +37,8 @@ class Credit:
                 reasons.PROMPT_TOO_LONG,
                 f"prompt and max_tokens need {num_blocks} KV blocks, the decode node has {self._leases.num_blocks}",
             )
-        if self._residents.count(Stage.AWAITING) >= self._max_num_queued:
+        waiting = self._residents.in_stage(Stage.AWAITING)
+        if sum(not each.is_to_share for each in waiting) >= self._max_num_queued:  # the others have seats
             raise RequestError(reasons.QUEUE_FULL, f"the decode queue holds its {self._max_num_queued} requests")
 
     def grant(self, resident: Resident, *, num_spare: int) -> bool:

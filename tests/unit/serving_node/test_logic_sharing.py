@@ -236,6 +236,16 @@ def test_others_leave_seats_for_those_that_share():
     assert other.epoch not in node.opened
 
 
+def test_those_that_share_take_no_places_of_those_that_wait_for_room():
+    node = Node(10, max_num_queued=1)
+    for number in range(1, 4):
+        reserve(node, number)
+    assert [words(node, number) for number in range(1, 4)] == [["reserved"], [], []]
+    node.reserve("first without room", 33, age=8)
+    node.reserve("second without room", 33, age=9)
+    assert [node.words(f"{which} without room") for which in ("first", "second")] == [[], ["failed"]]
+
+
 def test_steps_are_planned_ahead_while_prompts_only_wait_for_what_another_one_brings():
     node = Node(64)
     node.writes("answer", 5, max_tokens=20, age=1)
