@@ -101,13 +101,13 @@ def test_answers_move_and_stay_and_everyone_gets_theirs(order):
 def test_who_begins_alike_gets_the_same_answers(faults):
     """Where nothing fails, nobody is told of a failure, not even by time."""
     total = Counter()
-    for seed in range(15):
+    for seed in range(8):
         fleet = make_fleet(seed, faults=faults, moves=0.3, num_blocks=20, seats=4, caching=True)
         load(fleet, 14, seed, ORDERS[seed % 3], ask_alike)
         fleet.run()
         fleet.check_end()
         total += seen(fleet) + Counter(shared=fleet.num_shared)
-    assert min(total[what] for what in ("shared", "revoked", "copied", "moved")) > 5, total
+    assert min(total[what] for what in ("shared", "revoked", "copied", "moved")) > 2, total
     assert bool(total["failed"]) == bool(faults)
 
 
