@@ -4,16 +4,20 @@ other nodes have begun to write. No I/O, no clock.
 Credit is blocks for the prompt and the first token to come, or for an answer and what it grows by meanwhile; it is
 granted while there are seats and blocks, and leaves every request that grows one block to grow into.
 Leading blocks of a prompt that the pool holds already need no transfer: they are leased with the rest, so nobody can
-have them for other tokens. A running answer comes whole: blocks of its tokens that are here may be another maker's, and
-it is to go on in the bits that it would have had where it was.
+have them for other tokens. Where more of them are on their way here for another request that begins alike, a prompt
+gets its credit behind that one: they travel once, and are held once. A running answer comes whole: blocks of its tokens
+that are here may be another maker's, and it is to go on in the bits that it would have had where it was.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 from serving_core import reasons
 from serving_core.errors import RequestError
 from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents, Stage
+
+SHARED_BLOCKS: Final = 4  # for fewer that are on their way for another one a prompt does not wait
 
 
 class Credit:
@@ -33,7 +37,8 @@ class Credit:
                 reasons.PROMPT_TOO_LONG,
                 f"prompt and max_tokens need {num_blocks} KV blocks, the decode node has {self._leases.num_blocks}",
             )
-        if self._residents.count(Stage.AWAITING) >= self._max_num_queued:
+        waiting = self._residents.in_stage(Stage.AWAITING)
+        if sum(not each.is_to_share for each in waiting) >= self._max_num_queued:  # the others have seats
             raise RequestError(reasons.QUEUE_FULL, f"the decode queue holds its {self._max_num_queued} requests")
 
     def grant(self, resident: Resident, *, num_spare: int) -> bool:
@@ -48,6 +53,31 @@ class Credit:
     def num_to_hold(self, resident: Resident) -> int:
         """Blocks of a grant; some may be here already."""
         return self._leases.blocks_for(_tokens_to_hold(resident))
+
+    def waits(self, resident: Resident) -> bool:
+        """Whether one that waits is to get its blocks behind another one, with which more of its beginning comes."""
+        if not resident.is_to_share:
+            resident.ahead = None if resident.is_alone or resident.num_ahead else self._find_ahead(resident)
+        return resident.is_to_share
+
+    def wait_no_more(self, resident: Resident, now: float) -> None:
+        """What another one brings has taken too long: it waits for room alone from now on."""
+        resident.ahead, resident.is_alone, resident.waiting_since_s = None, True, now
+
+    def _find_ahead(self, resident: Resident) -> Resident | None:
+        token_ids = resident.request.token_ids
+        num_held = self._leases.num_held_tokens(resident, len(token_ids))
+        end = num_held + SHARED_BLOCKS * self._leases.block_size
+        for other in self._residents.in_stage(Stage.GRANTED) if end <= len(token_ids) else ():
+            others = other.request.token_ids
+            if (
+                token_ids[num_held:end] == others[num_held:end]  # which tells most apart at their first token
+                and token_ids[:num_held] == others[:num_held]
+                and self._leases.may_share(resident, other)
+                and resident.may_wait_for(other)
+            ):
+                return other
+        return None
 
     def num_blocks(self, resident: Resident) -> int:
         """Blocks that may come: they need not all."""

@@ -118,6 +118,8 @@ class Resident:
     is_receiving: bool = False  # a rank may write to the blocks
     is_coming: bool = False  # some of what it is granted blocks for has come
     is_revoked: bool = False  # the grant is being taken back
+    ahead: "Resident | None" = None  # one that begins alike, behind which it gets credit as long as that comes
+    is_alone: bool = False  # it waits for no other any more
     ticket: bytes = b""  # to send by
     next_ticket: bytes = b""  # that has come while the transfer of a revoked one was ending
     tail: Sequence[int] = ()  # tokens that the other node does not know; they follow the last block
@@ -171,6 +173,17 @@ class Resident:
     def is_ready(self) -> bool:
         """Of one that waits for credit, or has some: whether another node has, or had, all of its KV."""
         return self.has_first_token or self.num_ahead > 0
+
+    @property
+    def is_to_share(self) -> bool:
+        """Whether it waits for nothing but what another one brings."""
+        return self.ahead is not None and self.may_wait_for(self.ahead)
+
+    def may_wait_for(self, other: "Resident") -> bool:
+        """Whether the KV of another one is on its way here; one that is read waits for what is read too, and comes."""
+        if other.stage is not Stage.GRANTED or not other.is_receiving or other.is_revoked or other.is_ending:
+            return False
+        return not self.is_ready or (other.is_ready and other.is_coming)
 
     @property
     def computes_prompt(self) -> bool:

@@ -138,7 +138,9 @@ class HandOvers:
         for resident in self._waiting():
             if now < self._deadline_s(resident):
                 continue
-            if resident.stage is Stage.AWAITING:
+            if resident.stage is Stage.AWAITING and resident.is_to_share:
+                self._credit.wait_no_more(resident, now)
+            elif resident.stage is Stage.AWAITING:
                 timeout_s = self._credit_timeout_s
                 message = f"the decode node had no room for the request within {timeout_s} s"
                 self._endings.fail(resident, reasons.QUEUE_FULL, message)

@@ -11,7 +11,7 @@ It should not come to that: cap.py bounds what is held for other nodes.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from decode_node.credit import Credit
@@ -63,12 +63,13 @@ class Room:
         self._cap = Cap(residents, leases, reading, writing)
         self.num_seats = num_seats  # may change; who has one keeps it
         self._next_without: Resident | None = None  # to get credit, for which it lacks blocks
+        self._sharers: list[Resident] = []  # those that get it behind others, which bring what they begin with
         self._preferred: Resident | None = None  # others gave way to it
 
     def grant(self) -> Iterator[Resident]:
         """Gives credit to those that it yields, in `credit_order`. What prompts need that were here before is kept for
-        them: for those that gave way, and for the oldest."""
-        self._next_without = None
+        them: for those that gave way, and for the oldest. So is what those need that are to share what others bring."""
+        self._next_without, self._sharers = None, []
         if self.num_seated() >= self.num_seats and not self._unready_grants():  # however many wait
             return
         held_back_from = self._claim.held_back_from()
@@ -78,7 +79,11 @@ class Room:
             if resident.age >= held_back_from and not self._claim.leaves_enough(self._credit.num_to_hold(resident)):
                 continue
             num_promised, num_promised_seats = self._promised_before(resident)
-            has_seat = self.num_seated() + num_promised_seats < self.num_seats
+            has_seat = self.num_seated() + num_promised_seats + len(self._sharers) < self.num_seats
+            if has_seat and self._credit.waits(resident):
+                self._sharers.append(resident)
+                continue
+            num_promised += self._num_kept(self._sharers)
             if not has_seat or not self._credit.grant(resident, num_spare=num_promised + self.num_seated()):
                 self._next_without = resident if has_seat else None
                 if resident.is_ready:
@@ -100,6 +105,10 @@ class Room:
                 num_seats += not each.hands_over
                 is_head = False
         return num_blocks, num_seats
+
+    def _num_kept(self, sharers: Iterable[Resident]) -> int:
+        """Blocks for those that get credit behind others, and what each of them grows into."""
+        return sum(self._credit.num_blocks(each) + 1 for each in sharers)
 
     def _take_back_unready(self) -> None:
         """For one that is ready: takes the last grant back of which nothing has come, for that may be read much later.
@@ -161,10 +170,10 @@ class Room:
                 return False
             if not resident.is_outgoing:
                 is_full = is_full or not self._has_seat_in_time  # none comes free while a step is planned
-                return not (is_full and _needs_seat(resident)) and not holds_up(resident, self.num_seated())
+                return not (is_full and _needs_seat(resident)) and not holds_up(resident, self._num_spare(resident))
             if resident.age < capped and self._cap.holds_back(resident):
                 capped = resident.age
-            return resident.age < capped and not holds_up(resident, self.num_seated())
+            return resident.age < capped and not holds_up(resident, self._num_spare(resident))
 
         return may_start
 
@@ -187,7 +196,11 @@ class Room:
         """Gives a prompt that may start its blocks, unless there are too few."""
         if resident.is_outgoing:
             self._cap.make_room(resident)
-        return self._reading.start(resident, num_spare=self.num_seated())
+        return self._reading.start(resident, num_spare=self._num_spare(resident))
+
+    def _num_spare(self, resident: Resident) -> int:
+        """Blocks that the start of a prompt is to leave free."""
+        return self.num_seated() + self._num_kept(each for each in self._sharers if each.age < resident.age)
 
     def make_way(self) -> bool:
         """For a node that has nothing to compute: takes from the youngest what an older one lacks. Tells whether
@@ -230,6 +243,8 @@ class Room:
             return resident.is_kept
         if resident.stage is Stage.READING:
             return self._lacks_growth(resident)
+        if resident.stage is Stage.AWAITING:
+            return not resident.is_to_share
         return not (resident.stage is Stage.QUEUED and self._cap.holds_back(resident))
 
     def _waits(self, resident: Resident) -> bool:

@@ -17,7 +17,7 @@ from serving_core.residents import Resident, Residents, Stage
 from serving_node.room import Room
 from serving_node.step_counts import StepCounts
 
-WAITING: Final = (Stage.QUEUED, Stage.AWAITING, Stage.READING)
+WAITING: Final = (Stage.QUEUED, Stage.READING)
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +126,8 @@ def is_calm(residents: Residents) -> bool:
     """Whether nobody waits for what a step may bring, blocks or a seat, and nobody has an end or a way to another node
     to go. Then steps that end no answer decide nothing until something else happens."""
     if residents.count(*WAITING):
+        return False
+    if any(not each.is_to_share for each in residents.in_stage(Stage.AWAITING)):
         return False
     return not any(each.is_kept or each.ending is not None or each.is_sending for each in residents)
 

@@ -4,7 +4,8 @@ Heartbeats are up to a second old, so whoever decides where work goes counts wha
 keeps the account; placement asks it.
 """
 
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -37,6 +38,7 @@ class _Part:
     is_written: bool = False
     is_to_come: bool = False
     tokens_outgoing: int = 0
+    marks: Sequence[int] = ()  # of the prompt that it reads, or has read and holds
 
 
 class Owed(NamedTuple):
@@ -73,10 +75,16 @@ class Ledger:
         self._requests: dict[str, _Request] = {}
         self._accounts: dict[Node, Account] = {}
         self._limited: dict[Node, dict[str, _Request]] = {}  # those with limits that have a part on the node
+        self._marks: dict[Node, Counter[int]] = {}  # of all its parts
 
     def of(self, node: Node) -> Account:
         """What a node has. To be read at once, and only read: it goes on changing."""
         return self._accounts.get(node, NOTHING)
+
+    def marks_of(self, node: Node) -> Container[int]:
+        """Of the prompts that a node reads, or has read and holds: what another one begins with alike it has by the
+        time that this is read (prefill_node/reading.py), and says so much later. To be read at once."""
+        return self._marks.get(node, ())
 
     def is_idle(self, node: Node) -> bool:
         """Whether it has finished all that it was given."""
@@ -138,9 +146,13 @@ class Ledger:
         num_left = self.lengths.left(request.num_output, request.allowed_output - request.num_output)
         request.most_output = request.num_output + num_left
 
-    def read(self, request_id: str, node: Node, num_tokens: int) -> None:
-        """The node is to compute so many tokens of the prompt."""
+    def read(self, request_id: str, node: Node, num_tokens: int, marks: Sequence[int] = ()) -> None:
+        """The node is to compute so many tokens of the prompt, which has these marks (Prompt.marks)."""
         part = self._take(request_id, node)
+        self._forget_marks(node, part)
+        part.marks = marks
+        if marks:
+            self._marks.setdefault(node, Counter()).update(marks)
         part.tokens_to_compute, part.is_to_come = num_tokens, False
         self._put(request_id, node, part)
 
@@ -178,7 +190,8 @@ class Ledger:
         """The request is not the node's to work on any more, if it ever was."""
         request = self._requests.get(request_id)
         if request is not None and node in request.parts:
-            self._take(request_id, node)
+            part = self._take(request_id, node)
+            self._forget_marks(node, part)
             self._put(request_id, node, _Part())
 
     def end(self, request_id: str) -> None:
@@ -195,6 +208,12 @@ class Ledger:
             for node, part in request.parts.items():
                 _count(sums.setdefault(node, Account()), part, 1)
         assert sums == self._accounts, (sums, self._accounts)
+        marks: dict[Node, Counter[int]] = {}
+        for request in self._requests.values():
+            for node, part in request.parts.items():
+                if part.marks:
+                    marks.setdefault(node, Counter()).update(part.marks)
+        assert marks == self._marks
         limited = {key: request for key, request in self._requests.items() if request.due is not None}
         assert self._limited == {
             node: {key: request for key, request in limited.items() if node in request.parts}
@@ -216,8 +235,22 @@ class Ledger:
             self._requests[request_id].parts[node] = part
             self._note_limited(node, request_id)
             _count(account, part, 1)
+        else:
+            self._forget_marks(node, part)
         if account == NOTHING:
             del self._accounts[node]
+
+    def _forget_marks(self, node: Node, part: _Part) -> None:
+        if not part.marks:
+            return
+        counts = self._marks[node]
+        for mark in part.marks:
+            counts[mark] -= 1
+            if not counts[mark]:
+                del counts[mark]
+        if not counts:
+            del self._marks[node]
+        part.marks = ()
 
     def _note_limited(self, node: Node, request_id: str) -> None:
         """After a part has come or gone."""

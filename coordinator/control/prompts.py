@@ -1,6 +1,6 @@
 """What a node is to read, and how much of it the node holds already. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from coordinator.control.registry import Node
 from serving_core.prefix import BlockNames, child_name, hint_of, root_name
@@ -24,6 +24,7 @@ class Prompt:
         self._names: BlockNames | None = None
         self._root = b""
         self._first: dict[bytes, int] = {}  # hints of what the first block may be called, by maker
+        self._marks: list[int] = []
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -62,8 +63,26 @@ class Prompt:
                 return True
         return False
 
-    def tokens_to_compute(self, node: Node) -> int:
-        """Tokens that a node would have to compute: at least the last one, which gives the first token of the
-        answer, and with it the rest of its block, since blocks are reused as a whole."""
+    def marks(self, block_size: int) -> Sequence[int]:
+        """For each full block a number that stands for all tokens up to its end, within this process."""
+        if not self._marks:
+            mark = hash((self.cache_salt, self.adapter))
+            for start in range(0, len(self) // block_size * block_size, block_size):
+                mark = hash((mark, *self.token_ids[start : start + block_size]))
+                self._marks.append(mark)
+        return self._marks
+
+    def tokens_to_compute(self, node: Node, coming: Container[int] = ()) -> int:
+        """Tokens that a node would have to compute which has the blocks of the marks `coming` by then: at least the
+        last one, which gives the first token of the answer, and with it the rest of its block, since blocks are reused
+        as a whole."""
         block_size = node.block_size
-        return len(self) - min(self.tokens_held(node), (len(self) - 1) // block_size * block_size)
+        num_shared = max(self.tokens_held(node), self._tokens_coming(node, coming))
+        return len(self) - min(num_shared, (len(self) - 1) // block_size * block_size)
+
+    def _tokens_coming(self, node: Node, coming: Container[int]) -> int:
+        """None on a node that has told of no block yet: it may keep none."""
+        if self._is_read_whole or not coming or not node.hints:
+            return 0
+        marks = self.marks(node.block_size)
+        return next((at for at, mark in enumerate(marks) if mark not in coming), len(marks)) * node.block_size

@@ -2,8 +2,7 @@
 
     submit       Reserve to a decode node and Prefill to a prefill node, at the same time
     Reserved     Deliver, with the ticket, to the prefill node
-    FirstToken   to the client at once; Begun to the node that writes the answer, where that is another one and there is
-                 a limit on TPOT, or no blocks are granted yet
+    FirstToken   to the client at once; Begun to the node that writes the answer, as long as it lacks the KV
     Embedded     the end, where an embedding was wanted: of such a request Prefill alone went out
     Revoked      the decode node has taken its blocks back; another Reserved will come. Begun, if the prompt is read
     Borrowing    Lend, with the ticket, to a node that holds more of the prompt: coordinator/control/lending.py
@@ -374,11 +373,9 @@ class Tracker:
         return [Embedded(request.request_id, event.embedding), *self._live.end(request, complete, now)]
 
     def _tell_begun(self, request: TrackedRequest) -> list[Instruction]:
-        """Where deadlines count from the first token, or blocks are still to be granted, the node that writes the
-        answer hears of it."""
-        attempt, slo = request.attempt, request.slo
-        is_due = slo is not None and slo.tpot_s is not None and attempt.first_index == 0  # later ones are in the job
-        if attempt.is_local or request not in self._live or not (is_due or attempt.waits_since_s is not None):
+        """The node that is to write the answer hears of its first token, as long as it lacks the KV."""
+        attempt = request.attempt
+        if attempt.is_local or attempt.is_committed or request not in self._live:
             return []
         about = fleet_pb2.Attempt(request_id=request.request_id, epoch=attempt.epoch)
         return [Send(attempt.decode, fleet_pb2.NodeCommand(begun=fleet_pb2.Begun(attempt=about), attempt=about))]

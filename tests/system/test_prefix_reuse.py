@@ -91,6 +91,25 @@ async def test_prompts_with_a_common_beginning_at_the_same_time(cluster, model):
     cluster.wait_all_free()
 
 
+async def test_what_new_prompts_begin_with_travels_once(cluster, model):
+    """All but the first one wait for it, unless their first tokens come before any of its KV: then another try."""
+    reference = Reference(model)
+    async with cluster.connect() as stub:
+        await ask(stub, _prompt(6, 20), max_tokens=2, **GREEDY)  # the nodes know each other now
+        for attempt in range(5):
+            beginning = _prompt(600 + attempt, 40 * BLOCK_SIZE)
+            prompts = [[*beginning, *_prompt(200 + i, 5)] for i in range(4)]
+            streams = [stream(stub, request(prompt, max_tokens=4, **GREEDY)) for prompt in prompts]
+            answers = [await answering.complete() for answering in streams]
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert answer.token_ids == reference.greedy(prompt, 4, eos_token_id=-1)
+            sent = sorted(answer.complete.kv_bytes for answer in answers)
+            if sent[:3] == [sent[3] // 41] * 3:
+                break
+    assert sent[:3] == [sent[3] // 41] * 3, "the last block of each, and all 41 of one"
+    cluster.wait_all_free()
+
+
 @pytest.mark.long
 async def test_a_pool_too_small_to_keep_much(start_cluster, tmp_path):
     """Blocks are evicted all the time, requests are preempted, prefixes come and go: never a wrong token."""

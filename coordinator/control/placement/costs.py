@@ -7,13 +7,16 @@
     one      wait for credit + read
     others   answers that the reader writes meanwhile * tokens to compute there / its rate
     lent     what another node holds of the prompt, where it takes less to come than to be computed: as measured
+    again    AGAIN * the seconds for what it computes of the prompt and another reader would not
 
 `others` is what they pay, and comes on top: each of them waits while the reader computes the prompt. They are the
 answers that it goes on with, those whose prompts it reads before this one, and of those that are still to be handed
 over to it the part that comes in the meantime. A node that only reads disturbs nobody, but its KV has to travel. The
 wait for credit counts where the writer is full; the prompt is read during it elsewhere, and after it on the writer
-itself. Tokens to compute are those that the node does not hold already: so a node that holds the beginning of the
-prompt wins, unless its queue is longer than the others' by more than what that saves.
+itself. Tokens to compute are those that the node neither holds nor has been given to read in another prompt that begins
+alike: so a node that has the beginning of the prompt, or is about to, wins, unless its queue is longer than the others'
+by more than what that saves. `again` is what those pay that are read behind it: else n answers of one prompt, which
+come at the same moment, would have it computed by n nodes, for one block less each.
 
 Load is counted from what the coordinator has assigned itself, since heartbeats are up to a second old; rates and step
 times come from heartbeats. A node whose rate is not known counts as the median of the others. While none is known,
@@ -23,7 +26,7 @@ tokens are compared.
 from collections.abc import Sequence
 from math import ceil
 from statistics import median
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from coordinator.control.attempts import Loan
 from coordinator.control.handover import HandoverCosts
@@ -31,6 +34,8 @@ from coordinator.control.ledger import Ledger
 from coordinator.control.loans import NEVER
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
+
+AGAIN: Final = 0.2
 
 
 class _Reading(NamedTuple):
@@ -64,7 +69,9 @@ class Costs:
         readers = [node for node in nodes if node.usable.reads]
         self._num_queued = sum(ledger.of(node).tokens_to_compute for node in readers)
         self._rates = sum(self._rate[node] for node in readers)
+        self._not_held: dict[Node, int] = {}
         self._to_compute: dict[Node, int] = {}
+        self._least_to_compute = min((self._tokens_to_compute(node) for node in readers), default=0)
         self._holder = self._find_holder(nodes)
         self._readings: dict[Node, _Reading] = {}
         self._writings: dict[Node, _Writing] = {}
@@ -104,25 +111,33 @@ class Costs:
         num_others = self._num_writing_within(node, own_s)
         if num_others:
             own_s += ceil(num_tokens / node.usable.prompt_tokens) * node.load.step_s
-        return _Reading(own_s, num_others * num_own_tokens / self._rate[node], loan)
+        num_again = max(0, num_own_tokens - self._least_to_compute)
+        return _Reading(own_s, (num_others * num_own_tokens + AGAIN * num_again) / self._rate[node], loan)
 
     def _tokens_to_compute(self, node: Node) -> int:
         if node not in self._to_compute:
-            self._to_compute[node] = self._prompt.tokens_to_compute(node)
+            coming = self._ledger.marks_of(node)
+            num_tokens = self._prompt.tokens_to_compute(node, coming) if coming else self._tokens_not_held(node)
+            self._to_compute[node] = num_tokens
         return self._to_compute[node]
+
+    def _tokens_not_held(self, node: Node) -> int:
+        if node not in self._not_held:
+            self._not_held[node] = self._prompt.tokens_to_compute(node)
+        return self._not_held[node]
 
     def _find_holder(self, nodes: Sequence[Node]) -> Node | None:
         """The node that holds most of the prompt; None where nothing is lent."""
         if self._handover.loans.lends == NEVER or not self.are_known:
             return None
         ready = [node for node in nodes if node.is_ready]
-        return min(ready, key=lambda node: (self._tokens_to_compute(node), node.name), default=None)
+        return min(ready, key=lambda node: (self._tokens_not_held(node), node.name), default=None)
 
     def _loan(self, node: Node) -> Loan | None:
         """What the node had better have from the one that holds most."""
         if self._holder is None or self._holder is node:
             return None
-        num_left = self._tokens_to_compute(self._holder)
+        num_left = self._tokens_not_held(self._holder)
         num_lent = self._tokens_to_compute(node) - num_left
         computed_s, loans = num_lent / self._rate[node], self._handover.loans
         if not loans.is_worth((self._holder.name, node.name), num_lent, computed_s):

@@ -116,7 +116,8 @@ class Lateness:
     def on(self, node: Node) -> "NodeLateness":
         """What it would be there."""
         if node not in self._nodes:
-            num_tokens = self._wanted.prompt.tokens_to_compute(node) - self._num_lent(node)
+            coming = self._ledger.marks_of(node)
+            num_tokens = self._wanted.prompt.tokens_to_compute(node, coming) - self._num_lent(node)
             self._nodes[node] = NodeLateness(node, self._ledger, self._wanted, num_tokens, self._now, self._begins_s)
         return self._nodes[node]
 

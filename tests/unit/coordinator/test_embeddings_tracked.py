@@ -31,7 +31,7 @@ def test_the_node_with_less_to_read_is_taken_one_that_does_both_too():
     world = World(("p0", "b0", "d0"))
     world.embed("a/0", [1] * 50)
     first = world.reader
-    world.embed("b/0", [1] * 50)
+    world.embed("b/0", [2] * 50)
     assert {first, world.reader} == {"p0", "b0"}
 
 

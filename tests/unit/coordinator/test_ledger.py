@@ -137,7 +137,7 @@ class Plain:
     def begin(self, ledger, request_id, node, other, number):
         if not self.has(request_id):
             self.reads[request_id, node], self.writes[request_id, other] = number, number + 1
-            ledger.read(request_id, node, number)
+            ledger.read(request_id, node, number, (number, number + 1))
             ledger.write(request_id, other, number + 1)
 
     def first_token(self, ledger, request_id, *_):

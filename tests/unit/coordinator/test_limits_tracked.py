@@ -70,12 +70,14 @@ def test_the_time_before_an_attempt_is_no_wait_for_blocks(world):
     assert world.tracker._live.handover.costs(21.0).credit_s == 1.0
 
 
-@pytest.mark.parametrize(("slo", "told"), [(Slo("", None, 2.0), ["begun d0"]), (Slo("", 5.0, None), []), (None, [])])
-def test_with_blocks_granted_the_first_token_matters_to_a_limit_on_the_others_alone(world, slo, told):
-    world.submit(slo=slo)
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_writer_hears_of_the_first_token_as_long_as_it_lacks_the_kv(world, is_committed):
+    world.submit()
     attempt = world.attempt
     world.tell("d0", events.reserved(attempt))
-    assert world.first(attempt)[1:] == told
+    if is_committed:
+        world.tell("d0", events.committed(attempt))
+    assert world.first(attempt)[1:] == ([] if is_committed else ["begun d0"])
 
 
 @pytest.mark.parametrize("slo", [None, Slo("", 5.0, None, 10)])

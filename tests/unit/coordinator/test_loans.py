@@ -28,6 +28,7 @@ from tests.unit.coordinator.tracker_kit import World
 PAIR = ("d0", "p0")
 TOKENS = list(range(1, 101))
 HINTS = events.block_hints(TOKENS)  # six full blocks of 16
+BLOCK_SIZE = 16
 RATE = 1000.0
 
 
@@ -93,7 +94,7 @@ def placed(lends=AUTO, held={"d0": HINTS}, loans=(), names=("p0", "d0"), queued=
     registry, ledger = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9), Ledger()
     nodes = {name: admit(registry, name, held.get(name, ())) for name in names}
     for name, num_tokens in (queued or {}).items():
-        ledger.read(f"of {name}", nodes[name], num_tokens)
+        ledger.read(f"of {name}", nodes[name], num_tokens, Prompt(TOKENS).marks(BLOCK_SIZE))
     costs = HandoverCosts(loans=measured(*loans, lends=lends))
     return POLICIES["auto"].place(registry.nodes, ledger, Wanted(Prompt(TOKENS), 110), costs, 0.0)
 
@@ -128,6 +129,15 @@ def test_the_node_that_holds_the_prompt_is_preferred_while_its_queue_is_short():
     assert (far.reader.name, far.loan.lender.name) == ("p0", "p1")
     alone = placed(**options, queued={"p1": 500}, lends=NEVER)
     assert (alone.reader.name, alone.loan) == ("p0", None)
+
+
+def test_a_node_lends_what_it_holds_and_not_what_it_is_yet_to_read():
+    some = events.block_hints([5] * 16)
+    options = {"names": ("p0", "p1", "d0"), "held": {"p0": some, "p1": some}}
+    near = placed(**options, queued={"p1": 10})
+    assert (near.reader.name, near.loan) == ("p1", None), "which computes it for another prompt anyway"
+    far = placed(**options, queued={"p1": 500})
+    assert (far.reader.name, far.loan) == ("p0", None)
 
 
 def test_without_rates_there_is_no_price():

@@ -11,9 +11,24 @@ from tests.unit.coordinator.tracker_kit import World
 TOKENS = list(range(1, 41))  # two full blocks of 16 and eight tokens
 
 
+class Anything:
+    """All that is looked for is in it."""
+
+    def __contains__(self, item):
+        return True
+
+
 @pytest.fixture
 def world():
     return World()
+
+
+@pytest.fixture
+def known(world):
+    """Both readers have told of some block."""
+    for name in ("p0", "p1"):
+        world.holds(name, events.block_hints([5] * 16))
+    return world
 
 
 def finish(world, attempt, decode="d0", index=1):
@@ -40,9 +55,52 @@ def test_a_prompt_of_which_every_token_is_computed_has_no_beginning_anywhere(wor
 
 def test_a_cached_beginning_is_left_for_a_shorter_queue(world):
     world.holds("p1", events.block_hints(TOKENS))
-    chosen = [world.submit(f"{number}/0", token_ids=TOKENS)[1] for number in range(7)]
-    # p1 costs 8 more each time, p0 40 at once; at 40 they are equal and the first by name takes it.
-    assert chosen == ["prefill p1"] * 4 + ["prefill p0"] + ["prefill p1"] * 2
+    chosen = [world.submit(f"{number}/0", token_ids=TOKENS)[1] for number in range(8)]
+    # p1 costs 8 more each time, p0 40 at once and a fifth of 32 for computing them again.
+    assert chosen == ["prefill p1"] * 5 + ["prefill p0"] + ["prefill p1"] * 2
+
+
+def test_prompts_that_begin_alike_and_come_together_are_read_by_one_node(known):
+    """The first one in full, of each further one the last block; what the other node has to do is as before."""
+    world, prompt = known, [*TOKENS, *TOKENS, 1]
+    chosen = [world.submit(f"{number}/0", token_ids=prompt)[1] for number in range(4)]
+    assert chosen == ["prefill p0"] * 4
+    assert world.account("p0")[0] == 81 + 3 * 1
+    assert world.submit("other/0", token_ids=[7, *prompt])[1] == "prefill p1"
+
+
+def test_of_nodes_that_have_told_of_no_block_none_is_taken_to_keep_any(world):
+    chosen = [world.submit(f"{number}/0", token_ids=TOKENS)[1] for number in range(4)]
+    assert chosen == ["prefill p0", "prefill p1"] * 2
+    assert world.account("p0")[0] == 80
+
+
+def test_what_is_not_alike_is_not_computed_once(known):
+    world = known
+    for number, told in enumerate(({}, {"cache_salt": "tenant"}, {"adapter": "sql"})):
+        world.submit(f"{number}/0", token_ids=TOKENS, **told)
+    assert world.account("p0")[0] + world.account("p1")[0] == 3 * 40
+    assert Prompt(TOKENS, is_read_whole=True).tokens_to_compute(world.registry.find("p0"), Anything()) == 40
+
+
+def test_one_node_does_not_get_all_that_begins_alike(known):
+    """A beginning is computed again where that is earlier by more than it takes from others."""
+    world = known
+    prompts = [[*TOKENS, *[100 + number] * 40] for number in range(8)]
+    chosen = [world.submit(f"{number}/0", token_ids=prompt)[1] for number, prompt in enumerate(prompts)]
+    assert chosen.count("prefill p0") == chosen.count("prefill p1") == 4
+    assert world.account("p0")[0] + world.account("p1")[0] == 8 * 48 + 2 * 32
+
+
+def test_a_beginning_is_a_nodes_as_long_as_it_has_it_for_certain(known):
+    """Behind that it is its own word that counts, which it gives a little later."""
+    world = known
+    world.submit(token_ids=TOKENS)
+    attempt, p0 = world.attempt, world.registry.find("p0")
+    world.first(attempt)
+    assert Prompt(TOKENS).tokens_to_compute(p0, world.ledger.marks_of(p0)) == 8
+    world.tell("p0", events.transferred(attempt))
+    assert Prompt(TOKENS).tokens_to_compute(p0, world.ledger.marks_of(p0)) == 40
 
 
 def test_a_salted_request_finds_what_has_its_salt(world):

@@ -7,6 +7,7 @@ the nodes hold is counted from scratch after everything that happens, and every 
 from dataclasses import dataclass, field
 from random import Random
 
+from decode_node.credit import SHARED_BLOCKS
 from kv_transfer.results import Received, Sent, TransferFailed
 from protos import convert, fleet_pb2
 from serving_core import reasons
@@ -85,6 +86,11 @@ class FleetNode(Node):
         self.fleet = fleet
         self.commands = []  # on their way to it
         self.num_heard = 0  # events that have come to the coordinator
+        self.to_share = set()  # residents that ever waited for what another one brings
+
+    def check(self):
+        super().check()
+        self.to_share.update(each for each in self.logic.residents if each.is_to_share)
 
     def _do(self, decision):
         match decision:
@@ -105,6 +111,7 @@ class FleetNode(Node):
         self.grants_at_once = False
         super()._open(resident, num_blocks)
         opened = self.opened[resident.request.epoch]
+        self.fleet.num_shared += resident in self.to_share and opened.num_cached >= SHARED_BLOCKS
         sizes = (opened.num_cached, opened.num_cached)
         self.fleet.lanes[opened.ticket] = Lane(opened.ticket, resident.request.epoch, self, opened.block_ids, *sizes)
 
@@ -181,6 +188,7 @@ class Fleet:
         self.num_failures = 0
         self.num_revoked = 0
         self.num_kept = 0
+        self.num_shared = 0  # grants behind another one, whose blocks were found
         self.num_moves_off = 0
         self._num_epochs = 0
         self._pace = {action: self.random.choice([0.1, 0.5, 1.0]) for action in range(8)}
@@ -521,8 +529,8 @@ class Fleet:
             self._finish(ask)
 
     def _tell_begun(self, ask):
-        """The writer hears that the prompt is read, if it has yet to grant blocks."""
-        if ask.reader is not ask.writer and not ask.is_reserved and not ask.is_to_be_kept:
+        """The writer hears that the prompt is read, as long as it lacks the KV."""
+        if ask.reader is not ask.writer and not ask.is_committed and not ask.is_to_be_kept:
             self._tell(ask.writer, ask.epoch, begun=fleet_pb2.Begun(attempt=self._wire(ask)))
 
     def _finish(self, ask):

@@ -27,7 +27,13 @@ def ask(fleet, random, age, priorities):
     return fleet.ask(prompt, max_tokens, age, random.choice(["", "salt"]), random.choice(priorities))
 
 
-def load(fleet, num_requests, seed, order="random"):
+def ask_alike(fleet, random, age, priorities):
+    """One of which most is what every second one begins with."""
+    prompt = [random.randrange(2), *range(1, 3)] * 7 + [random.randrange(3) for _ in range(random.randint(1, 4))]
+    return fleet.ask(prompt, random.randint(1, random.choice([3, 10])), age, "", random.choice(priorities))
+
+
+def load(fleet, num_requests, seed, order="random", ask=ask):
     """Requests whose ages go by `order` of arrival; half of the loads have unlike priorities."""
     random, priorities = Random(seed), PRIORITIES[seed // 2 % 2]
     ages = list(range(1, num_requests + 1))
@@ -91,6 +97,20 @@ def test_answers_move_and_stay_and_everyone_gets_theirs(order):
         total += seen(fleet)
     assert min(total["moved"], total["moves_off"], total["kept"], total["revoked"], total["preempted"]) > 10, total
     assert not total["failed"]
+
+
+@pytest.mark.parametrize("faults", [0.0, pytest.param(0.02, marks=pytest.mark.long)])
+def test_who_begins_alike_gets_the_same_answers(faults):
+    """Where nothing fails, nobody is told of a failure, not even by time."""
+    total = Counter()
+    for seed in range(8):
+        fleet = make_fleet(seed, faults=faults, moves=0.3, num_blocks=20, seats=4, caching=True)
+        load(fleet, 14, seed, ORDERS[seed % 3], ask_alike)
+        fleet.run()
+        fleet.check_end()
+        total += seen(fleet) + Counter(shared=fleet.num_shared)
+    assert min(total[what] for what in ("shared", "revoked", "copied", "moved")) > 2, total
+    assert bool(total["failed"]) == bool(faults)
 
 
 @pytest.mark.parametrize("faults", [pytest.param(0.003, marks=pytest.mark.long), 0.03])
