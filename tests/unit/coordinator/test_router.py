@@ -148,11 +148,10 @@ def test_what_a_node_does_is_a_matter_of_its_shape(registry):
     [
         ({"p0": (0, 10, 0), "p1": (0, 10, 1)}, "p1"),  # idle: where the beginning is
         ({"p0": (0, 10, 3), "p1": (0, 10, 2)}, "p0"),
-        ({"p0": (0, 10, 0), "p1": (63, 10, 4)}, "p1"),  # 68 against 63 + 4
-        ({"p0": (0, 10, 0), "p1": (64, 10, 4)}, "p0"),  # a tie: queue and saving are equal
-        ({"p0": (0, 10, 0), "p1": (65, 10, 4)}, "p0"),  # the queue costs more than the cache saves
-        ({"p0": (20, 10, 2), "p1": (0, 10, 1)}, "p1"),  # 20 + 36 against 52
-        ({"p0": (15, 10, 2), "p1": (0, 10, 1)}, "p0"),  # 15 + 36 against 52
+        ({"p0": (0, 10, 0), "p1": (76, 10, 4)}, "p1"),  # 68 and a fifth of 64 that are computed again, against 76 + 4
+        ({"p0": (0, 10, 0), "p1": (77, 10, 4)}, "p0"),  # the queue costs more than the cache saves
+        ({"p0": (20, 10, 2), "p1": (0, 10, 1)}, "p1"),  # 20 + 36 against 52 and a fifth of 16
+        ({"p0": (19, 10, 2), "p1": (0, 10, 1)}, "p0"),  # 19 + 36 against that
         ({"d0": (0, 10, 0), "d1": (63, 10, 4)}, "d1"),
         ({"d0": (0, 10, 0), "d1": (65, 10, 4)}, "d0"),
         ({"d0": (0, 20, 0), "d1": (0, 10, 1)}, "d0"),  # 68/320 against 52/160: as if 104 were against 68
