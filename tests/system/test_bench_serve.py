@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.lengths import few
 from tests.system.cluster import wait_until
 from tests.tiny_models import write_fake_model
 
@@ -22,7 +23,7 @@ def cluster(start_cluster, tmp_path_factory):
     cluster.wait_all_free()
 
 
-@pytest.fixture(params=["splitserve", "openai"])
+@pytest.fixture(params=few(["splitserve", "openai"]))
 def where(request, cluster):
     address = ["--server", cluster.target if request.param == "splitserve" else cluster.url]
     return ["--backend", request.param, *address]

@@ -8,6 +8,7 @@ import pytest
 
 from splitserve import Client
 from splitserve.client.errors import Overloaded, Refused
+from tests.lengths import few
 from tests.system.cluster import wait_until
 from tests.tiny_models import write_fake_model
 
@@ -16,7 +17,7 @@ PROMPT = list(range(40))
 CLASSES = ("loose=ttft:600000,tpot:600000", "hasty=tpot:0.001", "tight=ttft:1000x,tpot:1000x")
 
 
-@pytest.fixture(scope="module", params=["split", "both"])
+@pytest.fixture(scope="module", params=few(["split", "both"]))
 def client(request, start_cluster, tmp_path_factory):
     model = write_fake_model(tmp_path_factory.mktemp("fake"), step_s=0.005)
     roles = {"num_prefill": 0, "num_decode": 0, "num_both": 1} if request.param == "both" else {}
@@ -70,6 +71,7 @@ def test_a_priority_that_cannot_be_is_refused_with_the_limit(client):
     assert error.value.field == "priority"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_prefill", "num_both"), [(1, 1), pytest.param(0, 1, marks=pytest.mark.long)])
 def test_what_would_be_late_is_refused_with_the_time_to_come_back(start_cluster, tmp_path, num_prefill, num_both):
     """A prompt of at least 50 ms, of which the first token is due in one, beside a long answer, as soon as nodes have

@@ -136,6 +136,7 @@ async def test_a_pool_too_small_to_keep_much(start_cluster, tmp_path):
     cluster.stop()
 
 
+@pytest.mark.long
 async def test_the_router_sends_a_prompt_to_where_its_beginning_is(start_cluster, tmp_path):
     model = write_fake_model(tmp_path / "model")
     cluster = start_cluster(model, num_prefill=3, num_decode=3, node={"num_kv_blocks": 400})

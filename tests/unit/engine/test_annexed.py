@@ -12,6 +12,7 @@ from engine.cache.kv_pool import PagedKVPool
 from engine.engine import Engine
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
+from tests.lengths import few
 from tests.tiny_models import write_tiny_model
 from tests.unit.engine.native_kit import CPU, LAYER, Scene, needs_library, runnable_variants
 
@@ -79,7 +80,7 @@ def num_threads(request):
     ("heads", "num_threads"), [((9, 3, 64), 1), ((4, 4, 80), 2), ((8, 1, 32), 3)], indirect=["num_threads"]
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", runnable_variants())
+@pytest.mark.parametrize("variant", few(runnable_variants()))
 @pytest.mark.usefixtures("num_threads")
 def test_bits_are_those_of_one_pool(variant, dtype, heads):
     for size, annexes in CASES:

@@ -12,6 +12,7 @@ from engine.cache.kv_pool import PagedKVPool
 from engine.native.library import native_library
 from serving_core.layout import KVLayout
 from serving_core.requests import Share
+from tests.lengths import few
 from tests.unit.engine.native_kit import CPU, LAYER, Scene, needs_library, runnable_variants
 
 pytestmark = needs_library
@@ -167,7 +168,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(dtype):
         ("int8", torch.float16),
     ],
 )
-@pytest.mark.parametrize("variant", runnable_variants())
+@pytest.mark.parametrize("variant", few(runnable_variants()))
 def test_the_bits_of_a_prompt_do_not_depend_on_how_it_is_cut(variant, dtype, compute_dtype, shape, softcap):
     """Into chunks and single rows; the single rows of one batch are those of a decode step."""
     num_heads, num_kv_heads, head_dim, block_size, window = shape

@@ -59,6 +59,7 @@ def test_ranks_of_one_machine_add_up_in_their_order_through_shared_memory(tp_siz
     assert run_group(tp_size, "shared_sums") == [[True, True, []]] * tp_size
 
 
+@pytest.mark.long
 def test_ranks_whose_machines_have_other_weights_are_refused(tmp_path):
     for rank in range(2):
         write_tiny_model(tmp_path / str(rank), seed=rank)

@@ -69,6 +69,7 @@ def seen(fleet):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", EACH_ORDER)
 def test_everyone_gets_their_answer(order):
     """Nothing fails here; so nobody may be told of a failure, not even by time."""

@@ -274,6 +274,7 @@ def test_up_ends_when_its_terminal_does(model, hangups, tmp_path):
     assert_gone(children)
 
 
+@pytest.mark.long
 def test_nodes_that_die_start_again_and_whoever_asks_meanwhile_waits(up):
     cluster = up("--node-wait-s", str(DEADLINE_S))
     cluster.read_until("Ready")
@@ -492,6 +493,7 @@ def test_a_kernel_variant_that_is_none_is_told_before_anything_starts(up, tmp_pa
     assert "SPLITSERVE_NATIVE=sse9 is none of" in refusal(up(), tmp_path)
 
 
+@pytest.mark.long
 def test_what_only_a_node_can_know_is_its_own_sentence(up, tmp_path):
     folder = write_tiny_model(tmp_path / "tiny")
     rewrite(folder / "config.json", num_hidden_layers=4)

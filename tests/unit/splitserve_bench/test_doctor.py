@@ -201,6 +201,7 @@ def test_the_fake_model_is_refused(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_an_error_of_a_node_is_told_in_its_words(tmp_path):
     write_random_model(tmp_path / "tiny", TINY)
     (tmp_path / "tiny" / "model.safetensors").unlink()

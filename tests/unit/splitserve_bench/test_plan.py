@@ -536,6 +536,7 @@ SMALL = ("--tp", "1", "--random-input-len", "200", "--random-output-len", "8", "
          "--num-prompts", "30", "--seconds", "0.01", "--jobs", "1", "--slo", "ttft:3000", "tpot:200")  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_command_finds_a_plan_and_says_how_to_run_it(tmp_path):
     PROFILE.save(tmp_path / "profile.json")
     saved, picture = tmp_path / "plan.json", tmp_path / "plan.png"
