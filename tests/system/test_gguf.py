@@ -64,6 +64,7 @@ async def test_a_node_with_another_file_of_the_same_kind_is_not_taken(start_clus
     cluster.stop()
 
 
+@pytest.mark.long
 def test_up_serves_a_file(tmp_path):
     file, port = write_gguf(tmp_path / "tiny.gguf", stored="Q8_0"), free_port()
     flags = {"grpc_port": port, "http_port": -1, "num_kv_blocks": 64}

@@ -255,7 +255,8 @@ async def test_a_connection_that_is_cut_costs_nothing(fake):
     assert heard.num_resumes >= 2
 
 
-@pytest.mark.parametrize("flags", [(), pytest.param(("--no-resume",), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [(), ("--no-resume",)])
 def test_the_command_line_goes_on_too(fake, flags):
     options = ["--raw", "--json", "--max-tokens", "400", "--temperature", "0", "--ignore-eos", "--server", fake.target]
     command = [sys.executable, "-m", "splitserve", "generate", "hi", *options, *flags]

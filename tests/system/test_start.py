@@ -161,7 +161,7 @@ def _close_sockets():
         _sockets.pop().close()
 
 
-@pytest.mark.parametrize("which", ["port", "fleet_port"])
+@pytest.mark.parametrize("which", few(["port", "fleet_port"]))
 def test_port_in_use(run, model, which):
     taken = _taken_port()
     ports = {"port": free_port(), "fleet_port": free_port()} | {which: taken}

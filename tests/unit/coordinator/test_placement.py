@@ -17,6 +17,7 @@ from coordinator.control.registry import Registry
 from serving_core.errors import RequestError
 from serving_core.shapes import Shape
 from tests import fleet_events as events
+from tests.lengths import few
 from tests.unit.coordinator.fleet_simulation import mean_request_s
 
 TOKENS = list(range(1, 101))
@@ -381,7 +382,7 @@ def test_a_reader_beside_is_as_good_as_the_better_of_a_split_and_none(load, rate
     assert means["mixed"] <= 1.03 * min(means["split"], means["alone"])
 
 
-@pytest.mark.parametrize("load", ["mixed", "light", "bursty"])
+@pytest.mark.parametrize("load", few(["mixed", "light", "bursty"]))
 def test_a_reader_beside_is_as_good_where_requests_wait_for_credit(load):
     requests, rates = LOADS[load].requests(random.Random(7)), FLEETS["equal nodes"]
     means = mean_s(rates, requests, 4)

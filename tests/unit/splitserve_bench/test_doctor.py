@@ -106,6 +106,7 @@ def test_more_cores_than_there_are():
         node_cpus([0, 1], 3)
 
 
+@pytest.mark.long
 def test_the_command_measures_a_model(tmp_path, monkeypatch):
     barriers = []
 

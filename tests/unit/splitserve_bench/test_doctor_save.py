@@ -167,17 +167,13 @@ def test_steps_of_a_tiny_model(tiny, kv_cache_dtype):
     assert all(seconds > 0 for row in (*answers.seconds, *prompts.seconds) for seconds in row)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("module", "task", "measured"),
     [
         (GRIDS_MODULE, lambda settings: GridTask(settings, "", PROMPTS, (8,), (0,), 1), "seconds"),
-        *(
-            pytest.param(NODE_MODULE, task, measured, marks=pytest.mark.long)
-            for task, measured in (
-                (lambda settings: NodeTask(settings, "", (8,), (), 1), "prompts_s"),
-                (lambda settings: NodeTask(settings, "", (), (2,), 1), "steps_s"),
-            )
-        ),
+        (NODE_MODULE, lambda settings: NodeTask(settings, "", (8,), (), 1), "prompts_s"),
+        (NODE_MODULE, lambda settings: NodeTask(settings, "", (), (2,), 1), "steps_s"),
     ],
     ids=["grid", "prompts", "answers"],
 )

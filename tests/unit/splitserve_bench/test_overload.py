@@ -240,6 +240,7 @@ async def run(target, *words):
     return output.decode()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["splitserve", pytest.param("openai", marks=pytest.mark.long)])
 async def test_a_server_is_loaded_in_stages(kind, tmp_path):
     script = Script()

@@ -50,7 +50,7 @@ def test_limits_and_priorities_let_nobody_wait_for_ever(has_limits, priorities):
 
 
 @seeds_of_60
-@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize("trouble", few(TROUBLES))
 def test_one_kind_of_trouble(trouble, seeds):
     seen = Counter()
     for seed in seeds:
