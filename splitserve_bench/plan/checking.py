@@ -16,12 +16,12 @@ from splitserve_bench.plan.clients import JudgingClients
 from splitserve_bench.plan.fleets import run_clients
 from splitserve_bench.plan.nodes import NodeKind
 from splitserve_bench.plan.plans import Plan, Pool
-from splitserve_bench.plan.steps import Steps
 from splitserve_bench.plan.tables import Check, check_of
 from splitserve_bench.serve.datasets import ordinary_ids
 from splitserve_bench.serve.metrics import Distribution, Limits
 from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.simulate.agenda import Agenda
+from splitserve_bench.simulate.costs import Steps
 
 CHUNKS: Final = (128, 512, 1024, 2048)  # without tokens before them
 ANSWERS: Final = ((1, 512), (8, 512), (32, 512), (64, 512))  # with the tokens before each

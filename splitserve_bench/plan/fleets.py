@@ -12,13 +12,12 @@ from splitserve_bench.compare.search import MOST_SEEDS
 from splitserve_bench.plan.clients import JudgingClients
 from splitserve_bench.plan.nodes import NodeKind
 from splitserve_bench.plan.plans import Plan
-from splitserve_bench.plan.steps import answers_part_s, chunk_part_s
 from splitserve_bench.serve.metrics import Limits
 from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.serve.spread import effective_size
 from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.corridor import Corridor, End
-from splitserve_bench.simulate.costs import LEAST_STEP_S, START_TOKENS, StepLoad
+from splitserve_bench.simulate.costs import LEAST_STEP_S, START_TOKENS, StepLoad, seconds_of
 from splitserve_bench.simulate.fleet import Fleet, FleetSize, start_nodes
 from splitserve_bench.simulate.toy_model import ToyModel
 
@@ -50,14 +49,7 @@ class PlannedCosts:
         self.prefill_tokens_per_s = START_TOKENS / max(LEAST_STEP_S, kind.steps.chunk_s(START_TOKENS, 0))
 
     def step_s(self, load: StepLoad) -> float:
-        steps = self.kind.steps
-        if load.num_answers and load.num_prompt_tokens:
-            seconds = steps.both_s(load)
-        elif load.num_answers:
-            seconds = answers_part_s(steps, load)
-        else:
-            seconds = chunk_part_s(steps, load) if load.num_prompt_tokens else 0.0
-        return max(LEAST_STEP_S, seconds)
+        return max(LEAST_STEP_S, seconds_of(self.kind.steps, load))
 
     def message_s(self, sent_s: float) -> float:
         return self.kind.message_s

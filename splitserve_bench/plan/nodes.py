@@ -19,9 +19,9 @@ from splitserve_bench.plan.devices import CPU, DEVICES, Device, device_of, link_
 from splitserve_bench.plan.model_sizes import ModelSizes, read_model_sizes
 from splitserve_bench.plan.roofline import LINK, Roofline
 from splitserve_bench.plan.stages import StagedRoofline
-from splitserve_bench.plan.steps import MeasuredSteps, Steps
+from splitserve_bench.plan.steps import MeasuredSteps
 from splitserve_bench.plan.tables import Entry, Table, read_table
-from splitserve_bench.simulate.costs import StepLoad
+from splitserve_bench.simulate.costs import StepLoad, Steps
 from splitserve_bench.simulate.grid import Grid
 from splitserve_bench.simulate.profile import (
     ControlProfile,
@@ -138,9 +138,8 @@ def profile_of(machines: Machines, kind: NodeKind) -> Profile:
 def _beside_factor(steps: Steps, num_answers: int) -> float:
     """What the tokens before answers cost beside a prompt, over what they do alone: 1 where that is nothing."""
     alone_s = steps.answers_s(num_answers, BESIDE) - steps.answers_s(num_answers, 0)
-    beside_s = steps.both_s(StepLoad(num_answers, num_answers * BESIDE, BESIDE)) - steps.both_s(
-        StepLoad(num_answers, 0, BESIDE)
-    )
+    with_s, without_s = (steps.both_s(StepLoad(num_answers, num_answers * each, BESIDE)) for each in (BESIDE, 0))
+    beside_s = with_s - without_s
     return beside_s / alone_s if min(alone_s, beside_s) > 0 else 1.0
 
 

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from serving_core.errors import SettingsError
 from splitserve_bench.plan.devices import Link
 from splitserve_bench.plan.model_sizes import ModelSizes
-from splitserve_bench.plan.steps import Steps
+from splitserve_bench.simulate.costs import Steps
 from splitserve_bench.simulate.grid import Grid
 
 MOST_BYTES: Final = 2**28  # of a table's file

@@ -41,8 +41,8 @@ def load_of(works: Iterable[Work]) -> StepLoad:
     return load
 
 
-class StepSeconds(Protocol):
-    """Of steps of one kind."""
+class Steps(Protocol):
+    """Seconds of steps."""
 
     def answers_s(self, num_answers: float, context_tokens: float) -> float:
         """A token for each of so many answers, with so many tokens before it."""
@@ -53,8 +53,23 @@ class StepSeconds(Protocol):
         (StepLoad.num_before). What was measured for one chunk alone says no less than without any before it."""
         ...
 
+    def both_s(self, load: StepLoad) -> float:
+        """Answers and prompts in one step."""
+        ...
 
-def together_s(steps: StepSeconds, load: StepLoad, beside_factor: float = 1.0) -> float:
+
+def seconds_of(steps: Steps, load: StepLoad) -> float:
+    """A step of whatever there is to compute; of nothing, none."""
+    if load.num_answers and load.num_prompt_tokens:
+        return steps.both_s(load)
+    if load.num_answers:
+        return steps.answers_s(load.num_answers, load.num_cached / load.num_answers)
+    if load.num_prompt_tokens:
+        return steps.chunk_s(load.num_prompt_tokens, load.num_before / load.num_prompt_tokens)
+    return 0.0
+
+
+def together_s(steps: Steps, load: StepLoad, beside_factor: float = 1.0) -> float:
     """A step of both computes the products of all its tokens at once, whosesoever they are: answers in it take what so
     many more tokens of prompts do, and what they do beyond that, which is more of the head, and their own attention."""
     num_answers, num_tokens = load.num_answers, load.num_answers + load.num_prompt_tokens
@@ -100,19 +115,13 @@ class ProfileCosts:
         self.prefill_tokens_per_s = START_TOKENS / max(LEAST_STEP_S, start_s)
 
     def step_s(self, load: StepLoad) -> float:
-        num_answers, num_tokens, seconds = load.num_answers, load.num_prompt_tokens, self._steps.overhead_s
-        if num_answers and num_tokens:
-            seconds += together_s(self, load, self._steps.attention_beside_factor)
-        elif num_answers:
-            seconds += self.answers_s(num_answers, load.num_cached / num_answers)
-        elif num_tokens:
-            seconds += self.chunk_s(num_tokens, load.num_before / num_tokens)
-        if num_tokens and load.is_first:
+        seconds = self._steps.overhead_s + seconds_of(self, load)
+        if load.num_prompt_tokens and load.is_first:
             seconds += self._steps.prompt_overhead_s
         return max(LEAST_STEP_S, seconds)
 
     def answers_s(self, num_answers: float, context_tokens: float) -> float:
-        """Without overheads, as chunk_s."""
+        """Without overheads, as chunk_s and both_s."""
         row = self._answers.get(num_answers)
         if row is None:
             row = self._answers[num_answers] = self._steps.answers.row(num_answers)
@@ -120,6 +129,9 @@ class ProfileCosts:
 
     def chunk_s(self, num_tokens: float, before_tokens: float) -> float:
         return self._steps.prompts.at(num_tokens, before_tokens) * self._prompts_factor
+
+    def both_s(self, load: StepLoad) -> float:
+        return together_s(self, load, self._steps.attention_beside_factor)
 
     def message_s(self, sent_s: float) -> float:
         return self._control.message_s

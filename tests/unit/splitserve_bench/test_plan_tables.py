@@ -6,9 +6,8 @@ from serving_core.requests import Work
 from splitserve_bench.errors import BenchError
 from splitserve_bench.plan.devices import DEVICES, link_of
 from splitserve_bench.plan.model_sizes import read_model_sizes
-from splitserve_bench.plan.steps import chunk_part_s
 from splitserve_bench.plan.tables import Entry, left_out, read_table
-from splitserve_bench.simulate.costs import StepLoad, load_of
+from splitserve_bench.simulate.costs import StepLoad, load_of, seconds_of
 from splitserve_bench.simulate.grid import Grid
 from tests.unit.splitserve_bench.plan_kit import (
     LAYER_PARTS,
@@ -47,7 +46,7 @@ def test_prompts_of_one_step_add_the_squares_of_each_and_not_of_all(tmp_path, mo
     load = load_of([Work(None, start, num_tokens, []) for start, num_tokens in chunks])
     squares = sum((start + num_tokens) ** 2 - start**2 for start, num_tokens in chunks)
     expected_s = (10 + 0.1 * sum(num_tokens for _, num_tokens in chunks) + 1e-5 * squares) / 1e3
-    assert chunk_part_s(steps, load) == pytest.approx(expected_s)
+    assert seconds_of(steps, load) == pytest.approx(expected_s)
 
 
 def test_what_more_answers_add_may_be_below_0_as_it_was_published_but_no_step_is(tmp_path, model):
