@@ -7,6 +7,7 @@ given names the door's vocabulary, since with another one masks would let other 
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -63,7 +64,7 @@ class Grammars:
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
         self._vocabulary = ""  # that it has, by its digest
-        self._known: dict[str, GrammarGuide] = {}  # by their grammars, that which was asked for last behind
+        self._known = lru_cache(MAX_KNOWN)(self.compiled)
 
     def load(self) -> LLTokenizer:
         """Reads the model's tokenizer, once; that takes a second for a large one. Raises RequestError when answers of
@@ -82,11 +83,7 @@ class Grammars:
 
     def guide(self, grammar: str) -> GrammarGuide:
         """For an answer that has not begun, or that is to be taken over. Raises RequestError as `compiled` does."""
-        known = self._known.pop(grammar) if grammar in self._known else self.compiled(grammar)
-        self._known[grammar] = known
-        if len(self._known) > MAX_KNOWN:
-            del self._known[next(iter(self._known))]
-        return known.another()
+        return self._known(grammar).another()
 
     def compiled(self, grammar: str) -> GrammarGuide:
         """A guide that is not kept in mind. Raises RequestError when the grammar cannot be compiled within the limits,
