@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -143,19 +144,20 @@ def finding_edges():
 
 
 def attentions(memory_bytes):
+    case = partial(attending, memory_bytes)
     return [
-        attending(memory_bytes, "bf16", "bf16", 128, 4, 16, FEW_ROWS, splits=16),
-        attending(memory_bytes, "bf16", "bf16", 128, 4, 16, MANY_ROWS),
-        attending(memory_bytes, "bf16", "bf16", 64, 8, 256, MANY_ROWS, has_window=True),
-        attending(memory_bytes, "fp16", "fp16", 256, 2, 16, MANY_ROWS, has_cap=True, has_window=True),
-        attending(memory_bytes, "fp32", "fp32", 128, 4, 16, FEW_ROWS, has_cap=True),
-        attending(memory_bytes, "fp16", "fp16", 256, 2, 16, FEW_ROWS, splits=16),
-        attending(memory_bytes, "bf16", "i8", 128, 4, 16, FEW_ROWS, splits=64),
-        attending(memory_bytes, "bf16", "bf16", 128, 4, 16, SHARING_ROWS, splits=16),
-        attending(memory_bytes, "fp16", "fp16", 64, 4, 256, SHARING_ROWS, splits=16, has_cap=True, has_window=True),
-        attending(memory_bytes, "bf16", "i8", 128, 4, 16, SHARING_ROWS, splits=64),
-        attending(memory_bytes, "bf16", "i8", 128, 4, 16, MANY_ROWS),
-        attending(memory_bytes, "bf16", FP8, 128, 4, 16, MANY_ROWS),
+        case("bf16", "bf16", 128, 4, 16, FEW_ROWS, splits=16),
+        case("bf16", "bf16", 128, 4, 16, MANY_ROWS),
+        case("bf16", "bf16", 64, 8, 256, MANY_ROWS, has_window=True),
+        case("fp16", "fp16", 256, 2, 16, MANY_ROWS, has_cap=True, has_window=True),
+        case("fp32", "fp32", 128, 4, 16, FEW_ROWS, has_cap=True),
+        case("fp16", "fp16", 256, 2, 16, FEW_ROWS, splits=16),
+        case("bf16", "i8", 128, 4, 16, FEW_ROWS, splits=64),
+        case("bf16", "bf16", 128, 4, 16, SHARING_ROWS, splits=16),
+        case("fp16", "fp16", 64, 4, 256, SHARING_ROWS, splits=16, has_cap=True, has_window=True),
+        case("bf16", "i8", 128, 4, 16, SHARING_ROWS, splits=64),
+        case("bf16", "i8", 128, 4, 16, MANY_ROWS),
+        case("bf16", FP8, 128, 4, 16, MANY_ROWS),
     ]
 
 

@@ -16,7 +16,7 @@ NUM_BLOCKS = 9
 MOST_TOKENS = NUM_BLOCKS * 4
 PRIORITIES = [(0,), (-1, 0, 1)]
 ORDERS = ["random", "as they come", "backwards"]
-EACH_ORDER = [pytest.param(order, marks=() if order == "random" else pytest.mark.long) for order in ORDERS]
+EACH_ORDER = few(ORDERS, "random")
 
 
 def ask(fleet, random, age, priorities):

@@ -28,6 +28,12 @@ def finish(node, number, prompt=None):
     assert node.tokens(f"r{number}") == answer_of(prompt, 4)[1:]
 
 
+def finish_all(node, count):
+    for number in range(1, count + 1):
+        finish(node, number)
+    node.check_empty()
+
+
 def test_what_prompts_begin_with_is_sent_and_held_once():
     node = Node(32)
     requests = [reserve(node, number) for number in range(1, 5)]
@@ -40,9 +46,7 @@ def test_what_prompts_begin_with_is_sent_and_held_once():
         node.arrive(request)
     saved = [node.event(f"r{number}", "committed").num_bytes_saved for number in range(1, 5)]
     assert saved == [0, *[5 * BLOCK_BYTES] * 3]
-    for number in range(1, 5):
-        finish(node, number)
-    node.check_empty()
+    finish_all(node, 4)
 
 
 def test_a_prompt_waits_again_for_what_is_behind_that():
@@ -101,9 +105,7 @@ def test_where_the_first_ones_blocks_are_taken_back_nobody_waits_for_them():
     node.steps()
     assert node.opened[third.epoch].num_cached == 5
     node.arrive(third)
-    for number in range(1, 4):
-        finish(node, number)
-    node.check_empty()
+    finish_all(node, 3)
 
 
 def test_when_the_coordinator_is_gone_nobody_waits_for_anybody():
@@ -125,9 +127,7 @@ def test_a_prompt_that_is_read_waits_for_none_that_is_not():
     node.arrive(first)
     node.arrive(third)
     node.arrive(second)
-    for number in range(1, 4):
-        finish(node, number)
-    node.check_empty()
+    finish_all(node, 3)
 
 
 def test_a_prompt_that_is_read_waits_for_what_is_read_too_and_comes():
@@ -178,9 +178,7 @@ def test_what_does_not_stand_behind_the_same_blocks_is_not_found_and_comes_once_
     node.arrive(second)
     assert node.opened[third.epoch].num_cached == 5
     node.arrive(third)
-    for number in range(1, 4):
-        finish(node, number)
-    node.check_empty()
+    finish_all(node, 3)
 
 
 def test_what_takes_too_long_is_sent_for_each():
