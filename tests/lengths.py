@@ -12,4 +12,11 @@ def few(values: Iterable[Any], *quick: Any) -> list[Any]:
     given = list(values)
     chosen: Collection[Any] = quick or given[:1]
     assert all(each in given for each in chosen), "a quick one is not among them"
-    return [each if each in chosen else pytest.param(each, marks=pytest.mark.long) for each in given]
+    return [each if each in chosen else _long(each) for each in given]
+
+
+def _long(each: Any) -> Any:
+    """`each` may be a parameter already, with marks and a name of its own."""
+    if not isinstance(each, type(pytest.param())):
+        each = pytest.param(each)
+    return each._replace(marks=(*each.marks, pytest.mark.long))
