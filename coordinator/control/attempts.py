@@ -191,12 +191,13 @@ class TrackedRequest:
     full_nodes: set[Node] = field(default_factory=set)  # of those, the ones that had no room for it
     asks_again_s: float = 0.0  # while it waits for nodes: not before this
     waits_until_s: float | None = None  # for nodes, by Pauses.awake_s; None while nodes have it
+    is_held: bool = False  # before it is placed for the first time: coordinator/control/holding.py
     attempt: Attempt = field(init=False)  # the current one, or the last one while it waits for nodes after some
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no node has it, and it waits for some to come."""
-        return self.waits_until_s is not None
+        """Whether no node has it: it waits for some to come, or is held."""
+        return self.waits_until_s is not None or self.is_held
 
     @property
     def known(self) -> Prompt:

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from coordinator.control.attempts import Attempt, Move, MoveStage, TrackedRequest
 from coordinator.control.demand import Demand, Ended
 from coordinator.control.handover import Handover
+from coordinator.control.holding import Holding
 from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, MoveOutcome, Send
 from coordinator.control.ledger import Ledger
 from coordinator.control.lives import Lives
@@ -65,6 +66,7 @@ class LiveAnswers:
         self.lives = Lives()
         self.harmless = Pace()  # of new requests that could be late in their first token, and make nobody late
         self.turns = Turns()
+        self.holding = Holding()
         self.demand = Demand()
         self.releases = Releases()
         self._epoch = first_epoch
@@ -118,11 +120,32 @@ class LiveAnswers:
                 raise
             instructions = self._wait(request, now)
         else:
-            if placed.is_timely and request.due is not None and request.due.first_s < inf:
-                self.harmless.happened(now)
+            self._note_harmless(request, placed, now)
+            if not self._is_idle(placed) and self.holding.takes(request, placed, now):
+                request.timeline.placed(now)
+                self._requests[request.request_id] = request
+                return self.let_in(now)
             self._check_admission(request, placed)
             instructions = self._try_on(request, placed, now, since_s=request.timeline.start_s)
         self._requests[request.request_id] = request
+        return instructions
+
+    def let_in(self, now: float) -> list[Instruction]:
+        """Those that are held begin, as many as may. To be called some times a second, and when an answer has ended."""
+        instructions: list[Instruction] = []
+        while (request := self.holding.first) is not None:
+            try:
+                placed = self._place(request, now)
+            except RequestError as no_node:
+                instructions += self._wait(request, now) if self._node_wait_s else self._end(request, no_node, now)
+                self.holding.let_go(request)
+                continue
+            num_readers = sum(node.usable.reads for node in self.registry.nodes if node.is_ready)
+            if not (placed.is_easy or self._is_idle(placed) or self.holding.is_over(placed, num_readers, now)):
+                break
+            self._note_harmless(request, placed, now)
+            instructions += self._begin_late(request, placed, now)
+            self.holding.let_go(request)
         return instructions
 
     def retry(self, request: TrackedRequest, now: float) -> list[Instruction]:
@@ -137,12 +160,20 @@ class LiveAnswers:
             placed = self._place(request, now)
         except RequestError as no_node:
             return self.end(request, with_progress(no_node, request), now) if is_over else []
+        return self._begin_late(request, placed, now)
+
+    def _begin_late(self, request: TrackedRequest, placed: Placed, now: float) -> list[Instruction]:
+        """The first attempt of one that has waited, or its end if it is not admitted."""
         try:
             self._check_admission(request, placed)
         except RequestError as late:
-            return self.end(request, late, now)
+            return self._end(request, late, now)
         request.waits_until_s = None
         return self._try_on(request, placed, now)
+
+    def _note_harmless(self, request: TrackedRequest, placed: Placed, now: float) -> None:
+        if placed.is_timely and request.due is not None and request.due.first_s < inf:
+            self.harmless.happened(now)
 
     def _wait(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """For nodes to come; there is nothing to do meanwhile."""
@@ -156,11 +187,15 @@ class LiveAnswers:
         slower than they are."""
         if self._admits_late or placed.is_timely or request.due is None or request.num_restarts or request.output:
             return
-        if self.ledger.is_idle(placed.reader) and self.ledger.is_idle(placed.writer):
+        if self._is_idle(placed):
             return
         wait_s = max(1.0, placed.wait_s)
         message = f"the limits of the request cannot be kept beside those of others: try again in {wait_s:.1f} s"
         raise RequestError(reasons.WOULD_BE_LATE, message, retry_after_s=f"{wait_s:.3f}")
+
+    def _is_idle(self, placed: Placed) -> bool:
+        """Whether these nodes have nothing to do."""
+        return self.ledger.is_idle(placed.reader) and self.ledger.is_idle(placed.writer)
 
     def elsewhere(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """A new attempt on nodes that are ready, through no fault of those that had it; without any it stays."""
@@ -302,7 +337,7 @@ class LiveAnswers:
         where there is more to it, and then nothing is done."""
         about = token.attempt
         request = self._requests.get(about.request_id)
-        if request is None or request.waits_until_s is not None or request.move is not None:
+        if request is None or request.is_waiting or request.move is not None:
             return None
         if token.finish_reason or token.num_proposed:
             return None
@@ -356,7 +391,12 @@ class LiveAnswers:
     def end(
         self, request: TrackedRequest, outcome: inference_pb2.Complete | RequestError, now: float
     ) -> list[Instruction]:
-        """The one end of the answer; whoever may hold something of it is told."""
+        """The one end of the answer; whoever may hold something of it is told. What was held for it begins."""
+        return [*self._end(request, outcome, now), *self.let_in(now)]
+
+    def _end(
+        self, request: TrackedRequest, outcome: inference_pb2.Complete | RequestError, now: float
+    ) -> list[Instruction]:
         del self._requests[request.request_id]
         self.lives.ended(request, outcome, now)
         if request.slo is not None and request.slo.has_limits:
@@ -364,6 +404,7 @@ class LiveAnswers:
         if not (isinstance(outcome, RequestError) and outcome.reason == reasons.QUEUE_FULL):
             self.turns.ended(now)
         instructions = [] if request.is_waiting else self._let_go(request, now)
+        self.holding.let_go(request)
         return [*instructions, End(request.request_id, outcome, request.timeline, now)]
 
     # ---- letting go ----

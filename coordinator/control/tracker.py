@@ -115,8 +115,13 @@ class Tracker:
 
     @property
     def num_deferred(self) -> int:
-        """Of those, the ones that no node has."""
-        return sum(request.is_waiting for request in self._live.everyone())
+        """Of those, the ones that no node is there for."""
+        return sum(request.waits_until_s is not None for request in self._live.everyone())
+
+    @property
+    def num_held(self) -> int:
+        """Of those, the ones that are held, since they would make answers late."""
+        return sum(request.is_held for request in self._live.everyone())
 
     @property
     def lives(self) -> Lives:
@@ -129,7 +134,9 @@ class Tracker:
 
     def phases(self) -> Counter[Phase | None]:
         """Live answers by phase; None of those that no node has, for want of one."""
-        return Counter(None if each.is_waiting else each.timeline.phase for each in self._live.everyone())
+        return Counter(
+            None if each.waits_until_s is not None else each.timeline.phase for each in self._live.everyone()
+        )
 
     @property
     def num_nodes_needed(self) -> int:
@@ -286,6 +293,8 @@ class Tracker:
             if now >= request.deadline_s:
                 instructions += self._live.end(request, too_late(request), now)
                 continue
+            if request.is_held:
+                continue
             if request.is_waiting:
                 instructions += self._live.retry(request, now)
                 continue
@@ -293,7 +302,7 @@ class Tracker:
                 instructions += self._moves.tick(request, request.move, now)
             if (since_s := request.attempt.waits_since_s) is not None and now - since_s >= self._keep_after_s:
                 instructions += self._keep(request, now)
-        return instructions + self._relocate(now)
+        return instructions + self._live.let_in(now) + self._relocate(now)
 
     # ---- events ----
 

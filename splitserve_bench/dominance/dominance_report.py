@@ -16,7 +16,7 @@ PHASE_WORDS: Final = {field: name for name, field, _, _ in PHASES}
 
 NAMES: Final = (
     "P reads prompts, D writes answers, B does both; then the policy where it is not auto, and timely where requests "
-    "that would be late are refused at once; late requests may be so in both ways."
+    "that would be late are refused; late requests may be so in both ways."
 )
 
 

@@ -7,6 +7,7 @@ only read come first. Of writers that cost the same the one is taken that has mo
 holds already count as left. Nodes that have failed the request come last, and full writers behind those with room.
 """
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -14,7 +15,7 @@ from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
 from coordinator.control.placement.costs import Costs
 from coordinator.control.placement.lateness import Lateness, spared
-from coordinator.control.placement.policy import Placed, Wanted, within_pools
+from coordinator.control.placement.policy import CROWDED, Placed, Wanted, within_pools
 from coordinator.control.registry import Node
 from coordinator.control.router import candidates
 from serving_core.errors import RequestError
@@ -84,11 +85,11 @@ class _Weighing:
         if self._lateness is None:
             return Placed(reader, writer, loan=loan)
         read, write = self._lateness.on(reader), self._lateness.on(writer)
-        num_late, wait_s = self._num_late(reader, writer), 0.0
-        is_crowded = not num_late and write.is_crowded(reads=reader is writer)
-        if num_late or is_crowded:
+        num_late, crowding, wait_s = self._num_late(reader, writer), write.crowding(reads=reader is writer), 0.0
+        if num_late or crowding > CROWDED:
             wait_s = max(read.reading_wait_s(), write.room_s or write.writing_wait_s())
-        return Placed(reader, writer, num_late, is_crowded, wait_s, loan)
+        begins_s = math.inf if write.is_beyond else read.own_begins_s
+        return Placed(reader, writer, num_late, crowding, wait_s, read.own_reads_s, begins_s, loan)
 
     def order(self, pair: Pair) -> _Order:
         reader, writer = pair

@@ -21,9 +21,9 @@ Answers without limits leave it a chunk with each of their steps. So a node itse
 (prefill_node/slack.py, prefill_node/order.py): what is expected here is what it will try. How long answers become is
 guessed from those that ended (coordinator/control/lengths.py).
 
-An answer that makes nobody late as things stand is too many where its node would then write more at a time than a step
-holds within the tightest limit, by CROWDED: prompts would get no time, whatever is expected of those that wait.
-An answer whose prompt waits counts there as far as it outlasts the reading of all that wait.
+An answer that makes nobody late as things stand is too many where a step of all that its node would then write takes
+longer than the tightest limit (`crowding`): prompts would get no time, whatever is expected of those that wait. An
+answer whose prompt waits counts there as far as it outlasts the reading of all that wait.
 
 An answer also costs prompts that are not there yet: while it is being written its node reads little. Where answers are
 being written anyway one more hardly matters; so they do no harm if they leave one node alone (`spared`). On that one an
@@ -49,7 +49,6 @@ from serving_core.due import Due
 
 KEPT: Final = 0.96  # of the time that answers have, for what steps take more than is expected
 BEGUN: Final = 0.4  # of the answers whose prompts wait are written while these are read; found in simulation
-CROWDED: Final = 1.03  # of the tightest limit; found in simulation
 LOST: Final = 2  # for each request that is expected meanwhile; found in simulation
 
 
@@ -213,6 +212,16 @@ class NodeLateness:
         work_s = sum(each.seconds for each in self._jobs if each.due_s <= self._own_job.due_s)
         return self._pace(0).seconds(work_s + self._own_job.seconds)
 
+    @property
+    def own_reads_s(self) -> float:
+        """That reading its prompt takes beside the answers there, with no other to read."""
+        return self._pace(0).seconds(self._own_job.seconds)
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether its limit on TPOT is less than a step of its answer alone takes."""
+        return self._own is not None and self._own < self._step_s(1)
+
     def reads_s(self) -> Iterator[tuple[int, float]]:
         """The identities of dues, and the seconds until it has read the prompts of which they are."""
         pace, work_s = self._pace(0), 0.0
@@ -225,18 +234,19 @@ class NodeLateness:
         added_s = (self._own_num_left - self._most_left) * self._steps_s[1]
         return max(0, int(LOST * self._requests_per_s * added_s))
 
-    def is_crowded(self, *, reads: bool) -> bool:
-        """Whether it would have too many answers with this one, whose prompt it reads too or another node."""
+    def crowding(self, *, reads: bool) -> float:
+        """What a step would take of all answers that it would have with this one, whose prompt it reads too or another
+        node, by the tightest limit that can be kept; 0 without limits."""
         alone_s = self._step_s(1)
         limits_s = [each.due.tpot_s for each in self._written] + ([] if self._own is None else [self._own])
-        limit_s = CROWDED * min((each for each in limits_s if each >= alone_s), default=math.inf)
+        limit_s = min((each for each in limits_s if each >= alone_s), default=math.inf)
         if limit_s == math.inf:
-            return False
+            return 0.0
         waiting = [each.num_left for each in self._written if each.num_to_compute] + [self._own_num_left]
         num_begun = self._num_unlimited + len(self._written) + 1 - len(waiting)
         work_s = sum(each.seconds for each in self._jobs) + reads * self._own_job.seconds
         num_waiting = sum(min(1.0, num_left * limit_s / work_s) for num_left in waiting) if work_s else len(waiting)
-        return self._step_s(num_begun + round(num_waiting)) > limit_s
+        return self._step_s(num_begun + round(num_waiting)) / limit_s
 
     def reading_wait_s(self) -> float:
         """Seconds after which it could read the prompt in time behind all that are due, with what it has now."""

@@ -69,6 +69,7 @@ COUNTERS = {
 GAUGES = {
     "splitserve_requests_running": "vllm:num_requests_running",
     "splitserve_requests_waiting": "vllm:num_requests_waiting",
+    "splitserve_requests_held": None,
     "splitserve_nodes": None,
     "splitserve_ready": None,
     "splitserve_nodes_needed": None,

@@ -11,6 +11,7 @@ from tests.unit.coordinator.tracker_kit import World
 MAX_TOKENS = 200
 # A step takes 10 ms and 5 ms for each answer.
 WEIGHTS = [0.010, 0.005, 0.0, 0.0, 0.001, 0.0, 0.0]
+QUICK = [0.001, 0.0, 0.0, 0.0, 0.001, 0.0, 0.0]
 
 
 def learn(world, name, weights=WEIGHTS):
@@ -91,13 +92,14 @@ def test_nobody_moves_to_where_it_makes_another_one_late():
 def written_on_b0(*tpots_s, num_left, ttft_s=10.0):
     """A World in which b0 writes these answers, which came within 30 ms, and b1 one that has so many tokens to come."""
     world = World(("b0",))
-    learn(world, "b0")
+    learn(world, "b0", QUICK)
     for index, tpot_s in enumerate(tpots_s):
         assert world.submit(f"{index}/0", max_tokens=MAX_TOKENS, slo=Slo("", ttft_s, tpot_s)) == ["reserve b0"]
         attempt = world.attempt
         world.tell("b0", events.first_token(events.sampled(attempt, 0, 100)))
         assert world.step(attempt, 1, node="b0") == ["emit 1:101"]
     b1 = world.attach("b1")
+    learn(world, "b0")  # that its steps take longer, when it has been given too much
     learn(world, "b1")
     world.ledger.owe("there", Due(tpot_s=0.1), 0, num_left)
     world.ledger.write("there", b1, 10)

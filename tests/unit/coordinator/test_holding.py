@@ -1,0 +1,175 @@
+"""Requests that are held, since they would make answers late, while their first token has time."""
+
+import pytest
+
+from coordinator.control.slo import Slo
+from coordinator.control.timeline import Phase
+from protos import inference_pb2
+from tests import fleet_events as events
+from tests.unit.coordinator.tracker_kit import PROMPT, World
+
+# A step takes 10 ms and 5 ms for each answer, a prompt 1 ms a token.
+WEIGHTS = [0.010, 0.005, 0.0, 0.0, 0.001, 0.0, 0.0]
+TPOT_S = 0.022  # two answers keep it
+TTFT_S = 10.0
+MAX_TOKENS = 200
+LONG_PROMPT = list(range(1000))  # a second
+
+
+def slo(ttft_s=TTFT_S, tpot_s=TPOT_S, priority=0):
+    return Slo("", ttft_s, tpot_s, priority)
+
+
+def learn(world, name):
+    told = events.heartbeat(step_weights=WEIGHTS, prefill_tokens_per_s=1000.0)
+    world.registry.heartbeat(world.registry.find(name), told.heartbeat, 0.0)
+
+
+def submit(world, name, limits, now=0.0, token_ids=PROMPT):
+    return world.submit(f"{name}/0", token_ids, max_tokens=MAX_TOKENS, slo=limits, now=now)
+
+
+def full_world(**settings):
+    """b0 writes two answers, of which the attempts are returned too: as many as keep their limit."""
+    world = World((), **settings)
+    world.attach("b0", num_blocks=10_000, max_model_len=100_000)
+    learn(world, "b0")
+    attempts = []
+    for index in range(2):
+        assert submit(world, f"running-{index}", slo()) == ["reserve b0"]
+        attempts.append(world.attempt)
+        world.tell("b0", events.first_token(events.sampled(world.attempt, 0, 100)))
+        assert world.step(world.attempt, 1, node="b0") == ["emit 1:101"]
+    return world, attempts
+
+
+def end_of(world, attempt, now):
+    """The answer of the attempt has its last token."""
+    return world.step(attempt, 2, events.LENGTH, node="b0", now=now)
+
+
+def test_one_too_many_begins_when_another_one_has_ended():
+    world, (first, second) = full_world()
+    assert submit(world, "r", slo()) == []
+    tracker = world.tracker
+    assert (tracker.num_running, tracker.num_waiting, tracker.num_held, tracker.num_deferred) == (2, 1, 1, 0)
+    assert tracker.phases() == {Phase.DECODE: 2, Phase.PREFILL_QUEUE: 1}
+    assert world.tick(1.0) == []
+    assert end_of(world, first, 2.0) == ["emit 2:102", "end complete", "reserve b0"]
+    assert world.attempt.request_id == "r/0"
+    assert end_of(world, second, 2.5) == ["emit 2:102", "end complete"]
+    world.tell("b0", events.first_token(events.sampled(world.attempt, 0, 100), prefill_s=0.5), 3.0)
+    assert world.step(world.attempt, 1, events.LENGTH, node="b0", now=3.0)[-1] == "end complete"
+    timeline = world.outcome.timeline
+    assert (timeline.ttft_s, timeline.prefill_queue_s, timeline.prefill_s) == (3.0, 2.5, 0.5)
+    assert (tracker.num_open, tracker.num_held) == (0, 0)
+
+
+def test_it_is_held_for_a_part_of_its_time_at_most():
+    world, _ = full_world()
+    assert submit(world, "r", slo(), now=1.0) == []
+    assert world.tick(1.0 + 0.6 * TTFT_S - 0.26) == []
+    assert world.tick(1.0 + 0.6 * TTFT_S - 0.24) == ["reserve b0"]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [None, slo(ttft_s=None), slo(ttft_s=0.25), slo(tpot_s=0.014), slo(tpot_s=None, ttft_s=1e-3)],
+    ids=["none", "no time for the first token", "little time", "less than a step alone", "none for answers"],
+)
+def test_nobody_is_held_who_would_gain_nothing(limits):
+    world, _ = full_world()
+    assert submit(world, "r", limits) == ["reserve b0"]
+
+
+def test_nodes_that_have_nothing_to_do_hold_nobody():
+    world = World(())
+    world.attach("b0", num_blocks=10_000, max_model_len=100_000)
+    learn(world, "b0")
+    assert submit(world, "r", slo(tpot_s=0.0151), token_ids=LONG_PROMPT) == ["reserve b0"]
+
+
+def test_who_makes_others_late_is_held_too():
+    world, (first, _) = full_world()
+    assert submit(world, "r", slo(tpot_s=None)) == []
+    assert end_of(world, first, 2.0)[-1] == "reserve b0"
+
+
+def test_one_that_another_node_can_take_goes_there():
+    world, _ = full_world()
+    world.attach("b1", num_blocks=10_000, max_model_len=100_000)
+    learn(world, "b1")
+    assert submit(world, "r", slo()) == ["reserve b1"]
+
+
+def test_the_more_important_go_first_and_then_the_older():
+    world, attempts = full_world()
+    for name, priority in (("a", 0), ("b", 0), ("c", -1)):
+        assert submit(world, name, slo(priority=priority)) == []
+    begun = []
+    for attempt in attempts:
+        assert end_of(world, attempt, 0.01)[-1] == "reserve b0"
+        begun.append(world.attempt.request_id)
+    assert begun == ["c/0", "a/0"]
+
+
+def test_they_go_early_enough_that_all_can_be_read():
+    """Three prompts of a second each take half as long again, and there is a look every 0.25 s."""
+    world = World(())
+    for name in ("p0", "d0"):
+        world.attach(name, num_blocks=10_000, max_model_len=100_000)
+        learn(world, name)
+    for index in range(2):
+        assert submit(world, f"running-{index}", slo()) == ["reserve d0", "prefill p0"]
+        world.first(world.attempt)
+    for name in "abc":
+        assert submit(world, name, slo(ttft_s=7.0), token_ids=LONG_PROMPT) == []
+    assert world.tick(2.5 - 0.26) == []
+    assert world.tick(2.5 - 0.24) == ["reserve d0", "prefill p0"]
+    attempt = world.attempt
+    assert attempt.request_id == "a/0"
+    assert world.tick(3.1) == [], "the reader has work"
+    world.first(attempt, now=3.2)
+    assert world.tick(7.0 - 1.5 * 2 - 0.26) == []
+    assert world.tick(7.0 - 1.5 * 2 - 0.24) == ["reserve d0", "prefill p0"]
+    assert world.attempt.request_id == "b/0"
+
+
+def test_a_client_may_give_up_one_that_is_held():
+    world, (first, _) = full_world()
+    assert submit(world, "r", slo()) == []
+    assert world.short(world.tracker.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 1.0)) == ["end complete"]
+    assert end_of(world, first, 2.0) == ["emit 2:102", "end complete"]
+    assert world.tracker.num_open == 1
+
+
+def test_one_that_is_held_ends_at_its_deadline():
+    world, _ = full_world()
+    assert submit(world, "r", slo(ttft_s=1000.0)) == []
+    assert "end DEADLINE_EXCEEDED" in world.tick(100.5)
+
+
+def test_one_that_is_held_waits_for_nodes_where_there_are_none_any_more():
+    world, _ = full_world(node_wait_s=5.0)
+    assert submit(world, "r", slo()) == []
+    world.lose("b0", now=1.0)
+    world.tick(1.1)
+    world.attach("b1", num_blocks=10_000, max_model_len=100_000)
+    assert len(world.tick(2.0)) == 3
+    assert world.tracker.num_deferred == 0
+
+
+def test_without_a_wait_for_nodes_it_ends_with_them():
+    world, _ = full_world(max_restarts=0)
+    assert submit(world, "r", slo()) == []
+    assert world.lose("b0", now=1.0) == ["end WORKER_LOST", "end NO_PREFILL_WORKER", "end WORKER_LOST"]
+    assert world.tracker.num_open == 0
+
+
+def test_what_would_be_late_still_is_refused_then_where_such_are():
+    world, (first, _) = full_world(admits_late=False)
+    assert submit(world, "r", slo()) == []
+    assert submit(world, "s", slo(), now=0.5) == []
+    assert end_of(world, first, 2.0)[-1] == "reserve b0"
+    assert world.tick(6.0) == []
+    assert world.tick(6.5 - 0.24) == ["end WOULD_BE_LATE"]
