@@ -13,12 +13,13 @@ from typing import Any, Final
 
 from llguidance import LLTokenizer
 
+from coordinator.text.answering import answer_lines, line
+from coordinator.text.asked import MAX_CPU_S, NO_LEEWAY, Asked, Leeway
 from coordinator.text.constraints import Unenforceable, spelled, to_grammar
 from coordinator.text.leeway import with_leeway
 from coordinator.text.named_tokens import names_any
-from coordinator.text.program import answer_lines, line
 from coordinator.text.reasoning import Thoughts
-from coordinator.text.structures import MAX_CPU_S, NO_LEEWAY, Asked, Leeway
+from coordinator.text.vocabulary import tokens_alone
 from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
 
@@ -30,13 +31,13 @@ class Compiler:
     """Answers by the grammar, or by why there is none."""
 
     def __init__(self, folder: str, eos_token_ids: list[int]) -> None:
-        self._grammars = Grammars(Path(folder), eos_token_ids)
+        self._grammars = Grammars(Path(folder), eos_token_ids, tokens_alone)
         self._special: dict[str, int] = {}
         with suppress(RequestError):  # which every question is then answered by
             self._special = _special_tokens(self._grammars.load())
 
     def answer(self, question: Mapping[str, Any]) -> bytes:
-        """The line that answers a question: the fields of structures.Asked."""
+        """The line that answers a question: the fields of asked.Asked."""
         leeway = Leeway(**question["leeway"])
         asked = Asked(**{**question, "leeway": leeway, "thoughts": Thoughts(question["thoughts"])})
         try:

@@ -25,7 +25,7 @@ from coordinator.doors.validation import (
     MAX_STOP_TOKEN_IDS,
 )
 from coordinator.text.answer_format import PLAIN, AnswerFormat
-from coordinator.text.structures import Leeway
+from coordinator.text.asked import Leeway
 from protos.inference_pb2 import ChatInput, GenerateRequest, SamplingParams, TokenizedInput
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM
