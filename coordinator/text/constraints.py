@@ -13,6 +13,7 @@ from typing import Any, Final, TypeGuard
 from llguidance import LLMatcher, grammar_from
 
 from coordinator.text.controls import control_in, control_of_pattern, without_control
+from coordinator.text.recursion import endless_reference
 from coordinator.text.schemas import leads_to_data, schemas_in
 
 EXACT: Final = 2**53  # integers up to here are what a float says
@@ -132,6 +133,8 @@ def read_schema(text: str) -> dict[str, Any]:
         _check_reference(part, schema)
     _check_multiples(parts)
     _check_open_ends(parts)
+    if endless := endless_reference(schema, parts):
+        raise Unenforceable(f"$ref {endless!r:.80} leads back to itself, and no value can meet it")
     return schema
 
 

@@ -76,6 +76,7 @@ CONTROLLED = (
 )
 AHEAD, THE = "^(?!a).*$", "the regular expression"
 HALF, POSITIVE = {"type": "number", "maximum": 0.5}, {"type": "number", "exclusiveMinimum": 0}
+ITSELF = {"$ref": "#/$defs/a"}
 FEW = {"type": "object", "minProperties": 2}  # which the library does not enforce
 
 
@@ -156,6 +157,8 @@ def test_what_asks_for_nothing(tokenizer_folder, params):
         ({"anyOf": [HALF], "exclusiveMinimum": 0}, "exclusiveMinimum (0)"),
         ({"$ref": "#/$defs/a", "properties": {"x": POSITIVE}, "$defs": {"a": {"properties": {"x": HALF}}}}, "(0)"),
         ({"type": "object", "properties": {"x": POSITIVE}, "patternProperties": {"x": HALF}}, "exclusiveMinimum (0)"),
+        ({"type": "array", "items": ITSELF, "$defs": {"a": ITSELF}}, "$ref '#/$defs/a' leads back to itself"),
+        ({**ITSELF, "$defs": {"a": {"type": "array", "items": ITSELF, "minItems": 1}}}, "leads back to itself"),
         ({"const": "a\x01b"}, "const has the control character U+0001"),
         ({"enum": ["a", {"a": ["\x7f"]}]}, "enum has the control character U+007F"),
         (
@@ -188,6 +191,7 @@ def test_what_is_not_enforced_is_named(structures, fields, named):
         {"properties": {"a": {"type": "integer", "multipleOf": 70000}, "b": {"type": "integer", "multipleOf": 90000}}},
         {"type": "object", "properties": {"a": POSITIVE, "b": HALF}},
         {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": POSITIVE, "b": HALF}},
+        {"type": "array", "items": ITSELF, "$defs": {"a": {"anyOf": [ITSELF, {"type": "null"}]}}},
         {"type": "array", "uniqueItems": False, "unevaluatedItems": True},
         {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"propertyNames": True}},
         {"type": "object", "unevaluatedProperties": {}, "dependentRequired": {}, "dependentSchemas": {}},
