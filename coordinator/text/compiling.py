@@ -15,7 +15,8 @@ from llguidance import LLTokenizer
 
 from coordinator.text.answering import answer_lines, line
 from coordinator.text.asked import MAX_CPU_S, NO_LEEWAY, Asked, Leeway
-from coordinator.text.constraints import Unenforceable, spelled, to_grammar
+from coordinator.text.constraints import spelled, to_grammar
+from coordinator.text.enforceable import Unenforceable
 from coordinator.text.leeway import with_leeway
 from coordinator.text.named_tokens import names_any
 from coordinator.text.reasoning import Thoughts

@@ -1,6 +1,7 @@
 """What can be enforced and what is refused, by the very program that compiles it."""
 
 import asyncio
+import base64
 import itertools
 import json
 import operator
@@ -196,7 +197,7 @@ def test_what_is_not_enforced_is_named(structures, fields, named):
         {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"propertyNames": True}},
         {"type": "object", "unevaluatedProperties": {}, "dependentRequired": {}, "dependentSchemas": {}},
         {"type": "object", "properties": {"a\x01b": {"const": "\n\r\t\b\f\x80"}}},
-        *({"type": "string", "format": each} for each in ("binary", "password", "path")),
+        *({"type": "string", "format": each} for each in ("binary", "password", "path", "double", "int64")),
         *(
             {"type": "string", "pattern": pattern}
             for pattern in (r"^[^\x00-\x1F\x7f]+$", r"^[\x00-\x7F]*$", r"^[\x01-\x08\x0b\x0c!]b$", r"^\\x01\n$")
@@ -219,6 +220,50 @@ def test_names_of_a_list_are_the_properties_of_an_object(structures, tokenizer_f
     for value in {"b": 1, "a": 2}, {"a": 1, "": 3}, {"a": 2}, {"b": 1}, {"a": "x"}, {"a": 1, "c": 2}, {}, []:
         is_right = jsonschema.Draft202012Validator(whole).is_valid({"r": value})
         assert may_be(grammars.guide_of(made), json.dumps({"r": value})) == is_right, value
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("int8", -128, 127),
+        ("uint8", 0, 255),
+        ("int16", -32768, 32767),
+        ("uint16", 0, 65535),
+        ("int32", -2147483648, 2147483647),
+        ("uint32", 0, 4294967295),
+        ("int64", -9223372036854774784, 9223372036854774784),  # which floats say: up to 1023 short of the ends
+        ("uint64", 0, 9223372036854774784),
+    ],
+)
+def test_formats_of_whole_numbers_are_their_bounds(structures, tokenizer_folder, name, least, most):
+    grammars = Grammars(tokenizer_folder, (EOS,))
+    plain, narrow, any_value = (
+        grammar(structures, **schema(**fields, format=name))
+        for fields in ({"type": "integer"}, {"type": "integer", "minimum": 7, "maximum": 10**30}, {})
+    )
+    for number in (least - 1, least, -1, 0, 6, 7, most, most + 1):
+        is_within = least <= number <= most
+        assert may_be(grammars.guide_of(plain), str(number)) == is_within
+        if abs(number) < 2**53:  # of numbers that need not be whole, floats tell these from the next
+            assert may_be(grammars.guide_of(any_value), str(number)) == is_within
+        assert may_be(grammars.guide_of(narrow), str(number)) == (7 <= number <= most)
+    assert may_be(grammars.guide_of(any_value), '"text"')
+
+
+@pytest.mark.parametrize("name", ["byte", "base64"])
+def test_bytes_are_base64_that_pythons_reads_and_writes(structures, tokenizer_folder, name):
+    grammars = Grammars(tokenizer_folder, (EOS,))
+    made, begun = (
+        grammar(structures, **schema(type="string", format=name, **others)) for others in ({}, {"pattern": "^Q"})
+    )
+    texts = ["".join(each) for length in range(5) for each in itertools.product("Qw/=", repeat=length)]
+    for text in (*texts, "QUJDRA==", "QUJD\n", "QUI=QUI=", "QU-_"):
+        try:
+            is_right = base64.b64encode(base64.b64decode(text, validate=True)).decode() == text
+        except ValueError:
+            is_right = False
+        assert may_be(grammars.guide_of(made), json.dumps(text)) == is_right, text
+        assert may_be(grammars.guide_of(begun), json.dumps(text)) == (is_right and text.startswith("Q")), text
 
 
 @pytest.mark.parametrize(
