@@ -15,12 +15,14 @@ MAX_CPU_S: Final = 1.0  # for one grammar
 class Leeway:
     """What an answer may have beside the form that it is held to: thoughts before it, and in its place calls, in the
     format `calls` of answer_format. `tools` are the names of those that may be called, each with the JSON schema of its
-    arguments, or nothing for any object."""
+    arguments, or nothing for any object. Of a JSON schema that the answer is held to, the definitions that `loose`
+    names, or it itself for an empty name, are kept to as far as they can be enforced."""
 
     thinks: bool = False
     calls: str = NONE
     tools: tuple[tuple[str, str], ...] = ()
     most_calls: int = MAX_CALLS
+    loose: tuple[str, ...] = ()
 
 
 NO_LEEWAY: Final = Leeway()

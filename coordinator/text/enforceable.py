@@ -36,14 +36,20 @@ class Unenforceable(ValueError):
     """A constraint that no answer could be held to; says why in the words of its client."""
 
 
-def read_schema(text: str) -> dict[str, Any]:
-    """As `of_schema` takes it. Raises Unenforceable."""
+def parse_schema(text: str) -> dict[str, Any]:
+    """As it is written. Raises Unenforceable."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Unenforceable(f"it is not JSON: {error}") from error
     if not isinstance(schema, dict):
         raise Unenforceable("it is no JSON object")
+    return schema
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    """As `of_schema` takes it. Raises Unenforceable."""
+    schema = parse_schema(text)
     parts = list(schemas_in(schema))
     for part in parts:
         put_format(part)

@@ -214,7 +214,7 @@ def _asked_of_chats(
     fields: Fields, requests: list[GenerateRequest], answer_format: AnswerFormat, offer: Offer | None
 ) -> Asked:
     tells_thoughts = fields.boolean("include_reasoning") is not False
-    leeway = Leeway(answer_format.thinks)
+    leeway = Leeway(answer_format.thinks, loose=offer.loose if offer is not None else ())
     if offer is not None and offer.held:
         leeway = replace(leeway, calls=answer_format.calls, tools=offer.held, most_calls=offer.most_calls)
     terms = Terms(leeway=leeway)
