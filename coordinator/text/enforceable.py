@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any, Final, TypeGuard
 
 from coordinator.text.controls import control_in, control_of_pattern, without_control
-from coordinator.text.formats import put_format
+from coordinator.text.formats import WIDEST, is_number, put_format
 from coordinator.text.recursion import endless_reference
 from coordinator.text.schemas import leads_to_data, schemas_in
 
@@ -53,6 +53,7 @@ def read_schema(text: str) -> dict[str, Any]:
     parts = list(schemas_in(schema))
     for part in parts:
         put_format(part)
+        _mend_minimum(part)
         _check_count(part)
         _check_numbers(part)
         _check_texts(part)
@@ -88,8 +89,11 @@ def _check_count(part: Mapping[str, Any]) -> None:
 
 def _check_numbers(part: Mapping[str, Any]) -> None:
     for name in ("const", "enum"):
-        if not all(_is_exact(each) for each in _leaves(part.get(name)) if _is_integer(each)):
+        integers = [each for each in _leaves(part.get(name)) if _is_integer(each)]
+        if not all(map(_is_exact, integers)):
             raise _inexact(name)
+        if INT64[0] in integers:  # at which the library breaks down
+            raise Unenforceable(f"{name} has the least integer of 64 bits ({INT64[0]})")
     for name, bound in _bounds(part).items():
         if (number := _whole(bound)) is not None:
             _check_bound(name, number)
@@ -123,8 +127,8 @@ def _check_multiples(parts: Sequence[Mapping[str, Any]]) -> None:
     """Several of one number, which meet where schemas are joined, are joined to their least common multiple."""
     if not any("allOf" in part or "$ref" in part for part in parts):
         return
-    given = {part["multipleOf"] for part in parts if isinstance(part.get("multipleOf"), int | float)}
-    decimals = [abs(Decimal(str(each))) for each in given if math.isfinite(each)]
+    given = {each for part in parts if is_number(each := part.get("multipleOf"))}
+    decimals = [abs(number) for number in map(Decimal, map(str, given)) if number.is_finite()]
     places = max((-min(0, int(each.as_tuple().exponent)) for each in decimals), default=0)
     if len(decimals) > 1 and math.prod(int(each.scaleb(places)) for each in decimals) > MOST_MULTIPLE:
         raise Unenforceable("the multiples (multipleOf) of a schema with allOf or $ref are too large together")
@@ -163,6 +167,13 @@ def _check_texts(part: Mapping[str, Any]) -> None:
         _refuse_control(name, (control_in(each) for each in _leaves(part.get(name)) if isinstance(each, str)))
     for name, given in patterns.items():
         _refuse_control(name, map(control_of_pattern, given))
+
+
+def _mend_minimum(part: dict[str, Any]) -> None:
+    """The library takes no minimum of an integer at the end of 64 bits, which some programs write."""
+    is_integer = part.get("type") == "integer" or "integer" in _listed(part.get("type"))
+    if is_integer and (number := _whole(part.get("minimum"))) is not None:
+        part["minimum"] = max(number, -WIDEST)
 
 
 def _mend_patterns(part: dict[str, Any]) -> None:
@@ -215,6 +226,10 @@ def _leaves(data: Any) -> Iterator[Any]:
 
 def _is_exact(number: int) -> bool:
     return abs(number) <= EXACT or (abs(number) < 2**1023 and int(float(number)) == number)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _whole(value: Any) -> int | None:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 IDLE: Final = ("binary", "password", "path", "float", "double")  # any string has the first, any number the others
 WIDEST: Final = 2**63 - 1024  # of the bounds that the library takes; a float says it
@@ -29,6 +29,11 @@ def put_format(part: dict[str, Any]) -> None:
         _put_bound(part, "maximum", min(highest, WIDEST), min)
 
 
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Of JSON."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _put_pattern(part: dict[str, Any], pattern: str) -> None:
     if "pattern" not in part:
         part["pattern"] = pattern
@@ -38,5 +43,5 @@ def _put_pattern(part: dict[str, Any], pattern: str) -> None:
 
 def _put_bound(part: dict[str, Any], name: str, bound: int, narrower: Callable[[float, float], float]) -> None:
     own = part.get(name, bound)
-    if part.get("type") != "string" and isinstance(own, int | float) and not isinstance(own, bool):
+    if part.get("type") != "string" and is_number(own):
         part[name] = narrower(own, bound)

@@ -1,12 +1,15 @@
-"""What can be enforced of a schema is what the docs say."""
+"""What can be enforced of a schema is what the docs say, and whatever a schema is, it is read or refused."""
 
 import asyncio
 import json
+import random
 import re
 from pathlib import Path
 
 import pytest
 
+from coordinator.text.enforceable import Unenforceable, read_schema
+from coordinator.text.loosening import freed, loosened
 from coordinator.text.structures import Structures
 from protos.inference_pb2 import SamplingParams
 from serving_core.errors import RequestError
@@ -91,3 +94,51 @@ def test_the_formats_of_text_that_are_named_are_enforced_and_no_others(is_taken)
     enforced, _ = columns()
     for name in STRINGS:
         assert is_taken(type="string", format=name) == (name in enforced), name
+
+
+ODD = (
+    *(
+        "string",
+        "integer",
+        "null",
+        "#",
+        "#/$defs/a",
+        "#a",
+        "int32",
+        "uint64",
+        "byte",
+        "date",
+        "^a",
+        "(?=x)",
+        "\x01",
+        "",
+    ),
+    *(0, 1, -1, 3, 2**53 + 1, 2**63, -(2**63), 10**400, 0.5, float("nan"), float("inf"), True, False, None),
+)
+
+
+def drawn(rng, depth):
+    """No schema that anyone means well with."""
+    kind = rng.random() if depth else 1.0
+    if kind < 0.5:
+        names = rng.choices([*KEYWORDS, "$defs", "$id", "$anchor", "additionalItems", "default"], k=rng.randrange(5))
+        return {name: drawn(rng, depth - 1) for name in names}
+    if kind < 0.6:
+        return {name: drawn(rng, depth - 1) for name in "ab"}
+    if kind < 0.7:
+        return [drawn(rng, depth - 1) for _ in range(rng.randrange(4))]
+    return rng.choice(ODD)
+
+
+def test_whatever_a_schema_is_it_is_read_or_refused():
+    num_refused = 0
+    for seed in range(1500):
+        rng = random.Random(seed)
+        text = json.dumps({"properties": drawn(rng, 4), rng.choice([*KEYWORDS]): drawn(rng, 3)})
+        for given in (text, loosened(text, ("",), lambda schema, rng=rng: len(schema) < rng.randrange(5))):
+            try:
+                read_schema(given)
+            except Unenforceable:
+                num_refused += 1
+        assert freed(text, ("",))
+    assert 100 < num_refused < 2700

@@ -134,6 +134,8 @@ def test_what_asks_for_nothing(tokenizer_folder, params):
         ({"items": [{"minProperties": 3, "type": "object"}], "type": "array"}, "minProperties"),
         ({"enum": [1, {"a": [2**53 + 1]}]}, "enum"),
         ({"type": "integer", "maximum": -(2**53) - 1}, "maximum"),
+        ({"const": [-(2**63)]}, "const has the least integer of 64 bits"),
+        ({"allOf": [{"type": "integer", "multipleOf": True}]}, "multipleOf"),
         ({"not": {}, "x-guidance": {"lenient": True}}, "not"),
         ({"type": "object", "properties": {"default": FEW}}, "minProperties"),  # a name, and no keyword
         ({"type": "object", "properties": {"properties": FEW}}, "minProperties"),
@@ -183,6 +185,7 @@ def test_what_is_not_enforced_is_named(structures, fields, named):
         {"const": {"minProperties": 5}},
         {"enum": [2**53, -(2**60)]},
         {"type": "integer", "maximum": 2**63 - 1, "minimum": -(2**53)},
+        {"type": ["integer", "null"], "maximum": 2**63 - 1, "minimum": -(2**63)},
         {"type": "string", "title": "t", "description": "d", "default": 2**53 + 1, "x-anything": {"not": 1}},
         {"type": "object", "default": FEW, "examples": [FEW]},
         {"$ref": "#/properties/default", "properties": {"default": {"type": "integer"}}},
