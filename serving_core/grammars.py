@@ -6,13 +6,14 @@ tokens alone, so an answer goes on after a hand-over, a move or a restart as if 
 given names the door's vocabulary, since with another one masks would let other tokens come.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from serving_core import heap
 from serving_core.errors import ModelError, RequestError
 from serving_core.reasons import BAD_PARAM, PAIRING_MISMATCH
 from serving_core.tokenizer_files import read_tokenizer_files, vocabulary_digest
@@ -56,12 +57,24 @@ class GrammarGuide:
             raise RequestError(BAD_PARAM, f"the grammar {what}: {_sentence(self._matcher.get_error())}")
 
 
+def whole_tokenizer(text: str, eos_token_ids: list[int]) -> LLTokenizer:
+    """Of a tokenizer.json. Raises ValueError where the library does not read it."""
+    return LLTokenizer(text, eos_token=eos_token_ids)
+
+
 class Grammars:
     """Makes guides for the answers of one model; one thread at a time."""
 
-    def __init__(self, folder: Path, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        eos_token_ids: Sequence[int],
+        make: Callable[[str, list[int]], LLTokenizer] = whole_tokenizer,
+    ) -> None:
+        """Only with a whole tokenizer do guides have texts that have to come spelled as the model reads them."""
         self._folder = folder
         self._eos_token_ids = list(eos_token_ids)
+        self._make = make
         self._tokenizer: LLTokenizer | None = None
         self._vocabulary = ""  # that it has, by its digest
         self._known = lru_cache(MAX_KNOWN)(self.compiled)
@@ -70,16 +83,19 @@ class Grammars:
         """Reads the model's tokenizer, once; that takes a second for a large one. Raises RequestError when answers of
         this model cannot be kept to a grammar."""
         if self._tokenizer is None:
-            try:
-                tokenizer = read_tokenizer_files(self._folder).tokenizer
-                ends = [token_id for token_id in self._eos_token_ids if tokenizer.id_to_token(token_id) is not None]
-                if not ends:
-                    raise _impossible("the model has no end token")
-                self._tokenizer = LLTokenizer(tokenizer.to_str(), eos_token=ends)
-            except (ModelError, ValueError) as error:  # of any kind; its text may name a file
-                raise _impossible("llguidance does not read its tokenizer") from error
-            self._vocabulary = vocabulary_digest(tokenizer)
+            self._tokenizer, self._vocabulary = self._read()
+            heap.trim()
         return self._tokenizer
+
+    def _read(self) -> tuple[LLTokenizer, str]:
+        try:
+            tokenizer = read_tokenizer_files(self._folder).tokenizer
+            ends = [token_id for token_id in self._eos_token_ids if tokenizer.id_to_token(token_id) is not None]
+            if not ends:
+                raise _impossible("the model has no end token")
+            return self._make(tokenizer.to_str(), ends), vocabulary_digest(tokenizer)
+        except (ModelError, ValueError) as error:  # of any kind; its text may name a file
+            raise _impossible("llguidance does not read its tokenizer") from error
 
     def guide(self, grammar: str) -> GrammarGuide:
         """For an answer that has not begun, or that is to be taken over. Raises RequestError as `compiled` does."""

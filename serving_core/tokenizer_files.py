@@ -2,7 +2,6 @@
 
 import hashlib
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
@@ -53,9 +52,10 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
 
 def vocabulary_digest(tokenizer: Tokenizer) -> str:
     """Equal for tokenizers whose tokens have the same ids and texts, and are special alike, however they cut a text."""
-    tokens = sorted(tokenizer.get_vocab(with_added_tokens=True).items(), key=itemgetter(1))
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    tokens = ", ".join(f"({token!r}, {ids[token]})" for token in sorted(ids, key=ids.__getitem__))
     special = sorted(token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
-    return hashlib.sha256(repr((tokens, special)).encode()).hexdigest()
+    return hashlib.sha256(f"([{tokens}], {special})".encode()).hexdigest()
 
 
 def _special_tokens(folder: Path, config: JsonFields) -> dict[str, str]:

@@ -21,7 +21,8 @@ from coordinator.doors.unknown_fields import UnknownFields
 from coordinator.doors.validation import AnswerPlan, Limits, check_input, check_num_answers, plan_answers
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.answers import AnswerText
-from coordinator.text.structures import Leeway, Structures, constraint_of
+from coordinator.text.asked import Leeway
+from coordinator.text.structures import Structures, constraint_of
 from coordinator.text.tokenizer import Tokenizer
 from protos import inference_pb2
 from serving_core.errors import RequestError

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from coordinator.text.structures import NO_LEEWAY, Leeway
+from coordinator.text.asked import NO_LEEWAY, Leeway
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,46 +4,63 @@ A process of its own (coordinator/text/program.py): compiling may take long or e
 the library. What compiles here compiles on the nodes, whose threads have more of a stack.
 """
 
+import json
 import resource
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
-from coordinator.text.constraints import Unenforceable, spelled, to_grammar
+from coordinator.text.answering import answer_lines, line
+from coordinator.text.asked import MAX_CPU_S, NO_LEEWAY, Asked, Leeway
+from coordinator.text.constraints import spelled, to_grammar
+from coordinator.text.enforceable import Unenforceable
 from coordinator.text.leeway import with_leeway
+from coordinator.text.loosening import freed, loosened
 from coordinator.text.named_tokens import names_any
-from coordinator.text.program import answer_lines, line
 from coordinator.text.reasoning import Thoughts
-from coordinator.text.structures import MAX_CPU_S, NO_LEEWAY, Asked, Leeway
+from coordinator.text.vocabulary import tokens_alone
 from serving_core.errors import RequestError
-from serving_core.grammars import Grammars
+from serving_core.grammars import LIMITS, Grammars
 
 MAX_MEMORY_BYTES: Final = 2**31
 STACK_BYTES: Final = 2**20
+MAX_KNOWN_PARTS: Final = 256  # of schemas, since many are alike
 
 
 class Compiler:
     """Answers by the grammar, or by why there is none."""
 
     def __init__(self, folder: str, eos_token_ids: list[int]) -> None:
-        self._grammars = Grammars(Path(folder), eos_token_ids)
+        self._grammars = Grammars(Path(folder), eos_token_ids, tokens_alone)
         self._special: dict[str, int] = {}
         with suppress(RequestError):  # which every question is then answered by
             self._special = _special_tokens(self._grammars.load())
 
     def answer(self, question: Mapping[str, Any]) -> bytes:
-        """The line that answers a question: the fields of structures.Asked."""
+        """The line that answers a question: the fields of asked.Asked."""
         leeway = Leeway(**question["leeway"])
         asked = Asked(**{**question, "leeway": leeway, "thoughts": Thoughts(question["thoughts"])})
         try:
-            return line({"grammar": self._compiled(asked)})
+            return line({"grammar": self._held(asked)})
         except (RequestError, Unenforceable) as error:
             field = {"field": "tools"} if leeway.tools and self._compiles(replace(asked, leeway=NO_LEEWAY)) else {}
             return line({"refused": str(error), **field})
+
+    def _held(self, asked: Asked) -> str:
+        """The grammar that holds an answer to as much as can be of what may be loose, and to all else. Raises what
+        forbids the whole."""
+        try:
+            return self._compiled(asked)
+        except (RequestError, Unenforceable):
+            for value in _loosenings(asked):
+                with suppress(RequestError, Unenforceable):
+                    return self._compiled(replace(asked, value=value))
+            raise
 
     def _compiles(self, asked: Asked) -> bool:
         try:
@@ -71,6 +88,25 @@ class Compiler:
         ends = [(token_id, tokenizer.decode_str([token_id])) for token_id in tokenizer.eos_tokens]
         if names_any(grammar, ends):
             raise Unenforceable("it names an end token: one comes where the grammar may end, and nowhere else")
+
+
+def _loosenings(asked: Asked) -> Iterator[str]:
+    """The JSON schema with less and less to keep to."""
+    if asked.leeway.loose:
+        yield loosened(str(asked.value), asked.leeway.loose, _is_enforced)
+        yield freed(str(asked.value), asked.leeway.loose)
+
+
+def _is_enforced(schema: Mapping[str, Any]) -> bool:
+    return _is_enforced_as(json.dumps(schema))
+
+
+@lru_cache(MAX_KNOWN_PARTS)
+def _is_enforced_as(text: str) -> bool:
+    try:
+        return not LLMatcher.validate_grammar(to_grammar("json_schema", text, None), limits=LIMITS)
+    except Unenforceable:
+        return False
 
 
 def _special_tokens(tokenizer: LLTokenizer) -> dict[str, int]:

@@ -7,10 +7,11 @@ from typing import Final
 
 from coordinator.text import reasoning
 from coordinator.text.answer_format import TAGS
+from coordinator.text.asked import Asked
 from coordinator.text.calls.rules import BLANKS, Tag, rules
-from coordinator.text.constraints import may_begin_blank, of_schema, read_schema
+from coordinator.text.constraints import may_begin_blank, of_schema
+from coordinator.text.enforceable import read_schema
 from coordinator.text.reasoning import Thoughts
-from coordinator.text.structures import Asked
 
 CLOSE: Final = reasoning.CLOSE.replace("/", r"\/")  # in a regular expression of Lark
 ANY: Final = '{"type": "object"}'

@@ -1,25 +1,25 @@
 """Programs of ours for what may go on for ever: each is a process of its own, since only a process can be stopped
 whatever it does.
 
-Lines of JSON go in and come out: what the program is given, then one question after the other, each answered by a line.
-It ends with its input, and the system ends it when one question takes too much processor time.
+Lines of JSON go in and come out: what the program is given, then one question after the other, each answered by a line
+(answering.py). The system ends it when one question takes too much processor time.
 """
 
 import asyncio
 import json
 import logging
 import os
-import resource
 import signal
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Final
 
+from coordinator.text.answering import line
 from serving_core.errors import RequestError
 from serving_core.reasons import QUEUE_FULL
 
@@ -27,9 +27,6 @@ logger = logging.getLogger(__name__)
 
 KILLED: Final = "killed"  # by the system, or by hand
 ANSWER_S: Final = 30.0  # until a process that does not even start, or is kept from working, is given up
-
-Answer = Callable[[Any], bytes]
-"""From a question to the line that answers it."""
 
 
 class Program:
@@ -134,25 +131,3 @@ class _Process:
 def _end(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
     process.communicate()
-
-
-def line(value: object) -> bytes:
-    """As both sides write it."""
-    return json.dumps(value, ensure_ascii=False).encode() + b"\n"
-
-
-def answer_lines(begin: Callable[[Any], Answer], *, max_cpu_s: float, max_memory_bytes: int) -> None:
-    """What such a program does all its life; `begin` makes of what it is given what answers its questions. Processor
-    time is not of the clock: a busy machine changes nothing."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all; the coordinator drains first
-    resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
-    answer: Answer | None = None
-    for given in sys.stdin.buffer:
-        if answer is None:
-            answer = begin(json.loads(given))
-            continue
-        signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # SIGPROF, which nobody handles, ends the process
-        answered = answer(json.loads(given))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(answered)
-        sys.stdout.buffer.flush()

@@ -15,7 +15,7 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from coordinator.text.program import answer_lines, line
+from coordinator.text.answering import answer_lines, line
 
 MAX_CPU_S: Final = 2.0  # for one conversation, and not of the clock: a busy machine changes nothing
 MAX_MEMORY_BYTES: Final = 2**30

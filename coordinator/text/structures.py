@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.text import constraints
-from coordinator.text.answer_format import NONE
-from coordinator.text.calls.reader import MAX_CALLS
+from coordinator.text.asked import MAX_CPU_S, NO_LEEWAY, Asked, Leeway
 from coordinator.text.program import KILLED, Program
 from coordinator.text.reasoning import Thoughts, thoughts_behind
 from protos import inference_pb2
@@ -19,36 +18,9 @@ from serving_core.reasons import BAD_PARAM
 logger = logging.getLogger(__name__)
 
 PROGRAM: Final = "coordinator.text.compiling"
-MAX_CPU_S: Final = 1.0  # for one grammar
 MAX_REASON_CHARS: Final = 300
 MAX_KNOWN: Final = 32
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,40}"  # bounded: some models write blanks without end
-
-
-@dataclass(frozen=True, slots=True)
-class Leeway:
-    """What an answer may have beside the form that it is held to: thoughts before it, and in its place calls, in the
-    format `calls` of answer_format. `tools` are the names of those that may be called, each with the JSON schema of its
-    arguments, or nothing for any object."""
-
-    thinks: bool = False
-    calls: str = NONE
-    tools: tuple[tuple[str, str], ...] = ()
-    most_calls: int = MAX_CALLS
-
-
-NO_LEEWAY: Final = Leeway()
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a grammar is made of. `kind`, `value` and `whitespace` are those of constraints.to_grammar."""
-
-    kind: str
-    value: Hashable
-    whitespace: str | None
-    leeway: Leeway
-    thoughts: Thoughts
 
 
 @dataclass(slots=True)

@@ -84,8 +84,16 @@ def test_an_answer_is_a_call_or_of_the_form(start_cluster, tmp_path_factory):
     assert {choice.finish_reason for choice in ended} == {"stop", "tool_calls"}
 
 
-def test_what_no_answer_can_be_held_to_names_the_tools(ask):
-    unheard_of = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
-    with pytest.raises(openai.BadRequestError, match="cannot be enforced") as error:
-        ask(tool_choice="required", extra_body={"tools": [unheard_of]})
-    assert error.value.param == "tools"
+def test_a_strict_tool_is_called_as_its_schema_says_or_not_at_all(ask):
+    """And another one as it says as far as can be."""
+    picked = tool("pick", these={"type": "array", "items": {"enum": CITIES}, "maxItems": 2, "uniqueItems": True})
+    choice = {"type": "function", "function": {"name": "pick"}}
+    for tool_choice in (choice, "required"):
+        [call, *_] = ask(tool_choice=tool_choice, extra_body={"tools": [picked]}).choices[0].message.tool_calls
+        these = json.loads(call.function.arguments)["these"]
+        assert set(these) <= set(CITIES)
+        assert len(these) <= 2
+        strict = {**picked, "function": {**picked["function"], "strict": True}}
+        with pytest.raises(openai.BadRequestError, match=r"cannot be enforced: .*uniqueItems") as error:
+            ask(tool_choice=tool_choice, extra_body={"tools": [strict]})
+        assert error.value.param == "tools"

@@ -25,7 +25,7 @@ from coordinator.doors.validation import (
     MAX_STOP_TOKEN_IDS,
 )
 from coordinator.text.answer_format import PLAIN, AnswerFormat
-from coordinator.text.structures import Leeway
+from coordinator.text.asked import Leeway
 from protos.inference_pb2 import ChatInput, GenerateRequest, SamplingParams, TokenizedInput
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM
@@ -214,7 +214,7 @@ def _asked_of_chats(
     fields: Fields, requests: list[GenerateRequest], answer_format: AnswerFormat, offer: Offer | None
 ) -> Asked:
     tells_thoughts = fields.boolean("include_reasoning") is not False
-    leeway = Leeway(answer_format.thinks)
+    leeway = Leeway(answer_format.thinks, loose=offer.loose if offer is not None else ())
     if offer is not None and offer.held:
         leeway = replace(leeway, calls=answer_format.calls, tools=offer.held, most_calls=offer.most_calls)
     terms = Terms(leeway=leeway)

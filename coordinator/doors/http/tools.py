@@ -20,13 +20,14 @@ AUTO, NONE, REQUIRED = "auto", "none", "required"  # tool_choice
 @dataclass(frozen=True, slots=True)
 class Offer:
     """The tools that an answer may call. With `schema` it is JSON of that schema, and nothing but calls, which the
-    `forced` reader reads. `held` are the tools with the schemas of those that are strict, for an answer that is held to
-    a form where it calls none."""
+    `forced` reader reads; of that, what Leeway calls `loose` is of tools that are not strict. `held` are the tools with
+    the schemas of those that are, for an answer that is held to a form where it calls none."""
 
     names: frozenset[str]
     is_parallel: bool = True  # whether it may call several
     forced: type[CallReader] | None = None
     schema: str = ""
+    loose: tuple[str, ...] = ()
     held: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -82,11 +83,13 @@ def _forced_offer(fields: Fields, tools: Mapping[str, Tool], *, is_parallel: boo
         raise fields.problem("tool_choice", "asks for a call, but there are no tools")
     if fields.raw("tool_choice") == REQUIRED:
         schema = calls_schema(tools, is_parallel=is_parallel)
-        return Offer(frozenset(tools), is_parallel, ListReader, json.dumps(schema))
+        loose = tuple(str(index) for index, tool in enumerate(tools.values()) if not tool.is_strict)
+        return Offer(frozenset(tools), is_parallel, ListReader, json.dumps(schema), loose)
     name = name_of(function_of(fields.nested("tool_choice") or Fields({})))
     if name not in tools:
         raise fields.problem("tool_choice", f"is {shown(name)}, which is none of the tools")
-    return Offer(frozenset({name}), False, NamedReader, json.dumps(tools[name].schema))
+    loose = () if tools[name].is_strict else ("",)
+    return Offer(frozenset({name}), False, NamedReader, json.dumps(tools[name].schema), loose)
 
 
 def parse_tools(fields: Fields) -> dict[str, Tool]:

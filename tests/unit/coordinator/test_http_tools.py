@@ -7,6 +7,8 @@ import json
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
+from serving_core.errors import RequestError
+from serving_core.grammars import Grammars
 from tests import fleet_events as events
 from tests.scripted_nodes import DEADLINE_S, begin, cluster, hand_over, run
 from tests.tiny_models import EOS
@@ -195,6 +197,45 @@ def test_an_answer_may_have_to_call(tmp_path, template):
                 [choice] = reply.choices
                 assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
                 assert not choice.message.content
+
+    run(scenario())
+
+
+SET = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}}}
+
+
+def test_what_is_enforced_of_a_tool_that_is_not_strict(tmp_path, template):
+    """What can be of its schema; of one that is strict all, or it is refused."""
+    one = {"type": "function", "function": {"name": "one"}}
+
+    def tools(**strict):
+        return [{"type": "function", "function": {"name": "one", "parameters": SET, **strict}}, WEATHER]
+
+    async def scenario():
+        async with openai_cluster(tmp_path, template) as (c, client):
+
+            async def ask(choice, **strict):
+                fields = {"messages": [HI], "tools": tools(**strict), "tool_choice": choice}
+                await client.chat.completions.create(model="m", **fields)
+
+            for choice, good, bad in (
+                (one, '{"a":[1,1]}', '{"a":[""]}'),
+                ("required", '[{"name":"one","parameters":{"a":[1]}}]', '[{"name":"weather","parameters":{}}]'),
+            ):
+                with pytest.raises(BadRequestError, match="uniqueItems") as caught:
+                    await ask(choice, strict=True)
+                assert caught.value.param == "tools"
+                asking = asyncio.create_task(ask(choice))
+                attempt, job = await begin(c)
+                guide = Grammars(tmp_path, (EOS,)).guide_of(job.grammar)
+                with pytest.raises(RequestError, match="does not allow"):
+                    guide.another().allowed(list(bad.encode()))
+                assert guide.another().allowed(list(good.encode()))
+                await hand_over(c, attempt, good[0])
+                last = events.sampled(attempt, 1, EOS)
+                last.finish_reason = events.STOP
+                await c.nodes["d0"].send(events.step_tokens(last))
+                await asking
 
     run(scenario())
 

@@ -10,8 +10,9 @@ import jsonschema
 import pytest
 
 from coordinator.text.answer_format import AnswerFormat
+from coordinator.text.asked import Leeway
 from coordinator.text.calls.reader import Kind
-from coordinator.text.structures import Leeway, Structures, may_begin_blank
+from coordinator.text.structures import Structures, may_begin_blank
 from protos.inference_pb2 import Choice, SamplingParams
 from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
@@ -295,7 +296,7 @@ def test_a_regular_expression_that_any_text_meets_is_no_call(guide, calls):
 
 def test_a_form_that_no_text_has_is_refused_whatever_may_come_beside_it(structures):
     for leeway in Leeway(thinks=True), Leeway(calls="hermes", tools=TOOLS):
-        for params in {"regex": r"[^\s\S]"}, {"grammar": "start: start"}, {"json_schema": '{"$ref": "#"}'}:
+        for params in {"regex": r"[^\s\S]"}, {"grammar": "start: start"}:
             with pytest.raises(RequestError, match="cannot be enforced: the grammar goes no further"):
                 asyncio.run(structures.grammar(SamplingParams(**params), leeway))
 

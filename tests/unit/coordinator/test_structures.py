@@ -1,6 +1,7 @@
 """What can be enforced and what is refused, by the very program that compiles it."""
 
 import asyncio
+import base64
 import itertools
 import json
 import operator
@@ -76,6 +77,7 @@ CONTROLLED = (
 )
 AHEAD, THE = "^(?!a).*$", "the regular expression"
 HALF, POSITIVE = {"type": "number", "maximum": 0.5}, {"type": "number", "exclusiveMinimum": 0}
+ITSELF = {"$ref": "#/$defs/a"}
 FEW = {"type": "object", "minProperties": 2}  # which the library does not enforce
 
 
@@ -132,6 +134,8 @@ def test_what_asks_for_nothing(tokenizer_folder, params):
         ({"items": [{"minProperties": 3, "type": "object"}], "type": "array"}, "minProperties"),
         ({"enum": [1, {"a": [2**53 + 1]}]}, "enum"),
         ({"type": "integer", "maximum": -(2**53) - 1}, "maximum"),
+        ({"const": [-(2**63)]}, "const has the least integer of 64 bits"),
+        ({"allOf": [{"type": "integer", "multipleOf": True}]}, "multipleOf"),
         ({"not": {}, "x-guidance": {"lenient": True}}, "not"),
         ({"type": "object", "properties": {"default": FEW}}, "minProperties"),  # a name, and no keyword
         ({"type": "object", "properties": {"properties": FEW}}, "minProperties"),
@@ -156,6 +160,8 @@ def test_what_asks_for_nothing(tokenizer_folder, params):
         ({"anyOf": [HALF], "exclusiveMinimum": 0}, "exclusiveMinimum (0)"),
         ({"$ref": "#/$defs/a", "properties": {"x": POSITIVE}, "$defs": {"a": {"properties": {"x": HALF}}}}, "(0)"),
         ({"type": "object", "properties": {"x": POSITIVE}, "patternProperties": {"x": HALF}}, "exclusiveMinimum (0)"),
+        ({"type": "array", "items": ITSELF, "$defs": {"a": ITSELF}}, "$ref '#/$defs/a' leads back to itself"),
+        ({**ITSELF, "$defs": {"a": {"type": "array", "items": ITSELF, "minItems": 1}}}, "leads back to itself"),
         ({"const": "a\x01b"}, "const has the control character U+0001"),
         ({"enum": ["a", {"a": ["\x7f"]}]}, "enum has the control character U+007F"),
         (
@@ -179,6 +185,7 @@ def test_what_is_not_enforced_is_named(structures, fields, named):
         {"const": {"minProperties": 5}},
         {"enum": [2**53, -(2**60)]},
         {"type": "integer", "maximum": 2**63 - 1, "minimum": -(2**53)},
+        {"type": ["integer", "null"], "maximum": 2**63 - 1, "minimum": -(2**63)},
         {"type": "string", "title": "t", "description": "d", "default": 2**53 + 1, "x-anything": {"not": 1}},
         {"type": "object", "default": FEW, "examples": [FEW]},
         {"$ref": "#/properties/default", "properties": {"default": {"type": "integer"}}},
@@ -188,11 +195,12 @@ def test_what_is_not_enforced_is_named(structures, fields, named):
         {"properties": {"a": {"type": "integer", "multipleOf": 70000}, "b": {"type": "integer", "multipleOf": 90000}}},
         {"type": "object", "properties": {"a": POSITIVE, "b": HALF}},
         {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": POSITIVE, "b": HALF}},
+        {"type": "array", "items": ITSELF, "$defs": {"a": {"anyOf": [ITSELF, {"type": "null"}]}}},
         {"type": "array", "uniqueItems": False, "unevaluatedItems": True},
         {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"propertyNames": True}},
         {"type": "object", "unevaluatedProperties": {}, "dependentRequired": {}, "dependentSchemas": {}},
         {"type": "object", "properties": {"a\x01b": {"const": "\n\r\t\b\f\x80"}}},
-        *({"type": "string", "format": each} for each in ("binary", "password", "path")),
+        *({"type": "string", "format": each} for each in ("binary", "password", "path", "double", "int64")),
         *(
             {"type": "string", "pattern": pattern}
             for pattern in (r"^[^\x00-\x1F\x7f]+$", r"^[\x00-\x7F]*$", r"^[\x01-\x08\x0b\x0c!]b$", r"^\\x01\n$")
@@ -215,6 +223,50 @@ def test_names_of_a_list_are_the_properties_of_an_object(structures, tokenizer_f
     for value in {"b": 1, "a": 2}, {"a": 1, "": 3}, {"a": 2}, {"b": 1}, {"a": "x"}, {"a": 1, "c": 2}, {}, []:
         is_right = jsonschema.Draft202012Validator(whole).is_valid({"r": value})
         assert may_be(grammars.guide_of(made), json.dumps({"r": value})) == is_right, value
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("int8", -128, 127),
+        ("uint8", 0, 255),
+        ("int16", -32768, 32767),
+        ("uint16", 0, 65535),
+        ("int32", -2147483648, 2147483647),
+        ("uint32", 0, 4294967295),
+        ("int64", -9223372036854774784, 9223372036854774784),  # which floats say: up to 1023 short of the ends
+        ("uint64", 0, 9223372036854774784),
+    ],
+)
+def test_formats_of_whole_numbers_are_their_bounds(structures, tokenizer_folder, name, least, most):
+    grammars = Grammars(tokenizer_folder, (EOS,))
+    plain, narrow, any_value = (
+        grammar(structures, **schema(**fields, format=name))
+        for fields in ({"type": "integer"}, {"type": "integer", "minimum": 7, "maximum": 10**30}, {})
+    )
+    for number in (least - 1, least, -1, 0, 6, 7, most, most + 1):
+        is_within = least <= number <= most
+        assert may_be(grammars.guide_of(plain), str(number)) == is_within
+        if abs(number) < 2**53:  # of numbers that need not be whole, floats tell these from the next
+            assert may_be(grammars.guide_of(any_value), str(number)) == is_within
+        assert may_be(grammars.guide_of(narrow), str(number)) == (7 <= number <= most)
+    assert may_be(grammars.guide_of(any_value), '"text"')
+
+
+@pytest.mark.parametrize("name", ["byte", "base64"])
+def test_bytes_are_base64_that_pythons_reads_and_writes(structures, tokenizer_folder, name):
+    grammars = Grammars(tokenizer_folder, (EOS,))
+    made, begun = (
+        grammar(structures, **schema(type="string", format=name, **others)) for others in ({}, {"pattern": "^Q"})
+    )
+    texts = ["".join(each) for length in range(5) for each in itertools.product("Qw/=", repeat=length)]
+    for text in (*texts, "QUJDRA==", "QUJD\n", "QUI=QUI=", "QU-_"):
+        try:
+            is_right = base64.b64encode(base64.b64decode(text, validate=True)).decode() == text
+        except ValueError:
+            is_right = False
+        assert may_be(grammars.guide_of(made), json.dumps(text)) == is_right, text
+        assert may_be(grammars.guide_of(begun), json.dumps(text)) == (is_right and text.startswith("Q")), text
 
 
 @pytest.mark.parametrize(

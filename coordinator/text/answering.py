@@ -1,0 +1,36 @@
+"""What a program of ours does all its life (program.py): it answers the lines of its input, and ends with that.
+
+Each door has its own, so what they import is little.
+"""
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Answer = Callable[[Any], bytes]
+"""From a question to the line that answers it."""
+
+
+def line(value: object) -> bytes:
+    """As both sides write it."""
+    return json.dumps(value, ensure_ascii=False).encode() + b"\n"
+
+
+def answer_lines(begin: Callable[[Any], Answer], *, max_cpu_s: float, max_memory_bytes: int) -> None:
+    """What such a program does all its life; `begin` makes of what it is given what answers its questions. Processor
+    time is not of the clock: a busy machine changes nothing."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all; the coordinator drains first
+    resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
+    answer: Answer | None = None
+    for given in sys.stdin.buffer:
+        if answer is None:
+            answer = begin(json.loads(given))
+            continue
+        signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # SIGPROF, which nobody handles, ends the process
+        answered = answer(json.loads(given))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(answered)
+        sys.stdout.buffer.flush()

@@ -1,0 +1,251 @@
+"""What of a JSON schema an answer can be held to. Pure.
+
+What the library does not enforce it refuses by name; what it would enforce in part is refused here.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from typing import Any, Final, TypeGuard
+
+from coordinator.text.controls import control_in, control_of_pattern, without_control
+from coordinator.text.formats import WIDEST, is_number, put_format
+from coordinator.text.recursion import endless_reference
+from coordinator.text.schemas import leads_to_data, schemas_in
+
+EXACT: Final = 2**53  # integers up to here are what a float says
+INT64: Final = range(-(2**63), 2**63 - 1)  # the library takes a bound that is wider for the end of the range
+BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+EXCLUSIVE: Final = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
+WITHIN: Final = ("properties", "additionalProperties", "items", "prefixItems", "additionalItems")  # further schemas
+IDLE: Final[Mapping[str, Sequence[Any]]] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+}
+NAMING: Final = {"enum", "type", "title", "description"}  # keywords of a schema that is a list of texts
+MOST_COPIED_CHARS: Final = 2**17
+MOST_MULTIPLE: Final = 2**32 - 1  # of what the library joins multiples to
+
+
+class Unenforceable(ValueError):
+    """A constraint that no answer could be held to; says why in the words of its client."""
+
+
+def parse_schema(text: str) -> dict[str, Any]:
+    """As it is written. Raises Unenforceable."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unenforceable(f"it is not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise Unenforceable("it is no JSON object")
+    return schema
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    """As `of_schema` takes it. Raises Unenforceable."""
+    schema = parse_schema(text)
+    parts = list(schemas_in(schema))
+    for part in parts:
+        put_format(part)
+        _mend_minimum(part)
+        _check_count(part)
+        _check_numbers(part)
+        _check_texts(part)
+        _check_items(part)
+        _mend_patterns(part)
+        _drop_idle(part)
+        _list_properties(part, schema)
+        _check_reference(part, schema)
+    _check_multiples(parts)
+    _check_open_ends(parts)
+    if endless := endless_reference(schema, parts):
+        raise Unenforceable(f"$ref {endless!r:.80} leads back to itself, and no value can meet it")
+    return schema
+
+
+def _check_reference(part: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    reference = part.get("$ref")
+    if isinstance(reference, str) and leads_to_data(reference):
+        raise Unenforceable(f"$ref {reference!r:.80} leads to no schema")
+    if reference is not None and "$id" in part and part is not schema:  # in older drafts it does not begin there
+        raise Unenforceable("$ref stands beside an $id")
+
+
+def _check_count(part: Mapping[str, Any]) -> None:
+    """A property that no name of the schema stands for may come twice, and is one all the same."""
+    fewest, required = part.get("minProperties"), part.get("required")
+    if not _is_integer(fewest) or fewest <= 1:
+        return
+    names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    if len(names) < fewest:
+        raise Unenforceable(f"minProperties ({fewest}) is more than 1 and than the names in required ({len(names)})")
+
+
+def _check_numbers(part: Mapping[str, Any]) -> None:
+    for name in ("const", "enum"):
+        integers = [each for each in _leaves(part.get(name)) if _is_integer(each)]
+        if not all(map(_is_exact, integers)):
+            raise _inexact(name)
+        if INT64[0] in integers:  # at which the library breaks down
+            raise Unenforceable(f"{name} has the least integer of 64 bits ({INT64[0]})")
+    for name, bound in _bounds(part).items():
+        if (number := _whole(bound)) is not None:
+            _check_bound(name, number)
+
+
+def _bounds(part: Mapping[str, Any]) -> dict[str, Any]:
+    """The bounds of a number. In an older draft one is exclusive where it is said to be, by true."""
+    bounds = {name: part[name] for name in BOUNDS if name in part}
+    for exclusive, inclusive in EXCLUSIVE.items():
+        if bounds.get(exclusive) is True and inclusive in bounds:
+            bounds[exclusive] = bounds.pop(inclusive)
+    return bounds
+
+
+def _check_bound(name: str, number: int) -> None:
+    if number in INT64 and not _is_exact(number):
+        raise _inexact(name)
+    if name.startswith("exclusive") and abs(number) >= EXACT:
+        raise Unenforceable(f"{name} ({number}) is not within 2^53, where a float tells it from what is next to it")
+    if (name == "minimum" and number > INT64[-1]) or (name == "maximum" and number < INT64[0]):
+        raise Unenforceable(f"{name} ({number}) is beyond 64 bits")
+
+
+def _check_items(part: Mapping[str, Any]) -> None:
+    """Keywords of two drafts, of which the library goes by neither."""
+    if "prefixItems" in part and ("additionalItems" in part or isinstance(part.get("items"), list)):
+        raise Unenforceable("prefixItems stand beside additionalItems, or a list of items, of an older draft")
+
+
+def _check_multiples(parts: Sequence[Mapping[str, Any]]) -> None:
+    """Several of one number, which meet where schemas are joined, are joined to their least common multiple."""
+    if not any("allOf" in part or "$ref" in part for part in parts):
+        return
+    given = {each for part in parts if is_number(each := part.get("multipleOf"))}
+    decimals = [abs(number) for number in map(Decimal, map(str, given)) if number.is_finite()]
+    places = max((-min(0, int(each.as_tuple().exponent)) for each in decimals), default=0)
+    if len(decimals) > 1 and math.prod(int(each.scaleb(places)) for each in decimals) > MOST_MULTIPLE:
+        raise Unenforceable("the multiples (multipleOf) of a schema with allOf or $ref are too large together")
+
+
+def _check_open_ends(parts: Sequence[Mapping[str, Any]]) -> None:
+    """A whole number, which is to be left out, comes all the same where the other bound is within the next unit, away
+    from 0. Where schemas are joined, any two bounds may meet."""
+    bounds = [_bounds(part) for part in parts]
+    for group in [bounds] if any(map(_joins, parts)) else [[each] for each in bounds]:
+        _check_open_end(group, "exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1)
+        _check_open_end(group, "exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1)
+
+
+def _check_open_end(bounds: Sequence[Mapping[str, Any]], name: str, others: Sequence[str], sign: int) -> None:
+    fractions = [each[other] for each in bounds for other in others if _is_fraction(each.get(other))]
+    units = {math.floor(sign * number): number for number in fractions}
+    for number in (_whole(each.get(name)) for each in bounds):
+        if number is not None and sign * number >= 0 and sign * number in units:
+            raise Unenforceable(f"{name} ({number}) is less than 1 from the other bound ({units[sign * number]})")
+
+
+def _joins(part: Mapping[str, Any]) -> bool:
+    """Whether several schemas say what a value, or one of the same place in it, may be."""
+    lists = (part.get("allOf"), part.get("patternProperties"))
+    num_schemas = sum(len(each) for each in lists if isinstance(each, list | dict))
+    num_schemas += sum(name in part for name in ("$ref", "anyOf", "oneOf"))
+    return num_schemas + any(name in part for name in (*BOUNDS, *WITHIN)) > 1
+
+
+def _check_texts(part: Mapping[str, Any]) -> None:
+    named, patterns = part.get("patternProperties"), {"pattern": [str(part.get("pattern", ""))]}
+    if isinstance(named, dict):
+        patterns["patternProperties"] = list(named)
+    for name in ("const", "enum"):
+        _refuse_control(name, (control_in(each) for each in _leaves(part.get(name)) if isinstance(each, str)))
+    for name, given in patterns.items():
+        _refuse_control(name, map(control_of_pattern, given))
+
+
+def _mend_minimum(part: dict[str, Any]) -> None:
+    """The library takes no minimum of an integer at the end of 64 bits, which some programs write."""
+    is_integer = part.get("type") == "integer" or "integer" in _listed(part.get("type"))
+    if is_integer and (number := _whole(part.get("minimum"))) is not None:
+        part["minimum"] = max(number, -WIDEST)
+
+
+def _mend_patterns(part: dict[str, Any]) -> None:
+    if isinstance(pattern := part.get("pattern"), str):
+        part["pattern"] = without_control(pattern)
+    if isinstance(named := part.get("patternProperties"), dict):
+        part["patternProperties"] = {without_control(pattern): schema for pattern, schema in named.items()}
+
+
+def _drop_idle(part: dict[str, Any]) -> None:
+    """What the library refuses by name and asks for nothing: some programs write it into every schema."""
+    for name, values in IDLE.items():
+        if name in part and any(part[name] == each and type(part[name]) is type(each) for each in values):
+            del part[name]
+
+
+def _list_properties(part: dict[str, Any], schema: Mapping[str, Any]) -> None:
+    """An object of any properties that have a name of a list is one of the properties of that list."""
+    names = part.get("propertyNames")
+    if isinstance(names, dict) and names.keys() == {"$ref"} and isinstance(schema.get("$defs"), dict):
+        names = schema["$defs"].get(str(names["$ref"]).removeprefix("#/$defs/"))
+    if not isinstance(names, dict) or not names.keys() <= NAMING or names.get("type", "string") != "string":
+        return
+    listed, value = names.get("enum"), part.get("additionalProperties", True)
+    if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
+        return
+    if "properties" in part or "patternProperties" in part or len(listed) * len(json.dumps(value)) > MOST_COPIED_CHARS:
+        return
+    del part["propertyNames"]
+    part |= {"properties": dict.fromkeys(listed, value), "additionalProperties": False}
+
+
+def _refuse_control(name: str, found: Iterable[str]) -> None:
+    if control := next(filter(None, found), None):
+        raise Unenforceable(f"{name} has the control character {control}, which no string of an answer can have")
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    """All values in it that hold no others."""
+    left = [data]
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        elif isinstance(value, dict):
+            left += value.values()
+        else:
+            yield value
+
+
+def _is_exact(number: int) -> bool:
+    return abs(number) <= EXACT or (abs(number) < 2**1023 and int(float(number)) == number)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _whole(value: Any) -> int | None:
+    """The value where it is an integer, also as a float."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if _is_integer(value) else None
+
+
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and not value.is_integer()
+
+
+def _inexact(name: str) -> Unenforceable:
+    return Unenforceable(f"{name} has an integer beyond 2^53 that no float is equal to")
+
+
+def _is_integer(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
