@@ -91,16 +91,9 @@ class Engine:
     they may be replaced by others that compute the same, and `clock` by another one.
     """
 
-    def __init__(
-        self,
-        settings: EngineSettings,
-        group: RankGroup | None = None,
-        num_kept_bytes: int = 0,
-        grammars: Grammars | None = None,
-    ) -> None:
-        """Loads everything, but for the tokenizer of its grammars; without a group, as the only rank. A pool that takes
-        what is left of a device leaves `num_kept_bytes`. `grammars` are those of the model, where they are there
-        already. Raises ModelError or SettingsError with one sentence when that cannot be."""
+    def __init__(self, settings: EngineSettings, group: RankGroup | None = None, num_kept_bytes: int = 0) -> None:
+        """Loads everything; without a group, as the only rank. A pool that takes what is left of a device leaves
+        `num_kept_bytes`. Raises ModelError or SettingsError with one sentence when that cannot be."""
         if not settings.model:
             raise SettingsError("no model folder was given")
         folder = Path(settings.model)
@@ -127,7 +120,7 @@ class Engine:
         of_model = fingerprint(folder, self.config, self.model_layout, dtype, settings.quantization)
         self.fingerprint: Final = of_model | adapter_facts(adapters)
         _check_alike(self.group, self.fingerprint | _shared_settings(settings, num_blocks, self.max_model_len))
-        self.grammars: Final = grammars or Grammars(folder, self.eos_token_ids)  # may be used beside a step
+        self.grammars: Final = Grammars(folder, self.eos_token_ids)  # may be used beside a step
         self._device = device
         self._stream = StepStream(device)
         self._steps = choose_steps(device)

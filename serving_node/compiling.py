@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Final
 
 from protos import fleet_pb2
@@ -56,6 +57,14 @@ class Compiling:
             task.add_done_callback(self._tasks.discard)
             return
         self._pass_on(command, None)
+
+    def warm_up(self) -> None:
+        """Reads the tokenizer, for which the first grammar would hold up all answers: nothing else runs meanwhile."""
+        self._thread.submit(self._read_tokenizer)
+
+    def _read_tokenizer(self) -> None:
+        with suppress(RequestError):  # which every grammar will be answered by
+            self._grammars.load()
 
     def forget(self) -> None:
         """Nobody waits for what is being compiled any more."""

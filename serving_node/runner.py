@@ -63,6 +63,8 @@ from serving_node.stepping import Stepping
 
 logger = logging.getLogger(__name__)
 
+QUIET_S: Final = 5.0  # after which a node without requests does what would hold them up
+
 
 class NodeRunner:
     """Rank 0 of a node."""
@@ -275,10 +277,21 @@ class NodeRunner:
         """Steps until cancelled."""
         self._alarm = Alarm(self._tick)
         self._carry_out()
+        warming = asyncio.create_task(self._warm_up())
         try:
             await first_to_end(self._stepping.run(), self._followers.watch())
         finally:
+            warming.cancel()
             self._alarm.set(None)
+
+    async def _warm_up(self) -> None:
+        """Has the tokenizer read in a quiet moment, if there is one before the first grammar comes."""
+        is_quiet = False
+        while not is_quiet:
+            await self._idle.wait()
+            await asyncio.sleep(QUIET_S)
+            is_quiet = self._idle.is_set()
+        self._compiling.warm_up()
 
     # ---- transfers ----
 

@@ -1,17 +1,15 @@
 """Puts one rank of a node together and runs it."""
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing, suppress
-from pathlib import Path
+from contextlib import asynccontextmanager, closing
 
 import torch
 
 from engine.cache.tier_store import TierStore
 from engine.drafting import Drafter
 from engine.engine import Engine
-from engine.parallel import LEADER, RankGroup, choose_device, join, on_all_ranks
+from engine.parallel import choose_device, join, on_all_ranks
 from engine.stepper import Stepper
 from engine.streams import take_own_stream
 from kv_transfer.endpoints import endpoint_of
@@ -20,9 +18,7 @@ from kv_transfer.ends.sender import KVSender
 from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from serving_core.descriptors import Spares, kept_spares
-from serving_core.errors import RequestError, SettingsError
-from serving_core.grammars import Grammars
-from serving_core.model_config import read_model_config
+from serving_core.errors import SettingsError
 from serving_core.rates import StepRates
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
@@ -53,7 +49,7 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
     settings = settings.resolved(role, device.type)
     joined = closing(join(device, tp_size, flags.rank_timeout_s, pp_size))
     draft_flags = draft_engine(settings)
-    with joined as group, closing(await loaded_engine(flags, group, draft_bytes(draft_flags))) as engine:
+    with joined as group, closing(Engine(flags, group, draft_bytes(draft_flags))) as engine:
         prefill_tokens_per_s = engine.warm_up()
         drafter = _drafter(draft_flags, engine)
         take_own_stream(device)
@@ -80,25 +76,6 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
             finally:
                 await sender.close()
                 await receiver.close()
-
-
-async def loaded_engine(flags: EngineSettings, group: RankGroup, num_kept_bytes: int) -> Engine:
-    """An engine, on rank 0 with the tokenizer of its grammars. Reading it keeps all other Python of a process waiting:
-    while weights load that costs little, and beside steps it would hold up all answers. Raises ModelError or
-    SettingsError."""
-    config = read_model_config(Path(flags.model), flags.model_impl, flags.runner)
-    grammars = Grammars(Path(flags.model), config.eos_token_ids)
-
-    def read() -> None:
-        with suppress(RequestError):  # which every grammar will be answered by
-            grammars.load()
-
-    is_needed = group.rank == LEADER and config.embedder is None
-    reading = asyncio.get_running_loop().run_in_executor(None, read) if is_needed else None
-    engine = Engine(flags, group, num_kept_bytes, grammars)
-    if reading is not None:
-        await reading
-    return engine
 
 
 def _drafter(flags: EngineSettings | None, engine: Engine) -> Drafter | None:

@@ -3,16 +3,15 @@
 Of the tokens that may come, the fake model's likeliest is the next one from its own choice on.
 """
 
+import asyncio
 import json
 
 import pytest
 
-from engine.parallel import alone
-from serving_core.errors import RequestError
-from serving_core.settings import EngineSettings
-from serving_node.serve import loaded_engine
-from tests.tiny_models import EOS, VOCAB_SIZE, grammar_for_nodes, write_fake_model
+from serving_node import runner
+from tests.tiny_models import EOS, VOCAB_SIZE, grammar_for_nodes
 from tests.unit.serving_node.runner_kit import (
+    DEADLINE_S,
     answer_on_paper,
     carry_tickets,
     fleet,
@@ -121,20 +120,28 @@ async def test_a_node_with_another_vocabulary_keeps_no_answer_to_a_grammar(tmp_p
         assert node.of("plain") == told(answer_on_paper(PROMPT, 5))
 
 
-async def test_a_node_has_read_its_tokenizer_before_it_serves(tmp_path):
-    """Which would hold up its answers, with the first grammar."""
-    folder = write_fake_model(tmp_path)
-    engine = await loaded_engine(EngineSettings(model=str(folder), num_kv_blocks=8), alone(), 0)
-    (folder / "tokenizer.json").unlink()
-    assert engine.grammars.guide_of(GRAMMAR).allowed([])
+async def test_a_node_reads_its_tokenizer_in_a_quiet_moment(tmp_path, monkeypatch):
+    """For which the first grammar would hold up its answers."""
+    monkeypatch.setattr(runner, "QUIET_S", 0.0)
+    async with running(tmp_path) as node:
+        async with asyncio.timeout(DEADLINE_S):
+            while node.engine.grammars._tokenizer is None:
+                await asyncio.sleep(0.001)
+        (tmp_path / "fake" / "tokenizer.json").unlink()
+        node.local("a", PROMPT, **ASKED)
+        await node.idle()
+        assert node.of("a") == told(kept_on_paper(PROMPT))
 
 
-async def test_a_node_serves_without_a_tokenizer(tmp_path):
-    folder = write_fake_model(tmp_path)
-    (folder / "tokenizer.json").unlink()
-    engine = await loaded_engine(EngineSettings(model=str(folder), num_kv_blocks=8), alone(), 0)
-    with pytest.raises(RequestError, match="does not read its tokenizer"):
-        engine.grammars.guide_of(GRAMMAR)
+async def test_a_node_that_is_busy_has_no_quiet_moment(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "QUIET_S", 0.0)
+    async with running(tmp_path, gated=True) as node:
+        node.local("plain", PROMPT, max_tokens=5)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert node.engine.grammars._tokenizer is None
+        node.engine.open()
+        await node.idle()
 
 
 def swap_tokens(folder, one, other):
