@@ -163,5 +163,6 @@ def _live(tracker: Tracker) -> Iterator[Figure]:
 
     yield one("requests_running", "Live answers that are written.", tracker.num_running, "num_requests_running")
     yield one("requests_waiting", "Live answers that are not yet.", tracker.num_waiting, "num_requests_waiting")
-    yield one("requests_held", "Of those, the ones that are held, since they would make answers late.", tracker.num_held)
+    held = "Of those, the ones that are held, since they would make answers late."
+    yield one("requests_held", held, tracker.num_held)
     yield one("nodes_needed", "Nodes that the load of now needs, for autoscalers.", tracker.num_nodes_needed)
