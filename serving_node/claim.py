@@ -83,7 +83,7 @@ class Claim:
 
     def victims(self) -> Iterable[Resident]:
         """Those that are to give way now, between two steps."""
-        if self.age == math.inf or self._is_served or any(each.is_revoked for each in self._residents):
+        if self._is_served or any(each.is_revoked for each in self._residents):
             return []
         victims: list[Resident] = []
         younger = [each for each in self._residents if self._is_younger(each) and self._gives_way(each)]
@@ -102,11 +102,8 @@ class Claim:
 
     def _makes_up(self, leaves: Callable[[Resident], bool], num_more: int = 0) -> bool:
         """Whether there are the blocks of a tile, if these leave, and so many more."""
-        num_missing = self._hosting.blocks_each - self._leases.num_free - num_more
-        if num_missing <= 0:
-            return True
         stay, leave = set[int](), set[int]()
         for each in self._residents:
             if each.lease is not None:
                 (leave if leaves(each) else stay).update(each.lease.block_ids)
-        return len(leave - stay) >= num_missing
+        return len(leave - stay) + self._leases.num_free + num_more >= self._hosting.blocks_each

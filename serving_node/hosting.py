@@ -94,7 +94,7 @@ class Hosting:
         return list(lease.block_ids)
 
     def recall(self) -> None:
-        """Takes the blocks of the youngest request back, which begins again without them; they come free in a moment."""
+        """Takes the blocks of the youngest request back, which begins again; they come free in a moment."""
         youngest = max(each.age for each in self._annexes.values())
         for number, each in self._annexes.items():
             if each.age == youngest:

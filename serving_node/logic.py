@@ -498,11 +498,10 @@ class NodeLogic:
         self._grant()
 
     def host(self, number: int, most_tiles: int, asker: Asker, now: float) -> list[int]:
-        """Blocks for tiles of another node's request, perhaps none: none while others give way to an older one of this
-        node. For one that asks again room is made."""
+        """Blocks for tiles of another node's request, perhaps none. For one that asks again room is made."""
         if self.is_draining:
             return []
-        block_ids = [] if self._room.is_behind(asker.age) else self._lease(number, most_tiles, asker.age)
+        block_ids = self._lease(number, most_tiles, asker.age) if self._room.may_host(asker.age) else []
         if block_ids:
             self._claim.serve(asker.age, now, asker.step_s)
         elif asker.is_again and self.hosting.may_grow_for(asker.age):

@@ -235,9 +235,14 @@ class Room:
         num_left = self._leases.num_blocks - self._hosting.num_firm(resident.age)
         if self._num_blocks_of(resident) > num_left:
             return False
-        self._preferred = resident
+        self._preferred, resident.has_recalled = resident, True
         self._hosting.recall()
         return True
+
+    def may_host(self, age: int) -> bool:
+        """Whether tiles of a request of this age may come: none while others give way to an older one, nor while one
+        is here that tiles were recalled for. They would be recalled again, each time with all that was computed."""
+        return not self.is_behind(age) and not any(each.has_recalled and each.age < age for each in self._residents)
 
     def _num_blocks_of(self, resident: Resident) -> int:
         """That it needs to go on, with those that it has."""

@@ -112,7 +112,11 @@ def test_an_older_one_gets_the_blocks_of_younger_tiles_and_nobody_else_does(num_
     assert node.recalled == [first, last]  # once
     for number in (first, last):
         node.logic.hosted(number)
-        assert not node.host(1, age=6, is_again=True)  # one that is older is not held up: it gets what is left
+        assert not node.host(1, age=6, is_again=True)
+    node.compute()
+    assert older.lease is not None
+    assert node.allocator.num_free > 2
+    assert not node.host(1, age=6, is_again=True)  # they would be recalled again
     node.run()
     assert older.request.num_output_tokens == 12
     assert "failed" not in node.told
