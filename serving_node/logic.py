@@ -499,9 +499,9 @@ class NodeLogic:
 
     def host(self, number: int, most_tiles: int, asker: Asker, now: float) -> list[int]:
         """Blocks for tiles of another node's request, perhaps none. For one that asks again room is made."""
-        if self.is_draining:
+        if self.is_draining or not self._room.may_host(asker.age):
             return []
-        block_ids = self._lease(number, most_tiles, asker.age) if self._room.may_host(asker.age) else []
+        block_ids = self._lease(number, most_tiles, asker.age)
         if block_ids:
             self._claim.serve(asker.age, now, asker.step_s)
         elif asker.is_again and self.hosting.may_grow_for(asker.age):

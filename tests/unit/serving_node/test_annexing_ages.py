@@ -184,3 +184,19 @@ def test_tiles_of_younger_requests_make_room_for_those_of_an_older_one_that_has_
             node.logic.hosted(number)
         assert len(node.host(3, age=6)) == 4  # it leaves the blocks of a tile
         assert len(node.host(1, age, is_again=True)) == 2
+
+
+def test_nobody_gives_way_to_one_whose_tiles_may_not_come():
+    """They were recalled for an older one, which is still here."""
+    node = LongNode()
+    node.host(3, age=9)
+    node.ask("older", 5, 10, max_tokens=20)
+    stand(node)
+    node.logic.hosted(node.num_asked)
+    younger = node.ask("younger", 7, 12, max_tokens=2)
+    node.compute()
+    while node.now < 2 * HOLD_S:
+        assert not node.host(3, age=6, is_again=True)
+        node.tick(node.now + RETRY_S)
+    node.compute()
+    assert younger.stage is Stage.WRITING
