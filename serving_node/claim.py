@@ -74,12 +74,15 @@ class Claim:
 
     def recalls(self) -> bool:
         """Whether tiles of younger requests are to be recalled: younger ones here would not be enough without."""
-        if self.age == math.inf or not self._is_due or self._is_served or self._hosting.is_recalling:
+        hosting = self._hosting
+        if (
+            not self._is_due
+            or self._is_served
+            or hosting.is_recalling
+            or hosting.num_blocks == hosting.num_firm(self.age)
+        ):
             return False
-        if self._hosting.may_grow and self._makes_up(self._is_younger):
-            return False
-        num_recalled = self._hosting.num_blocks - self._hosting.num_firm(self.age)
-        return num_recalled > 0 and self._makes_up(self._is_younger, num_recalled)
+        return not (hosting.may_grow and self._makes_up(self._is_younger))
 
     def victims(self) -> Iterable[Resident]:
         """Those that are to give way now, between two steps."""
@@ -100,10 +103,10 @@ class Claim:
         loses_nothing = resident.stage is Stage.GRANTED and not resident.is_coming
         return (loses_nothing or self._is_due) and can_give_way(resident)
 
-    def _makes_up(self, leaves: Callable[[Resident], bool], num_more: int = 0) -> bool:
-        """Whether there are the blocks of a tile, if these leave, and so many more."""
+    def _makes_up(self, leaves: Callable[[Resident], bool]) -> bool:
+        """Whether there are the blocks of a tile, if these leave."""
         stay, leave = set[int](), set[int]()
         for each in self._residents:
             if each.lease is not None:
                 (leave if leaves(each) else stay).update(each.lease.block_ids)
-        return len(leave - stay) + self._leases.num_free + num_more >= self._hosting.blocks_each
+        return len(leave - stay) + self._leases.num_free >= self._hosting.blocks_each

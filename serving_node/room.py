@@ -256,8 +256,6 @@ class Room:
         """Whether it could go on if others gave way. What waits for another node, or for older ones, could not."""
         if resident.stage is Stage.READ:
             return resident.is_kept
-        if resident.stage is Stage.READING:
-            return self._lacks_growth(resident)
         if resident.stage is Stage.AWAITING:
             return not resident.is_to_share
         return not (resident.stage is Stage.QUEUED and self._cap.holds_back(resident))

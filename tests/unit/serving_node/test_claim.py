@@ -137,6 +137,7 @@ def test_the_oldest_has_the_claim_until_it_lapses():
         ((9, 3, 0, 4), True),
         ((2, 0, 8, 4), True),  # blocks are free, but others may have no more
         ((2, 0, 12, 0), False),
+        ((0, 0, 12, 0), False),
         ((0, 0, 0, 12), True),
     ],
 )
