@@ -75,18 +75,14 @@ class Claim:
     def recalls(self) -> bool:
         """Whether tiles of younger requests are to be recalled: younger ones here would not be enough without."""
         hosting = self._hosting
-        if (
-            not self._is_due
-            or self._is_served
-            or hosting.is_recalling
-            or hosting.num_blocks == hosting.num_firm(self.age)
-        ):
+        if not self._is_due or self._is_served or hosting.is_recalling:
             return False
-        return not (hosting.may_grow and self._makes_up(self._is_younger))
+        has_younger = hosting.num_blocks > hosting.num_firm(self.age)
+        return has_younger and not (hosting.may_grow and self._makes_up(self._is_younger))
 
     def victims(self) -> Iterable[Resident]:
-        """Those that are to give way now, between two steps."""
-        if self._is_served or any(each.is_revoked for each in self._residents):
+        """Those that are to give way now, between two steps; without a claim nobody is looked at."""
+        if self.age == math.inf or self._is_served or any(each.is_revoked for each in self._residents):
             return []
         victims: list[Resident] = []
         younger = [each for each in self._residents if self._is_younger(each) and self._gives_way(each)]
