@@ -183,7 +183,7 @@ class Leases:
             resident.num_computed = resident.num_annexed_blocks = 0
             if resident.request.annexes and self.on_annexes_left is not None:
                 self.on_annexes_left(resident.request.annexes)
-                resident.request.annexes = ()
+                resident.request.annexes, resident.request.annex_error = (), ""
 
     def num_cached_tokens(self, resident: Resident) -> int:
         """Tokens whose KV was there when the resident first got blocks."""

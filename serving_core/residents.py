@@ -132,6 +132,8 @@ class Resident:
     num_annexed_blocks: int = 0  # that they hold; the lease has those behind them
     is_annexing: bool = False  # some are on their way there
     waited_s: float = 0.0  # for one of them to have room, since one last had
+    has_recalled: bool = False  # tiles of younger requests were to leave this node for it
+    longest_step_s: float = 0.0  # of those that have computed some of it
     ending: dict[str, Any] | None = None  # what the coordinator is told when nothing is held any more; {}: nothing
     num_given: int = field(init=False)  # tokens that came with the command
 

@@ -11,12 +11,12 @@ from engine.attention.partial import TILE_KEYS
 from engine.engine import Engine
 from kv_transfer.annexes.annex import Annex, most_tiles_of, open_annex
 from kv_transfer.annexes.host import AnnexHost
-from kv_transfer.annexes.wire import KEY_BYTES
+from kv_transfer.annexes.wire import KEY_BYTES, Asker
 from kv_transfer.endpoints import annex_address_of
 from kv_transfer.errors import TransferError
 from serving_core.errors import SettingsError
 from serving_core.residents import Resident
-from serving_node.decisions import OpenAnnex
+from serving_node.decisions import CloseAnnexes, OpenAnnex, RecallAnnex
 from serving_node.settings import NodeSettings
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class AnnexEnds:
         self,
         settings: NodeSettings,
         engine: Engine,
-        lease: Callable[[int, int, int, bool], list[int]],
+        lease: Callable[[int, int, Asker], list[int]],
         release: Callable[[int], None],
         on_opened: Callable[[Resident, Annex | None], None],
     ) -> None:
@@ -68,8 +68,18 @@ class AnnexEnds:
     def address(self) -> str:
         return self._host.address
 
-    def open(self, decision: OpenAnnex) -> None:
-        """Reports to `on_opened`."""
+    def carry_out(self, decision: OpenAnnex | RecallAnnex | CloseAnnexes) -> None:
+        """One that is opened is reported to `on_opened`; the blocks of one that is recalled go by `release`."""
+        match decision:
+            case OpenAnnex():
+                self._begin(decision)
+            case RecallAnnex(number=number):
+                self._host.recall(number)
+            case CloseAnnexes(annexes=annexes):
+                for annex in annexes:
+                    annex.close()
+
+    def _begin(self, decision: OpenAnnex) -> None:
         opening = self._threads.submit(self._open, decision)
 
         def report(ended: "Future[Annex | None]") -> None:
@@ -88,6 +98,7 @@ class AnnexEnds:
     def _open(self, decision: OpenAnnex) -> Annex | None:
         """On the first host that has room."""
         resident, block_ids = decision.resident, decision.block_ids
+        asker = Asker(resident.age, decision.is_again, resident.longest_step_s)
 
         def read(layer: int, num_tiles: int) -> tuple[memoryview, memoryview]:
             return self._pool.read(layer, block_ids[: num_tiles * self._blocks_each])
@@ -101,8 +112,7 @@ class AnnexEnds:
                     most_tiles,
                     self._layers,
                     read,
-                    age=resident.age,
-                    is_again=decision.is_again,
+                    asker=asker,
                     **self._sizes,
                 )
             except (OSError, ValueError, TransferError) as error:
@@ -112,9 +122,9 @@ class AnnexEnds:
                 return annex
         return None
 
-    def _leased(self, number: int, most_tiles: int, age: int, is_again: bool) -> list[int]:
+    def _leased(self, number: int, most_tiles: int, asker: Asker) -> list[int]:
         leased: Future[list[int]] = Future()
-        self._in_loop(lambda: leased.set_result(self._lease(number, most_tiles, age, is_again)))
+        self._in_loop(lambda: leased.set_result(self._lease(number, most_tiles, asker)))
         return leased.result(LOOP_S)
 
     def _released(self, number: int) -> None:

@@ -25,6 +25,10 @@ class Opened(Protocol):
     @property
     def num_tiles(self) -> int: ...
 
+    @property
+    def is_recalled(self) -> bool:
+        """Whether its node has taken the blocks back."""
+
 
 class Annexing:
     """The annexes of one node's requests."""
@@ -59,8 +63,9 @@ class Annexing:
         return min(num_tokens, leases.num_tokens_held(resident) - resident.num_computed)
 
     def makes_room_for(self, resident: Resident) -> bool:
-        """Whether its hosts are asked, and have not been for so long that all would have given way that can."""
-        return resident in self._held_up and resident.waited_s < HOLD_S + LAPSE_S
+        """Whether its hosts are asked, and have not been for so long that all would have given way that can: between
+        two steps, which may take as long as its own."""
+        return resident in self._held_up and resident.waited_s < HOLD_S + LAPSE_S + resident.longest_step_s
 
     def youngest_held_up(self, age: int) -> Resident | None:
         """Of those that are younger than this, and whose hosts had no room when they were last asked."""
@@ -85,8 +90,15 @@ class Annexing:
         for resident in list(self._held_up):
             self._try_again(resident, now)
 
-    def check(self, resident: Resident, now: float) -> None:
+    def is_recalled(self, resident: Resident) -> bool:
+        """Whether a step has found out that a host has taken blocks back: the request is to begin again, and nothing is
+        lost but time."""
+        request = resident.request
+        return bool(request.annex_error) and any(annex.is_recalled for annex in request.annexes)
+
+    def check(self, resident: Resident, now: float, step_s: float) -> None:
         """A step is done: ends what has lost an annex in it, and asks what it was not to ask meanwhile."""
+        resident.longest_step_s = max(resident.longest_step_s, step_s)
         if error := resident.request.annex_error:
             message = f"blocks of the request on another node are lost: {error}"
             self._endings.fail(resident, reasons.TRANSFER_FAILED, message)

@@ -114,6 +114,13 @@ class OpenAnnex:
 
 
 @dataclass(frozen=True, slots=True)
+class RecallAnnex:
+    """Take the blocks of another node's annex back; `hosted` is to follow."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class CloseAnnexes:
     """Nothing is to be asked of them any more."""
 
@@ -134,5 +141,6 @@ Decision = (
     | Load
     | CancelLoad
     | OpenAnnex
+    | RecallAnnex
     | CloseAnnexes
 )

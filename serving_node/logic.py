@@ -11,6 +11,7 @@ from decode_node.credit import Credit
 from decode_node.drafts import DraftModel
 from decode_node.speculation import Speculation
 from decode_node.writing import Writing
+from kv_transfer.annexes.wire import Asker
 from kv_transfer.results import Received, Sent, TransferFailed
 from prefill_node.reading import Reading
 from protos import convert, fleet_pb2, inference_pb2
@@ -30,7 +31,7 @@ from serving_node.arrivals import Arrivals
 from serving_node.borrowing import Borrowings
 from serving_node.cache_report import CacheReport
 from serving_node.claim import Claim
-from serving_node.decisions import Beat, Decision
+from serving_node.decisions import Beat, Decision, RecallAnnex
 from serving_node.endings import Endings
 from serving_node.handovers import HandOvers
 from serving_node.hosting import Hosting
@@ -85,8 +86,8 @@ class NodeLogic:
         self._residents = residents = Residents()
         self._leases = leases = Leases(allocator, layout, origin, is_history_free=is_history_free)
         self._endings = Endings(residents, leases)
-        self.hosting = Hosting(allocator, layout.block_size, limits.tile_tokens)
-        self._claim = claim = Claim(residents, leases, self.hosting.blocks_each)
+        self.hosting = Hosting(allocator, layout.block_size, limits.tile_tokens, self._recall)
+        self._claim = claim = Claim(residents, leases, self.hosting)
         self._annexing = annexing = Annexing(residents, leases, self._endings, claim, limits.tile_tokens)
         self._reading = Reading(residents, leases, costs, max_num_queued=limits.max_num_queued, fit=annexing.fit)
         self._tier = SecondTier(tier, allocator, leases, self._reading, costs, block_bytes)
@@ -117,7 +118,15 @@ class NodeLogic:
             residents, leases, eos_token_ids, num_candidates, limits.max_num_batched_tokens, limits.draft_model
         )
         self._room = Room(
-            residents, leases, self._reading, self._credit, self._writing, costs, claim, limits.max_num_seqs
+            residents,
+            leases,
+            self._reading,
+            self._credit,
+            self._writing,
+            costs,
+            claim,
+            self.hosting,
+            limits.max_num_seqs,
         )
         self.steps = StepCounts()
         self.streaks = Streaks(
@@ -294,6 +303,8 @@ class NodeLogic:
         nothing to compute. `step_done` or `step_failed` is to follow."""
         for victim in self._claim.victims():
             self._writing.give_way(victim)
+        if self._claim.recalls():
+            self.hosting.recall()
         works = self._plan(now)
         while not works and (self._room.seat() or self._room.make_way() or self._turn_away()):
             self._grant()
@@ -307,9 +318,10 @@ class NodeLogic:
         return works
 
     def _turn_away(self) -> bool:
-        """Fails what waits for blocks that other nodes' requests hold here: another node may have some. Tells whether
-        any did."""
-        if (resident := self._room.stranded(self.hosting.num_blocks, self._annexing.makes_room_for)) is None:
+        """Fails what waits for blocks that older requests of other nodes hold here: another node may have some. Younger
+        ones give theirs up for it. Tells whether any failed."""
+        resident = self._room.stranded(self._annexing.makes_room_for)
+        if resident is None or self._room.recall(resident):
             return False
         message = f"{self.hosting.num_blocks} blocks of this node hold parts of other nodes' requests: too few are left"
         self._endings.fail(resident, reasons.QUEUE_FULL, message)
@@ -394,7 +406,9 @@ class NodeLogic:
         for resident in ended:
             self._endings.end(resident)
         for resident in residents:
-            self._annexing.check(resident, now)
+            if self._annexing.is_recalled(resident):
+                self._writing.give_way(resident)
+            self._annexing.check(resident, now, step_s)
         for resident, taken in given:
             if taken:
                 self._answers.end_without_token(resident, taken[-1], now)
@@ -483,25 +497,32 @@ class NodeLogic:
         self._annexing.opened(resident, annex, now)
         self._grant()
 
-    def host(self, number: int, most_tiles: int, age: int, now: float, *, is_again: bool) -> list[int]:
-        """Blocks for tiles of another node's request, perhaps none. Younger ones of this node that wait for such blocks
-        themselves give way to it: else each could wait for the other. For one that asks again room is made. Where an
-        older one waits for some, there is only what it leaves."""
-        if self.is_draining:
+    def host(self, number: int, most_tiles: int, asker: Asker, now: float) -> list[int]:
+        """Blocks for tiles of another node's request, perhaps none. For one that asks again room is made."""
+        if self.is_draining or not self._room.may_host(asker.age):
             return []
+        block_ids = self._lease(number, most_tiles, asker.age)
+        if block_ids:
+            self._claim.serve(asker.age, now, asker.step_s)
+        elif asker.is_again and self.hosting.may_grow_for(asker.age):
+            self._claim.put(asker.age, now, asker.step_s)
+        self._grant()
+        return block_ids
+
+    def _lease(self, number: int, most_tiles: int, age: int) -> list[int]:
+        """Younger ones of this node that wait for such blocks themselves give way: else each could wait for the other.
+        Where an older one of another node waits for some, there is only what it leaves."""
         is_first = age <= self._claim.age
-        block_ids = self.hosting.lease(number, most_tiles, num_spare=0 if is_first else self.hosting.blocks_each)
+        block_ids = self.hosting.lease(number, most_tiles, age, num_spare=0 if is_first else self.hosting.blocks_each)
         while not block_ids and is_first and self.hosting.may_grow:
             if (younger := self._annexing.youngest_held_up(age)) is None:
                 break
             self._writing.give_way(younger)
-            block_ids = self.hosting.lease(number, most_tiles)
-        if block_ids:
-            self._claim.serve(age, now)
-        elif is_again and self.hosting.may_grow:
-            self._claim.put(age, now)
-        self._grant()
+            block_ids = self.hosting.lease(number, most_tiles, age)
         return block_ids
+
+    def _recall(self, number: int) -> None:
+        self._endings.decide(RecallAnnex(number))
 
     def hosted(self, number: int) -> None:
         """Blocks that were another node's are free."""

@@ -24,6 +24,7 @@ from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents, Stage
 from serving_node.cap import Cap, num_blocks_of
 from serving_node.claim import Claim
+from serving_node.hosting import Hosting
 
 HOLDING: Final = (Stage.WRITING, Stage.GRANTED, Stage.READING)
 SEATED: Final = (Stage.WRITING, Stage.GRANTED, Stage.STOPPED)
@@ -51,6 +52,7 @@ class Room:
         writing: Writing,
         costs: StepCosts,
         claim: Claim,
+        hosting: Hosting,
         num_seats: int,
     ) -> None:
         self._residents = residents
@@ -60,6 +62,7 @@ class Room:
         self._writing = writing
         self._costs = costs
         self._claim = claim
+        self._hosting = hosting
         self._cap = Cap(residents, leases, reading, writing)
         self.num_seats = num_seats  # may change; who has one keeps it
         self._next_without: Resident | None = None  # to get credit, for which it lacks blocks
@@ -72,11 +75,9 @@ class Room:
         self._next_without, self._sharers = None, []
         if self.num_seated() >= self.num_seats and not self._unready_grants():  # however many wait
             return
-        held_back_from = self._claim.held_back_from()
+        leaves_enough = self._claim.gate(self._credit.num_to_hold)
         for resident in sorted(self._residents.in_stage(Stage.AWAITING), key=credit_order):
-            if resident.is_ending or self._is_behind(resident):
-                continue
-            if resident.age >= held_back_from and not self._claim.leaves_enough(self._credit.num_to_hold(resident)):
+            if resident.is_ending or self.is_behind(resident.age) or not leaves_enough(resident):
                 continue
             num_promised, num_promised_seats = self._promised_before(resident)
             has_seat = self.num_seated() + num_promised_seats + len(self._sharers) < self.num_seats
@@ -159,14 +160,12 @@ class Room:
         lack blocks, also those of other nodes; what goes to another node, for the older ones that do; what is to be
         answered here, for answers that would miss their limits beside it. `holds_up` tells whether one waits for what
         it is to start with, given how many blocks are to be left free."""
-        held_back_from = self._claim.held_back_from()
+        leaves_enough = self._claim.gate(self._reading.num_needed)
         is_full, capped = False, math.inf  # the age from which on what goes to other nodes has to wait
 
         def may_start(resident: Resident) -> bool:
             nonlocal is_full, capped
-            if self._waits_for_older(resident):
-                return False
-            if resident.age >= held_back_from and not self._claim.leaves_enough(self._reading.num_needed(resident)):
+            if self._waits_for_older(resident) or not leaves_enough(resident):
                 return False
             if not resident.is_outgoing:
                 is_full = is_full or not self._has_seat_in_time  # none comes free while a step is planned
@@ -209,7 +208,7 @@ class Room:
             return False
         held_back_from = self._claim.held_back_from()
         for resident in self._residents.in_stage(*LACKING):
-            if resident.age >= held_back_from:
+            if resident.age > held_back_from:
                 break
             if not self._lacks_room(resident) or (resident.stage is Stage.AWAITING and not resident.is_ready):
                 continue
@@ -219,15 +218,31 @@ class Room:
                 return not victim.is_revoked
         return False
 
-    def stranded(self, num_hosted: int, makes_room_for: Callable[[Resident], bool]) -> Resident | None:
+    def stranded(self, makes_room_for: Callable[[Resident], bool]) -> Resident | None:
         """For a node that has nothing to compute and where nobody can give way: the oldest that needs more blocks than
-        there are beside so many that hold parts of other nodes' requests, for as long as these like; None where there
-        is none. `makes_room_for` tells of one whether its hosts may yet do so."""
-        if not num_hosted or any(_lets_go_soon(each) for each in self._residents):
+        there are beside those that hold parts of other nodes' requests, for as long as these like; None where there is
+        none. `makes_room_for` tells of one whether its hosts may yet do so."""
+        hosting = self._hosting
+        if not hosting.num_blocks or hosting.is_recalling or any(_lets_go_soon(each) for each in self._residents):
             return None
-        num_left = self._leases.num_blocks - num_hosted
+        num_left = self._leases.num_blocks - hosting.num_blocks
         waiting = [each for each in self._residents.in_stage(*LACKING) if not makes_room_for(each)]
         return next((each for each in waiting if self._lacks_room(each) and self._num_blocks_of(each) > num_left), None)
+
+    def recall(self, resident: Resident) -> bool:
+        """For one that is stranded: takes blocks back from the youngest of other nodes' requests, which come free in a
+        moment, and are for it. Tells whether it does: not in vain, nor from older ones."""
+        num_left = self._leases.num_blocks - self._hosting.num_firm(resident.age)
+        if self._num_blocks_of(resident) > num_left:
+            return False
+        self._preferred, resident.has_recalled = resident, True
+        self._hosting.recall()
+        return True
+
+    def may_host(self, age: int) -> bool:
+        """Whether tiles of a request of this age may come: none while others give way to an older one, nor while one
+        is here that tiles were recalled for. They would be recalled again, each time with all that was computed."""
+        return not self.is_behind(age) and not any(each.has_recalled and each.age < age for each in self._residents)
 
     def _num_blocks_of(self, resident: Resident) -> int:
         """That it needs to go on, with those that it has."""
@@ -241,8 +256,6 @@ class Room:
         """Whether it could go on if others gave way. What waits for another node, or for older ones, could not."""
         if resident.stage is Stage.READ:
             return resident.is_kept
-        if resident.stage is Stage.READING:
-            return self._lacks_growth(resident)
         if resident.stage is Stage.AWAITING:
             return not resident.is_to_share
         return not (resident.stage is Stage.QUEUED and self._cap.holds_back(resident))
@@ -252,8 +265,9 @@ class Room:
         return resident.stage in WITHOUT or self._lacks_growth(resident)
 
     def _lacks_growth(self, resident: Resident) -> bool:
-        """Whether it is a prompt with hosts, which gets blocks as it goes, that has none for its next token."""
-        is_growing = resident.stage is Stage.READING and bool(resident.hosts)
+        """Whether it is an answer, or a prompt with hosts, which get blocks as they go, that has none for its next
+        token."""
+        is_growing = resident.stage is Stage.WRITING or (resident.stage is Stage.READING and bool(resident.hosts))
         return is_growing and self._leases.num_missing(resident, resident.num_computed + 1) > 0
 
     def _youngest_behind(self, resident: Resident) -> Resident | None:
@@ -269,15 +283,15 @@ class Room:
     def _waits_for_older(self, resident: Resident) -> bool:
         """Whether an older request waits for blocks, which would be this one's, or those of its loan."""
         older = self._next_without
-        return (older is not None and older.age < resident.age) or self._is_behind(resident)
+        return (older is not None and older.age < resident.age) or self.is_behind(resident.age)
 
-    def _is_behind(self, resident: Resident) -> bool:
-        """Whether an older one that others gave way to still has no blocks."""
+    def is_behind(self, age: int) -> bool:
+        """Whether one that is older than this, and that others gave way to, still has no blocks."""
         preferred = self._preferred
         if preferred is None or preferred not in self._residents or not self._waits(preferred):
             self._preferred = None
             return False
-        return not preferred.is_ending and preferred.age < resident.age
+        return not preferred.is_ending and preferred.age < age
 
     def _seated(self) -> list[Resident]:
         being_read = [each for each in self._residents.in_stage(Stage.READING) if not each.hands_over]

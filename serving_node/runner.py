@@ -13,6 +13,7 @@ from engine.drafting import Drafter
 from engine.engine import Engine
 from engine.step_clock import StepClock
 from kv_transfer.annexes.annex import Annex
+from kv_transfer.annexes.wire import Asker
 from kv_transfer.ends.alarm import Alarm
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
@@ -41,6 +42,7 @@ from serving_node.decisions import (
     Lend,
     Load,
     OpenAnnex,
+    RecallAnnex,
     Receive,
     Send,
     SendMore,
@@ -332,9 +334,9 @@ class NodeRunner:
         self._logic.opened(resident, annex, time.monotonic())
         self._carry_out()
 
-    def _host(self, number: int, most_tiles: int, age: int, is_again: bool) -> list[int]:
+    def _host(self, number: int, most_tiles: int, asker: Asker) -> list[int]:
         """The copies of what had these blocks are made before another node writes to them."""
-        block_ids = self._logic.host(number, most_tiles, age, time.monotonic(), is_again=is_again)
+        block_ids = self._logic.host(number, most_tiles, asker, time.monotonic())
         self._carry_out()
         return block_ids
 
@@ -384,12 +386,9 @@ class NodeRunner:
                 self._transfers.carry_out(decision)
             case Spill() | Load() | CancelLoad():
                 self._tier.carry_out(decision)
-            case OpenAnnex():
-                assert self._annexes is not None
-                self._annexes.open(decision)
-            case CloseAnnexes(annexes=annexes):
-                for annex in annexes:
-                    annex.close()
+            case OpenAnnex() | RecallAnnex() | CloseAnnexes():
+                assert self._annexes is not None, "a node without tiles"
+                self._annexes.carry_out(decision)
 
     def _tick(self) -> None:
         self._logic.tick(time.monotonic())

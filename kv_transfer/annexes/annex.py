@@ -5,8 +5,8 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from kv_transfer.annexes.wire import ASKER, MAX_BYTES, Kind, hear_answer, tell
-from kv_transfer.errors import TransferError
+from kv_transfer.annexes.wire import LEAST_S, MAX_BYTES, Asker, Kind, hear, hear_answer, tell
+from kv_transfer.errors import AnnexRecalled, TransferError
 from serving_core.layout import KVLayout
 
 ROOM_S: Final = 3.0  # to connect, and to hear whether there is room
@@ -24,6 +24,7 @@ class Annex:
         self.address: Final = address
         self.num_tiles: Final = num_tiles
         self.is_silent = False  # it has not answered in time
+        self.is_recalled = False  # its node needs the blocks, and is well otherwise
         self._connection = connection
         self._row_bytes, self._partial_bytes = row_bytes, partial_bytes
 
@@ -60,11 +61,23 @@ class Annex:
             yield
         except OSError as error:
             self.is_silent = isinstance(error, TimeoutError)
+            self.is_recalled |= not self.is_silent and _has_recalled(self._connection)
             self.close()
             raise
         except TransferError as error:
+            self.is_recalled |= isinstance(error, AnnexRecalled)
             self.close()
             raise ConnectionError(str(error)) from error
+
+
+def _has_recalled(connection: socket.socket) -> bool:
+    """Whether that was the last word of the other end, which has hung up before it could be asked."""
+    try:
+        connection.settimeout(LEAST_S)
+        header = hear(connection)
+    except (OSError, TransferError):
+        return False
+    return header is not None and header.kind is Kind.RECALLED
 
 
 def most_tiles_of(layout: KVLayout, tile_tokens: int) -> int:
@@ -80,19 +93,17 @@ def open_annex(
     layers: Iterable[int],
     read: Callable[[int, int], tuple[memoryview, memoryview]],
     *,
-    age: int,
-    is_again: bool = False,
+    asker: Asker,
     row_bytes: int,
     partial_bytes: int,
 ) -> Annex | None:
     """Puts as many of these tiles there as the node has room for; None where it has none. `read` gives the keys and
-    values of a layer's leading tiles, so many; `age` is that of the request; `is_again`: no node had room when it last
-    asked. Raises OSError or TransferError."""
+    values of a layer's leading tiles, so many. Raises OSError or TransferError."""
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host.strip("[]"), int(port)), ROOM_S)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        tell(connection, Kind.OPEN, key + ASKER.pack(age, is_again), number=most_tiles)
+        tell(connection, Kind.OPEN, key + asker.pack(), number=most_tiles)
         header, _ = hear_answer(connection, Kind.OPENED)
         if not 0 < header.number <= most_tiles:
             connection.close()

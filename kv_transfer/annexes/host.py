@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
-from kv_transfer.annexes.wire import ASKER, KEY_BYTES, Header, Kind, hear, hear_payload, tell
+from kv_transfer.annexes.wire import ASKER_BYTES, KEY_BYTES, Asker, Header, Kind, hear, hear_payload, tell
 from kv_transfer.errors import TransferError
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
@@ -46,8 +46,8 @@ class Pool(Protocol):
 
 
 class AnnexHost:
-    """Blocks come from `lease`, which is given most tiles, the age of their request and whether it asks again, and
-    gives the blocks of as many as there is room for, and go by `release`. Both are called by threads of this object."""
+    """Blocks come from `lease`, which is given most tiles and whose they are, and gives the blocks of as many as there
+    is room for, and go by `release`. Both are called by threads of this object."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class AnnexHost:
         key: bytes,
         pool: Pool,
         partials: Partials,
-        lease: Callable[[int, int, int, bool], list[int]],
+        lease: Callable[[int, int, Asker], list[int]],
         release: Callable[[int], None],
         tile_tokens: int,
     ) -> None:
@@ -70,6 +70,7 @@ class AnnexHost:
         self._lock = threading.Lock()
         self._connections: dict[int, socket.socket] = {}
         self._strangers: dict[int, socket.socket] = {}  # of those, the oldest first
+        self._recalled: set[int] = set()  # of those
         self._num_known = 0
         self._num_opened = 0
         self._is_closed = False
@@ -82,6 +83,14 @@ class AnnexHost:
         self._threads: list[threading.Thread] = []  # of the connections; the acceptor's alone
         self._acceptor = threading.Thread(target=self._accept, name="annexes", daemon=True)
         self._acceptor.start()
+
+    def recall(self, number: int) -> None:
+        """Ends an annex whose blocks are needed, which the other end is told. `release` follows as soon as nobody
+        touches them."""
+        with self._lock:
+            if (connection := self._connections.get(number)) is not None:
+                self._recalled.add(number)
+                _shut(connection, socket.SHUT_RD)
 
     def close(self) -> None:
         """Ends all of them."""
@@ -134,10 +143,12 @@ class AnnexHost:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             self._hold(number, connection)
         except (OSError, TransferError, RuntimeError) as error:
-            if not self._is_closed:
+            if not self._is_closed and number not in self._recalled:
                 logger.warning("an annex is given up: %s", error or type(error).__name__)
         finally:
             self._release(number)
+            if number in self._recalled:
+                _take_leave(connection)
             self._forget(number, connection)
 
     def _forget(self, number: int, connection: socket.socket) -> None:
@@ -145,6 +156,7 @@ class AnnexHost:
             connection.close()
             del self._connections[number]
             self._strangers.pop(number, None)
+            self._recalled.discard(number)
 
     def _hold(self, number: int, connection: socket.socket) -> None:
         header = hear(connection)
@@ -152,12 +164,12 @@ class AnnexHost:
             return
         if header.kind is not Kind.OPEN:
             raise TransferError("the first message opens no annex")
-        payload = bytes(hear_payload(connection, header, KEY_BYTES + ASKER.size))
+        payload = bytes(hear_payload(connection, header, KEY_BYTES + ASKER_BYTES))
         if not hmac.compare_digest(payload[:KEY_BYTES], self._key):
             raise TransferError("it was asked for with another key")
-        age, is_again = ASKER.unpack(payload[KEY_BYTES:])
+        asker = Asker.unpack(payload[KEY_BYTES:])
         with self._known(number):
-            self._hold_for(number, self._lease(number, header.number, age, is_again), connection)
+            self._hold_for(number, self._lease(number, header.number, asker), connection)
 
     @contextlib.contextmanager
     def _known(self, number: int) -> Iterator[None]:
@@ -177,7 +189,7 @@ class AnnexHost:
         num_tiles = len(block_ids) // self._blocks_each
         tell(connection, Kind.OPENED, number=num_tiles)
         missing = set(self._layout.layers)
-        while num_tiles and (header := self._next(connection)) is not None:
+        while num_tiles and (header := self._next(connection)) is not None and number not in self._recalled:
             if header.kind is Kind.PUT and header.layer in missing:
                 self._put(connection, header, block_ids)
                 missing.discard(header.layer)
@@ -219,7 +231,14 @@ class AnnexHost:
         tell(connection, Kind.PARTIALS, partials.data, layer=header.layer)
 
 
-def _shut(connection: socket.socket) -> None:
+def _take_leave(connection: socket.socket) -> None:
+    """Tells why it is hung up."""
+    with contextlib.suppress(OSError):  # nobody hears it
+        connection.settimeout(MESSAGE_S)
+        tell(connection, Kind.RECALLED)
+
+
+def _shut(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
     """Whoever waits for it is told."""
     with contextlib.suppress(OSError):  # it is gone already
-        connection.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(how)

@@ -1,9 +1,11 @@
 """What the two ends of an annex say to each other: one message is asked, one is answered.
 
-OPEN(key, age, again, most tiles)       ->  OPENED(tiles), none where there is no room
+OPEN(key, asker, most tiles)            ->  OPENED(tiles), none where there is no room
 PUT(layer, KV)                          ->  PUT, once for each layer
 ASK(layer, query)                       ->  PARTIALS, one for each tile
 CARRY(layer, queries, partials so far)  ->  PARTIALS, one for each row; the first annex gets none
+
+In place of an answer, or while nothing is asked, RECALLED may come: its node needs the blocks, and hangs up.
 """
 
 import socket
@@ -13,12 +15,14 @@ import zlib
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from kv_transfer.errors import TransferError
+from kv_transfer.errors import AnnexRecalled, TransferError
 
 KEY_BYTES: Final = 32
-ASKER: Final = struct.Struct("<Q?")  # behind the key: the request's age, and whether no node had room before
 MAX_BYTES: Final = 2**30  # of one message's payload
 LEAST_S: Final = 0.001  # for what has come already
+_ASKER: Final = struct.Struct("<Q?I")  # behind the key; seconds in thousandths
+_MOST_MS: Final = 2**32 - 1
+ASKER_BYTES: Final = _ASKER.size
 _FIELDS: Final = struct.Struct("<4sIIQ")  # magic with the kind, layer, a number, bytes behind the header
 _CHECKSUM: Final = struct.Struct("<I")  # behind them, of them and the payload
 HEADER_BYTES: Final = _FIELDS.size + _CHECKSUM.size
@@ -32,6 +36,23 @@ class Kind(IntEnum):
     ASK = 4
     PARTIALS = 5
     CARRY = 6
+    RECALLED = 7
+
+
+class Asker(NamedTuple):
+    """The request that asks for room."""
+
+    age: int
+    is_again: bool = False  # no node had room when it last asked
+    step_s: float = 0.0  # that one of its steps takes, in which it does not ask
+
+    def pack(self) -> bytes:
+        return _ASKER.pack(self.age, self.is_again, min(round(self.step_s * 1000), _MOST_MS))
+
+    @staticmethod
+    def unpack(data: bytes) -> "Asker":
+        age, is_again, step_ms = _ASKER.unpack(data)
+        return Asker(age, is_again, step_ms / 1000)
 
 
 class Header(NamedTuple):
@@ -82,10 +103,13 @@ def hear_payload(connection: socket.socket, header: Header, num_bytes: int) -> b
 def hear_answer(
     connection: socket.socket, kind: Kind, num_bytes: int = 0, *, layer: int = 0
 ) -> tuple[Header, bytearray]:
-    """The answer to what was asked, of that layer. Raises OSError or TransferError."""
+    """The answer to what was asked, of that layer. Raises OSError or TransferError, AnnexRecalled where there will be
+    none."""
     header = hear(connection)
     if header is None:
         raise TransferError("the node that holds an annex has hung up")
+    if header.kind is Kind.RECALLED:
+        raise AnnexRecalled("the node that holds an annex needs its blocks for an older request")
     if header.kind is not kind:
         raise TransferError(f"an annex answers {header.kind.name} in place of {kind.name}")
     if header.layer != layer:

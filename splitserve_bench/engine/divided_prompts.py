@@ -26,7 +26,7 @@ from engine.attention.partial import TILE_KEYS
 from engine.engine import Engine
 from kv_transfer.annexes.annex import Annex, open_annex
 from kv_transfer.annexes.host import AnnexHost
-from kv_transfer.annexes.wire import KEY_BYTES
+from kv_transfer.annexes.wire import KEY_BYTES, Asker
 from serving_core.blocks import BlockAllocator
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
@@ -151,7 +151,7 @@ def _annex(node: Engine, host: _Host, block_ids: list[int]) -> Annex:
         num_tiles,
         node.layout.layers,
         lambda layer, _: node.pool.read(layer, block_ids),
-        age=0,
+        asker=Asker(0),
         row_bytes=sizes.row_bytes,
         partial_bytes=sizes.partial_bytes,
     )
@@ -178,9 +178,9 @@ def _hold_blocks(folder: Path, num_tokens: int) -> None:
     engine, lock = _engine(folder, 4 * num_tokens), threading.Lock()
     hosting = Hosting(BlockAllocator(engine.layout.num_blocks_for(4 * num_tokens)), engine.layout.block_size, TILE_KEYS)
 
-    def lease(number: int, most_tiles: int, _age: int, _is_again: bool) -> list[int]:
+    def lease(number: int, most_tiles: int, asker: Asker) -> list[int]:
         with lock:
-            return hosting.lease(number, most_tiles)
+            return hosting.lease(number, most_tiles, asker.age)
 
     def release(number: int) -> None:
         with lock:

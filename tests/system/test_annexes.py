@@ -91,6 +91,29 @@ async def test_two_long_answers_at_once_and_one_that_is_cancelled(cluster, model
         check_greedy(model, prompt, answer.token_ids)
 
 
+async def test_older_answers_grow_where_tiles_of_a_younger_one_lie(cluster, model):
+    """One is written on each node, which the tiles of the long one leave 256 tokens. That begins again instead, where
+    it is: nobody goes elsewhere, where a prompt would be counted anew."""
+    older, long = [_prompt(seed, 50) for seed in range(20, 24)], _prompt(8, 900)
+    num_before, num_preemptions = (_sum(cluster, field) for field in ("num_prompt_tokens", "num_preemptions"))
+    async with cluster.connect() as stub:
+        asked = [stream(stub, request(prompt, max_tokens=500, **GREEDY)) for prompt in older]
+        for each in asked:
+            await each.tokens(1)
+        answer = await ask(stub, long, max_tokens=200, **GREEDY)
+        answers = [await each.complete() for each in asked]
+    cluster.wait_all_free()
+    assert _sum(cluster, "num_preemptions") > num_preemptions
+    assert _sum(cluster, "num_prompt_tokens") - num_before == sum(map(len, [*older, long]))
+    for prompt, each in zip([*older, long], [*answers, answer], strict=True):
+        assert each.complete.timeline.num_restarts == 0
+        check_greedy(model, prompt, each.token_ids)
+
+
+def _sum(cluster, field):
+    return sum(getattr(load, field) for load in cluster.loads().values())
+
+
 async def test_what_not_all_pools_together_can_hold_is_refused(cluster):
     async with cluster.connect() as stub:
         error = await refusal(stub, request(_prompt(6, 100), max_tokens=3300, **GREEDY))

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from engine.cache.kv_pool import PagedKVPool
-from kv_transfer.annexes import wire
 from kv_transfer.annexes.annex import Annex, most_tiles_of, open_annex
 from kv_transfer.annexes.host import MAX_ROWS, MAX_STRANGERS, AnnexHost
-from kv_transfer.annexes.wire import HEADER_BYTES, KEY_BYTES, Kind, hear_answer, tell
-from kv_transfer.errors import TransferError
+from kv_transfer.annexes.wire import HEADER_BYTES, KEY_BYTES, Asker, Kind, hear_answer, tell
+from kv_transfer.errors import AnnexRecalled, TransferError
 from serving_core.blocks import BlockAllocator
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
@@ -23,7 +22,7 @@ LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, block_size=8
 KEY = bytes(range(KEY_BYTES))
 TILE = 32  # tokens, four blocks
 SIZES = {"row_bytes": 8, "partial_bytes": 12}
-AGE = 2**40 + 7
+ASKER = Asker(2**40 + 7, is_again=True, step_s=5.25)
 CPU = torch.device("cpu")
 
 
@@ -62,9 +61,9 @@ def host(hosting):
 
 
 def _lease(hosting):
-    def lease(number, most_tiles, age, is_again):
-        assert (age, is_again) == (AGE, True)
-        return hosting.lease(number, most_tiles)
+    def lease(number, most_tiles, asker):
+        assert asker == ASKER
+        return hosting.lease(number, most_tiles, asker.age)
 
     return lease
 
@@ -73,7 +72,7 @@ def _open(host, pool, num_tiles, key=KEY):
     def read(layer, num):
         return pool.read(layer, list(range(num * TILE // LAYOUT.block_size)))
 
-    return open_annex(host.address, key, num_tiles, LAYOUT.layers, read, age=AGE, is_again=True, **SIZES)
+    return open_annex(host.address, key, num_tiles, LAYOUT.layers, read, asker=ASKER, **SIZES)
 
 
 def _filled():
@@ -151,7 +150,7 @@ def test_who_has_no_key_gets_nothing(host, hosting):
 def test_what_is_not_to_come_ends_the_annex(host, hosting, kind, layer, number, payload):
     name, _, port = host.address.rpartition(":")
     with socket.create_connection((name, int(port)), 10) as connection:
-        tell(connection, Kind.OPEN, KEY + wire.ASKER.pack(AGE, True), number=1)
+        tell(connection, Kind.OPEN, KEY + ASKER.pack(), number=1)
         assert hear_answer(connection, Kind.OPENED)[0].number == 1
         tell(connection, kind, payload, layer=layer, number=number)
         with pytest.raises((TransferError, OSError)):
@@ -247,7 +246,7 @@ def test_damaged_bytes_are_noticed(host, hosting):
     name, _, port = host.address.rpartition(":")
     sizes = [each * 4 for each in LAYOUT.plane_bytes(0)]
     with socket.create_connection((name, int(port)), 10) as connection:
-        tell(connection, Kind.OPEN, KEY + wire.ASKER.pack(AGE, True), number=1)
+        tell(connection, Kind.OPEN, KEY + ASKER.pack(), number=1)
         hear_answer(connection, Kind.OPENED)
         taken, kept = socket.socketpair()
         with taken, kept:
@@ -280,8 +279,64 @@ def test_a_host_that_ends(hosting):
     host.close()
     with pytest.raises(ConnectionError):
         _ask(annex)
+    assert not annex.is_recalled
     annex.close()
     assert hosting.num_blocks == 0
+
+
+@pytest.mark.parametrize("asks", [lambda annex: _ask(annex), lambda annex: annex.carry(0, memoryview(bytes(16)), b"")])
+def test_blocks_that_are_recalled_are_free_before_anything_is_asked_and_whoever_asks_learns_why(host, hosting, asks):
+    annex = _open(host, _filled(), 2)
+    _ask(annex)
+    host.recall(1)
+    _wait(lambda: hosting.num_blocks == 0)
+    _wait(lambda: not host._connections)  # or it would be in time to hear the question
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"older request|reset|pipe|descriptor"):
+            asks(annex)
+        assert annex.is_recalled
+    assert not annex.is_silent
+    host.recall(1)  # which is gone
+    again = _open(host, _filled(), 3)
+    assert again.num_tiles == 3
+    again.close()
+
+
+def test_what_is_recalled_while_it_computes_is_answered_first(host, hosting, monkeypatch):
+    annex, begun, goes_on = _open(host, _filled(), 1), threading.Event(), threading.Event()
+
+    def partials(*arguments, partials=Toy.partials):
+        begun.set()
+        assert goes_on.wait(60)
+        return partials(host._partials, *arguments)
+
+    monkeypatch.setattr(host._partials, "partials", partials, raising=False)
+    annex.ask(0, memoryview(bytes(8)))
+    assert begun.wait(60)
+    host.recall(1)
+    assert hosting.num_blocks == 4  # they are being read
+    goes_on.set()
+    assert len(annex.answer(0)) == SIZES["partial_bytes"]
+    _wait(lambda: hosting.num_blocks == 0)
+    with pytest.raises(OSError, match=r"older request|reset|pipe"):
+        _ask(annex)
+    assert annex.is_recalled
+
+
+def test_what_is_recalled_before_all_tiles_are_there_is_not_opened(host, hosting):
+    def read(layer, num):
+        if layer:
+            host.recall(1)
+        return _filled().read(layer, list(range(num * TILE // LAYOUT.block_size)))
+
+    with pytest.raises((AnnexRecalled, ConnectionError)):
+        open_annex(host.address, KEY, 1, LAYOUT.layers, read, asker=ASKER, **SIZES)
+    _wait(lambda: hosting.num_blocks == 0)
+
+
+def test_an_asker_is_told_as_it_is():
+    for step_s in (0.0, 0.001, 5.25, 1e9):
+        assert Asker.unpack(Asker(3, step_s=step_s).pack()) == Asker(3, step_s=min(step_s, (2**32 - 1) / 1000))
 
 
 def test_a_port_that_another_one_has(host, hosting):

@@ -7,150 +7,19 @@ import pytest
 
 from protos import convert, fleet_pb2
 from serving_core.blocks import BlockAllocator
-from serving_core.costs import StepCosts
 from serving_core.errors import SettingsError
-from serving_core.rates import StepRates
-from serving_core.requests import Request, SampledToken, SamplingParams
 from serving_core.residents import Stage
-from serving_core.shapes import preset
 from serving_core.tls_settings import TlsSettings
 from serving_node.annex_ends import tile_tokens
 from serving_node.annexing import PATIENCE_S, RETRY_S
-from serving_node.claim import HOLD_S, LAPSE_S
-from serving_node.decisions import CloseAnnexes, OpenAnnex, Tell
+from serving_node.claim import HOLD_S, LAPSE_S, MOST_STEP_S
 from serving_node.exposure import check_network
 from serving_node.hosting import Hosting
 from serving_node.link import LinkSettings
-from serving_node.logic import Limits, NodeLogic
 from serving_node.settings import NodeSettings
 from tests.tls_kit import authority, flags_of
-from tests.toy_kv import FINGERPRINT, HERE
-from tests.unit.serving_node.logic_kit import LAYOUT, prompt_of
-
-TILE = 8  # tokens, two blocks
-
-
-class LongNode:
-    """One whose pool of eight blocks holds 32 tokens. Nothing is computed, but where it would be is noted."""
-
-    HOSTS = (fleet_pb2.AnnexHost(address="host:1", key=bytes(32)),)
-
-    def __init__(self, num_seats=8, tile=TILE, num_blocks=8):
-        self.allocator, self.now = BlockAllocator(num_blocks), 0.0
-        self.kv = {}  # by block and place in it: which token, behind which others
-        self.logic = NodeLogic(
-            self.allocator,
-            LAYOUT,
-            Limits(16, num_seats, 100, 30.0, 60.0, tile_tokens=tile),
-            preset("both", max_num_batched_tokens=16, max_num_seqs=num_seats),
-            block_bytes=1,
-            fingerprint=FINGERPRINT,
-            origin=HERE,
-            is_history_free=True,
-            eos_token_ids=(),
-            rates=StepRates(),
-            costs=StepCosts(),
-        )
-        self.openings, self.closed, self.told = [], [], []
-        self.num_asked = 0
-
-    def long(self, num_tokens, max_tokens, age=1):
-        """A request that comes with a host."""
-        return self.ask("long", age, num_tokens, max_tokens, self.HOSTS)
-
-    def ask(self, name, age, num_tokens, max_tokens, hosts=()):
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request = Request(name, age, prompt_of(num_tokens, age), num_tokens, sampling)
-        wire = convert.job_to_wire(request, age)
-        wire.hosts.extend(hosts)
-        self.do(fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=wire, local_prefill=True)))
-        return self.logic.residents.find(request)
-
-    def read_for_another(self, name, age, num_tokens):
-        request = Request(
-            name, age, prompt_of(num_tokens, age), num_tokens, SamplingParams(max_tokens=4, ignore_eos=True)
-        )
-        job = convert.job_to_wire(request, age)
-        self.do(fleet_pb2.NodeCommand(prefill=fleet_pb2.Prefill(job=job), attempt=job.attempt))
-        return self.logic.residents.find(request)
-
-    def await_prompt(self, name, age, num_tokens=3):
-        """Another node reads it, and it is to be answered here."""
-        sampling = SamplingParams(max_tokens=4, ignore_eos=True)
-        request = Request(name, age, prompt_of(num_tokens, age), num_tokens, sampling)
-        reserve = fleet_pb2.Reserve(job=convert.job_to_wire(request, age), prefill_tp_size=1)
-        self.do(fleet_pb2.NodeCommand(reserve=reserve))
-        return self.logic.residents.find(request)
-
-    def do(self, command):
-        self.logic.handle(command, self.now)
-        self.take()
-
-    def take(self):
-        for decision in self.logic.take_decisions():
-            match decision:
-                case OpenAnnex():
-                    self.openings.append(decision)
-                case CloseAnnexes(annexes=annexes):
-                    self.closed += annexes
-                case Tell(event=event):
-                    self.told += event
-        self.allocator.check_integrity()
-        self.logic.residents.check_integrity()
-
-    def compute(self, beside=lambda: None):
-        works = self.logic.plan(self.now)
-        self.take()
-        beside()
-        for work in works:
-            self._put_kv(work)
-        self.now += 0.1
-        self.logic.step_done(works, [SampledToken(1) for work in works if work.samples], 0.1, self.now)
-        self.take()
-        return sum(work.num_tokens for work in works)
-
-    def _put_kv(self, work):
-        """All of it that is here and was computed before lies where it was."""
-        token_ids = work.request.token_ids
-        num_away = self.logic.residents.of(work.request).num_annexed_blocks
-        for at in range(num_away * LAYOUT.block_size, work.start + work.num_tokens):
-            place = work.block_ids[at // LAYOUT.block_size], at % LAYOUT.block_size
-            last = at, *token_ids[max(0, at - TILE) : at + 1]
-            assert at >= work.start or self.kv[place] == last
-            self.kv[place] = last
-
-    @property
-    def opening(self):
-        """What is to leave first."""
-        return self.openings[0] if self.openings else None
-
-    def put(self, num_tiles, number=0):
-        decision = self.openings.pop(0)
-        annex = SimpleNamespace(num_tiles=num_tiles, number=number) if num_tiles else None
-        self.logic.opened(decision.resident, annex, self.now)
-        self.take()
-        return len(decision.block_ids) * LAYOUT.block_size // TILE
-
-    def host(self, most_tiles, age, *, is_again=False):
-        """Another node's request asks for so much."""
-        self.num_asked += 1
-        block_ids = self.logic.host(self.num_asked, most_tiles, age, self.now, is_again=is_again)
-        self.take()
-        return block_ids
-
-    def tick(self, now):
-        self.now = now
-        self.logic.tick(now)
-        self.take()
-
-    def run(self, most=500):
-        """Every annex holds what it is asked to."""
-        for _ in range(most):
-            if self.opening is not None:
-                self.put(1)
-            if not self.compute() and self.opening is None:
-                return
-        raise AssertionError("it goes on without end")
+from tests.unit.serving_node.annex_kit import TILE, Fellows, LongNode
+from tests.unit.serving_node.logic_kit import LAYOUT
 
 
 def test_a_long_answer_leaves_its_oldest_tiles_and_ends():
@@ -236,6 +105,15 @@ def test_a_long_one_that_is_older_gets_room_from_those_that_are_read(is_kept):
     assert long not in node.logic.residents
 
 
+def test_its_longest_step_is_told_to_hosts():
+    node = LongNode()
+    long = node.long(28, max_tokens=50)
+    node.ask("beside", 0, 2, max_tokens=50)
+    for step_s in (0.3, 5.5, 0.2):
+        node.compute(step_s=step_s)
+    assert long.longest_step_s == 5.5
+
+
 def test_hosts_without_room_are_asked_again_and_then_it_fails():
     node = LongNode()
     node.long(28, max_tokens=50)
@@ -256,34 +134,10 @@ def test_hosts_without_room_are_asked_again_and_then_it_fails():
     assert node.allocator.num_free == 8
 
 
-class TwoNodes:
-    """Of which each is the other one's host."""
-
-    def __init__(self):
-        self.nodes = [LongNode(), LongNode()]
-
-    def go_on(self):
-        """Each computes, has its tiles go to the other, and lets time pass where there is nothing to compute."""
-        for node, other in (self.nodes, self.nodes[::-1]):
-            if not node.compute():
-                node.tick(node.now + RETRY_S)
-            while node.opening is not None:
-                self._ask(node, other)
-            for annex in node.closed:
-                other.logic.hosted(annex.number)
-            node.closed.clear()
-
-    def _ask(self, node, other):
-        opening = node.opening
-        most_tiles = len(opening.block_ids) * LAYOUT.block_size // TILE
-        block_ids = other.host(most_tiles, opening.resident.age, is_again=opening.is_again)
-        node.put(len(block_ids) * LAYOUT.block_size // TILE, other.num_asked)
-
-
 def test_of_those_that_wait_for_each_others_blocks_the_younger_gives_way():
     """Each of two requests has filled the pool of its own node. The older one goes on at once; the other one ends here
     too, or is turned away."""
-    two = TwoNodes()
+    two = Fellows()
     older, _ = (node.long(28, max_tokens=24, age=age) for age, node in enumerate(two.nodes))
     while not all(node.logic.is_idle for node in two.nodes):
         two.go_on()
@@ -332,9 +186,9 @@ class BusyHost(LongNode):
         super().__init__(tile=16)
         self.given, self._next_age = [], 100
 
-    def ask_for(self, age, *, is_again=True):
+    def ask_for(self, age, *, is_again=True, step_s=0.0):
         def ask():
-            self.given = self.given or self.host(1, age, is_again=is_again)
+            self.given = self.given or self.host(1, age, is_again=is_again, step_s=step_s)
 
         return ask
 
@@ -347,13 +201,13 @@ class BusyHost(LongNode):
             self.tick(self.now)
         self.compute(beside)
 
-    def go_on_asked(self, age, num_s, *, is_again=True):
+    def go_on_asked(self, age, num_s, *, is_again=True, step_s=0.0):
         """Until there is a tile, or so many seconds are over."""
-        begun_s, asked_s = self.now, -RETRY_S
+        begun_s, ask_s = self.now, 0.0
         while not self.given and self.now < begun_s + num_s:
-            is_due = self.now >= asked_s + RETRY_S
-            asked_s = self.now if is_due else asked_s
-            self.go_on(*[self.ask_for(age, is_again=is_again)] * is_due)
+            is_due = self.now >= ask_s
+            ask_s = self.now + max(RETRY_S, step_s) if is_due else ask_s
+            self.go_on(*[self.ask_for(age, is_again=is_again, step_s=step_s)] * is_due)
 
 
 @pytest.mark.parametrize(("age", "is_again", "has_room"), [(1, True, True), (1, False, False), (10**6, True, False)])
@@ -368,18 +222,27 @@ def test_younger_prompts_that_come_and_go_leave_room_for_an_older_one_that_waits
     assert "failed" not in node.told
 
 
-def test_nobody_waits_for_one_that_does_not_ask_any_more():
+@pytest.mark.parametrize("step_s", [3, 6])
+def test_room_is_left_for_one_that_does_not_ask_while_it_is_in_a_step(step_s):
+    node = BusyHost()
+    node.go_on_asked(1, 2 * step_s, step_s=step_s)
+    assert node.given
+    assert node.now == pytest.approx(step_s, abs=0.2)  # when it asks again
+
+
+@pytest.mark.parametrize(("step_s", "waits_s"), [(0, LAPSE_S), (6, LAPSE_S + 6), (1e6, LAPSE_S + MOST_STEP_S)])
+def test_nobody_waits_for_one_that_does_not_ask_any_more(step_s, waits_s):
     node = BusyHost()
     node.go_on()
-    asked_s = node.now
-    node.go_on(node.ask_for(1))
+    ends_s = node.now + waits_s
+    node.go_on(node.ask_for(1, step_s=step_s))
     assert not node.given
     large = node.ask("large", 99, 17, max_tokens=1)  # it would leave less than a tile
     while node.compute():
-        assert node.now < asked_s + LAPSE_S
+        assert node.now < ends_s
     assert large.stage is Stage.QUEUED
-    assert node.logic.wake_at_s == asked_s + LAPSE_S
-    node.tick(asked_s + LAPSE_S)
+    assert node.logic.wake_at_s == pytest.approx(ends_s)
+    node.tick(ends_s)
     assert node.logic.wake_at_s is None
     assert node.compute()
 
@@ -440,6 +303,19 @@ def test_a_long_answer_gives_way_to_an_older_one_that_has_waited():
     assert younger.request.num_output_tokens == 14
 
 
+def test_nobody_gives_way_to_one_that_has_asked_once():
+    """Another node may have had room for it since."""
+    node = BusyHost()
+    younger = node.ask("younger", 5, 17, max_tokens=14)
+    node.compute(node.ask_for(1, step_s=MOST_STEP_S))
+    while node.compute():
+        node.tick(node.now + 1)
+    assert node.now > HOLD_S
+    assert younger not in node.logic.residents
+    assert younger.request.num_output_tokens == 14
+    assert node.logic.steps.num_prompt_tokens == 17  # it was read once
+
+
 def test_nobody_waits_where_older_ones_leave_too_little():
     node = BusyHost()
     older = node.ask("older", 1, 18, max_tokens=10)
@@ -470,9 +346,9 @@ def test_a_younger_one_that_is_longer_than_this_pool_leaves_room_too():
 def test_a_host_keeps_a_quarter_of_its_pool(most, given):
     allocator = BlockAllocator(8)
     hosting = Hosting(allocator, LAYOUT.block_size, TILE)
-    assert len(hosting.lease(1, most)) == 2 * given
+    assert len(hosting.lease(1, most, age=0)) == 2 * given
     assert hosting.num_blocks == 2 * given
-    assert len(hosting.lease(2, 9)) == 2 * (3 - given)
+    assert len(hosting.lease(2, 9, age=0)) == 2 * (3 - given)
     hosting.release(1)
     hosting.release(2)
     hosting.release(3)  # which never got any

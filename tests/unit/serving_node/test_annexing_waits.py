@@ -9,8 +9,8 @@ from serving_core.requests import MEAN, Pooling
 from serving_core.residents import Stage
 from serving_node.annexing import PATIENCE_S, RETRY_S
 from serving_node.claim import HOLD_S
+from tests.unit.serving_node.annex_kit import TILE, Fellows, LongNode
 from tests.unit.serving_node.logic_kit import LAYOUT
-from tests.unit.serving_node.test_annexing import TILE, LongNode, TwoNodes
 
 
 class Refused(LongNode):
@@ -211,7 +211,7 @@ def test_for_each_further_tile_nobody_waits_so_long_again():
 @pytest.mark.parametrize("seed", range(6))
 def test_long_and_short_ones_that_come_in_any_order_all_end(seed):
     """On two nodes that are each other's hosts, as an answer or turned away. Each step finds what it needs."""
-    random, two = Random(seed), TwoNodes()
+    random, two = Random(seed), Fellows()
     asked = []
     for age in random.sample(range(100), 24):
         node = random.choice(two.nodes)

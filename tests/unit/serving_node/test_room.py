@@ -9,8 +9,9 @@ from serving_core.costs import StepCosts
 from serving_core.due import Due
 from serving_core.residents import Host, Stage
 from serving_node.claim import Claim
+from serving_node.hosting import Hosting
 from serving_node.room import Room
-from tests.unit.serving_node.residents_kit import House
+from tests.unit.serving_node.residents_kit import LAYOUT, House
 from tests.unit.serving_node.slack_kit import ExactCosts
 
 TILE_BLOCKS = 4
@@ -18,15 +19,19 @@ HOSTS = (Host("host:1", bytes(32)),)
 
 
 class Node(House):
-    def __init__(self, num_blocks=16, num_seats=2, costs=None):
+    def __init__(self, num_blocks=16, num_seats=2, costs=None, tile_blocks=TILE_BLOCKS):
         super().__init__(num_blocks)
         self.revoked = []
         reading = Reading(self.residents, self.leases, StepCosts(), max_num_queued=9)
         self.credit = Credit(self.residents, self.leases, max_num_queued=9)
         writing = Writing(self.residents, self.leases, self.revoked.append)
-        self.claim = Claim(self.residents, self.leases, TILE_BLOCKS)
+        self.recalled = []
+        tile_tokens = tile_blocks * LAYOUT.block_size
+        self.hosting = Hosting(self.allocator, LAYOUT.block_size, tile_tokens, self.recalled.append)
+        self.claim = Claim(self.residents, self.leases, self.hosting)
         costs = costs or StepCosts()
-        self.room = Room(self.residents, self.leases, reading, self.credit, writing, costs, self.claim, num_seats)
+        parts = reading, self.credit, writing, costs, self.claim, self.hosting
+        self.room = Room(self.residents, self.leases, *parts, num_seats)
 
     def fill_seats(self):
         return [self.add(f"answer-{age}", age, Stage.WRITING, 1) for age in (1, 2)]
@@ -97,7 +102,7 @@ def test_what_is_younger_than_a_claim_leaves_a_tile(num_tokens, age, may_start):
     """Nine blocks are free."""
     node = Node()
     node.add("answer", 1, Stage.WRITING, 28)
-    node.claim.put(4, now=0.0)
+    node.claim.put(4, now=0.0, step_s=0.0)
     queued = node.add("queued", age, Stage.QUEUED, num_tokens)  # and the first token of its answer
     assert node.may_start(queued) == [may_start]
     node.residents.remove(queued)
@@ -121,20 +126,21 @@ def test_a_prompt_with_hosts_that_lacks_blocks_comes_before_younger_grants(age, 
 @pytest.mark.parametrize("stage", [Stage.QUEUED, Stage.AWAITING])
 def test_what_needs_more_than_others_leave_is_stranded(stage, num_hosted, num_tokens, is_stranded):
     """Ten of 16 blocks are left beside six."""
-    node = Node()
+    node = Node(tile_blocks=1)
+    node.hosting.lease(1, num_hosted, age=9)
     waiting = node.add("waiting", 5, stage, num_tokens, has_first_token=stage is Stage.AWAITING)
-    assert node.room.stranded(num_hosted, lambda _: False) is (waiting if is_stranded else None)
-    assert node.room.stranded(num_hosted, lambda _: True) is None
+    assert node.room.stranded(lambda _: False) is (waiting if is_stranded else None)
+    assert node.room.stranded(lambda _: True) is None
 
 
 @pytest.mark.parametrize(("num_hosted", "is_stranded"), [(10, False), (11, True)])
 @pytest.mark.parametrize("stage", [Stage.WRITING, Stage.READING])
 def test_what_cannot_grow_by_a_block_beside_others_is_stranded(stage, num_hosted, is_stranded):
-    node = Node()
-    node.allocator.allocate(11)
+    node = Node(tile_blocks=1)
+    node.hosting.lease(1, num_hosted, age=9)
     hosts = HOSTS if stage is Stage.READING else ()
     grown = node.add("grown", 5, stage, 20, num_computed=20, hosts=hosts)
-    assert node.room.stranded(num_hosted, lambda _: False) is (grown if is_stranded else None)
+    assert node.room.stranded(lambda _: False) is (grown if is_stranded else None)
 
 
 def test_a_read_prompt_that_is_kept_gets_a_seat_and_not_blocks_of_what_has_none():
@@ -152,9 +158,10 @@ def test_a_read_prompt_that_is_kept_gets_a_seat_and_not_blocks_of_what_has_none(
 )
 def test_nobody_is_stranded_while_something_comes_free_anyway(facts):
     node = Node()
+    node.hosting.lease(1, 1, age=9)
     node.add("waiting", 5, Stage.QUEUED, 60)
     node.add("going", 6, Stage.WRITING, 1, **facts)
-    assert node.room.stranded(6, lambda _: False) is None
+    assert node.room.stranded(lambda _: False) is None
 
 
 @pytest.mark.parametrize("stage", [Stage.QUEUED, Stage.READING])
@@ -170,6 +177,8 @@ def test_nobody_takes_what_others_gave_up_for_an_older_one(stage):
     assert node.may_start(younger) == [False]
     if stage is Stage.READING:
         node.leases.grow(older, 1)
+        assert node.may_start(younger) == [True]
+        older.num_computed += 4  # what it lacks from now on nobody has given up for it
     else:
         assert node.room.start(older)
         node.residents.enter(older, Stage.READING)

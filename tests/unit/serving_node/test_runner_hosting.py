@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from kv_transfer.annexes.annex import open_annex
+from kv_transfer.annexes.wire import Asker
 from serving_core.residents import Host
 from serving_node.decisions import OpenAnnex
 from tests.tiny_models import write_tiny_model
@@ -44,7 +45,7 @@ def _host_others(node):
     offer, layout = node.node.hello().annexes.host, node.engine.layout
     sizes = node.engine.partial_attention()
     bytes_of = {"row_bytes": sizes.row_bytes, "partial_bytes": sizes.partial_bytes}
-    annex = open_annex(offer.address, offer.key, NUM_TILES, layout.layers, read, age=0, **bytes_of)
+    annex = open_annex(offer.address, offer.key, NUM_TILES, layout.layers, read, asker=Asker(0), **bytes_of)
     assert annex is not None
     assert annex.num_tiles == NUM_TILES
     annex.close()
@@ -56,10 +57,25 @@ async def test_a_host_that_cannot_even_be_asked_has_no_room(tmp_path):
     async with running(tmp_path, engine=engine, kv_annexes=True) as node:
         ends = node.node._annexes
         ends._on_opened = lambda resident, annex: told.append(annex)
-        ends.open(
+        ends.carry_out(
             OpenAnnex(
-                SimpleNamespace(age=0, hosts=(Host("127.0.0.1:99999", bytes(32)),)), list(range(64)), is_again=False
+                SimpleNamespace(age=0, longest_step_s=0.0, hosts=(Host("127.0.0.1:99999", bytes(32)),)),
+                list(range(64)),
+                is_again=False,
             )
         )
         await node.until(lambda: told == [None])
+        await node.node.close()
+
+
+async def test_a_host_is_told_what_is_to_be_known_of_whoever_asks(tmp_path):
+    engine = {"model": str(write_tiny_model(tmp_path / "tiny")), "device": "cpu", "dtype": "bfloat16"}
+    async with running(tmp_path, engine=engine, kv_annexes=True) as node:
+        ends, host, told = node.node._annexes, node.node.hello().annexes.host, []
+        ends._lease = lambda number, most_tiles, asker: told.append((most_tiles, asker)) or []
+        asker = SimpleNamespace(age=7, longest_step_s=5.5, hosts=(Host(host.address, host.key),))
+        ends._on_opened = lambda resident, annex: told.append(annex)
+        ends.carry_out(OpenAnnex(asker, list(range(2 * 256 // node.engine.layout.block_size)), is_again=True))
+        await node.until(lambda: len(told) == 2)
+        assert told == [(2, Asker(7, True, 5.5)), None]
         await node.node.close()

@@ -1,0 +1,218 @@
+"""Requests that are longer than a node's pool, driven by hand: one node, or several that are each other's hosts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_transfer.annexes.wire import Asker
+from protos import convert, fleet_pb2
+from serving_core.blocks import BlockAllocator
+from serving_core.costs import StepCosts
+from serving_core.rates import StepRates
+from serving_core.requests import Request, SampledToken, SamplingParams
+from serving_core.shapes import preset
+from serving_node.annexing import RETRY_S
+from serving_node.decisions import CloseAnnexes, OpenAnnex, RecallAnnex, Tell
+from serving_node.logic import Limits, NodeLogic
+from tests.toy_kv import FINGERPRINT, HERE
+from tests.unit.serving_node.logic_kit import LAYOUT, prompt_of
+
+TILE = 8  # tokens, two blocks
+
+
+@dataclass(eq=False)
+class Away:
+    """An annex. What it holds is known where there is a host."""
+
+    num_tiles: int
+    number: int = 0
+    host: "LongNode | None" = None
+    block_ids: Sequence[int] = (None,) * 64
+    is_recalled: bool = False
+
+
+class LongNode:
+    """One whose pool of eight blocks holds 32 tokens. Nothing is computed, but where it would be is noted."""
+
+    HOSTS = (fleet_pb2.AnnexHost(address="host:1", key=bytes(32)),)
+
+    def __init__(self, num_seats=8, tile=TILE, num_blocks=8):
+        self.allocator, self.now = BlockAllocator(num_blocks), 0.0
+        self.kv = {}  # by block and place in it: which token, behind which others
+        self.logic = NodeLogic(
+            self.allocator,
+            LAYOUT,
+            Limits(16, num_seats, 100, 30.0, 60.0, tile_tokens=tile),
+            preset("both", max_num_batched_tokens=16, max_num_seqs=num_seats),
+            block_bytes=1,
+            fingerprint=FINGERPRINT,
+            origin=HERE,
+            is_history_free=True,
+            eos_token_ids=(),
+            rates=StepRates(),
+            costs=StepCosts(),
+        )
+        self.openings, self.closed, self.told = [], [], []
+        self.recalled = []  # numbers of annexes
+        self.on_failed = lambda event: None
+        self.num_asked = 0
+
+    def long(self, num_tokens, max_tokens, age=1):
+        """A request that comes with a host."""
+        return self.ask("long", age, num_tokens, max_tokens, self.HOSTS)
+
+    def ask(self, name, age, num_tokens, max_tokens, hosts=(), num_given=0):
+        """`num_given`: tokens of its answer that there are already."""
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = Request(name, age, prompt_of(num_tokens, age) + [1] * num_given, num_tokens, sampling)
+        wire = convert.job_to_wire(request, age)
+        wire.hosts.extend(hosts)
+        self.do(fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=wire, local_prefill=True)))
+        return self.logic.residents.find(request)
+
+    def read_for_another(self, name, age, num_tokens):
+        request = Request(
+            name, age, prompt_of(num_tokens, age), num_tokens, SamplingParams(max_tokens=4, ignore_eos=True)
+        )
+        job = convert.job_to_wire(request, age)
+        self.do(fleet_pb2.NodeCommand(prefill=fleet_pb2.Prefill(job=job), attempt=job.attempt))
+        return self.logic.residents.find(request)
+
+    def await_prompt(self, name, age, num_tokens=3):
+        """Another node reads it, and it is to be answered here."""
+        sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+        request = Request(name, age, prompt_of(num_tokens, age), num_tokens, sampling)
+        reserve = fleet_pb2.Reserve(job=convert.job_to_wire(request, age), prefill_tp_size=1)
+        self.do(fleet_pb2.NodeCommand(reserve=reserve))
+        return self.logic.residents.find(request)
+
+    def do(self, command):
+        self.logic.handle(command, self.now)
+        self.take()
+
+    def take(self):
+        for decision in self.logic.take_decisions():
+            match decision:
+                case OpenAnnex():
+                    self.openings.append(decision)
+                case CloseAnnexes(annexes=annexes):
+                    self.closed += annexes
+                case RecallAnnex(number=number):
+                    self.recalled.append(number)
+                case Tell(event=event):
+                    self.told += event
+                    if "failed" in event:
+                        self.on_failed(event["failed"])
+        self.allocator.check_integrity()
+        self.logic.residents.check_integrity()
+
+    def compute(self, beside=lambda: None, step_s=0.1):
+        works = self.logic.plan(self.now)
+        self.take()
+        beside()
+        for work in works:
+            if any(annex.is_recalled for annex in work.request.annexes):
+                work.request.annex_error = "recalled"
+            else:
+                self._put_kv(work)
+        self.now += step_s
+        self.logic.step_done(works, [SampledToken(1) for work in works if work.samples], step_s, self.now)
+        self.take()
+        return sum(work.num_tokens for work in works)
+
+    def _put_kv(self, work):
+        """All of it that was computed before lies where it was."""
+        token_ids = work.request.token_ids
+        resident = self.logic.residents.of(work.request)
+        num_away, whose = resident.num_annexed_blocks, work.request.request_id if resident.hosts else ""
+        away = [(annex.host, block) for annex in work.request.annexes for block in annex.block_ids]
+        table = away[:num_away] + [(self, block) for block in work.block_ids[num_away:]]
+        for at in range(work.start + work.num_tokens):
+            (node, block), slot = table[at // LAYOUT.block_size], at % LAYOUT.block_size
+            last = whose, at, *token_ids[max(0, at - TILE) : at + 1]
+            assert at >= work.start or node is None or node.kv[block, slot] == last
+            if at >= work.start:
+                self.kv[block, slot] = last
+
+    @property
+    def opening(self):
+        """What is to leave first."""
+        return self.openings[0] if self.openings else None
+
+    def put(self, num_tiles):
+        num_ready = len(self.opening.block_ids) * LAYOUT.block_size // TILE
+        self.opened(Away(num_tiles) if num_tiles else None)
+        return num_ready
+
+    def opened(self, annex):
+        self.logic.opened(self.openings.pop(0).resident, annex, self.now)
+        self.take()
+
+    def copy_to(self, host, block_ids):
+        """As many of the blocks that are to leave."""
+        for source, target in zip(self.opening.block_ids, block_ids, strict=False):
+            for slot in range(LAYOUT.block_size):
+                host.kv[target, slot] = self.kv[source, slot]
+
+    def host(self, most_tiles, age, *, is_again=False, step_s=0.0):
+        """Another node's request asks for so much."""
+        self.num_asked += 1
+        block_ids = self.logic.host(self.num_asked, most_tiles, Asker(age, is_again, step_s), self.now)
+        self.take()
+        return block_ids
+
+    def tick(self, now):
+        self.now = now
+        self.logic.tick(now)
+        self.take()
+
+    def run(self, most=500):
+        """Every annex holds what it is asked to."""
+        for _ in range(most):
+            if self.opening is not None:
+                self.put(1)
+            if not self.compute() and self.opening is None:
+                return
+        raise AssertionError("it goes on without end")
+
+
+class Fellows:
+    """Nodes of which each is a host of all others, and what a coordinator does with those that are turned away."""
+
+    def __init__(self, num_nodes=2):
+        self.nodes = [LongNode() for _ in range(num_nodes)]
+
+    def go_on(self):
+        """Each computes, or lets time pass where there is nothing to compute, and has its tiles go to others."""
+        for node in self.nodes:
+            if not node.compute():
+                node.tick(node.now + RETRY_S)
+            self._settle()
+            while node.opening is not None:
+                self._ask(node)
+
+    def _ask(self, node):
+        """The first host that has room."""
+        opening = node.opening
+        most_tiles = len(opening.block_ids) * LAYOUT.block_size // TILE
+        for host in self.nodes:
+            if host is node:
+                continue
+            block_ids = host.host(most_tiles, opening.resident.age, is_again=opening.is_again)
+            self._settle()
+            if block_ids:
+                node.copy_to(host, block_ids)
+                node.opened(Away(len(block_ids) * LAYOUT.block_size // TILE, host.num_asked, host, block_ids))
+                return
+        node.opened(None)
+
+    def _settle(self):
+        """Blocks that are let go or taken back are free at once. Whose these were learns of it when it asks next."""
+        for resident in [each for node in self.nodes for each in node.logic.residents]:
+            for annex in resident.request.annexes:
+                annex.is_recalled |= annex.number in annex.host.recalled
+        for node in self.nodes:
+            over = [(annex.host, annex.number) for annex in node.closed] + [(node, each) for each in node.recalled]
+            node.closed, node.recalled = [], []
+            for host, number in over:
+                host.logic.hosted(number)
+                host.take()

@@ -1,0 +1,202 @@
+"""Long and short requests of any age on nodes that hold tiles for each other: older ones have room before younger
+ones, whatever these hold, and everyone gets the whole answer."""
+
+from functools import partial
+from random import Random
+
+import pytest
+
+from serving_core import reasons
+from serving_core.residents import Stage
+from serving_node.annexing import RETRY_S
+from serving_node.claim import HOLD_S
+from tests.lengths import few
+from tests.unit.serving_node.annex_kit import Fellows, LongNode
+from tests.unit.serving_node.logic_kit import LAYOUT
+
+MOST_ROUNDS = 6000
+ASK_AGAIN_S = 1.0
+
+
+class Load(Fellows):
+    """Requests in a random order of ages. Those that are turned away ask again after a while, wherever."""
+
+    def __init__(self, seed, num_nodes, share_long=0.25, num_requests=24):
+        super().__init__(num_nodes)
+        for node in self.nodes:
+            node.on_failed = partial(self.turned_away, node)
+        self.random, self.share_long = Random(seed), share_long
+        self.ages = self.random.sample(range(100), num_requests)
+        self.live = {}  # by name: what was asked
+        self.waiting = []  # when it is asked again, and what
+        self.num_outputs = {}
+        self.num_failed = 0
+        self.unfair = []  # who was turned away, though younger ones alone held what it lacked
+
+    def ask_next(self):
+        age = self.ages.pop()
+        is_long = self.random.random() < self.share_long
+        sizes = self.random.randint(1, 30 if is_long else 16), self.random.randint(1, 24 if is_long else 12)
+        self.ask(str(age), age, *sizes, LongNode.HOSTS * is_long)
+
+    def ask(self, name, *facts, num_given=0):
+        node = self.random.choice(self.nodes)
+        self.live[name] = node.ask(name, *facts, num_given=num_given), facts
+
+    def go_on(self):
+        super().go_on()
+        now = max(node.now for node in self.nodes)
+        for node in self.nodes:
+            node.now = now
+        while self.waiting and now >= self.waiting[0][0]:
+            _, name, facts, num_given = self.waiting.pop(0)
+            self.ask(name, *facts, num_given=num_given)
+
+    def turned_away(self, node, event):
+        assert event.reason == reasons.QUEUE_FULL
+        self.num_failed += 1
+        name = event.attempt.request_id
+        resident, facts = self.live.pop(name)
+        num_needed = -(-(len(resident.request.token_ids) + 1) // LAYOUT.block_size)
+        if not resident.hosts and num_needed <= 8 - self.num_held_before(node, resident.age):
+            self.unfair.append(name)
+        self.waiting.append((node.now + ASK_AGAIN_S, name, facts, resident.request.num_output_tokens))
+
+    def num_held_before(self, node, age):
+        """Blocks of the node that older requests of others have."""
+        older = [each for other in self.nodes for each in other.logic.residents if each.age < age]
+        annexes = [annex for each in older for annex in each.request.annexes if annex.host is node]
+        return sum(len(annex.block_ids) for annex in annexes)
+
+    def run(self):
+        while self.ages:
+            self.ask_next()
+            for _ in range(self.random.randrange(6)):
+                self.go_on()
+        for number in range(MOST_ROUNDS):
+            self.go_on()
+            if not self.waiting and all(node.logic.is_idle for node in self.nodes):
+                return number
+        raise AssertionError("no end")
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3])
+@pytest.mark.parametrize("first_seed", few(range(0, 400, 10)))
+def test_who_is_turned_away_is_so_for_older_ones_alone_and_everyone_ends(first_seed, num_nodes):
+    for seed in range(first_seed, first_seed + 10):
+        load = Load(seed, num_nodes, share_long=0.8 if seed % 2 else 0.25)
+        load.run()
+        assert not load.unfair, seed
+        assert len(load.live) == 24
+        for resident, (_, num_tokens, max_tokens, _) in load.live.values():
+            assert resident.request.token_ids[num_tokens:] == [1] * max_tokens
+        assert all(node.allocator.num_free == 8 for node in load.nodes)
+
+
+def stand(node):
+    """Until nothing can be computed."""
+    while node.compute():
+        pass
+
+
+@pytest.mark.parametrize("num_tokens", [9, 15])
+def test_an_older_one_gets_the_blocks_of_younger_tiles_and_nobody_else_does(num_tokens):
+    """Six of eight blocks are another node's. It has none to begin with, or grows out of the two that are left."""
+    node = LongNode()
+    [first, last] = [node.host(most, age=9) and node.num_asked for most in (1, 2)]
+    older = node.ask("older", 5, num_tokens, max_tokens=12)
+    node.ask("younger", 7, 2, max_tokens=12)
+    stand(node)
+    assert node.recalled == [first, last]
+    stand(node)
+    assert node.recalled == [first, last]  # once
+    for number in (first, last):
+        node.logic.hosted(number)
+        assert not node.host(1, age=6, is_again=True)
+    node.compute()
+    assert older.lease is not None
+    assert node.allocator.num_free > 2
+    assert not node.host(1, age=6, is_again=True)  # they would be recalled again
+    node.run()
+    assert older.request.num_output_tokens == 12
+    assert "failed" not in node.told
+    assert len(node.host(1, age=6)) == 2
+
+
+def test_the_youngest_request_gives_its_tiles_up_first_and_no_more_than_needed():
+    node = LongNode()
+    numbers = {age: node.host(1, age) and node.num_asked for age in (7, 9, 8)}
+    node.ask("older", 5, 13, max_tokens=3)  # four blocks, of which there are two
+    stand(node)
+    assert node.recalled == [numbers[9]]
+    node.logic.hosted(numbers[9])
+    node.run()
+    assert node.recalled == [numbers[9]]
+    assert "failed" not in node.told
+
+
+@pytest.mark.parametrize(("ages", "num_recalled"), [((3, 4, 9), 0), ((3, 9, 9), 2), ((5, 5, 5), 0), ((3, 4, 5), 0)])
+def test_nobody_gives_tiles_up_in_vain_nor_for_a_younger_one(ages, num_recalled):
+    """Five blocks are needed, and two beside three tiles."""
+    node = LongNode()
+    for age in ages:
+        node.host(1, age)
+    node.ask("waiting", 5, 17, max_tokens=3)
+    stand(node)
+    assert len(node.recalled) == num_recalled
+    assert node.told.count("failed") == (not num_recalled)
+
+
+def test_whose_tiles_are_recalled_begins_again_and_has_the_whole_answer():
+    node = LongNode()
+    long = node.long(28, max_tokens=50)
+    while long.num_annexed_blocks < 4:
+        if node.opening is not None:
+            node.put(1)
+        node.compute()
+    num_tokens = len(long.request.token_ids)
+    recalled, kept = long.request.annexes
+    recalled.is_recalled = True
+    node.compute()
+    assert long.stage is Stage.QUEUED
+    assert node.closed == [recalled, kept]
+    assert len(long.request.token_ids) == num_tokens  # what that step gave means nothing
+    node.run()
+    assert long.request.num_output_tokens == 50
+    assert "failed" not in node.told
+    assert node.allocator.num_free == 8
+
+
+@pytest.mark.parametrize(("age", "waits"), [(5, True), (9, False)])
+def test_tiles_of_younger_requests_make_room_for_those_of_an_older_one_that_has_waited(age, waits):
+    """All that are for others are had by two of age 7."""
+    node = LongNode()
+    numbers = [node.host(most, age=7) and node.num_asked for most in (2, 1)]
+    begun_s = node.now
+    while node.now < begun_s + 2 * HOLD_S and not node.recalled:
+        assert not node.host(1, age, is_again=True)
+        node.compute()
+        node.tick(node.now + RETRY_S)
+    assert (node.recalled == numbers) == waits
+    if waits:
+        assert node.now - begun_s == pytest.approx(HOLD_S, abs=3 * RETRY_S)
+        for number in numbers:
+            node.logic.hosted(number)
+        assert len(node.host(3, age=6)) == 4  # it leaves the blocks of a tile
+        assert len(node.host(1, age, is_again=True)) == 2
+
+
+def test_nobody_gives_way_to_one_whose_tiles_may_not_come():
+    """They were recalled for an older one, which is still here."""
+    node = LongNode()
+    node.host(3, age=9)
+    node.ask("older", 5, 10, max_tokens=20)
+    stand(node)
+    node.logic.hosted(node.num_asked)
+    younger = node.ask("younger", 7, 12, max_tokens=2)
+    node.compute()
+    while node.now < 2 * HOLD_S:
+        assert not node.host(3, age=6, is_again=True)
+        node.tick(node.now + RETRY_S)
+    node.compute()
+    assert younger.stage is Stage.WRITING
