@@ -259,10 +259,11 @@ class LiveAnswers:
         if (due := request.due) is not None:
             self.ledger.owe(request.request_id, due, len(request.output), request.num_tokens_left)
         num_lent = 0 if loan is None else loan.num_lent
-        num_to_compute = prompt.tokens_to_compute(prefill, self.ledger.marks_of(prefill)) - num_lent
+        num_to_compute = prompt.tokens_to_compute(prefill, self.ledger.marks_read(prefill)) - num_lent
         self.ledger.read(request.request_id, prefill, num_to_compute, prompt.marks(prefill.block_size))
         if request.pooling is None:
-            self.ledger.write(request.request_id, decode, len(prompt))
+            marks = () if hosts else prompt.marks_shared(decode.block_size)
+            self.ledger.write(request.request_id, decode, len(prompt), marks)
         return [Send(node, command) for node, command in request.commands(prompt, now)]
 
     # ---- tokens and ends ----

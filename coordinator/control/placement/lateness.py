@@ -34,7 +34,7 @@ made nobody late: the others are late either way.
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from heapq import heappop, heappush
 from statistics import median
 from typing import Final, NamedTuple
@@ -116,7 +116,7 @@ class Lateness:
     def on(self, node: Node) -> "NodeLateness":
         """What it would be there."""
         if node not in self._nodes:
-            coming = self._ledger.marks_of(node)
+            coming = self._ledger.marks_read(node)
             num_tokens = self._wanted.prompt.tokens_to_compute(node, coming) - self._num_lent(node)
             self._nodes[node] = NodeLateness(node, self._ledger, self._wanted, num_tokens, self._now, self._begins_s)
         return self._nodes[node]
@@ -164,7 +164,9 @@ class NodeLateness:
         account = ledger.of(node)
         self._num_prompt_tokens = account.tokens_to_compute
         self._num_seats_lacking = account.num_answers + 1 - node.usable.seats
-        self._num_tokens_lacking = ledger.tokens_taken(node) + len(wanted.prompt) - node.pool_tokens
+        num_needed = len(wanted.prompt) - ledger.tokens_shared(node, wanted.prompt)
+        self._num_tokens_lacking = ledger.tokens_taken(node) + num_needed - node.pool_tokens
+        self._tokens_alone = partial(ledger.tokens_alone, node)
         self._steps_s = step_s(node, ledger), step_s(node, ledger, 1, len(wanted.prompt))
         owed = list(ledger.owed(node))
         self._unread = [each for each in owed if each.num_to_compute]
@@ -259,7 +261,7 @@ class NodeLateness:
         for each in sorted(self._written, key=lambda owed: owed.num_left):
             if num_seats <= 0 and num_tokens <= 0:
                 break
-            num_seats, num_tokens = num_seats - 1, num_tokens - each.tokens_held
+            num_seats, num_tokens = num_seats - 1, num_tokens - self._tokens_alone(each)
             num_left = each.num_left
         return num_left * self._steps_s[0]
 

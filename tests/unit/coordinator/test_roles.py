@@ -7,6 +7,7 @@ import random
 import pytest
 
 from coordinator.control.ledger import Ledger
+from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
 from coordinator.control.roles import (
     AUTO,
@@ -235,6 +236,18 @@ def test_a_prefill_node_helps_to_write_and_goes_home():
     for request_id in running[2:]:
         world.ledger.end(request_id)
     assert world.wait(CALM_S + 2 * TICK_S) == [("p1", PREFILL)]
+
+
+@pytest.mark.parametrize(("is_told", "flips"), [(True, []), (False, [("p0", BOTH)])])
+def test_writers_are_not_full_of_what_their_answers_begin_with_alike(is_told, flips):
+    """Of 1600 tokens four hold 480 each, in all of which they are alike but for the last ones: 510 in all."""
+    world = World("p0", "p1", "d0", policy=AUTO)
+    prompt, d0 = Prompt([1] * 470), world.node("d0")
+    world.registry.cache_changed(d0, events.cache_changed([1] if is_told else []).cache_changed)
+    for number in range(4):
+        world.ledger.write(f"{number}", d0, 480, prompt.marks(16))
+        world.ledger.first_token(f"{number}", 0.0)
+    assert world.wait(LASTS_S + TICK_S) == flips
 
 
 def test_a_prefill_node_does_not_go_home_while_the_others_would_be_nearly_full_without_it():
