@@ -21,6 +21,7 @@ from coordinator.control.outcomes import completion, with_progress
 from coordinator.control.pace import Pace
 from coordinator.control.placement.policy import Placed, Policy, Wanted
 from coordinator.control.placement.readers import best_reader, best_writer
+from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
 from coordinator.control.releases import Releases
 from coordinator.control.router import has_path
@@ -119,7 +120,7 @@ class LiveAnswers:
             instructions = self._wait(request, now)
         else:
             if placed.is_timely and request.due is not None and request.due.first_s < inf:
-                self.harmless.happened(now)
+                self.harmless.happened(now, self._num_to_compute(request.known, placed) / len(request.known))
             self._check_admission(request, placed)
             instructions = self._try_on(request, placed, now, since_s=request.timeline.start_s)
         self._requests[request.request_id] = request
@@ -245,6 +246,11 @@ class LiveAnswers:
             return placed
         return self._policy.place(nodes, self.ledger, wanted, costs, now)
 
+    def _num_to_compute(self, prompt: Prompt, placed: Placed) -> int:
+        """Tokens that the reader would find nowhere."""
+        num_lent = 0 if placed.loan is None else placed.loan.num_lent
+        return prompt.tokens_to_compute(placed.reader, self.ledger.marks_read(placed.reader)) - num_lent
+
     def _try_on(
         self, request: TrackedRequest, placed: Placed, now: float, *, since_s: float | None = None
     ) -> list[Instruction]:
@@ -258,8 +264,7 @@ class LiveAnswers:
         request.timeline.placed(now if since_s is None else since_s, prefill.name, decode.name, begins=True)
         if (due := request.due) is not None:
             self.ledger.owe(request.request_id, due, len(request.output), request.num_tokens_left)
-        num_lent = 0 if loan is None else loan.num_lent
-        num_to_compute = prompt.tokens_to_compute(prefill, self.ledger.marks_read(prefill)) - num_lent
+        num_to_compute = self._num_to_compute(prompt, placed)
         self.ledger.read(request.request_id, prefill, num_to_compute, prompt.marks(prefill.block_size))
         if request.pooling is None:
             marks = () if hosts else prompt.marks_shared(decode.block_size)
