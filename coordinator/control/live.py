@@ -120,7 +120,7 @@ class LiveAnswers:
             instructions = self._wait(request, now)
         else:
             if placed.is_timely and request.due is not None and request.due.first_s < inf:
-                self.harmless.happened(now, self._num_to_compute(request.known, placed) / len(request.known))
+                self.harmless.happened(now, self._part_to_compute(request.known, placed))
             self._check_admission(request, placed)
             instructions = self._try_on(request, placed, now, since_s=request.timeline.start_s)
         self._requests[request.request_id] = request
@@ -245,6 +245,13 @@ class LiveAnswers:
         if (placed := best_writer(nodes, self.ledger, wanted, costs)) is not None:
             return placed
         return self._policy.place(nodes, self.ledger, wanted, costs, now)
+
+    def _part_to_compute(self, prompt: Prompt, placed: Placed) -> float:
+        """Of a prompt that makes nobody late, as much as a node is to be spared for it: all of it where some do not
+        read, for answers have a place to be. Else to spare one crowds the others, and what is held takes it little."""
+        if not all(node.usable.reads for node in self.registry.nodes):
+            return 1.0
+        return self._num_to_compute(prompt, placed) / len(prompt)
 
     def _num_to_compute(self, prompt: Prompt, placed: Placed) -> int:
         """Tokens that the reader would find nowhere."""

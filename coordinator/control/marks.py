@@ -28,7 +28,7 @@ class Marks:
         """One more prompt."""
         num_known = bisect_left(marks, True, key=lambda mark: mark not in self._known)
         self._more.update(marks[:num_known])
-        self._known.update(marks[num_known:])
+        self._known.update(marks)
         self.num_repeated += num_known
 
     def remove(self, marks: Sequence[int]) -> None:

@@ -28,7 +28,8 @@ An answer whose prompt waits counts there as far as it outlasts the reading of a
 An answer also costs prompts that are not there yet: while it is being written its node reads little. Where answers are
 being written anyway one more hardly matters; so they do no harm if they leave one node alone (`spared`). On that one an
 answer counts as LOST late ones for each request that is to come in the time that it adds, by how many came lately that
-made nobody late: the others are late either way.
+made nobody late: the others are late either way. Where all nodes read, a request counts as far as its prompt was to be
+computed: to spare one node crowds the others then, and prompts that are held take it little.
 """
 
 import math

@@ -165,10 +165,30 @@ def test_what_is_read_for_another_node_shares_with_the_answers_beside_it(ledger,
     ledger.check_integrity()
 
 
+def test_an_answer_that_comes_whole_holds_all_its_blocks_by_itself(ledger, nodes):
+    """Also where it was read before."""
+    node, other, _ = nodes
+    write_alike(ledger, node, 3)
+    assert ledger.tokens_taken(node) == 360 + 2 * 40
+    ledger.first_token("0", 0.0)
+    ledger.write("0", other, 370)
+    ledger.let_go("0", node)
+    assert [ledger.tokens_taken(each) for each in (node, other)] == [400, 370]
+    ledger.write("0", node, 380)
+    assert ledger.tokens_taken(node) == 780
+    ledger.write("1", node, 390)
+    assert ledger.tokens_taken(node) == 380 + 390 + 360
+    ledger.check_integrity()
+
+
 def test_a_node_that_has_told_of_no_block_may_keep_none(ledger, nodes):
     node = nodes[0]
+    for number in range(2):
+        ledger.owe(f"{number}", Due(1.0, 0.1), 0, 10)
     write_alike(ledger, node, 2)
+    assert [ledger.tokens_alone(node, each) for each in ledger.owed(node)] == [40, 40]
     node.hints.clear()
+    assert [ledger.tokens_alone(node, each) for each in ledger.owed(node)] == [360, 360]
     assert ledger.tokens_taken(node) == 2 * 360
     assert ledger.tokens_shared(node, alike(2)) == 0
     for number in range(2):

@@ -61,11 +61,15 @@ class Noting:
         return POLICIES["auto"].place(nodes, ledger, wanted, handover, now)
 
 
-@pytest.mark.parametrize(("num_held", "part"), [(0, 1.0), (1, 0.6), (2, 0.2)])
-def test_requests_to_come_count_as_far_as_their_prompts_are_to_be_computed(num_held, part):
+@pytest.mark.parametrize(
+    ("names", "num_held", "part"), [("bp", 0, 1.0), ("bb", 1, 0.6), ("bp", 2, 0.2), ("bd", 2, 1.0), ("pd", 2, 1.0)]
+)
+def test_requests_to_come_count_as_far_as_their_prompts_are_to_be_computed(names, num_held, part):
+    """Where no node only writes, which would have the answers that those are spared that read."""
     policy, tokens = Noting(), list(range(40))
-    world = World(policy=policy)
-    world.holds("p0", events.block_hints(tokens)[:num_held] or [1])
+    world = World([f"{name}{number}" for number, name in enumerate(names)], policy=policy)
+    for node in world.registry.nodes:
+        world.holds(node.name, events.block_hints(tokens)[:num_held] or [1])
     for number in range(4):
         world.submit(f"{number}/0", token_ids=tokens, now=float(number), slo=Slo("", 5.0, None))
         world.tracker.finish(f"{number}/0", ABORT, float(number))
