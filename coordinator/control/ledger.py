@@ -4,19 +4,21 @@ Heartbeats are up to a second old, so whoever decides where work goes counts wha
 keeps the account; placement asks it.
 """
 
-from collections import Counter
+from bisect import bisect_left
 from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from coordinator.control.lengths import Lengths
+from coordinator.control.marks import Marks
+from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
 from serving_core.due import Due
 
 
 @dataclass(slots=True)
 class Account:
-    """What one node has been given and has not finished."""
+    """What one node has been given and has not finished; tokens are those of each request, whatever it shares."""
 
     tokens_to_compute: int = 0  # of prompts
     tokens_held: int = 0  # by answers that it writes or is to write: of their prompts, and those that have come since
@@ -38,21 +40,31 @@ class _Part:
     is_written: bool = False
     is_to_come: bool = False
     tokens_outgoing: int = 0
-    marks: Sequence[int] = ()  # of the prompt that it reads, or has read and holds
+    read: Sequence[int] = ()  # marks of the prompt that it reads, or has read and holds
+    held: Sequence[int] = ()  # marks of what its pool holds of it, and may hold of other requests as well
 
 
 class Owed(NamedTuple):
     """What a node is to do of an answer with limits: to compute so many tokens of its prompt, or to write it, or both.
     So many tokens of it have come, and so many are expected, one at least; so many it holds of the pool where it is
-    written; it is to come where it has none and another node reads its prompt."""
+    written, with these marks; it is to come where it has none and another node reads its prompt."""
 
     num_to_compute: int
     tokens_held: int
+    held: Sequence[int]
     is_written: bool
     due: Due
     num_output: int
     num_left: int
     is_to_come: bool
+
+
+class Running(NamedTuple):
+    """Answers that have a token, over all nodes: the tokens of each, and what they hold of pools."""
+
+    num_answers: int
+    num_tokens: int
+    num_tokens_held: int
 
 
 @dataclass(slots=True)
@@ -75,16 +87,17 @@ class Ledger:
         self._requests: dict[str, _Request] = {}
         self._accounts: dict[Node, Account] = {}
         self._limited: dict[Node, dict[str, _Request]] = {}  # those with limits that have a part on the node
-        self._marks: dict[Node, Counter[int]] = {}  # of all its parts
+        self._read: dict[Node, Marks] = {}  # of all its parts, as those have them
+        self._held: dict[Node, Marks] = {}
 
     def of(self, node: Node) -> Account:
         """What a node has. To be read at once, and only read: it goes on changing."""
         return self._accounts.get(node, NOTHING)
 
-    def marks_of(self, node: Node) -> Container[int]:
+    def marks_read(self, node: Node) -> Container[int]:
         """Of the prompts that a node reads, or has read and holds: what another one begins with alike it has by the
         time that this is read (prefill_node/reading.py), and says so much later. To be read at once."""
-        return self._marks.get(node, ())
+        return self._read.get(node, ())
 
     def is_idle(self, node: Node) -> bool:
         """Whether it has finished all that it was given."""
@@ -92,15 +105,39 @@ class Ledger:
 
     def tokens_taken(self, node: Node) -> int:
         """Of the node's pool: by answers, and by prompts for other nodes, which hold half of it at most where there are
-        answers (serving_node/room.py)."""
-        account = self.of(node)
-        return account.tokens_held + min(account.tokens_outgoing, node.pool_tokens // 2)
+        answers (serving_node/room.py). What they begin with alike the pool holds once."""
+        account, held = self.of(node), self._held.get(node)
+        num_outgoing = account.tokens_outgoing
+        if held is not None and _shares(node):
+            num_outgoing -= held.num_repeated * node.block_size
+        return account.tokens_held + min(num_outgoing, node.pool_tokens // 2)
 
-    def running(self) -> tuple[int, int]:
-        """Answers that have a token, and the tokens that they hold, over all nodes. Counted anew each time."""
-        begun = [part for each in self._requests.values() if each.has_first_token for part in each.parts.values()]
-        parts = [part for part in begun if part.is_written]
-        return len(parts), sum(part.tokens_held for part in parts)
+    def tokens_shared(self, node: Node, prompt: Prompt) -> int:
+        """Leading tokens of one more prompt that are taken there already."""
+        return prompt.tokens_among(node, self._held.get(node, ()))
+
+    def tokens_alone(self, node: Node, owed: Owed) -> int:
+        """What comes free in the node's pool when one of its answers ends: what no other request has too."""
+        num_shared = self._held[node].num_shared(owed.held) if owed.held and _shares(node) else 0
+        return owed.tokens_held - num_shared * node.block_size
+
+    def running(self) -> Running:
+        """Counted anew each time."""
+        begun = [pair for each in self._requests.values() if each.has_first_token for pair in each.parts.items()]
+        pairs = [(node, part) for node, part in begun if part.is_written]
+        num_tokens = sum(part.tokens_held for _, part in pairs)
+        return Running(len(pairs), num_tokens, num_tokens - self._tokens_repeated(pairs))
+
+    def _tokens_repeated(self, pairs: Collection[tuple[Node, _Part]]) -> int:
+        """By how much fewer these written parts hold together than one by one."""
+        seen: dict[Node, set[int]] = {node: set() for node, part in pairs if part.held and _shares(node)}
+        num_tokens = 0
+        for node, part in pairs:
+            if (marks := seen.get(node)) is not None:
+                num_seen = bisect_left(part.held, True, key=lambda mark: mark not in marks)
+                marks.update(part.held[num_seen : self._held[node].num_shared(part.held)])
+                num_tokens += num_seen * node.block_size
+        return num_tokens
 
     @property
     def has_limits(self) -> bool:
@@ -121,6 +158,7 @@ class Ledger:
             yield Owed(
                 part.tokens_to_compute,
                 part.tokens_held,
+                part.held,
                 part.is_written,
                 request.due,
                 request.num_output,
@@ -149,16 +187,16 @@ class Ledger:
     def read(self, request_id: str, node: Node, num_tokens: int, marks: Sequence[int] = ()) -> None:
         """The node is to compute so many tokens of the prompt, which has these marks (Prompt.marks)."""
         part = self._take(request_id, node)
-        self._forget_marks(node, part)
-        part.marks = marks
-        if marks:
-            self._marks.setdefault(node, Counter()).update(marks)
+        _change(self._read, node, part.read, marks)
+        part.read = marks
         part.tokens_to_compute, part.is_to_come = num_tokens, False
         self._put(request_id, node, part)
 
-    def write(self, request_id: str, node: Node, num_tokens: int) -> None:
-        """The node is to write the answer, which has so many tokens when it begins there."""
+    def write(self, request_id: str, node: Node, num_tokens: int, marks: Sequence[int] = ()) -> None:
+        """The node is to write the answer, which has so many tokens when it begins there. `marks`: of those that it
+        shares with whoever else has them on the node (Prompt.marks_shared); a running answer comes whole."""
         part = self._take(request_id, node)
+        self._hold(node, part, marks)
         has_first_token = self._requests[request_id].has_first_token
         part.tokens_held, part.tokens_outgoing, part.is_written = num_tokens, 0, True
         part.is_to_come = not part.tokens_to_compute and not has_first_token
@@ -170,11 +208,13 @@ class Ledger:
         request.has_first_token = True
         if request.due is not None and request.due.began_s is None:
             request.due.began_s = now
-        num_tokens = sum(part.tokens_held for part in request.parts.values())  # one is to write
+        written = next((part for part in request.parts.values() if part.is_written), _Part())
         for node in list(request.parts):
             part = self._take(request_id, node)
             part.tokens_to_compute, part.is_to_come = 0, False
-            part.tokens_outgoing = 0 if part.is_written else num_tokens
+            if not part.is_written:
+                part.tokens_outgoing = written.tokens_held
+                self._hold(node, part, written.held)
             self._put(request_id, node, part)
 
     def tokens_came(self, request_id: str, node: Node, num_tokens: int) -> None:
@@ -208,12 +248,13 @@ class Ledger:
             for node, part in request.parts.items():
                 _count(sums.setdefault(node, Account()), part, 1)
         assert sums == self._accounts, (sums, self._accounts)
-        marks: dict[Node, Counter[int]] = {}
+        read: dict[Node, Marks] = {}
+        held: dict[Node, Marks] = {}
         for request in self._requests.values():
             for node, part in request.parts.items():
-                if part.marks:
-                    marks.setdefault(node, Counter()).update(part.marks)
-        assert marks == self._marks
+                _change(read, node, (), part.read)
+                _change(held, node, (), part.held)
+        assert (read, held) == (self._read, self._held)
         limited = {key: request for key, request in self._requests.items() if request.due is not None}
         assert self._limited == {
             node: {key: request for key, request in limited.items() if node in request.parts}
@@ -240,17 +281,14 @@ class Ledger:
         if account == NOTHING:
             del self._accounts[node]
 
+    def _hold(self, node: Node, part: _Part, marks: Sequence[int]) -> None:
+        _change(self._held, node, part.held, marks)
+        part.held = marks
+
     def _forget_marks(self, node: Node, part: _Part) -> None:
-        if not part.marks:
-            return
-        counts = self._marks[node]
-        for mark in part.marks:
-            counts[mark] -= 1
-            if not counts[mark]:
-                del counts[mark]
-        if not counts:
-            del self._marks[node]
-        part.marks = ()
+        _change(self._read, node, part.read, ())
+        part.read = ()
+        self._hold(node, part, ())
 
     def _note_limited(self, node: Node, request_id: str) -> None:
         """After a part has come or gone."""
@@ -263,6 +301,21 @@ class Ledger:
             limited[node].pop(request_id, None)
             if not limited[node]:
                 del limited[node]
+
+
+def _shares(node: Node) -> bool:
+    """Whether requests share blocks of the node's pool: one that has told of no block yet may keep none."""
+    return bool(node.hints)
+
+
+def _change(marks: dict[Node, Marks], node: Node, old: Sequence[int], new: Sequence[int]) -> None:
+    """The marks of one part on the node are others now."""
+    if new:
+        marks.setdefault(node, Marks()).add(new)
+    if old:
+        marks[node].remove(old)
+        if not marks[node]:
+            del marks[node]
 
 
 def _count(account: Account, part: _Part, sign: int) -> None:

@@ -22,6 +22,7 @@ from coordinator.control.outcomes import completion, with_progress
 from coordinator.control.pace import Pace
 from coordinator.control.placement.policy import Placed, Policy, Wanted
 from coordinator.control.placement.readers import best_reader, best_writer
+from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
 from coordinator.control.releases import Releases
 from coordinator.control.router import has_path
@@ -173,7 +174,7 @@ class LiveAnswers:
 
     def _note_harmless(self, request: TrackedRequest, placed: Placed, now: float) -> None:
         if placed.is_timely and request.due is not None and request.due.first_s < inf:
-            self.harmless.happened(now)
+            self.harmless.happened(now, self._part_to_compute(request.known, placed))
 
     def _wait(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """For nodes to come; there is nothing to do meanwhile."""
@@ -280,6 +281,18 @@ class LiveAnswers:
             return placed
         return self._policy.place(nodes, self.ledger, wanted, costs, now)
 
+    def _part_to_compute(self, prompt: Prompt, placed: Placed) -> float:
+        """Of a prompt that makes nobody late, as much as a node is to be spared for it: all of it where some do not
+        read, for answers have a place to be. Else to spare one crowds the others, and what is held takes it little."""
+        if not all(node.usable.reads for node in self.registry.nodes):
+            return 1.0
+        return self._num_to_compute(prompt, placed) / len(prompt)
+
+    def _num_to_compute(self, prompt: Prompt, placed: Placed) -> int:
+        """Tokens that the reader would find nowhere."""
+        num_lent = 0 if placed.loan is None else placed.loan.num_lent
+        return prompt.tokens_to_compute(placed.reader, self.ledger.marks_read(placed.reader)) - num_lent
+
     def _try_on(
         self, request: TrackedRequest, placed: Placed, now: float, *, since_s: float | None = None
     ) -> list[Instruction]:
@@ -293,11 +306,11 @@ class LiveAnswers:
         request.timeline.placed(now if since_s is None else since_s, prefill.name, decode.name, begins=True)
         if (due := request.due) is not None:
             self.ledger.owe(request.request_id, due, len(request.output), request.num_tokens_left)
-        num_lent = 0 if loan is None else loan.num_lent
-        num_to_compute = prompt.tokens_to_compute(prefill, self.ledger.marks_of(prefill)) - num_lent
+        num_to_compute = self._num_to_compute(prompt, placed)
         self.ledger.read(request.request_id, prefill, num_to_compute, prompt.marks(prefill.block_size))
         if request.pooling is None:
-            self.ledger.write(request.request_id, decode, len(prompt))
+            marks = () if hosts else prompt.marks_shared(decode.block_size)
+            self.ledger.write(request.request_id, decode, len(prompt), marks)
         return [Send(node, command) for node, command in request.commands(prompt, now)]
 
     # ---- tokens and ends ----

@@ -112,7 +112,7 @@ class Overview:
             num_tokens_to_compute=account.tokens_to_compute,
             num_answers=account.num_answers,
             num_to_come=account.num_to_come,
-            num_tokens_held=account.tokens_held,
+            num_tokens_held=self._ledger.tokens_taken(node),
             num_pool_tokens=node.pool_tokens,
             prompt_tokens_per_s=_rate(first, latest, latest.num_prompt_tokens - first.num_prompt_tokens),
             tokens_per_s=_rate(first, latest, latest.num_tokens - first.num_tokens),

@@ -79,10 +79,10 @@ class PressureGauge:
         prompts wait to be read hold some too, but would not if there were more readers."""
         if not writers:
             return math.inf
-        num_answers, num_tokens = self._ledger.running()
+        num_answers, num_tokens, num_held = self._ledger.running()
         return max(
             num_answers / sum(node.usable.seats for node in writers),
-            num_tokens / sum(node.pool_tokens for node in writers),
+            num_held / sum(node.pool_tokens for node in writers),
             num_answers / self._num_in_time(writers, num_tokens / num_answers) if num_answers else 0.0,
         )
 

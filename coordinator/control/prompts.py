@@ -1,5 +1,6 @@
 """What a node is to read, and how much of it the node holds already. Pure."""
 
+from bisect import bisect_left
 from collections.abc import Container, Sequence
 
 from coordinator.control.registry import Node
@@ -72,17 +73,22 @@ class Prompt:
                 self._marks.append(mark)
         return self._marks
 
+    def marks_shared(self, block_size: int) -> Sequence[int]:
+        """Of the blocks that a node which is to write the answer may have in common with other requests."""
+        return () if self._is_read_whole else self.marks(block_size)
+
     def tokens_to_compute(self, node: Node, coming: Container[int] = ()) -> int:
         """Tokens that a node would have to compute which has the blocks of the marks `coming` by then: at least the
         last one, which gives the first token of the answer, and with it the rest of its block, since blocks are reused
         as a whole."""
         block_size = node.block_size
-        num_shared = max(self.tokens_held(node), self._tokens_coming(node, coming))
+        num_shared = max(self.tokens_held(node), self.tokens_among(node, coming))
         return len(self) - min(num_shared, (len(self) - 1) // block_size * block_size)
 
-    def _tokens_coming(self, node: Node, coming: Container[int]) -> int:
-        """None on a node that has told of no block yet: it may keep none."""
-        if self._is_read_whole or not coming or not node.hints:
+    def tokens_among(self, node: Node, marks: Container[int]) -> int:
+        """Leading tokens, in whole blocks, whose marks are among these of prompts of the node. None on one that has
+        told of no block yet: it may keep none."""
+        if self._is_read_whole or not marks or not node.hints:
             return 0
-        marks = self.marks(node.block_size)
-        return next((at for at, mark in enumerate(marks) if mark not in coming), len(marks)) * node.block_size
+        own = self.marks(node.block_size)
+        return bisect_left(own, True, key=lambda mark: mark not in marks) * node.block_size

@@ -131,7 +131,7 @@ class Roles:
             away = [node for node in ready if node.shape != node.home]
             return (away[0], away[0].home) if away and self._may_go_home(away[0]) else None
         is_to_read = pressure in (Pressure.READING, Pressure.NO_READER)
-        lent, least = (DECODE, self._num_held) if is_to_read else (PREFILL, self._num_to_compute)
+        lent, least = (DECODE, self._part_taken) if is_to_read else (PREFILL, self._num_to_compute)
         able = [node for node in ready if node.role == lent]
         if not able:
             return None
@@ -145,8 +145,8 @@ class Roles:
             return False
         return True
 
-    def _num_held(self, node: Node) -> float:
-        return self._ledger.of(node).tokens_held / node.pool_tokens
+    def _part_taken(self, node: Node) -> float:
+        return self._ledger.tokens_taken(node) / node.pool_tokens
 
     def _num_to_compute(self, node: Node) -> float:
         return self._ledger.of(node).tokens_to_compute

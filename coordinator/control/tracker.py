@@ -453,7 +453,8 @@ class Tracker:
             return []
         cancel = self._live.cancel(request, attempt.decode, attempt.epoch, now)
         self._ledger.let_go(request.request_id, attempt.decode)
-        self._ledger.write(request.request_id, reader, len(request.known))
+        marks = request.prompt.marks_shared(reader.block_size)
+        self._ledger.write(request.request_id, reader, len(request.known), marks)
         attempt.decode = reader
         attempt.decode_holds = attempt.is_committed = True
         request.timeline.placed(now, reader.name, reader.name)

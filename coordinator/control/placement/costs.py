@@ -116,7 +116,7 @@ class Costs:
 
     def _tokens_to_compute(self, node: Node) -> int:
         if node not in self._to_compute:
-            coming = self._ledger.marks_of(node)
+            coming = self._ledger.marks_read(node)
             num_tokens = self._prompt.tokens_to_compute(node, coming) if coming else self._tokens_not_held(node)
             self._to_compute[node] = num_tokens
         return self._to_compute[node]
@@ -146,12 +146,13 @@ class Costs:
 
     def _write(self, node: Node) -> _Writing:
         account, num_taken = self._ledger.of(node), self._ledger.tokens_taken(node) + len(self._prompt)
-        is_full = node.usable.seats <= account.num_answers or num_taken > node.pool_tokens
+        num_shared = self._ledger.tokens_shared(node, self._prompt)
+        is_full = node.usable.seats <= account.num_answers or num_taken - num_shared > node.pool_tokens
         return _Writing(
             is_full,
             self._handover.credit_s if is_full else 0.0,
             account.tokens_to_compute / self._rate[node],
-            (num_taken - self._prompt.tokens_held(node)) / node.pool_tokens,
+            (num_taken - max(num_shared, self._prompt.tokens_held(node))) / node.pool_tokens,
         )
 
     def _num_writing_within(self, node: Node, seconds: float) -> float:

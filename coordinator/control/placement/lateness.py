@@ -28,13 +28,14 @@ answer whose prompt waits counts there as far as it outlasts the reading of all 
 An answer also costs prompts that are not there yet: while it is being written its node reads little. Where answers are
 being written anyway one more hardly matters; so they do no harm if they leave one node alone (`spared`). On that one an
 answer counts as LOST late ones for each request that is to come in the time that it adds, by how many came lately that
-made nobody late: the others are late either way.
+made nobody late: the others are late either way. Where all nodes read, a request counts as far as its prompt was to be
+computed: to spare one node crowds the others then, and prompts that are held take it little.
 """
 
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from heapq import heappop, heappush
 from statistics import median
 from typing import Final, NamedTuple
@@ -115,7 +116,7 @@ class Lateness:
     def on(self, node: Node) -> "NodeLateness":
         """What it would be there."""
         if node not in self._nodes:
-            coming = self._ledger.marks_of(node)
+            coming = self._ledger.marks_read(node)
             num_tokens = self._wanted.prompt.tokens_to_compute(node, coming) - self._num_lent(node)
             self._nodes[node] = NodeLateness(node, self._ledger, self._wanted, num_tokens, self._now, self._begins_s)
         return self._nodes[node]
@@ -163,7 +164,9 @@ class NodeLateness:
         account = ledger.of(node)
         self._num_prompt_tokens = account.tokens_to_compute
         self._num_seats_lacking = account.num_answers + 1 - node.usable.seats
-        self._num_tokens_lacking = ledger.tokens_taken(node) + len(wanted.prompt) - node.pool_tokens
+        num_needed = len(wanted.prompt) - ledger.tokens_shared(node, wanted.prompt)
+        self._num_tokens_lacking = ledger.tokens_taken(node) + num_needed - node.pool_tokens
+        self._tokens_alone = partial(ledger.tokens_alone, node)
         self._steps_s = step_s(node, ledger), step_s(node, ledger, 1, len(wanted.prompt))
         owed = list(ledger.owed(node))
         self._unread = [each for each in owed if each.num_to_compute]
@@ -269,7 +272,7 @@ class NodeLateness:
         for each in sorted(self._written, key=lambda owed: owed.num_left):
             if num_seats <= 0 and num_tokens <= 0:
                 break
-            num_seats, num_tokens = num_seats - 1, num_tokens - each.tokens_held
+            num_seats, num_tokens = num_seats - 1, num_tokens - self._tokens_alone(each)
             num_left = each.num_left
         return num_left * self._steps_s[0]
 

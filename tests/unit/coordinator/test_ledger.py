@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.control.ledger import Account, Ledger
+from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
 from serving_core.due import Due
 from tests import fleet_events as events
@@ -21,8 +22,12 @@ def nodes():
 
 
 def make_nodes():
+    """Of 100 blocks of 16 tokens; all have told of some block."""
     registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
-    return [registry.admit(events.hello(name, "decode").hello, 0.0) for name in "abc"]
+    nodes = [registry.admit(events.hello(name, "decode").hello, 0.0) for name in "abc"]
+    for node in nodes:
+        registry.cache_changed(node, events.cache_changed([1]).cache_changed)
+    return nodes
 
 
 def accounts(ledger, nodes):
@@ -38,7 +43,7 @@ def test_a_prompt_is_the_readers_until_its_first_token_and_the_answer_grows_wher
     ledger.first_token("r", 0.0)
     ledger.tokens_came("r", writer, 3)
     assert accounts(ledger, nodes) == [Account(tokens_outgoing=100), Account(0, 103, 1, 0), Account()]
-    assert ledger.running() == (1, 103)
+    assert ledger.running() == (1, 103, 103)
     ledger.let_go("r", reader)
     assert accounts(ledger, nodes) == [Account(), Account(0, 103, 1, 0), Account()]
     ledger.end("r")
@@ -119,35 +124,134 @@ def test_of_a_pool_what_goes_to_other_nodes_takes_half_at_most(ledger, nodes):
     assert ledger.tokens_taken(node) == 810
 
 
+def alike(number, num_common=320):
+    """A prompt that begins with so many tokens as the others do, and has 40 of its own."""
+    return Prompt([*range(num_common), *[1000 + number] * 40])
+
+
+def write_alike(ledger, node, count):
+    for number in range(count):
+        prompt = alike(number)
+        ledger.write(f"{number}", node, len(prompt), prompt.marks(node.block_size))
+
+
+def test_what_answers_begin_with_alike_the_pool_holds_once(ledger, nodes):
+    node = nodes[0]
+    write_alike(ledger, node, 5)
+    ledger.check_integrity()
+    assert ledger.of(node).tokens_held == 5 * 360, "attention reads all of each"
+    assert ledger.tokens_taken(node) == 360 + 4 * 40
+    assert ledger.tokens_shared(node, alike(5)) == 320
+    assert ledger.tokens_shared(node, alike(5, num_common=170)) == 160
+    assert ledger.tokens_shared(node, Prompt([7, *alike(5).token_ids])) == 0
+    assert ledger.tokens_shared(nodes[1], alike(5)) == 0
+    for number in range(4):
+        ledger.end(f"{number}")
+    ledger.check_integrity()
+    assert ledger.tokens_taken(node) == 360
+
+
+def test_what_is_read_for_another_node_shares_with_the_answers_beside_it(ledger, nodes):
+    node, writer, _ = nodes
+    write_alike(ledger, node, 2)
+    prompt = alike(7)
+    ledger.read("r", node, 40, prompt.marks(16))
+    ledger.write("r", writer, len(prompt), prompt.marks(16))
+    assert ledger.tokens_taken(node) == 400
+    ledger.first_token("r", 0.0)
+    assert ledger.tokens_taken(node) == 440
+    ledger.let_go("r", node)
+    assert ledger.tokens_taken(node) == 400
+    ledger.check_integrity()
+
+
+def test_an_answer_that_comes_whole_holds_all_its_blocks_by_itself(ledger, nodes):
+    """Also where it was read before."""
+    node, other, _ = nodes
+    write_alike(ledger, node, 3)
+    assert ledger.tokens_taken(node) == 360 + 2 * 40
+    ledger.first_token("0", 0.0)
+    ledger.write("0", other, 370)
+    ledger.let_go("0", node)
+    assert [ledger.tokens_taken(each) for each in (node, other)] == [400, 370]
+    ledger.write("0", node, 380)
+    assert ledger.tokens_taken(node) == 780
+    ledger.write("1", node, 390)
+    assert ledger.tokens_taken(node) == 380 + 390 + 360
+    ledger.check_integrity()
+
+
+def test_a_node_that_has_told_of_no_block_may_keep_none(ledger, nodes):
+    node = nodes[0]
+    for number in range(2):
+        ledger.owe(f"{number}", Due(1.0, 0.1), 0, 10)
+    write_alike(ledger, node, 2)
+    assert [ledger.tokens_alone(node, each) for each in ledger.owed(node)] == [40, 40]
+    node.hints.clear()
+    assert [ledger.tokens_alone(node, each) for each in ledger.owed(node)] == [360, 360]
+    assert ledger.tokens_taken(node) == 2 * 360
+    assert ledger.tokens_shared(node, alike(2)) == 0
+    for number in range(2):
+        ledger.first_token(f"{number}", 0.0)
+    assert ledger.running() == (2, 720, 720)
+
+
 def test_what_is_unknown_is_over_already(ledger, nodes):
     ledger.let_go("r", nodes[0])
     ledger.end("r")
     assert accounts(ledger, nodes) == [Account()] * 3
 
 
+def marks_of(number):
+    """Of a prompt of four full blocks and some tokens; who has one of them has those before it."""
+    digits = [number // 3**place % 3 + 1 for place in range(4)]
+    return [int("".join(map(str, digits[: place + 1]))) for place in range(4)]
+
+
+def num_repeated(many):
+    """Tokens of the blocks of these prompts beyond the first of each."""
+    return 16 * (sum(map(len, many)) - len({mark for marks in many for mark in marks}))
+
+
 class Plain:
-    """What was told, as two tables by request and node."""
+    """What was told, as tables by request and node."""
 
     def __init__(self):
         self.reads, self.writes, self.outgoing, self.begun = {}, {}, {}, set()
+        self.read_marks, self.held_marks, self.dues = {}, {}, {}
 
     def has(self, request_id):
         return any(key[0] == request_id for key in (*self.reads, *self.writes, *self.outgoing))
 
     def begin(self, ledger, request_id, node, other, number):
-        if not self.has(request_id):
-            self.reads[request_id, node], self.writes[request_id, other] = number, number + 1
-            ledger.read(request_id, node, number, (number, number + 1))
-            ledger.write(request_id, other, number + 1)
+        if self.has(request_id):
+            return
+        self.reads[request_id, node], self.writes[request_id, other] = number, number + 64
+        self.read_marks[request_id, node] = self.held_marks[request_id, other] = marks_of(number)
+        self.dues[request_id] = Due(1.0, 0.1)
+        ledger.owe(request_id, self.dues[request_id], 0, 10)
+        ledger.read(request_id, node, number, marks_of(number))
+        ledger.write(request_id, other, number + 64, marks_of(number))
+
+    def move(self, ledger, request_id, node, _, number):
+        if self.has(request_id) and request_id in self.begun:
+            self.writes[request_id, node] = number
+            for table in (self.outgoing, self.held_marks):
+                table.pop((request_id, node), None)
+            ledger.write(request_id, node, number)
 
     def first_token(self, ledger, request_id, *_):
-        if self.has(request_id):
-            written = sum(number for key, number in self.writes.items() if key[0] == request_id)
-            for key in [key for key in (*self.reads, *self.outgoing) if key[0] == request_id]:
-                self.outgoing[key] = 0 if key in self.writes else written
-            self.reads = {key: number for key, number in self.reads.items() if key[0] != request_id}
-            self.begun.add(request_id)
-            ledger.first_token(request_id, 0.0)
+        if not self.has(request_id) or request_id in self.begun:
+            return
+        written = [key for key in self.writes if key[0] == request_id]
+        for key in [key for key in self.reads if key[0] == request_id and key not in written]:
+            self.outgoing[key] = sum(self.writes[each] for each in written)
+            self.held_marks[key] = [mark for each in written for mark in self.held_marks[each]]
+        self.reads = {key: number for key, number in self.reads.items() if key[0] != request_id}
+        self.begun.add(request_id)
+        ledger.first_token(request_id, 0.0)
+        if not written:
+            self.end(ledger, request_id)
 
     def tokens_came(self, ledger, request_id, node, _, number):
         if (request_id, node) in self.writes:
@@ -155,15 +259,14 @@ class Plain:
             ledger.tokens_came(request_id, node, number)
 
     def let_go(self, ledger, request_id, node, *_):
-        self.reads.pop((request_id, node), None)
-        self.writes.pop((request_id, node), None)
-        self.outgoing.pop((request_id, node), None)
+        for table in (self.reads, self.writes, self.outgoing, self.read_marks, self.held_marks):
+            table.pop((request_id, node), None)
         ledger.let_go(request_id, node)
         if not self.has(request_id):
             self.end(ledger, request_id)
 
     def end(self, ledger, request_id, *_):
-        for table in (self.reads, self.writes, self.outgoing):
+        for table in (self.reads, self.writes, self.outgoing, self.read_marks, self.held_marks):
             for key in [key for key in table if key[0] == request_id]:
                 del table[key]
         self.begun.discard(request_id)
@@ -173,14 +276,38 @@ class Plain:
         reads = [number for (_, reader), number in self.reads.items() if reader is node]
         writes = {key: number for key, number in self.writes.items() if key[1] is node}
         num_to_come = sum(key[0] not in self.begun and key not in self.reads for key in writes)
-        outgoing = sum(number for (_, reader), number in self.outgoing.items() if reader is node)
         num_unread = sum(self.reads.get(key, 0) > 0 for key in writes)
-        return Account(sum(reads), sum(writes.values()), len(writes), num_to_come, outgoing, num_unread)
+        return Account(sum(reads), sum(writes.values()), len(writes), num_to_come, self.sent(node), num_unread)
+
+    def sent(self, node):
+        return sum(number for (_, reader), number in self.outgoing.items() if reader is node)
+
+    def held(self, node):
+        """The marks of those that hold blocks of a node, by request."""
+        return {request_id: marks for (request_id, holder), marks in self.held_marks.items() if holder is node}
+
+    def taken(self, node):
+        num_written = sum(number for (_, writer), number in self.writes.items() if writer is node)
+        return num_written + min(self.sent(node) - num_repeated([*self.held(node).values()]), 800)
+
+    def alone(self, node):
+        """By due: tokens that no other request holds there."""
+        held = self.held(node)
+        for (request_id, writer), number in self.writes.items():
+            if writer is node:
+                others = {mark for other, marks in held.items() if other != request_id for mark in marks}
+                yield self.dues[request_id], number - 16 * len(others.intersection(held.get(request_id, ())))
+
+    def running(self, nodes):
+        pairs = {key: number for key, number in self.writes.items() if key[0] in self.begun}
+        held = [[self.held_marks.get(key, []) for key in pairs if key[1] is node] for node in nodes]
+        num_tokens = sum(pairs.values())
+        return len(pairs), num_tokens, num_tokens - sum(map(num_repeated, held))
 
 
 ACTIONS = st.tuples(
-    st.sampled_from(["begin", "first_token", "tokens_came", "let_go", "end"]),
-    st.sampled_from("rst"),
+    st.sampled_from(["begin", "begin", "first_token", "tokens_came", "move", "let_go", "end"]),
+    st.sampled_from("rstuv"),
     st.integers(0, 2),
     st.integers(0, 2),
     st.integers(1, 50),
@@ -194,3 +321,14 @@ def test_accounts_are_the_sums_of_what_was_told(actions):
     for action, request_id, one, two, number in actions:
         getattr(plain, action)(ledger, request_id, nodes[one], nodes[two], number)
         assert accounts(ledger, nodes) == [plain.account(node) for node in nodes]
+        assert ledger.running() == plain.running(nodes)
+        for node in nodes:
+            assert ledger.tokens_taken(node) == plain.taken(node)
+            alone = [(each.due, ledger.tokens_alone(node, each)) for each in ledger.owed(node) if each.is_written]
+            assert sorted(alone, key=id_of_due) == sorted(plain.alone(node), key=id_of_due)
+            read = [marks for (_, reader), marks in plain.read_marks.items() if reader is node]
+            assert all((mark in ledger.marks_read(node)) == any(mark in each for each in read) for mark in range(1, 4))
+
+
+def id_of_due(pair):
+    return id(pair[0])

@@ -5,15 +5,17 @@ from contextlib import nullcontext
 
 import pytest
 
+from coordinator.control.placement.policies import POLICIES
 from coordinator.control.prompts import Prompt
 from coordinator.control.slo import Slo
+from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.requests import MEAN, Pooling, SamplingParams
 from tests import fleet_events as events
 from tests.unit.coordinator.tracker_kit import World
 
 SLO = Slo("", 5.0, 2.0)
-LENGTH = events.LENGTH
+LENGTH, ABORT = events.LENGTH, inference_pb2.FINISH_REASON_ABORT
 
 
 @pytest.fixture
@@ -46,6 +48,32 @@ def test_without_limits_nothing_is_told(world):
     assert world.first(world.attempt, finish_reason=LENGTH)[:2] == ["emit 0:100", "cancel d0"]
     assert not world.outcome.HasField("attainment")
     assert counts(world) == (0, 0, 0, 0)
+
+
+class Noting:
+    """The usual policy, which writes down how many requests come a second that make nobody late."""
+
+    def __init__(self):
+        self.told = []
+
+    def place(self, nodes, ledger, wanted, handover, now):
+        self.told.append(wanted.requests_per_s)
+        return POLICIES["auto"].place(nodes, ledger, wanted, handover, now)
+
+
+@pytest.mark.parametrize(
+    ("names", "num_held", "part"), [("bp", 0, 1.0), ("bb", 1, 0.6), ("bp", 2, 0.2), ("bd", 2, 1.0), ("pd", 2, 1.0)]
+)
+def test_requests_to_come_count_as_far_as_their_prompts_are_to_be_computed(names, num_held, part):
+    """Where no node only writes, which would have the answers that those are spared that read."""
+    policy, tokens = Noting(), list(range(40))
+    world = World([f"{name}{number}" for number, name in enumerate(names)], policy=policy)
+    for node in world.registry.nodes:
+        world.holds(node.name, events.block_hints(tokens)[:num_held] or [1])
+    for number in range(4):
+        world.submit(f"{number}/0", token_ids=tokens, now=float(number), slo=Slo("", 5.0, None))
+        world.tracker.finish(f"{number}/0", ABORT, float(number))
+    assert policy.told == pytest.approx([0.0, 0.0, part / 2, 2 * part / 3])
 
 
 def test_both_nodes_get_what_is_left_and_the_writer_hears_of_the_first_token(world):

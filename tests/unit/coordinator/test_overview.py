@@ -239,7 +239,15 @@ def test_nodes_are_told_with_what_they_have_been_given():
     assert (p0.num_tokens_to_compute, p0.num_answers, p0.load.shape.prompt_tokens) == (3, 0, 512)
     world.first(world.attempt)
     d0, p0 = told(world, 1.0).nodes
-    assert (d0.num_to_come, p0.num_tokens_to_compute) == (0, 0)
+    assert (d0.num_to_come, p0.num_tokens_to_compute, p0.num_tokens_held) == (0, 0, 3)
+
+
+def test_what_answers_begin_with_alike_a_node_is_told_to_hold_once():
+    world = World(nodes=("p0", "d0"))
+    world.holds("d0", events.block_hints([5] * 16))
+    for number in range(2):
+        world.submit(f"{number}/0", token_ids=[1] * 40)
+    assert [node.num_tokens_held for node in told(world, 1.0).nodes] == [48, 0]
 
 
 def test_live_answers_are_counted_by_phase():

@@ -241,6 +241,39 @@ def test_prompts_that_wait_for_other_nodes_fill_a_pool_too(registry, ledger):
     assert not is_full()
 
 
+def test_a_prompt_fills_a_pool_by_what_is_not_held_there_for_others(registry, ledger):
+    """Of 1600 tokens one answer holds these 100, another one 1496: there is room for four more, and those are all that
+    this prompt has behind its full blocks."""
+    b0 = admit(registry, "b0")
+    registry.cache_changed(b0, events.cache_changed([1]).cache_changed)
+
+    def is_full(prompt):
+        return Costs(registry.nodes, ledger, prompt, FREE).writing(b0).is_full
+
+    ledger.write("first", b0, 100, Prompt(TOKENS).marks(16))
+    ledger.write("other", b0, 1496)
+    assert not is_full(Prompt(TOKENS))
+    assert is_full(Prompt([*TOKENS, 7]))
+    assert is_full(Prompt([7, *range(1, 5)]))
+    ledger.write("second", b0, 100, Prompt(TOKENS).marks(16))
+    assert is_full(Prompt(TOKENS))
+    b0.hints.clear()  # or it may keep none
+    ledger.end("second")
+    assert is_full(Prompt(TOKENS))
+
+
+def test_of_writers_that_cost_the_same_one_is_taken_that_holds_the_beginning_for_others(registry, ledger):
+    """Whether it has said so yet or not; what it has said is not counted once more."""
+    for name in ("p0", "d0", "d1"):
+        registry.cache_changed(admit(registry, name), events.cache_changed([1]).cache_changed)
+    ledger.write("other", registry.find("d0"), 100)
+    ledger.write("alike", registry.find("d1"), 190, Prompt(TOKENS).marks(16))
+    assert placed(registry, ledger) == "p0 d1"  # 194 of 1600 against 200
+    registry.cache_changed(registry.find("d1"), events.cache_changed(HINTS).cache_changed)
+    ledger.write("more", registry.find("d1"), 10)
+    assert placed(registry, ledger) == "p0 d0"
+
+
 def test_a_full_node_is_the_last_choice(registry, ledger):
     b0, _ = admit(registry, "b0"), admit(registry, "b1", rate=1.0)
     slow = HandoverCosts(move_s=1000.0)

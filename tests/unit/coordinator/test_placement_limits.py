@@ -225,6 +225,25 @@ def test_who_finds_no_room_in_the_pool_waits_until_enough_answers_have_ended(fle
     assert fleet.late(b0, Due(NOW + 1)).room_s == pytest.approx(500 * 0.018)
 
 
+def test_an_answer_that_ends_makes_room_by_what_no_other_one_holds(fleet):
+    """Of two that hold 110 tokens each, 96 are the same: 30 are left, and one of these prompts leaves 14 more."""
+    b0 = fleet.add("b0")
+    fleet.registry.cache_changed(b0, events.cache_changed([1]).cache_changed)
+    marks = Prompt(TOKENS).marks(16)
+    for num_left in (10, 20):
+        fleet.ledger.owe(str(num_left), Due(tpot_s=0.1, began_s=NOW), 1, num_left)
+        fleet.ledger.write(str(num_left), b0, 110, marks)
+    fleet.ledger.owe("big", Due(tpot_s=0.1, began_s=NOW), 1, 500)
+    fleet.ledger.write("big", b0, b0.pool_tokens - 124 - 30)
+
+    def room_s(num_tokens):
+        wanted = Wanted(Prompt([7] * num_tokens), num_tokens + 10, due=Due(NOW + 1))
+        return Lateness(fleet.ledger, wanted, NOW).on(b0).room_s
+
+    assert [room_s(30), room_s(44), room_s(58), room_s(59)] == pytest.approx([0.0, 0.16, 0.32, 8.0])
+    assert fleet.late(b0, Due(NOW + 1)).room_s == 0.0  # of its 100 tokens four are missing
+
+
 def test_prompts_without_limits_that_wait_are_in_no_step(fleet):
     b0 = fleet.add("b0")
     for _ in range(30):

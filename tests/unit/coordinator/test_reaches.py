@@ -98,6 +98,20 @@ def test_a_long_request_is_read_and_written_by_one_node_and_stays(registry):
         place(registry, 100, 300)
 
 
+def test_a_long_request_has_no_block_in_common_with_others():
+    """As its tiles may leave."""
+    world = World(())
+    a, _ = admit(world.registry, "a"), admit(world.registry, "b", "decode", num_tokens=0)
+    host = admit(world.registry, "c", max_num_seqs=1)
+    for node in (a, host):
+        world.registry.cache_changed(node, events.cache_changed([1]).cache_changed)
+    tokens = list(range(100))
+    world.ledger.write("full", host, POOL)
+    for number, max_tokens in enumerate((10, 100)):
+        assert world.submit(f"{number}/0", token_ids=tokens, max_tokens=max_tokens) == ["reserve a"]
+    assert world.ledger.tokens_taken(a) == 200
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("num_prompt", "num_tokens"), [(100, 200), (170, 200)])
 def test_no_policy_divides_a_long_request(registry, policy, num_prompt, num_tokens):

@@ -5,6 +5,7 @@ import pytest
 from coordinator.control.prompts import Prompt
 from protos import inference_pb2
 from protos.convert import job_to_wire, request_from_wire
+from serving_core.requests import SamplingParams
 from tests import fleet_events as events
 from tests.unit.coordinator.tracker_kit import World
 
@@ -83,6 +84,52 @@ def test_what_is_not_alike_is_not_computed_once(known):
     assert Prompt(TOKENS, is_read_whole=True).tokens_to_compute(world.registry.find("p0"), Anything()) == 40
 
 
+def taken(world, name="d0"):
+    return world.ledger.tokens_taken(world.registry.find(name))
+
+
+@pytest.fixture
+def writer():
+    """One reader and one writer, which have told of some block."""
+    world = World(("p0", "d0"), keep_after_s=2.0)
+    for name in ("p0", "d0"):
+        world.holds(name, events.block_hints([5] * 16))
+    return world
+
+
+def test_what_answers_begin_with_alike_a_writer_holds_once(writer):
+    """All but the last eight tokens of each."""
+    for number in range(3):
+        writer.submit(f"{number}/0", token_ids=TOKENS)
+    assert (taken(writer), writer.account("d0")[1]) == (40 + 2 * 8, 3 * 40)
+    for number, told in enumerate(({"cache_salt": "tenant"}, {"adapter": "sql"}), 3):
+        writer.submit(f"{number}/0", token_ids=TOKENS, **told)
+    assert taken(writer) == 56 + 2 * 40
+    for number in range(5):
+        writer.tracker.finish(f"{number}/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
+    assert taken(writer) == 0
+    writer.ledger.check_integrity()
+
+
+def test_of_a_prompt_of_which_every_token_is_computed_nothing_is_held_with_others(writer):
+    writer.submit("0/0", token_ids=TOKENS)
+    d0, scored = writer.registry.find("d0"), Prompt(TOKENS, is_read_whole=True)
+    assert writer.ledger.tokens_shared(d0, Prompt(TOKENS)) == 32
+    assert writer.ledger.tokens_shared(d0, scored) == 0
+    times = {"arrived_s": 0.0, "deadline_s": 100.0, "now": 0.0}
+    writer.short(writer.tracker.submit("1/0", scored, SamplingParams(max_tokens=5), **times))
+    assert taken(writer) == 2 * 40
+
+
+def test_what_is_kept_is_held_once_where_it_was_read(writer):
+    for number in range(2):
+        writer.submit(f"{number}/0", token_ids=TOKENS)
+        writer.first(writer.attempt)
+    assert taken(writer, "p0") == 40 + 8, "for the other node"
+    assert writer.tick(2.0) == ["cancel d0", "keep p0"] * 2
+    assert (taken(writer, "p0"), taken(writer)) == (41 + 9, 0)
+
+
 def test_one_node_does_not_get_all_that_begins_alike(known):
     """A beginning is computed again where that is earlier by more than it takes from others."""
     world = known
@@ -98,9 +145,9 @@ def test_a_beginning_is_a_nodes_as_long_as_it_has_it_for_certain(known):
     world.submit(token_ids=TOKENS)
     attempt, p0 = world.attempt, world.registry.find("p0")
     world.first(attempt)
-    assert Prompt(TOKENS).tokens_to_compute(p0, world.ledger.marks_of(p0)) == 8
+    assert Prompt(TOKENS).tokens_to_compute(p0, world.ledger.marks_read(p0)) == 8
     world.tell("p0", events.transferred(attempt))
-    assert Prompt(TOKENS).tokens_to_compute(p0, world.ledger.marks_of(p0)) == 40
+    assert Prompt(TOKENS).tokens_to_compute(p0, world.ledger.marks_read(p0)) == 40
 
 
 def test_a_salted_request_finds_what_has_its_salt(world):

@@ -2,11 +2,13 @@
 
 import contextlib
 import itertools
+import math
 import random
 
 import pytest
 
 from coordinator.control.ledger import Ledger
+from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
 from coordinator.control.roles import (
     AUTO,
@@ -235,6 +237,43 @@ def test_a_prefill_node_helps_to_write_and_goes_home():
     for request_id in running[2:]:
         world.ledger.end(request_id)
     assert world.wait(CALM_S + 2 * TICK_S) == [("p1", PREFILL)]
+
+
+def write_alike(world, name, count, num_tokens=480, tpot_s=math.inf):
+    """Answers that begin with the same 464 tokens, of a node that has told of some block."""
+    node = world.node(name)
+    world.registry.cache_changed(node, events.cache_changed([1]).cache_changed)
+    for number in range(count):
+        request_id = f"{name} {number}"
+        world.ledger.owe(request_id, Due(tpot_s=tpot_s), 0, 100)
+        world.ledger.write(request_id, node, num_tokens, Prompt([1] * 470).marks(16))
+        world.ledger.first_token(request_id, 0.0)
+
+
+def test_the_writer_with_more_room_helps_to_read_however_much_its_answers_share():
+    world = World("p0", "d0", "d1", policy=AUTO)
+    write_alike(world, "d0", 1, num_tokens=700)
+    write_alike(world, "d1", 2)  # 496 in all
+    world.queue("p0", 1500)
+    assert world.wait(LASTS_S + TICK_S) == [("d1", BOTH)]
+
+
+def test_steps_read_what_answers_share_for_each_of_them():
+    """In steps of 10 ms and 10 us a token before them no more than two answers of 480 tokens keep 20 ms."""
+    world = World("p0", "p1", "d0", policy=AUTO)
+    write_alike(world, "d0", 2, tpot_s=0.02)
+    world.beat(world.node("d0"), step_weights=[0.01, 0.0, 1e-5, 0.0, 0.0, 0.0, 0.0])
+    assert world.wait(LASTS_S + TICK_S) == [("p0", BOTH)]
+
+
+@pytest.mark.parametrize(("is_told", "flips"), [(True, []), (False, [("p0", BOTH)])])
+def test_writers_are_not_full_of_what_their_answers_begin_with_alike(is_told, flips):
+    """Of 1600 tokens four hold 480 each, in all of which they are alike but for the last ones: 510 in all."""
+    world = World("p0", "p1", "d0", policy=AUTO)
+    write_alike(world, "d0", 4)
+    if not is_told:
+        world.node("d0").hints.clear()
+    assert world.wait(LASTS_S + TICK_S) == flips
 
 
 def test_a_prefill_node_does_not_go_home_while_the_others_would_be_nearly_full_without_it():

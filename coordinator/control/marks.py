@@ -1,0 +1,42 @@
+"""What prompts have in common, by block. Pure."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Marks:
+    """Those of some prompts (Prompt.marks): who has a mark has all those before it too."""
+
+    num_repeated: int = 0  # by so many fewer they would be if each counted once
+    _known: set[int] = field(default_factory=set)
+    _more: Counter[int] = field(default_factory=Counter)  # of those that several have: who has it beside the first
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def __contains__(self, mark: object) -> bool:
+        return mark in self._known
+
+    def num_shared(self, marks: Sequence[int]) -> int:
+        """Of one of the prompts, with these marks: how many of them another one has too."""
+        return bisect_left(marks, True, key=lambda mark: mark not in self._more)
+
+    def add(self, marks: Sequence[int]) -> None:
+        """One more prompt."""
+        num_known = bisect_left(marks, True, key=lambda mark: mark not in self._known)
+        self._more.update(marks[:num_known])
+        self._known.update(marks)
+        self.num_repeated += num_known
+
+    def remove(self, marks: Sequence[int]) -> None:
+        """One of the prompts."""
+        num_shared, more = self.num_shared(marks), self._more
+        for mark in marks[:num_shared]:
+            more[mark] -= 1
+            if not more[mark]:
+                del more[mark]
+        self._known.difference_update(marks[num_shared:])
+        self.num_repeated -= num_shared
