@@ -93,8 +93,7 @@ class Annexing:
     def is_recalled(self, resident: Resident) -> bool:
         """Whether a step has found out that a host has taken blocks back: the request is to begin again, and nothing is
         lost but time."""
-        request = resident.request
-        return bool(request.annex_error) and any(annex.is_recalled for annex in request.annexes)
+        return any(annex.is_recalled for annex in resident.request.annexes)
 
     def check(self, resident: Resident, now: float, step_s: float) -> None:
         """A step is done: ends what has lost an annex in it, and asks what it was not to ask meanwhile."""

@@ -135,13 +135,23 @@ def test_the_youngest_request_gives_its_tiles_up_first_and_no_more_than_needed()
     assert "failed" not in node.told
 
 
-@pytest.mark.parametrize(("ages", "num_recalled"), [((3, 4, 9), 0), ((3, 9, 9), 2), ((5, 5, 5), 0), ((3, 4, 5), 0)])
-def test_nobody_gives_tiles_up_in_vain_nor_for_a_younger_one(ages, num_recalled):
-    """Five blocks are needed, and two beside three tiles."""
+@pytest.mark.parametrize(
+    ("ages", "num_tokens", "num_recalled"),
+    [
+        ((3, 4, 9), 16, 0),
+        ((3, 9, 9), 16, 2),
+        ((3, 9, 9), 23, 2),
+        ((3, 9, 9), 24, 0),
+        ((5, 5, 5), 16, 0),
+        ((3, 4, 5), 16, 0),
+    ],
+)
+def test_nobody_gives_tiles_up_in_vain_nor_for_a_younger_one(ages, num_tokens, num_recalled):
+    """Two blocks are left beside three tiles, and the first token of the answer needs a place too."""
     node = LongNode()
     for age in ages:
         node.host(1, age)
-    node.ask("waiting", 5, 17, max_tokens=3)
+    node.ask("waiting", 5, num_tokens, max_tokens=1)
     stand(node)
     assert len(node.recalled) == num_recalled
     assert node.told.count("failed") == (not num_recalled)
@@ -200,3 +210,11 @@ def test_nobody_gives_way_to_one_whose_tiles_may_not_come():
         node.tick(node.now + RETRY_S)
     node.compute()
     assert younger.stage is Stage.WRITING
+
+
+def test_nobody_waits_for_one_that_older_ones_leave_no_place():
+    """All that are for others are had by an older one."""
+    node = LongNode()
+    node.host(3, age=4)
+    assert not node.host(1, age=5, is_again=True)
+    assert node.logic.wake_at_s is None

@@ -147,17 +147,19 @@ def test_blocks_that_come_free_are_not_granted_to_what_is_younger_than_a_prompt_
     assert younger.stage is Stage.GRANTED
 
 
-def test_what_has_only_its_hosts_to_go_on_with_is_turned_away_once_they_have_had_time():
-    """Six of eight blocks are another node's, and nothing else is here that could be computed."""
+@pytest.mark.parametrize("step_s", [0.1, 6.0])
+def test_what_has_only_its_hosts_to_go_on_with_is_turned_away_once_they_have_had_time(step_s):
+    """Six of eight blocks are another node's, and nothing else is here that could be computed. Hosts may have to wait
+    for a step like its own."""
     node = Refused()
     node.host(9, age=0)
     long = node.fill(20, max_tokens=2)
-    asked_s = node.now
+    long.longest_step_s, asked_s = step_s, node.now
     while long in node.logic.residents:
         assert node.now < PATIENCE_S / 2
         node.go_on()
     assert "failed" in node.told
-    assert node.now > asked_s + HOLD_S
+    assert node.now > asked_s + HOLD_S + step_s
 
 
 class Host(LongNode):

@@ -184,3 +184,30 @@ def test_nobody_takes_what_others_gave_up_for_an_older_one(stage):
         node.residents.enter(older, Stage.READING)
         older.num_computed = 0
     assert node.may_start(younger) == [True]
+
+
+def test_what_was_recalled_for_an_answer_is_granted_to_no_younger_one():
+    node = Node(num_seats=4, tile_blocks=1)
+    node.hosting.lease(1, 11, age=9)
+    older = node.add("older", 5, Stage.WRITING, 20, num_computed=20)
+    node.add("younger", 7, Stage.AWAITING, 5, source_tp=1)
+    assert node.room.recall(older)
+    assert node.recalled == [1]
+    node.hosting.release(1)
+    assert node.granted() == []
+    node.leases.grow(older, 1)
+    assert node.granted() == ["younger"]
+    assert [node.room.may_host(age) for age in (4, 6)] == [True, False]  # it may grow again
+    node.residents.remove(older)
+    assert node.room.may_host(6)
+
+
+@pytest.mark.parametrize("facts", [{}, {"ending": {}}])
+def test_what_others_gave_up_for_an_older_one_is_for_no_tiles(facts):
+    """Unless that is about to leave."""
+    node = Node(num_seats=4)
+    older = node.add("older", 3, Stage.QUEUED, 8)
+    node.add("read", 9, Stage.READ, 60, hands_over=True)
+    assert node.room.make_way()
+    older.ending = facts.get("ending")
+    assert [node.room.may_host(age) for age in (2, 4)] == [True, bool(facts)]
