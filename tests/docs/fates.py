@@ -69,7 +69,7 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     (r"splitserve demo", By(_LAUNCHER + "test_the_demo_answers_shows_the_timeline_and_leaves_nothing")),
     (r"splitserve up MODEL --config", By("tests/docs/test_commands.py::test_the_example_of_a_file_is_read")),
     (
-        r"splitserve up /path/to/model",
+        r"splitserve up (/path/to/model|--prefill 1 --decode 1 )",
         By(_LAUNCHER + "test_a_cluster_serves_and_survives_a_node_but_not_its_coordinator"),
     ),
     (r"splitserve up \S+\.gguf", By(_SYSTEM + "test_gguf.py::test_up_serves_a_file")),
