@@ -65,7 +65,7 @@ from serving_node.stepping import Stepping
 
 logger = logging.getLogger(__name__)
 
-QUIET_S: Final = 1.0  # after which a node without requests does what would hold them up
+QUIET_S: Final = 5.0  # after which a node without requests does what would hold them up
 
 
 class NodeRunner:
