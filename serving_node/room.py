@@ -77,7 +77,7 @@ class Room:
             return
         leaves_enough = self._claim.gate(self._credit.num_to_hold)
         for resident in sorted(self._residents.in_stage(Stage.AWAITING), key=credit_order):
-            if resident.is_ending or self.is_behind(resident.age) or not leaves_enough(resident):
+            if resident.is_ending or self._is_behind(resident.age) or not leaves_enough(resident):
                 continue
             num_promised, num_promised_seats = self._promised_before(resident)
             has_seat = self.num_seated() + num_promised_seats + len(self._sharers) < self.num_seats
@@ -242,7 +242,7 @@ class Room:
     def may_host(self, age: int) -> bool:
         """Whether tiles of a request of this age may come: none while others give way to an older one, nor while one
         is here that tiles were recalled for. They would be recalled again, each time with all that was computed."""
-        return not self.is_behind(age) and not any(each.has_recalled and each.age < age for each in self._residents)
+        return not self._is_behind(age) and not any(each.has_recalled and each.age < age for each in self._residents)
 
     def _num_blocks_of(self, resident: Resident) -> int:
         """That it needs to go on, with those that it has."""
@@ -283,9 +283,9 @@ class Room:
     def _waits_for_older(self, resident: Resident) -> bool:
         """Whether an older request waits for blocks, which would be this one's, or those of its loan."""
         older = self._next_without
-        return (older is not None and older.age < resident.age) or self.is_behind(resident.age)
+        return (older is not None and older.age < resident.age) or self._is_behind(resident.age)
 
-    def is_behind(self, age: int) -> bool:
+    def _is_behind(self, age: int) -> bool:
         """Whether one that is older than this, and that others gave way to, still has no blocks."""
         preferred = self._preferred
         if preferred is None or preferred not in self._residents or not self._waits(preferred):

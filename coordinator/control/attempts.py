@@ -195,9 +195,14 @@ class TrackedRequest:
     attempt: Attempt = field(init=False)  # the current one, or the last one while it waits for nodes after some
 
     @property
+    def waits_for_nodes(self) -> bool:
+        """Whether it waits for some to come."""
+        return self.waits_until_s is not None
+
+    @property
     def is_waiting(self) -> bool:
         """Whether no node has it: it waits for some to come, or is held."""
-        return self.waits_until_s is not None or self.is_held
+        return self.waits_for_nodes or self.is_held
 
     @property
     def known(self) -> Prompt:

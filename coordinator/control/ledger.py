@@ -4,13 +4,12 @@ Heartbeats are up to a second old, so whoever decides where work goes counts wha
 keeps the account; placement asks it.
 """
 
-from bisect import bisect_left
 from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from coordinator.control.lengths import Lengths
-from coordinator.control.marks import Marks
+from coordinator.control.marks import Marks, num_leading
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
 from serving_core.due import Due
@@ -134,7 +133,7 @@ class Ledger:
         num_tokens = 0
         for node, part in pairs:
             if (marks := seen.get(node)) is not None:
-                num_seen = bisect_left(part.held, True, key=lambda mark: mark not in marks)
+                num_seen = num_leading(part.held, marks)
                 marks.update(part.held[num_seen : self._held[node].num_shared(part.held)])
                 num_tokens += num_seen * node.block_size
         return num_tokens

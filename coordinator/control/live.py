@@ -139,13 +139,12 @@ class LiveAnswers:
                 placed = self._place(request, now)
             except RequestError as no_node:
                 instructions += self._wait(request, now) if self._node_wait_s else self._end(request, no_node, now)
-                self.holding.let_go(request)
-                continue
-            num_readers = sum(node.usable.reads for node in self.registry.nodes if node.is_ready)
-            if not (placed.is_easy or self._is_idle(placed) or self.holding.is_over(placed, num_readers, now)):
-                break
-            self._note_harmless(request, placed, now)
-            instructions += self._begin_late(request, placed, now)
+            else:
+                num_readers = sum(node.usable.reads for node in self.registry.nodes if node.is_ready)
+                if not (placed.is_easy or self._is_idle(placed) or self.holding.is_over(placed, num_readers, now)):
+                    break
+                self._note_harmless(request, placed, now)
+                instructions += self._begin_late(request, placed, now)
             self.holding.let_go(request)
         return instructions
 

@@ -2,8 +2,13 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+
+
+def num_leading(marks: Sequence[int], known: Container[int]) -> int:
+    """How many of a prompt's marks are among these, which have with each all those before it too."""
+    return bisect_left(marks, True, key=lambda mark: mark not in known)
 
 
 @dataclass(slots=True)
@@ -22,11 +27,11 @@ class Marks:
 
     def num_shared(self, marks: Sequence[int]) -> int:
         """Of one of the prompts, with these marks: how many of them another one has too."""
-        return bisect_left(marks, True, key=lambda mark: mark not in self._more)
+        return num_leading(marks, self._more)
 
     def add(self, marks: Sequence[int]) -> None:
         """One more prompt."""
-        num_known = bisect_left(marks, True, key=lambda mark: mark not in self._known)
+        num_known = num_leading(marks, self._known)
         self._more.update(marks[:num_known])
         self._known.update(marks)
         self.num_repeated += num_known

@@ -1,8 +1,8 @@
 """What a node is to read, and how much of it the node holds already. Pure."""
 
-from bisect import bisect_left
 from collections.abc import Container, Sequence
 
+from coordinator.control.marks import num_leading
 from coordinator.control.registry import Node
 from serving_core.prefix import BlockNames, child_name, hint_of, root_name
 
@@ -90,5 +90,4 @@ class Prompt:
         told of no block yet: it may keep none."""
         if self._is_read_whole or not marks or not node.hints:
             return 0
-        own = self.marks(node.block_size)
-        return bisect_left(own, True, key=lambda mark: mark not in marks) * node.block_size
+        return num_leading(self.marks(node.block_size), marks) * node.block_size

@@ -116,7 +116,7 @@ class Tracker:
     @property
     def num_deferred(self) -> int:
         """Of those, the ones that no node is there for."""
-        return sum(request.waits_until_s is not None for request in self._live.everyone())
+        return sum(request.waits_for_nodes for request in self._live.everyone())
 
     @property
     def num_held(self) -> int:
@@ -134,9 +134,7 @@ class Tracker:
 
     def phases(self) -> Counter[Phase | None]:
         """Live answers by phase; None of those that no node has, for want of one."""
-        return Counter(
-            None if each.waits_until_s is not None else each.timeline.phase for each in self._live.everyone()
-        )
+        return Counter(None if each.waits_for_nodes else each.timeline.phase for each in self._live.everyone())
 
     @property
     def num_nodes_needed(self) -> int:
