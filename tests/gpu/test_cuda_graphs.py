@@ -96,7 +96,8 @@ def test_ranks_have_graphs_of_their_parts(tmp_path, tp_size):
     need_devices(tp_size)
     need_flash_attention()
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 263}
-    folder = write_tiny_model(tmp_path / "model", "llama", seed=6, dtype="bfloat16", **sizes)
+    # In bfloat16 the logprobs of either are up to 0.2 from those of float32, in float16 up to 0.02.
+    folder = write_tiny_model(tmp_path / "model", "llama", seed=6, dtype="float16", **sizes)
     cases = {
         name: rank_case(folder, PROMPTS, 12, 64, block_size=BLOCK_SIZE, enforce_eager=name == "eager")
         for name in ("graphs", "eager")
@@ -106,7 +107,7 @@ def test_ranks_have_graphs_of_their_parts(tmp_path, tp_size):
     assert {each["eager"]["program"] for each in facts} == {"NoneType"}
     for ours, theirs in zip(sampled["graphs"], sampled["eager"], strict=True):
         for one, other in zip(ours, theirs, strict=True):
-            assert one["logprob"] == pytest.approx(other["logprob"], abs=0.1)
+            assert one["logprob"] == pytest.approx(other["logprob"], abs=0.05)
             if one["token_id"] != other["token_id"]:  # two of them were about as likely
                 break
 
