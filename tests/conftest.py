@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import gc
+import signal
 import time
 from pathlib import Path
 
@@ -43,6 +44,9 @@ LONGEST = (
 )
 TESTS = Path(__file__).parent
 BEGAN_S = time.monotonic()
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a script's background, and so for all that tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # until all is collected: ten thousand tests would be looked through again and again
 
