@@ -107,8 +107,11 @@ class Doors:
         closing = [keeper for number, keeper in self._keepers.items() if self._service.opened[number].is_set()]
         if closing:
             await asyncio.wait(closing, timeout=STOP_DEADLINE_S)
-        for number in list(self._processes):
+        killed = [self._keepers[number] for number in self._processes]
+        for number in self._processes:
             self._kill(number)
+        if killed:  # whose end is to be taken note of: else the processes stay as zombies
+            await asyncio.wait(killed, timeout=STOP_GRACE_S)
         for keeper in self._keepers.values():
             keeper.cancel()
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from serving_core.errors import SettingsError
 
@@ -24,7 +24,7 @@ def fits(path: Path) -> bool:
 
 class SocketFolder:
     """Nobody else's, and locked while its process lives. It has its lock before its name, so that nobody takes it for
-    one that was left."""
+    one that was left. As a context it is there from the beginning to the end."""
 
     def __init__(self) -> None:
         """Says where it will be. Raises SettingsError where no folder for temporary files can be written to."""
@@ -45,6 +45,13 @@ class SocketFolder:
         with suppress(OSError):  # where a file system knows no locks, nobody takes it for one that was left either
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         nameless.rename(self.path)
+
+    def __enter__(self) -> Self:
+        self.make()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
     def remove(self) -> None:
         """Removes it, if it was made and nobody who cleans up has done so."""

@@ -54,6 +54,7 @@ ABOUT_ROUTES: Final = {
     "/ping": "as `/health`",
     "/version": "`version`",
     "/metrics": "[metrics](metrics.md) for Prometheus",
+    "/": "leads a browser, which asks for HTML, to the page; 404 for all others",
     "/ui": "[the page](watching.md#live-in-a-browser)",
     "/ui/page.css": "a part of it",
     "/ui/page.js": "a part of it",

@@ -107,7 +107,7 @@ class Ledger:
         answers (serving_node/room.py). What they begin with alike the pool holds once."""
         account, held = self.of(node), self._held.get(node)
         num_outgoing = account.tokens_outgoing
-        if held is not None and _shares(node):
+        if held is not None and node.shares_blocks:
             num_outgoing -= held.num_repeated * node.block_size
         return account.tokens_held + min(num_outgoing, node.pool_tokens // 2)
 
@@ -117,7 +117,7 @@ class Ledger:
 
     def tokens_alone(self, node: Node, owed: Owed) -> int:
         """What comes free in the node's pool when one of its answers ends: what no other request has too."""
-        num_shared = self._held[node].num_shared(owed.held) if owed.held and _shares(node) else 0
+        num_shared = self._held[node].num_shared(owed.held) if owed.held and node.shares_blocks else 0
         return owed.tokens_held - num_shared * node.block_size
 
     def running(self) -> Running:
@@ -129,7 +129,7 @@ class Ledger:
 
     def _tokens_repeated(self, pairs: Collection[tuple[Node, _Part]]) -> int:
         """By how much fewer these written parts hold together than one by one."""
-        seen: dict[Node, set[int]] = {node: set() for node, part in pairs if part.held and _shares(node)}
+        seen: dict[Node, set[int]] = {node: set() for node, part in pairs if part.held and node.shares_blocks}
         num_tokens = 0
         for node, part in pairs:
             if (marks := seen.get(node)) is not None:
@@ -300,11 +300,6 @@ class Ledger:
             limited[node].pop(request_id, None)
             if not limited[node]:
                 del limited[node]
-
-
-def _shares(node: Node) -> bool:
-    """Whether requests share blocks of the node's pool: one that has told of no block yet may keep none."""
-    return bool(node.hints)
 
 
 def _change(marks: dict[Node, Marks], node: Node, old: Sequence[int], new: Sequence[int]) -> None:

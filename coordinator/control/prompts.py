@@ -86,8 +86,7 @@ class Prompt:
         return len(self) - min(num_shared, (len(self) - 1) // block_size * block_size)
 
     def tokens_among(self, node: Node, marks: Container[int]) -> int:
-        """Leading tokens, in whole blocks, whose marks are among these of prompts of the node. None on one that has
-        told of no block yet: it may keep none."""
-        if self._is_read_whole or not marks or not node.hints:
+        """Leading tokens, in whole blocks, whose marks are among these of prompts of the node."""
+        if self._is_read_whole or not marks or not node.shares_blocks:
             return 0
         return num_leading(self.marks(node.block_size), marks) * node.block_size

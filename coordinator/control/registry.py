@@ -97,6 +97,11 @@ class Node:
         return self.hello.node.traits
 
     @property
+    def shares_blocks(self) -> bool:
+        """Whether requests share blocks of its pool: one that has told of no block yet may keep none."""
+        return bool(self.hints)
+
+    @property
     def is_ready(self) -> bool:
         return self.load.state == READY
 

@@ -13,13 +13,14 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
+from coordinator.control.attempt_events import RESTART_REASONS
 from coordinator.control.instructions import MoveOutcome
 from coordinator.control.metrics import LENT, NOT_LENT, Metrics
 from coordinator.control.outcomes import FINISH_REASONS
 from coordinator.control.registry import Registry
 from coordinator.control.router import has_path
 from coordinator.control.timeline import Phase
-from coordinator.control.tracker import RESTART_REASONS, Tracker
+from coordinator.control.tracker import Tracker
 from coordinator.doors.http.counting import HttpCounts
 from coordinator.doors.node_figures import node_figures
 from coordinator.doors.statuses import CODES

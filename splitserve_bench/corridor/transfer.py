@@ -11,12 +11,12 @@ process, both ends count together.
 """
 
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from serving_core.layout import KVLayout
+from serving_core.socket_folder import SocketFolder
 from splitserve.launch.models import Report
 from splitserve_bench.corridor.transfer_ends import Ends, PeerProcess, Sample, open_ends, peer_process
 from splitserve_bench.corridor.transfer_peer import (
@@ -95,9 +95,9 @@ async def measure_transfer(layout: KVLayout, sizes: TransferBench, report: Repor
     pool_blocks = layout.num_blocks_for(max(sizes.prompt_tokens))
     transfers: list[TransferFigures] = []
     yardsticks: list[YardstickFigures] = []
-    with tempfile.TemporaryDirectory(prefix="splitserve-") as folder:
+    with SocketFolder() as folder:
         async with (
-            peer_process(folder) as (peer, num_cpus),
+            peer_process(str(folder.path)) as (peer, num_cpus),
             open_ends(layout, pool_blocks, sizes.transports, sizes.is_scattered, peer, sizes.device) as ends,
         ):
             for prompt_tokens in sizes.prompt_tokens:

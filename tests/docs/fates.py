@@ -131,7 +131,7 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     (r"splitserve doctor --save", By(_BENCH + "test_doctor_save.py::test_the_command_saves_what_a_simulation_reads")),
     (r"splitserve doctor", By(_BENCH + "test_doctor.py::test_the_command_measures_a_model")),
     (r"splitserve simulate", By(_BENCH + "test_simulate.py::test_it_says_what_bench_serve_says")),
-    (r"splitserve plan ", By(_BENCH + "test_plan.py::test_the_command_finds_a_plan_and_says_how_to_run_it")),
+    (r"splitserve plan ", By(_BENCH + "test_plan_search.py::test_the_command_finds_a_plan_and_says_how_to_run_it")),
     (r"splitserve bench device", By(_BENCH + "test_device.py::test_every_step_can_be_done_in_tiny_sizes")),
     (
         r"python -c .*write_random_model",

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import shutil
 import subprocess
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -17,6 +16,7 @@ import pytest
 
 from protos import inference_pb2_grpc
 from serving_core.failpoints import ENVIRONMENT
+from serving_core.socket_folder import SocketFolder
 from tests.faults.load import ANSWER_DEADLINE_S, Asked, Load, Tokens
 from tests.faults.proxy import Fault, Proxy
 from tests.faults.rows import Row
@@ -106,7 +106,7 @@ async def play(row: Row, stage: Stage) -> Report:
 
 async def _set(row: Row, stage: Stage, stack: contextlib.AsyncExitStack) -> Scene:
     cluster = stage.cluster
-    sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-")))
+    sockets = stack.enter_context(SocketFolder()).path
     options: Options = {name: dict(flags) for name, flags in row.flags.items()}
     proxies = {}
     for name in row.fleet_proxied:

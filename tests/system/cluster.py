@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2, inference_pb2_grpc
+from serving_core.socket_folder import SocketFolder
 from serving_node.settings import PACKAGES
 from tests.descriptors import limited
 from tests.tls_kit import flags_of
@@ -187,7 +187,7 @@ class Cluster:
         self.names = [f"{role}-{i}" for role, number in numbers.items() for i in range(number)]
         self.children: dict[str, Child] = {}
         # Not in `folder`: a socket's path may be no longer than 107 characters, and pytest's folders are deep.
-        self._sockets = tempfile.TemporaryDirectory(prefix="splitserve-") if ipc else None
+        self._sockets = SocketFolder() if ipc else None
         self.env = {"SPLITSERVE_FLEET_SECRET": FLEET_SECRET} | dict(env or {})
         times = {"heartbeat_s": HEARTBEAT_S, "node_timeout_s": NODE_TIMEOUT_S}
         self._coordinator_flags = times | dict(coordinator or {})
@@ -215,6 +215,8 @@ class Cluster:
         """Starts every process at once and waits until all are attached and the service is healthy."""
         folder = self.folder
         folder.mkdir(parents=True, exist_ok=True)
+        if self._sockets is not None:
+            self._sockets.make()
         self.start_coordinator()
         for name in self.names:
             self.start_node(name)
@@ -236,7 +238,7 @@ class Cluster:
         role = name.partition("-")[0]
         own = {"coordinator": f"127.0.0.1:{self.fleet_port}", "name": name}
         if self._sockets is not None:
-            own["kv_bind"] = f"ipc://{self._sockets.name}/{name}"
+            own["kv_bind"] = f"ipc://{self._sockets.path}/{name}"
         given = {**self._tls("node"), **self._node_flags, **own, **self._role_flags[role], **flags}
         return self._start(name, PACKAGES[role], given, env)
 
@@ -309,7 +311,7 @@ class Cluster:
             if child.is_running:
                 child.kill()
         if self._sockets is not None:
-            self._sockets.cleanup()
+            self._sockets.remove()
 
     def logs(self) -> str:
         """The end of every log, for the report of a failed test."""

@@ -118,7 +118,7 @@ def say(page, text):
 def test_a_message_streams_and_survives_the_node_that_writes_its_answer(up, model, doors):
     child, url = up(doors)
     with browser() as page:
-        page.open(f"{url}/ui")
+        page.open(url)  # from which it is led to the page
         page.until(f"{NODES}.length === 3")
         assert page.ask(NODES) == ALL_NODES
         say(page, QUESTION)

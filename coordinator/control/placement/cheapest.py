@@ -79,6 +79,7 @@ class _Weighing:
     ) -> None:
         """`spared_node` is the one that is to be spared answers."""
         self._costs, self._lateness, self._spared, self._avoid = costs, lateness, spared_node, avoid
+        self._nums_late: dict[Pair, int] = {}  # of those that were asked for: a pair that is chosen is so again
 
     def placed(self, reader: Node, writer: Node) -> Placed:
         loan = self._costs.reading(reader).loan
@@ -131,7 +132,7 @@ class _Weighing:
         if (lateness := self._lateness) is None:
             return ordered
         few = ordered[:MOST_WEIGHED]
-        return sorted(few, key=lambda node: (*by_seconds(node)[:2], lateness.on(node).reading()))
+        return sorted(few, key=lambda node: (*by_seconds(node)[:2], lateness.on(node).reading))
 
     def _best_writer(self, able: Sequence[Node], reader: Node | None) -> Node:
         """Of these, beside this reader or, without one, alone."""
@@ -155,12 +156,18 @@ class _Weighing:
     def _num_late(self, reader: Node, writer: Node) -> int:
         if self._lateness is None:
             return 0
-        write = self._lateness.on(writer)
+        pair = reader, writer
+        if pair not in self._nums_late:
+            self._nums_late[pair] = self._count_late(self._lateness, reader, writer)
+        return self._nums_late[pair]
+
+    def _count_late(self, lateness: Lateness, reader: Node, writer: Node) -> int:
+        write = lateness.on(writer)
         waits_s = max(self._costs.writing(writer).credit_s, write.room_s)
         if reader is writer:
             return write.alone(waits_s)
-        read = self._lateness.on(reader)
-        return read.reading() + write.writing(waits_s, read.own_begins_s)
+        read = lateness.on(reader)
+        return read.reading + write.writing(waits_s, read.own_begins_s)
 
     def _seconds(self, reader: Node, writer: Node) -> float:
         """A reader's answers with limits leave the prompt less than all of its time."""

@@ -175,6 +175,7 @@ class NodeLateness:
         self._written = [each for each in owed if each.is_written]
         self._jobs = [self._job(each.num_to_compute, each.due.token_s(each.num_output)) for each in self._unread]
         self._each_s: dict[int, float] = {}  # a step's seconds, by its answers
+        self._paces: dict[int, Pace] = {}  # by how many answers more there are
         num_read = sum(not each.num_to_compute for each in self._written)
         self._num_unlimited = account.num_answers - account.num_unread - num_read
         self._cached_each = (account.tokens_held + len(wanted.prompt)) / (account.num_answers + 1)
@@ -187,6 +188,7 @@ class NodeLateness:
         self._own_tokens = num_own_tokens
         self._own_job = self._job(self._own_tokens, own_due_s)
 
+    @cached_property
     def reading(self) -> int:
         """More that are late when it reads the prompt."""
         num_late = self._late_answers(num_prompt_tokens=self._own_tokens)
@@ -364,7 +366,13 @@ class NodeLateness:
 
     def _pace(self, num_more: int) -> Pace:
         """Of prompts, beside the answers and so many more."""
-        step_s = self._paces_s[num_more]
+        if num_more not in self._paces:
+            num_left = max(self._most_left, self._own_num_left if num_more else 0)
+            self._paces[num_more] = self._pace_beside(self._paces_s[num_more], num_left)
+        return self._paces[num_more]
+
+    def _pace_beside(self, step_s: float, num_left: int) -> Pace:
+        """Beside answers that take such steps, the longest of them so many."""
         if not step_s:
             return Pace(math.inf, 1.0)
         chunk_s = self._weights.of_chunk(0, self._chunk_tokens, is_first=True)
@@ -376,5 +384,4 @@ class NodeLateness:
         next_s = [each.due.token_s(each.num_output) for each in dues if not self._is_overdue(each)]
         bank_s = min((each for each in next_s if each < math.inf), default=self._now) - self._now - step_s
         share = max(FLOOR, min(share, SPENT * (1 - step_s / tightest_s)))
-        num_left = max(self._most_left, self._own_num_left if num_more else 0)
         return Pace(max(0.0, SPENT * bank_s), share, num_left * step_s)

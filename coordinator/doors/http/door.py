@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coordinator.control.calls import CallRecord
 from coordinator.doors.authentication import ASKER, NO_ADMIN_KEY, NO_API_KEY, BearerSecrets
 from coordinator.doors.http.errors import error_response, http_error_response, internal_error
-from coordinator.doors.http.page import OVERVIEW_PATH, PAGE_PATHS
+from coordinator.doors.http.page import OVERVIEW_PATH, PAGE_PATHS, ROOT_PATH
 from coordinator.doors.unknown_fields import WARNING_HEADER
 from coordinator.doors.validation import REQUEST_ID
 from coordinator.traces.carrier import CARRIER, carrier_of
@@ -28,7 +28,7 @@ from serving_core.telemetry import CURRENT_REQUEST
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER: Final = "x-request-id"
-OPEN_PATHS: Final = ("/health", "/ready", "/ping", *PAGE_PATHS)
+OPEN_PATHS: Final = ("/health", "/ready", "/ping", ROOT_PATH, *PAGE_PATHS)
 _OWN_HOST: Final = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 

@@ -2,17 +2,20 @@
 
 from collections.abc import Awaitable, Callable
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Final
 
 from google.protobuf.json_format import MessageToJson
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from coordinator.doors.validation import bad
 from protos import inference_pb2
 
+ROOT_PATH: Final = "/"
 OVERVIEW_PATH: Final = "/ui/overview"
 _FILES: Final = {
     "/ui": ("page.html", "text/html; charset=utf-8"),
@@ -41,15 +44,16 @@ _HEADERS: Final = {
 
 
 class Page:
-    """Its files are read once; its paths are PAGE_PATHS, and OVERVIEW_PATH, which needs the API key where there is
-    one."""
+    """Its files are read once; its paths are PAGE_PATHS, ROOT_PATH, which leads browsers to them, and OVERVIEW_PATH,
+    which needs the API key where there is one."""
 
     def __init__(self, overview: AskOverview) -> None:
         self._overview = overview
         self._files = {path: (_FOLDER / name).read_bytes() for path, (name, _) in _FILES.items()}
 
     def routes(self) -> list[Route]:
-        return [*(Route(path, self._file(path)) for path in PAGE_PATHS), Route(OVERVIEW_PATH, self.overview)]
+        files = [Route(path, self._file(path)) for path in PAGE_PATHS]
+        return [Route(ROOT_PATH, _lead), *files, Route(OVERVIEW_PATH, self.overview)]
 
     async def overview(self, request: Request) -> Response:
         """The Overview message as JSON; ?after=N is as in GetOverviewRequest."""
@@ -70,6 +74,13 @@ def _after(given: str | None) -> int | None:
     if not is_number or int(given) > MOST_AFTER:
         raise bad("after", f"must be a whole number of at most {MOST_AFTER}, not {given[:30]!r}")
     return int(given)
+
+
+async def _lead(request: Request) -> Response:
+    """Browsers ask for HTML. For all others, who may take what is here for the API they look for, there is nothing."""
+    if "text/html" not in request.headers.get("accept", ""):
+        raise HTTPException(HTTPStatus.NOT_FOUND)
+    return RedirectResponse("ui")  # not /ui: a proxy may serve all of this below a path of its own
 
 
 async def _respond(body: bytes, media_type: str, _: Request) -> Response:

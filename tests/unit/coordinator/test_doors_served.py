@@ -109,6 +109,19 @@ def door_with_calls(c):
     return number
 
 
+def test_the_end_of_a_door_that_is_yet_to_open_is_taken_note_of(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, doors=2) as c:
+            doors = c.server._public
+            first = doors._processes[1]
+            doors._kill(1)
+            await until(lambda: doors._processes.get(1, first) is not first)
+            again = doors._processes[1]
+        assert again.returncode is not None
+
+    run(scenario())
+
+
 def test_a_door_that_does_not_come_back_in_time_is_started_again(tmp_path, monkeypatch, caplog):
     """As where it hangs while it loads: the first time it stands for one that does."""
     python = sys.executable

@@ -6,11 +6,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from coordinator.doors.http.page import OVERVIEW_PATH, PAGE_PATHS
+from coordinator.doors.http.page import OVERVIEW_PATH, PAGE_PATHS, ROOT_PATH
 from protos import inference_pb2
 from tests.scripted_nodes import run
 from tests.unit.coordinator.test_http import KEY, answer_in_steps, error_of, http_cluster
 
+BROWSERS = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 SECRET_WORDS = "a prompt that nobody else may read"
 
 
@@ -30,8 +31,32 @@ def test_the_page_needs_no_key_and_what_it_shows_does(tmp_path):
 def test_without_the_flag_there_is_no_page(tmp_path):
     async def scenario():
         async with http_cluster(tmp_path, nodes=(), ui=False) as (_, client):
-            for path in (*PAGE_PATHS, OVERVIEW_PATH):
-                assert (await client.get(path)).status_code == 404
+            for path in (*PAGE_PATHS, OVERVIEW_PATH, ROOT_PATH):
+                assert (await client.get(path, headers=BROWSERS)).status_code == 404
+
+    run(scenario())
+
+
+def test_a_browser_that_opens_the_servers_address_gets_the_page(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=(), api_key=KEY) as (_, client):
+            reply = await client.get(ROOT_PATH, headers=BROWSERS, follow_redirects=True)
+            assert (reply.status_code, reply.url.path) == (200, PAGE_PATHS[0])
+            [led] = reply.history
+            assert (led.status_code, led.headers["location"]) == (307, "ui")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/json", ""])
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_who_probes_the_address_finds_nothing_there(tmp_path, method, accept):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (_, client):
+            reply = await client.request(method, ROOT_PATH, headers={"accept": accept}, follow_redirects=True)
+            assert (reply.status_code, reply.history) == (404, [])
+            if method == "GET":
+                assert reply.json()["error"]["message"] == "there is no /"
 
     run(scenario())
 

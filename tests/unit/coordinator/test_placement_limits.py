@@ -84,23 +84,23 @@ def names(placed):
 def test_a_prompt_is_late_behind_others_that_are_due_before(fleet):
     p0 = fleet.add("p0")
     fleet.reads(p0, 300, due_in_s=0.35)
-    assert fleet.late(p0, Due(NOW + 0.41)).reading() == 0  # 300 ms, then its own 100 ms
-    assert fleet.late(p0, Due(NOW + 0.39)).reading() == 1
+    assert fleet.late(p0, Due(NOW + 0.41)).reading == 0  # 300 ms, then its own 100 ms
+    assert fleet.late(p0, Due(NOW + 0.39)).reading == 1
     assert fleet.late(p0, Due(NOW + 0.39)).reading_wait_s() == pytest.approx(0.01)
-    assert fleet.late(p0, Due(NOW + 0.09)).reading() == 1  # it could not be in time alone
-    assert fleet.late(p0).reading() == 0  # without limits it comes behind them
+    assert fleet.late(p0, Due(NOW + 0.09)).reading == 1  # it could not be in time alone
+    assert fleet.late(p0).reading == 0  # without limits it comes behind them
 
 
 def test_a_prompt_that_is_due_first_makes_another_one_late(fleet):
     p0 = fleet.add("p0")
     fleet.reads(p0, 300, due_in_s=0.35)
-    assert fleet.late(p0, Due(NOW + 0.11)).reading() == 1
+    assert fleet.late(p0, Due(NOW + 0.11)).reading == 1
 
 
 def test_who_is_late_already_is_not_counted_again(fleet):
     p0 = fleet.add("p0")
     fleet.reads(p0, 300, due_in_s=0.1)
-    assert fleet.late(p0, Due(NOW + 0.11)).reading() == 0
+    assert fleet.late(p0, Due(NOW + 0.11)).reading == 0
 
 
 def test_answers_are_late_whose_last_tokens_come_too_late_beside_one_more(fleet):
@@ -139,14 +139,14 @@ def test_beside_answers_a_prompt_gets_what_they_are_ahead_and_then_a_share(fleet
     fleet.writes(b0, 0.024, num_output=11, ago_s=0.1)  # its next token is due in 164 ms
     bank_s = 0.9 * (11 * 0.024 - 0.1 - 0.012)
     in_time_s = bank_s + (0.1 - bank_s) / 0.45 if bank_s < 0.1 else 0.1
-    assert fleet.late(b0, Due(NOW + in_time_s / 0.9 + 1e-6)).reading() == 0  # and 0.9 are reckoned with, of what it has
-    assert fleet.late(b0, Due(NOW + in_time_s / 0.9 - 1e-3)).reading() == 1
+    assert fleet.late(b0, Due(NOW + in_time_s / 0.9 + 1e-6)).reading == 0  # and 0.9 are reckoned with, of what it has
+    assert fleet.late(b0, Due(NOW + in_time_s / 0.9 - 1e-3)).reading == 1
     fleet.writes(b0, 0.028)  # it has just begun: nothing is ahead, and steps of 14 ms leave 10 of 24
     share = 0.9 * (1 - 0.014 / 0.024)
     bank_s = 0.9 * (0.028 - 0.014)
     in_time_s = bank_s + (0.1 - bank_s) / share
-    assert fleet.late(b0, Due(NOW + in_time_s / 0.9 + 1e-6)).reading() == 0
-    assert fleet.late(b0, Due(NOW + in_time_s / 0.9 - 1e-3)).reading() == 1
+    assert fleet.late(b0, Due(NOW + in_time_s / 0.9 + 1e-6)).reading == 0
+    assert fleet.late(b0, Due(NOW + in_time_s / 0.9 - 1e-3)).reading == 1
 
 
 def test_answers_take_no_more_of_the_time_than_they_have_tokens_left(fleet):
@@ -154,8 +154,8 @@ def test_answers_take_no_more_of_the_time_than_they_have_tokens_left(fleet):
     b0 = fleet.add("b0")
     fleet.writes(b0, 0.024, num_left=2)
     fleet.writes(b0, 0.024, num_left=5)
-    assert fleet.late(b0, Due(NOW + (0.1 + 0.070) / 0.9 + 1e-6)).reading() == 0
-    assert fleet.late(b0, Due(NOW + (0.1 + 0.070) / 0.9 - 1e-3)).reading() == 1
+    assert fleet.late(b0, Due(NOW + (0.1 + 0.070) / 0.9 + 1e-6)).reading == 0
+    assert fleet.late(b0, Due(NOW + (0.1 + 0.070) / 0.9 - 1e-3)).reading == 1
 
 
 def test_an_answer_that_is_handed_over_is_late_for_a_chunk_that_takes_longer_than_it_gains(fleet):
@@ -178,7 +178,7 @@ def test_a_prompt_makes_answers_late_that_are_to_come(fleet, num_tokens, num_lat
     """It takes 100 ms; of 20 ms in steps of 12 ms, or 14 ms beside its own answer, 8 or 6 ms are gained each time."""
     b0 = fleet.add("b0")
     fleet.awaits(b0, 0.020, num_tokens)
-    assert fleet.late(b0).reading() == num_late
+    assert fleet.late(b0).reading == num_late
     assert fleet.late(b0).alone(0.0) == num_late
 
 
@@ -186,7 +186,7 @@ def test_an_answer_of_one_token_is_late_for_no_other(fleet):
     """A second node that reads for it could make it wait for a chunk, if anything were to be written."""
     b0 = fleet.add("b0")
     fleet.awaits(b0, 0.020, 1)
-    assert fleet.late(b0).reading() == 0
+    assert fleet.late(b0).reading == 0
 
 
 def test_an_answer_that_waits_for_blocks_is_late_once(fleet):
@@ -422,7 +422,7 @@ def test_nobody_has_fewer_late_than_the_chosen_pair(nodes, due):
         on = Lateness(fleet.ledger, Wanted(Prompt(TOKENS), 110, due=own), NOW).on
         if reader is writer:
             return on(reader).alone(0.0)
-        return on(reader).reading() + on(writer).writing(0.0, on(reader).own_begins_s)
+        return on(reader).reading + on(writer).writing(0.0, on(reader).own_begins_s)
 
     writers = {writer for _, writer in pairs}
     least = spared([node for node in able if node.shape.reads], fleet.ledger) if len(writers) > 1 else None

@@ -2,8 +2,8 @@
 
 import pytest
 
+from coordinator.control.attempt_events import MAX_EARLY_TOKENS
 from coordinator.control.releases import RESEND_S
-from coordinator.control.tracker import MAX_EARLY_TOKENS
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from tests import fleet_events as events

@@ -45,13 +45,12 @@ def test_what_was_left_goes_and_what_is_in_use_stays(root, owners):
     owners[0].kill()
     owners[0].wait(DEADLINE_S)
     assert set(root.iterdir()) == {left, used}
-    own = SocketFolder()
-    own.make()
-    assert set(root.iterdir()) == {own.path, used}
-    assert list(used.iterdir()) == [used / "prefill-0"]
-    assert own.path.stat().st_mode & 0o777 == 0o700
-    own.remove()
-    own.remove()
+    with SocketFolder() as own:
+        assert set(root.iterdir()) == {own.path, used}
+        assert list(used.iterdir()) == [used / "prefill-0"]
+        assert own.path.stat().st_mode & 0o777 == 0o700
+    assert set(root.iterdir()) == {used}
+    own.remove()  # which does no harm
     assert set(root.iterdir()) == {used}
 
 
@@ -67,9 +66,8 @@ def test_nothing_else_is_touched(root):
         os.chown(others, 65534, 65534)
     else:
         before.remove(others)
-    folder = SocketFolder()
-    folder.make()
-    folder.remove()
+    with SocketFolder():
+        pass
     assert set(root.iterdir()) == before
 
 

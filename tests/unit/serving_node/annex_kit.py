@@ -62,25 +62,21 @@ class LongNode:
 
     def ask(self, name, age, num_tokens, max_tokens, hosts=(), num_given=0):
         """`num_given`: tokens of its answer that there are already."""
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request = Request(name, age, prompt_of(num_tokens, age) + [1] * num_given, num_tokens, sampling)
+        request = _request(name, age, num_tokens, max_tokens, num_given)
         wire = convert.job_to_wire(request, age)
         wire.hosts.extend(hosts)
         self.do(fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=wire, local_prefill=True)))
         return self.logic.residents.find(request)
 
     def read_for_another(self, name, age, num_tokens):
-        request = Request(
-            name, age, prompt_of(num_tokens, age), num_tokens, SamplingParams(max_tokens=4, ignore_eos=True)
-        )
+        request = _request(name, age, num_tokens)
         job = convert.job_to_wire(request, age)
         self.do(fleet_pb2.NodeCommand(prefill=fleet_pb2.Prefill(job=job), attempt=job.attempt))
         return self.logic.residents.find(request)
 
     def await_prompt(self, name, age, num_tokens=3):
         """Another node reads it, and it is to be answered here."""
-        sampling = SamplingParams(max_tokens=4, ignore_eos=True)
-        request = Request(name, age, prompt_of(num_tokens, age), num_tokens, sampling)
+        request = _request(name, age, num_tokens)
         reserve = fleet_pb2.Reserve(job=convert.job_to_wire(request, age), prefill_tp_size=1)
         self.do(fleet_pb2.NodeCommand(reserve=reserve))
         return self.logic.residents.find(request)
@@ -139,7 +135,7 @@ class LongNode:
         return self.openings[0] if self.openings else None
 
     def put(self, num_tiles):
-        num_ready = len(self.opening.block_ids) * LAYOUT.block_size // TILE
+        num_ready = _num_tiles(self.opening.block_ids)
         self.opened(Away(num_tiles) if num_tiles else None)
         return num_ready
 
@@ -175,6 +171,15 @@ class LongNode:
         raise AssertionError("it goes on without end")
 
 
+def _request(name, age, num_tokens, max_tokens=4, num_given=0):
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return Request(name, age, prompt_of(num_tokens, age) + [1] * num_given, num_tokens, sampling)
+
+
+def _num_tiles(block_ids):
+    return len(block_ids) * LAYOUT.block_size // TILE
+
+
 class Fellows:
     """Nodes of which each is a host of all others, and what a coordinator does with those that are turned away."""
 
@@ -193,15 +198,14 @@ class Fellows:
     def _ask(self, node):
         """The first host that has room."""
         opening = node.opening
-        most_tiles = len(opening.block_ids) * LAYOUT.block_size // TILE
         for host in self.nodes:
             if host is node:
                 continue
-            block_ids = host.host(most_tiles, opening.resident.age, is_again=opening.is_again)
+            block_ids = host.host(_num_tiles(opening.block_ids), opening.resident.age, is_again=opening.is_again)
             self._settle()
             if block_ids:
                 node.copy_to(host, block_ids)
-                node.opened(Away(len(block_ids) * LAYOUT.block_size // TILE, host.num_asked, host, block_ids))
+                node.opened(Away(_num_tiles(block_ids), host.num_asked, host, block_ids))
                 return
         node.opened(None)
 

@@ -317,9 +317,8 @@ def test_nothing_is_left_when_up_itself_is_killed(up, tmp_path, monkeypatch):
     cluster.process.kill()
     assert_gone(children.values())
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    again = SocketFolder()  # as the next `up` makes it
-    again.make()
-    again.remove()
+    with SocketFolder():  # as the next `up` makes it
+        pass
     assert [each for each in (tmp_path / "tmp").iterdir() if each != cluster.log_dir] == []
 
 

@@ -1,0 +1,347 @@
+"""The search for a plan: loads, probes, the race of plans, and its command."""
+
+import json
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+import pytest
+from click.testing import CliRunner
+
+from serving_core.errors import SettingsError
+from serving_core.shapes import BOTH
+from splitserve.commands.serve import up
+from splitserve_bench.compare.search import MOST_SEEDS, Goal
+from splitserve_bench.compare.verdict import plain
+from splitserve_bench.plan.asked import AskedLoad, asked_from_json
+from splitserve_bench.plan.command import plan_command
+from splitserve_bench.plan.fleets import Played, play
+from splitserve_bench.plan.loads import Loads
+from splitserve_bench.plan.nodes import machines_of
+from splitserve_bench.plan.plans import Plan, Pool
+from splitserve_bench.plan.race import Race, Turns
+from splitserve_bench.plan.study import study_of
+from splitserve_bench.serve.metrics import Limits
+from splitserve_bench.simulate.profile import read_profile
+from tests.unit.splitserve_bench.plan_kit import asked, asked_nodes, distserve_file, model_folder, paper_nodes
+from tests.unit.splitserve_bench.simulate_kit import PROFILE, request
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return model_folder(tmp_path / "model")
+
+
+@pytest.fixture
+def nodes(folder):
+    return asked_nodes(model=str(folder))
+
+
+# ---- probes ----
+
+
+def test_a_probe_counts_what_one_can_work_out(tmp_path):
+    """On the machine of paper a lone request takes 4 + 2 + 22 ms to its first token, and 21 ms for each after it."""
+    PROFILE.save(tmp_path / "profile.json")
+    (kind,) = machines_of(paper_nodes(tmp_path)).kinds
+    plan = Plan((Pool(BOTH, kind, 1),), 1, 1)
+    planned = [request(index, 20, 5, 10.0 * index) for index in range(10)]
+
+    def played(ttft_ms, tpot_ms, attainment=0.9):
+        limits = Limits(ttft_s=ttft_ms / 1e3, tpot_s=tpot_ms / 1e3)
+        counts = {"rate": 0.1, "num_before": 2, "num_counted": 6, "door_s": PROFILE.control.door_s}
+        return play(plan, planned, limits, attainment=attainment, **counts)
+
+    good = played(28.1, 21.1)
+    assert (good.num_good, good.num_counted, good.is_early) == (6, 6, False)
+    assert (good.ttft_p90_s, good.tpot_p90_s) == (pytest.approx(0.028), pytest.approx(0.021))
+    assert played(27.9, 21.1).missed == {"TTFT": 3}  # of six, of which three probes may miss 0.6 each
+    slow = played(28.1, 20.9)
+    assert (slow.missed, slow.is_early, slow.num_good) == ({"TPOT": 3}, True, 3)
+    assert played(28.1, 20.9, 1.0).missed == {"TPOT": 1}
+    assert played(28.1, 20.9, 0.5).missed == {"TPOT": 5}  # to the end, when the last has just begun
+
+
+def test_an_answer_that_goes_on_at_the_end_is_judged_by_whole_tokens(tmp_path):
+    """The last request begins 2.9 tokens of 21 ms after another one, of which 3 have come: two in 42 ms, and a third
+    of which 19 ms are over."""
+    PROFILE.save(tmp_path / "profile.json")
+    (kind,) = machines_of(paper_nodes(tmp_path)).kinds
+    planned = [request(index, 20, 5, 10.0 * index) for index in range(4)]
+    planned += [request(4, 20, 50, 100.0), request(5, 20, 5, 100.0 + 2.9 * 0.021)]
+    counts = {"rate": 0.1, "num_before": 0, "num_counted": 6, "door_s": PROFILE.control.door_s, "attainment": 0.9}
+    played = play(Plan((Pool(BOTH, kind, 2),), 2, 2), planned, Limits(tpot_s=0.022), **counts)
+    assert (played.num_good, played.missed) == (6, {})
+
+
+@pytest.mark.parametrize("attainment", [0.05, 0.3, 0.5, 0.6, 0.7, 0.75, 0.9, 0.95, 0.99, 1.0])
+def test_a_probe_that_ends_early_is_no_pass(tmp_path, attainment):
+    """Also not of all seeds of its rate together, when the others find everything good."""
+    PROFILE.save(tmp_path / "profile.json")
+    (kind,) = machines_of(paper_nodes(tmp_path)).kinds
+    planned = [request(index, 20, 5, 10.0 * index) for index in range(40)]
+    nobody = Limits(ttft_s=0.001)
+    counts = {"rate": 0.1, "num_before": 0, "num_counted": 40, "door_s": PROFILE.control.door_s}
+    played = play(Plan((Pool(BOTH, kind, 1),), 1, 1), planned, nobody, attainment=attainment, **counts)
+    assert (played.num_good + (MOST_SEEDS - 1) * 40) / (MOST_SEEDS * 40) < attainment or played.num_good == 0
+
+
+def test_all_rates_have_the_same_requests(tmp_path):
+    trace = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:15:{second:02},{100 + second},{5 + second}" for second in (0, 3, 4, 9)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    loads = Loads(AskedLoad("azure", str(trace), 1.0, 1, 1, 0.0, 1.0, 0), 5000, 4096)
+    slow, fast = loads.load(1.0, 10, 0), loads.load(4.0, 10, 0)
+    assert [(each.prompt, each.output_tokens) for each in slow] == [(each.prompt, each.output_tokens) for each in fast]
+    assert [each.send_at_s for each in slow] == pytest.approx([4 * each.send_at_s for each in fast])
+    assert slow[-1].send_at_s == pytest.approx(9.0)
+    assert len({each.prompt for each in slow}) == 10
+    assert [len(each.prompt) for each in slow[4:8]] == [len(each.prompt) for each in slow[:4]]
+
+
+# ---- the race ----
+
+
+def run(knees, promises, **options):
+    """A race of plans that pass up to their knees, with probes that tell all: how often each was probed, its best."""
+    race = Race([(Goal(0.7 * each, tolerance=0.05, step=1.3), 1.0, each) for each in promises], **options)
+    while chosen := race.next():
+        index, probe = chosen
+        share = 0.99 if probe.rate <= knees[index] else 0.5
+        race.record(index, Played(probe.rate, round(share * 1000), 1000, 1000.0, 0.1, 0.1, {}, False))
+    return [len(runner.played) for runner in race.runners], [runner.reached for runner in race.runners]
+
+
+def test_the_best_two_are_found_and_the_others_cost_little():
+    probes, reached = run([10.0, 8.0, 3.0, 2.0, 1.0], [10.0, 9.0, 8.0, 4.0, 3.0])
+    assert reached[0] == pytest.approx(10, rel=0.06)
+    assert reached[1] == pytest.approx(8, rel=0.06)
+    assert probes[2:] == [1, 1, 1]
+
+
+def test_neither_the_number_of_processes_nor_which_is_faster_decides_anything():
+    """What each plan's probes are, and found, on so many of which any may be the next to end."""
+    knees, promises, found = [10.0, 9.0, 8.0, 7.0, 3.0, 2.0, 1.0], [8.0, 11.0, 7.0, 9.0, 4.0, 3.0, 3.0], set()
+    for seed, num_workers in product(range(10), (1, 2, 3, 16)):
+        race = Race([(Goal(0.7 * each, tolerance=0.05, step=1.3), 1.0, each) for each in promises])
+        turns, random, under_way, recorded = Turns(race), Random(seed), [], []
+        while True:
+            while len(under_way) < num_workers and (chosen := turns.next()):
+                under_way.append(chosen)
+            if not under_way:
+                break
+            index, probe = under_way.pop(random.randrange(len(under_way)))
+            good = Random(f"{index} {probe}").gauss(900 if probe.rate <= knees[index] else 800, 40)
+            recorded += turns.record(index, Played(probe.rate, round(good), 1000, 1000.0, 0.1, 0.1, {}, False))
+        found.add((tuple(recorded), *(repr(runner.played) for runner in race.runners)))
+    assert len(found) == 1
+
+
+def test_wrong_promises_do_not_decide():
+    _, reached = run([1.0, 2.0, 9.0, 10.0], [10.0, 9.0, 2.0, 1.0])
+    assert sorted(range(4), key=lambda index: -reached[index])[:2] == [3, 2]
+    assert reached[3] == pytest.approx(10, rel=0.06)
+
+
+def test_all_knees_are_found_when_asked_for():
+    _, reached = run([10.0, 8.0, 3.0], [10.0, 9.0, 8.0], leaders=3)
+    assert reached == [pytest.approx(10, rel=0.06), pytest.approx(8, rel=0.06), pytest.approx(3, rel=0.06)]
+
+
+# ---- a search ----
+
+
+def test_what_is_asked_goes_to_other_processes_and_back(nodes):
+    question = asked(replace(nodes, dollars_per_h=(("h100", 4.0),)))
+    assert asked_from_json(question.to_json()) == question
+
+
+def test_a_colocated_plan_is_always_tried(nodes):
+    study = study_of(asked(nodes, gpus=4, candidates=2))
+    assert any(plan.count_of(BOTH) == sum(pool.count for pool in plan.pools) for plan in study.plans)
+    assert all(plan.num_devices <= 4 for plan in study.plans)
+
+
+def test_the_cheaper_hardware_wins_by_cost(nodes):
+    names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), ("h100", "a100"))
+    free = {"dollars_per_h": (("h100", 1000.0), ("a100", 1.0))}
+    study = study_of(asked(replace(nodes, **names, **free), objective="cost"))
+    assert {pool.kind.hardware for pool in study.plans[0].pools} == {"a100"}
+    assert "a100" in str(study.plans[0])
+
+
+def test_what_measured_nodes_cost_has_to_be_said(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    question = asked(paper_nodes(tmp_path), objective="cost", goodput=("ttft:3000 tpot:200",))
+    with pytest.raises(SettingsError, match="--cost needs a figure above 0 of all hardware, measured: --price"):
+        study_of(question)
+    nodes = replace(question.nodes, dollars_per_h=(("measured", 0.05),))
+    assert {plan.dollars_per_h for plan in study_of(replace(question, nodes=nodes)).plans} == {0.1}
+
+
+# ---- the command ----
+
+
+def invoke(*words):
+    return CliRunner().invoke(plan_command, words)
+
+
+SMALL = ("--tp", "1", "--random-input-len", "200", "--random-output-len", "8", "--candidates", "2", "--max-probes", "6",
+         "--num-prompts", "30", "--seconds", "0.01", "--jobs", "1", "--slo", "ttft:3000", "tpot:200")  # fmt: skip
+
+
+@pytest.mark.long
+def test_the_command_finds_a_plan_and_says_how_to_run_it(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    saved, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    words = ("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *SMALL)
+    result = invoke(*words, "--save", str(saved), "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    found = json.loads(saved.read_text())
+    assert {each["plan"] for each in found["plans"]} == {"2B TP1", "1P TP1 + 1D TP1"}
+    best = found["plans"][0]
+    assert best["objective"] == pytest.approx(best["goodput_per_s"] / 2)
+    assert found["words"][0].startswith(f"Best: {best['plan']}")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    command = next(line for line in found["commands"] if "splitserve up" in line).split()
+    up.make_context("up", command[2:])  # its flags are those of `up`
+    assert f"--{'both' if best['plan'] == '2B TP1' else 'prefill'}" in command
+    again = invoke(*words, "--json")
+    assert json.loads(again.stdout.splitlines()[-1])["plans"] == found["plans"]
+
+
+@pytest.mark.long
+def test_any_number_of_processes_finds_the_same_to_the_byte(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    words = ("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *SMALL, "--json")
+    assert len({invoke(*words, "--jobs", jobs).stdout for jobs in ("1", "2")}) == 1
+
+
+def test_what_is_printed_has_the_table_and_the_words(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    result = invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *SMALL)
+    assert result.exit_code == 0, result.output
+    assert "paper: 2 devices; 90% of requests with TTFT ≤ 3000 ms, TPOT ≤ 200 ms" in result.stdout
+    assert "req/s a device" in result.stdout
+    assert "Best: " in result.stdout
+
+
+def test_a_command_is_printed_on_one_line_and_before_files_are_written(tmp_path):
+    folder = model_folder(tmp_path / "long" / ("name" * 40))
+    words = ("--model", str(folder), "--hardware", "cpu", "--gpus", "2", *SMALL)
+    result = invoke(*words, "--save", "/dev/full")
+    assert isinstance(result.exception, SettingsError)
+    assert "/dev/full cannot be written: No space left on device" in str(result.exception)
+    (command,) = (line for line in result.stdout.splitlines() if "splitserve up" in line)
+    assert command.split()[2] == str(folder)
+    assert "--kv-cache-memory-bytes" in command
+
+
+@pytest.mark.parametrize("flag", ["--save", "--plot"])
+def test_a_file_that_has_no_folder_is_refused_before_anything_is_simulated(tmp_path, flag):
+    PROFILE.save(tmp_path / "profile.json")
+    result = invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", flag, str(tmp_path / "no" / "plan"))
+    assert result.exit_code == 2
+    assert "no is no folder that takes files" in result.output.replace("\n", "")
+
+
+def test_what_is_clipped_is_told(tmp_path):
+    replace(PROFILE, node=replace(PROFILE.node, max_model_len=128)).save(tmp_path / "profile.json")
+    words = ("--profile", str(tmp_path / "profile.json"), "--gpus", "1", *SMALL)
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
+    assert "100.0% of the requests are longer than 128 tokens, and are clipped to that" in result.stderr
+    assert "clipped" not in invoke(*words, "--random-input-len", "120", "--random-output-len", "8").stderr
+
+
+def test_limits_that_nobody_meets_are_told_so(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    words = [word for word in SMALL if not word.startswith("ttft:") and word != "tpot:200"]
+    result = invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *words, "ttft:1")
+    assert result.exit_code == 0, result.output
+    found = json.loads(
+        invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *words, "ttft:1", "--json").stdout
+    )
+    lowest = min(probe["request_rate"] for each in found["plans"] for probe in each["probes"])
+    told = f"No plan reaches the goal at any rate that was tried: the lowest was {plain(lowest)} req/s a cell."
+    assert told in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--profile", "{profile}"), "--gpus N is needed"),
+        (("--profile", "{profile}", "--gpus", "3", "--cells", "2"), "3 devices cannot be divided evenly"),
+        (("--profile", "{profile}", "--gpus", "2", "--tp", "0"), "no parallel size"),
+        (("--profile", "{profile}", "--gpus", "2", "--price", "h100"), "not HARDWARE=NUMBER"),
+    ],
+)
+def test_flags_that_contradict_are_refused(tmp_path, words, said):
+    PROFILE.save(tmp_path / "profile.json")
+    result = invoke(*(word.format(profile=tmp_path / "profile.json") for word in words))
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--dataset", "azure"), "needs a trace: --dataset-path"),
+        (("--dataset-path", __file__), "--dataset-path is of a data set that is a file"),
+        (("--length-scale", "2"), "--length-scale 2 is of a trace's lengths"),
+        (("--dataset", "azure", "--dataset-path", __file__, "--burstiness", "9"), "--burstiness 9 is of random"),
+    ],
+)
+def test_data_sets_that_contradict_are_refused(tmp_path, words, said):
+    PROFILE.save(tmp_path / "profile.json")
+    result = invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *words)
+    assert isinstance(result.exception, SettingsError)
+    assert said in str(result.exception)
+
+
+def test_without_limits_nothing_is_searched(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    result = invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2")
+    assert isinstance(result.exception, SettingsError)
+    assert "--goodput is needed" in str(result.exception)
+
+
+def test_a_table_is_checked_and_made_a_profile(tmp_path, folder):
+    table = str(distserve_file(tmp_path / "table.json"))
+    checked = invoke("profile", table, "--check", "--model", str(folder), "--hardware", "a100", "--json")
+    assert checked.exit_code == 0, checked.output
+    checks = json.loads(checked.stdout.splitlines()[-1])["checks"]
+    assert {each["what"] for each in checks["a/model, TP 1"]} == {
+        "prompts, the roofline by the table",
+        "answers, the roofline by it",
+    }
+    made = str(tmp_path / "made.json")
+    saved = invoke("profile", table, "--model", str(folder), "--hardware", "a100", "--tp", "2", "--save", made)
+    assert saved.exit_code == 0, saved.output
+    assert read_profile(tmp_path / "made.json").steps.prompts.at(2048, 0) == pytest.approx(
+        (6 + 0.05 * 2048 + 5e-6 * 2048**2) / 1e3
+    )
+
+
+def test_what_vllm_served_is_simulated_beside_it(tmp_path, folder):
+    table, requests = str(distserve_file(tmp_path / "table.json")), tmp_path / "requests.jsonl"
+    names = ("input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
+    rows = [dict(zip(names, (300, 11, start, start + 0.05, start + 0.15), strict=True)) for start in (7.0, 8.0, 9.0)]
+    requests.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    words = ("--model", str(folder), "--hardware", "a100", "--requests", str(requests), "--json")
+    which = invoke("profile", table, *words)
+    assert "--requests are of one node, not of a100 TP 1, a100 TP 2" in str(which.exception)
+    words = (*words, "--tp", "1")
+    result = invoke("profile", table, *words)
+    assert result.exit_code == 0, result.output
+    figures = {each["what"]: each for each in json.loads(result.stdout.splitlines()[-1])["requests"]}
+    assert figures["TPOT, mean"]["served_s"] == pytest.approx(0.01)
+    step_s = (8 + 1e-4 * 306 + 0.05) / 1e3
+    assert figures["TPOT, mean"]["simulated_s"] == pytest.approx(step_s, rel=0.01)
+    chunk_s = (10 + 0.1 * 300 + 1e-5 * 300**2) / 1e3
+    assert figures["TTFT, mean"]["simulated_s"] == pytest.approx(chunk_s + 0.002, rel=0.01)
+    requests.write_text("".join(json.dumps(row | {"output_toks": 1}) + "\n" for row in rows))  # which have no TPOT
+    result = invoke("profile", table, *words)
+    assert result.exit_code == 0, result.output
+    figures = {each["what"]: each for each in json.loads(result.stdout.splitlines()[-1])["requests"]}
+    assert figures["TPOT, mean"]["served_s"] == figures["TPOT, mean"]["simulated_s"] == 0
