@@ -193,7 +193,7 @@ class Ledger:
 
     def write(self, request_id: str, node: Node, num_tokens: int, marks: Sequence[int] = ()) -> None:
         """The node is to write the answer, which has so many tokens when it begins there. `marks`: of those that it
-        shares with whoever else has them on the node (Prompt.marks_shared); a running answer comes whole."""
+        shares with whoever else has them on the node (Prompt.marks_shared)."""
         part = self._take(request_id, node)
         self._hold(node, part, marks)
         has_first_token = self._requests[request_id].has_first_token
