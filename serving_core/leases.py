@@ -194,6 +194,10 @@ class Leases:
             self._allocator.caching and not (resident.hosts or other.hosts) and resident.names.root == other.names.root
         )
 
+    def blocks_found(self, resident: Resident, num_cacheable: int) -> list[int]:
+        """Of the leading num_cacheable tokens, full blocks that the pool holds."""
+        return [self._allocator.blocks_by_name[name] for name in self._find(resident, num_cacheable)[0]]
+
     def num_held_tokens(self, resident: Resident, num_cacheable: int) -> int:
         """Of the leading num_cacheable tokens, those in full blocks that the pool holds."""
         return len(self._find(resident, num_cacheable)[0]) * self._layout.block_size
