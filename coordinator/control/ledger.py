@@ -120,6 +120,13 @@ class Ledger:
         num_shared = self._held[node].num_shared(owed.held) if owed.held and _shares(node) else 0
         return owed.tokens_held - num_shared * node.block_size
 
+    def tokens_spared(self, request_id: str) -> float:
+        """Of a request's tokens, those that others hold for it where these are most: of a block that k of them have,
+        each has the kth part."""
+        parts = self._requests.get(request_id, _Request()).parts.items()
+        sharing = [(node, part.held) for node, part in parts if part.held and _shares(node)]
+        return max((self._held[node].num_spared(held) * node.block_size for node, held in sharing), default=0.0)
+
     def running(self) -> Running:
         """Counted anew each time."""
         begun = [pair for each in self._requests.values() if each.has_first_token for pair in each.parts.items()]
