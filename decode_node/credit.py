@@ -5,8 +5,9 @@ Credit is blocks for the prompt and the first token to come, or for an answer an
 granted while there are seats and blocks, and leaves every request that grows one block to grow into.
 Leading blocks of a prompt that the pool holds already need no transfer: they are leased with the rest, so nobody can
 have them for other tokens. Where more of them are on their way here for another request that begins alike, a prompt
-gets its credit behind that one: they travel once, and are held once. A running answer comes whole: blocks of its tokens
-that are here may be another maker's, and it is to go on in the bits that it would have had where it was.
+gets its credit behind that one: they travel once, and are held once. A running answer is to go on in the bits that it
+would have had where it was: of its blocks those count as here that have the same bits wherever they are, and its ticket
+names the last one, for its node to compare.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from serving_core.errors import RequestError
 from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents, Stage
 
-SHARED_BLOCKS: Final = 4  # for fewer that are on their way for another one a prompt does not wait
+SHARED_BLOCKS: Final = 4  # for fewer that are on their way for another one nobody waits
 
 
 class Credit:
@@ -43,8 +44,7 @@ class Credit:
 
     def grant(self, resident: Resident, *, num_spare: int) -> bool:
         """Gives one that waits its blocks, if that leaves num_spare free. Tells whether it did."""
-        num_cacheable = 0 if resident.num_ahead else len(resident.request.token_ids)
-        num_to_hold = _tokens_to_hold(resident)
+        num_to_hold, num_cacheable = _tokens_to_hold(resident), _num_cacheable(resident)
         if not self._leases.take(resident, num_to_hold, num_cacheable=num_cacheable, num_spare=num_spare):
             return False
         self._residents.enter(resident, Stage.GRANTED)
@@ -57,7 +57,7 @@ class Credit:
     def waits(self, resident: Resident) -> bool:
         """Whether one that waits is to get its blocks behind another one, with which more of its beginning comes."""
         if not resident.is_to_share:
-            resident.ahead = None if resident.is_alone or resident.num_ahead else self._find_ahead(resident)
+            resident.ahead = None if resident.is_alone else self._find_ahead(resident)
         return resident.is_to_share
 
     def wait_no_more(self, resident: Resident, now: float) -> None:
@@ -65,10 +65,10 @@ class Credit:
         resident.ahead, resident.is_alone, resident.waiting_since_s = None, True, now
 
     def _find_ahead(self, resident: Resident) -> Resident | None:
-        token_ids = resident.request.token_ids
-        num_held = self._leases.num_held_tokens(resident, len(token_ids))
+        token_ids, num_cacheable = resident.request.token_ids, _num_cacheable(resident)
+        num_held = self._leases.num_held_tokens(resident, num_cacheable)
         end = num_held + SHARED_BLOCKS * self._leases.block_size
-        for other in self._residents.in_stage(Stage.GRANTED) if end <= len(token_ids) else ():
+        for other in self._residents.in_stage(Stage.GRANTED) if end <= num_cacheable else ():
             others = other.request.token_ids
             if (
                 token_ids[num_held:end] == others[num_held:end]  # which tells most apart at their first token
@@ -114,6 +114,13 @@ class Credit:
         resident.is_revoked = False
         self._residents.enter(resident, Stage.AWAITING)
         resident.waiting_since_s = now
+
+
+def _num_cacheable(resident: Resident) -> int:
+    """Leading tokens that need not come if they are here. Of an answer's last one its node may have no KV yet."""
+    if resident.comes_whole:
+        return 0
+    return len(resident.request.token_ids) - (resident.num_ahead > 0)
 
 
 def _tokens_to_hold(resident: Resident) -> int:

@@ -9,8 +9,9 @@ from kv_transfer.errors import TransferError
 from kv_transfer.packing import check_bytes, check_int, check_seconds, check_text, pack, unpack
 from kv_transfer.plan import Grid, KVCopy, plan_nodes
 from serving_core.layout import DTYPE_BYTES, KVLayout, Widths
+from serving_core.prefix import NAME_BYTES
 
-VERSION = 7  # also of what goes through the lanes: both ends of a transfer know the same one
+VERSION = 8  # also of what goes through the lanes: both ends of a transfer know the same one
 TRANSFER_ID_BYTES = 16
 MAX_EPOCH = 2**32 - 1
 MAX_TP = 64
@@ -65,6 +66,7 @@ class Ticket:
     ends: tuple[LaneEnd, ...]  # in the order of plan_nodes
     prefill_pp: int = 1
     decode_pp: int = 1
+    behind: bytes = b""  # the name of the last cached block, where the sender's is to have it too; else empty
 
     def __post_init__(self) -> None:
         check_int("epoch", self.epoch, 0, MAX_EPOCH)
@@ -75,6 +77,7 @@ class Ticket:
         check_int("num_cached_blocks", self.num_cached_blocks, 0, self.num_blocks)
         check_int("num_tokens", self.num_tokens, 0, MAX_TOKENS)
         check_seconds("ttl_s", self.ttl_s, MAX_TTL_S)
+        check_bytes("behind", self.behind, 0, NAME_BYTES)
         num_lanes = len(self._copies())
         if num_lanes > MAX_LANES:
             raise TransferError(f"a plan of {num_lanes} lanes between two nodes; at most {MAX_LANES} are allowed")
@@ -98,6 +101,7 @@ class Ticket:
         num_tokens: int = 0,
         prefill_pp: int = 1,
         decode_pp: int = 1,
+        behind: bytes = b"",
     ) -> "Ticket":
         """A ticket with new transfer ids. `addresses` are those of the receivers by decode rank."""
         senders, receivers = Grid(prefill_tp, prefill_pp), Grid(decode_tp, decode_pp)
@@ -111,7 +115,7 @@ class Ticket:
             LaneEnd(secrets.token_bytes(TRANSFER_ID_BYTES), addresses[copy.destination_rank]) for copy in copies
         )
         sizes = (prefill_tp, decode_tp, num_blocks, num_cached_blocks, num_tokens)
-        return cls(epoch, layout, *sizes, float(ttl_s), ends, prefill_pp, decode_pp)
+        return cls(epoch, layout, *sizes, float(ttl_s), ends, prefill_pp, decode_pp, behind)
 
     @property
     def senders(self) -> Grid:
@@ -135,15 +139,15 @@ class Ticket:
         """The ticket as bytes, at most MAX_TICKET_BYTES."""
         sizes = (self.senders, self.receivers, self.num_blocks, self.num_cached_blocks, self.num_tokens)
         ends = [(end.transfer_id, end.address) for end in self.ends]
-        return pack([VERSION, self.epoch, _packed_layout(self.layout), *sizes, self.ttl_s, ends])
+        return pack([VERSION, self.epoch, _packed_layout(self.layout), *sizes, self.behind, self.ttl_s, ends])
 
     @classmethod
     def decode(cls, packed: bytes) -> "Ticket":
         """The inverse of encode. Raises TransferError on anything else."""
         match unpack(packed, MAX_TICKET_BYTES):
-            case [7, epoch, [*layout], [p_tp, p_pp], [d_tp, d_pp], blocks, cached, tokens, ttl_s, [*ends]]:
+            case [8, epoch, [*layout], [p_tp, p_pp], [d_tp, d_pp], blocks, cached, tokens, behind, ttl_s, [*ends]]:
                 sizes = (p_tp, d_tp, blocks, cached, tokens)
-                return cls(epoch, _layout(layout), *sizes, ttl_s, tuple(map(_lane_end, ends)), p_pp, d_pp)
+                return cls(epoch, _layout(layout), *sizes, ttl_s, tuple(map(_lane_end, ends)), p_pp, d_pp, behind)
             case _:
                 raise TransferError(f"not a transfer ticket of version {VERSION}")
 

@@ -372,20 +372,22 @@ class Due(_message.Message):
     def __init__(self, ttft_left_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., since_first_s: _Optional[float] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("job", "prefill_tp_size", "local_prefill", "num_tokens_ahead", "sender_keys", "prefill_pp_size")
+    __slots__ = ("job", "prefill_tp_size", "local_prefill", "num_tokens_ahead", "sender_keys", "prefill_pp_size", "is_whole")
     JOB_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_AHEAD_FIELD_NUMBER: _ClassVar[int]
     SENDER_KEYS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_PP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    IS_WHOLE_FIELD_NUMBER: _ClassVar[int]
     job: Job
     prefill_tp_size: int
     local_prefill: bool
     num_tokens_ahead: int
     sender_keys: _containers.RepeatedScalarFieldContainer[bytes]
     prefill_pp_size: int
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., prefill_tp_size: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., num_tokens_ahead: _Optional[int] = ..., sender_keys: _Optional[_Iterable[bytes]] = ..., prefill_pp_size: _Optional[int] = ...) -> None: ...
+    is_whole: bool
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., prefill_tp_size: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., num_tokens_ahead: _Optional[int] = ..., sender_keys: _Optional[_Iterable[bytes]] = ..., prefill_pp_size: _Optional[int] = ..., is_whole: _Optional[bool] = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("job",)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from serving_core.blocks import BlockAllocator, BlockLease
 from serving_core.layout import KVLayout
-from serving_core.prefix import CHUNK, GRAFT, MAX_MAKERS, ORIGIN_BYTES, STEP, BlockNames
+from serving_core.prefix import CHUNK, EITHER, GRAFT, MAX_MAKERS, ORIGIN_BYTES, STEP, BlockNames, num_alike
 from serving_core.residents import Resident, Stage
 
 
@@ -26,8 +26,7 @@ class Leases:
         self._allocator = allocator
         self._layout = layout
         self._origin = origin
-        self._of_chunk = origin + CHUNK
-        self._of_step = self._of_chunk if is_history_free else origin + STEP
+        self._of_chunk, self._of_step = (origin + (EITHER if is_history_free else kind) for kind in (CHUNK, STEP))
         self.on_annexes_left: Callable[[Sequence[Any]], None] | None = None
         """Hears of annexes whose request has given its blocks back."""
         self._makers = [*dict.fromkeys((self._of_chunk, self._of_step)), GRAFT]
@@ -195,6 +194,10 @@ class Leases:
             self._allocator.caching and not (resident.hosts or other.hosts) and resident.names.root == other.names.root
         )
 
+    def blocks_found(self, resident: Resident, num_cacheable: int) -> list[int]:
+        """Of the leading num_cacheable tokens, full blocks that the pool holds."""
+        return [self._allocator.blocks_by_name[name] for name in self._find(resident, num_cacheable)[0]]
+
     def num_held_tokens(self, resident: Resident, num_cacheable: int) -> int:
         """Of the leading num_cacheable tokens, those in full blocks that the pool holds."""
         return len(self._find(resident, num_cacheable)[0]) * self._layout.block_size
@@ -226,10 +229,12 @@ class Leases:
 
     def _find(self, resident: Resident, num_tokens: int) -> tuple[list[bytes], list[bytes]]:
         """Names and makers of the leading full blocks of num_tokens tokens that the pool holds; none where some are to
-        go to annexes."""
+        go to annexes. Of an answer that comes only those that can be no others than it was written behind."""
         if resident.hosts:
             return [], []
-        return self._find_named(resident.names, resident.request.token_ids, num_tokens)
+        names, makers = self._find_named(resident.names, resident.request.token_ids, num_tokens)
+        num_found = num_alike(makers) if resident.is_arriving else len(makers)
+        return names[:num_found], makers[:num_found]
 
     def _find_named(
         self, names: BlockNames, token_ids: Sequence[int], num_tokens: int

@@ -3,9 +3,9 @@
 A full block's name is SHA-256 over the name of the block before it, its maker and its own token ids. Before the first
 block stands the root, which tells models, adapters and salts apart. A maker is the origin of the node that computed the
 block, 8 bytes for its kernels and ranks, and whether it did so in a chunk or, the last of its tokens at least, in
-decode steps; where bits do not depend on that (Engine.is_history_free), all its blocks are called like those of chunks.
-So the name stands for what the bits of the block's KV depend on, and copies in other pools have it too. (Where bits
-depend on more, it leaves that out: where chunks end, where in a block an answer begins, what else was in a step.)
+decode steps; EITHER, where bits do not depend on that (Engine.is_history_free). Then the name stands for all that the
+bits of the block's KV depend on, and copies in other pools have it too. (Else it leaves some of it out: where chunks
+end, where in a block an answer begins, what else was in a step.)
 
 There are blocks without one maker and one history: copies behind blocks that the node held already, which are others
 than those that they were computed behind; and what a node of another origin began and this one filled. Their values are
@@ -28,6 +28,7 @@ ORIGIN_BYTES: Final = 8
 
 CHUNK: Final = b"c"
 STEP: Final = b"s"
+EITHER: Final = b"e"
 GRAFT: Final = bytes(ORIGIN_BYTES) + b"g"
 MAKER_BYTES: Final = len(GRAFT)
 MAX_MAKERS: Final = 32  # that one node tells apart
@@ -59,6 +60,17 @@ def child_name(parent: bytes, maker: bytes, token_ids: Sequence[int]) -> bytes:
 @lru_cache(maxsize=16)
 def _packed(num_tokens: int) -> struct.Struct:
     return struct.Struct(f"<{num_tokens}I")
+
+
+def num_alike(makers: Sequence[bytes]) -> int:
+    """Of blocks of these makers in a row, how many leading ones have the same bits wherever there are blocks of their
+    names."""
+    return next((index for index, maker in enumerate(makers) if not tells_bits(maker)), len(makers))
+
+
+def tells_bits(maker: bytes) -> bool:
+    """Whether the names of its blocks stand for their bits, where those of the blocks before them do."""
+    return maker.endswith(EITHER)
 
 
 def hint_of(name: bytes) -> int:

@@ -103,6 +103,7 @@ class Resident:
     due: Due | None = None  # when its tokens are; None without limits
     priority: int = 0  # among prompts: the lower, the earlier it is read
     num_ahead: int = 0  # tokens that a running answer may grow by until it is here; 0: it is a prompt that comes
+    comes_whole: bool = False  # whatever is held here of a running answer
     move: Move | None = None
     lease: BlockLease | None = None
     num_computed: int = 0  # tokens whose KV is in the pool
@@ -177,15 +178,27 @@ class Resident:
         return self.has_first_token or self.num_ahead > 0
 
     @property
+    def is_arriving(self) -> bool:
+        """Whether it is a running answer that another node still has."""
+        return self.num_ahead > 0 and self.stage in (Stage.AWAITING, Stage.GRANTED)
+
+    @property
+    def behind(self) -> bytes:
+        """The name of the last block that an answer which comes finds here; empty where it finds none."""
+        names = self.names.names
+        return names[-1] if self.is_arriving and names else b""
+
+    @property
     def is_to_share(self) -> bool:
         """Whether it waits for nothing but what another one brings."""
         return self.ahead is not None and self.may_wait_for(self.ahead)
 
     def may_wait_for(self, other: "Resident") -> bool:
-        """Whether the KV of another one is on its way here; one that is read waits for what is read too, and comes."""
+        """Whether the KV of another one is on its way here; one that is read waits for what is read too, and comes. Of
+        two answers that move, which go on meanwhile, one also waits for what is about to come."""
         if other.stage is not Stage.GRANTED or not other.is_receiving or other.is_revoked or other.is_ending:
             return False
-        return not self.is_ready or (other.is_ready and other.is_coming)
+        return not self.is_ready or (other.is_ready and (other.is_coming or (self.is_arriving and other.is_arriving)))
 
     @property
     def computes_prompt(self) -> bool:

@@ -67,6 +67,7 @@ class Arrivals:
             source_tp=0 if is_read_here or reserve is None else max(1, reserve.prefill_tp_size),
             source_pp=1 if reserve is None else max(1, reserve.prefill_pp_size),
             num_ahead=num_ahead,
+            comes_whole=reserve is not None and reserve.is_whole,
             hosts=hosts,
             offer=_offer(job.borrow) if is_read_here and job.HasField("borrow") else None,
         )

@@ -44,6 +44,7 @@ class Grants:
             resident.lease.block_ids[: decision.num_blocks],
             resident.num_cached_blocks,
             len(resident.request.token_ids),
+            resident.behind,
         )
 
     def borrow(self, decision: Borrow) -> None:
@@ -62,7 +63,14 @@ class Grants:
         self._tickets.pop(epoch, None)
 
     def _open(
-        self, epoch: int, source_tp: int, source_pp: int, block_ids: Sequence[int], num_cached: int, num_tokens: int
+        self,
+        epoch: int,
+        source_tp: int,
+        source_pp: int,
+        block_ids: Sequence[int],
+        num_cached: int,
+        num_tokens: int,
+        behind: bytes = b"",
     ) -> None:
         """Lets a node of so many ranks and stages write to these blocks, but for the leading cached ones."""
         try:
@@ -77,6 +85,7 @@ class Grants:
                 num_blocks=len(block_ids),
                 num_cached_blocks=num_cached,
                 num_tokens=num_tokens,
+                behind=behind,
                 ttl_s=self._ttl_s,
             ).encode()
         except TransferError as error:

@@ -3,6 +3,7 @@
 An answer that moves goes on while its full blocks leave (`Send`, `SendMore`). It stops for good, between two steps,
 when all that was full has left, or before it needs more blocks than the other node has granted; the rest follows with
 the tokens that the other node does not know (`FinishSend`). The last token's KV is computed there.
+What the ticket says to be there already is compared by name, and does not leave.
 
 Who goes on is the coordinator's to say: one that has stopped waits for Cancel or Keep, whatever becomes of the
 transfer, since what was lost may be the word of its success.
@@ -53,9 +54,14 @@ class Moves:
         if resident is None:
             return
         try:
-            move = self._move(resident, Ticket.decode(migrate.ticket))
+            ticket = Ticket.decode(migrate.ticket)
+            move = self._move(resident, ticket)
         except TransferError as error:
             self._fail(resident, reasons.TRANSFER_FAILED, str(error))
+            return
+        if not _is_behind(resident, ticket):
+            message = "the answer was written behind other blocks than the other node has of its tokens"
+            self._fail(resident, reasons.PAIRING_MISMATCH, message)
             return
         resident.move, resident.ticket, resident.is_sending = move, migrate.ticket, True
         self._under_way[resident.request.epoch] = resident
@@ -155,3 +161,9 @@ class Moves:
     def _fail(self, resident: Resident, reason: str, message: str) -> None:
         wire = attempt_of(resident.request)
         self._endings.tell(move_failed=fleet_pb2.MoveFailed(attempt=wire, reason=reason, message=message))
+
+
+def _is_behind(resident: Resident, ticket: Ticket) -> bool:
+    """Whether the blocks that the other node has are, to the bit, the answer's own."""
+    num_cached = ticket.num_cached_blocks
+    return not num_cached or resident.names.names[num_cached - 1 : num_cached] == [ticket.behind]

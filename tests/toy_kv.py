@@ -10,7 +10,7 @@ true name.
 from dataclasses import replace
 from hashlib import sha256
 
-from serving_core.prefix import CHUNK, GRAFT, STEP, root_name
+from serving_core.prefix import CHUNK, EITHER, GRAFT, STEP, root_name
 from serving_core.requests import Work
 
 FINGERPRINT = {"model": "toy"}
@@ -25,7 +25,7 @@ class ToyKV:
 
     def __init__(self, num_blocks, block_size, origin=HERE, *, is_history_free=False):
         self._block_size = block_size
-        self._of_chunk, self._of_step = origin + CHUNK, origin + (CHUNK if is_history_free else STEP)
+        self._of_chunk, self._of_step = (origin + (EITHER if is_history_free else kind) for kind in (CHUNK, STEP))
         self._meant = {}  # what each name that was ever seen stands for
         self._slots = [[SPOILT] * block_size for _ in range(num_blocks)]
 
@@ -54,15 +54,16 @@ class ToyKV:
             self._check(work.request, work.block_ids, work.start + work.num_tokens)
 
     def receive(self, request, block_ids, num_cached_blocks):
-        """What a transfer brings: all but the leading blocks, which must be there, from a node that has read it all in
-        chunks. Gives the makers of all blocks that it fills or begins to."""
+        """What a transfer brings: all but the leading blocks, which must be there, from a like node that has read it
+        all in chunks. Gives the makers of all blocks that it fills or begins to."""
         num_tokens, num_blocks = len(request.token_ids), len(block_ids)
         start = num_cached_blocks * self._block_size
         self._check(request, block_ids, start)
-        source = ToyKV(num_blocks, self._block_size, ELSEWHERE)
-        source._write(request, range(num_blocks), range(num_tokens), ELSEWHERE + CHUNK)
+        is_history_free = self._of_chunk == self._of_step
+        source = ToyKV(num_blocks, self._block_size, ELSEWHERE, is_history_free=is_history_free)
+        source._write(request, range(num_blocks), range(num_tokens), source._of_chunk)
         self.copy_from(source, range(num_cached_blocks, num_blocks), block_ids[num_cached_blocks:])
-        return [ELSEWHERE + CHUNK] * -(-num_tokens // self._block_size)
+        return [source._of_chunk] * -(-num_tokens // self._block_size)
 
     def spoil(self, block_ids, positions):
         """What a step or a transfer that fails leaves behind."""

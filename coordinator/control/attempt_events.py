@@ -46,7 +46,7 @@ class AttemptEvents:
             case "transferred" | "committed":
                 return self._on_committed(request, node, body, now)
             case "move_failed":
-                return self._moves.on_source_failed(request, now)
+                return self._moves.on_source_failed(request, body, now)
             case "failed":
                 return self._on_failed(request, node, body, now)
             case "cancelled":

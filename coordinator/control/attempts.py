@@ -139,6 +139,7 @@ class Move:
     source_epoch: int
     target: Node
     started_s: float
+    is_whole: bool  # whatever the target holds of its blocks already
     stage: MoveStage = MoveStage.RESERVING
     next_index: int = 0  # of the first token that is the target's
     source_holds: bool = True
@@ -186,6 +187,7 @@ class TrackedRequest:
     move_pause_s: float = 0.0  # from the last token before a move to the first one after it, over all moves
     move: Move | None = None
     moved_s: float | None = None  # when the last move was over, however it ended
+    moves_whole: bool = False  # as its node has other blocks of its tokens than a target had
     deaths: list[Death] = field(default_factory=list)  # in a row, between which it has come no further
     avoid: list[Node] = field(default_factory=list)  # that have failed it: others are taken while there are any
     full_nodes: set[Node] = field(default_factory=set)  # of those, the ones that had no room for it

@@ -9,9 +9,8 @@ from typing import Final
 
 from coordinator.control.attempts import TrackedRequest
 from coordinator.control.ledger import Ledger
-from coordinator.control.moves import may_move, num_tokens_needed
+from coordinator.control.moves import may_move, roomiest
 from coordinator.control.registry import Node
-from coordinator.control.router import roomiest
 
 WAIT_S: Final = 0.5
 REST_S: Final = 10.0
@@ -32,7 +31,7 @@ def departures(
         if youngest is None:
             continue
         others = [node for node in nodes if node not in full and node not in busy]
-        target = roomiest(others, ledger, num_tokens_needed(youngest), youngest.max_tokens)
+        target = roomiest(youngest, others, ledger)
         if target is not None:
             busy |= {source, target}
             yield youngest, target

@@ -3,7 +3,8 @@
     offered   answers that are asked for in a second, over the last minute, those too that are refused for want of room
     read_s    tokens of a usual prompt that no node holds, at the rate of the median node
     write_s   tokens of a usual answer, each as its share of a step with as many answers as a node can hold: by its
-              seats, its KV pool, and the limits of answers (as coordinator/control/pressure.py counts)
+              seats, its KV pool, where what they share counts once, and the limits of answers (as
+              coordinator/control/pressure.py counts)
     needed    (offered + waiting / CATCH_UP_S) * (read_s + write_s) / BUSY, rounded up; one at least
 
 What is usual is the mean of the answers that ended lately. How many nodes there are, and how busy, is not in it: what a
@@ -38,6 +39,7 @@ class Ended(NamedTuple):
     num_computed: int  # of its prompt's tokens, those that no node held
     num_output: int
     tpot_s: float = inf  # its limit
+    num_spared: float = 0.0  # of its prompt's tokens, those that others held for it (Ledger.tokens_spared)
 
 
 class Demand:
@@ -94,15 +96,17 @@ class Demand:
         num_written = fmean(max(0, each.num_output - 1) for each in self._ended)
         if num_written <= 0:
             return read_s
-        num_held = fmean(each.num_prompt + each.num_output / 2 for each in self._ended)
+        num_before = fmean(each.num_prompt + each.num_output / 2 for each in self._ended)
+        num_held = num_before - fmean(each.num_spared for each in self._ended)
         tpot_s = median(each.tpot_s for each in self._ended)
-        tokens_s = [seconds for node in nodes if (seconds := _token_s(node, num_held, tpot_s)) > 0]
+        tokens_s = [seconds for node in nodes if (seconds := _token_s(node, num_before, num_held, tpot_s)) > 0]
         return read_s + num_written * median(tokens_s) if tokens_s else None
 
 
-def _token_s(node: Node, num_held: float, tpot_s: float) -> float:
-    """What a token of an answer with so many tokens before it takes on a node that is full; 0: not known."""
+def _token_s(node: Node, num_before: float, num_held: float, tpot_s: float) -> float:
+    """What a token of an answer with so many tokens before it, which takes so many of the pool, takes on a node that is
+    full; 0: not known."""
     weights = node.step_weights
-    in_time = EVEN * weights.num_answers_within(tpot_s, num_held) if tpot_s < inf else inf
+    in_time = EVEN * weights.num_answers_within(tpot_s, num_before) if tpot_s < inf else inf
     num_answers = max(1, int(min(node.hello.max_num_seqs, node.pool_tokens / num_held, in_time)))
-    return weights.of_step(StepLoad(num_answers, round(num_answers * num_held))) / num_answers
+    return weights.of_step(StepLoad(num_answers, round(num_answers * num_before))) / num_answers

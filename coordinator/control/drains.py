@@ -11,10 +11,10 @@ from typing import Final
 
 from coordinator.control.attempts import TrackedRequest
 from coordinator.control.ledger import Ledger
-from coordinator.control.moves import may_move, num_tokens_needed
+from coordinator.control.moves import may_move, roomiest
 from coordinator.control.registry import Node
 from coordinator.control.releases import Releases
-from coordinator.control.router import PARTS, does, fitting, has_path, roomiest
+from coordinator.control.router import PARTS, does, fitting, has_path
 from serving_core import reasons
 from serving_core.errors import RequestError
 from serving_core.shapes import DECODE, PREFILL
@@ -61,7 +61,7 @@ def departures(
         if source not in leaves or not may_move(request, now, rest_s=RETRY_S):
             continue
         free = [node for node in nodes if node is not source and under_way[source, node] < MAX_MOVES]
-        target = roomiest(free, ledger, num_tokens_needed(request), request.max_tokens)
+        target = roomiest(request, free, ledger)
         if target is not None:
             under_way[source, target] += 1
             yield request, target

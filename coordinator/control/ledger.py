@@ -120,6 +120,13 @@ class Ledger:
         num_shared = self._held[node].num_shared(owed.held) if owed.held and node.shares_blocks else 0
         return owed.tokens_held - num_shared * node.block_size
 
+    def tokens_spared(self, request_id: str) -> float:
+        """Of a request's tokens, those that others hold for it where these are most: of a block that k of them have,
+        each has the kth part."""
+        parts = self._requests.get(request_id, _Request()).parts.items()
+        sharing = [(node, part.held) for node, part in parts if part.held and _shares(node)]
+        return max((self._held[node].num_spared(held) * node.block_size for node, held in sharing), default=0.0)
+
     def running(self) -> Running:
         """Counted anew each time."""
         begun = [pair for each in self._requests.values() if each.has_first_token for pair in each.parts.items()]
@@ -193,7 +200,7 @@ class Ledger:
 
     def write(self, request_id: str, node: Node, num_tokens: int, marks: Sequence[int] = ()) -> None:
         """The node is to write the answer, which has so many tokens when it begins there. `marks`: of those that it
-        shares with whoever else has them on the node (Prompt.marks_shared); a running answer comes whole."""
+        shares with whoever else has them on the node (Prompt.marks_shared)."""
         part = self._take(request_id, node)
         self._hold(node, part, marks)
         has_first_token = self._requests[request_id].has_first_token

@@ -369,7 +369,8 @@ class LiveAnswers:
         if request.pooling is None:
             self.ledger.lengths.ended(num_output)
         num_computed = num_prompt - request.num_cached_tokens
-        self.demand.ended(Ended(num_prompt, num_computed, num_output, inf if limit_s is None else limit_s))
+        num_spared = min(num_prompt, self.ledger.tokens_spared(request.request_id))
+        self.demand.ended(Ended(num_prompt, num_computed, num_output, inf if limit_s is None else limit_s, num_spared))
 
     def takes_row(self, node: Node, row: TokenRow) -> TrackedRequest | None:
         """The answer, if nothing comes of the row but that `emit_row` lets it out."""

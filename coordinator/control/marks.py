@@ -29,6 +29,12 @@ class Marks:
         """Of one of the prompts, with these marks: how many of them another one has too."""
         return num_leading(marks, self._more)
 
+    def num_spared(self, marks: Sequence[int]) -> float:
+        """Of one of the prompts, with these marks: how many the others have for it, where all that have a mark have an
+        equal part of it."""
+        shares = [self._more[mark] for mark in marks[: self.num_shared(marks)]]
+        return sum(num_more / (num_more + 1) for num_more in shares)
+
     def add(self, marks: Sequence[int]) -> None:
         """One more prompt."""
         num_known = num_leading(marks, self._known)

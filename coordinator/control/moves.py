@@ -5,22 +5,31 @@
     Committed    the target writes on; Cancel to the source, whose tokens before the target's first one still count
     else         Cancel to the target, and when that has answered, Keep to the source, which writes on
 
+Blocks that the target holds already do not travel: its ticket names the last one. A source that has written the answer
+behind others says PAIRING_MISMATCH, and the answer moves whole the next time. So it does from a node that may hold
+blocks whose bits their names do not tell.
+
 The coordinator alone decides who goes on: a source that has stopped waits for Cancel or Keep, whatever has failed, and
 a commit that crosses the Cancel to its target counts for nothing. Until the commit the answer is the source's: its end,
 the loss of the source and its failures are handled as if nothing moved.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
 from coordinator.control.attempts import Move, MoveStage, TrackedRequest, tell_sender
 from coordinator.control.instructions import Instruction, MoveOutcome, Send
+from coordinator.control.ledger import Ledger
 from coordinator.control.live import LiveAnswers, move_ended
 from coordinator.control.registry import Node
+from coordinator.control.router import fitting
 from coordinator.control.timeline import Phase
 from protos import fleet_pb2
 from serving_core import reasons
 from serving_core.errors import RequestError
+from serving_core.prefix import GRAFT, tells_bits
+from serving_core.shapes import DECODE
 
 NUM_TOKENS_AHEAD: Final = 128  # that the source may write meanwhile: more than it does while a long answer's KV travels
 MIN_TOKENS_LEFT: Final = 8  # an answer that is about to end does so sooner where it is
@@ -34,9 +43,22 @@ def may_move(request: TrackedRequest, now: float, *, rest_s: float) -> bool:
     return request.move is None and (request.moved_s is None or now - request.moved_s >= rest_s)
 
 
-def num_tokens_needed(request: TrackedRequest) -> int:
-    """Of room on the target: for what is known, and for what the source writes meanwhile."""
-    return len(request.prompt) + len(request.output) + _num_tokens_ahead(request)
+def roomiest(request: TrackedRequest, nodes: Iterable[Node], ledger: Ledger) -> Node | None:
+    """Where a running answer may go: of the ready nodes that take answers over, have room for it now and can hold all
+    of it, the one with most room, the first by name of equals; what it has in common with others there takes none. None
+    when there is none."""
+    num_needed, max_tokens, is_whole = _num_tokens_needed(request), request.max_tokens, _is_whole(request)
+
+    def free(node: Node) -> int:
+        num_shared = 0 if is_whole else ledger.tokens_shared(node, request.prompt)
+        return node.pool_tokens - ledger.tokens_taken(node) + num_shared
+
+    def has_room(node: Node) -> bool:
+        has_seat = ledger.of(node).num_answers < node.usable.seats
+        return node.usable.takes_handovers and has_seat and free(node) >= num_needed
+
+    able = [node for node in fitting(nodes, DECODE, max_tokens) if max_tokens <= node.pool_tokens and has_room(node)]
+    return min(able, key=lambda node: (-free(node), node.name), default=None)
 
 
 class Moves:
@@ -48,12 +70,13 @@ class Moves:
     def begin(self, request: TrackedRequest, target: Node, now: float) -> list[Instruction]:
         """The answer is to move. `may_move` says whether it can."""
         attempt = request.attempt
-        move = Move(self._live.next_epoch(), attempt.decode, attempt.epoch, target, now)
+        move = Move(self._live.next_epoch(), attempt.decode, attempt.epoch, target, now, is_whole=_is_whole(request))
         request.move = move
-        self._live.ledger.write(request.request_id, target, num_tokens_needed(request))
+        self._live.ledger.write(request.request_id, target, _num_tokens_needed(request), _marks_shared(request, move))
         reserve = fleet_pb2.Reserve(
             job=request.job(move.epoch, request.known, now),
             num_tokens_ahead=_num_tokens_ahead(request),
+            is_whole=move.is_whole,
         )
         tell_sender(reserve, move.source)
         return [Send(target, fleet_pb2.NodeCommand(reserve=reserve, attempt=reserve.job.attempt))]
@@ -95,8 +118,9 @@ class Moves:
             return None
         return request if (node, token.attempt.epoch) == (move.source, move.source_epoch) else None
 
-    def on_source_failed(self, request: TrackedRequest, now: float) -> list[Instruction]:
+    def on_source_failed(self, request: TrackedRequest, event: fleet_pb2.MoveFailed, now: float) -> list[Instruction]:
         """The source cannot send. It may have stopped, and waits."""
+        request.moves_whole |= event.reason == reasons.PAIRING_MISMATCH
         is_moving = request.move is not None and request.move.stage is MoveStage.MOVING
         return self._give_up(request, now) if is_moving else []
 
@@ -158,7 +182,7 @@ class Moves:
         request.timeline.placed(now, request.attempt.prefill.name, move.target.name)
         live.ledger.let_go(request.request_id, move.source)
         live.ledger.let_go(request.request_id, request.attempt.prefill)
-        live.ledger.write(request.request_id, move.target, len(request.known))
+        live.ledger.write(request.request_id, move.target, len(request.known), _marks_shared(request, move))
         request.num_moves += 1
         request.num_kv_bytes += event.num_bytes
         request.num_kv_bytes_saved += event.num_bytes_saved
@@ -179,6 +203,22 @@ def keep(request: TrackedRequest) -> Instruction:
     """Tells the node of the current attempt that the answer is its own."""
     about = fleet_pb2.Attempt(request_id=request.request_id, epoch=request.attempt.epoch)
     return Send(request.attempt.decode, fleet_pb2.NodeCommand(keep=fleet_pb2.Keep(attempt=about), attempt=about))
+
+
+def _num_tokens_needed(request: TrackedRequest) -> int:
+    """Of room on the target: for what is known, and for what the source writes meanwhile."""
+    return len(request.prompt) + len(request.output) + _num_tokens_ahead(request)
+
+
+def _is_whole(request: TrackedRequest) -> bool:
+    """Whether all blocks of an answer are to travel, whatever its target holds."""
+    makers = request.attempt.decode.makers
+    return request.moves_whole or not all(maker == GRAFT or tells_bits(maker) for maker in makers)
+
+
+def _marks_shared(request: TrackedRequest, move: Move) -> Sequence[int]:
+    """Of the blocks that the target may hold for other requests too."""
+    return () if move.is_whole else request.prompt.marks_shared(move.target.block_size)
 
 
 def _num_tokens_ahead(request: TrackedRequest) -> int:

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from coordinator.control.attempts import TrackedRequest
 from coordinator.control.balance import REST_S, moving
 from coordinator.control.ledger import Ledger
-from coordinator.control.moves import may_move, num_tokens_needed
+from coordinator.control.moves import may_move, roomiest
 from coordinator.control.placement.lateness import Lateness, spared, step_s
 from coordinator.control.placement.policy import Wanted
 from coordinator.control.registry import Node
-from coordinator.control.router import roomiest
 from serving_core.due import Due
 
 
@@ -80,7 +79,7 @@ class _Look:
             return self._is_in_time(request, due, then_s) and there.writing(0.0) <= 0 and num_lost < num_late
 
         able = [node for node in free if relieves(node)]
-        return roomiest(able, self.ledger, num_tokens_needed(request), request.max_tokens)
+        return roomiest(request, able, self.ledger)
 
     def _is_in_time(self, request: TrackedRequest, due: Due, each_s: float) -> bool:
         """Whether its last token could be, in such steps."""

@@ -7,7 +7,6 @@ part is a matter of their shapes.
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from coordinator.control.ledger import Ledger
 from coordinator.control.registry import Node
 from serving_core.errors import RequestError
 from serving_core.reasons import NO_DECODE_WORKER, NO_PREFILL_WORKER
@@ -55,18 +54,3 @@ def why_no_path(nodes: Sequence[Node], *, embeds: bool = False) -> str:
         if not fitting(nodes, role, 0):
             return f"no node that {part} is ready"
     return "no node that is ready takes what another one reads"
-
-
-def roomiest(nodes: Iterable[Node], ledger: Ledger, num_tokens: int, max_tokens: int) -> Node | None:
-    """Where a running answer may go: of the ready nodes that take answers over, have room for num_tokens tokens of one
-    now and can hold max_tokens, the one with most room, the first by name of equals. None when there is none."""
-
-    def free(node: Node) -> int:
-        return node.pool_tokens - ledger.tokens_taken(node)
-
-    def has_room(node: Node) -> bool:
-        has_seat = ledger.of(node).num_answers < node.usable.seats
-        return node.usable.takes_handovers and has_seat and free(node) >= num_tokens
-
-    able = [node for node in fitting(nodes, DECODE, max_tokens) if max_tokens <= node.pool_tokens and has_room(node)]
-    return min(able, key=lambda node: (-free(node), node.name), default=None)

@@ -72,10 +72,13 @@ class Corridor:
         self._sending: dict[tuple[End, int], Transfer] = {}
         self._free_s: dict[End, float] = {}  # when a sender's blocks have left
 
-    def open(self, receiver: End, epoch: int, *, num_blocks: int, num_cached: int, num_tokens: int) -> bytes:
+    def open(
+        self, receiver: End, epoch: int, *, num_blocks: int, num_cached: int, num_tokens: int, behind: bytes = b""
+    ) -> bytes:
         """Lets these blocks be written by the ticket that is returned."""
         end = LaneEnd(next(self._ids).to_bytes(TRANSFER_ID_BYTES, "big"), ADDRESS)
-        ticket = Ticket(epoch, self._layout, 1, 1, num_blocks, num_cached, num_tokens, TTL_S, (end,)).encode()
+        sizes = (num_blocks, num_cached, num_tokens)
+        ticket = Ticket(epoch, self._layout, 1, 1, *sizes, TTL_S, (end,), behind=behind).encode()
         transfer = Transfer(receiver, epoch, num_blocks, num_cached)
         self._by_ticket[ticket] = self._receiving[receiver, epoch] = transfer
         return ticket

@@ -376,10 +376,11 @@ class SimulatedNode:
 
     def _receive(self, resident: Resident, num_blocks: int) -> None:
         num_tokens = len(resident.request.token_ids)
-        self._open(resident.request.epoch, num_blocks, resident.num_cached_blocks, num_tokens)
+        self._open(resident.request.epoch, num_blocks, resident.num_cached_blocks, num_tokens, resident.behind)
 
-    def _open(self, epoch: int, num_blocks: int, num_cached: int, num_tokens: int) -> None:
-        ticket = self._corridor.open(self, epoch, num_blocks=num_blocks, num_cached=num_cached, num_tokens=num_tokens)
+    def _open(self, epoch: int, num_blocks: int, num_cached: int, num_tokens: int, behind: bytes = b"") -> None:
+        sizes = {"num_blocks": num_blocks, "num_cached": num_cached, "num_tokens": num_tokens}
+        ticket = self._corridor.open(self, epoch, **sizes, behind=behind)
         self.logic.granted(epoch, ticket)
 
     def _read_back(self, load_id: int, slots: Sequence[int]) -> None:

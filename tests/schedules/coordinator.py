@@ -9,11 +9,10 @@ from coordinator.control.journal import Journal
 from coordinator.control.ledger import NOTHING, Ledger
 from coordinator.control.live import NUM_EPOCHS
 from coordinator.control.metrics import Metrics
-from coordinator.control.moves import may_move, num_tokens_needed
+from coordinator.control.moves import may_move, roomiest
 from coordinator.control.outcomes import FINISH_REASONS
 from coordinator.control.registry import Registry
 from coordinator.control.roles import Roles
-from coordinator.control.router import roomiest
 from coordinator.control.slo import Slo
 from coordinator.control.so_far import NOTHING as NEW
 from coordinator.control.tracker import Tracker
@@ -103,7 +102,7 @@ class SimulatedCoordinator:
         for request in self.tracker._live:
             if may_move(request, now, rest_s=0.0):
                 others = [node for node in nodes if node is not request.attempt.decode]
-                target = roomiest(others, self._ledger, num_tokens_needed(request), request.max_tokens)
+                target = roomiest(request, others, self._ledger)
                 if target is not None:
                     self.dispatcher._apply(self.tracker._moves.begin(request, target, now))
 

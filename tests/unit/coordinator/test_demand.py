@@ -74,6 +74,23 @@ def test_a_full_node_holds_as_many_as_its_pool_does():
     assert asked(4).nodes_needed(fleet(num_blocks=20), 0) == 7  # 4 * 1.25 / 0.8 = 6.25
 
 
+def test_what_answers_share_takes_its_pool_once():
+    """Where others hold 55 of the 110 tokens the same pool holds four: a token takes a quarter of 0.14 s."""
+    sharing = USUAL._replace(num_spared=55.5)
+    assert asked(4, usual=sharing).nodes_needed(fleet(num_blocks=20), 0) == 4  # 4 * 0.75 / 0.8 = 3.75
+
+
+def test_what_each_of_several_answers_shares_with_the_others_is_their_part():
+    world = World(("b0",))
+    world.holds("b0", [1])
+    for number in range(3):
+        world.submit(f"{number}/0", [*range(32), number], max_tokens=1)
+        attempt = world.attempt
+    world.tell("b0", events.first_token(events.sampled(attempt, 0, 100, events.LENGTH)))
+    [ended] = world.tracker._live.demand._ended
+    assert ended.num_spared == pytest.approx(32 * 2 / 3)
+
+
 def test_a_full_node_holds_as_many_as_keep_their_limits():
     """Within 0.165 s it writes 6 tokens; 0.6 of them, 3, on average: 20 take 0.867 s."""
     limited = USUAL._replace(tpot_s=0.165)

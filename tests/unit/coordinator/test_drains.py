@@ -5,16 +5,19 @@ import pytest
 from coordinator.control import drains
 from coordinator.control.balance import REST_S, WAIT_S
 from coordinator.control.drains import MAX_MOVES
+from coordinator.control.moves import NUM_TOKENS_AHEAD
+from coordinator.control.prompts import Prompt
 from serving_core.errors import RequestError
+from serving_core.prefix import GRAFT
 from tests import fleet_events as events
-from tests.unit.coordinator.tracker_kit import World
+from tests.unit.coordinator.tracker_kit import PROMPT, World
 
 MAX_TOKENS = 200
 
 
-def write(world, request_id, node="d0", now=0.0):
+def write(world, request_id, node="d0", now=0.0, token_ids=PROMPT):
     """An answer that the node writes; its attempt."""
-    assert world.submit(request_id, max_tokens=MAX_TOKENS, now=now)[0] == f"reserve {node}"
+    assert world.submit(request_id, token_ids, max_tokens=MAX_TOKENS, now=now)[0] == f"reserve {node}"
     attempt = world.attempt
     reader = world.reader
     world.tell(reader, events.first_token(events.sampled(attempt, 0, 100)), now)
@@ -31,6 +34,12 @@ def written_on_d0(num_answers, nodes=("p0", "d0"), **hello):
     attempts = [write(world, f"{number}/0") for number in range(num_answers)]
     world.attach("d1", **hello)
     return world, attempts
+
+
+def tells_of_makers(world, name, kind):
+    """The node holds some block, and may hold others that were made so."""
+    told = events.cache_changed([1], makers=[b"a node: " + kind, GRAFT])
+    world.registry.cache_changed(world.registry.find(name), told.cache_changed)
 
 
 def left_on(world, name):
@@ -81,6 +90,40 @@ def test_answers_go_where_there_is_most_room():
     world, _ = written_on_d0(1)
     world.attach("d2", num_blocks=400)
     assert world.drain("d0", 1.0) == ["reserve d2"]
+
+
+@pytest.mark.parametrize(("kind", "num_leaving"), [(b"e", 3), (b"c", 2)])
+def test_what_answers_begin_with_alike_takes_room_once_where_names_tell_bits(kind, num_leaving):
+    """Ten blocks of their prompts, and nine of their own, where there are 40."""
+    prompt = list(range(160))
+    world = World(("p0", "d0"))
+    for number in range(3):
+        write(world, f"{number}/0", token_ids=[*prompt, number])
+    world.attach("d1", num_blocks=40)
+    for name in ("d0", "d1"):
+        tells_of_makers(world, name, kind)
+    assert world.drain("d0", 1.0) == ["reserve d1"] * num_leaving
+    d1, num_needed = world.registry.find("d1"), 161 + 2 + NUM_TOKENS_AHEAD
+    num_common = 2 * 160 if num_leaving == 3 else 0
+    assert world.ledger.tokens_taken(d1) == num_leaving * num_needed - num_common
+    for job in world.jobs[-num_leaving:]:
+        assert move(world, job.attempt)[:2] == ["cancel d0", "moved"]
+    num_room_for_more = num_needed if num_leaving == 2 else 0  # which is taken at once
+    assert world.ledger.tokens_taken(d1) == num_leaving * (161 + 2) - num_common + num_room_for_more
+    world.ledger.check_integrity()
+
+
+@pytest.mark.parametrize(("kind", "target"), [(b"e", "d1"), (b"c", "d2")])
+def test_what_others_hold_already_counts_as_room_where_it_need_not_come(kind, target):
+    """Without that the other node has more."""
+    prompt = list(range(160))
+    world = World(("p0", "d0"))
+    write(world, "r/0", token_ids=prompt)
+    d1, _ = world.attach("d1"), world.attach("d2", num_blocks=99)
+    for name in ("d0", "d1"):
+        tells_of_makers(world, name, kind)
+    world.ledger.write("other", d1, 165, Prompt(prompt).marks_shared(16))
+    assert world.drain("d0", 1.0) == [f"reserve {target}"]
 
 
 def test_an_answer_that_is_about_to_end_stays():

@@ -191,6 +191,7 @@ def test_a_node_that_has_told_of_no_block_may_keep_none(ledger, nodes):
     assert [ledger.tokens_alone(node, each) for each in ledger.owed(node)] == [360, 360]
     assert ledger.tokens_taken(node) == 2 * 360
     assert ledger.tokens_shared(node, alike(2)) == 0
+    assert ledger.tokens_spared("0") == 0.0
     for number in range(2):
         ledger.first_token(f"{number}", 0.0)
     assert ledger.running() == (2, 720, 720)
@@ -298,6 +299,12 @@ class Plain:
                 others = {mark for other, marks in held.items() if other != request_id for mark in marks}
                 yield self.dues[request_id], number - 16 * len(others.intersection(held.get(request_id, ())))
 
+    def spared(self, request_id, node):
+        """Block by block."""
+        held = self.held(node)
+        holders = [sum(mark in marks for marks in held.values()) for mark in held.get(request_id, ())]
+        return 16 * sum(1 - 1 / num_holders for num_holders in holders)
+
     def running(self, nodes):
         pairs = {key: number for key, number in self.writes.items() if key[0] in self.begun}
         held = [[self.held_marks.get(key, []) for key in pairs if key[1] is node] for node in nodes]
@@ -322,6 +329,8 @@ def test_accounts_are_the_sums_of_what_was_told(actions):
         getattr(plain, action)(ledger, request_id, nodes[one], nodes[two], number)
         assert accounts(ledger, nodes) == [plain.account(node) for node in nodes]
         assert ledger.running() == plain.running(nodes)
+        spared = max(plain.spared(request_id, node) for node in nodes)
+        assert ledger.tokens_spared(request_id) == pytest.approx(spared)
         for node in nodes:
             assert ledger.tokens_taken(node) == plain.taken(node)
             alone = [(each.due, ledger.tokens_alone(node, each)) for each in ledger.owed(node) if each.is_written]

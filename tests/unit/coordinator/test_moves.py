@@ -2,9 +2,11 @@
 
 import pytest
 
+from coordinator.control.drains import RETRY_S
 from coordinator.control.moves import NUM_TOKENS_AHEAD, RESERVE_TIMEOUT_S
 from coordinator.control.releases import RESEND_S
 from protos import fleet_pb2, inference_pb2
+from serving_core.prefix import GRAFT
 from tests import fleet_events as events
 from tests.unit.coordinator.tracker_kit import PROMPT, World
 
@@ -144,6 +146,35 @@ def test_a_target_lost_after_the_commit_is_a_lost_node(world):
     world.move()
     assert world.lose("d1") == ["reserve d2", "prefill p0"]
     assert world.tell("d0", events.cancelled(world.source)) == []
+
+
+def test_where_the_target_holds_other_blocks_than_the_source_it_moves_whole_the_next_time(world):
+    world.migrate()
+    assert not world.reserve.is_whole
+    mismatch = events.move_failed(world.source, "PAIRING_MISMATCH")
+    assert world.tell("d0", mismatch, 3.0) == ["cancel d1", "failed"]
+    assert world.tell("d1", events.cancelled(world.target), 3.0) == ["keep d0"]
+    assert world.tick(3.0 + RETRY_S) == ["reserve d1"]
+    assert world.reserve.is_whole
+
+
+def test_after_another_failure_the_next_move_is_like_the_first(world):
+    world.migrate()
+    world.tell("d0", events.move_failed(world.source), 3.0)
+    world.tell("d1", events.cancelled(world.target), 3.0)
+    assert world.tick(3.0 + RETRY_S) == ["reserve d1"]
+    assert not world.reserve.is_whole
+
+
+@pytest.mark.parametrize(
+    ("makers", "is_whole"),
+    [([], False), ([b"a node: e", GRAFT], False), (events.MAKERS, True), ([b"a node: e", b"another:c", GRAFT], True)],
+    ids=["none that it has told of", "such as tell bits", "such as do not", "both"],
+)
+def test_what_a_node_of_such_makers_has_written_moves_whole(world, makers, is_whole):
+    world.registry.cache_changed(world.registry.find("d0"), events.cache_changed([1], makers=makers).cache_changed)
+    world.begin()
+    assert world.reserve.is_whole == is_whole
 
 
 @pytest.mark.parametrize("word", [events.cancelled, lambda attempt: events.failed(attempt, "QUEUE_FULL")])

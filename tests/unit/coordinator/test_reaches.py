@@ -11,7 +11,6 @@ from coordinator.control.placement.policy import Wanted
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
 from coordinator.control.releases import Releases
-from coordinator.control.router import roomiest
 from protos import fleet_pb2
 from protos.convert import shape_to_wire
 from serving_core.errors import RequestError
@@ -87,15 +86,24 @@ def test_who_is_no_host(registry, other):
     assert first.reach_tokens == POOL
 
 
-def test_a_long_request_is_read_and_written_by_one_node_and_stays(registry):
+def test_a_long_request_is_read_and_written_by_one_node(registry):
     nodes = [admit(registry, "a"), admit(registry, "b"), admit(registry, "p", "prefill", num_tokens=0, num_blocks=100)]
     placed = place(registry, 100, 200)
     assert placed.reader is placed.writer
     assert placed.writer in nodes[:2]
-    assert roomiest(nodes, Ledger(), 100, 150) is not None
-    assert roomiest(nodes, Ledger(), 100, 200) is None
     with pytest.raises(RequestError, match="can hold 300 tokens"):
         place(registry, 100, 300)
+
+
+@pytest.mark.parametrize(("max_tokens", "said"), [(150, ["reserve b"]), (151, [])])
+def test_a_long_answer_stays(max_tokens, said):
+    world = World(())
+    admit(world.registry, "a")
+    admit(world.registry, "b")
+    assert world.submit(token_ids=list(range(10)), max_tokens=max_tokens) == ["reserve a"]
+    world.tell("a", events.first_token(events.sampled(world.attempt, 0, 100)))
+    world.step(world.attempt, 1, node="a")
+    assert world.drain("a", 1.0) == said
 
 
 def test_a_long_request_has_no_block_in_common_with_others():

@@ -55,6 +55,7 @@ def drawn_tickets(draw):
         num_cached_blocks=draw(st.integers(0, 500)),
         num_tokens=draw(st.integers(0, MAX_TOKENS)),
         ttl_s=draw(st.floats(0.001, 86400.0)),
+        behind=draw(st.binary(max_size=32)),
     )
 
 
@@ -101,6 +102,8 @@ def test_a_ticket_survives_the_journey(ticket):
         ("ttl_s", math.nan),
         ("ttl_s", math.inf),
         ("ttl_s", 30),
+        ("behind", bytes(33)),
+        ("behind", None),
         ("layout", KVLayout.uniform(0, 3, 64, 16, "bfloat16")),
         ("layout", KVLayout.uniform(30, 2**17, 64, 16, "bfloat16")),
         ("layout", KVLayout.uniform(30, 3, -64, 16, "bfloat16")),
@@ -146,7 +149,7 @@ def packed(*fields):
 
 
 GOOD_ENDS = [[bytes(16), ADDRESS], [b"1" * 16, ADDRESS]]
-GOOD = [7, 7, [0, [[30, 64, 64]], 3, 16, "bfloat16"], [1, 1], [2, 1], 32, 0, 500, 30.0, GOOD_ENDS]
+GOOD = [8, 7, [0, [[30, 64, 64]], 3, 16, "bfloat16"], [1, 1], [2, 1], 32, 0, 500, b"", 30.0, GOOD_ENDS]
 
 
 def test_the_form_that_the_odd_ones_below_depart_from():
@@ -217,7 +220,8 @@ def test_an_odd_layout_is_refused(odd):
         packed(*GOOD, 0),
         packed(1, *GOOD[1:]),
         packed(4, *GOOD[1:]),
-        packed(8, *GOOD[1:]),
+        packed(7, *GOOD[1:]),
+        packed(9, *GOOD[1:]),
         packed(6, *GOOD[1:3], 1, 2, *GOOD[5:]),
         packed(4, 7, [30, 3, 64, 16, "bfloat16"], *GOOD[3:]),
         packed(*GOOD) + b"\x00",
@@ -233,6 +237,8 @@ def test_an_odd_layout_is_refused(odd):
         packed(*GOOD[:3], [1.0, 1], *GOOD[4:]),
         packed(*GOOD[:3], [1, True], *GOOD[4:]),
         packed(*GOOD[:3], [1, [1]], *GOOD[4:]),
+        packed(*GOOD[:7], *GOOD[8:]),
+        packed(*GOOD[:7], "name", *GOOD[8:]),
         packed(*GOOD[:-1], GOOD_ENDS[:1]),
         packed(*GOOD[:-1], [GOOD_ENDS[0], GOOD_ENDS[0]]),
         packed(*GOOD[:-1], [GOOD_ENDS[0], []]),

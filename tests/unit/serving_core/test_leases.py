@@ -5,7 +5,7 @@ import pytest
 from serving_core.blocks import BlockAllocator
 from serving_core.layout import KVLayout
 from serving_core.leases import Leases
-from serving_core.prefix import CHUNK, GRAFT, MAX_MAKERS, STEP, BlockNames, child_name
+from serving_core.prefix import CHUNK, EITHER, GRAFT, MAX_MAKERS, STEP, BlockNames, child_name
 from serving_core.requests import Request, SamplingParams
 from serving_core.residents import Resident, Stage
 
@@ -72,13 +72,13 @@ def test_a_block_is_of_steps_if_only_its_last_token_is(house):
 
 def test_where_bits_have_no_history_blocks_of_steps_are_called_like_those_of_chunks():
     house = House(is_history_free=True)
-    assert house.leases.makers == [READ_HERE, GRAFT]
+    assert house.leases.makers == [HERE + EITHER, GRAFT]
     read = house.take(20)
     house.compute(read, Stage.READING, 20)
     written = house.take(4)
     house.compute(written, Stage.WRITING, 21)
     assert written.names.names == read.names.names
-    assert house.leases.makers_of(written) == [READ_HERE] * 6
+    assert house.leases.makers_of(written) == [HERE + EITHER] * 6
 
 
 def test_what_reads_on_behind_an_answer_is_called_after_it(house):

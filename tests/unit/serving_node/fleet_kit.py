@@ -152,6 +152,7 @@ class Ask:
     is_to_be_kept: bool = False  # where it is read, once the writer has let go
     moving: Moving | None = None
     num_moves: int = 0
+    moves_whole: bool = False  # as a target held other blocks than its writer
     is_cancelled: bool = False
 
     @property
@@ -190,6 +191,8 @@ class Fleet:
         self.num_kept = 0
         self.num_shared = 0  # grants behind another one, whose blocks were found
         self.num_moves_off = 0
+        self.num_unlike = 0  # moves to nodes that held other blocks of the same tokens
+        self.num_held_there = 0  # blocks of answers that moved which the node had that they came to
         self._num_epochs = 0
         self._pace = {action: self.random.choice([0.1, 0.5, 1.0]) for action in range(8)}
 
@@ -450,7 +453,8 @@ class Fleet:
         ask.moving = Moving(self._num_epochs, target)
         self.moving[self._num_epochs] = ask
         job, num_ahead = self._job(ask, self._num_epochs), self.random.choice([1, 3, 9])
-        reserve = fleet_pb2.Reserve(job=job, prefill_tp_size=1, num_tokens_ahead=num_ahead)
+        sizes = {"prefill_tp_size": 1, "num_tokens_ahead": num_ahead}
+        reserve = fleet_pb2.Reserve(job=job, is_whole=ask.moves_whole, **sizes)
         self._tell(target, self._num_epochs, reserve=reserve)
 
     def _move_is_off(self, ask):
@@ -576,14 +580,19 @@ class Fleet:
         elif epoch in self.moving:
             self._move_is_off(self.moving[epoch])
 
-    def _move_failed(self, node, epoch, _):
+    def _move_failed(self, node, epoch, failed):
         ask = self.asks.get(epoch)
+        if failed.reason == reasons.PAIRING_MISMATCH:
+            self.num_unlike += 1
+            if ask is not None:
+                ask.moves_whole = True
         if ask is not None and ask.moving is not None:
             self._move_is_off(ask)
 
     def _committed(self, node, epoch, committed):
         if epoch in self.moving:
             if not self.moving[epoch].moving.is_off:
+                self.num_held_there += committed.num_bytes_saved // BLOCK_BYTES
                 self._has_moved(self.moving.pop(epoch), committed.next_index)
         elif ask := self.asks.get(epoch):
             assert node is ask.writer

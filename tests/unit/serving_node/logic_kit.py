@@ -139,11 +139,12 @@ class Node:
         self.handle(prefill=fleet_pb2.Prefill(job=wire))
         return request
 
-    def reserve(self, name, prompt, *, tp_size=1, ahead=0, **job):
+    def reserve(self, name, prompt, *, tp_size=1, ahead=0, is_whole=False, **job):
         """An answer to be written here to a prompt that is read elsewhere; or to be written on, with so many tokens
         ahead."""
         request, wire = self._job(name, prompt, **job)
-        self.handle(reserve=fleet_pb2.Reserve(job=wire, prefill_tp_size=tp_size, num_tokens_ahead=ahead))
+        sizes = {"prefill_tp_size": tp_size, "num_tokens_ahead": ahead}
+        self.handle(reserve=fleet_pb2.Reserve(job=wire, is_whole=is_whole, **sizes))
         return request
 
     def local(self, name, prompt, **job):
@@ -159,11 +160,11 @@ class Node:
         """Another node has read it, and given the first token."""
         self.handle(begun=fleet_pb2.Begun(attempt=convert.attempt_of(request)))
 
-    def migrate(self, request, num_blocks=16, num_known=None, ticket=None):
+    def migrate(self, request, num_blocks=16, num_known=None, ticket=None, **beginning):
         """The answer is to go on where so many blocks are granted, and so many tokens known: by default its prompt."""
         if ticket is None:
             num_known = request.num_prompt_tokens if num_known is None else num_known
-            ticket = a_ticket(num_blocks, num_tokens=num_known)
+            ticket = a_ticket(num_blocks, num_tokens=num_known, **beginning)
         self.handle(migrate=fleet_pb2.Migrate(attempt=convert.attempt_of(request), ticket=ticket))
 
     def keep(self, request):
@@ -441,7 +442,8 @@ class Node:
         epoch = resident.request.epoch
         assert epoch not in self.opened, "it is being received already"
         block_ids, num_cached = list(resident.lease.block_ids[:num_blocks]), resident.num_cached_blocks
-        ticket = a_ticket(num_blocks, num_cached=num_cached, num_tokens=len(resident.request.token_ids))
+        sizes = {"num_cached": num_cached, "num_tokens": len(resident.request.token_ids)}
+        ticket = a_ticket(num_blocks, behind=resident.behind, **sizes)
         self.opened[epoch] = Opened(resident.request, block_ids, num_cached, ticket)
         self.kv.spoil(block_ids, range(num_cached * BLOCK_SIZE, num_blocks * BLOCK_SIZE))  # it may begin to arrive
         if self.grants_at_once:
@@ -526,7 +528,7 @@ def token_of(tail):
     return token_id
 
 
-def a_ticket(num_blocks, *, num_cached=0, num_tokens, epoch=1):
+def a_ticket(num_blocks, *, num_cached=0, num_tokens, epoch=1, behind=b""):
     """No two are alike."""
     return Ticket.draw(
         epoch=epoch,
@@ -538,6 +540,7 @@ def a_ticket(num_blocks, *, num_cached=0, num_tokens, epoch=1):
         num_cached_blocks=num_cached,
         ttl_s=600.0,
         num_tokens=num_tokens,
+        behind=behind,
     ).encode()
 
 

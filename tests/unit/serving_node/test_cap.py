@@ -79,6 +79,57 @@ def test_room_is_made_by_the_youngest_and_no_more_than_is_needed(nums_held, nums
     assert [each.stage for each in read if each.lease is None] == [Stage.QUEUED] * nums_left.count(0)
 
 
+class SharingPool(Pool):
+    """Its prompts begin with four blocks in common, and have one of their own."""
+
+    def __init__(self):
+        super().__init__(5)
+        self.waiting.names.root = self.root = b"common".ljust(32)
+        self.waiting.request.token_ids = self.tokens(2)
+
+    def tokens(self, age):
+        return [*range(4 * BLOCK), *[100 + age] * BLOCK]
+
+    def hold_alike(self, age, stage=Stage.READING, **facts):
+        each = self.add(f"{age}", age, stage, 5 * BLOCK, hands_over=True, holds=False, salt="common", **facts)
+        each.request.token_ids = self.tokens(age)
+        assert self.leases.take(each, 5 * BLOCK, num_cacheable=4 * BLOCK, num_spare=0)
+        each.num_computed = 5 * BLOCK
+        self.leases.publish(each)
+        return each
+
+
+@pytest.mark.parametrize(
+    ("num_alike", "num_others", "holds_back"), [(3, 0, False), (3, 1, True), (1, 2, False), (1, 3, True)]
+)
+def test_what_several_begin_with_counts_once(num_alike, num_others, holds_back):
+    """Of the 8 blocks the common ones take 4, and each prompt one of its own."""
+    pool = SharingPool()
+    for age in range(num_alike):
+        pool.hold_alike(10 + age)
+    if num_others:
+        pool.hold(num_others, age=30)
+    assert pool.cap.holds_back(pool.waiting) == holds_back
+
+
+def test_what_it_would_share_with_those_that_give_way_counts_as_its_own():
+    """The answer and the younger ones hold what it begins with, and the firm one none of it."""
+    pool = SharingPool()
+    pool.hold_alike(10, Stage.READ)
+    pool.hold(3, age=30)
+    assert not pool.cap.holds_back(pool.waiting)
+    pool.hold(1, age=31)
+    assert pool.cap.holds_back(pool.waiting)
+
+
+def test_of_those_that_share_as_many_give_way_as_free_too_much():
+    pool = SharingPool()
+    first, second, third = (pool.hold_alike(age, Stage.READ) for age in (10, 11, 12))
+    pool.hold(2, age=9)
+    pool.cap.make_room(pool.waiting)
+    assert [each.lease is not None for each in (first, second, third)] == [True, False, False]
+
+
 def test_what_cannot_give_way_does_not_and_others_do():
     pool = Pool()
     idle = pool.hold(2, 3, Stage.READ)

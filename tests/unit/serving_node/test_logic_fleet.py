@@ -104,13 +104,28 @@ def test_answers_move_and_stay_and_everyone_gets_theirs(order):
 def test_who_begins_alike_gets_the_same_answers(faults):
     """Where nothing fails, nobody is told of a failure, not even by time."""
     total = Counter()
-    for seed in range(8):
+    for seed in range(16 if faults else 8):
         fleet = make_fleet(seed, faults=faults, moves=0.3, num_blocks=20, seats=4, caching=True)
         load(fleet, 14, seed, ORDERS[seed % 3], ask_alike)
         fleet.run()
         fleet.check_end()
         total += seen(fleet) + Counter(shared=fleet.num_shared)
     assert min(total[what] for what in ("shared", "revoked", "copied", "moved")) > 2, total
+    assert bool(total["failed"]) == bool(faults)
+
+
+@pytest.mark.parametrize("faults", [0.0, pytest.param(0.01, marks=pytest.mark.long)])
+def test_what_answers_that_move_begin_with_is_not_sent_to_who_holds_it(faults):
+    """On nodes of one origin and of two: what goes by a name was made as the name says, wherever it stands."""
+    total = Counter()
+    for seed in range(12):
+        sizes = {"num_blocks": 20, "seats": 4, "caching": True, "is_history_free": True}
+        fleet = make_fleet(seed, faults=faults, moves=0.5, **sizes)
+        load(fleet, 14, seed, ORDERS[seed % 3], ask_alike)
+        fleet.run()
+        fleet.check_end()
+        total += seen(fleet) + Counter(held=fleet.num_held_there, unlike=fleet.num_unlike)
+    assert min(total[what] for what in ("moved", "held", "unlike", "grafted")) > 2, total
     assert bool(total["failed"]) == bool(faults)
 
 

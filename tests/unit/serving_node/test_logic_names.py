@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving_core.prefix import CHUNK, GRAFT, STEP
+from serving_core.prefix import CHUNK, EITHER, GRAFT, STEP
 from tests.toy_kv import ORIGINS, answer_of
 from tests.unit.serving_node.fleet_kit import Fleet
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, BLOCK_SIZE, prompt_of
@@ -68,7 +68,7 @@ def test_where_bits_have_no_history_what_was_written_is_called_like_what_was_rea
     assert chat.turn(chat.first, chat.second, 18, 12) == (0, 5)
     assert chat.turn(chat.first, chat.second, 10, 12) == (16, 3)
     assert chat.turn(chat.first, chat.second, 10, 12) == (40, 4)
-    assert chat.first.makers == chat.second.makers == {READ}
+    assert chat.first.makers == chat.second.makers == {ORIGINS[0] + EITHER}
     assert chat.first.allocator.blocks_by_name.keys() <= chat.second.allocator.blocks_by_name.keys()
     assert len(chat.second.allocator.blocks_by_name) == (18 + 12 + 10 + 12 + 10 + 12 - 1) // BLOCK_SIZE
 

@@ -146,7 +146,7 @@ def test_a_prompt_that_is_read_waits_for_what_is_read_too_and_comes():
 
 
 @pytest.mark.parametrize(
-    "what", ["little in common", "another salt", "no caching", "a running answer", "another beginning"]
+    "what", ["little in common", "another salt", "no caching", "all that is to come", "another beginning"]
 )
 def test_who_gets_credit_beside_the_first_one(what):
     node = Node(64, caching=what != "no caching")
@@ -159,8 +159,9 @@ def test_who_gets_credit_beside_the_first_one(what):
         second = node.reserve("r2", [*[2] * 8, *alike(1)[8:], *[1] * 9], salt="one")  # of which two blocks are here
     elif what == "little in common":
         second = node.reserve("r2", [*COMMON[:15], *[2 - token for token in COMMON[15:]]], salt="one")
-    elif what == "a running answer":
-        second = node.reserve("r2", alike(2), salt="one", num_prompt_tokens=20, ahead=2, max_tokens=8)
+    elif what == "all that is to come":
+        moves = {"num_prompt_tokens": 20, "ahead": 2, "is_whole": True}
+        second = node.reserve("r2", alike(2), salt="one", max_tokens=8, **moves)
     else:
         second = reserve(node, 2, salt="two" if what == "another salt" else "one")
     assert node.opened.keys() == {first.epoch, second.epoch}
