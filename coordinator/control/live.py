@@ -18,7 +18,7 @@ from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, 
 from coordinator.control.ledger import Ledger
 from coordinator.control.lives import Lives
 from coordinator.control.metrics import Metrics
-from coordinator.control.outcomes import completion, with_progress
+from coordinator.control.outcomes import completion, too_late, with_progress
 from coordinator.control.pace import Pace
 from coordinator.control.placement.policy import Placed, Policy, Wanted
 from coordinator.control.placement.readers import best_reader, best_writer
@@ -149,7 +149,8 @@ class LiveAnswers:
         return instructions
 
     def retry(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """One that waits for nodes begins where there are some now, and ends when it has waited for too long."""
+        """One that waits for nodes begins where there are some now, and ends when it has waited for too long; `let_in`
+        is to follow."""
         assert request.waits_until_s is not None, "nodes have it"
         if now < request.asks_again_s:
             return []
@@ -159,7 +160,7 @@ class LiveAnswers:
         try:
             placed = self._place(request, now)
         except RequestError as no_node:
-            return self.end(request, with_progress(no_node, request), now) if is_over else []
+            return self._end(request, with_progress(no_node, request), now) if is_over else []
         return self._begin_late(request, placed, now)
 
     def _begin_late(self, request: TrackedRequest, placed: Placed, now: float) -> list[Instruction]:
@@ -405,6 +406,10 @@ class LiveAnswers:
     ) -> list[Instruction]:
         """The one end of the answer; whoever may hold something of it is told. What was held for it begins."""
         return [*self._end(request, outcome, now), *self.let_in(now)]
+
+    def expire(self, request: TrackedRequest, now: float) -> list[Instruction]:
+        """Its time is over. `let_in` is to follow, once for all whose time is."""
+        return self._end(request, too_late(request), now)
 
     def _end(
         self, request: TrackedRequest, outcome: inference_pb2.Complete | RequestError, now: float

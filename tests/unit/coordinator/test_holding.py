@@ -149,6 +149,24 @@ def test_one_that_is_held_ends_at_its_deadline():
     assert "end DEADLINE_EXCEEDED" in world.tick(100.5)
 
 
+@pytest.mark.parametrize(("held_s", "reason"), [(0.0, "DEADLINE_EXCEEDED"), (1.0, "NO_PREFILL_WORKER")])
+def test_it_ends_once_where_its_node_drains_and_the_time_of_others_is_over(held_s, reason):
+    world, _ = full_world()
+    assert submit(world, "r", slo(ttft_s=1000.0), now=held_s) == []
+    told = world.drain("b0", 100.0)
+    assert told == ["cancel b0", "end DEADLINE_EXCEEDED"] * 2 + [f"end {reason}"]
+    assert world.tracker.num_held == 0
+    assert world.tick(100.1) == []
+
+
+def test_who_waits_for_nodes_in_vain_and_who_is_held_end_once_each():
+    world, (first, _) = full_world()
+    world.tell("b0", events.failed(first, "QUEUE_FULL"))
+    assert submit(world, "r", slo(ttft_s=100.0), now=0.5) == []
+    assert world.tracker.num_deferred == world.tracker.num_held == 1
+    assert world.drain("b0", 2.0) == ["end NO_PREFILL_WORKER"] * 2
+
+
 def test_one_that_is_held_waits_for_nodes_where_there_are_none_any_more():
     world, _ = full_world(node_wait_s=5.0)
     assert submit(world, "r", slo()) == []
