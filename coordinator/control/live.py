@@ -137,12 +137,16 @@ class LiveAnswers:
         while (request := self.holding.first) is not None:
             try:
                 placed = self._place(request, now)
+                if not (placed.is_easy or self._is_idle(placed)):
+                    num_readers = sum(node.usable.reads for node in self.registry.nodes if node.is_ready)
+                    if (urgent := self.holding.urgent(placed, num_readers, now)) is None:
+                        break
+                    if urgent is not request:
+                        request = urgent
+                        placed = self._place(request, now)
             except RequestError as no_node:
                 instructions += self._wait(request, now) if self._node_wait_s else self._end(request, no_node, now)
             else:
-                num_readers = sum(node.usable.reads for node in self.registry.nodes if node.is_ready)
-                if not (placed.is_easy or self._is_idle(placed) or self.holding.is_over(placed, num_readers, now)):
-                    break
                 self._note_harmless(request, placed, now)
                 instructions += self._begin_late(request, placed, now)
             self.holding.let_go(request)

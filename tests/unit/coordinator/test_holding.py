@@ -102,15 +102,32 @@ def test_one_that_another_node_can_take_goes_there():
     assert submit(world, "r", slo()) == ["reserve b1"]
 
 
-def test_the_more_important_go_first_and_then_the_older():
+def test_the_more_important_go_first_then_those_that_can_wait_the_least_then_the_older():
     world, attempts = full_world()
-    for name, priority in (("a", 0), ("b", 0), ("c", -1)):
-        assert submit(world, name, slo(priority=priority)) == []
+    for name, ttft_s, priority in (("a", 9.0, 0), ("b", 8.0, 0), ("c", 8.0, 0), ("d", TTFT_S, -1)):
+        assert submit(world, name, slo(ttft_s, priority=priority)) == []
     begun = []
-    for attempt in attempts:
-        assert end_of(world, attempt, 0.01)[-1] == "reserve b0"
+    for _ in range(4):
+        assert end_of(world, attempts.pop(0), 0.01)[-1] == "reserve b0"
+        attempts.append(world.attempt)
         begun.append(world.attempt.request_id)
-    assert begun == ["c/0", "a/0"]
+        world.tell("b0", events.first_token(events.sampled(world.attempt, 0, 100)), 0.01)
+        world.step(world.attempt, 1, node="b0", now=0.01)
+    assert begun == ["d/0", "b/0", "c/0", "a/0"]
+
+
+def test_who_can_wait_no_longer_takes_none_along_that_is_more_important_and_can():
+    world, _ = full_world()
+    assert submit(world, "important", slo(priority=-1)) == []
+    for name, ttft_s in (("late", 5.1), ("early", 5.0)):
+        assert submit(world, name, slo(ttft_s)) == []
+    assert world.tick(3.0 - 0.26) == []
+    assert world.tick(3.0 - 0.24) == ["reserve b0"]
+    assert world.attempt.request_id == "early/0"
+    assert world.tick(3.06 - 0.24) == ["reserve b0"]
+    assert world.attempt.request_id == "late/0"
+    assert world.tick(0.6 * TTFT_S - 0.26) == []
+    assert world.tick(0.6 * TTFT_S - 0.24) == ["reserve b0"]
 
 
 def test_they_go_early_enough_that_all_can_be_read():
