@@ -152,6 +152,17 @@ def test_they_go_early_enough_that_all_can_be_read():
     assert world.attempt.request_id == "b/0"
 
 
+def test_of_many_that_can_wait_no_longer_some_begin_with_each_look():
+    """So that nodes are heard meanwhile."""
+    world, _ = full_world(max_live=100)
+    for index in range(60):
+        assert submit(world, f"r{index}", slo()) == []
+    assert world.tick(6.0) == world.tick(6.25) == ["reserve b0"] * 16
+    assert world.attempt.request_id == "r31/0"
+    told = world.drain("b0", 6.5)
+    assert told.count("end NO_PREFILL_WORKER") == 28, "that is nothing to work out"
+
+
 def test_a_client_may_give_up_one_that_is_held():
     world, (first, _) = full_world()
     assert submit(world, "r", slo()) == []
