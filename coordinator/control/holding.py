@@ -47,7 +47,7 @@ class Holding:
         """Holds a new request that could be placed like this, where that is good for something: tells whether it
         does."""
         due = request.due
-        if placed.is_easy or due is None or due.first_s == inf or request.num_restarts or request.output:
+        if placed.is_easy or due is None or due.first_s == inf or request.output:
             return False
         until_s = request.timeline.start_s + SHARE * (due.first_s - request.timeline.start_s)
         held = _Held(request.priority, until_s, request.age, request, placed.reads_s, due.first_s)
@@ -72,8 +72,6 @@ class Holding:
 
     def let_go(self, request: TrackedRequest) -> None:
         """It begins, or ends; one that is not held is left alone."""
-        if not request.is_held:
-            return
         request.is_held = False
         self._held = [held for held in self._held if held.request is not request]
 

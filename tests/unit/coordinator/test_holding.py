@@ -3,6 +3,7 @@
 import pytest
 
 from coordinator.control.slo import Slo
+from coordinator.control.so_far import SoFar
 from coordinator.control.timeline import Phase
 from protos import inference_pb2
 from tests import fleet_events as events
@@ -25,8 +26,8 @@ def learn(world, name):
     world.registry.heartbeat(world.registry.find(name), told.heartbeat, 0.0)
 
 
-def submit(world, name, limits, now=0.0, token_ids=PROMPT):
-    return world.submit(f"{name}/0", token_ids, max_tokens=MAX_TOKENS, slo=limits, now=now)
+def submit(world, name, limits, now=0.0, token_ids=PROMPT, **others):
+    return world.submit(f"{name}/0", token_ids, max_tokens=MAX_TOKENS, slo=limits, now=now, **others)
 
 
 def full_world(**settings):
@@ -87,6 +88,18 @@ def test_nodes_that_have_nothing_to_do_hold_nobody():
     world.attach("b0", num_blocks=10_000, max_model_len=100_000)
     learn(world, "b0")
     assert submit(world, "r", slo(tpot_s=0.0151), token_ids=LONG_PROMPT) == ["reserve b0"]
+
+
+def test_an_answer_that_goes_on_has_its_first_token_and_is_not_held():
+    world, _ = full_world()
+    assert submit(world, "r", slo(), so_far=SoFar((100,))) == ["reserve b0"]
+
+
+def test_who_makes_nobody_late_passes_those_that_would():
+    world, (first, _) = full_world()
+    assert end_of(world, first, 0.0) == ["emit 2:102", "end complete"]
+    assert submit(world, "r", slo(tpot_s=0.016)) == []
+    assert submit(world, "s", slo()) == ["reserve b0"]
 
 
 def test_who_makes_others_late_is_held_too():
