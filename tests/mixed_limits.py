@@ -20,7 +20,7 @@ MIXES: Final = (
     (Limits(1.0, 0.05), Limits(10.0, 0.05)), (Limits(1.0, 0.04), Limits(10.0, 0.08)),
     (Limits(1.0, 0.08), Limits(10.0, 0.04)), (Limits(4.0, 0.04), Limits(4.0, 0.08)),
 )  # fmt: skip
-SEEDS: Final = 3
+SEEDS: Final = 6
 NUM_REQUESTS: Final = 150
 
 

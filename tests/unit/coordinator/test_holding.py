@@ -143,26 +143,39 @@ def test_who_can_wait_no_longer_takes_none_along_that_is_more_important_and_can(
     assert world.tick(0.6 * TTFT_S - 0.24) == ["reserve b0"]
 
 
-def test_they_go_early_enough_that_all_can_be_read():
-    """Three prompts of a second each take half as long again, and there is a look every 0.25 s."""
+def full_writer(*readers):
+    """d0 writes two answers, as many as keep their limit, and these nodes read."""
     world = World(())
-    for name in ("p0", "d0"):
+    for name in (*readers, "d0"):
         world.attach(name, num_blocks=10_000, max_model_len=100_000)
         learn(world, name)
     for index in range(2):
         assert submit(world, f"running-{index}", slo()) == ["reserve d0", "prefill p0"]
         world.first(world.attempt)
+    return world
+
+
+def test_they_go_early_enough_that_all_can_be_read():
+    """Three prompts of a second each take half as long again, and there is a look every 0.25 s."""
+    world = full_writer("p0")
     for name in "abc":
         assert submit(world, name, slo(ttft_s=7.0), token_ids=LONG_PROMPT) == []
     assert world.tick(2.5 - 0.26) == []
     assert world.tick(2.5 - 0.24) == ["reserve d0", "prefill p0"]
     attempt = world.attempt
     assert attempt.request_id == "a/0"
-    assert world.tick(3.1) == [], "the reader has work"
-    world.first(attempt, now=3.2)
-    assert world.tick(7.0 - 1.5 * 2 - 0.26) == []
-    assert world.tick(7.0 - 1.5 * 2 - 0.24) == ["reserve d0", "prefill p0"]
+    assert world.tick(7.0 - 1.5 * 2 - 0.24) == [], "the reader has work"
+    world.first(attempt, now=3.8)
+    assert world.tick(3.8) == ["reserve d0", "prefill p0"]
     assert world.attempt.request_id == "b/0"
+
+
+def test_two_nodes_read_them_in_half_the_time():
+    world = full_writer("p0", "p1")
+    for name in "abc":
+        assert submit(world, name, slo(ttft_s=5.0), token_ids=LONG_PROMPT) == []
+    assert world.tick(5.0 - 1.5 * 3 / 2 - 0.26) == []
+    assert world.tick(5.0 - 1.5 * 3 / 2 - 0.24) == ["reserve d0", "prefill p0"]
 
 
 def test_of_many_that_can_wait_no_longer_some_begin_with_each_look():
