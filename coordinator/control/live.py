@@ -123,7 +123,6 @@ class LiveAnswers:
             instructions = self._wait(request, now)
         else:
             if not self._is_idle(placed) and self.holding.takes(request, placed, now):
-                request.timeline.placed(now)
                 self._requests[request.request_id] = request
                 return self.let_in(now)
             self._note_harmless(request, placed, now)
