@@ -123,11 +123,11 @@ class LiveAnswers:
             instructions = self._wait(request, now)
         else:
             if not self._is_idle(placed) and self.holding.takes(request, placed, now):
-                self._requests[request.request_id] = request
-                return self.let_in(now)
-            self._note_harmless(request, placed, now)
-            self._check_admission(request, placed)
-            instructions = self._try_on(request, placed, now, since_s=request.timeline.start_s)
+                instructions = []
+            else:
+                self._note_harmless(request, placed, now)
+                self._check_admission(request, placed)
+                instructions = self._try_on(request, placed, now, since_s=request.timeline.start_s)
         self._requests[request.request_id] = request
         return instructions
 
