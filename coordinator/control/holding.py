@@ -44,10 +44,10 @@ class Holding:
         return self._held[0].request if self._held else None
 
     def takes(self, request: TrackedRequest, placed: Placed, now: float) -> bool:
-        """Holds a new request that could be placed like this, where that is good for something: tells whether it
-        does."""
+        """Holds a request that no node has had and that could be placed like this, where that is good for something:
+        tells whether it does."""
         due = request.due
-        if placed.is_easy or due is None or due.first_s == inf or request.output:
+        if placed.is_easy or due is None or due.first_s == inf or request.output or request.avoid:
             return False
         until_s = request.timeline.start_s + SHARE * (due.first_s - request.timeline.start_s)
         held = _Held(request.priority, until_s, request.age, request, placed.reads_s, due.first_s)

@@ -122,7 +122,7 @@ class LiveAnswers:
                 raise
             instructions = self._wait(request, now)
         else:
-            if not self._is_idle(placed) and self.holding.takes(request, placed, now):
+            if self._holds(request, placed, now):
                 instructions = []
             else:
                 self._note_harmless(request, placed, now)
@@ -156,8 +156,8 @@ class LiveAnswers:
         return instructions
 
     def retry(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """One that waits for nodes begins where there are some now, and ends when it has waited for too long; `let_in`
-        is to follow."""
+        """One that waits for nodes begins where there are some now, or is held, and ends when it has waited for too
+        long; `let_in` is to follow."""
         assert request.waits_until_s is not None, "nodes have it"
         if now < request.asks_again_s:
             return []
@@ -168,7 +168,14 @@ class LiveAnswers:
             placed = self._place(request, now)
         except RequestError as no_node:
             return self._end(request, with_progress(no_node, request), now) if is_over else []
+        if self._holds(request, placed, now):
+            request.waits_until_s = None
+            return []
         return self._begin_late(request, placed, now)
+
+    def _holds(self, request: TrackedRequest, placed: Placed, now: float) -> bool:
+        """Whether it is held, where it could be placed like this. Nodes that have nothing to do hold nobody."""
+        return not self._is_idle(placed) and self.holding.takes(request, placed, now)
 
     def _begin_late(self, request: TrackedRequest, placed: Placed, now: float) -> list[Instruction]:
         """The first attempt of one that has waited, or its end if it is not admitted."""

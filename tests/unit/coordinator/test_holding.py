@@ -221,14 +221,30 @@ def test_who_waits_for_nodes_in_vain_and_who_is_held_end_once_each():
     assert world.drain("b0", 2.0) == ["end NO_PREFILL_WORKER"] * 2
 
 
-def test_one_that_is_held_waits_for_nodes_where_there_are_none_any_more():
+def test_one_that_is_held_waits_for_nodes_where_there_are_none_and_is_held_where_they_are_full():
     world, _ = full_world(node_wait_s=5.0)
     assert submit(world, "r", slo()) == []
     world.lose("b0", now=1.0)
     world.tick(1.1)
+    assert (world.tracker.num_deferred, world.tracker.num_held) == (3, 0)
     world.attach("b1", num_blocks=10_000, max_model_len=100_000)
-    assert len(world.tick(2.0)) == 3
-    assert world.tracker.num_deferred == 0
+    learn(world, "b1")
+    assert world.tick(2.0) == ["reserve b1"] * 2, "those that have tokens"
+    assert (world.tracker.num_deferred, world.tracker.num_held) == (0, 1)
+    assert world.tick(0.6 * TTFT_S - 0.26) == []
+    assert world.tick(0.6 * TTFT_S - 0.24) == ["reserve b1"]
+
+
+def test_what_a_node_has_had_is_not_held():
+    world, _ = full_world(node_wait_s=5.0)
+    world.attach("b1", num_blocks=10_000, max_model_len=100_000)
+    learn(world, "b1")
+    assert submit(world, "r", slo()) == ["reserve b1"]
+    assert world.tell("b1", events.failed(world.attempt, "QUEUE_FULL")) == ["reserve b0"]
+    assert world.tell("b0", events.failed(world.attempt, "QUEUE_FULL")) == []
+    world.lose("b1", now=0.5)
+    assert (world.tracker.num_deferred, world.tracker.num_held) == (1, 0)
+    assert world.tick(1.1) == ["reserve b0"]
 
 
 def test_without_a_wait_for_nodes_it_ends_with_them():
