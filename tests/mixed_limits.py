@@ -18,7 +18,7 @@ PROFILE: Final = read_profile(Path(__file__).parent / "unit/splitserve_bench/amx
 FLEETS: Final = ((FleetSize(1, 1), 3.0), (FleetSize(0, 0, 2, admission="timely"), 4.0), (FleetSize(2, 2), 8.0))
 MIXES: Final = (
     (Limits(1.0, 0.05), Limits(10.0, 0.05)), (Limits(1.0, 0.04), Limits(10.0, 0.08)),
-    (Limits(1.0, 0.08), Limits(10.0, 0.04)), (Limits(4.0, 0.04), Limits(4.0, 0.08)),
+    (Limits(1.0, 0.08), Limits(10.0, 0.04)),
 )  # fmt: skip
 SEEDS: Final = 6
 NUM_REQUESTS: Final = 150

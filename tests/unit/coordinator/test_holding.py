@@ -90,6 +90,13 @@ def test_nodes_that_have_nothing_to_do_hold_nobody():
     assert submit(world, "r", slo(tpot_s=0.0151), token_ids=LONG_PROMPT) == ["reserve b0"]
 
 
+def test_it_begins_on_nodes_that_have_nothing_to_do_any_more_though_it_will_be_late():
+    world, (first, second) = full_world()
+    assert submit(world, "r", slo(tpot_s=0.0151)) == []
+    assert end_of(world, first, 1.0) == ["emit 2:102", "end complete"]
+    assert end_of(world, second, 2.0) == ["emit 2:102", "end complete", "reserve b0"]
+
+
 def test_an_answer_that_goes_on_has_its_first_token_and_is_not_held():
     world, _ = full_world()
     assert submit(world, "r", slo(), so_far=SoFar((100,))) == ["reserve b0"]
@@ -143,6 +150,22 @@ def test_who_can_wait_no_longer_takes_none_along_that_is_more_important_and_can(
     assert world.tick(0.6 * TTFT_S - 0.24) == ["reserve b0"]
 
 
+def test_who_can_wait_no_longer_goes_where_there_is_room_for_it():
+    world = World(())
+    for name, max_model_len in (("b0", MAX_TOKENS + len(PROMPT)), ("b1", 100_000)):
+        world.attach(name, num_blocks=10_000, max_model_len=max_model_len)
+        learn(world, name)
+    for index in range(4):
+        (said,) = submit(world, f"running-{index}", slo())
+        name = said.removeprefix("reserve ")
+        world.tell(name, events.first_token(events.sampled(world.attempt, 0, 100)))
+    assert submit(world, "important", slo(priority=-1)) == []
+    assert submit(world, "long", slo(ttft_s=5.0), token_ids=PROMPT * 4) == []
+    assert world.tick(3.0 - 0.24) == ["reserve b1"]
+    assert world.attempt.request_id == "long/0"
+    assert world.tick(0.6 * TTFT_S - 0.24) == ["reserve b0"]
+
+
 def full_writer(*readers):
     """d0 writes two answers, as many as keep their limit, and these nodes read."""
     world = World(())
@@ -170,8 +193,9 @@ def test_they_go_early_enough_that_all_can_be_read():
     assert world.attempt.request_id == "b/0"
 
 
-def test_two_nodes_read_them_in_half_the_time():
-    world = full_writer("p0", "p1")
+def test_two_nodes_that_are_ready_read_them_in_half_the_time():
+    world = full_writer("p0", "p1", "p2")
+    assert world.drain("p2", 0.0) == []
     for name in "abc":
         assert submit(world, name, slo(ttft_s=5.0), token_ids=LONG_PROMPT) == []
     assert world.tick(5.0 - 1.5 * 3 / 2 - 0.26) == []
