@@ -2,6 +2,7 @@
 
 import pytest
 
+from coordinator.control.placement.policy import Placed
 from coordinator.control.slo import Slo
 from coordinator.control.so_far import SoFar
 from coordinator.control.timeline import Phase
@@ -102,6 +103,15 @@ def test_an_answer_that_goes_on_has_its_first_token_and_is_not_held():
     assert submit(world, "r", slo(), so_far=SoFar((100,))) == ["reserve b0"]
 
 
+def test_one_that_begins_in_time_counts_from_then_on_in_how_many_such_come():
+    world, (first, _) = full_world()
+    assert submit(world, "r", slo()) == []
+    harmless = world.tracker._live.harmless
+    assert harmless.per_s(1.0) == 1.0
+    assert end_of(world, first, 2.0)[-1] == "reserve b0"
+    assert harmless.per_s(4.0) == 0.5
+
+
 def test_who_makes_nobody_late_passes_those_that_would():
     world, (first, _) = full_world()
     assert end_of(world, first, 0.0) == ["emit 2:102", "end complete"]
@@ -113,6 +123,15 @@ def test_who_makes_others_late_is_held_too():
     world, (first, _) = full_world()
     assert submit(world, "r", slo(tpot_s=None)) == []
     assert end_of(world, first, 2.0)[-1] == "reserve b0"
+
+
+@pytest.mark.parametrize(
+    ("writer", "crowding", "is_easy"),
+    [("d0", 0.95, True), ("d0", 0.97, False), ("b0", 1.02, True), ("b0", 1.04, False)],
+)
+def test_a_node_that_only_writes_is_full_before_one_whose_answers_get_ahead(writer, crowding, is_easy):
+    node = World((writer,)).registry.find(writer)
+    assert Placed(node, node, crowding=crowding).is_easy == is_easy
 
 
 def test_one_that_another_node_can_take_goes_there():
