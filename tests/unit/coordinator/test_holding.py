@@ -7,6 +7,7 @@ from coordinator.control.slo import Slo
 from coordinator.control.so_far import SoFar
 from coordinator.control.timeline import Phase
 from protos import inference_pb2
+from serving_core.errors import RequestError
 from tests import fleet_events as events
 from tests.unit.coordinator.tracker_kit import PROMPT, World
 
@@ -89,6 +90,16 @@ def test_nodes_that_have_nothing_to_do_hold_nobody():
     world.attach("b0", num_blocks=10_000, max_model_len=100_000)
     learn(world, "b0")
     assert submit(world, "r", slo(tpot_s=0.0151), token_ids=LONG_PROMPT) == ["reserve b0"]
+
+
+def test_a_reader_that_has_work_is_not_a_node_that_has_nothing_to_do():
+    world = World((), admits_late=False)
+    for name in ("p0", "d0", "d1"):
+        world.attach(name, num_blocks=10_000, max_model_len=100_000)
+        learn(world, name)
+    assert submit(world, "busy", None, token_ids=LONG_PROMPT) == ["reserve d0", "prefill p0"]
+    with pytest.raises(RequestError, match="limits of the request"):
+        submit(world, "r", slo(ttft_s=0.5), token_ids=LONG_PROMPT[::-1])
 
 
 def test_it_begins_on_nodes_that_have_nothing_to_do_any_more_though_it_will_be_late():
