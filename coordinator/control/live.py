@@ -18,7 +18,7 @@ from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, 
 from coordinator.control.ledger import Ledger
 from coordinator.control.lives import Lives
 from coordinator.control.metrics import Metrics
-from coordinator.control.outcomes import completion, with_progress
+from coordinator.control.outcomes import completion, too_late, with_progress
 from coordinator.control.pace import Pace
 from coordinator.control.placement.policy import Placed, Policy, Wanted
 from coordinator.control.placement.readers import best_reader, best_writer
@@ -34,6 +34,7 @@ from serving_core.errors import RequestError
 
 NUM_EPOCHS: Final = 2**32
 ASK_AGAIN_S: Final = 1.0  # after every node has turned one away
+MOST_LET_IN: Final = 16  # of those that are held, in one event: each takes milliseconds to place beside hundreds
 
 
 class TokenRow(NamedTuple):
@@ -121,35 +122,42 @@ class LiveAnswers:
                 raise
             instructions = self._wait(request, now)
         else:
-            if not self._is_idle(placed) and self.holding.takes(request, placed, now):
-                request.timeline.placed(now)
-                self._requests[request.request_id] = request
-                return self.let_in(now)
-            self._note_harmless(request, placed, now)
-            self._check_admission(request, placed)
-            instructions = self._try_on(request, placed, now, since_s=request.timeline.start_s)
+            if self._holds(request, placed, now):
+                instructions = []
+            else:
+                self._note_harmless(request, placed, now)
+                self._check_admission(request, placed)
+                instructions = self._try_on(request, placed, now, since_s=request.timeline.start_s)
         self._requests[request.request_id] = request
         return instructions
 
     def let_in(self, now: float) -> list[Instruction]:
-        """Those that are held begin, as many as may. To be called some times a second, and when an answer has ended."""
+        """Those that are held begin, as many as may, a few at a time. To be called some times a second, and when an
+        answer has ended."""
         instructions: list[Instruction] = []
-        while (request := self.holding.first) is not None:
+        num_begun = 0
+        while num_begun < MOST_LET_IN and (request := self.holding.first) is not None:
             try:
                 placed = self._place(request, now)
+                if not (placed.is_easy or self._is_idle(placed)):
+                    num_readers = sum(node.usable.reads for node in self.registry.nodes if node.is_ready)
+                    if (urgent := self.holding.urgent(placed, num_readers, now)) is None:
+                        break
+                    if urgent is not request:
+                        request = urgent
+                        placed = self._place(request, now)
             except RequestError as no_node:
                 instructions += self._wait(request, now) if self._node_wait_s else self._end(request, no_node, now)
             else:
-                num_readers = sum(node.usable.reads for node in self.registry.nodes if node.is_ready)
-                if not (placed.is_easy or self._is_idle(placed) or self.holding.is_over(placed, num_readers, now)):
-                    break
                 self._note_harmless(request, placed, now)
                 instructions += self._begin_late(request, placed, now)
+                num_begun += 1
             self.holding.let_go(request)
         return instructions
 
     def retry(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """One that waits for nodes begins where there are some now, and ends when it has waited for too long."""
+        """One that waits for nodes begins where there are some now, or is held, and ends when it has waited for too
+        long; `let_in` is to follow."""
         assert request.waits_until_s is not None, "nodes have it"
         if now < request.asks_again_s:
             return []
@@ -159,8 +167,15 @@ class LiveAnswers:
         try:
             placed = self._place(request, now)
         except RequestError as no_node:
-            return self.end(request, with_progress(no_node, request), now) if is_over else []
+            return self._end(request, with_progress(no_node, request), now) if is_over else []
+        if self._holds(request, placed, now):
+            request.waits_until_s = None
+            return []
         return self._begin_late(request, placed, now)
+
+    def _holds(self, request: TrackedRequest, placed: Placed, now: float) -> bool:
+        """Whether it is held, where it could be placed like this. Nodes that have nothing to do hold nobody."""
+        return not self._is_idle(placed) and self.holding.takes(request, placed, now)
 
     def _begin_late(self, request: TrackedRequest, placed: Placed, now: float) -> list[Instruction]:
         """The first attempt of one that has waited, or its end if it is not admitted."""
@@ -406,6 +421,10 @@ class LiveAnswers:
     ) -> list[Instruction]:
         """The one end of the answer; whoever may hold something of it is told. What was held for it begins."""
         return [*self._end(request, outcome, now), *self.let_in(now)]
+
+    def expire(self, request: TrackedRequest, now: float) -> list[Instruction]:
+        """Its time is over. `let_in` is to follow, once for all whose time is."""
+        return self._end(request, too_late(request), now)
 
     def _end(
         self, request: TrackedRequest, outcome: inference_pb2.Complete | RequestError, now: float

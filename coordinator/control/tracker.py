@@ -38,7 +38,7 @@ from coordinator.control.lives import Lives
 from coordinator.control.loans import NEVER
 from coordinator.control.metrics import Metrics
 from coordinator.control.moves import Moves, keep
-from coordinator.control.outcomes import completion, ended_before, too_late, with_progress
+from coordinator.control.outcomes import completion, ended_before, with_progress
 from coordinator.control.placement.policies import AUTO, POLICIES
 from coordinator.control.placement.policy import Policy
 from coordinator.control.prompts import Prompt
@@ -278,7 +278,7 @@ class Tracker:
         instructions: list[Instruction] = [Send(node, command) for node, command in self._live.releases.overdue(now)]
         for request in self._live.everyone():
             if now >= request.deadline_s:
-                instructions += self._live.end(request, too_late(request), now)
+                instructions += self._live.expire(request, now)
                 continue
             if request.is_held:
                 continue

@@ -15,6 +15,7 @@ from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
 from coordinator.control.releases import RESEND_S
 from coordinator.control.router import has_path
+from coordinator.control.slo import Slo
 from coordinator.control.tracker import Tracker
 from protos import fleet_pb2, inference_pb2
 from protos.convert import shape_to_wire
@@ -28,6 +29,9 @@ FAILURES = ("TRANSFER_FAILED", "KV_CHECKSUM_MISMATCH", "QUEUE_FULL", "ENGINE_ERR
 PROMPT = [1, 2]
 DEADLINE_S = 60
 NODE_WAIT_S = 20.0  # longer than a world without trouble has no ready nodes
+STEP_WEIGHTS = [0.010, 0.005, 0.0, 0.0, 0.001, 0.0, 0.0]  # a step takes 10 ms and 5 ms for each answer
+TPOTS_S = (None, 0.017, 0.022, 0.2)  # which one answer keeps, or two
+TTFTS_S = (None, 0.5, 5.0, 50.0)
 
 
 def token_of(request_id: str, index: int) -> int:
@@ -213,12 +217,14 @@ class World:
             max_restarts=random.choice([0, 1, 3]),
             keep_after_s=random.choice([0.5, 5.0, 1e9]),
             node_wait_s=random.choice([0.0, NODE_WAIT_S]),
+            admits_late=random.choice([False, True]),
         )
         self.nodes = [SimulatedNode(self, name) for name in random.choice(FLEETS)]
         self.submitted = {}  # id to (max_tokens, time of arrival)
         self.tokens = {}
         self.ends = {}
         self.moves = Counter()  # by outcome
+        self.most_held = 0
 
     def carry_out(self, instructions):
         for instruction in instructions:
@@ -252,13 +258,18 @@ class World:
         times = {"arrived_s": self.now, "deadline_s": self.now + DEADLINE_S, "now": self.now}
         try:
             instructions = self.tracker.submit(
-                request_id, Prompt(PROMPT), SamplingParams(max_tokens=max_tokens), **times
+                request_id, Prompt(PROMPT), SamplingParams(max_tokens=max_tokens), slo=self._draw_slo(), **times
             )
         except RequestError:
             return
+        self.most_held = max(self.most_held, self.tracker.num_held)
         self.submitted[request_id] = (max_tokens, self.now)
         self.tokens[request_id] = []
         self.carry_out(instructions)
+
+    def _draw_slo(self):
+        draw = self.random.choice
+        return Slo("", draw(TTFTS_S), draw(TPOTS_S), draw([-1, 0]))
 
     def deliver_command(self):
         if waiting := [node for node in self.nodes if node.commands]:
@@ -328,7 +339,8 @@ class World:
     def _beat(self, state):
         self.now += self.random.random()
         node = self.random.choice(self.nodes)
-        beat = events.heartbeat(state, prefill_tokens_per_s=self.random.choice([0.0, 1.0, 10.0]), step_s=0.1)
+        load = {"step_s": 0.1, "step_weights": self.random.choice([[], STEP_WEIGHTS])}
+        beat = events.heartbeat(state, prefill_tokens_per_s=self.random.choice([0.0, 1.0, 10.0]), **load)
         self.registry.heartbeat(node.node, beat.heartbeat, self.now)
         self.carry_out(self.tracker.tick(self.now))
 

@@ -76,6 +76,21 @@ def test_requests_to_come_count_as_far_as_their_prompts_are_to_be_computed(names
     assert policy.told == pytest.approx([0.0, 0.0, part / 2, 2 * part / 3])
 
 
+@pytest.mark.parametrize(
+    ("slo", "per_s"), [(None, 0.0), (Slo("", None, 5.0), 0.0), (Slo("", 1e-3, None), 0.0), (Slo("", 5.0, None), 1.0)]
+)
+def test_of_requests_to_come_those_do_not_count_that_will_be_late_or_cannot_be(slo, per_s):
+    policy = Noting()
+    world = World(("p0", "d0"), policy=policy)
+    for node in world.registry.nodes:
+        beat = events.heartbeat(step_weights=[0.01, 0.0, 0.0, 0.0, 0.001, 0.0, 0.0], prefill_tokens_per_s=1000.0)
+        world.registry.heartbeat(node, beat.heartbeat, 0.0)
+    for number in range(3):
+        world.submit(f"{number}/0", now=float(number), slo=slo)
+        world.tracker.finish(f"{number}/0", ABORT, float(number))
+    assert policy.told == pytest.approx([0.0, 0.0, per_s / 2])
+
+
 def test_both_nodes_get_what_is_left_and_the_writer_hears_of_the_first_token(world):
     world.submit(now=10.0, slo=SLO)
     assert [due(job) for job in world.jobs] == [{"ttft_left_s": 5.0, "tpot_s": 2.0}] * 2

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import inference_pb2
+from serving_core import reasons
 from serving_core.errors import RequestError
 from tests.lengths import few
 from tests.unit.coordinator.protocol_world import World, token_of
@@ -19,6 +20,7 @@ from tests.unit.coordinator.protocol_world import World, token_of
 OFTEN = ("submit", "deliver_command", "deliver_event", "step")
 MOVES = ("drain", "drain", "drain", "revoke", "spoil")
 RARE = ("fail", "lose", "abort", "wait", *MOVES)
+REFUSALS = (reasons.WOULD_BE_LATE, reasons.NO_PREFILL_WORKER, reasons.NO_DECODE_WORKER)  # of what was held
 
 
 def play(seed, trouble, num_actions=500):
@@ -45,20 +47,22 @@ def test_every_request_ends_once_with_the_right_tokens_and_nothing_is_held(troub
         tokens = world.tokens[request_id]
         assert tokens == [token_of(request_id, index) for index in range(len(tokens))]
         if isinstance(outcome, RequestError):
-            assert trouble == RARE
+            assert trouble == RARE or (outcome.reason in REFUSALS and not tokens)
             continue
         check_complete(outcome, len(tokens), max_tokens, ended_s - arrived_s)
         assert trouble == RARE or outcome.timeline.num_restarts == 0  # a move that fails costs nothing
 
 
-def test_moves_of_every_outcome_are_among_them():
-    moves, num_kept = Counter(), 0
+def test_moves_of_every_outcome_and_requests_that_are_held_are_among_them():
+    moves, num_kept, num_held = Counter(), 0, 0
     for seed in range(60):
         world = play(seed, RARE if seed % 2 else MOVES)
         moves += world.moves
         num_kept += world.metrics.num_kept
+        num_held += world.most_held
     assert min(moves[outcome] for outcome in ("moved", "refused", "failed", "ended")) >= 10, moves
     assert num_kept >= 5
+    assert num_held >= 20
 
 
 def check_complete(complete, num_tokens, max_tokens, e2e_s):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from coordinator.control.lives import life_of
 from coordinator.control.pauses import RECOVERY_S, Pauses
 from coordinator.control.slo import Slo
 from coordinator.control.so_far import SoFar
@@ -47,6 +48,9 @@ def test_an_answer_whose_last_node_is_lost_waits_and_goes_on_where_it_was():
     old = write_two_tokens(world)
     assert world.lose("d0", now=1.0) == []
     assert (world.tracker.num_running, world.tracker.num_waiting) == (0, 1)
+    (waiting,) = world.tracker.newest(1)
+    span = life_of(waiting, 1.5).spans[-1]
+    assert (span.phase, span.begin_s, span.prefill_node, span.decode_node) == ("prefill_queue", 1.0, "", "")
     for event in (events.first_token(events.sampled(old, 2, 5)), events.failed(old, "ENGINE_ERROR")):
         assert world.tell("p0", event, 1.5) == []  # what the old attempt still says is nobody's
     world.attach("d0")
