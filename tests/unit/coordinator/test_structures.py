@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import datetime
 import itertools
 import json
 import operator
@@ -267,6 +268,51 @@ def test_bytes_are_base64_that_pythons_reads_and_writes(structures, tokenizer_fo
             is_right = False
         assert may_be(grammars.guide_of(made), json.dumps(text)) == is_right, text
         assert may_be(grammars.guide_of(begun), json.dumps(text)) == (is_right and text.startswith("Q")), text
+
+
+def is_read(form, text):
+    """By Python, and has a zone where it has a time."""
+    try:
+        if form == "date":
+            return datetime.date.fromisoformat(text) is not None
+        day = "2024-02-29T" if form == "time" else ""
+        return datetime.datetime.fromisoformat(day + text).tzinfo is not None
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("form", ["date", "date-time"])
+def test_days_are_those_of_the_calendar(structures, tokenizer_folder, form):
+    made, grammars = grammar(structures, **schema(type="string", format=form)), Grammars(tokenizer_folder, (EOS,))
+    years = ["0000", "0004", "0100", "1900", "2000", "2023", "2024", "9999"]
+    for year, month, day in itertools.product(years, range(14), (0, 28, 29, 30, 31, 32)):
+        text = f"{year}-{month:02}-{day:02}" + ("T00:00:00Z" if form == "date-time" else "")
+        assert may_be(grammars.guide_of(made), json.dumps(text)) == is_read(form, text), text
+
+
+@pytest.mark.parametrize("form", ["time", "date-time"])
+def test_times_are_those_of_a_day_and_have_a_zone(structures, tokenizer_folder, form):
+    made, grammars = grammar(structures, **schema(type="string", format=form)), Grammars(tokenizer_folder, (EOS,))
+    before = "2024-02-29T" if form == "date-time" else ""
+    clocks = ["00:00:00", "23:59:59", "24:00:00", "12:60:00", "23:59:60", "12:00", "00:00:00.5", "1:00:00"]
+    for clock, zone in itertools.product(clocks, ["Z", "", "+00:00", "-23:59", "+24:00", "+01:6", "+1:00"]):
+        text = before + clock + zone
+        is_right = clock != "12:00" and is_read(form, text)  # a time has seconds
+        assert may_be(grammars.guide_of(made), json.dumps(text)) == is_right, text
+
+
+@pytest.mark.parametrize("form", ["nanoid", "e164", "starts_with", "datetime"])
+def test_a_format_of_no_draft_is_what_the_pattern_beside_it_asks(structures, tokenizer_folder, form):
+    """As zod writes them."""
+    made, grammars = (
+        grammar(structures, **schema(type="string", format=form, pattern="^a+$")),
+        Grammars(tokenizer_folder, (EOS,)),
+    )
+    assert may_be(grammars.guide_of(made), '"aa"')
+    assert not may_be(grammars.guide_of(made), '"b"')
+    assert "format" in refusal(structures, **schema(type="string", format=form))[1]
+    for known in ("idn-email", "regex", "iri"):
+        assert "format" in refusal(structures, **schema(type="string", format=known, pattern="^a+$"))[1]
 
 
 @pytest.mark.parametrize(
