@@ -5,6 +5,7 @@ What the library does not enforce it refuses by name; what it would enforce in p
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Final, TypeGuard
@@ -27,6 +28,8 @@ IDLE: Final[Mapping[str, Sequence[Any]]] = {
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
 }
+DRAFT: Final = re.compile(r"https?://json-schema\.org/(draft[-/][\w-]+/)?schema#?")
+LAST_DRAFT: Final = "draft/2020-12/"
 NAMING: Final = {"enum", "type", "title", "description"}  # keywords of a schema that is a list of texts
 MOST_COPIED_CHARS: Final = 2**17
 MOST_MULTIPLE: Final = 2**32 - 1  # of what the library joins multiples to
@@ -52,6 +55,7 @@ def read_schema(text: str) -> dict[str, Any]:
     schema = parse_schema(text)
     parts = list(schemas_in(schema))
     for part in parts:
+        _mend_draft(part)
         put_format(part)
         _mend_minimum(part)
         _check_count(part)
@@ -167,6 +171,13 @@ def _check_texts(part: Mapping[str, Any]) -> None:
         _refuse_control(name, (control_in(each) for each in _leaves(part.get(name)) if isinstance(each, str)))
     for name, given in patterns.items():
         _refuse_control(name, map(control_of_pattern, given))
+
+
+def _mend_draft(part: dict[str, Any]) -> None:
+    """The library takes a draft's own name alone; many write it with another scheme."""
+    if found := DRAFT.fullmatch(str(part.get("$schema"))):
+        is_old = (found[1] or "").startswith("draft-")
+        part["$schema"] = f"http{'' if is_old else 's'}://json-schema.org/{found[1] or LAST_DRAFT}schema"
 
 
 def _mend_minimum(part: dict[str, Any]) -> None:

@@ -79,6 +79,9 @@ CONTROLLED = (
 AHEAD, THE = "^(?!a).*$", "the regular expression"
 HALF, POSITIVE = {"type": "number", "maximum": 0.5}, {"type": "number", "exclusiveMinimum": 0}
 ITSELF = {"$ref": "#/$defs/a"}
+DRAFTS = itertools.product(
+    ("http", "https"), ("", "draft-04/", "draft-06/", "draft-07/", "draft/2019-09/", "draft/2020-12/"), ("", "#")
+)
 FEW = {"type": "object", "minProperties": 2}  # which the library does not enforce
 
 
@@ -131,6 +134,7 @@ def test_what_asks_for_nothing(tokenizer_folder, params):
         ({"type": "string", "format": "colour"}, "format"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
         ({"$ref": "https://example.org/schema"}, "https://example.org/schema"),
+        ({"$schema": "https://example.org/schema"}, "https://example.org/schema"),
         ({"type": "object", "minProperties": 2, "required": ["a"]}, "minProperties"),
         ({"items": [{"minProperties": 3, "type": "object"}], "type": "array"}, "minProperties"),
         ({"enum": [1, {"a": [2**53 + 1]}]}, "enum"),
@@ -202,6 +206,7 @@ def test_what_is_not_enforced_is_named(structures, fields, named):
         {"type": "object", "unevaluatedProperties": {}, "dependentRequired": {}, "dependentSchemas": {}},
         {"type": "object", "properties": {"a\x01b": {"const": "\n\r\t\b\f\x80"}}},
         *({"type": "string", "format": each} for each in ("binary", "password", "path", "double", "int64")),
+        *({"$schema": f"{scheme}://json-schema.org/{draft}schema{end}"} for scheme, draft, end in DRAFTS),
         *(
             {"type": "string", "pattern": pattern}
             for pattern in (r"^[^\x00-\x1F\x7f]+$", r"^[\x00-\x7F]*$", r"^[\x01-\x08\x0b\x0c!]b$", r"^\\x01\n$")
