@@ -55,6 +55,10 @@ def test_blocks_that_are_awaited_and_one_for_each_answer():
     assert node.room.num_awaited() == 4 + 3
     node.add("awaiting", 7, Stage.AWAITING, 8, num_ahead=5)  # 13
     assert node.room.num_awaited() == 4 + 3 + 4
+    node.add("queued for another", 8, Stage.QUEUED, 8, hands_over=True)  # 8
+    assert node.room.num_awaited() == 4 + 3 + 4 + 2
+    node.add("stopped", 9, Stage.STOPPED, 1)
+    assert node.room.num_seated() == 5
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,16 @@ def test_a_prompt_of_many_that_needs_no_seat_might_start():
     assert not node.room.may_start_any
     node.add("outgoing", 9, Stage.QUEUED, 5, hands_over=True)
     assert node.room.may_start_any
+
+
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_a_prompt_whose_blocks_come_from_elsewhere_waits_for_them(hands_over):
+    node = Node(num_seats=3)
+    node.fill_seats()
+    queued, asked = node.add("queued", 9, Stage.QUEUED, 5, hands_over=hands_over), []
+    gate = node.room.gate(lambda *given: asked.append(given) or True)
+    assert not gate(queued)
+    assert asked == [(queued, 2)]  # a block for each answer is to be left
 
 
 @pytest.mark.parametrize(("num_answers", "may_start"), [(2, True), (3, False)])
@@ -140,7 +154,35 @@ def test_what_cannot_grow_by_a_block_beside_others_is_stranded(stage, num_hosted
     node.hosting.lease(1, num_hosted, age=9)
     hosts = HOSTS if stage is Stage.READING else ()
     grown = node.add("grown", 5, stage, 20, num_computed=20, hosts=hosts)
+    grown.request.token_ids += [0] * 40 * bool(hosts)  # more than the pool holds
     assert node.room.stranded(lambda _: False) is (grown if is_stranded else None)
+
+
+@pytest.mark.parametrize("stage", [Stage.WRITING, Stage.READING])
+def test_a_younger_one_gives_its_blocks_to_an_older_one_that_has_none(stage):
+    node = Node()
+    younger = node.add("younger", 9, stage, 60)
+    node.add("older", 3, Stage.QUEUED, 8)
+    assert node.room.make_way()
+    assert (younger.stage, younger.lease) == (Stage.QUEUED, None)
+
+
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_what_starts_takes_blocks_from_what_is_read_where_it_is_for_another_node_too(hands_over):
+    """Six of 16 blocks are another node's, of which half may be; there are enough for both."""
+    node = Node()
+    node.add("answer", 1, Stage.WRITING, 1)
+    read = node.add("read", 9, Stage.READ, 24, hands_over=True)
+    assert node.room.start(node.add("older", 3, Stage.QUEUED, 11, hands_over=hands_over))
+    assert (read.lease is None) == hands_over
+
+
+def test_a_kept_prompt_that_is_about_to_leave_gets_no_seat():
+    node = Node()
+    kept = node.add("kept", 3, Stage.READ, 5, hands_over=True, is_kept=True, ending={})
+    assert not node.room.seat()
+    kept.ending = None
+    assert node.room.seat()
 
 
 def test_a_read_prompt_that_is_kept_gets_a_seat_and_not_blocks_of_what_has_none():
@@ -154,14 +196,25 @@ def test_a_read_prompt_that_is_kept_gets_a_seat_and_not_blocks_of_what_has_none(
 
 
 @pytest.mark.parametrize(
-    "facts", [{"is_sending": True}, {"ending": {}}, {"is_revoked": True}, {"is_annexing": True}, {"is_loading": True}]
+    ("stage", "facts"),
+    [
+        (Stage.WRITING, {"is_sending": True}),
+        (Stage.WRITING, {"ending": {}}),
+        (Stage.WRITING, {"is_annexing": True}),
+        (Stage.WRITING, {"is_loading": True}),
+        (Stage.GRANTED, {"is_receiving": True, "is_revoked": True}),
+        (Stage.GRANTED, {}),
+        (Stage.STOPPED, {}),
+    ],
 )
-def test_nobody_is_stranded_while_something_comes_free_anyway(facts):
+def test_nobody_is_stranded_while_something_comes_free_anyway(stage, facts):
     node = Node()
     node.hosting.lease(1, 1, age=9)
-    node.add("waiting", 5, Stage.QUEUED, 60)
-    node.add("going", 6, Stage.WRITING, 1, **facts)
+    waiting = node.add("waiting", 5, Stage.QUEUED, 60)
+    assert node.room.stranded(lambda _: False) is waiting
+    node.add("going", 6, stage, 1, **facts)
     assert node.room.stranded(lambda _: False) is None
+    assert not node.room.make_way()
 
 
 @pytest.mark.parametrize("stage", [Stage.QUEUED, Stage.READING])
