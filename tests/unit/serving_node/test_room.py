@@ -106,9 +106,21 @@ def test_no_more_are_to_be_answered_than_can_be_in_time(num_answers, may_start):
     node = Node(num_seats=8, costs=ExactCosts((0.010, 0.002, 0.0, 0.0, 0.0, 0.0)))
     for age in range(num_answers):
         node.add(f"answer-{age}", age, Stage.WRITING, 1, due=Due(tpot_s=0.0125))
+    node.add("answered elsewhere", 7, Stage.READING, 5, hands_over=True, due=Due(tpot_s=0.0001))
     own = node.add("own", 8, Stage.QUEUED, 5)
     outgoing = node.add("outgoing", 9, Stage.QUEUED, 5, hands_over=True)
     assert node.may_start(own, outgoing) == [may_start, True]
+
+
+@pytest.mark.parametrize(("num_seats", "age", "may_start"), [(9, 3, False), (9, 7, True), (2, 3, True)])
+def test_a_prompt_waits_for_an_older_one_that_lacks_blocks_alone(num_seats, age, may_start):
+    """Not for one that lacks a seat too."""
+    node = Node(num_seats=num_seats)
+    node.fill_seats()
+    node.add("awaiting", age, Stage.AWAITING, 60, source_tp=1)
+    queued = node.add("queued", 5, Stage.QUEUED, 5, hands_over=True)
+    assert node.granted() == []
+    assert node.may_start(queued) == [may_start]
 
 
 @pytest.mark.parametrize(("num_tokens", "age", "may_start"), [(19, 5, True), (20, 5, False), (20, 3, True)])
