@@ -112,11 +112,12 @@ def test_no_more_are_to_be_answered_than_can_be_in_time(num_answers, may_start):
     assert node.may_start(own, outgoing) == [may_start, True]
 
 
-@pytest.mark.parametrize(("num_seats", "age", "may_start"), [(9, 3, False), (9, 7, True), (2, 3, True)])
+@pytest.mark.parametrize(("num_seats", "age", "may_start"), [(9, 3, False), (9, 7, True), (3, 3, True)])
 def test_a_prompt_waits_for_an_older_one_that_lacks_blocks_alone(num_seats, age, may_start):
     """Not for one that lacks a seat too."""
     node = Node(num_seats=num_seats)
     node.fill_seats()
+    node.add("granted", 8, Stage.GRANTED, 1, is_receiving=True)
     node.add("awaiting", age, Stage.AWAITING, 60, source_tp=1)
     queued = node.add("queued", 5, Stage.QUEUED, 5, hands_over=True)
     assert node.granted() == []
