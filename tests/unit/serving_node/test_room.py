@@ -15,6 +15,7 @@ from tests.unit.serving_node.residents_kit import LAYOUT, House
 from tests.unit.serving_node.slack_kit import ExactCosts
 
 TILE_BLOCKS = 4
+READY = {"is_receiving": True, "has_first_token": True}
 HOSTS = (Host("host:1", bytes(32)),)
 
 
@@ -106,7 +107,7 @@ def test_no_more_are_to_be_answered_than_can_be_in_time(num_answers, may_start):
     node = Node(num_seats=8, costs=ExactCosts((0.010, 0.002, 0.0, 0.0, 0.0, 0.0)))
     for age in range(num_answers):
         node.add(f"answer-{age}", age, Stage.WRITING, 1, due=Due(tpot_s=0.0125))
-    node.add("answered elsewhere", 7, Stage.READING, 5, hands_over=True, due=Due(tpot_s=0.0001))
+    node.add("answered elsewhere", 7, Stage.READING, 5, hands_over=True, due=Due(tpot_s=0.012))
     own = node.add("own", 8, Stage.QUEUED, 5)
     outgoing = node.add("outgoing", 9, Stage.QUEUED, 5, hands_over=True)
     assert node.may_start(own, outgoing) == [may_start, True]
@@ -122,6 +123,39 @@ def test_a_prompt_waits_for_an_older_one_that_lacks_blocks_alone(num_seats, age,
     queued = node.add("queued", 5, Stage.QUEUED, 5, hands_over=True)
     assert node.granted() == []
     assert node.may_start(queued) == [may_start]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "facts", "is_granted"),
+    [(39, {}, True), (40, {}, False), (60, {"ending": {}}, True), (40, {"hands_over": True}, True)],
+)
+def test_credit_leaves_what_an_older_prompt_is_to_begin_with(num_tokens, facts, is_granted):
+    """Ten of 15 blocks that are free, beside four that are granted and one for the answer that is written."""
+    node = Node(num_seats=4)
+    node.add("answer", 1, Stage.WRITING, 1)
+    node.add("older", 3, Stage.QUEUED, num_tokens, **facts)
+    node.add("awaiting", 5, Stage.AWAITING, 13, source_tp=1)
+    assert node.granted() == ["awaiting"] * is_granted
+
+
+@pytest.mark.parametrize(("num_tokens", "is_granted"), [(15, True), (16, False)])
+def test_credit_leaves_what_those_need_that_share_what_others_bring(num_tokens, is_granted):
+    """Of eleven blocks that are free five, one that they grow into, and one for the answer that is coming."""
+    node = Node(num_seats=4)
+    node.add("ahead", 3, Stage.GRANTED, 20, salt="same", is_receiving=True)
+    node.add("behind", 4, Stage.AWAITING, 20, salt="same", source_tp=1)
+    node.add("awaiting", 5, Stage.AWAITING, num_tokens, source_tp=1)
+    assert node.granted() == ["awaiting"] * is_granted
+
+
+@pytest.mark.parametrize("facts", [{}, {"is_receiving": True}, {"is_receiving": True, "is_coming": True}, READY])
+def test_a_grant_is_taken_back_for_one_that_is_ready_while_nothing_has_come(facts):
+    """Nor from one whose sender gave it up, which is cancelled in a moment."""
+    node = Node()
+    granted = node.add("granted", 3, Stage.GRANTED, 8, **facts)
+    node.add("ready", 5, Stage.AWAITING, 60, source_tp=1, has_first_token=True)
+    assert node.granted() == []
+    assert node.revoked == [granted] * (facts == {"is_receiving": True})
 
 
 @pytest.mark.parametrize(("num_tokens", "age", "may_start"), [(19, 5, True), (20, 5, False), (20, 3, True)])
