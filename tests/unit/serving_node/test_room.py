@@ -148,6 +148,15 @@ def test_credit_leaves_what_those_need_that_share_what_others_bring(num_tokens, 
     assert node.granted() == ["awaiting"] * is_granted
 
 
+@pytest.mark.parametrize(("age", "num_tokens", "starts"), [(5, 15, True), (5, 16, False), (2, 16, True)])
+def test_a_prompt_that_starts_leaves_it_too_unless_it_is_older(age, num_tokens, starts):
+    node = Node(num_seats=4)
+    node.add("ahead", 3, Stage.GRANTED, 20, salt="same", is_receiving=True)
+    node.add("behind", 4, Stage.AWAITING, 20, salt="same", source_tp=1)
+    assert node.granted() == []
+    assert node.room.start(node.add("queued", age, Stage.QUEUED, num_tokens)) == starts
+
+
 @pytest.mark.parametrize("facts", [{}, {"is_receiving": True}, {"is_receiving": True, "is_coming": True}, READY])
 def test_a_grant_is_taken_back_for_one_that_is_ready_while_nothing_has_come(facts):
     """Nor from one whose sender gave it up, which is cancelled in a moment."""
