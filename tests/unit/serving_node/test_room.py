@@ -167,6 +167,16 @@ def test_a_grant_is_taken_back_for_one_that_is_ready_while_nothing_has_come(fact
     assert node.revoked == [granted] * (facts == {"is_receiving": True})
 
 
+@pytest.mark.parametrize(("age", "makes_way"), [(3, True), (5, False)])
+def test_nobody_gives_way_to_what_is_younger_than_a_claim(age, makes_way):
+    """It may not start with what it would get."""
+    node = Node()
+    node.claim.put(4, now=0.0, step_s=0.0)
+    node.add("waiting", age, Stage.QUEUED, 60)
+    node.add("read", 9, Stage.READ, 40, hands_over=True)
+    assert node.room.make_way() == makes_way
+
+
 @pytest.mark.parametrize(("num_tokens", "age", "may_start"), [(19, 5, True), (20, 5, False), (20, 3, True)])
 def test_what_is_younger_than_a_claim_leaves_a_tile(num_tokens, age, may_start):
     """Nine blocks are free."""
@@ -218,7 +228,8 @@ def test_what_cannot_grow_by_a_block_beside_others_is_stranded(stage, num_hosted
 def test_a_younger_one_gives_its_blocks_to_an_older_one_that_has_none(stage):
     node = Node()
     younger = node.add("younger", 9, stage, 60)
-    node.add("older", 3, Stage.QUEUED, 8)
+    node.add("youngest", 12, Stage.QUEUED, 8)  # which has none
+    node.add("older", 3, Stage.QUEUED, 8, hands_over=True)
     assert node.room.make_way()
     assert (younger.stage, younger.lease) == (Stage.QUEUED, None)
 
