@@ -94,6 +94,8 @@ class NodeExposition:
         yield gauge("kv_blocks_leaked", "In use, but by no request: always 0.", self._one(load.num_blocks_leaked))
         yield gauge("kv_blocks_hosted", "In use by other nodes' requests.", self._one(load.num_blocks_hosted))
         yield counter("annexes", "Runs of blocks that requests have had on other nodes.", self._one(load.num_annexes))
+        help = "Runs of blocks of other nodes' requests that were taken back for older ones."
+        yield counter("annexes_recalled", help, self._one(load.num_annexes_recalled))
         if load.HasField("tier"):
             yield from self._second_tier(load.tier)
 

@@ -48,6 +48,7 @@ class Hosting:
         self._most_blocks = most_hosted_tokens(allocator.num_blocks, block_size, tile_tokens) // block_size
         self._on_recalled = on_recalled
         self._annexes: dict[int, _Hosted] = {}
+        self.num_recalled = 0
 
     @property
     def blocks_each(self) -> int:
@@ -99,6 +100,7 @@ class Hosting:
         for number, each in self._annexes.items():
             if each.age == youngest:
                 each.is_recalled = True
+                self.num_recalled += 1
                 self._on_recalled(number)
 
     def release(self, number: int) -> None:

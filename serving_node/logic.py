@@ -189,7 +189,8 @@ class NodeLogic:
         leases = [each.lease for each in self._residents if each.lease]
         lent = [*self._borrowings.held, *self._lending.held, *self.hosting.held]
         load.num_blocks_leaked = self._allocator.num_leaked([*leases, *self._tier.held, *lent])
-        load.num_blocks_hosted, load.num_annexes = self.hosting.num_blocks, self._annexing.num_opened
+        load.num_blocks_hosted, load.num_annexes_recalled = self.hosting.num_blocks, self.hosting.num_recalled
+        load.num_annexes = self._annexing.num_opened
         load.step_tokens.extend(self.steps.tokens.counts)
         load.num_step_tokens = self.steps.num_prompt_tokens + self.steps.num_answer_tokens
         load.num_preemptions = self._writing.num_preemptions

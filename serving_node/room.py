@@ -266,8 +266,8 @@ class Room:
 
     def _lacks_growth(self, resident: Resident) -> bool:
         """Whether it is an answer, or a prompt with hosts, which get blocks as they go, that has none for its next
-        token."""
-        is_growing = resident.stage is Stage.WRITING or (resident.stage is Stage.READING and bool(resident.hosts))
+        token; other prompts have some to their end."""
+        is_growing = resident.stage in (Stage.WRITING, Stage.READING)
         return is_growing and self._leases.num_missing(resident, resident.num_computed + 1) > 0
 
     def _youngest_behind(self, resident: Resident) -> Resident | None:

@@ -5,12 +5,14 @@ What the library does not enforce it refuses by name; what it would enforce in p
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Final, TypeGuard
 
 from coordinator.text.controls import control_in, control_of_pattern, without_control
 from coordinator.text.formats import WIDEST, is_number, put_format
+from coordinator.text.property_names import put_names
 from coordinator.text.recursion import endless_reference
 from coordinator.text.schemas import leads_to_data, schemas_in
 
@@ -27,8 +29,8 @@ IDLE: Final[Mapping[str, Sequence[Any]]] = {
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
 }
-NAMING: Final = {"enum", "type", "title", "description"}  # keywords of a schema that is a list of texts
-MOST_COPIED_CHARS: Final = 2**17
+DRAFT: Final = re.compile(r"https?://json-schema\.org/(draft[-/][\w-]+/)?schema#?")
+LAST_DRAFT: Final = "draft/2020-12/"
 MOST_MULTIPLE: Final = 2**32 - 1  # of what the library joins multiples to
 
 
@@ -52,6 +54,7 @@ def read_schema(text: str) -> dict[str, Any]:
     schema = parse_schema(text)
     parts = list(schemas_in(schema))
     for part in parts:
+        _mend_draft(part)
         put_format(part)
         _mend_minimum(part)
         _check_count(part)
@@ -60,7 +63,7 @@ def read_schema(text: str) -> dict[str, Any]:
         _check_items(part)
         _mend_patterns(part)
         _drop_idle(part)
-        _list_properties(part, schema)
+        put_names(part, schema)
         _check_reference(part, schema)
     _check_multiples(parts)
     _check_open_ends(parts)
@@ -169,6 +172,13 @@ def _check_texts(part: Mapping[str, Any]) -> None:
         _refuse_control(name, map(control_of_pattern, given))
 
 
+def _mend_draft(part: dict[str, Any]) -> None:
+    """The library takes a draft's own name alone; many write it with another scheme."""
+    if found := DRAFT.fullmatch(str(part.get("$schema"))):
+        is_old = (found[1] or "").startswith("draft-")
+        part["$schema"] = f"http{'' if is_old else 's'}://json-schema.org/{found[1] or LAST_DRAFT}schema"
+
+
 def _mend_minimum(part: dict[str, Any]) -> None:
     """The library takes no minimum of an integer at the end of 64 bits, which some programs write."""
     is_integer = part.get("type") == "integer" or "integer" in _listed(part.get("type"))
@@ -188,22 +198,6 @@ def _drop_idle(part: dict[str, Any]) -> None:
     for name, values in IDLE.items():
         if name in part and any(part[name] == each and type(part[name]) is type(each) for each in values):
             del part[name]
-
-
-def _list_properties(part: dict[str, Any], schema: Mapping[str, Any]) -> None:
-    """An object of any properties that have a name of a list is one of the properties of that list."""
-    names = part.get("propertyNames")
-    if isinstance(names, dict) and names.keys() == {"$ref"} and isinstance(schema.get("$defs"), dict):
-        names = schema["$defs"].get(str(names["$ref"]).removeprefix("#/$defs/"))
-    if not isinstance(names, dict) or not names.keys() <= NAMING or names.get("type", "string") != "string":
-        return
-    listed, value = names.get("enum"), part.get("additionalProperties", True)
-    if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
-        return
-    if "properties" in part or "patternProperties" in part or len(listed) * len(json.dumps(value)) > MOST_COPIED_CHARS:
-        return
-    del part["propertyNames"]
-    part |= {"properties": dict.fromkeys(listed, value), "additionalProperties": False}
 
 
 def _refuse_control(name: str, found: Iterable[str]) -> None:

@@ -231,7 +231,8 @@ class NodeLoad:
     token and one before it; of several answers, beyond one. They are empty while no request has had limits.
     step_tokens are steps by how many tokens they computed, and num_step_tokens all of these; num_blocks_leaked,
     blocks in use by no request, are always 0. num_blocks_hosted are in use by requests of other nodes, num_annexes
-    what requests of this one have had there.
+    what requests of this one have had there. num_annexes_recalled were other nodes' here, and were taken back for older
+    requests.
     """
 
     name: str
@@ -260,6 +261,7 @@ class NodeLoad:
     num_blocks_leaked: int
     num_blocks_hosted: int
     num_annexes: int
+    num_annexes_recalled: int
     ranks: tuple[RankLoad, ...]
     tier: TierLoad | None = None  # None without a second tier
 

@@ -44,10 +44,10 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Of its arguments."""
+        """Of its arguments, which are an object, whatever else its parameters let come."""
         if self.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
-        return {"type": "object", **self.parameters}
+        return {**self.parameters, "type": "object"}
 
 
 def parse_offer(fields: Fields, answer_format: AnswerFormat) -> Offer | None:
@@ -135,4 +135,11 @@ def _tool(tool: Fields) -> tuple[str, Tool]:
     parameters = function.raw("parameters")
     if not isinstance(parameters, dict | None):
         raise function.error("parameters", "a JSON schema: an object")
+    if is_strict and parameters is not None and not _allows_objects(parameters):
+        raise function.error("parameters", "a JSON schema of objects")
     return name_of(function), Tool(parameters, is_strict)
+
+
+def _allows_objects(schema: Mapping[str, Any]) -> bool:
+    types = schema.get("type", "object")
+    return "object" in (types if isinstance(types, list) else [types])

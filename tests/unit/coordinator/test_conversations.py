@@ -10,7 +10,7 @@ from coordinator.doors.http.fields import MAX_VALUES, Fields
 from coordinator.doors.http.openai_responses import ResponsesCall
 from coordinator.doors.http.requests import MAX_CONVERSATIONS, parse_batch, parse_chat
 from coordinator.doors.http.tokenizing import parse_tokenize
-from coordinator.doors.http.tools import MAX_TOOLS, Offer, Tool, calls_schema
+from coordinator.doors.http.tools import MAX_TOOLS, Offer, Tool, calls_schema, parse_tools
 from coordinator.doors.validation import MAX_CONSTRAINT_CHARS
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.calls.reader import MAX_CALLS
@@ -192,6 +192,8 @@ def test_what_openais_client_dumps_can_be_sent_again():
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "f" * 129}}]}, "tools[0].function.name"),
         ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"function": {"name": "f", "strict": True, "parameters": {"type": "array"}}}]},
+         "tools[0].function.parameters"),
         ({"tools": [{**F, "x": "\ud800"}]}, "tools"),
         ({"tools": [F], "tool_choice": "f"}, "tool_choice"),
         ({"tools": [F], "tool_choice": ["required"]}, "tool_choice"),
@@ -211,6 +213,16 @@ def test_what_openais_client_dumps_can_be_sent_again():
 )  # fmt: skip
 def test_what_is_refused_by_name(fields, field):
     assert refusal(**fields)[0] == field
+
+
+@pytest.mark.parametrize("types", [{}, {"type": "object"}, {"type": ["object", "null"]}, {"type": "array"}])
+def test_arguments_are_objects_whatever_parameters_say(types):
+    """Readers of calls know no others, nor do clients."""
+    is_strict = types.get("type") != "array"
+    function = {"name": "f", "strict": is_strict, "parameters": {**types, "properties": {"a": {"type": "null"}}}}
+    schema = parse_tools(Fields({"tools": [{"type": "function", "function": function}]}))["f"].schema
+    validator = jsonschema.Draft202012Validator(schema)
+    assert [validator.is_valid(value) for value in ({"a": None}, {"a": 1}, None, [])] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def closed(**properties):
         ({"type": "integer", **NOT}, ["1"], ['"a"']),
         ({"type": "object", "if": NOT, "then": NOT, "else": {}, "properties": {"a": TEXT}}, ["{}"], ['{"a":1}']),
         (
-            {"type": "object", "propertyNames": {"maxLength": 1}, "additionalProperties": TEXT},
+            {"type": "object", "propertyNames": {"format": "uuid"}, "additionalProperties": TEXT},
             ['{"aa":""}'],
             ['{"a":1}'],
         ),

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import datetime
 import itertools
 import json
 import operator
@@ -78,6 +79,9 @@ CONTROLLED = (
 AHEAD, THE = "^(?!a).*$", "the regular expression"
 HALF, POSITIVE = {"type": "number", "maximum": 0.5}, {"type": "number", "exclusiveMinimum": 0}
 ITSELF = {"$ref": "#/$defs/a"}
+DRAFTS = itertools.product(
+    ("http", "https"), ("", "draft-04/", "draft-06/", "draft-07/", "draft/2019-09/", "draft/2020-12/"), ("", "#")
+)
 FEW = {"type": "object", "minProperties": 2}  # which the library does not enforce
 
 
@@ -119,17 +123,24 @@ def test_what_asks_for_nothing(tokenizer_folder, params):
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"type": "array", "contains": {"type": "null"}}, "contains"),
         ({"if": {"type": "null"}, "then": {}}, "if"),
-        ({"type": "object", "propertyNames": {"maxLength": 2}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"maxLength": 2, "pattern": "a"}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"minLength": 1.5}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"pattern": "(?=a)"}}, "look-around"),
+        ({"type": "object", "propertyNames": {"pattern": "^a"}, "patternProperties": {"b": {}}}, "propertyNames"),
         ({"type": "object", "propertyNames": {"enum": ["a"]}, "properties": {"b": {}}}, "propertyNames"),
         ({"type": "object", "propertyNames": {"enum": ["a", 1]}}, "propertyNames"),
         ({"type": "object", "propertyNames": {"enum": ["a"], "maxLength": 1}}, "propertyNames"),
-        ({"type": "object", "propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"minLength": 1}}}, "propertyNames"),
+        (
+            {"type": "object", "propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"format": "uuid"}}},
+            "propertyNames",
+        ),
         ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
         ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
         ({"type": "object", "properties": {"a": {"type": "array", "items": {"not": {}}}}}, "not"),
         ({"type": "string", "format": "colour"}, "format"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
         ({"$ref": "https://example.org/schema"}, "https://example.org/schema"),
+        ({"$schema": "https://example.org/schema"}, "https://example.org/schema"),
         ({"type": "object", "minProperties": 2, "required": ["a"]}, "minProperties"),
         ({"items": [{"minProperties": 3, "type": "object"}], "type": "array"}, "minProperties"),
         ({"enum": [1, {"a": [2**53 + 1]}]}, "enum"),
@@ -201,6 +212,7 @@ def test_what_is_not_enforced_is_named(structures, fields, named):
         {"type": "object", "unevaluatedProperties": {}, "dependentRequired": {}, "dependentSchemas": {}},
         {"type": "object", "properties": {"a\x01b": {"const": "\n\r\t\b\f\x80"}}},
         *({"type": "string", "format": each} for each in ("binary", "password", "path", "double", "int64")),
+        *({"$schema": f"{scheme}://json-schema.org/{draft}schema{end}"} for scheme, draft, end in DRAFTS),
         *(
             {"type": "string", "pattern": pattern}
             for pattern in (r"^[^\x00-\x1F\x7f]+$", r"^[\x00-\x7F]*$", r"^[\x01-\x08\x0b\x0c!]b$", r"^\\x01\n$")
@@ -211,18 +223,27 @@ def test_what_only_looks_like_it_is_taken(structures, fields):
     assert grammar(structures, **schema(**fields))
 
 
+def in_any_order(value):
+    return map(dict, itertools.permutations(value.items())) if isinstance(value, dict) else [value]
+
+
 NAMES = {"enum": ["b", "a", ""], "type": "string"}
+LENGTHS = ({"minLength": 1}, {"maxLength": 1}, {"minLength": 1, "maxLength": 1})
 
 
-@pytest.mark.parametrize("names", [NAMES, {"$ref": "#/$defs/n"}], ids=["there", "elsewhere"])
-def test_names_of_a_list_are_the_properties_of_an_object(structures, tokenizer_folder, names):
+@pytest.mark.parametrize(
+    "names", [NAMES, {"$ref": "#/$defs/n"}, {"pattern": "^[ab]?$"}, {"pattern": "a", "type": "string"}, *LENGTHS]
+)
+def test_names_of_properties_are_what_is_asked_of_them(structures, tokenizer_folder, names):
     """As pydantic and zod write a record with such keys. Which objects meet the schema, jsonschema says."""
     record = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}, "required": ["a"]}
     whole = {"type": "object", "properties": {"r": record}, "$defs": {"n": NAMES}}
     made, grammars = grammar(structures, **schema(**whole)), Grammars(tokenizer_folder, (EOS,))
-    for value in {"b": 1, "a": 2}, {"a": 1, "": 3}, {"a": 2}, {"b": 1}, {"a": "x"}, {"a": 1, "c": 2}, {}, []:
+    others = {}, [], {"ca": 2, "a": 1}, {"a": 1, "é": 1}, {"a": 1, "\t": 1}, {"a": 1, "éé": 1}
+    for value in {"b": 1, "a": 2}, {"a": 1, "": 3}, {"a": 2}, {"b": 1}, {"a": "x"}, {"a": 1, "c": 2}, *others:
         is_right = jsonschema.Draft202012Validator(whole).is_valid({"r": value})
-        assert may_be(grammars.guide_of(made), json.dumps({"r": value})) == is_right, value
+        texts = [json.dumps({"r": each}, ensure_ascii=False) for each in in_any_order(value)]
+        assert any(may_be(grammars.guide_of(made), text) for text in texts) == is_right, value
 
 
 @pytest.mark.parametrize(
@@ -267,6 +288,51 @@ def test_bytes_are_base64_that_pythons_reads_and_writes(structures, tokenizer_fo
             is_right = False
         assert may_be(grammars.guide_of(made), json.dumps(text)) == is_right, text
         assert may_be(grammars.guide_of(begun), json.dumps(text)) == (is_right and text.startswith("Q")), text
+
+
+def is_read(form, text):
+    """By Python, and has a zone where it has a time."""
+    try:
+        if form == "date":
+            return datetime.date.fromisoformat(text) is not None
+        day = "2024-02-29T" if form == "time" else ""
+        return datetime.datetime.fromisoformat(day + text).tzinfo is not None
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("form", ["date", "date-time"])
+def test_days_are_those_of_the_calendar(structures, tokenizer_folder, form):
+    made, grammars = grammar(structures, **schema(type="string", format=form)), Grammars(tokenizer_folder, (EOS,))
+    years = ["0000", "0004", "0100", "1900", "2000", "2023", "2024", "9999"]
+    for year, month, day in itertools.product(years, range(14), (0, 28, 29, 30, 31, 32)):
+        text = f"{year}-{month:02}-{day:02}" + ("T00:00:00Z" if form == "date-time" else "")
+        assert may_be(grammars.guide_of(made), json.dumps(text)) == is_read(form, text), text
+
+
+@pytest.mark.parametrize("form", ["time", "date-time"])
+def test_times_are_those_of_a_day_and_have_a_zone(structures, tokenizer_folder, form):
+    made, grammars = grammar(structures, **schema(type="string", format=form)), Grammars(tokenizer_folder, (EOS,))
+    before = "2024-02-29T" if form == "date-time" else ""
+    clocks = ["00:00:00", "23:59:59", "24:00:00", "12:60:00", "23:59:60", "12:00", "00:00:00.5", "1:00:00"]
+    for clock, zone in itertools.product(clocks, ["Z", "", "+00:00", "-23:59", "+24:00", "+01:6", "+1:00"]):
+        text = before + clock + zone
+        is_right = clock != "12:00" and is_read(form, text)  # a time has seconds
+        assert may_be(grammars.guide_of(made), json.dumps(text)) == is_right, text
+
+
+@pytest.mark.parametrize("form", ["nanoid", "e164", "starts_with", "datetime"])
+def test_a_format_of_no_draft_is_what_the_pattern_beside_it_asks(structures, tokenizer_folder, form):
+    """As zod writes them."""
+    made, grammars = (
+        grammar(structures, **schema(type="string", format=form, pattern="^a+$")),
+        Grammars(tokenizer_folder, (EOS,)),
+    )
+    assert may_be(grammars.guide_of(made), '"aa"')
+    assert not may_be(grammars.guide_of(made), '"b"')
+    assert "format" in refusal(structures, **schema(type="string", format=form))[1]
+    for known in ("idn-email", "regex", "iri"):
+        assert "format" in refusal(structures, **schema(type="string", format=known, pattern="^a+$"))[1]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer.annexes.wire import Asker
-from protos import convert, fleet_pb2
+from protos import convert, fleet_pb2, inference_pb2
 from serving_core.blocks import BlockAllocator
 from serving_core.costs import StepCosts
 from serving_core.rates import StepRates
@@ -155,6 +155,11 @@ class LongNode:
         block_ids = self.logic.host(self.num_asked, most_tiles, Asker(age, is_again, step_s), self.now)
         self.take()
         return block_ids
+
+    def load(self):
+        load = inference_pb2.NodeLoad()
+        self.logic.fill(load)
+        return load
 
     def tick(self, now):
         self.now = now

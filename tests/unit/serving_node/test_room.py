@@ -15,6 +15,7 @@ from tests.unit.serving_node.residents_kit import LAYOUT, House
 from tests.unit.serving_node.slack_kit import ExactCosts
 
 TILE_BLOCKS = 4
+READY = {"is_receiving": True, "has_first_token": True}
 HOSTS = (Host("host:1", bytes(32)),)
 
 
@@ -55,6 +56,10 @@ def test_blocks_that_are_awaited_and_one_for_each_answer():
     assert node.room.num_awaited() == 4 + 3
     node.add("awaiting", 7, Stage.AWAITING, 8, num_ahead=5)  # 13
     assert node.room.num_awaited() == 4 + 3 + 4
+    node.add("queued for another", 8, Stage.QUEUED, 8, hands_over=True)  # 8
+    assert node.room.num_awaited() == 4 + 3 + 4 + 2
+    node.add("stopped", 9, Stage.STOPPED, 1)
+    assert node.room.num_seated() == 5
 
 
 @pytest.mark.parametrize(
@@ -86,15 +91,90 @@ def test_a_prompt_of_many_that_needs_no_seat_might_start():
     assert node.room.may_start_any
 
 
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_a_prompt_whose_blocks_come_from_elsewhere_waits_for_them(hands_over):
+    node = Node(num_seats=3)
+    node.fill_seats()
+    queued, asked = node.add("queued", 9, Stage.QUEUED, 5, hands_over=hands_over), []
+    gate = node.room.gate(lambda *given: asked.append(given) or True)
+    assert not gate(queued)
+    assert asked == [(queued, 2)]  # a block for each answer is to be left
+
+
 @pytest.mark.parametrize(("num_answers", "may_start"), [(2, True), (3, False)])
 def test_no_more_are_to_be_answered_than_can_be_in_time(num_answers, may_start):
     """A step takes 10 ms, and 2 for each answer: with three of them 16, which the limit allows, stretched."""
     node = Node(num_seats=8, costs=ExactCosts((0.010, 0.002, 0.0, 0.0, 0.0, 0.0)))
     for age in range(num_answers):
         node.add(f"answer-{age}", age, Stage.WRITING, 1, due=Due(tpot_s=0.0125))
+    node.add("answered elsewhere", 7, Stage.READING, 5, hands_over=True, due=Due(tpot_s=0.012))
     own = node.add("own", 8, Stage.QUEUED, 5)
     outgoing = node.add("outgoing", 9, Stage.QUEUED, 5, hands_over=True)
     assert node.may_start(own, outgoing) == [may_start, True]
+
+
+@pytest.mark.parametrize(("num_seats", "age", "may_start"), [(9, 3, False), (9, 7, True), (3, 3, True)])
+def test_a_prompt_waits_for_an_older_one_that_lacks_blocks_alone(num_seats, age, may_start):
+    """Not for one that lacks a seat too."""
+    node = Node(num_seats=num_seats)
+    node.fill_seats()
+    node.add("granted", 8, Stage.GRANTED, 1, is_receiving=True)
+    node.add("awaiting", age, Stage.AWAITING, 60, source_tp=1)
+    queued = node.add("queued", 5, Stage.QUEUED, 5, hands_over=True)
+    assert node.granted() == []
+    assert node.may_start(queued) == [may_start]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "facts", "is_granted"),
+    [(39, {}, True), (40, {}, False), (60, {"ending": {}}, True), (40, {"hands_over": True}, True)],
+)
+def test_credit_leaves_what_an_older_prompt_is_to_begin_with(num_tokens, facts, is_granted):
+    """Ten of 15 blocks that are free, beside four that are granted and one for the answer that is written."""
+    node = Node(num_seats=4)
+    node.add("answer", 1, Stage.WRITING, 1)
+    node.add("older", 3, Stage.QUEUED, num_tokens, **facts)
+    node.add("awaiting", 5, Stage.AWAITING, 13, source_tp=1)
+    assert node.granted() == ["awaiting"] * is_granted
+
+
+@pytest.mark.parametrize(("num_tokens", "is_granted"), [(15, True), (16, False)])
+def test_credit_leaves_what_those_need_that_share_what_others_bring(num_tokens, is_granted):
+    """Of eleven blocks that are free five, one that they grow into, and one for the answer that is coming."""
+    node = Node(num_seats=4)
+    node.add("ahead", 3, Stage.GRANTED, 20, salt="same", is_receiving=True)
+    node.add("behind", 4, Stage.AWAITING, 20, salt="same", source_tp=1)
+    node.add("awaiting", 5, Stage.AWAITING, num_tokens, source_tp=1)
+    assert node.granted() == ["awaiting"] * is_granted
+
+
+@pytest.mark.parametrize(("age", "num_tokens", "starts"), [(5, 15, True), (5, 16, False), (2, 16, True)])
+def test_a_prompt_that_starts_leaves_it_too_unless_it_is_older(age, num_tokens, starts):
+    node = Node(num_seats=4)
+    node.add("ahead", 3, Stage.GRANTED, 20, salt="same", is_receiving=True)
+    node.add("behind", 4, Stage.AWAITING, 20, salt="same", source_tp=1)
+    assert node.granted() == []
+    assert node.room.start(node.add("queued", age, Stage.QUEUED, num_tokens)) == starts
+
+
+@pytest.mark.parametrize("facts", [{}, {"is_receiving": True}, {"is_receiving": True, "is_coming": True}, READY])
+def test_a_grant_is_taken_back_for_one_that_is_ready_while_nothing_has_come(facts):
+    """Nor from one whose sender gave it up, which is cancelled in a moment."""
+    node = Node()
+    granted = node.add("granted", 3, Stage.GRANTED, 8, **facts)
+    node.add("ready", 5, Stage.AWAITING, 60, source_tp=1, has_first_token=True)
+    assert node.granted() == []
+    assert node.revoked == [granted] * (facts == {"is_receiving": True})
+
+
+@pytest.mark.parametrize(("age", "makes_way"), [(3, True), (5, False)])
+def test_nobody_gives_way_to_what_is_younger_than_a_claim(age, makes_way):
+    """It may not start with what it would get."""
+    node = Node()
+    node.claim.put(4, now=0.0, step_s=0.0)
+    node.add("waiting", age, Stage.QUEUED, 60)
+    node.add("read", 9, Stage.READ, 40, hands_over=True)
+    assert node.room.make_way() == makes_way
 
 
 @pytest.mark.parametrize(("num_tokens", "age", "may_start"), [(19, 5, True), (20, 5, False), (20, 3, True)])
@@ -140,7 +220,36 @@ def test_what_cannot_grow_by_a_block_beside_others_is_stranded(stage, num_hosted
     node.hosting.lease(1, num_hosted, age=9)
     hosts = HOSTS if stage is Stage.READING else ()
     grown = node.add("grown", 5, stage, 20, num_computed=20, hosts=hosts)
+    grown.request.token_ids += [0] * 40 * bool(hosts)  # more than the pool holds
     assert node.room.stranded(lambda _: False) is (grown if is_stranded else None)
+
+
+@pytest.mark.parametrize("stage", [Stage.WRITING, Stage.READING])
+def test_a_younger_one_gives_its_blocks_to_an_older_one_that_has_none(stage):
+    node = Node()
+    younger = node.add("younger", 9, stage, 60)
+    node.add("youngest", 12, Stage.QUEUED, 8)  # which has none
+    node.add("older", 3, Stage.QUEUED, 8, hands_over=True)
+    assert node.room.make_way()
+    assert (younger.stage, younger.lease) == (Stage.QUEUED, None)
+
+
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_what_starts_takes_blocks_from_what_is_read_where_it_is_for_another_node_too(hands_over):
+    """Six of 16 blocks are another node's, of which half may be; there are enough for both."""
+    node = Node()
+    node.add("answer", 1, Stage.WRITING, 1)
+    read = node.add("read", 9, Stage.READ, 24, hands_over=True)
+    assert node.room.start(node.add("older", 3, Stage.QUEUED, 11, hands_over=hands_over))
+    assert (read.lease is None) == hands_over
+
+
+def test_a_kept_prompt_that_is_about_to_leave_gets_no_seat():
+    node = Node()
+    kept = node.add("kept", 3, Stage.READ, 5, hands_over=True, is_kept=True, ending={})
+    assert not node.room.seat()
+    kept.ending = None
+    assert node.room.seat()
 
 
 def test_a_read_prompt_that_is_kept_gets_a_seat_and_not_blocks_of_what_has_none():
@@ -154,14 +263,25 @@ def test_a_read_prompt_that_is_kept_gets_a_seat_and_not_blocks_of_what_has_none(
 
 
 @pytest.mark.parametrize(
-    "facts", [{"is_sending": True}, {"ending": {}}, {"is_revoked": True}, {"is_annexing": True}, {"is_loading": True}]
+    ("stage", "facts"),
+    [
+        (Stage.WRITING, {"is_sending": True}),
+        (Stage.WRITING, {"ending": {}}),
+        (Stage.WRITING, {"is_annexing": True}),
+        (Stage.WRITING, {"is_loading": True}),
+        (Stage.GRANTED, {"is_receiving": True, "is_revoked": True}),
+        (Stage.GRANTED, {}),
+        (Stage.STOPPED, {}),
+    ],
 )
-def test_nobody_is_stranded_while_something_comes_free_anyway(facts):
+def test_nobody_is_stranded_while_something_comes_free_anyway(stage, facts):
     node = Node()
     node.hosting.lease(1, 1, age=9)
-    node.add("waiting", 5, Stage.QUEUED, 60)
-    node.add("going", 6, Stage.WRITING, 1, **facts)
+    waiting = node.add("waiting", 5, Stage.QUEUED, 60)
+    assert node.room.stranded(lambda _: False) is waiting
+    node.add("going", 6, stage, 1, **facts)
     assert node.room.stranded(lambda _: False) is None
+    assert not node.room.make_way()
 
 
 @pytest.mark.parametrize("stage", [Stage.QUEUED, Stage.READING])
