@@ -347,14 +347,19 @@ def test_no_server_is_one_sentence(command):
 def test_status_shows_nodes_and_load(run):
     result = run("status")
     assert result.exit_code == 0
-    assert "1 live requests" in result.stdout
+    assert "1 live request," in result.stdout
+    titles = [re.split(" {2,}", line.rstrip()) for line in result.stdout.splitlines() if line.startswith("node")]
+    assert titles == [
+        ["node", "role", "state", "running", "waiting", "step ms", "prefill tok/s", "TP", "MiB", "shape", "attention"],
+        ["node", "blocks used", "blocks cached", "tokens cached", "KV moved", "failed"],
+    ]
     rows = [line.split() for line in result.stdout.splitlines()]
     assert [row for row in rows if row[:1] == ["p0"]] == [
         ["p0", "prefill", "ready", "0", "0", "500.0", "1234", "2", "17", "512", "tokens"],
         ["p0", "1/8", "5", "25%", "1.5", "MiB", "4"],
     ]
     assert [row for row in rows if row[:1] == ["d0"]] == [
-        ["d0", "decode", "draining", "0", "0", "0.0", "-", "1", "0", "64", "seats"],
+        ["d0", "decode", "draining", "0", "0", "-", "-", "1", "0", "64", "seats"],
         ["d0", "0/6", "0", "-", "0", "B", "0"],
     ]
 
