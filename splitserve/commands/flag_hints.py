@@ -214,14 +214,17 @@ def explained(error: click.BadParameter) -> click.BadParameter:
     line."""
     if error.ctx is None or error.param is None or error.param.name is None:
         return error
-    hints = VALUE_HINTS.get(error.param.opts[0], {})
-    if hint := next((hint for value, hint in hints.items() if error.message.startswith(f"'{value}' is not one")), ""):
-        error = click.BadParameter(f"{error.message.removesuffix('.')}: {hint}.", error.ctx, error.param)
+    hint, source = _value_hint(error.param.opts[0], error.message), ""
     match error.ctx.get_parameter_source(error.param.name):
         case ParameterSource.ENVIRONMENT:
-            source = f"environment variable {error.param.envvar}"
+            source = f" (environment variable {error.param.envvar})"
         case ParameterSource.DEFAULT_MAP:
-            source = "--config"
-        case _:
-            return error
-    return click.BadParameter(f"{error.message} ({source})", error.ctx, error.param)
+            source = " (--config)"
+    message = f"{error.message.removesuffix('.')}: {hint}." if hint else error.message
+    return click.BadParameter(message + source, error.ctx, error.param)
+
+
+def _value_hint(flag: str, refusal: str) -> str:
+    """The hint about the value that is refused so; empty where there is none."""
+    hints = VALUE_HINTS.get(flag, {})
+    return next((hint for value, hint in hints.items() if refusal.startswith(f"'{value}' is not one")), "")
