@@ -182,6 +182,12 @@ def test_of_several_answers_each_tells_why_it_stopped(run, script):
     assert result.stderr == f"Answer 2: {CUT}20 tokens: --max-tokens raises this limit.\n"
 
 
+def test_several_answers_tell_why_in_their_order_whichever_ended_first(run, script):
+    script.replies = [complete(index=index, finish_reason=LENGTH, completion_tokens=20) for index in (1, 0)]
+    lines = run("generate", "hi", "--n", "2", "--max-tokens", "20").stderr.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["Answer 1", "Answer 2"]
+
+
 def test_with_json_the_reason_is_in_the_object_alone(run, script):
     script.replies[-1] = complete(finish_reason=LENGTH, completion_tokens=20)
     result = run("generate", "hi", "--json", "--max-tokens", "20")
