@@ -18,6 +18,7 @@ COMMANDS: Final = {
     "demo": ("splitserve.commands.serve:demo", "Start a cluster, ask a question, show where the time went, stop."),
     "generate": ("splitserve.commands.ask:generate", "Answer one prompt."),
     "chat": ("splitserve.commands.ask:chat", "Talk with the model."),
+    "run-batch": ("splitserve.commands.run_batch:run_batch", "Answer the requests of a file, as OpenAI's batches."),
     "status": ("splitserve.commands.status:status", "Show the model, the nodes and their load."),
     "top": ("splitserve.commands.top:top", "Show live what is going on: nodes, queues, rates, times against limits."),
     "role": ("splitserve.commands.role:role", "Make a node prefill, decode or both while the cluster serves."),

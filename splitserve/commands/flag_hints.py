@@ -158,6 +158,10 @@ HINTS: Final[Mapping[str, Hints]] = {
     "generate": {**_ASK, **dict.fromkeys(("--prompt", "--quick", "-q", "-p"), "the prompt is TEXT, or - for stdin")},
     "chat": {**_ASK, "--system-prompt": "it is --system"},
     "status": _SERVER,
+    "run-batch": {
+        **dict.fromkeys(("--url", "--base-url", "--host", "--port"), "it is --server http://HOST:PORT"),
+        "--model": "the body of each line names its model",
+    },
     "serve": {
         **dict.fromkeys(("--url", "--address"), "it is --server HOST:PORT or --server http://HOST:PORT"),
         "--input-len": "it is --random-input-len",
