@@ -144,8 +144,8 @@ def test_an_entry_that_is_no_part_of_a_prompt_is_named(prompt, entry, problem):
 
 
 def test_how_many_answers_there_may_be_is_told_whatever_was_asked():
-    assert refusal(completion, n="2") == ("n", 'n must be an integer within [1, 16], not "2"')
-    assert refusal(completion, n=17) == ("n", "n must be an integer within [1, 16], not 17")
+    assert refusal(completion, n="2") == ("n", 'n must be an integer within [1, 128], not "2"')
+    assert refusal(completion, n=129) == ("n", "n must be an integer within [1, 128], not 129")
 
 
 def test_the_number_of_prompts_has_a_limit():
