@@ -216,6 +216,18 @@ def _shown_default(field: "dataclasses.Field[Any]", default: Any) -> bool | str:
     return size_of(default) if field.name.endswith(BYTES) else True
 
 
+class WholeRange(click.IntRange):
+    """As click's, with a name that reads well in help and in "'32k' is not a valid integer"."""
+
+    name = "integer"
+
+
+class RealRange(click.FloatRange):
+    """The same of numbers that need not be whole."""
+
+    name = "number"
+
+
 class SizeRange(click.IntRange):
     """Bytes within a range, given as a number or with a unit."""
 
@@ -238,9 +250,9 @@ def _click_type(field: "dataclasses.Field[Any]", hint: Any) -> "click.ParamType[
     if field.metadata["choices"]:
         return click.Choice(field.metadata["choices"])
     if hint is int:
-        return SizeRange(low, high) if field.name.endswith(BYTES) else click.IntRange(low, high)
+        return SizeRange(low, high) if field.name.endswith(BYTES) else WholeRange(low, high)
     if hint is float:
-        return click.FloatRange(low, high)
+        return RealRange(low, high)
     return {bool: click.BOOL, str: click.STRING}[hint]
 
 

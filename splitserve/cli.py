@@ -9,7 +9,7 @@ import click
 
 from serving_core.errors import ModelError, SettingsError, SplitServeError
 from serving_core.interrupts import INTERRUPTED, raise_again
-from splitserve.commands.flag_hints import hinted, with_source
+from splitserve.commands.flag_hints import explained, hinted, hinted_command
 
 # Name: module and attribute of the click command, and the line that the overview shows. Without a module it is found by
 # its entry point: nothing imports the benchmarks.
@@ -18,6 +18,7 @@ COMMANDS: Final = {
     "demo": ("splitserve.commands.serve:demo", "Start a cluster, ask a question, show where the time went, stop."),
     "generate": ("splitserve.commands.ask:generate", "Answer one prompt."),
     "chat": ("splitserve.commands.ask:chat", "Talk with the model."),
+    "run-batch": ("splitserve.commands.run_batch:run_batch", "Answer the requests of a file, as OpenAI's batches."),
     "status": ("splitserve.commands.status:status", "Show the model, the nodes and their load."),
     "top": ("splitserve.commands.top:top", "Show live what is going on: nodes, queues, rates, times against limits."),
     "role": ("splitserve.commands.role:role", "Make a node prefill, decode or both while the cluster serves."),
@@ -63,7 +64,10 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Imports the command; from there on Ctrl-C is an exception, so that it can clean up."""
-        found = super().resolve_command(ctx, args)
+        try:
+            found = super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            raise hinted_command(error, args[0]) from error
         raise_again()
         from splitserve.commands.variables import unknown_variables
 
@@ -72,14 +76,15 @@ class LazyGroup(click.Group):
         return found
 
     def invoke(self, ctx: click.Context) -> Any:
-        """What SplitServe raises on purpose becomes one sentence: exit code 2 for a wrong start, else 1. A flag that
-        is called otherwise here gets a hint, and a wrong value tells where it comes from. Ctrl-C is exit code 130."""
+        """What SplitServe raises on purpose becomes one sentence: exit code 2 for a wrong start, else 1. A flag or a
+        value that is called otherwise here gets a hint, and a wrong value tells where it comes from. Ctrl-C is exit
+        code 130."""
         try:
             return super().invoke(ctx)
         except click.NoSuchOption as error:
             raise hinted(error) from error
         except click.BadParameter as error:
-            raise with_source(error) from error
+            raise explained(error) from error
         except KeyboardInterrupt:
             click.echo(err=True)
             ctx.exit(INTERRUPTED)

@@ -31,11 +31,21 @@ ON_DEVICES: Final = ("torch_dist-nccl", "torch_dist-ipc")  # between two CUDA de
 PROMPT_TOKENS: Final = (16, 128, 512, 2048, 8192)
 OVERLAP_PROMPT_TOKENS: Final = (16, 32, 64, 128, 256, 512, 1024)
 CONTEXT_TOKENS: Final = (128, 512, 2048)
+LONGEST_SENTENCE: Final = 400  # characters
 
 Command = Callable[..., None]
 
 
-@click.group()
+class Overview(click.Group):
+    """A group whose help has the first sentence of each command whole."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            lines = [(name, self.commands[name].get_short_help_str(LONGEST_SENTENCE)) for name in sorted(self.commands)]
+            formatter.write_dl(lines)
+
+
+@click.group(cls=Overview)
 def bench() -> None:
     """Measure the engine, a cluster, or any server."""
 

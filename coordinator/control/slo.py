@@ -128,7 +128,7 @@ def _parse(text: str) -> SloClass:
     for name, limit in limits.items():
         most, unit = (MAX_MULTIPLE, "x") if limit.is_multiple else (MAX_MS, " ms")
         if not 0 < limit.value <= most:
-            raise SettingsError(f"{name} of slo_class {match[1]!r} must be above 0{unit} and at most {most:g}{unit}")
+            raise SettingsError(f"{name} of slo_class {match[1]!r} must be above 0{unit} and at most {most:.0f}{unit}")
     for priority in priorities:
         if abs(priority) > MAX_PRIORITY:
             raise SettingsError(f"priority of slo_class {match[1]!r} {_within(priority)}")
@@ -140,7 +140,7 @@ def _own_limit(request: GenerateRequest, name: str) -> Limit | None:
         return None
     value: float = getattr(request, name)
     if not (math.isfinite(value) and 0 < value <= MAX_MS):
-        raise RequestError(BAD_PARAM, f"{name} must be above 0 and at most {MAX_MS:g}, not {value:g}", field=name)
+        raise RequestError(BAD_PARAM, f"{name} must be above 0 and at most {MAX_MS:.0f}, not {value:g}", field=name)
     return Limit(value)
 
 

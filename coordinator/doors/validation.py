@@ -19,7 +19,7 @@ from serving_core.requests import MEAN, Pooling, SamplingParams
 
 MAX_ABORTED: Final = 1024
 MAX_ALLOWED_TOKEN_IDS: Final = 1024
-MAX_ANSWERS: Final = 16
+MAX_ANSWERS: Final = 128  # OpenAI's
 MAX_CACHE_SALT_CHARS: Final = 256
 MAX_CHOICES: Final = 1024
 MAX_CONSTRAINT_CHARS: Final = 2**17

@@ -100,7 +100,7 @@ def generate(
             _print_json(chunks)
             return
         completions = _print_text(chunks)
-    for index, completion in completions.items():
+    for index, completion in sorted(completions.items()):
         asking.report_end(completion, f"Answer {index + 1}: " if len(completions) > 1 else "")
         if with_timeline:
             stderr.print(timeline_view(completion))

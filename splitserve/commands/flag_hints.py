@@ -1,5 +1,5 @@
-"""What is meant by a flag that a command does not have: vLLM's names where ours differ, and names of other commands;
-and where a wrong value comes from."""
+"""What is meant by a command, a flag or a value that is not there: vLLM's and SGLang's names where ours differ, and
+names of other commands; and where a wrong value comes from."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -21,14 +21,68 @@ _OF_REQUESTS: Final = {
 }
 _OF_THE_FOLDER: Final = {
     **_MODEL,
-    "--tokenizer": "the tokenizer is that of the model's folder",
+    **dict.fromkeys(
+        ("--tokenizer", "--tokenizer-path", "--tokenizer-mode"), "the tokenizer is that of the model's folder"
+    ),
+    "--load-format": "whether a model is safetensors or GGUF is known by its files",
+    "--revision": "give the folder of that revision as MODEL",
+    **dict.fromkeys(("--hf-overrides", "--json-model-override-args"), "config.json of the model's folder says it all"),
     "--trust-remote-code": "code of a model's folder is never run; leave the flag out",
 }
 _LOGS: Final = dict.fromkeys(
-    ("--disable-log-requests", "--disable-log-stats", "--uvicorn-log-level"), "see --log-level"
+    (
+        "--disable-log-requests",
+        "--disable-log-stats",
+        "--enable-log-requests",
+        "--log-requests",
+        "--uvicorn-log-level",
+        "--log-level-http",
+        "--decode-log-interval",
+    ),
+    "see --log-level",
 )
 _TRACES: Final = {"--otlp-traces-endpoint": "it is --otlp-endpoint"}
 
+_ENGINE: Final = {
+    _MEMORY: "it is --gpu-memory-utilization",
+    "--context-length": "it is --max-model-len",
+    "--page-size": "it is --block-size",
+    **dict.fromkeys(("--num-gpu-blocks-override", "--max-total-tokens"), "the KV cache of a node has --num-kv-blocks"),
+    "--max-running-requests": "it is --max-num-seqs",
+    **dict.fromkeys(("--chunked-prefill-size", "--max-prefill-tokens"), "it is --max-num-batched-tokens"),
+    "--enable-chunked-prefill": "prompts are always computed in chunks, of --max-num-batched-tokens",
+    "--disable-radix-cache": "it is --no-enable-prefix-caching",
+    "--disable-cuda-graph": "it is --enforce-eager",
+    "--enable-deterministic-inference": "it is --batch-invariant",
+    "--cpu-offload-gb": "of the weights --weights-memory-bytes stay in memory",
+    **dict.fromkeys(
+        ("--swap-space", "--kv-offloading-size", "--enable-hierarchical-cache", "--hicache-size"),
+        "KV that the pool gives up has --kv-host-bytes and --kv-disk-bytes",
+    ),
+    **dict.fromkeys(("--lora-modules", "--lora-paths"), "an adapter is --lora NAME=FOLDER"),
+    **dict.fromkeys(
+        ("--enable-lora", "--max-loras", "--max-lora-rank", "--max-loras-per-batch"),
+        "every --lora NAME=FOLDER can be asked for",
+    ),
+    **dict.fromkeys(
+        ("--speculative-config", "--speculative-algorithm"), "see --speculation and --num-speculative-tokens"
+    ),
+    "--speculative-draft-model-path": "it is --speculative-model",
+    "--speculative-num-draft-tokens": "it is --num-speculative-tokens",
+    **dict.fromkeys(("--seed", "--random-seed"), "a request has its own, such as `splitserve generate --seed`"),
+    **dict.fromkeys(("--disaggregation-transfer-backend", "--disaggregation-ib-device"), "it is --kv-transport"),
+    **dict.fromkeys(("--task", "--is-embedding"), "it is --runner"),
+}
+_DOOR: Final = {
+    **dict.fromkeys(("--api-server-count", "--tokenizer-worker-num"), "it is --doors"),
+    "--max-queued-requests": "it is --max-num-queued-reqs",
+    "--enable-metrics": "the HTTP port always has /metrics",
+    **dict.fromkeys(
+        ("--schedule-policy", "--scheduling-policy"),
+        "who is read first is a matter of limits and priorities: see --slo-class",
+    ),
+    "--watchdog-timeout": "it is --step-timeout-s",
+}
 _CHATS: Final = {
     "--enable-auto-tool-choice": "it is always on: see --tool-call-parser",
     "--default-chat-template-kwargs": "it is --chat-template-kwargs",
@@ -48,14 +102,17 @@ _UP: Final[Hints] = {
     **_OF_REQUESTS,
     **_LOGS,
     **_TRACES,
+    **_ENGINE,
+    **_DOOR,
     **dict.fromkeys(_RANKS, "each role has its own: --prefill-tp and --decode-tp"),
-    _MEMORY: "it is --gpu-memory-utilization",
     "--port": "there are two, --grpc-port and --http-port",
     **dict.fromkeys(_STAGES, "each role has its own: --prefill-pp and --decode-pp"),
-    "--data-parallel-size": "--prefill and --decode are the numbers of nodes",
-    "--num-gpu-blocks-override": "the KV cache of each node has --num-kv-blocks",
-    "--enable-chunked-prefill": "prompts are always computed in chunks, of --max-num-batched-tokens",
-    "--kv-transfer-config": "--prefill and --decode start both roles, --kv-transport carries the KV between them",
+    **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp"), "--prefill and --decode are the numbers of nodes"),
+    **dict.fromkeys(
+        ("--kv-transfer-config", "--disaggregation-mode"),
+        "--prefill and --decode start both roles, --kv-transport carries the KV between them",
+    ),
+    "--distributed-executor-backend": "with --ray the nodes are on a Ray cluster",
 }
 _COORDINATOR: Final[Hints] = {
     **_OF_THE_FOLDER,
@@ -64,6 +121,7 @@ _COORDINATOR: Final[Hints] = {
     **_OF_REQUESTS,
     **_LOGS,
     **_TRACES,
+    **_DOOR,
     **dict.fromkeys(
         (*_RANKS, _MEMORY, "--gpu-memory-utilization", "--kv-cache-memory-bytes"),
         "nodes have it: `splitserve prefill --help`",
@@ -73,14 +131,13 @@ _COORDINATOR: Final[Hints] = {
 _NODE: Final[Hints] = {
     **_OF_THE_FOLDER,
     **_LOGS,
+    **_ENGINE,
     "--otlp-traces-endpoint": "the coordinator sends traces: `splitserve coordinator --otlp-endpoint`",
-    _MEMORY: "it is --gpu-memory-utilization",
     **dict.fromkeys(("--prefill-tp", "--decode-tp", "--tp-size", "--tp", "-t"), "it is --tensor-parallel-size"),
     **dict.fromkeys(("--host", "--port", "--server"), "a node has no clients; it dials --coordinator HOST:PORT"),
     "--chat-template": "the coordinator renders chats: `splitserve coordinator --help`",
     **dict.fromkeys(("--prefill-pp", "--decode-pp", "--pp-size", "--pp"), "it is --pipeline-parallel-size"),
-    "--num-gpu-blocks-override": "the KV cache has --num-kv-blocks",
-    "--enable-chunked-prefill": "prompts are always computed in chunks, of --max-num-batched-tokens",
+    "--disaggregation-mode": "each role is a command: `splitserve prefill --help`",
 }
 _SERVER: Final[Hints] = dict.fromkeys(
     ("--target", "--address", "--url", "--base-url", "--host", "--port", "--coordinator"), "it is --server HOST:PORT"
@@ -101,6 +158,10 @@ HINTS: Final[Mapping[str, Hints]] = {
     "generate": {**_ASK, **dict.fromkeys(("--prompt", "--quick", "-q", "-p"), "the prompt is TEXT, or - for stdin")},
     "chat": {**_ASK, "--system-prompt": "it is --system"},
     "status": _SERVER,
+    "run-batch": {
+        **dict.fromkeys(("--url", "--base-url", "--host", "--port"), "it is --server http://HOST:PORT"),
+        "--model": "the body of each line names its model",
+    },
     "serve": {
         **dict.fromkeys(("--url", "--address"), "it is --server HOST:PORT or --server http://HOST:PORT"),
         "--input-len": "it is --random-input-len",
@@ -110,6 +171,34 @@ HINTS: Final[Mapping[str, Hints]] = {
 }
 """By the names of the commands."""
 
+COMMAND_HINTS: Final[Hints] = {
+    **dict.fromkeys(("serve", "launch", "launch_server", "run", "start"), "a model is served by `splitserve up MODEL`"),
+    "complete": "it is `splitserve generate --raw TEXT`",
+    "ask": "it is `splitserve generate TEXT`",
+    "ui": "`splitserve up` serves a page at http://localhost:8000/ui",
+}
+
+_THINK: Final = "thoughts between <think> and </think> are `think`"
+VALUE_HINTS: Final[Mapping[str, Hints]] = {
+    "--kv-cache-dtype": dict.fromkeys(("fp8", "fp8_e5m2"), "floats of 8 bits are `fp8_e4m3`"),
+    "--dtype": {"half": "it is `float16`", "float": "it is `float32`"},
+    "--quantization": dict.fromkeys(
+        ("awq", "awq_marlin", "gptq", "gptq_marlin", "gguf", "compressed-tensors"),
+        "how weights are stored is known by the model's folder, without a flag",
+    ),
+    "--generation-config": {"vllm": "it is `none`"},
+    "--tool-call-parser": {
+        **dict.fromkeys(("llama", "llama3_json", "llama4_json"), "it is `llama3`"),
+        **dict.fromkeys(("qwen", "qwen25"), "it is `hermes`"),
+        **dict.fromkeys(("llama4_pythonic", "llama4"), "it is `pythonic`"),
+    },
+    "--reasoning-parser": dict.fromkeys(("deepseek_r1", "deepseek-r1", "qwen3"), _THINK),
+    "--backend": dict.fromkeys(
+        ("vllm", "sglang", "openai-chat", "sglang-oai"), "any server with OpenAI's API is `openai`"
+    ),
+}
+"""By flags, of their values."""
+
 
 def hinted(error: click.NoSuchOption) -> click.UsageError:
     """The error with a hint in the place of click's guess where there is one."""
@@ -118,15 +207,28 @@ def hinted(error: click.NoSuchOption) -> click.UsageError:
     return click.UsageError(f"No such option '{error.option_name}': {hint}.", error.ctx) if hint else error
 
 
-def with_source(error: click.BadParameter) -> click.BadParameter:
-    """The error with where the value comes from, if not from the command line."""
+def hinted_command(error: click.UsageError, name: str) -> click.UsageError:
+    """The error about a command of this name with a hint in the place of click's guess where there is one."""
+    hint = COMMAND_HINTS.get(name)
+    return click.UsageError(f"No such command '{name}': {hint}.", error.ctx) if hint else error
+
+
+def explained(error: click.BadParameter) -> click.BadParameter:
+    """The error with what is meant by the value, where that is known, and where it comes from, if not from the command
+    line."""
     if error.ctx is None or error.param is None or error.param.name is None:
         return error
+    hint, source = _value_hint(error.param.opts[0], error.message), ""
     match error.ctx.get_parameter_source(error.param.name):
         case ParameterSource.ENVIRONMENT:
-            source = f"environment variable {error.param.envvar}"
+            source = f" (environment variable {error.param.envvar})"
         case ParameterSource.DEFAULT_MAP:
-            source = "--config"
-        case _:
-            return error
-    return click.BadParameter(f"{error.message} ({source})", error.ctx, error.param)
+            source = " (--config)"
+    message = f"{error.message.removesuffix('.')}: {hint}." if hint else error.message
+    return click.BadParameter(message + source, error.ctx, error.param)
+
+
+def _value_hint(flag: str, refusal: str) -> str:
+    """The hint about the value that is refused so; empty where there is none."""
+    hints = VALUE_HINTS.get(flag, {})
+    return next((hint for value, hint in hints.items() if refusal.startswith(f"'{value}' is not one")), "")

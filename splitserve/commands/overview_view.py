@@ -19,7 +19,7 @@ NUM_BARS: Final = 20  # seconds of the little picture of the rate
 FULL, BUSY = 0.9, 0.7  # shares of a pool that are worth a colour
 NO_NODE: Final = "no_node"
 _TITLES: Final = {field.removesuffix("_s"): name for name, field, _, _ in PHASES} | {
-    "credit_wait": "credit wait",
+    "credit_wait": "credit",
     NO_NODE: "no node",
 }
 
@@ -74,7 +74,7 @@ def _above(overview: Overview) -> Group:
 
 def _phase_table(overview: Overview) -> Table:
     titles = [_TITLES.get(each.phase, each.phase) for each in overview.phases]
-    table = plain_table(numbers=("live", *titles), gap=1)
+    table = plain_table(numbers=("live", *titles))
     numbers = [each.num_answers for each in overview.phases]
     table.add_row(*(f"[bold]{number}[/]" if number else "0" for number in (sum(numbers), *numbers)))
     return table
@@ -136,7 +136,7 @@ def _node_row(node: NodeOverview) -> "tuple[_Name | str, ...]":
         f"{load.num_cached_tokens / load.num_prompt_tokens:.0%}" if load.num_prompt_tokens else "-",
         short(node.prompt_tokens_per_s),
         short(node.tokens_per_s),
-        milliseconds(load.step_s),
+        milliseconds(load.step_s) if load.step_s else "-",
     )
 
 

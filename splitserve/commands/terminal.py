@@ -96,9 +96,10 @@ def timeline_view(completion: Completion) -> Group:
 
 def status_view(model: ModelInfo, server: ServerInfo, loads: Loads) -> Group:
     """A line about the cluster, a table of its nodes, one of their KV caches, and one of how limits are kept."""
+    requests = "request" if loads.num_live_requests == 1 else "requests"
     line = (
         f"[bold]{escape(model.served_model_name)}[/] ({escape(model.architecture)}, context of {model.max_model_len} "
-        f"tokens), {loads.num_live_requests} live requests, up {duration_of(server.uptime_s)}"
+        f"tokens), {loads.num_live_requests} live {requests}, up {duration_of(server.uptime_s)}"
     )
     lines = [line]
     if defaults := model.default_sampling_params:
@@ -125,7 +126,7 @@ def _kinds(server: ServerInfo) -> list[Text]:
 def _node_table(nodes: list[NodeLoad], server: ServerInfo) -> Table:
     """What each node does, and the memory of its ranks when there are several."""
     numbers = ("running", "waiting", "step ms", "prefill tok/s", "TP", "MiB")
-    table = plain_table("node", "role", "state", numbers=numbers, gap=1)
+    table = plain_table("node", "role", "state", numbers=numbers)
     table.add_column("shape")
     table.add_column("attention")
     infos = {node.name: node for node in server.nodes}
@@ -145,7 +146,7 @@ def _node_row(load: NodeLoad, info: NodeInfo | None) -> tuple[str, ...]:
         f"[{'green' if load.state == 'ready' else 'yellow'}]{load.state}[/]",
         str(load.num_running),
         str(load.num_waiting),
-        f"{load.step_s * 1e3:.1f}",
+        f"{load.step_s * 1e3:.1f}" if load.step_s else "-",
         f"{load.prefill_tokens_per_s:.0f}" if load.prefill_tokens_per_s else "-",
         _ranks_text(engine) or str(max(1, len(load.ranks))),
         f"{load.rss_bytes / MIB:.0f}",
@@ -162,9 +163,9 @@ def _ranks_text(engine: Mapping[str, str]) -> str:
 
 def _cache_table(nodes: list[NodeLoad]) -> Table:
     """What became of each node's KV. Cached blocks are free ones that may be reused; the share is that of the prompt
-    tokens whose KV was there already."""
-    numbers = ("blocks used", "blocks cached", "tokens cached", "KV moved", "failed transfers")
-    table = plain_table("node", numbers=numbers, gap=1)
+    tokens whose KV was there already; what failed are transfers."""
+    numbers = ("blocks used", "blocks cached", "tokens cached", "KV moved", "failed")
+    table = plain_table("node", numbers=numbers)
     for load in nodes:
         share = f"{load.num_cached_tokens / load.num_prompt_tokens:.0%}" if load.num_prompt_tokens else "-"
         table.add_row(
@@ -180,7 +181,7 @@ def _cache_table(nodes: list[NodeLoad]) -> Table:
 
 def _class_table(classes: Sequence[SloClassLoad]) -> Table:
     """How many answers kept their limits, by the class of their requests."""
-    table = plain_table("class", "limits", numbers=("answers", "in time", "TTFT kept", "TPOT kept"), gap=1)
+    table = plain_table("class", "limits", numbers=("answers", "in time", "TTFT kept", "TPOT kept"))
     for each in classes:
         shares = [
             f"{number / each.num_answers:.1%}" if each.num_answers else "-"

@@ -48,6 +48,12 @@ class ClusterSettings:
     log_dir: str = flag("", "Folder for the processes' logs; empty makes one under the temporary folder.")
     start_timeout_s: float = flag(300.0, "Seconds until every node must be ready.", minimum=1.0)
     drain_s: float = flag(10.0, "Seconds running requests get to finish when the cluster stops.", minimum=0.0)
+    node_wait_s: float = flag(
+        60.0,
+        "Seconds a request waits for a node that can take it, while there is none, as until one that died has started "
+        "again; 0 refuses it.",
+        minimum=0.0,
+    )
     ray: str = flag(
         "", "Ray cluster whose hosts run the nodes: HOST:PORT, or nothing for the one of this machine.", bare=LOCAL_RAY
     )
@@ -129,6 +135,7 @@ def plan_cluster(
     front = {
         "host": settings.host,
         "port": settings.grpc_port,
+        "node_wait_s": settings.node_wait_s,
         "http_port": settings.http_port,
         "fleet_host": place.fleet_host,
         "fleet_port": place.fleet_port,

@@ -51,6 +51,10 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     (r"splitserve generate (Why|TEXT|- <|What)", Here()),
     (r"echo .* \| splitserve generate -", Here()),
     (r"splitserve chat", Here()),
+    (
+        r"splitserve run-batch ",
+        By(_SYSTEM + "test_run_batch.py::test_every_request_is_answered_though_most_are_turned_away_at_first"),
+    ),
     (r"splitserve status( --json)?$", Here()),
     (r"splitserve status --json --watch", By(_CLI + "test_status_watch_shows_it_again_and_outlives_the_server")),
     (r"splitserve top --once", Here()),

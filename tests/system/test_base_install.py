@@ -23,6 +23,7 @@ IN_BASE = {
     "coordinator",
     "generate",
     "chat",
+    "run-batch",
     "status",
     "top",
     "role",
@@ -95,6 +96,20 @@ def test_it_asks(cluster, run):
     done = run("splitserve", "status", "--server", cluster.target)
     assert done.returncode == 0, done.stderr
     assert "prefill-0" in done.stdout
+
+
+def test_it_asks_for_all_of_a_file(cluster, run, tmp_path):
+    line = {
+        "custom_id": "a",
+        "url": "/v1/completions",
+        "body": {"prompt": "hello", "max_tokens": 3, "ignore_eos": True},
+    }
+    (tmp_path / "in.jsonl").write_text(json.dumps(line))
+    files = ("-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl")
+    done = run("splitserve", "run-batch", *files, "--server", cluster.url)
+    assert done.returncode == 0, done.stderr
+    [told] = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert told["response"]["body"]["usage"]["completion_tokens"] == 3
 
 
 def test_it_makes_certificates_and_reads_them(run, model, tmp_path):

@@ -5,7 +5,7 @@
 of ours becomes 500 without a text.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -96,9 +96,19 @@ async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
     status, detail = HTTPStatus(error.status_code), error.detail
     if status is HTTPStatus.NOT_FOUND:
         detail = f"there is no {request.url.path[:80]}"
+        if meant := _meant(request.url.path, {route.path for route in request.app.routes}):
+            detail += f"; there is {meant}"
     elif status is HTTPStatus.METHOD_NOT_ALLOWED:
         detail = f"{request.method[:20]} is not a method of {request.url.path[:80]}"
     return http_error_response(status, detail, request.scope["path"], error.headers)
+
+
+def _meant(path: str, paths: Collection[str]) -> str:
+    """Which of the paths it is but for a /v1 too much or too little, as clients write base URLs, or a slash at its end;
+    the page for a browser that was given none. Empty where it is none of them."""
+    bare = path.rstrip("/").removeprefix("/v1").removeprefix("/v1")
+    candidates = ("/ui",) if path == "/" else (f"/v1{bare}", bare)
+    return next((each for each in candidates if each in paths), "")
 
 
 def http_error_response(status: int, message: str, path: str, headers: Mapping[str, str] | None = None) -> JSONResponse:

@@ -54,7 +54,7 @@ class Fields:
         value: int | None = self.raw(name)
         if value is None or _is_integer(value, within):
             return value
-        raise self.error(name, f"an integer within [{within[0]}, {within[1]}]")
+        raise self.error(name, _integer_kind(value, within))
 
     def number(self, name: str) -> float | None:
         value = self.raw(name)
@@ -210,6 +210,13 @@ def shown(value: Any) -> str:
 
 def _is_integer(value: Any, within: tuple[int, int]) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and within[0] <= value <= within[1]
+
+
+def _integer_kind(value: Any, within: tuple[int, int]) -> str:
+    """What is asked for in the place of a value. The wire's own bounds are told only where they are the matter."""
+    if within in (INT32, INT64) and not (isinstance(value, int) and not isinstance(value, bool)):
+        return "an integer"
+    return f"an integer within [{within[0]}, {within[1]}]"
 
 
 def _is_text(value: Any) -> bool:

@@ -177,3 +177,25 @@ def test_the_servers_own_page_may_call_it_under_an_address_and_localhost(tmp_pat
             assert reply.status_code == status
 
     run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/completions/", "/v1/completions"),
+        ("/v1/tokenize", "/tokenize"),
+        ("/", "/ui"),
+        ("/v1", ""),
+        ("/v1/rerank", ""),
+    ],
+)
+def test_a_path_that_is_not_there_names_the_one_that_was_meant(tmp_path, path, meant):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (_, client):
+            reply = await client.post(path, json={})
+            said = f"there is no {path}" + (f"; there is {meant}" if meant else "")
+            assert (reply.status_code, reply.json()["error"]["message"]) == (404, said)
+
+    run(scenario())

@@ -125,7 +125,7 @@ NAN, INF = math.nan, math.inf
         *[("repetition_penalty", Wire(repetition_penalty=value)) for value in (NAN, 0.0, -1.0, INF)],
         *[("max_tokens", Wire(max_tokens=value)) for value in (0, -1)],
         *[("min_tokens", Wire(max_tokens=5, min_tokens=value)) for value in (-1, 6)],
-        *[("n", Wire(n=value)) for value in (0, -1, 17, 2**31 - 1)],
+        *[("n", Wire(n=value)) for value in (0, -1, 129, 2**31 - 1)],
         *[("logprobs", Wire(logprobs=value)) for value in (-1, 21)],
         ("stop", Wire(stop=["x"] * 10_000)),
         ("stop", Wire(stop=[""])),

@@ -137,7 +137,7 @@ def test_help_shows_a_size_with_its_unit():
         (["--pool-bytes", "0"], "0 is not in the range 1<=x<=8589934592"),
         (["--pool-bytes", "9GiB"], "9663676416 is not in the range 1<=x<=8589934592"),
         (["--block-size", "0"], "0 is not in the range 1<=x<=64"),
-        (["--block-size", "many"], "'many' is not a valid integer range"),
+        (["--block-size", "many"], "'many' is not a valid integer."),
         (["--dtype", "int3"], "'int3' is not one of 'auto', 'float32'"),
         (["--no-such-flag", "1"], "No such option"),
         (["--share", "1.5"], "1.5 is not in the range 0.0<=x<=1.0"),

@@ -182,6 +182,12 @@ def test_of_several_answers_each_tells_why_it_stopped(run, script):
     assert result.stderr == f"Answer 2: {CUT}20 tokens: --max-tokens raises this limit.\n"
 
 
+def test_several_answers_tell_why_in_their_order_whichever_ended_first(run, script):
+    script.replies = [complete(index=index, finish_reason=LENGTH, completion_tokens=20) for index in (1, 0)]
+    lines = run("generate", "hi", "--n", "2", "--max-tokens", "20").stderr.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["Answer 1", "Answer 2"]
+
+
 def test_with_json_the_reason_is_in_the_object_alone(run, script):
     script.replies[-1] = complete(finish_reason=LENGTH, completion_tokens=20)
     result = run("generate", "hi", "--json", "--max-tokens", "20")
@@ -347,14 +353,19 @@ def test_no_server_is_one_sentence(command):
 def test_status_shows_nodes_and_load(run):
     result = run("status")
     assert result.exit_code == 0
-    assert "1 live requests" in result.stdout
+    assert "1 live request," in result.stdout
+    titles = [re.split(" {2,}", line.rstrip()) for line in result.stdout.splitlines() if line.startswith("node")]
+    assert titles == [
+        ["node", "role", "state", "running", "waiting", "step ms", "prefill tok/s", "TP", "MiB", "shape", "attention"],
+        ["node", "blocks used", "blocks cached", "tokens cached", "KV moved", "failed"],
+    ]
     rows = [line.split() for line in result.stdout.splitlines()]
     assert [row for row in rows if row[:1] == ["p0"]] == [
         ["p0", "prefill", "ready", "0", "0", "500.0", "1234", "2", "17", "512", "tokens"],
         ["p0", "1/8", "5", "25%", "1.5", "MiB", "4"],
     ]
     assert [row for row in rows if row[:1] == ["d0"]] == [
-        ["d0", "decode", "draining", "0", "0", "0.0", "-", "1", "0", "64", "seats"],
+        ["d0", "decode", "draining", "0", "0", "-", "-", "1", "0", "64", "seats"],
         ["d0", "0/6", "0", "-", "0", "B", "0"],
     ]
 

@@ -48,6 +48,13 @@ def test_each_process_is_told_its_place(monkeypatch):
         assert (values["model"], values["fleet_secret"], values["drain_s"]) == ("/models/tiny", "s3cret", 3.0)
 
 
+@pytest.mark.parametrize(("settings", "wait_s"), [(ClusterSettings(), 60.0), (ClusterSettings(node_wait_s=0.0), 0.0)])
+def test_requests_wait_until_a_node_that_died_has_started_again(monkeypatch, settings, wait_s):
+    """A lone coordinator knows of nobody who starts nodes."""
+    front, *_ = plan_cluster(settings, {}, MODEL, PLACE)
+    assert received(front, COORDINATOR, monkeypatch)["node_wait_s"] == wait_s
+
+
 def test_a_flag_goes_to_every_process_that_knows_it_and_to_no_other(monkeypatch):
     passed = {"block_size": 32, "max_logprobs": 3, "max_num_seqs": 5, "transfer_timeout_s": 7.0, "log_level": "debug"}
     passed["lora"] = ("sql=/adapters/sql", "org/chat=/adapters/chat")

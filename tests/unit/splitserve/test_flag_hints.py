@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from splitserve.cli import COMMANDS, main
-from splitserve.commands.flag_hints import HINTS
+from splitserve.commands.flag_hints import COMMAND_HINTS, HINTS, VALUE_HINTS
 from splitserve_bench.commands import bench
 
 PATHS = {name: [name] for name in COMMANDS} | {"serve": ["bench", "serve"]}
@@ -43,10 +43,41 @@ def test_a_hint_comes_instead_of_a_guess_and_names_flags_that_exist(name, flag, 
         (["up", "--mem-fraction-static", "0.9"], "--gpu-memory-utilization"),
         (["up", "--model", "m"], "MODEL is given without a flag"),
         (["generate", "hi", "--target", "a:1"], "--server HOST:PORT"),
+        (["serve", "m", "--port", "8000"], "No such command 'serve': a model is served by `splitserve up MODEL`."),
+        (["up", "--page-size", "16"], "--block-size"),
+        (["up", "--kv-cache-dtype", "fp8"], "'auto', 'int8', 'fp8_e4m3': floats of 8 bits are `fp8_e4m3`."),
     ],
 )
 def test_what_somebody_used_to_vllm_tries(arguments, hint):
     assert hint in CliRunner().invoke(main, arguments).stderr
+
+
+@pytest.mark.parametrize("name", COMMAND_HINTS)
+def test_a_hint_about_a_command_names_one_that_exists(name):
+    assert name not in COMMANDS
+    [named] = re.findall(r"`splitserve (\w+).*?`", COMMAND_HINTS[name])
+    assert named in COMMANDS
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "hint"),
+    [(flag, value, hint) for flag, hints in VALUE_HINTS.items() for value, hint in hints.items()],
+)
+def test_a_hint_about_a_value_names_one_that_the_flag_takes(flag, value, hint):
+    commands = [name for name in ("up", "coordinator", "decode", "serve") if flag in flags_of(name)]
+    assert commands
+    for name in commands:
+        [choices] = [each.type.choices for each in command(name).params if flag in each.opts]
+        assert value not in choices
+        assert set(re.findall(r"`(\w+)`", hint)) <= set(choices)
+        result = CliRunner().invoke(main, [*PATHS[name], flag, value])
+        assert result.exit_code == 2
+        assert result.stderr.endswith(f": {hint}.\n")
+
+
+def test_a_hint_about_a_value_tells_where_it_comes_from_too():
+    stderr = CliRunner().invoke(main, ["decode"], env={"SPLITSERVE_DTYPE": "half"}).stderr
+    assert stderr.endswith(": it is `float16`. (environment variable SPLITSERVE_DTYPE)\n")
 
 
 def test_click_guesses_where_there_is_no_hint():

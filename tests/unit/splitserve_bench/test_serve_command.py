@@ -380,6 +380,12 @@ def test_one_name_in_help():
     assert not {"--target", "--base-url", "--host", "--port"} & set(shown.split())
 
 
+def test_the_overview_tells_whole_sentences():
+    _, shown = CliRunner().invoke(main, ["bench", "--help"]).output.split("Commands:")
+    assert "..." not in shown
+    assert "share of requests within their limits." in " ".join(shown.split())
+
+
 def test_help():
     result = CliRunner().invoke(main, ["bench", "serve", "--help"])
     assert result.exit_code == 0

@@ -1,0 +1,75 @@
+"""Files of requests as OpenAI's batches have them, a JSON object a line, and of what became of each. Pure."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from serving_core.errors import SettingsError
+from serving_core.units import MIB, size_of
+
+MAX_LINE_BYTES: Final = 4 * MIB + 4096  # what the server takes in one body, and what stands around it
+LATER: Final = (429, 503, 529)  # statuses of a server that turns requests away for now
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """One line: what is to be asked where, and the name that its answer gets."""
+
+    custom_id: str
+    path: str
+    body: dict[str, Any]
+
+
+def batch_requests(lines: Iterable[bytes]) -> Iterator[BatchRequest]:
+    """The requests of a file's lines; blank ones say nothing. Raises SettingsError, with the line's number."""
+    numbers: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        if len(line) > MAX_LINE_BYTES:
+            raise SettingsError(f"line {number} has more than {size_of(MAX_LINE_BYTES)}, the most that is taken")
+        if not line.strip():
+            continue
+        try:
+            request = _parsed(line)
+        except ValueError as error:
+            raise SettingsError(f"line {number} {error}") from error
+        if (first := numbers.setdefault(request.custom_id, number)) != number:
+            raise SettingsError(f"line {number} has the custom_id of line {first}: {request.custom_id[:80]!r}")
+        yield request
+
+
+def _parsed(line: bytes) -> BatchRequest:
+    try:
+        given = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ValueError("is no JSON object")
+    custom_id, path, body = (given.get(name) for name in ("custom_id", "url", "body"))
+    if not isinstance(custom_id, str) or not custom_id:
+        raise ValueError("needs a custom_id, a text by which its answer is known")
+    if given.get("method", "POST") != "POST":
+        raise ValueError(f"must have the method POST, not {given['method']!r}")
+    if not isinstance(path, str) or not path.startswith("/"):
+        raise ValueError("needs a url such as /v1/chat/completions")
+    if not isinstance(body, dict):
+        raise ValueError("needs a body, the JSON object that is sent")
+    if body.get("stream"):
+        raise ValueError("asks for a stream: the answers of a batch come whole")
+    return BatchRequest(custom_id, path, body)
+
+
+def answered(request: BatchRequest, status: int, request_id: str, body: Any) -> str:
+    """The line about a request that was answered, be it with an error."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    return _line(request, request_id, response, None)
+
+
+def failed(request: BatchRequest, code: str, message: str) -> str:
+    """The line about a request that got no answer."""
+    return _line(request, "", None, {"code": code, "message": message})
+
+
+def _line(request: BatchRequest, request_id: str, response: Any, error: Any) -> str:
+    told = {"id": f"batch_req_{request_id}", "custom_id": request.custom_id, "response": response, "error": error}
+    return json.dumps(told, ensure_ascii=False, separators=(",", ":"))
