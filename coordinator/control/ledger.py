@@ -124,7 +124,7 @@ class Ledger:
         """Of a request's tokens, those that others hold for it where these are most: of a block that k of them have,
         each has the kth part."""
         parts = self._requests.get(request_id, _Request()).parts.items()
-        sharing = [(node, part.held) for node, part in parts if part.held and _shares(node)]
+        sharing = [(node, part.held) for node, part in parts if part.held and node.shares_blocks]
         return max((self._held[node].num_spared(held) * node.block_size for node, held in sharing), default=0.0)
 
     def running(self) -> Running:
