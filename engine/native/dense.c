@@ -93,9 +93,10 @@ static DenseUnit unit_of(const DenseData *data, int32_t first, int32_t count) {
 static int32_t begin(Operation *operation, int32_t num_rows) {
     DenseData *data = (DenseData *)operation->data;
     int32_t num_panels = (num_vectors(data->product.matrix) + PANEL_VECTORS - 1) / PANEL_VECTORS;
+    const int32_t block_rows = data->product.matrix->kernel->block_rows;
     data->product.num_rows = num_rows;
     data->num_ranges = (num_rows + UNIT_ROWS - 1) / UNIT_ROWS;
-    data->range_rows = (num_rows + data->num_ranges * BLOCK_ROWS - 1) / (data->num_ranges * BLOCK_ROWS) * BLOCK_ROWS;
+    data->range_rows = (num_rows + data->num_ranges * block_rows - 1) / (data->num_ranges * block_rows) * block_rows;
     operation->num_units = num_panels * data->num_ranges * HALVES;
     operation->units_together = HALVES;
     return 0;

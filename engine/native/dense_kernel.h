@@ -264,4 +264,4 @@ static void compute(const DenseProduct *product, const DenseUnit *unit, const De
 #endif
 }
 
-const DenseKernel DENSE_KERNEL = {compute};
+const DenseKernel DENSE_KERNEL = {compute, BLOCK_ROWS};
