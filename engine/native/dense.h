@@ -16,6 +16,7 @@
 #define HALF_VECTORS 2
 #define BLOCK_ROWS 6        /* of kernels by vectors: a multiple of the rows whose sums stay in registers */
 #define UNIT_ROWS 192       /* that one thread takes at a time; a multiple of any kernel's block_rows */
+#define GROUP_BYTES 524288  /* of weights that stay in the cache, beside a unit's inputs, for all ranges of rows */
 #define BLOCK_WORDS 1024    /* whose weights in a panel, 256 KiB, stay in the cache for all rows of a unit */
 #define SHARED_WORK 262144  /* products; what is less is done sooner than other threads are woken */
 

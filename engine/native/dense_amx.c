@@ -24,6 +24,8 @@
 
 #define AHEAD_TILES 2 /* of the one in work, the weights that are fetched */
 
+_Static_assert(UNIT_ROWS % (2 * AMX_ROWS) == 0, "a unit has no room for whole blocks");
+
 /* Some rows of inputs against some vectors of a panel. */
 typedef struct {
     const uint8_t *inputs;
@@ -92,10 +94,17 @@ INLINE void store_outputs(const float *const *sums, const DenseProduct *product,
     uint8_t *to = product->outputs + ((int64_t)row * matrix->num_outputs + first) * 2, rest[PANEL_VECTORS * OUTPUTS * 2];
     for (int32_t r = 0; r < num_rows; ++r, to += (int64_t)matrix->num_outputs * 2) {
         uint8_t *written = count == vectors * OUTPUTS ? to : rest;
+        __m256i halves[PANEL_VECTORS] = {0}; /* of a line */
         for (int i = 0; i < vectors; ++i) {
             vec sum = vec_load(sums[i] + r * OUTPUTS);
             if (matrix->bias) sum = vec_add(sum, vec_load(bias + i * OUTPUTS));
-            vec_to_bfloat16(written + i * OUTPUTS * 2, sum);
+            halves[i] = (__m256i)_mm512_cvtneps_pbh(sum);
+        }
+        for (int i = 0; i < vectors; i += 2) {
+            uint8_t *to_pair = written + i * OUTPUTS * 2;
+            if (i + 1 < vectors)
+                _mm512_storeu_si512(to_pair, _mm512_inserti64x4(_mm512_castsi256_si512(halves[i]), halves[i + 1], 1));
+            else _mm256_storeu_si256((__m256i *)to_pair, halves[i]);
         }
         if (written == rest) memcpy(to, rest, (size_t)count * 2);
     }
