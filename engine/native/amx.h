@@ -26,9 +26,12 @@ typedef struct {
 /* What has been written before is in memory: compilers need not know that a tile is loaded from there. */
 #define WRITTEN() __asm__ volatile("" ::: "memory")
 
-/* Of at most two tiles of rows. Sums are in tiles 0 to 3, inputs in 4 and 5, weights in 6 and 7: the second tile of
- * rows, if there is one, has the odd ones of the first six. */
-static inline TileShapes tile_shapes(int32_t num_rows) {
+/* _tile_loadconfig, but some compilers take that for a read of the first bytes alone, and may leave the rest unwritten. */
+static inline void load_shapes(const TileShapes *shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(*shapes)); }
+
+/* For at most two tiles of rows. Sums are in tiles 0 to 3, inputs in 4 and 5, weights in 6 and 7: the second tile of
+ * rows, if there is one, has the odd ones of the first six. It takes as long as six tiles' products. */
+static inline void shape_tiles(int32_t num_rows) {
     const int32_t second_rows = num_rows - AMX_ROWS, first_rows = second_rows > 0 ? AMX_ROWS : num_rows;
     TileShapes shapes = {.palette = 1};
     for (int i = 0; i < 8; ++i) {
@@ -36,11 +39,8 @@ static inline TileShapes tile_shapes(int32_t num_rows) {
         shapes.row_bytes[i] = AMX_BYTES;
         shapes.rows[i] = (uint8_t)(i > 5 ? AMX_WORDS : is_second ? second_rows : first_rows);
     }
-    return shapes;
+    load_shapes(&shapes);
 }
-
-/* _tile_loadconfig, but some compilers take that for a read of the first bytes alone, and may leave the rest unwritten. */
-static inline void load_shapes(const TileShapes *shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(*shapes)); }
 
 /* Whether this CPU has tiles with such products, and Linux lets this process use them. */
 int amx_is_there(int product);

@@ -13,11 +13,14 @@
 #define WORDS_AHEAD 24 /* that are fetched while a row is read: each is in another line */
 #define SHARED_READS 32768 /* weights; fewer are read sooner than other threads are woken */
 
-/* Its units are halves of panels, for each range of rows. */
+/* Its units are halves of panels, for each range of rows: of a group of panels, whose weights stay in the cache, all
+ * of one range after the other. */
 typedef struct {
     DenseProduct product;
     int32_t range_rows;
     int32_t num_ranges;
+    int32_t num_panels;
+    int32_t group_panels;
 } DenseData;
 
 /* Its units are rows. */
@@ -83,7 +86,9 @@ EXPORTED void dense_pack(const uint8_t *weights, int64_t row_bytes, int32_t num_
 }
 
 static DenseUnit unit_of(const DenseData *data, int32_t first, int32_t count) {
-    int32_t panel = first / HALVES / data->num_ranges, range = first / HALVES % data->num_ranges;
+    const int32_t at = first / HALVES, group = at / (data->group_panels * data->num_ranges) * data->group_panels;
+    const int32_t held = smaller(data->group_panels, data->num_panels - group), behind = at - group * data->num_ranges;
+    const int32_t panel = group + behind % held, range = behind / held;
     DenseUnit unit = {.vector = panel * PANEL_VECTORS + first % HALVES * HALF_VECTORS, .row = range * data->range_rows};
     unit.num_vectors = smaller(count * HALF_VECTORS, num_vectors(data->product.matrix) - unit.vector);
     unit.num_rows = smaller(data->range_rows, data->product.num_rows - unit.row);
@@ -92,11 +97,14 @@ static DenseUnit unit_of(const DenseData *data, int32_t first, int32_t count) {
 
 static int32_t begin(Operation *operation, int32_t num_rows) {
     DenseData *data = (DenseData *)operation->data;
-    int32_t num_panels = (num_vectors(data->product.matrix) + PANEL_VECTORS - 1) / PANEL_VECTORS;
+    const int64_t panel_bytes = (int64_t)num_words(data->product.matrix) * PANEL_VECTORS * VECTOR_BYTES;
+    const int32_t block_rows = data->product.matrix->kernel->block_rows;
     data->product.num_rows = num_rows;
     data->num_ranges = (num_rows + UNIT_ROWS - 1) / UNIT_ROWS;
-    data->range_rows = (num_rows + data->num_ranges * BLOCK_ROWS - 1) / (data->num_ranges * BLOCK_ROWS) * BLOCK_ROWS;
-    operation->num_units = num_panels * data->num_ranges * HALVES;
+    data->range_rows = (num_rows + data->num_ranges * block_rows - 1) / (data->num_ranges * block_rows) * block_rows;
+    data->num_panels = (num_vectors(data->product.matrix) + PANEL_VECTORS - 1) / PANEL_VECTORS;
+    data->group_panels = panel_bytes < GROUP_BYTES ? (int32_t)(GROUP_BYTES / panel_bytes) : 1;
+    operation->num_units = data->num_panels * data->num_ranges * HALVES;
     operation->units_together = HALVES;
     return 0;
 }

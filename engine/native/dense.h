@@ -14,8 +14,9 @@
 #define VECTOR_BYTES 64
 #define PANEL_VECTORS 4     /* the last panel may have fewer */
 #define HALF_VECTORS 2
-#define BLOCK_ROWS 6        /* a multiple of the rows whose sums stay in registers */
-#define UNIT_ROWS 192       /* that one thread takes at a time; a multiple of BLOCK_ROWS */
+#define BLOCK_ROWS 6        /* of kernels by vectors: a multiple of the rows whose sums stay in registers */
+#define UNIT_ROWS 192       /* that one thread takes at a time; a multiple of any kernel's block_rows */
+#define GROUP_BYTES 524288  /* of weights that stay in the cache, beside a unit's inputs, for all ranges of rows */
 #define BLOCK_WORDS 1024    /* whose weights in a panel, 256 KiB, stay in the cache for all rows of a unit */
 #define SHARED_WORK 262144  /* products; what is less is done sooner than other threads are woken */
 
@@ -50,6 +51,7 @@ typedef struct {
 typedef struct DenseKernel {
     /* The outputs of a unit. Meanwhile the weights of the next one are fetched. */
     void (*compute)(const DenseProduct *product, const DenseUnit *unit, const DenseUnit *next);
+    int32_t block_rows; /* of which each unit has a multiple, but the last */
 } DenseKernel;
 
 #if defined(__x86_64__)

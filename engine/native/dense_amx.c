@@ -24,6 +24,8 @@
 
 #define AHEAD_TILES 2 /* of the one in work, the weights that are fetched */
 
+_Static_assert(UNIT_ROWS % (2 * AMX_ROWS) == 0, "a unit has no room for whole blocks");
+
 /* Some rows of inputs against some vectors of a panel. */
 typedef struct {
     const uint8_t *inputs;
@@ -82,18 +84,29 @@ INLINE void multiply_rest(const Block *block, const int32_t num_rows, const int 
     multiply_tile(inputs, AMX_BYTES, weights, PANEL_VECTORS * VECTOR_BYTES, NULL, 0, row_tiles, vectors);
 }
 
-INLINE void store_outputs(const float *sums, const DenseProduct *product, int32_t row, int32_t vector,
-                          int32_t num_rows) {
+/* Of one tile of rows. A row's are written together: they are in one line of the cache, and the next row's far away. */
+INLINE void store_outputs(const float *const *sums, const DenseProduct *product, int32_t row, int32_t vector,
+                          int32_t num_rows, const int vectors) {
     const DenseMatrix *matrix = product->matrix;
-    const int32_t output = vector * OUTPUTS, count = smaller(matrix->num_outputs - output, OUTPUTS);
-    float bias[OUTPUTS] = {0};
-    if (matrix->bias) memcpy(bias, matrix->bias + output, (size_t)count * 4);
-    uint8_t *to = product->outputs + ((int64_t)row * matrix->num_outputs + output) * 2, rest[OUTPUTS * 2];
+    const int32_t first = vector * OUTPUTS, count = smaller(matrix->num_outputs - first, vectors * OUTPUTS);
+    float bias[PANEL_VECTORS * OUTPUTS] = {0};
+    if (matrix->bias) memcpy(bias, matrix->bias + first, (size_t)count * 4);
+    uint8_t *to = product->outputs + ((int64_t)row * matrix->num_outputs + first) * 2, rest[PANEL_VECTORS * OUTPUTS * 2];
     for (int32_t r = 0; r < num_rows; ++r, to += (int64_t)matrix->num_outputs * 2) {
-        vec sum = vec_load(sums + r * OUTPUTS);
-        if (matrix->bias) sum = vec_add(sum, vec_load(bias));
-        vec_to_bfloat16(count == OUTPUTS ? to : rest, sum);
-        if (count < OUTPUTS) memcpy(to, rest, (size_t)count * 2);
+        uint8_t *written = count == vectors * OUTPUTS ? to : rest;
+        __m256i halves[PANEL_VECTORS] = {0}; /* of a line */
+        for (int i = 0; i < vectors; ++i) {
+            vec sum = vec_load(sums[i] + r * OUTPUTS);
+            if (matrix->bias) sum = vec_add(sum, vec_load(bias + i * OUTPUTS));
+            halves[i] = (__m256i)_mm512_cvtneps_pbh(sum);
+        }
+        for (int i = 0; i < vectors; i += 2) {
+            uint8_t *to_pair = written + i * OUTPUTS * 2;
+            if (i + 1 < vectors)
+                _mm512_storeu_si512(to_pair, _mm512_inserti64x4(_mm512_castsi256_si512(halves[i]), halves[i + 1], 1));
+            else _mm256_storeu_si256((__m256i *)to_pair, halves[i]);
+        }
+        if (written == rest) memcpy(to, rest, (size_t)count * 2);
     }
 }
 
@@ -121,12 +134,9 @@ INLINE void compute_block(const DenseProduct *product, const Block *block, int32
     _tile_stored(1, sums[1], AMX_BYTES);
     _tile_stored(2, sums[2], AMX_BYTES);
     _tile_stored(3, sums[3], AMX_BYTES);
-    for (int i = 0; i < vectors; ++i) {
-        store_outputs(sums[row_tiles == 2 ? 2 * i : (i % 2 * 2 + i / 2)], product, row, vector + i,
-                      smaller(num_rows, AMX_ROWS));
-        if (row_tiles == 2)
-            store_outputs(sums[2 * i + 1], product, row + AMX_ROWS, vector + i, num_rows - AMX_ROWS);
-    }
+    const float *of_first[4] = {sums[0], sums[2], sums[1], sums[3]}, *of_second[2] = {sums[1], sums[3]};
+    store_outputs(of_first, product, row, vector, smaller(num_rows, AMX_ROWS), vectors);
+    if (row_tiles == 2) store_outputs(of_second, product, row + AMX_ROWS, vector, num_rows - AMX_ROWS, vectors);
 }
 
 static void compute(const DenseProduct *product, const DenseUnit *unit, const DenseUnit *next) {
@@ -136,11 +146,12 @@ static void compute(const DenseProduct *product, const DenseUnit *unit, const De
                    .weight_stride = dense_stride_of(matrix, unit->vector),
                    .num_tiles = num_tiles,
                    .rest_bytes = row_bytes - num_tiles * AMX_BYTES};
+    int32_t shaped_rows = 0;
     for (int32_t done = 0; done < unit->num_rows; done += 2 * AMX_ROWS) {
         const int32_t row = unit->row + done, num_rows = smaller(unit->num_rows - done, 2 * AMX_ROWS);
         const int row_tiles = num_rows > AMX_ROWS ? 2 : 1, together = row_tiles == 2 ? 2 : 4;
-        const TileShapes shapes = tile_shapes(num_rows);
-        load_shapes(&shapes);
+        if (num_rows != shaped_rows) shape_tiles(num_rows);
+        shaped_rows = num_rows;
         block.inputs = product->inputs + row * product->input_stride;
         for (int32_t first = 0; first < unit->num_vectors; first += together) {
             const int32_t vector = unit->vector + first, vectors = smaller(unit->num_vectors - first, together);
@@ -164,7 +175,7 @@ static void compute(const DenseProduct *product, const DenseUnit *unit, const De
     _tile_release();
 }
 
-const DenseKernel dense_amx = {compute};
+const DenseKernel dense_amx = {compute, 2 * AMX_ROWS};
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

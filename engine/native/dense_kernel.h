@@ -18,6 +18,8 @@
 #define AHEAD_WORDS 24 /* of the one in work, the weights that are fetched when all rows are read together */
 #define WORDS_READ(element) (!PAIRS && (element) == DENSE_BFLOAT16 ? 2 : 1) /* of inputs, for one of weights */
 
+_Static_assert(UNIT_ROWS % BLOCK_ROWS == 0, "a unit has no room for whole blocks");
+
 /* Where a row's sums come from and go to between blocks of inputs. */
 typedef struct {
     float *sums; /* [UNIT_ROWS, PANEL_VECTORS * OUTPUTS] */
@@ -264,4 +266,4 @@ static void compute(const DenseProduct *product, const DenseUnit *unit, const De
 #endif
 }
 
-const DenseKernel DENSE_KERNEL = {compute};
+const DenseKernel DENSE_KERNEL = {compute, BLOCK_ROWS};

@@ -87,11 +87,12 @@ INLINE void compute_tile_block(const Product *product, const TileBlock *block, i
 static void compute_tiles(const Product *product, const uint8_t *weights, int64_t weight_stride, int32_t vector,
                           int32_t vectors, int32_t row, int32_t end_row) {
     const int64_t padded = product->matrix->padded_inputs;
+    int32_t shaped_rows = 0;
     for (; row < end_row; row += 2 * AMX_ROWS) {
         const int32_t num_rows = end_row - row < 2 * AMX_ROWS ? end_row - row : 2 * AMX_ROWS;
-        const TileShapes shapes = tile_shapes(num_rows);
         const TileBlock block = {product->rounded.numbers + row * padded, padded, weights, weight_stride};
-        load_shapes(&shapes);
+        if (num_rows != shaped_rows) shape_tiles(num_rows);
+        shaped_rows = num_rows;
         switch ((num_rows > AMX_ROWS) * TILE_VECTORS + vectors) {
         case 1: compute_tile_block(product, &block, vector, row, num_rows, 1, 1); break;
         case 2: compute_tile_block(product, &block, vector, row, num_rows, 1, 2); break;
