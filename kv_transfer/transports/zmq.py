@@ -16,7 +16,6 @@ from pathlib import Path
 
 import zmq
 
-from kv_transfer.ends.host_memory import keep_freed_memory
 from kv_transfer.errors import TransferError
 from kv_transfer.payload import HOST, Payload
 from kv_transfer.shared_memory import notes
@@ -29,6 +28,7 @@ from kv_transfer.transports.zmq_connection import NO_HEADER, Connection, choose_
 from kv_transfer.transports.zmq_inbox import Inbox
 from serving_core.descriptors import NONE_LEFT, Spares, connections_within
 from serving_core.errors import SettingsError
+from serving_core.host_memory import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 

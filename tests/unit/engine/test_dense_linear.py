@@ -37,7 +37,7 @@ needs_pairs = pytest.mark.skipif(not has_kernel("avx512_bf16", BFLOAT16), reason
 
 ROUNDING = {BFLOAT16: 2.0**-8, torch.float16: 2.0**-11, FLOAT32: 2.0**-23}  # of an output, to the nearest
 SUMMING = 2.0**-22  # of the sizes of the terms, for each pair of inputs: what sums of float32 lose
-SHAPES = [(1, 1), (7, 5), (16, 2), (54, 54), (65, 33), (131, 77), (113, 576), (96, 1001), (33, 2049), (70, 4100), (330, 1000)]
+SHAPES = [(1, 1), (7, 5), (16, 2), (54, 54), (65, 33), (131, 77), (113, 576), (96, 1001), (33, 2049), (70, 4100)]
 NUM_ROWS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 18, 19, 47, 200]  # of one block of rows, several, and several units
 
 
