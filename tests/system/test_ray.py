@@ -212,7 +212,8 @@ def test_nothing_is_left_of_an_up_that_is_killed(ray_hosts, up):
 )
 def test_what_cannot_be_ends_with_a_sentence(ray_hosts, model, flags, sentence):
     given = [ray_hosts.address if word == "ADDRESS" else word for word in flags]
-    command = [sys.executable, "-m", "splitserve", "up", str(model), "--grpc-port", str(free_port()), *given]
+    ports = ["--grpc-port", str(free_port()), "--http-port", "-1"]
+    command = [sys.executable, "-m", "splitserve", "up", str(model), *ports, *given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode != 0
     assert sentence in done.stderr
