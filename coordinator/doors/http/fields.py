@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM, MALFORMED_REQUEST
@@ -209,12 +209,16 @@ def shown(value: Any) -> str:
 
 
 def _is_integer(value: Any, within: tuple[int, int]) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and within[0] <= value <= within[1]
+    return _is_whole(value) and within[0] <= value <= within[1]
+
+
+def _is_whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _integer_kind(value: Any, within: tuple[int, int]) -> str:
     """What is asked for in the place of a value. The wire's own bounds are told only where they are the matter."""
-    if within in (INT32, INT64) and not (isinstance(value, int) and not isinstance(value, bool)):
+    if within in (INT32, INT64) and not _is_whole(value):
         return "an integer"
     return f"an integer within [{within[0]}, {within[1]}]"
 
