@@ -34,9 +34,9 @@ class Cap:
         if all(each.is_outgoing for each in self._residents):
             return
         for each in reversed(self._outgoing()):
-            if not self._exceed(self._outgoing(), resident):
-                return
             if _yields(each, resident) and can_give_way(each):
+                if not self._exceed(self._outgoing(), resident):
+                    return
                 self._writing.give_way(each)
 
     def _outgoing(self) -> list[Resident]:
