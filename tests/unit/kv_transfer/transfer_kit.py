@@ -210,6 +210,7 @@ class FaultyDialer:
         self._inner = inner
         self._faults = faults
         self._num_spoilt = Counter()
+        self._is_closed = False
         self.payload = inner.payload
 
     def start(self, on_reply: Callable[[memoryview], None], on_lost: Callable[[str], None]):
@@ -231,19 +232,20 @@ class FaultyDialer:
         self._inner.hang_up(address)
 
     async def close(self):
+        self._is_closed = True
         await self._inner.close()
 
     async def _send(self, address, header, frames):
         transfer_id = decode(header).transfer_id
-        parts = [memoryview(header), *frames]
+        parts, delay_s = [memoryview(header), *frames], 0.0
         if self._num_spoilt[transfer_id] < self._faults.num_per_transfer:
             is_delayed = self._faults.happens(self._faults.delay)
-            await asyncio.sleep(0.003 * is_delayed)
             spoilt = self._spoilt(parts)
-            self._num_spoilt[transfer_id] += is_delayed or spoilt is not parts
-            parts = spoilt
+            self._num_spoilt[transfer_id] += is_delayed or spoilt is not parts  # before others take their turn
+            parts, delay_s = spoilt, 0.003 * is_delayed
+        await asyncio.sleep(delay_s)  # also without a delay: what is not spoilt keeps its order
         for _ in range(1 + self._faults.happens(self._faults.duplicate)):
-            if parts:
+            if parts and not self._is_closed:
                 await self._inner.send(address, bytes(parts[0]), parts[1:])
 
     def _spoilt(self, parts):
