@@ -34,7 +34,7 @@ from serving_core.errors import RequestError
 
 NUM_EPOCHS: Final = 2**32
 ASK_AGAIN_S: Final = 1.0  # after every node has turned one away
-MOST_LET_IN: Final = 16  # of those that are held, in one event: each takes milliseconds to place beside hundreds
+MOST_LET_IN: Final = 16  # of those that are held, or wait, in one event: beside hundreds each takes milliseconds
 
 
 class TokenRow(NamedTuple):
@@ -155,23 +155,32 @@ class LiveAnswers:
             self.holding.let_go(request)
         return instructions
 
-    def retry(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """One that waits for nodes begins where there are some now, or is held, and ends when it has waited for too
-        long; `let_in` is to follow."""
-        assert request.waits_until_s is not None, "nodes have it"
-        if now < request.asks_again_s:
-            return []
-        is_over = self.registry.pauses.awake_s(now) >= request.waits_until_s
-        if not is_over and not has_path(self.registry.nodes, embeds=self.registry.embeds):
-            return []
-        try:
-            placed = self._place(request, now)
-        except RequestError as no_node:
-            return self._end(request, with_progress(no_node, request), now) if is_over else []
-        if self._holds(request, placed, now):
-            request.waits_until_s = None
-            return []
-        return self._begin_late(request, placed, now)
+    def retry(self, waiting: Sequence[TrackedRequest], now: float) -> list[Instruction]:
+        """Those that wait for nodes, the oldest first, begin where there are some now, or are held; a few at a time
+        where anyone has limits. One that has waited for too long ends. `let_in` is to follow."""
+        instructions: list[Instruction] = []
+        awake_s = self.registry.pauses.awake_s(now)
+        is_path = has_path(self.registry.nodes, embeds=self.registry.embeds)
+        num_placed = 0
+        for request in waiting:
+            assert request.waits_until_s is not None, "nodes have it"
+            is_over = awake_s >= request.waits_until_s
+            if now < request.asks_again_s or not (is_path or is_over):
+                continue
+            try:
+                placed = self._place(request, now)
+            except RequestError as no_node:
+                if is_over:
+                    instructions += self._end(request, with_progress(no_node, request), now)
+                continue
+            if self._holds(request, placed, now):
+                request.waits_until_s = None
+            else:
+                instructions += self._begin_late(request, placed, now)
+            num_placed += 1
+            if num_placed >= MOST_LET_IN and self.ledger.has_limits:
+                break
+        return instructions
 
     def _holds(self, request: TrackedRequest, placed: Placed, now: float) -> bool:
         """Whether it is held, where it could be placed like this. Nodes that have nothing to do hold nobody."""

@@ -276,6 +276,7 @@ class Tracker:
         """What the mere passing of time asks for."""
         self._live.demand.tick(now)
         instructions: list[Instruction] = [Send(node, command) for node, command in self._live.releases.overdue(now)]
+        waiting: list[TrackedRequest] = []
         for request in self._live.everyone():
             if now >= request.deadline_s:
                 instructions += self._live.expire(request, now)
@@ -283,12 +284,13 @@ class Tracker:
             if request.is_held:
                 continue
             if request.is_waiting:
-                instructions += self._live.retry(request, now)
+                waiting.append(request)
                 continue
             if request.move is not None:
                 instructions += self._moves.tick(request, request.move, now)
             if (since_s := request.attempt.waits_since_s) is not None and now - since_s >= self._keep_after_s:
                 instructions += self._keep(request, now)
+        instructions += self._live.retry(waiting, now)
         return instructions + self._live.let_in(now) + self._relocate(now)
 
     # ---- what goes elsewhere ----

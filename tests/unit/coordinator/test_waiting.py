@@ -42,6 +42,33 @@ def test_a_new_request_waits_for_the_node_that_is_missing(there, missing):
     assert (timeline.prefill_queue_s, timeline.num_restarts) == (7.0, 0)
 
 
+@pytest.mark.parametrize(("slo", "nums_begun"), [(None, [40, 0]), (Slo("", 20.0, 0.2), [16, 16, 8, 0])])
+def test_of_many_that_wait_some_begin_at_a_time_where_there_are_limits(slo, nums_begun):
+    """Placing one takes long beside many limits, and nodes are to be heard meanwhile."""
+    world = world_of(max_live=100)
+    for index in range(40):
+        world.submit(f"r{index}/0", slo=slo, now=1.0)
+    world.attach("b0", num_blocks=1000)
+    for number, num_begun in enumerate(nums_begun):
+        begun = {job.attempt.request_id for job in world.jobs}
+        assert world.tick(2.0 + number / 4) == ["reserve b0"] * num_begun
+        new = {job.attempt.request_id for job in world.jobs} - begun
+        assert new == {f"r{index}/0" for index in range(len(begun), len(begun) + num_begun)}, "the oldest first"
+    assert world.tracker.num_waiting == 40, "their prompts are read"
+
+
+def test_some_that_no_node_can_have_do_not_stand_before_others():
+    world = world_of(max_live=100)
+    for index in range(40):
+        world.submit(f"r{index}/0", PROMPT if index == 39 else range(900), slo=Slo("", 20.0, 0.2), now=1.0)
+    world.attach("b0", num_blocks=10)
+    assert world.tick(2.0) == ["reserve b0"]
+    assert world.attempt.request_id == "r39/0"
+    ended = world.tick(1.0 + WAIT_S)
+    assert len(ended) == 39
+    assert all(each.startswith("end ") for each in ended)
+
+
 def test_an_answer_whose_last_node_is_lost_waits_and_goes_on_where_it_was():
     world = world_of("p0", "d0")
     world.submit()
