@@ -34,7 +34,7 @@ from serving_core.errors import RequestError
 
 NUM_EPOCHS: Final = 2**32
 ASK_AGAIN_S: Final = 1.0  # after every node has turned one away
-MOST_LET_IN: Final = 16  # of those that are held, or wait, in one event: beside hundreds each takes milliseconds
+MOST_PLACED: Final = 16  # at one moment, of those that can wait: beside hundreds with limits each takes milliseconds
 
 
 class TokenRow(NamedTuple):
@@ -75,6 +75,7 @@ class LiveAnswers:
         self._max_restarts, self._node_wait_s = max_restarts, node_wait_s
         self._policy, self._admits_late = policy, admits_late
         self._requests: dict[str, TrackedRequest] = {}
+        self._moment, self._num_placed = -inf, 0  # of the last event, and how many it has placed
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -135,8 +136,7 @@ class LiveAnswers:
         """Those that are held begin, as many as may, a few at a time. To be called some times a second, and when an
         answer has ended."""
         instructions: list[Instruction] = []
-        num_begun = 0
-        while num_begun < MOST_LET_IN and (request := self.holding.first) is not None:
+        while self._may_place(now) and (request := self.holding.first) is not None:
             try:
                 placed = self._place(request, now)
                 if not (placed.is_easy or self._is_idle(placed)):
@@ -151,7 +151,6 @@ class LiveAnswers:
             else:
                 self._note_harmless(request, placed, now)
                 instructions += self._begin_late(request, placed, now)
-                num_begun += 1
             self.holding.let_go(request)
         return instructions
 
@@ -161,7 +160,6 @@ class LiveAnswers:
         instructions: list[Instruction] = []
         awake_s = self.registry.pauses.awake_s(now)
         is_path = has_path(self.registry.nodes, embeds=self.registry.embeds)
-        num_placed = 0
         for request in waiting:
             assert request.waits_until_s is not None, "nodes have it"
             is_over = awake_s >= request.waits_until_s
@@ -177,8 +175,7 @@ class LiveAnswers:
                 request.waits_until_s = None
             else:
                 instructions += self._begin_late(request, placed, now)
-            num_placed += 1
-            if num_placed >= MOST_LET_IN and self.ledger.has_limits:
+            if not self._may_place(now):
                 break
         return instructions
 
@@ -254,6 +251,8 @@ class LiveAnswers:
         self.metrics.num_restarts += 1
         request.avoid.append(node)
         request.timeline.enter(Phase.PREFILL_QUEUE, now)
+        if self._node_wait_s and not self._may_place(now):  # a node of many was lost
+            return instructions + self._wait(request, now)
         try:
             placed = self._place(request, now)
         except RequestError as no_node:
@@ -299,10 +298,18 @@ class LiveAnswers:
         )
         nodes, costs = self.registry.nodes, self.handover.costs(now)
         if request.pooling is not None:
-            return best_reader(nodes, self.ledger, wanted, costs)
-        if (placed := best_writer(nodes, self.ledger, wanted, costs)) is not None:
-            return placed
-        return self._policy.place(nodes, self.ledger, wanted, costs, now)
+            placed = best_reader(nodes, self.ledger, wanted, costs)
+        elif (writer := best_writer(nodes, self.ledger, wanted, costs)) is not None:
+            placed = writer
+        else:
+            placed = self._policy.place(nodes, self.ledger, wanted, costs, now)
+        self._num_placed = 1 + (self._num_placed if now == self._moment else 0)
+        self._moment = now
+        return placed
+
+    def _may_place(self, now: float) -> bool:
+        """Whether there is time for one more that can wait: each event has a moment of its own."""
+        return now != self._moment or self._num_placed < MOST_PLACED or not self.ledger.has_limits
 
     def _part_to_compute(self, prompt: Prompt, placed: Placed) -> float:
         """Of a prompt that makes nobody late, as much as a node is to be spared for it: all of it where some do not

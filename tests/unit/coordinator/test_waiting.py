@@ -57,6 +57,17 @@ def test_of_many_that_wait_some_begin_at_a_time_where_there_are_limits(slo, nums
     assert world.tracker.num_waiting == 40, "their prompts are read"
 
 
+def test_of_many_with_limits_whose_node_is_lost_some_begin_again_at_a_time():
+    world = world_of(max_live=100)
+    world.attach("b0", num_blocks=1000)
+    for index in range(40):
+        world.submit(f"r{index}/0", slo=Slo("", 20.0, 0.2), now=1.0)
+    world.attach("b1", num_blocks=1000)
+    assert world.lose("b0", now=2.0) == ["reserve b1"] * 16
+    assert [world.tick(2.0 + number / 4) for number in range(1, 4)] == [["reserve b1"] * 16, ["reserve b1"] * 8, []]
+    assert {job.attempt.request_id for job in world.jobs[-40:]} == {f"r{index}/0" for index in range(40)}
+
+
 def test_some_that_no_node_can_have_do_not_stand_before_others():
     world = world_of(max_live=100)
     for index in range(40):
