@@ -77,6 +77,11 @@ class _Request:
     allowed_output: int = 0  # that are allowed in all
     parts: dict[Node, _Part] = field(default_factory=dict)
 
+    @property
+    def num_left(self) -> int:
+        """Tokens that are expected, one at least."""
+        return max(1, self.most_output - self.num_output)
+
 
 class Ledger:
     """What every node has, by request; an attempt begins with `read` and `write`, on one node or on two."""
@@ -160,7 +165,6 @@ class Ledger:
         for request in self._limited.get(node, {}).values():
             part = request.parts[node]
             assert request.due is not None
-            num_left = max(1, request.most_output - request.num_output)
             yield Owed(
                 part.tokens_to_compute,
                 part.tokens_held,
@@ -168,13 +172,14 @@ class Ledger:
                 part.is_written,
                 request.due,
                 request.num_output,
-                num_left,
+                request.num_left,
                 part.is_to_come,
             )
 
     def most_left(self, node: Node) -> int:
         """Tokens that are expected of one answer with limits that the node writes: the most."""
-        return max((each.num_left for each in self.owed(node) if each.is_written), default=0)
+        limited = self._limited.get(node, {}).values()
+        return max((request.num_left for request in limited if request.parts[node].is_written), default=0)
 
     # ---- what the tracker tells ----
 
