@@ -127,7 +127,7 @@ def test_what_changes_on_its_way_after_a_cancel_is_never_taken(kinds, changes, t
             sending.finish(ids, b"tail")
             await until(lambda: Finish in dialers[0].kinds)
             sending.cancel()
-            assert dialers[0].kinds == [Data, Finish, Abort]
+            assert [*dict.fromkeys(dialers[0].kinds)] == [Data, Finish, Abort]  # Finish again, where that took long
             before = source.bytes_of(ids)
             if changes:
                 for layer in range(LAYOUT.num_layers):
