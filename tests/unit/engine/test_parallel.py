@@ -115,8 +115,11 @@ def environment():
 
 @pytest.fixture
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    """Held, and not listened on: rank 0 can still do that, and nobody else is given it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def test_one_rank_joins_nothing(environment):
