@@ -16,9 +16,11 @@ _KEEPALIVE: Final[tuple[Option, ...]] = (
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.http2.ping_timeout_ms", 2000),
-    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
+
+# Not for clients: a server that is too busy to shake hands at once would be one that does not answer, deadline or not.
+_WITHOUT_CALLS: Final[Option] = ("grpc.keepalive_permit_without_calls", 1)
 
 # Clients are far away, and an answer under way is worth more than to know soon that nobody reads it: their network, or
 # this process itself, may stand still for some seconds.
@@ -37,13 +39,14 @@ CHANNEL_OPTIONS: Final[tuple[Option, ...]] = (
     ("grpc.enable_retries", 1),
 )
 
-FLEET_CHANNEL_OPTIONS: Final[tuple[Option, ...]] = (*CHANNEL_OPTIONS, NO_PROXY)
+FLEET_CHANNEL_OPTIONS: Final[tuple[Option, ...]] = (*CHANNEL_OPTIONS, _WITHOUT_CALLS, NO_PROXY)
 
 _SHARES_PORT: Final = "grpc.so_reuseport"
 
 # Without the ping settings a server ends healthy idle streams whose clients keep alive ("too_many_pings").
 SERVER_OPTIONS: Final[tuple[Option, ...]] = (
     *_KEEPALIVE,
+    _WITHOUT_CALLS,
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_concurrent_streams", 4096),

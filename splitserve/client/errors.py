@@ -128,6 +128,8 @@ def _transport_sentence(details: str, target: str) -> str:
         return f"no connection to {target}: {why}{hint}"
     if "Failed parsing HTTP/2" in details:
         return f"what listens at {target} does not speak gRPC, as a server's HTTP port; gRPC's is 50051 by default"
+    if "before receiving SETTINGS" in details:
+        return f"{target} takes connections, but does not answer: it is busy, or hangs"
     if "failed to connect" in details or "Connection refused" in details:
         # Of several addresses gRPC tells of the last: at another one there may be something that is no gRPC.
         in_grpc = " in gRPC, whose port is 50051 by default" if target.startswith("localhost") else ""

@@ -350,6 +350,20 @@ def test_nobody_listening_is_a_sentence(asked):
         asked("127.0.0.1:1")
 
 
+def test_a_server_that_is_too_busy_to_shake_hands_is_not_said_to_be_down():
+    """The call may take as long as it was given."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as mute,
+        Client(f"127.0.0.1:{mute.getsockname()[1]}", timeout_s=6.0) as client,
+        pytest.raises(DeadlineExceeded, match="did not finish the call before its deadline"),
+    ):
+        client.loads()
+    details = "failed to connect to all addresses; last error: timed out before receiving SETTINGS frame"
+    error = AioRpcError(grpc.StatusCode.UNAVAILABLE, Metadata(), Metadata(), details)
+    told = str(from_rpc_error(error, "localhost:50051"))
+    assert told == "localhost:50051 takes connections, but does not answer: it is busy, or hangs"
+
+
 def test_an_http_port_is_no_server_that_is_down(asked):
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         thread = threading.Thread(target=server.serve_forever)
