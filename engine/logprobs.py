@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -12,29 +12,41 @@ from serving_core.requests import SampledToken
 BLOCK: Final = 64  # tokens, of which the likeliest stands for all when the likeliest of a row are sought
 
 
+class Beside(NamedTuple):
+    """Whose logprobs are told beside a token's: the likeliest, so many, or where some are named, these."""
+
+    num_top: int
+    named: Sequence[int] = ()
+
+
 def with_logprobs(
     logits: torch.Tensor,
     highest: torch.Tensor,
     rows: Sequence[int],
     tokens: Sequence[int],
-    num_top: Sequence[int],
+    beside: Sequence[Beside],
     steps: Steps,
 ) -> list[SampledToken]:
     """For each of these rows of logits [S, vocab_size], of which `highest` [S], float32, has the largest numbers, its
-    token with its logprob and those of its num_top likeliest tokens, of equals the first. Logprobs are rounded to
-    float32."""
+    token with its logprob and those of the tokens beside it, the likeliest first, of equals the first. Logprobs are
+    rounded to float32."""
     totals = steps.log_totals(logits, highest, rows)
     if [*rows] != [*range(len(logits))]:
         logits = logits[[*rows]]
     ids = torch.tensor(tokens).to(logits.device)[:, None]
-    if any(num_top):
-        ids = torch.cat((ids, _likeliest(logits, min(max(num_top), logits.shape[1]))), 1)
+    num_named = max(len(each.named) for each in beside)
+    if num_named:
+        named = [[*each.named, *[0] * (num_named - len(each.named))] for each in beside]
+        ids = torch.cat((ids, torch.tensor(named).to(logits.device)), 1)
+    if num_top := min(max(0 if each.named else each.num_top for each in beside), logits.shape[1]):
+        ids = torch.cat((ids, _likeliest(logits, num_top)), 1)
     logprobs = (logits.gather(1, ids).double() - totals[:, None]).float()
     scored = []
-    for listed, numbers, count in zip(ids.tolist(), logprobs.tolist(), num_top, strict=True):
-        pairs = zip(listed[1 : 1 + count], numbers[1 : 1 + count], strict=True)
-        may_come = tuple((each, logprob) for each, logprob in pairs if logprob > -math.inf)
-        scored.append(SampledToken(listed[0], numbers[0], may_come))
+    for listed, numbers, (count, names) in zip(ids.tolist(), logprobs.tolist(), beside, strict=True):
+        told = slice(1, 1 + len(names)) if names else slice(1 + num_named, 1 + num_named + count)
+        may_come = [pair for pair in zip(listed[told], numbers[told], strict=True) if pair[1] > -math.inf]
+        may_come.sort(key=lambda pair: -pair[1])
+        scored.append(SampledToken(listed[0], numbers[0], tuple(may_come)))
     return scored
 
 

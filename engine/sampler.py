@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engine.adjusting import adjust, is_adjusted
-from engine.logprobs import with_logprobs
+from engine.logprobs import Beside, with_logprobs
 from engine.masks import forbid
 from engine.model.draws import Draw
 from engine.model.steps import Likeliest, Steps, TorchSteps
@@ -53,12 +53,16 @@ def sample(
     failed = {row: overflowed("logits") for row, number in enumerate(highest.tolist()) if not math.isfinite(number)}
     failed |= {row: SampledToken(NO_TOKEN, error=error) for row, error in errors.items()}
     sampled = [SampledToken(token) for token in token_ids]
-    wanted = {row: request.sampling.logprobs for row, request in enumerate(requests) if row not in failed}
-    num_top = {row: count for row, count in wanted.items() if count is not None}
-    if num_top:
-        ours = [token_ids[row] for row in num_top]
-        scored = with_logprobs(logits, highest, [*num_top], ours, [*num_top.values()], steps)
-        for row, token in zip(num_top, scored, strict=True):
+    wanted = {row: request.sampling for row, request in enumerate(requests) if row not in failed}
+    beside = {
+        row: Beside(sampling.logprobs, sampling.logprob_token_ids)
+        for row, sampling in wanted.items()
+        if sampling.logprobs is not None
+    }
+    if beside:
+        ours = [token_ids[row] for row in beside]
+        scored = with_logprobs(logits, highest, [*beside], ours, [*beside.values()], steps)
+        for row, token in zip(beside, scored, strict=True):
             sampled[row] = token
     for row, token in failed.items():
         sampled[row] = token

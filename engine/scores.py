@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.logprobs import with_logprobs
+from engine.logprobs import Beside, with_logprobs
 from engine.model.steps import Steps
 from serving_core.requests import Work
 
@@ -17,13 +17,11 @@ def take_scores(logits: torch.Tensor, works: Sequence[Work], steps: Steps) -> to
     for work in works:
         request, first, num_scored = work.request, work.start, work.num_scored
         if num_scored:
-            tokens, num_top = (
-                request.token_ids[first + 1 : first + 1 + num_scored],
-                request.sampling.prompt_logprobs or 0,
-            )
+            tokens = request.token_ids[first + 1 : first + 1 + num_scored]
+            beside = Beside(request.sampling.prompt_logprobs or 0)
             ours = logits[row : row + num_scored]
             highest, _ = steps.likeliest(ours)
-            scores = with_logprobs(ours, highest, range(num_scored), tokens, [num_top] * num_scored, steps)
+            scores = with_logprobs(ours, highest, range(num_scored), tokens, [beside] * num_scored, steps)
             request.scores[first:] = scores
         row += num_scored
         if work.samples:

@@ -13,7 +13,7 @@ from serving_core.prefix import MAKER_BYTES
 from serving_core.requests import FinishReason, Pooling, Request, SampledToken, SamplingParams
 from serving_core.shapes import Shape
 
-PROTOCOL_VERSION = "19"
+PROTOCOL_VERSION = "20"
 # In the headers of an answer's stream, which come when the request is taken.
 MODEL_HEADER: Final = "x-splitserve-model-bin"
 MAX_TOKENS_HEADER: Final = "x-splitserve-max-tokens"
@@ -40,6 +40,7 @@ def sampling_to_wire(sampling: SamplingParams) -> inference_pb2.SamplingParams:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs,
+        logprob_token_ids=sampling.logprob_token_ids,
         prompt_logprobs=sampling.prompt_logprobs,
         seed=sampling.seed,
         logit_bias=dict(sampling.logit_bias),
@@ -62,6 +63,7 @@ def sampling_from_wire(wire: inference_pb2.SamplingParams, grammar: str = "") ->
         stop_token_ids=tuple(wire.stop_token_ids),
         ignore_eos=wire.ignore_eos,
         logprobs=wire.logprobs if wire.HasField("logprobs") else None,
+        logprob_token_ids=tuple(wire.logprob_token_ids),
         prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,
         seed=wire.seed,
         logit_bias=tuple(sorted(wire.logit_bias.items())),

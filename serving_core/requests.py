@@ -31,6 +31,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: off; k: the sampled token's and the k most likely
+    logprob_token_ids: tuple[int, ...] = ()  # with logprobs: these in place of the most likely
     prompt_logprobs: int | None = None  # the same of the prompt's tokens behind the first: its scores
     grammar: str = ""  # of what the answer is made to be, for serving_core/grammars.py; empty: anything
 

@@ -28,6 +28,7 @@ MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
+MAX_LOGPROB_TOKEN_IDS: Final = 128  # vLLM's
 MAX_BIAS: Final = 100.0
 MAX_PROMPT_LOGPROBS: Final = 2**15  # of all tokens of a prompt, over all answers
 MAX_TEMPLATE_KWARGS_CHARS: Final = 2**16
@@ -40,6 +41,7 @@ _COUNTS: Final = {
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
     "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
     "logit_bias": MAX_LOGIT_BIAS,
+    "logprob_token_ids": MAX_LOGPROB_TOKEN_IDS,
 }
 _CHAT_CHARS: Final = {"tools_json": 2**20, "template_kwargs_json": MAX_TEMPLATE_KWARGS_CHARS}
 _RANGES: Final = {
@@ -243,12 +245,20 @@ def _sampling(params: inference_pb2.SamplingParams, max_tokens: int, limits: Lim
         "stop_token_ids": tuple(dict.fromkeys(params.stop_token_ids)),
         "ignore_eos": params.ignore_eos,
         "logprobs": _num_logprobs(params, "logprobs", limits),
+        "logprob_token_ids": _logprob_token_ids(params, limits),
         "prompt_logprobs": _num_logprobs(params, "prompt_logprobs", limits),
     }
 
 
 def _num_logprobs(params: inference_pb2.SamplingParams, name: str, limits: Limits) -> int | None:
     return _integer(params, name, 0, 0, min(limits.max_logprobs, limits.vocab_size)) if params.HasField(name) else None
+
+
+def _logprob_token_ids(params: inference_pb2.SamplingParams, limits: Limits) -> tuple[int, ...]:
+    check_token_ids("logprob_token_ids", params.logprob_token_ids, limits)
+    if params.logprob_token_ids and not params.HasField("logprobs"):
+        raise bad("logprob_token_ids", "needs logprobs")
+    return tuple(dict.fromkeys(params.logprob_token_ids))
 
 
 def _check_num_scores(num_top: int | None, num_tokens: int, num_answers: int) -> None:

@@ -42,6 +42,9 @@ class Sampling(TypedDict, total=False):
     ignore_eos: Annotated[bool | None, "Go on after the end-of-sequence token; default false."]
     n: Annotated[int | None, "Number of answers; default 1."]
     logprobs: Annotated[int | None, "Logprobs of the token and of this many likeliest ones; default off."]
+    logprob_token_ids: Annotated[
+        Sequence[int] | None, "Token id whose logprob is told, in place of the likeliest ones'; needs logprobs."
+    ]
     prompt_logprobs: Annotated[int | None, "The same of the prompt's tokens behind the first; default off."]
     seed: Annotated[int | None, "Makes a sampled answer repeatable; default: drawn by the server."]
     include_stop_str_in_output: Annotated[bool | None, "Keep the stop string in the text; default false."]

@@ -249,6 +249,17 @@ async def test_logprobs_are_the_models_own(cluster, reference):
         assert [top.logprob for top in item.top] == pytest.approx(values.tolist(), abs=1e-3)
 
 
+async def test_logprobs_of_named_tokens(cluster, reference):
+    named = [5, 7, 250, 99]
+    answer = await _ask(cluster, PROMPT, max_tokens=6, logprobs=2, logprob_token_ids=named)
+    expected = reference.logits([*PROMPT, *answer.token_ids]).log_softmax(-1)[len(PROMPT) - 1 : -1]
+    for token, item, row in zip(answer.token_ids, answer.logprobs, expected, strict=True):
+        assert [item.token_id, item.logprob] == [token, pytest.approx(row[token].item(), abs=1e-3)]
+        assert {top.token_id: top.logprob for top in item.top} == {
+            each: pytest.approx(row[each].item(), abs=1e-3) for each in named
+        }
+
+
 async def test_logprobs_of_0_and_of_none(cluster):
     alone = await _ask(cluster, PROMPT, max_tokens=5, logprobs=0)
     assert [len(item.top) for item in alone.logprobs] == [0] * 5

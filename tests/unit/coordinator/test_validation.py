@@ -140,6 +140,9 @@ NAN, INF = math.nan, math.inf
         ("allowed_token_ids", Wire(allowed_token_ids=[1] * 1025)),
         ("allowed_token_ids", Wire(allowed_token_ids=[1], choice=inference_pb2.Choice(choices=["a"]))),
         ("allowed_token_ids", Wire(allowed_token_ids=[5, 259], stop_token_ids=[5, 6], min_tokens=1)),
+        ("logprob_token_ids", Wire(logprobs=0, logprob_token_ids=[1, 260])),
+        ("logprob_token_ids", Wire(logprobs=0, logprob_token_ids=[1] * 129)),
+        ("logprob_token_ids", Wire(logprob_token_ids=[1])),
         ("ignore_eos", Wire(json_object=True, ignore_eos=True)),
         ("min_tokens", Wire(regex="a", min_tokens=1)),
         ("regex", Wire(regex="a" * (2**17 + 1))),
@@ -227,6 +230,7 @@ def test_everything_asked_for_reaches_the_engine():
         repetition_penalty=1.5, max_tokens=90, min_tokens=3, stop=["a", "b"], stop_token_ids=[5, 6, 5],
         skip_special_tokens=False, ignore_eos=True, n=3, logprobs=0, seed=2**63 - 2,
         include_stop_str_in_output=True, logit_bias={9: -100.0, 3: 1.5}, allowed_token_ids=[5, 9, 5],
+        logprob_token_ids=[8, 2, 8],
     )  # fmt: skip
     answers = plan(params)
     assert [sampling.seed for sampling in answers.samplings] == [2**63 - 2, 2**63 - 1, -(2**63)]
@@ -234,6 +238,7 @@ def test_everything_asked_for_reaches_the_engine():
         max_tokens=90, temperature=0.0, top_p=0.5, top_k=7, min_p=0.1, repetition_penalty=1.5,
         frequency_penalty=-2.0, presence_penalty=2.0, logit_bias=((3, 1.5), (9, -100.0)), seed=2**63 - 2,
         min_tokens=3, stop_token_ids=(5, 6), ignore_eos=True, logprobs=0, allowed_token_ids=(5, 9),
+        logprob_token_ids=(8, 2),
     )  # fmt: skip
     assert answers.text.stop == ("a", "b")
     assert answers.text.include_stop_str_in_output

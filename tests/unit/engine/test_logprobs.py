@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from engine.logprobs import with_logprobs
+from engine.logprobs import Beside, with_logprobs
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
@@ -16,7 +16,8 @@ def random(num_rows, num_columns, dtype=torch.float32):
 def scored(steps, logits, num_top, rows=None):
     rows = [*range(len(logits))] if rows is None else rows
     tokens = [(row * 7919 + 5) % logits.shape[1] for row in rows]
-    return with_logprobs(logits, steps.likeliest(logits)[0], rows, tokens, [num_top[row] for row in rows], steps)
+    beside = [Beside(num_top[row]) for row in rows]
+    return with_logprobs(logits, steps.likeliest(logits)[0], rows, tokens, beside, steps)
 
 
 @dtypes
@@ -43,7 +44,7 @@ def test_equals_are_told_in_their_order(steps):
 def test_tokens_that_may_not_come_are_not_among_the_likeliest(steps):
     logits = torch.full((1, 700), -torch.inf)
     logits[0, [3, 600]] = torch.tensor([1.0, 2.0])
-    (token,) = with_logprobs(logits, steps.likeliest(logits)[0], [0], [3], [5], steps)
+    (token,) = with_logprobs(logits, steps.likeliest(logits)[0], [0], [3], [Beside(5)], steps)
     assert [each for each, _ in token.top_logprobs] == [600, 3]
     assert token.logprob == pytest.approx(-1 - math.log1p(math.exp(-1)), abs=1e-6)
 
@@ -59,7 +60,26 @@ def test_logprobs_depend_on_their_own_row_alone(steps, dtype):
     for row in (0, 11, 22):
         alone = logits[row : row + 1].clone()
         highest, tokens = steps.likeliest(alone)[0], [together[row].token_id]
-        assert with_logprobs(alone, highest, [0], tokens, [num_top[row]], steps) == [together[row]]
+        assert with_logprobs(alone, highest, [0], tokens, [Beside(num_top[row])], steps) == [together[row]]
     for num_threads in (2, 3):
         torch.set_num_threads(num_threads)
         assert scored(steps, logits, num_top) == together
+
+
+@dtypes
+def test_named_tokens_are_told_in_place_of_the_likeliest_beside_rows_that_name_none(steps, dtype):
+    logits = random(4, 5003, dtype)
+    named = [(17, 4999, 3), (), (5002,), (0, 1, 2, 4000)]
+    beside = [Beside(num_top, names) for num_top, names in zip([0, 2, 20, 5], named, strict=True)]
+    expected = logits.double().log_softmax(-1)
+    highest = steps.likeliest(logits)[0]
+    for row, token in enumerate(with_logprobs(logits, highest, range(4), [9, 8, 7, 6], beside, steps)):
+        ids = [*named[row]] or expected[row].topk(2).indices.tolist()
+        order = sorted(ids, key=lambda each, row=row: -float(expected[row, each]))
+        assert [each for each, _ in token.top_logprobs] == order, "the likeliest first"
+        told = [token.logprob, *(number for _, number in token.top_logprobs)]
+        assert told == pytest.approx(expected[row, [9 - row, *order]].tolist(), abs=2e-6)
+    (forbidden,) = with_logprobs(
+        logits.index_fill(1, torch.tensor([3]), -torch.inf), highest, [0], [9], beside[:1], steps
+    )
+    assert {each for each, _ in forbidden.top_logprobs} == {17, 4999}
