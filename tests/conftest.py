@@ -47,6 +47,8 @@ BEGAN_S = time.monotonic()
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a script's background, and so for all that tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 gc.disable()  # until all is collected: ten thousand tests would be looked through again and again
 
