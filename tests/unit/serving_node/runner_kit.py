@@ -285,14 +285,11 @@ class Mover:
         self.request = request  # the attempt that counts
         self.num_moves, self.num_ahead, self.num_between = num_moves, num_ahead, num_between
         self.tokens = {}  # by their place in the answer, as they were told
+        self.answer = []  # of them, those before the first that is not there yet: two nodes tell of them
         self.next_indexes = []
         self._to_be = None  # the attempt at the other node
         self._at = 0
         writer.on_event, other.on_event = partial(self.hear, writer), partial(self.hear, other)
-
-    @property
-    def answer(self):
-        return [self.tokens[index] for index in sorted(self.tokens)]
 
     def hear(self, node, event):
         kind = event.WhichOneof("event")
@@ -301,6 +298,8 @@ class Mover:
             for token in [event.first_token.token] if kind == "first_token" else event.step_tokens.tokens:
                 assert token.index not in self.tokens, "a token was told twice"
                 self.tokens[token.index] = token
+            while len(self.answer) in self.tokens:
+                self.answer.append(self.tokens[len(self.answer)])
             self._move_in_time()
         elif kind == "reserved":
             self.writer.migrate(self.request, event.reserved.ticket)
@@ -310,7 +309,7 @@ class Mover:
     def _move_in_time(self):
         if self._to_be is not None or len(self.next_indexes) == self.num_moves:
             return
-        if len(self.tokens) - self._at >= self.num_between:
+        if len(self.answer) - self._at >= self.num_between:
             known = [token.token_id for token in self.answer]
             prompt = self.request.token_ids[: self.request.num_prompt_tokens]
             self._to_be = replace(self.request, epoch=_next_epoch(), token_ids=[*prompt, *known])
