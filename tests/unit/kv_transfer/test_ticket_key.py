@@ -16,7 +16,16 @@ from kv_transfer.transports.ticket_key import show_key
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from kv_transfer.wire import Finish, encode
 from serving_core.descriptors import Spares
-from tests.unit.kv_transfer.transfer_kit import LAYOUT, ByteStore, check_arrived, pair, run, transfer, until
+from tests.unit.kv_transfer.transfer_kit import (
+    LAYOUT,
+    ByteStore,
+    check_arrived,
+    pair,
+    run,
+    transfer,
+    try_to_send,
+    until,
+)
 from tests.unit.serving_core.scarcity import no_descriptors_left
 
 DEADLINE_S = 240.0
@@ -57,7 +66,7 @@ async def stranger(address, key):
         endpoint = key(dealer, address)
         events = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         dealer.connect(endpoint)
-        dealer.send(FINISH)
+        try_to_send(dealer, FINISH)
         try:
             yield dealer, events
         finally:

@@ -6,8 +6,10 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+
+import zmq
 
 from kv_transfer.ends.receiver import KVReceiver, Received
 from kv_transfer.ends.sender import KVSender, Sent
@@ -48,6 +50,12 @@ def skip(seconds):
     """So much time is over at once, for all that the running loop of asyncio has timers for."""
     loop = asyncio.get_running_loop()
     loop.time = lambda time=loop.time: time() + seconds
+
+
+def try_to_send(dealer, message):
+    """Unless it was sent away already: then its socket has nowhere to put a message, and would wait forever."""
+    with suppress(zmq.Again):
+        dealer.send(message, zmq.NOBLOCK)
 
 
 class ByteStore:
