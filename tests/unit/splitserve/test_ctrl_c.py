@@ -1,6 +1,5 @@
 """Ctrl-C, however early it comes: exit code 130 and no traceback."""
 
-import fcntl
 import mmap
 import os
 import re
@@ -87,17 +86,16 @@ def test_ctrl_c_while_a_server_is_waited_for_is_exit_code_130(command, silent):
         end_interrupted(process)
 
 
-def start_command(arguments, *python_options, module="splitserve"):
+def start_command(arguments, *python_options, module="splitserve", pipe_bytes=-1):
     command = [sys.executable, *python_options, "-m", module, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pipesize=pipe_bytes)
 
 
 def start_to_import(arguments, imported, module="splitserve"):
     """Returns when the command has imported this. It is still at its imports: nobody reads any more what it says of
     them, and the pipe takes a page."""
-    process = start_command(arguments, "-X", "importtime", module=module)
+    process = start_command(arguments, "-X", "importtime", module=module, pipe_bytes=mmap.PAGESIZE)
     said, descriptor = b"", process.stderr.fileno()
-    fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, mmap.PAGESIZE)
     while not re.search(rf"\|\s+{re.escape(imported)}\n$".encode(), said):
         said = b"" if said.endswith(b"\n") else said
         said += (read := os.read(descriptor, 1))
