@@ -2,12 +2,16 @@
 
 import asyncio
 import random
+import signal
 import sys
 
 import pytest
+import torch
 
+from engine.native.dense_linear import best_variant
 from splitserve import AsyncClient
 from tests.system.answers import request, stream
+from tests.system.cluster import wait_until
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.long
@@ -31,18 +35,21 @@ async def _answers(streams):
     return [await answering.complete(DEADLINE_S) for answering in streams]
 
 
+@pytest.mark.skipif(best_variant(torch.bfloat16) is None, reason="bfloat16 products are not native here")
 async def test_what_agents_begin_with_moves_once(start_cluster, tmp_path, capsys):
     model = write_tiny_model(tmp_path / "model", dtype="bfloat16", max_position_embeddings=16384)
     sizes = {"num_kv_blocks": 4000, "block_size": BLOCK_SIZE, "max_num_seqs": 32}
-    cluster = start_cluster(model, num_prefill=1, num_decode=1, node=sizes)
+    cluster = start_cluster(model, num_prefill=1, num_decode=2, node=sizes)
+    target = cluster.children["decode-1"]
+    target.send(signal.SIGSTOP)  # lost until there is something to move, and back sooner than one could start
+    await asyncio.to_thread(wait_until, lambda: "decode-1" not in cluster.attached(), "it is lost", DEADLINE_S)
     async with cluster.connect() as stub, AsyncClient(cluster.target) as client, asyncio.timeout(DEADLINE_S):
         stayed = await _answers([stream(stub, each, timeout=DEADLINE_S) for each in _questions("stays")])
         streams = [stream(stub, each, timeout=DEADLINE_S) for each in _questions("moves")]
         for answering in streams:
             await answering.tokens(20)
-        await asyncio.to_thread(cluster.start_node, "decode-1")
-        while "decode-1" not in cluster.loads():
-            await asyncio.sleep(0.05)
+        target.send(signal.SIGCONT)
+        await asyncio.to_thread(wait_until, lambda: "decode-1" in cluster.attached(), "it is back", DEADLINE_S)
         left = [num_left async for num_left in client.drain("decode-0", deadline_s=DEADLINE_S)]
         assert left[-1] == 0
         load = cluster.loads()["decode-1"]
