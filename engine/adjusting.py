@@ -1,10 +1,10 @@
 """What requests ask to be made of their logits before a token is chosen.
 
-In vLLM's order, behind the grammar: allowed tokens, logit_bias, min_tokens, penalties.
+In vLLM's order, behind the grammar: allowed tokens, bad ones, logit_bias, min_tokens, penalties.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ def is_adjusted(request: Request) -> bool:
     return (
         bool(sampling.logit_bias)
         or bool(sampling.allowed_token_ids)
+        or bool(sampling.bad_tokens)
         or request.num_output_tokens < sampling.min_tokens
         or sampling.repetition_penalty != 1
         or sampling.frequency_penalty != 0
@@ -30,6 +31,8 @@ def adjust(logits: torch.Tensor, request: Request, eos_token_ids: Sequence[int])
     sampling = request.sampling
     if sampling.allowed_token_ids:
         _keep(logits, sampling.allowed_token_ids)
+    if sampling.bad_tokens:
+        logits.index_fill_(0, _on(logits.device, list(_last_of_bad(request))), -torch.inf)
     for token, bias in sampling.logit_bias:
         logits[token] += bias
     if request.num_output_tokens < sampling.min_tokens:
@@ -45,6 +48,16 @@ def _keep(logits: torch.Tensor, token_ids: Sequence[int]) -> None:
     allowed = _on(logits.device, token_ids)
     kept = logits[allowed]
     logits.fill_(-torch.inf)[allowed] = kept
+
+
+def _last_of_bad(request: Request) -> Iterator[int]:
+    """The last tokens of runs that the answer ends with but for these."""
+    for run in request.sampling.bad_tokens:
+        num_before = len(run) - 1
+        if num_before <= request.num_output_tokens:
+            before = request.token_ids[len(request.token_ids) - num_before :]
+            if before == [*run[:-1]]:
+                yield run[-1]
 
 
 def _penalize_repetition(logits: torch.Tensor, token_ids: Sequence[int], penalty: float) -> None:

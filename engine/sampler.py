@@ -1,7 +1,7 @@
 """Chooses the next token of each request from the model's logits.
 
-For one request, in vLLM's order: grammar, allowed tokens, logit_bias, min_tokens, penalties, temperature, min_p, top_k,
-top_p, draw.
+For one request, in vLLM's order: grammar, allowed tokens, bad ones, logit_bias, min_tokens, penalties, temperature,
+min_p, top_k, top_p, draw.
 The draw depends on the seed and the position in the answer alone, and walks the vocabulary in its own order, so the
 same request gets the same token in any batch, on any node and after any restart that computes the same logits.
 """

@@ -45,6 +45,7 @@ def sampling_to_wire(sampling: SamplingParams) -> inference_pb2.SamplingParams:
         seed=sampling.seed,
         logit_bias=dict(sampling.logit_bias),
         allowed_token_ids=sampling.allowed_token_ids,
+        bad_tokens=[inference_pb2.TokenizedInput(input_ids=run) for run in sampling.bad_tokens],
     )
 
 
@@ -68,6 +69,7 @@ def sampling_from_wire(wire: inference_pb2.SamplingParams, grammar: str = "") ->
         seed=wire.seed,
         logit_bias=tuple(sorted(wire.logit_bias.items())),
         allowed_token_ids=tuple(wire.allowed_token_ids),
+        bad_tokens=tuple(tuple(run.input_ids) for run in wire.bad_tokens),
         grammar=grammar,
     )
 

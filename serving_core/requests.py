@@ -26,6 +26,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # no other token comes; empty: any
+    bad_tokens: tuple[tuple[int, ...], ...] = ()  # runs of tokens, none of which comes in the answer
     seed: int = 0
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()

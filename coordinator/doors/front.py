@@ -10,6 +10,7 @@ from typing import Final
 from coordinator.control.calls import CallRecord
 from coordinator.control.so_far import NOTHING, SoFar
 from coordinator.doors.authentication import ASKER
+from coordinator.doors.bad_words import spellings
 from coordinator.doors.control import Control
 from coordinator.doors.embedding import as_question, check_writes, embedder_of, most_kept, plan_embedding
 from coordinator.doors.generation import Generation
@@ -158,9 +159,10 @@ class Front:
             async with within(timeout_s, "the prompt and the grammar were" if has_grammar else "the prompt was"):
                 uncut = await tokenize(self.model.tokenizer, request, uncut_limit(request, limits))
                 grammar = await self._grammar(request.sampling_params, terms.leeway, uncut) if has_grammar else ""
+                spelled = await spellings(self.model.tokenizer, request.sampling_params.bad_words)
             prompt = cut(uncut, request, limits)
             limits = self._limits_of(terms)
-            plan = plan_answers(request, prompt, limits, self._defaults(terms.default_max_tokens), grammar)
+            plan = plan_answers(request, prompt, limits, self._defaults(terms.default_max_tokens), grammar, spelled)
             plan = replace(plan, num_behind=num_answers - len(plan.samplings))
             so_far = read_so_far(request, plan, limits, self.model.config.eos_token_ids)
             after = prompt if grammar or not _begins_a_text(request) else ()  # a grammar counts its first blank

@@ -20,6 +20,8 @@ from serving_core.requests import MEAN, Pooling, SamplingParams
 MAX_ABORTED: Final = 1024
 MAX_ALLOWED_TOKEN_IDS: Final = 1024
 MAX_ANSWERS: Final = 128  # OpenAI's
+MAX_BAD_WORDS: Final = 128
+MAX_BAD_WORD_CHARS: Final = 256  # or tokens
 MAX_CACHE_SALT_CHARS: Final = 256
 MAX_CHOICES: Final = 1024
 MAX_CONSTRAINT_CHARS: Final = 2**17
@@ -40,6 +42,8 @@ _COUNTS: Final = {
     "stop": MAX_STOP_STRINGS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
     "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
+    "bad_words": MAX_BAD_WORDS,
+    "bad_tokens": MAX_BAD_WORDS,
     "logit_bias": MAX_LOGIT_BIAS,
     "logprob_token_ids": MAX_LOGPROB_TOKEN_IDS,
 }
@@ -101,6 +105,7 @@ def check_input(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
     for name, most in _COUNTS.items():
         check_count(name, len(getattr(request.sampling_params, name)), most)
     _check_constraint(request.sampling_params)
+    _check_bad_words(request.sampling_params)
     match request.WhichOneof("input"):
         case "text":
             _check_prompt_is_there("text", len(request.text))
@@ -144,16 +149,18 @@ def plan_answers(
     limits: Limits,
     defaults: inference_pb2.SamplingParams,
     grammar: str = "",
+    spelled: Collection[tuple[int, ...]] = (),
 ) -> AnswerPlan:
     """Checks everything else and fills in what the client left open, with the defaults where there are some. `grammar`
-    is that of its constraint. Raises RequestError."""
+    is that of its constraint, and `spelled` are the tokens of its bad words. Raises RequestError."""
     _check_prompt_is_there("input", len(prompt))
     check_prompt_length(len(prompt), limits)
     check_token_ids("input", prompt, limits)
     params = request.sampling_params
     num_answers = _num_answers(params)
     max_tokens = _max_tokens(params, len(prompt), limits, defaults)
-    sampling = _sampling(_filled(params, defaults), max_tokens, limits) | {"grammar": grammar}
+    sampling = _sampling(_filled(params, defaults), max_tokens, limits)
+    sampling |= {"grammar": grammar, "bad_tokens": _bad_tokens(params, spelled, limits)}
     _check_num_scores(sampling["prompt_logprobs"], len(prompt), num_answers)
     return AnswerPlan(
         request_id=request.request_id,
@@ -218,6 +225,32 @@ def check_number(name: str, value: float) -> None:
     low, high = _RANGES[name]
     if not low <= value <= high:  # NaN is not
         raise bad(name, f"must be within [{low:g}, {high:g}], not {value:g}")
+
+
+def _check_bad_words(params: inference_pb2.SamplingParams) -> None:
+    """Checks what can be told before they are tokenized."""
+    for name, lengths in (
+        ("bad_words", [len(word) for word in params.bad_words]),
+        ("bad_tokens", [len(run.input_ids) for run in params.bad_tokens]),
+    ):
+        other = constraint_of(params) or ("allowed_token_ids" if params.allowed_token_ids else None)
+        if lengths and other is not None:
+            raise bad(name, f"cannot be had with {other}, which says what may come")
+        if (length := next((each for each in lengths if not 1 <= each <= MAX_BAD_WORD_CHARS), None)) is not None:
+            what = "characters" if name == "bad_words" else "tokens"
+            raise bad(name, f"must have 1 to {MAX_BAD_WORD_CHARS} {what} each, not {length}")
+
+
+def _bad_tokens(
+    params: inference_pb2.SamplingParams, spelled: Collection[tuple[int, ...]], limits: Limits
+) -> tuple[tuple[int, ...], ...]:
+    for run in params.bad_tokens:
+        check_token_ids("bad_tokens", run.input_ids, limits)
+    runs = tuple(dict.fromkeys([*(tuple(run.input_ids) for run in params.bad_tokens), *spelled]))
+    ends = {*limits.eos_token_ids, *params.stop_token_ids}
+    if runs and len(ends | {run[-1] for run in runs}) >= limits.vocab_size:
+        raise bad("bad_words" if params.bad_words else "bad_tokens", "leave no token that may come")
+    return runs
 
 
 def _filled(

@@ -38,6 +38,7 @@ class Sampling(TypedDict, total=False):
     stop: Annotated[str | Sequence[str] | None, "Text that ends the answer."]
     stop_token_ids: Annotated[Sequence[int] | None, "Token id that ends the answer."]
     allowed_token_ids: Annotated[Sequence[int] | None, "Token id that may come; no others may."]
+    bad_words: Annotated[str | Sequence[str] | None, "Text that does not come, in the tokens that usually spell it."]
     skip_special_tokens: Annotated[bool | None, "Leave special tokens out of the text; default true."]
     ignore_eos: Annotated[bool | None, "Go on after the end-of-sequence token; default false."]
     n: Annotated[int | None, "Number of answers; default 1."]
@@ -129,7 +130,7 @@ def _sampling_params(sampling: Mapping[str, Any]) -> inference_pb2.SamplingParam
     if unknown := sorted(set(sampling) - set(Sampling.__annotations__)):
         raise TypeError(f"unknown sampling fields: {', '.join(unknown)}")
     given = dict(sampling)
-    for name in ("stop", "choice"):
+    for name in ("stop", "choice", "bad_words"):
         if isinstance(given.get(name), str):
             given[name] = [given[name]]
     if isinstance(given.get("json_schema"), Mapping):

@@ -29,7 +29,7 @@ def _sampling_option(name: str, hint: Any, help: str) -> Callable[[Command], Com
     kinds = get_args(hint)
     if name == "logit_bias":
         return click.option(spelling, multiple=True, callback=_logit_bias, metavar="TOKEN_ID=BIAS", help=help)
-    if name in ("stop", "stop_token_ids", "allowed_token_ids", "logprob_token_ids", "choice"):
+    if name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids", "logprob_token_ids", "choice"):
         kind = int if name.endswith("_ids") else str
         return click.option(spelling, multiple=True, type=kind, callback=_if_any, help=help + " May be repeated.")
     if bool in kinds:

@@ -306,6 +306,30 @@ async def test_logit_bias_as_in_transformers(cluster, reference):
     assert answer.token_ids == reference.adjusted_greedy(PROMPT, 40, add)
 
 
+async def test_bad_tokens_as_in_transformers(cluster, reference):
+    free = await _ask(cluster, PROMPT, max_tokens=40, ignore_eos=True)
+    bad = [[free.token_ids[0]], free.token_ids[5:7], free.token_ids[20:23]]
+    processor = transformers.NoBadWordsLogitsProcessor(bad, eos_token_id=EOS)
+
+    def ban(logits, answer):
+        return processor(torch.tensor([answer], dtype=torch.long), logits[None])[0]
+
+    runs = [{"input_ids": each} for each in bad]
+    async with cluster.connect() as stub:
+        message = request(PROMPT, temperature=0, max_tokens=40, ignore_eos=True)
+        message.sampling_params.bad_tokens.extend(inference_pb2.TokenizedInput(**each) for each in runs)
+        answer = await stream(stub, message).complete()
+    assert answer.token_ids == reference.adjusted_greedy(PROMPT, 40, ban)
+
+
+async def test_bad_words_do_not_come(cluster):
+    free = await _ask(cluster, PROMPT, max_tokens=40, logit_bias=ONLY_ASCII)
+    words = [free.text[3:5], free.text[12:15]]
+    held = await _ask(cluster, PROMPT, max_tokens=40, logit_bias=ONLY_ASCII, bad_words=words)
+    assert held.text[:4] == free.text[:4]
+    assert not any(word in held.text for word in words), "each byte is one token"
+
+
 async def test_allowed_tokens_as_in_transformers(cluster, reference):
     allowed = [7, 97, 120, 200, EOS]
     processor = transformers.PrefixConstrainedLogitsProcessor(lambda *_: allowed, num_beams=1)

@@ -19,6 +19,7 @@ from coordinator.doors.truncation import WHAT_FITS
 from coordinator.doors.validation import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_ANSWERS,
+    MAX_BAD_WORDS,
     MAX_CONSTRAINT_CHARS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROB_TOKEN_IDS,
@@ -245,6 +246,7 @@ def _sampling_params(fields: Fields) -> SamplingParams:
         stop=fields.texts("stop", MAX_STOP_STRINGS),
         stop_token_ids=fields.integers("stop_token_ids", MAX_STOP_TOKEN_IDS),
         allowed_token_ids=_allowed_token_ids(fields),
+        bad_words=fields.texts("bad_words", MAX_BAD_WORDS),
         logprob_token_ids=fields.integers("logprob_token_ids", MAX_LOGPROB_TOKEN_IDS),
         logit_bias=_logit_bias(fields),
         **read_constraint(fields),

@@ -90,6 +90,25 @@ def test_nodes_are_given_what_is_kept_of_a_prompt_and_the_tokens_that_are_allowe
     run(scenario())
 
 
+def test_nodes_are_given_the_tokens_of_bad_words(tmp_path):
+    """As they are split at a beginning and behind a space: here, byte by byte."""
+
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            call = post(client, max_tokens=1, bad_words=["ab", " ab", "é"])
+            attempt, job = await begin(c)
+            assert [bytes(run.input_ids) for run in job.sampling_params.bad_tokens] == [
+                b"ab",
+                b" ab",
+                *(b"\xc3\xa9", b" \xc3\xa9"),
+            ]
+            await c.nodes["p0"].send(events.first_token(events.sampled(attempt, 0, ord("x"), LENGTH)))
+            await c.nodes["d0"].answer_cancel(attempt)
+            assert (await call).status_code == 200
+
+    run(scenario())
+
+
 def test_a_request_is_named_by_its_header_or_else_in_its_body(tmp_path):
     async def scenario():
         async with http_cluster(tmp_path) as (c, client):

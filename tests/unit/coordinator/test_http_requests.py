@@ -30,6 +30,7 @@ SAMPLING = {
     "stop": ["a", "b"],
     "stop_token_ids": [4, 5],
     "allowed_token_ids": [4, 6],
+    "bad_words": ["no", "never"],
     "logprob_token_ids": [7, 1],
     "skip_special_tokens": False,
     "ignore_eos": True,

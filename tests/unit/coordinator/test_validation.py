@@ -27,10 +27,10 @@ def request(params=None, **fields):
     return inference_pb2.GenerateRequest(sampling_params=params or Wire(), **fields)
 
 
-def plan(params=None, num_prompt_tokens=10, limits=LIMITS, **defaults):
+def plan(params=None, num_prompt_tokens=10, limits=LIMITS, spelled=(), **defaults):
     asked = request(params)
     check_input(asked, limits)
-    return plan_answers(asked, [1] * num_prompt_tokens, limits, Wire(**defaults))
+    return plan_answers(asked, [1] * num_prompt_tokens, limits, Wire(**defaults), spelled=spelled)
 
 
 def refusal(function, *arguments):
@@ -140,6 +140,15 @@ NAN, INF = math.nan, math.inf
         ("allowed_token_ids", Wire(allowed_token_ids=[1] * 1025)),
         ("allowed_token_ids", Wire(allowed_token_ids=[1], choice=inference_pb2.Choice(choices=["a"]))),
         ("allowed_token_ids", Wire(allowed_token_ids=[5, 259], stop_token_ids=[5, 6], min_tokens=1)),
+        ("bad_words", Wire(bad_words=["x"] * 129)),
+        ("bad_words", Wire(bad_words=["x", ""])),
+        ("bad_words", Wire(bad_words=["x" * 257])),
+        ("bad_words", Wire(bad_words=["x"], regex="a")),
+        ("bad_words", Wire(bad_words=["x"], allowed_token_ids=[1])),
+        ("bad_tokens", Wire(bad_tokens=[{"input_ids": [1, 260]}])),
+        ("bad_tokens", Wire(bad_tokens=[{"input_ids": []}])),
+        ("bad_tokens", Wire(bad_tokens=[{"input_ids": [1] * 257}])),
+        ("bad_tokens", Wire(bad_tokens=[{"input_ids": [1]}] * 129)),
         ("logprob_token_ids", Wire(logprobs=0, logprob_token_ids=[1, 260])),
         ("logprob_token_ids", Wire(logprobs=0, logprob_token_ids=[1] * 129)),
         ("logprob_token_ids", Wire(logprob_token_ids=[1])),
@@ -244,6 +253,16 @@ def test_everything_asked_for_reaches_the_engine():
     assert answers.text.include_stop_str_in_output
     assert not answers.text.skip_special_tokens
     assert answers.text.min_tokens == 3
+
+
+def test_bad_tokens_reach_the_engine_once_with_those_of_bad_words():
+    runs = [{"input_ids": run} for run in ([4], [3, 1], [4])]
+    [sampling] = plan(Wire(bad_tokens=runs), spelled=[(9, 9), (3, 1)]).samplings
+    assert sampling.bad_tokens == ((4,), (3, 1), (9, 9))
+    everything = [(token,) for token in range(259)]
+    with pytest.raises(RequestError, match="bad_words leave no token that may come"):
+        plan(Wire(bad_words=["x"]), spelled=everything)
+    assert plan(Wire(bad_words=["x"]), spelled=everything[1:]).samplings[0].bad_tokens == tuple(everything[1:])
 
 
 @pytest.mark.parametrize(("asked", "taken"), [(0.0, 0.0), (1e-40, 0.0), (9.9e-7, 0.0), (1e-6, 1e-6), (1e-3, 1e-3)])

@@ -29,6 +29,7 @@ SAMPLINGS = {
     "penalised, sampled": {"seed": 9, "logit_bias": ((11, 4.0), (12, -4.0)), "min_tokens": 30, **PENALTIES},
     "structured": {"temperature": 0.0, "grammar": to_grammar("json_schema", SCHEMA, WHITESPACE), "logprobs": 1},
     "structured, sampled": {"seed": 10, "grammar": to_grammar("regex", "[ab]{4,9}(c|d)*", None)},
+    "some runs are bad": {"temperature": 0.0, "bad_tokens": ((5,), (6, 7), *((token, token) for token in range(100)))},
     "some tokens alone": {"seed": 11, "allowed_token_ids": (5, 6, 7, EOS), "logprobs": 0},
 }
 KINDS = {

@@ -101,6 +101,25 @@ def test_logprobs_of_allowed_tokens_are_those_among_all():
     assert token.top_logprobs[0][0] == 2
 
 
+RUNS = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)
+
+
+@given(bad=st.lists(RUNS, min_size=1, max_size=6, unique=True), output=st.lists(st.integers(0, 5), max_size=6))
+def test_bad_runs_of_tokens_equal_transformers(bad, output):
+    """Of the answer: those that its prompt begins are none."""
+    logits = torch.randn(1, 7, generator=torch.Generator().manual_seed(len(output))) + torch.arange(7, 0, -1)
+    processor = logits_process.NoBadWordsLogitsProcessor([[*run] for run in bad], eos_token_id=EOS[0])
+    expected = processor(torch.tensor([output], dtype=torch.long), logits.clone())
+    chosen = greedy_after(logits[0].tolist(), prompt=(5, 4, 3), output=output, bad_tokens=tuple(bad))
+    assert chosen == int(expected.argmax())
+
+
+def test_a_bad_run_that_only_the_prompt_begins_may_come():
+    assert greedy_after([0.0, 1.0, 9.0], prompt=(0, 1), bad_tokens=((1, 2),)) == 2
+    assert greedy_after([0.0, 1.0, 9.0], prompt=(0,), output=(1,), bad_tokens=((1, 2),)) == 1
+    assert greedy_after([0.0, 1.0, 9.0], prompt=(0,), output=(1,), bad_tokens=((1, 2),), logit_bias=((2, 99.0),)) == 1
+
+
 def test_banning_every_token_still_gives_a_token():
     logits = [0.0] * 8
     for temperature in (0.0, 1.0):
