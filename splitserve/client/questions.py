@@ -39,6 +39,7 @@ class Sampling(TypedDict, total=False):
     stop_token_ids: Annotated[Sequence[int] | None, "Token id that ends the answer."]
     allowed_token_ids: Annotated[Sequence[int] | None, "Token id that may come; no others may."]
     bad_words: Annotated[str | Sequence[str] | None, "Text that does not come, in the tokens that usually spell it."]
+    bad_tokens: Annotated[Sequence[Sequence[int]] | None, "Run of token ids that does not come."]
     skip_special_tokens: Annotated[bool | None, "Leave special tokens out of the text; default true."]
     ignore_eos: Annotated[bool | None, "Go on after the end-of-sequence token; default false."]
     n: Annotated[int | None, "Number of answers; default 1."]
@@ -137,7 +138,16 @@ def _sampling_params(sampling: Mapping[str, Any]) -> inference_pb2.SamplingParam
         given["json_schema"] = as_json("json_schema", given["json_schema"])
     if (choice := given.get("choice")) is not None:
         given["choice"] = filled(inference_pb2.Choice(), {"choices": choice}, {"choices": "choice"})
+    if (runs := given.get("bad_tokens")) is not None:
+        given["bad_tokens"] = _token_runs("bad_tokens", runs)
     return filled(inference_pb2.SamplingParams(), given)
+
+
+def _token_runs(name: str, runs: Any) -> list[inference_pb2.TokenizedInput]:
+    expected = "a list of lists of token ids"
+    if not isinstance(runs, Sequence) or isinstance(runs, BYTES):
+        raise refused(name, f"must be {expected}", runs)
+    return [_tokenized(name, run, expected) for run in runs]
 
 
 def _tokenized(name: str, token_ids: Any, expected: str) -> inference_pb2.TokenizedInput:

@@ -29,6 +29,9 @@ def _sampling_option(name: str, hint: Any, help: str) -> Callable[[Command], Com
     kinds = get_args(hint)
     if name == "logit_bias":
         return click.option(spelling, multiple=True, callback=_logit_bias, metavar="TOKEN_ID=BIAS", help=help)
+    if name == "bad_tokens":
+        help += " May be repeated."
+        return click.option(spelling, multiple=True, callback=_token_runs, metavar="TOKEN_ID,...", help=help)
     if name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids", "logprob_token_ids", "choice"):
         kind = int if name.endswith("_ids") else str
         return click.option(spelling, multiple=True, type=kind, callback=_if_any, help=help + " May be repeated.")
@@ -39,6 +42,13 @@ def _sampling_option(name: str, hint: Any, help: str) -> Callable[[Command], Com
 
 def _if_any(_: click.Context, __: click.Parameter, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return values or None
+
+
+def _token_runs(_: click.Context, __: click.Parameter, runs: tuple[str, ...]) -> list[list[int]] | None:
+    try:
+        return [[int(token_id) for token_id in run.split(",")] for run in runs] or None
+    except ValueError as error:
+        raise click.BadParameter("expected TOKEN_ID,..., such as 42,17") from error
 
 
 def _logit_bias(_: click.Context, __: click.Parameter, pairs: tuple[str, ...]) -> dict[int, float] | None:

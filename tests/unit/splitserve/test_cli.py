@@ -70,6 +70,7 @@ def test_every_sampling_flag_reaches_the_server(run, script):
         " --repetition-penalty 1.5 --max-tokens 9 --min-tokens 2 --stop a --stop b --stop-token-ids 4 --no-ignore-eos"
     )
     flags += " --skip-special-tokens --n 1 --logprobs 0 --seed 11 --include-stop-str-in-output --logit-bias 3=-1.5"
+    flags += " --bad-words no --bad-words never --bad-tokens 4 --bad-tokens 5,6 --logprob-token-ids 7"
     assert run("generate", "hi", *flags.split()).exit_code == 0
     expected = inference_pb2.SamplingParams(
         temperature=0,
@@ -90,6 +91,9 @@ def test_every_sampling_flag_reaches_the_server(run, script):
         seed=11,
         include_stop_str_in_output=True,
         logit_bias={3: -1.5},
+        bad_words=["no", "never"],
+        bad_tokens=[{"input_ids": [4]}, {"input_ids": [5, 6]}],
+        logprob_token_ids=[7],
     )
     assert script.requests[0].sampling_params == expected
 

@@ -251,6 +251,9 @@ def test_a_prompt_that_is_none_is_refused_at_once(prompt, field, message):
         ("stop_token_ids", b"ab", "a list of integers from 0 to 2**32 - 1, not b'ab'"),
         ("regex", b"ab", "a string of valid Unicode, not b'ab'"),
         ("logit_bias", {"5": 1}, "a mapping of integers from 0 to 2**32 - 1 to numbers, not {'5': 1}"),
+        ("bad_tokens", 5, "a list of lists of token ids, not 5"),
+        ("bad_tokens", [[4], 5], "a list of lists of token ids, not 5"),
+        ("bad_tokens", [[4], [-5]], "a list of integers from 0 to 2**32 - 1, not [-5]"),
         ("json_schema", 5, "a string of valid Unicode, not 5"),
     ],
 )
