@@ -21,8 +21,9 @@ demo: setup
 # process computes with one thread, and what a thousand of them import is compiled once, whatever the environment says.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -q --dist loadfile --no-loadscope-reorder --durations=15
 
-# The tests for CUDA once more, on a device that is simulated where there is none. Elsewhere they are skipped there.
-SIMULATED := tests/gpu tests/simulated_cuda --simulate-cuda
+# The tests for CUDA once more, on a device that is simulated where there is none. Elsewhere they are skipped there. They
+# start nothing that a file's tests share, and one file has most of what is long.
+SIMULATED := --dist worksteal tests/gpu tests/simulated_cuda --simulate-cuda
 
 test: setup model
 	$(PYTEST) -n 4 -m "not long"
