@@ -52,12 +52,10 @@ def _keep(logits: torch.Tensor, token_ids: Sequence[int]) -> None:
 
 def _last_of_bad(request: Request) -> Iterator[int]:
     """The last tokens of runs that the answer ends with but for these."""
-    for run in request.sampling.bad_tokens:
-        num_before = len(run) - 1
-        if num_before <= request.num_output_tokens:
-            before = request.token_ids[len(request.token_ids) - num_before :]
-            if before == [*run[:-1]]:
-                yield run[-1]
+    token_ids = request.token_ids
+    for *before, last in request.sampling.bad_tokens:
+        if len(before) <= request.num_output_tokens and token_ids[len(token_ids) - len(before) :] == before:
+            yield last
 
 
 def _penalize_repetition(logits: torch.Tensor, token_ids: Sequence[int], penalty: float) -> None:

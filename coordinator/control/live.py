@@ -296,13 +296,11 @@ class LiveAnswers:
             self.ledger.lengths.left(len(request.output), request.num_tokens_left),
             self.harmless.per_s(now),
         )
-        nodes, costs = self.registry.nodes, self.handover.costs(now)
+        there = self.registry.nodes, self.ledger, wanted, self.handover.costs(now)
         if request.pooling is not None:
-            placed = best_reader(nodes, self.ledger, wanted, costs)
-        elif (writer := best_writer(nodes, self.ledger, wanted, costs)) is not None:
-            placed = writer
+            placed = best_reader(*there)
         else:
-            placed = self._policy.place(nodes, self.ledger, wanted, costs, now)
+            placed = best_writer(*there) or self._policy.place(*there, now)
         self._num_placed = 1 + (self._num_placed if now == self._moment else 0)
         self._moment = now
         return placed

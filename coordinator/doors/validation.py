@@ -229,16 +229,16 @@ def check_number(name: str, value: float) -> None:
 
 def _check_bad_words(params: inference_pb2.SamplingParams) -> None:
     """Checks what can be told before they are tokenized."""
-    for name, lengths in (
-        ("bad_words", [len(word) for word in params.bad_words]),
-        ("bad_tokens", [len(run.input_ids) for run in params.bad_tokens]),
+    other = constraint_of(params) or ("allowed_token_ids" if params.allowed_token_ids else None)
+    for name, what, lengths in (
+        ("bad_words", "characters", [len(word) for word in params.bad_words]),
+        ("bad_tokens", "tokens", [len(run.input_ids) for run in params.bad_tokens]),
     ):
-        other = constraint_of(params) or ("allowed_token_ids" if params.allowed_token_ids else None)
         if lengths and other is not None:
             raise bad(name, f"cannot be had with {other}, which says what may come")
-        if (length := next((each for each in lengths if not 1 <= each <= MAX_BAD_WORD_CHARS), None)) is not None:
-            what = "characters" if name == "bad_words" else "tokens"
-            raise bad(name, f"must have 1 to {MAX_BAD_WORD_CHARS} {what} each, not {length}")
+        for length in lengths:
+            if not 1 <= length <= MAX_BAD_WORD_CHARS:
+                raise bad(name, f"must have 1 to {MAX_BAD_WORD_CHARS} {what} each, not {length}")
 
 
 def _bad_tokens(

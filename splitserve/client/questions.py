@@ -145,12 +145,15 @@ def _sampling_params(sampling: Mapping[str, Any]) -> inference_pb2.SamplingParam
 
 def _token_runs(name: str, runs: Any) -> list[inference_pb2.TokenizedInput]:
     expected = "a list of lists of token ids"
-    if not isinstance(runs, Sequence) or isinstance(runs, BYTES):
-        raise refused(name, f"must be {expected}", runs)
-    return [_tokenized(name, run, expected) for run in runs]
+    return [_tokenized(name, run, expected) for run in _listed(name, runs, expected)]
 
 
 def _tokenized(name: str, token_ids: Any, expected: str) -> inference_pb2.TokenizedInput:
-    if not isinstance(token_ids, Sequence) or isinstance(token_ids, BYTES):
-        raise refused(name, f"must be {expected}", token_ids)
-    return filled(inference_pb2.TokenizedInput(), {"input_ids": token_ids}, {"input_ids": name})
+    given = {"input_ids": _listed(name, token_ids, expected)}
+    return filled(inference_pb2.TokenizedInput(), given, {"input_ids": name})
+
+
+def _listed(name: str, value: Any, expected: str) -> Sequence[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, BYTES):
+        raise refused(name, f"must be {expected}", value)
+    return value

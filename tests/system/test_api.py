@@ -315,10 +315,7 @@ async def test_bad_tokens_as_in_transformers(cluster, reference):
         return processor(torch.tensor([answer], dtype=torch.long), logits[None])[0]
 
     runs = [{"input_ids": each} for each in bad]
-    async with cluster.connect() as stub:
-        message = request(PROMPT, temperature=0, max_tokens=40, ignore_eos=True)
-        message.sampling_params.bad_tokens.extend(inference_pb2.TokenizedInput(**each) for each in runs)
-        answer = await stream(stub, message).complete()
+    answer = await _ask(cluster, PROMPT, max_tokens=40, ignore_eos=True, bad_tokens=runs)
     assert answer.token_ids == reference.adjusted_greedy(PROMPT, 40, ban)
 
 

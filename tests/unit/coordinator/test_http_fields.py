@@ -100,7 +100,8 @@ def test_nodes_are_given_the_tokens_of_bad_words(tmp_path):
             assert [bytes(run.input_ids) for run in job.sampling_params.bad_tokens] == [
                 b"ab",
                 b" ab",
-                *(b"\xc3\xa9", b" \xc3\xa9"),
+                b"\xc3\xa9",
+                b" \xc3\xa9",
             ]
             await c.nodes["p0"].send(events.first_token(events.sampled(attempt, 0, ord("x"), LENGTH)))
             await c.nodes["d0"].answer_cancel(attempt)
