@@ -46,7 +46,8 @@ class _Part:
 class Owed(NamedTuple):
     """What a node is to do of an answer with limits: to compute so many tokens of its prompt, or to write it, or both.
     So many tokens of it have come, and so many are expected, one at least; so many it holds of the pool where it is
-    written, with these marks; it is to come where it has none and another node reads its prompt."""
+    written, with these marks; it is to come where it has none and another node reads its prompt. `reader` is who has
+    yet to read the prompt."""
 
     num_to_compute: int
     tokens_held: int
@@ -56,6 +57,7 @@ class Owed(NamedTuple):
     num_output: int
     num_left: int
     is_to_come: bool
+    reader: Node | None
 
 
 class Running(NamedTuple):
@@ -81,6 +83,11 @@ class _Request:
     def num_left(self) -> int:
         """Tokens that are expected, one at least."""
         return max(1, self.most_output - self.num_output)
+
+    @property
+    def reader(self) -> Node | None:
+        """Who has yet to read the prompt."""
+        return next((node for node, part in self.parts.items() if part.tokens_to_compute), None)
 
 
 class Ledger:
@@ -155,11 +162,6 @@ class Ledger:
         """Whether any answer has."""
         return bool(self._limited)
 
-    @property
-    def limited_nodes(self) -> Collection[Node]:
-        """Those that have a part of an answer with limits. To be read at once."""
-        return self._limited.keys()
-
     def owed(self, node: Node) -> Iterator[Owed]:
         """What a node is to do of each answer with limits. To be read at once."""
         for request in self._limited.get(node, {}).values():
@@ -174,6 +176,7 @@ class Ledger:
                 request.num_output,
                 request.num_left,
                 part.is_to_come,
+                node if part.tokens_to_compute else request.reader,
             )
 
     def most_left(self, node: Node) -> int:

@@ -33,7 +33,7 @@ computed: to spare one node crowds the others then, and prompts that are held ta
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property, partial
 from heapq import heappop, heappush
@@ -46,7 +46,6 @@ from coordinator.control.registry import Node
 from prefill_node.order import timely
 from prefill_node.slack import FLOOR, SPENT
 from serving_core.costs import StepLoad
-from serving_core.due import Due
 
 KEPT: Final = 0.96  # of the time that answers have, for what steps take more than is expected
 BEGUN: Final = 0.4  # of the answers whose prompts wait are written while these are read; found in simulation
@@ -121,14 +120,9 @@ class Lateness:
             self._nodes[node] = NodeLateness(node, self._ledger, self._wanted, num_tokens, self._now, self._begins_s)
         return self._nodes[node]
 
-    @cached_property
-    def _begins(self) -> dict[int, float]:
-        """By the identity of their dues: seconds until answers begin whose prompts are yet to be read."""
-        nodes = [node for node in self._ledger.limited_nodes if self._ledger.of(node).tokens_to_compute]
-        return {key: begins_s for node in nodes for key, begins_s in self.on(node).reads_s()}
-
-    def _begins_s(self, due: Due) -> float:
-        return self._begins.get(id(due), 0.0)
+    def _begins_s(self, owed: Owed) -> float:
+        """Seconds until an answer begins: until its prompt is read, wherever that is."""
+        return 0.0 if owed.reader is None else self.on(owed.reader).read_s[id(owed.due)]
 
 
 class _Answer(NamedTuple):
@@ -157,7 +151,7 @@ class NodeLateness:
         wanted: Wanted,
         num_own_tokens: int,
         now: float,
-        begins_s: Callable[[Due], float],
+        begins_s: Callable[[Owed], float],
     ) -> None:
         self._weights, self._chunk_tokens, self._now = node.step_weights, node.usable.prompt_tokens, now
         self._begins_s = begins_s
@@ -227,12 +221,14 @@ class NodeLateness:
         """Whether its limit on TPOT is less than a step of its answer alone takes."""
         return self._own is not None and self._own < self._step_s(1)
 
-    def reads_s(self) -> Iterator[tuple[int, float]]:
-        """The identities of dues, and the seconds until it has read the prompts of which they are."""
-        pace, work_s = self._pace(0), 0.0
+    @cached_property
+    def read_s(self) -> dict[int, float]:
+        """Of prompts, by the identity of their dues: seconds until it has read them."""
+        pace, work_s, read_s = self._pace(0), 0.0, {}
         for job, owed in sorted(zip(self._jobs, self._unread, strict=True), key=lambda pair: pair[0].due_s):
             work_s += job.seconds
-            yield id(owed.due), pace.seconds(work_s)
+            read_s[id(owed.due)] = pace.seconds(work_s)
+        return read_s
 
     def num_lost(self) -> int:
         """Requests to come that are late because it writes the answer."""
@@ -303,7 +299,7 @@ class NodeLateness:
         if owed.num_output and due.began_s is not None:
             due_s = due.token_s(owed.num_output + owed.num_left - 1) - self._now
             return _Answer(0.0, owed.num_left, due_s)
-        return _yet_to_begin(self._begins_s(due), owed.num_left - 1, due.tpot_s, owed.is_to_come)
+        return _yet_to_begin(self._begins_s(owed), owed.num_left - 1, due.tpot_s, owed.is_to_come)
 
     def _own_answer(self, begins_s: float, *, is_to_come: bool = False) -> _Answer:
         return _yet_to_begin(begins_s, self._own_num_left, math.inf if self._own is None else self._own, is_to_come)
