@@ -8,7 +8,6 @@ import functools
 import weakref
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tests.simulated_cuda.memory import Held, used
 from tests.simulated_cuda.streams import changing, current_stream, host_learns, waiting
@@ -85,9 +84,33 @@ class CudaTensor(torch.Tensor):
         self.held.memory.also_of.add(stream.number)
 
 
-@functools.cache
-def is_composite(func):
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+class Operation:
+    """What torch says of one, asked once."""
+
+    def __init__(self, func):
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        self.is_composite = has_kernel(func.name(), "CompositeImplicitAutograd")
+        self.kernel = KERNELS.get(func, func)
+        self.is_copy, self.takes_indices = func in COPIES, func in WITH_INDICES
+        self.is_of_one_device = func not in ANY_DEVICES
+        aliases = [given.alias_info for given in func._schema.returns]
+        self.is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+        arguments = enumerate(func._schema.arguments)
+        self._writes = [(at, each.name) for at, each in arguments if each.alias_info and each.alias_info.is_write]
+        self._always, self._awaits = func in AWAITING, AWAITING_SOME.get(func)
+
+    def written(self, args, kwargs):
+        """Of what it is given, what it writes to."""
+        written = []
+        for at, name in self._writes:
+            on_host(args[at] if at < len(args) else kwargs.get(name), written, [])
+        return written
+
+    def is_awaited(self, args, kwargs, to):
+        return self._always or (self._awaits is not None and self._awaits(args, kwargs, to))
+
+
+operation_of = functools.cache(Operation)
 
 
 def dispatched(func, args, kwargs):
@@ -96,49 +119,48 @@ def dispatched(func, args, kwargs):
         ours, storage = args
         ours.data = CudaTensor(torch.empty(0, dtype=ours.dtype).set_(storage), ours.on)
         return ours
-    if is_composite(func) and (result := func.decompose(*args, **kwargs)) is not NotImplemented:
+    operation = operation_of(func)
+    if operation.is_composite and (result := func.decompose(*args, **kwargs)) is not NotImplemented:
         return result
-    leaves, spec = tree_flatten((args, kwargs))
-    ours = [leaf for leaf in leaves if isinstance(leaf, CudaTensor)]
+    ours, others = [], []
+    host_args = [on_host(arg, ours, others) for arg in args]
+    host_kwargs = {name: on_host(arg, ours, others) for name, arg in kwargs.items()}
     to = kwargs.get("device")
     to = numbered(torch.device(to)) if to is not None else (ours[0].on if ours else CPU)
-    check_devices(func, leaves, ours, args)
-    is_awaited = bool(ours) and awaits(func, args, kwargs, to)
+    if operation.is_of_one_device:
+        check_devices(func, ours, others, args[1] if operation.takes_indices else ())
+    is_awaited = bool(ours) and operation.is_awaited(args, kwargs, to)
     check_wait(func, is_awaited)
-    hosts = [CPU if isinstance(leaf, torch.device) else getattr(leaf, "host", leaf) for leaf in leaves]
-    host_args, host_kwargs = tree_unflatten(hosts, spec)
-    kernel = KERNELS.get(func, func)
+    known = {id(tensor.host): tensor for tensor in ours}
     if waiting.capture is not None:
-        result = kernel(*host_args, **host_kwargs)
-        waiting.capture.append((kernel, host_args, host_kwargs, result))
-        return wrapped(result, to, {id(tensor.host): tensor for tensor in ours})
-    if not (is_view := is_view_of(func)):
-        used(ours, written_by(func, args, kwargs))
-    result = kernel(*host_args, **host_kwargs)
+        result = operation.kernel(*host_args, **host_kwargs)
+        waiting.capture.append((operation.kernel, host_args, host_kwargs, result))
+        return on_device(result, to, known)
+    if not operation.is_view:
+        used(ours, operation.written(args, kwargs))
+    result = operation.kernel(*host_args, **host_kwargs)
     if is_awaited:
         with changing:
             host_learns(current_stream().clock)
-    elif ours and func in COPIES and (args[0].device if func is aten.copy_.default else to) == CPU:
+    elif ours and operation.is_copy and (args[0].device if func is aten.copy_.default else to) == CPU:
         copied_later(result)
-    result = wrapped(result, to, {id(tensor.host): tensor for tensor in ours})
-    if not is_view:
-        used((), [leaf for leaf in tree_leaves(result) if isinstance(leaf, CudaTensor)])
+    result = on_device(result, to, known)
+    if not operation.is_view:
+        on_host(result, made := [], [])
+        used((), made)
     return result
 
 
-@functools.cache
-def is_view_of(func):
-    """Whether it gives views, and does nothing else."""
-    aliases = [given.alias_info for given in func._schema.returns]
-    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-
-
-def written_by(func, args, kwargs):
-    """What it writes to of what it was given."""
-    named = [(*named, None)[:2] for named in zip(func._schema.arguments, args, strict=False)]
-    named += [(argument, kwargs.get(argument.name)) for argument in func._schema.arguments[len(args) :]]
-    given = [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
-    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, CudaTensor)]
+def on_host(value, ours, others):
+    """What the CPU is given for it. Its tensors are put down, those of a device and the others."""
+    if isinstance(value, CudaTensor):
+        ours.append(value)
+        return value.host
+    if isinstance(value, (list, tuple)):
+        return type(value)([on_host(each, ours, others) for each in value])
+    if isinstance(value, torch.Tensor):
+        others.append(value)
+    return CPU if isinstance(value, torch.device) else value
 
 
 def copied_later(on_host):
@@ -154,30 +176,24 @@ def numbered(device):
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def wrapped(result, device, known):
+def on_device(result, device, known):
     """The same, of tensors of the device, and those that were given as they were."""
-    leaves, spec = tree_flatten(result)
-    return tree_unflatten([wrapped_leaf(leaf, device, known) for leaf in leaves], spec)
-
-
-def wrapped_leaf(leaf, device, known):
-    if not isinstance(leaf, torch.Tensor) or device.type == "cpu":
-        return leaf
-    ours = known.get(id(leaf))
+    if isinstance(result, (list, tuple)):
+        return type(result)([on_device(each, device, known) for each in result])
+    if not isinstance(result, torch.Tensor) or device.type == "cpu":
+        return result
+    ours = known.get(id(result))
     if ours is None:
-        return CudaTensor(leaf, device)
-    assert ours.shape == leaf.shape, "tensors that change their shape are not simulated"
+        return CudaTensor(result, device)
+    assert ours.shape == result.shape, "tensors that change their shape are not simulated"
     return ours
 
 
-def check_devices(func, leaves, ours, args):
-    """As CUDA: all of one device, but for numbers, and what copies."""
-    if func in ANY_DEVICES:
-        return
-    if func in WITH_INDICES:
-        leaves = [args[0], *args[2:]]
-    others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, CudaTensor)]
-    devices = {tensor.on for tensor in ours} | {tensor.device for tensor in others if tensor.ndim}
+def check_devices(func, ours, others, indices):
+    """As CUDA: all of one device, but for numbers, and indices, which may be on the host."""
+    exempt = {id(index) for index in indices}
+    devices = {tensor.on for tensor in ours if id(tensor) not in exempt}
+    devices |= {tensor.device for tensor in others if tensor.ndim and id(tensor) not in exempt}
     if len(devices) > 1:
         raise RuntimeError(f"{func}: expected all tensors to be on the same device, but found {devices}")
 
@@ -189,23 +205,31 @@ def check_wait(func, is_awaited):
         raise RuntimeError(f"{func}: operation not permitted {what}")
 
 
-def awaits(func, args, kwargs, to):
-    if func in AWAITING:
-        return True
-    if func in WITH_INDICES:
-        indices = [index for index in args[1] if index is not None]
-        return any(index.dtype in (torch.bool, torch.uint8) or index.device.type == "cpu" for index in indices)
-    if func is aten.copy_.default:
-        return copy_awaits(args[:2], args[0].device, (*args, False)[2])
-    if func is aten._to_copy.default:
-        return copy_awaits(args[:1], to, kwargs.get("non_blocking", False))
-    return False
+def copy_awaits(args, kwargs, to):
+    target, source, *rest = args
+    return transfer_awaits((target, source), target.device, any(rest))
 
 
-def copy_awaits(tensors, to, non_blocking):
+def conversion_awaits(args, kwargs, to):
+    return transfer_awaits(args[:1], to, kwargs.get("non_blocking", False))
+
+
+def indices_await(args, kwargs, to):
+    indices = [index for index in args[1] if index is not None]
+    return any(index.dtype in (torch.bool, torch.uint8) or index.device.type == "cpu" for index in indices)
+
+
+def transfer_awaits(tensors, to, non_blocking):
     if {tensor.device.type for tensor in tensors} == {to.type}:
         return False
     return not non_blocking or (waiting.capture is not None and not any(map(is_pinned, tensors)))
+
+
+AWAITING_SOME = {  # whether the host waits, by what they are given
+    aten.copy_.default: copy_awaits,
+    aten._to_copy.default: conversion_awaits,
+    **dict.fromkeys(WITH_INDICES, indices_await),
+}
 
 
 def is_pinned(tensor):
