@@ -29,19 +29,20 @@ test: setup model
 	$(PYTEST) -n 4 -m "not long"
 	$(PYTEST) -n 4 -m "not long" $(SIMULATED)
 
-# What is long by nature: every size of ranks, every kernel, whole comparisons. With BEGIN_WITHIN=SECONDS it skips, and says
-# so, what had not begun by then.
-BEGIN_WITHIN ?=
+# What is long by nature: every size of ranks, every kernel, whole comparisons. With BEGIN_BY=UNIX_SECONDS it skips, and
+# says so, what had not begun by then.
+BEGIN_BY ?=
+LONG := $(PYTEST) $(if $(BEGIN_BY),--begin-by=$(BEGIN_BY))
 
 # Triton, which torch for CUDA brings, is there for the tests of its kernels alone: in a folder of its own.
 TRITON := $(VENV)/triton
 
 test-long: setup model
-	$(PYTEST) -n 3 -m long $(SIMULATED)
+	$(LONG) -n 3 -m long $(SIMULATED)
 	@[ -d $(TRITON) ] || $(BIN)/python -m pip --disable-pip-version-check install -q --no-deps -t $(TRITON) triton==3.8.0
-	PYTHONPATH=$(TRITON) $(PYTEST) -n 2 tests/gpu/test_cuda_triton.py tests/gpu/test_cuda_mixed.py tests/gpu/test_cuda_few_bits.py \
+	PYTHONPATH=$(TRITON) $(LONG) -n 2 tests/gpu/test_cuda_triton.py tests/gpu/test_cuda_mixed.py tests/gpu/test_cuda_few_bits.py \
 		tests/gpu/test_cuda_steps.py --simulate-cuda
-	$(PYTEST) -n 3 -m long $(if $(BEGIN_WITHIN),--begin-within=$(BEGIN_WITHIN))
+	$(LONG) -n 3 -m long
 
 # Every row of the matrix of faults, with real processes: what struck, what became of requests, what was lost.
 faults: setup

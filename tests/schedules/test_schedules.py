@@ -12,7 +12,7 @@ import pytest
 from tests.schedules.history import Ended, problems_of, trace_of
 from tests.schedules.world import World
 
-NUM_FIRST, NUM_QUICK, NUM_ALL, NUM_TOGETHER = 100, 150, 6_000, 50
+NUM_FIRST, NUM_QUICK, NUM_ALL, NUM_TOGETHER = 100, 150, 2_000, 50
 SEED = os.environ.get("SEED")
 
 

@@ -119,7 +119,7 @@ def test_nor_does_it_without_kernels_with_the_flag(dtype, family, folder_of, mon
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_tests_of_a_device_check_holds_without_kernels_here(family, dtype, folder_of, monkeypatch):
     monkeypatch.setenv(ENVIRONMENT, OFF)
