@@ -23,6 +23,7 @@ from tests.tiny_models import write_fake_model
 # 5 s are promised on an idle machine. Without detection answers end with the deadline of their call, 240 s.
 PROMISED_S = 30.0
 DETECTION_OF_HANGS_S = 60.0  # a restarted prompt then queues on the other node
+NODE_TIMEOUT_S = 8  # a busy machine may keep a node from saying anything for a while
 LONG = 800  # tokens of answers that are far from their end when something strikes
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -36,7 +37,7 @@ def _cluster(start_cluster, tmp_path_factory):
         model,
         num_prefill=2,
         num_decode=2,
-        coordinator={"node_wait_s": 1, "node_timeout_s": 3},  # tests/system/test_node_wait.py has longer ones
+        coordinator={"node_wait_s": 1, "node_timeout_s": NODE_TIMEOUT_S},  # tests/system/test_node_wait.py has longer ones
         node={"num_kv_blocks": 1000},
         prefill={"max_num_batched_tokens": 64},
     )
@@ -336,7 +337,7 @@ async def _strike(cluster, name, rng):
     how = rng.choice([signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
     child = cluster.expect_end(name)
     child.send(how)
-    await asyncio.sleep(rng.uniform(0.5, 4))
+    await asyncio.sleep(rng.uniform(0.5, 1.3 * NODE_TIMEOUT_S if how is signal.SIGSTOP else 4))
     if how is signal.SIGSTOP:
         child.send(signal.SIGCONT)
     else:
