@@ -37,7 +37,8 @@ def _cluster(start_cluster, tmp_path_factory):
         model,
         num_prefill=2,
         num_decode=2,
-        coordinator={"node_wait_s": 1, "node_timeout_s": NODE_TIMEOUT_S},  # tests/system/test_node_wait.py has longer ones
+        # tests/system/test_node_wait.py has longer waits
+        coordinator={"node_wait_s": 1, "node_timeout_s": NODE_TIMEOUT_S},
         node={"num_kv_blocks": 1000},
         prefill={"max_num_batched_tokens": 64},
     )
