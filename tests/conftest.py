@@ -14,7 +14,8 @@ settings.register_profile(
 )
 settings.load_profile("deterministic")
 
-# The files that take longest come first, so that no worker is left alone with one of them at the end.
+# The files that take longest come first, so that no worker is left alone with one of them at the end. Where time may be
+# over before, they come last: most tests are in the others.
 LONGEST = (
     "system/test_bits",
     "system/test_foreign_models",
@@ -64,9 +65,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("its turn had not come by the time that --begin-by gives")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places = {TESTS / f"{name}.py": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    of_others = len(places) if config.getoption("begin_by") is None else -1
+    items.sort(key=lambda item: places.get(item.path, of_others))
 
 
 def pytest_collection_finish() -> None:
