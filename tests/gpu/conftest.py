@@ -1,14 +1,12 @@
 """Every test here needs a CUDA device. --simulate-cuda gives one where torch knows none: see tests/simulated_cuda."""
 
 from shutil import which
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 HAS_DEVICE = torch.cuda.is_available() and not hasattr(torch.cuda, "is_simulated")
 LONG = ("test_cuda_invariant.py", "test_cuda_offload.py")  # where the CPU has to do what a device would
-NO_PARAMS = SimpleNamespace(params={})
 ONE_OF_A_FAMILY = {"llama": (16, False), "mistral": (256, False), "qwen2": (256, True), "qwen3": (16, False)}
 
 
@@ -29,13 +27,17 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device here"))
         elif item.path.name in LONG:
             item.add_marker(pytest.mark.long)
-            if not stands_for_others(item.path.name, **getattr(item, "callspec", NO_PARAMS).params):
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            if not stands_for_others(params):
                 item.add_marker(pytest.mark.skip(reason="another stands for it on a simulated device"))
 
 
-def stands_for_others(file, family=None, dtype="bfloat16", block_size=None, enforce_eager=False, **others):
+def stands_for_others(params):
     """Each takes the CPU a minute."""
-    if file == "test_cuda_offload.py":
-        return others.get("share") != 0.75
-    is_one = block_size is None or ONE_OF_A_FAMILY[family] == (block_size, enforce_eager)
-    return dtype == "bfloat16" and is_one and others.get("quantization") != "int8"
+    if "share" in params:  # of weights that stay on the device
+        return params["share"] == 0.5
+    if params.get("dtype", "bfloat16") != "bfloat16" or params.get("quantization") == "int8":
+        return False
+    if "block_size" not in params:
+        return True
+    return (params["block_size"], params["enforce_eager"]) == ONE_OF_A_FAMILY[params["family"]]
