@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from coordinator.control import drains
 from coordinator.control.calls import CallRecord
@@ -27,7 +27,7 @@ from coordinator.doors.validation import AnswerPlan
 from coordinator.text.answers import Answer, AnswerText
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
-from serving_core.reasons import DRAIN_ENDED, DRAINING, DUPLICATE_REQUEST_ID, NAME_TAKEN, WORKER_LOST
+from serving_core.reasons import ABORTED, DRAIN_ENDED, DRAINING, DUPLICATE_REQUEST_ID, NAME_TAKEN, WORKER_LOST
 from serving_core.shapes import Shape
 
 logger = logging.getLogger(__name__)
@@ -85,6 +85,12 @@ class Recipient(Protocol):
     def end(self, complete: inference_pb2.Complete) -> None: ...
 
 
+class _Live(NamedTuple):
+    call: Call
+    asker: str
+    number: int  # of the client's calls for this request
+
+
 class Dispatcher:
     """The hub between clients, nodes and the pure parts: registry, tracker and roles."""
 
@@ -98,7 +104,7 @@ class Dispatcher:
         self._journal = journal
         self._kinds = Kinds()
         self._links: dict[Node, NodeLink] = {}
-        self._generations: dict[str, Call] = {}
+        self._calls: dict[str, _Live] = {}  # by request id
         self._answers: dict[str, Recipient] = {}
         self.is_draining = False
         self._idle = asyncio.Event()
@@ -253,7 +259,8 @@ class Dispatcher:
         record: CallRecord | None = None,
     ) -> Generation:
         """Begins the answers of one call, or goes on with them; `close` must follow. What becomes of them is written
-        down in `record`. Raises RequestError, and then nothing has begun."""
+        down in `record`. It takes the place of a live one that is an earlier call of the same client. Raises
+        RequestError, and then nothing has begun."""
         num_ended = sum(so_far.has_ended for so_far, _ in beginnings)
         generation = Generation(
             plan.request_id, len(plan.samplings), num_ended=num_ended, stream_interval=self._stream_interval
@@ -278,12 +285,15 @@ class Dispatcher:
         """What `submit` does, for whoever is to hear of the call and of each of its answers."""
         if self.is_draining:
             raise RequestError(DRAINING, "the server is draining")
-        if plan.request_id in self._generations:
-            raise RequestError(DUPLICATE_REQUEST_ID, f"request {plan.request_id} is live already")
         now, record = time.monotonic(), record or CallRecord(plan.request_id)
+        if (live := self._calls.get(plan.request_id)) is not None:
+            if live.asker != record.asker or live.number >= plan.call_number:
+                raise RequestError(DUPLICATE_REQUEST_ID, f"request {plan.request_id} is live already")
+            live.call.fail(RequestError(ABORTED, f"request {plan.request_id} goes on in a later call"))
+            self.close(live.call)
         num_answers = sum(not each.has_ended for each in so_fars) + plan.num_behind
         self._tracker.check_room(num_answers, now, record.asker)
-        self._generations[plan.request_id] = call
+        self._calls[plan.request_id] = _Live(call, record.asker, plan.call_number)
         self._journal.begun(record)
         self._idle.clear()
         # One for all answers, so that it is hashed once.
@@ -311,34 +321,42 @@ class Dispatcher:
             self.close(call)
             raise
 
-    def stopped(self, answer_id: str) -> None:
-        """A stop string has ended the answer, as its door has found."""
-        self._apply(self._tracker.finish(answer_id, inference_pb2.FINISH_REASON_STOP, time.monotonic()))
+    def stopped(self, call: Call, index: int) -> None:
+        """A stop string has ended an answer of a live call, as its door has found."""
+        if self._is_live(call):
+            stop = inference_pb2.FINISH_REASON_STOP
+            self._apply(self._tracker.finish(call.answer_ids[index], stop, time.monotonic()))
 
     def give_up(self, call: Call, error: RequestError) -> None:
         """Ends a live call with an error, as its door wants."""
-        if self._generations.get(call.request_id) is call:
+        if self._is_live(call):
             self._apply(self._fail(call, error))
 
     def abort(self, request_id: str) -> bool:
         """Ends all answers of a live call as aborted. False for an unknown one."""
-        generation = self._generations.get(request_id)
-        if generation is None:
+        if (live := self._calls.get(request_id)) is None:
             return False
         now = time.monotonic()
-        for answer_id in generation.answer_ids:
+        for answer_id in live.call.answer_ids:
             self._apply(self._tracker.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now))
         return True
 
-    def close(self, generation: Call) -> None:
-        """The call is over, for whatever reason: what is still running of it is dropped."""
-        del self._generations[generation.request_id]
-        if not self._generations:
+    def close(self, call: Call) -> None:
+        """The call is over, for whatever reason: what is still running of it is dropped. Nothing is of one whose place
+        a later one has taken."""
+        if not self._is_live(call):
+            return
+        del self._calls[call.request_id]
+        if not self._calls:
             self._idle.set()
         now = time.monotonic()
-        for answer_id in self._forget(generation):
+        for answer_id in self._forget(call):
             self._apply(self._tracker.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now))
-        self._journal.over(generation.request_id)
+        self._journal.over(call.request_id)
+
+    def _is_live(self, call: Call) -> bool:
+        live = self._calls.get(call.request_id)
+        return live is not None and live.call is call
 
     # ---- all ----
 
@@ -362,8 +380,8 @@ class Dispatcher:
     def stop(self) -> None:
         """Ends every call and every node's stream, with UNAVAILABLE."""
         error = RequestError(DRAINING, "the server has stopped")
-        for generation in self._generations.values():
-            self._apply(self._fail(generation, error))
+        for live in self._calls.values():
+            self._apply(self._fail(live.call, error))
         for node in list(self._links):
             self._apply(self._lose(node, error))
 

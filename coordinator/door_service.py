@@ -195,7 +195,7 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
     def _stopped(self, link: DoorLink, event: doors_pb2.Stopped) -> None:
         if (call := link.calls.get(event.number)) is not None:
             call.answers[event.index].stopped(event.stop, event.num_tokens)
-            self._dispatcher.stopped(call.answer_ids[event.index])
+            self._dispatcher.stopped(call, event.index)
 
     def _refused(self, record: CallRecord, carrier: Carrier, error: RequestError) -> None:
         """One without an operation could not even be read, and has no trace."""

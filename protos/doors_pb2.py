@@ -26,7 +26,7 @@ from protos import fleet_pb2 as protos_dot_fleet__pb2
 from protos import inference_pb2 as protos_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/doors.proto\x12\rsplitserve.v1\x1a\x12protos/fleet.proto\x1a\x16protos/inference.proto\"\x10\n\x0eMetricsRequest\"\x1f\n\x0fMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\x0c\"\x97\x03\n\tDoorEvent\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.splitserve.v1.DoorHelloH\x00\x12\'\n\x06opened\x18\x02 \x01(\x0b\x32\x15.splitserve.v1.OpenedH\x00\x12*\n\x05taken\x18\x03 \x01(\x0b\x32\x19.splitserve.v1.BatchTakenH\x00\x12\'\n\x05\x62\x65gin\x18\x04 \x01(\x0b\x32\x16.splitserve.v1.NewCallH\x00\x12\'\n\x04over\x18\x05 \x01(\x0b\x32\x17.splitserve.v1.CallOverH\x00\x12)\n\x07stopped\x18\x06 \x01(\x0b\x32\x16.splitserve.v1.StoppedH\x00\x12+\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x19.splitserve.v1.CallFailedH\x00\x12)\n\x07refused\x18\x08 \x01(\x0b\x32\x16.splitserve.v1.RefusedH\x00\x12,\n\thttp_call\x18\t \x01(\x0b\x32\x17.splitserve.v1.HttpCallH\x00\x42\x07\n\x05\x65vent\"\x1b\n\tDoorHello\x12\x0e\n\x06number\x18\x01 \x01(\r\"\x08\n\x06Opened\"\x1b\n\nBatchTaken\x12\r\n\x05\x63pu_s\x18\x01 \x01(\x01\"\x8b\x03\n\x07NewCall\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.splitserve.v1.CallInfo\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\'\n\x07pooling\x18\x06 \x01(\x0b\x32\x16.splitserve.v1.Pooling\x12\x36\n\x0fsampling_params\x18\x07 \x01(\x0b\x32\x1d.splitserve.v1.SamplingParams\x12\x0f\n\x07grammar\x18\x08 \x01(\t\x12\r\n\x05seeds\x18\t \x03(\x12\x12*\n\x06so_far\x18\n \x03(\x0b\x32\x1a.splitserve.v1.AnswerBegun\x12.\n\x06limits\x18\x0b \x01(\x0b\x32\x1e.splitserve.v1.GenerateRequest\x12\x12\n\ndeadline_s\x18\x0c \x01(\x01\x12\x0f\n\x07\x62\x65gun_s\x18\r \x01(\x01\x12\x12\n\nnum_behind\x18\x0e \x01(\r\"\x8b\x01\n\x08\x43\x61llInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61sker\x18\x02 \x01(\t\x12\x11\n\toperation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x11\n\tarrived_s\x18\x05 \x01(\x01\x12\x13\n\x0btraceparent\x18\x06 \x03(\t\x12\x12\n\ntracestate\x18\x07 \x03(\t\"~\n\x0b\x41nswerBegun\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x32\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1b.splitserve.v1.FinishReason\x12\x15\n\rsince_first_s\x18\x03 \x01(\x01\x12\x11\n\thas_ended\x18\x04 \x01(\x08\"+\n\x08\x43\x61llOver\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\"J\n\x07Stopped\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04stop\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"E\n\nCallFailed\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.splitserve.v1.DoorError\"Y\n\x07Refused\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.CallInfo\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.splitserve.v1.DoorError\"L\n\x08HttpCall\x12\x0f\n\x07handler\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0e\n\x06status\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\x97\x01\n\tDoorError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x38\n\x08metadata\x18\x03 \x03(\x0b\x32&.splitserve.v1.DoorError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xe5\x01\n\x0c\x43ontrolBatch\x12(\n\x05\x66leet\x18\x01 \x01(\x0b\x32\x19.splitserve.v1.FleetState\x12)\n\x08\x61\x64mitted\x18\x02 \x03(\x0b\x32\x17.splitserve.v1.Admitted\x12%\n\x04runs\x18\x06 \x03(\x0b\x32\x17.splitserve.v1.TokenRun\x12)\n\x05\x65nded\x18\x04 \x03(\x0b\x32\x1a.splitserve.v1.AnswerEnded\x12(\n\x06\x66\x61iled\x18\x05 \x03(\x0b\x32\x18.splitserve.v1.CallEndedJ\x04\x08\x03\x10\x04\"\xda\x02\n\nFleetState\x12\x12\n\nis_serving\x18\x01 \x01(\x08\x12\x15\n\rwhy_not_ready\x18\x02 \x01(\t\x12\x1a\n\rmax_model_len\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12 \n\x13prefill_pool_tokens\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\x1f\n\x12\x64\x65\x63ode_pool_tokens\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x16\n\x0eknows_adapters\x18\x06 \x01(\x08\x12\x10\n\x08\x61\x64\x61pters\x18\x07 \x03(\t\x12\x13\n\x0bready_nodes\x18\x08 \x03(\t\x12\x10\n\x08num_live\x18\t \x01(\r\x12\x1c\n\x0fown_pool_tokens\x18\n \x01(\x04H\x03\x88\x01\x01\x42\x10\n\x0e_max_model_lenB\x16\n\x14_prefill_pool_tokensB\x15\n\x13_decode_pool_tokensB\x12\n\x10_own_pool_tokens\"C\n\x08\x41\x64mitted\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.splitserve.v1.DoorError\"l\n\x08TokenRun\x12\x0f\n\x07numbers\x18\x01 \x03(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x06others\x18\x04 \x03(\x0b\x32\x1b.splitserve.v1.AnswerTokens\"\x90\x01\n\x0c\x41nswerTokens\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x1e\n\x11num_cached_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12+\n\x06tokens\x18\x04 \x03(\x0b\x32\x1b.splitserve.v1.SampledTokenB\x14\n\x12_num_cached_tokens\"j\n\x0b\x41nswerEnded\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12)\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x17.splitserve.v1.Complete\x12\x11\n\tembedding\x18\x04 \x01(\x0c\"D\n\tCallEnded\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.splitserve.v1.DoorError2Q\n\x05\x44oors\x12H\n\x07Metrics\x12\x1d.splitserve.v1.MetricsRequest\x1a\x1e.splitserve.v1.MetricsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/doors.proto\x12\rsplitserve.v1\x1a\x12protos/fleet.proto\x1a\x16protos/inference.proto\"\x10\n\x0eMetricsRequest\"\x1f\n\x0fMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\x0c\"\x97\x03\n\tDoorEvent\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.splitserve.v1.DoorHelloH\x00\x12\'\n\x06opened\x18\x02 \x01(\x0b\x32\x15.splitserve.v1.OpenedH\x00\x12*\n\x05taken\x18\x03 \x01(\x0b\x32\x19.splitserve.v1.BatchTakenH\x00\x12\'\n\x05\x62\x65gin\x18\x04 \x01(\x0b\x32\x16.splitserve.v1.NewCallH\x00\x12\'\n\x04over\x18\x05 \x01(\x0b\x32\x17.splitserve.v1.CallOverH\x00\x12)\n\x07stopped\x18\x06 \x01(\x0b\x32\x16.splitserve.v1.StoppedH\x00\x12+\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x19.splitserve.v1.CallFailedH\x00\x12)\n\x07refused\x18\x08 \x01(\x0b\x32\x16.splitserve.v1.RefusedH\x00\x12,\n\thttp_call\x18\t \x01(\x0b\x32\x17.splitserve.v1.HttpCallH\x00\x42\x07\n\x05\x65vent\"\x1b\n\tDoorHello\x12\x0e\n\x06number\x18\x01 \x01(\r\"\x08\n\x06Opened\"\x1b\n\nBatchTaken\x12\r\n\x05\x63pu_s\x18\x01 \x01(\x01\"\xa0\x03\n\x07NewCall\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.splitserve.v1.CallInfo\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\'\n\x07pooling\x18\x06 \x01(\x0b\x32\x16.splitserve.v1.Pooling\x12\x36\n\x0fsampling_params\x18\x07 \x01(\x0b\x32\x1d.splitserve.v1.SamplingParams\x12\x0f\n\x07grammar\x18\x08 \x01(\t\x12\r\n\x05seeds\x18\t \x03(\x12\x12*\n\x06so_far\x18\n \x03(\x0b\x32\x1a.splitserve.v1.AnswerBegun\x12.\n\x06limits\x18\x0b \x01(\x0b\x32\x1e.splitserve.v1.GenerateRequest\x12\x12\n\ndeadline_s\x18\x0c \x01(\x01\x12\x0f\n\x07\x62\x65gun_s\x18\r \x01(\x01\x12\x12\n\nnum_behind\x18\x0e \x01(\r\x12\x13\n\x0b\x63\x61ll_number\x18\x0f \x01(\r\"\x8b\x01\n\x08\x43\x61llInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61sker\x18\x02 \x01(\t\x12\x11\n\toperation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x11\n\tarrived_s\x18\x05 \x01(\x01\x12\x13\n\x0btraceparent\x18\x06 \x03(\t\x12\x12\n\ntracestate\x18\x07 \x03(\t\"~\n\x0b\x41nswerBegun\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x32\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1b.splitserve.v1.FinishReason\x12\x15\n\rsince_first_s\x18\x03 \x01(\x01\x12\x11\n\thas_ended\x18\x04 \x01(\x08\"+\n\x08\x43\x61llOver\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\"J\n\x07Stopped\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04stop\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"E\n\nCallFailed\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.splitserve.v1.DoorError\"Y\n\x07Refused\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.CallInfo\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.splitserve.v1.DoorError\"L\n\x08HttpCall\x12\x0f\n\x07handler\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0e\n\x06status\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\x97\x01\n\tDoorError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x38\n\x08metadata\x18\x03 \x03(\x0b\x32&.splitserve.v1.DoorError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xe5\x01\n\x0c\x43ontrolBatch\x12(\n\x05\x66leet\x18\x01 \x01(\x0b\x32\x19.splitserve.v1.FleetState\x12)\n\x08\x61\x64mitted\x18\x02 \x03(\x0b\x32\x17.splitserve.v1.Admitted\x12%\n\x04runs\x18\x06 \x03(\x0b\x32\x17.splitserve.v1.TokenRun\x12)\n\x05\x65nded\x18\x04 \x03(\x0b\x32\x1a.splitserve.v1.AnswerEnded\x12(\n\x06\x66\x61iled\x18\x05 \x03(\x0b\x32\x18.splitserve.v1.CallEndedJ\x04\x08\x03\x10\x04\"\xda\x02\n\nFleetState\x12\x12\n\nis_serving\x18\x01 \x01(\x08\x12\x15\n\rwhy_not_ready\x18\x02 \x01(\t\x12\x1a\n\rmax_model_len\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12 \n\x13prefill_pool_tokens\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\x1f\n\x12\x64\x65\x63ode_pool_tokens\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x16\n\x0eknows_adapters\x18\x06 \x01(\x08\x12\x10\n\x08\x61\x64\x61pters\x18\x07 \x03(\t\x12\x13\n\x0bready_nodes\x18\x08 \x03(\t\x12\x10\n\x08num_live\x18\t \x01(\r\x12\x1c\n\x0fown_pool_tokens\x18\n \x01(\x04H\x03\x88\x01\x01\x42\x10\n\x0e_max_model_lenB\x16\n\x14_prefill_pool_tokensB\x15\n\x13_decode_pool_tokensB\x12\n\x10_own_pool_tokens\"C\n\x08\x41\x64mitted\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.splitserve.v1.DoorError\"l\n\x08TokenRun\x12\x0f\n\x07numbers\x18\x01 \x03(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x06others\x18\x04 \x03(\x0b\x32\x1b.splitserve.v1.AnswerTokens\"\x90\x01\n\x0c\x41nswerTokens\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x1e\n\x11num_cached_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12+\n\x06tokens\x18\x04 \x03(\x0b\x32\x1b.splitserve.v1.SampledTokenB\x14\n\x12_num_cached_tokens\"j\n\x0b\x41nswerEnded\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12)\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x17.splitserve.v1.Complete\x12\x11\n\tembedding\x18\x04 \x01(\x0c\"D\n\tCallEnded\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.splitserve.v1.DoorError2Q\n\x05\x44oors\x12H\n\x07Metrics\x12\x1d.splitserve.v1.MetricsRequest\x1a\x1e.splitserve.v1.MetricsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,39 +48,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BATCHTAKEN']._serialized_start=581
   _globals['_BATCHTAKEN']._serialized_end=608
   _globals['_NEWCALL']._serialized_start=611
-  _globals['_NEWCALL']._serialized_end=1006
-  _globals['_CALLINFO']._serialized_start=1009
-  _globals['_CALLINFO']._serialized_end=1148
-  _globals['_ANSWERBEGUN']._serialized_start=1150
-  _globals['_ANSWERBEGUN']._serialized_end=1276
-  _globals['_CALLOVER']._serialized_start=1278
-  _globals['_CALLOVER']._serialized_end=1321
-  _globals['_STOPPED']._serialized_start=1323
-  _globals['_STOPPED']._serialized_end=1397
-  _globals['_CALLFAILED']._serialized_start=1399
-  _globals['_CALLFAILED']._serialized_end=1468
-  _globals['_REFUSED']._serialized_start=1470
-  _globals['_REFUSED']._serialized_end=1559
-  _globals['_HTTPCALL']._serialized_start=1561
-  _globals['_HTTPCALL']._serialized_end=1637
-  _globals['_DOORERROR']._serialized_start=1640
-  _globals['_DOORERROR']._serialized_end=1791
-  _globals['_DOORERROR_METADATAENTRY']._serialized_start=1744
-  _globals['_DOORERROR_METADATAENTRY']._serialized_end=1791
-  _globals['_CONTROLBATCH']._serialized_start=1794
-  _globals['_CONTROLBATCH']._serialized_end=2023
-  _globals['_FLEETSTATE']._serialized_start=2026
-  _globals['_FLEETSTATE']._serialized_end=2372
-  _globals['_ADMITTED']._serialized_start=2374
-  _globals['_ADMITTED']._serialized_end=2441
-  _globals['_TOKENRUN']._serialized_start=2443
-  _globals['_TOKENRUN']._serialized_end=2551
-  _globals['_ANSWERTOKENS']._serialized_start=2554
-  _globals['_ANSWERTOKENS']._serialized_end=2698
-  _globals['_ANSWERENDED']._serialized_start=2700
-  _globals['_ANSWERENDED']._serialized_end=2806
-  _globals['_CALLENDED']._serialized_start=2808
-  _globals['_CALLENDED']._serialized_end=2876
-  _globals['_DOORS']._serialized_start=2878
-  _globals['_DOORS']._serialized_end=2959
+  _globals['_NEWCALL']._serialized_end=1027
+  _globals['_CALLINFO']._serialized_start=1030
+  _globals['_CALLINFO']._serialized_end=1169
+  _globals['_ANSWERBEGUN']._serialized_start=1171
+  _globals['_ANSWERBEGUN']._serialized_end=1297
+  _globals['_CALLOVER']._serialized_start=1299
+  _globals['_CALLOVER']._serialized_end=1342
+  _globals['_STOPPED']._serialized_start=1344
+  _globals['_STOPPED']._serialized_end=1418
+  _globals['_CALLFAILED']._serialized_start=1420
+  _globals['_CALLFAILED']._serialized_end=1489
+  _globals['_REFUSED']._serialized_start=1491
+  _globals['_REFUSED']._serialized_end=1580
+  _globals['_HTTPCALL']._serialized_start=1582
+  _globals['_HTTPCALL']._serialized_end=1658
+  _globals['_DOORERROR']._serialized_start=1661
+  _globals['_DOORERROR']._serialized_end=1812
+  _globals['_DOORERROR_METADATAENTRY']._serialized_start=1765
+  _globals['_DOORERROR_METADATAENTRY']._serialized_end=1812
+  _globals['_CONTROLBATCH']._serialized_start=1815
+  _globals['_CONTROLBATCH']._serialized_end=2044
+  _globals['_FLEETSTATE']._serialized_start=2047
+  _globals['_FLEETSTATE']._serialized_end=2393
+  _globals['_ADMITTED']._serialized_start=2395
+  _globals['_ADMITTED']._serialized_end=2462
+  _globals['_TOKENRUN']._serialized_start=2464
+  _globals['_TOKENRUN']._serialized_end=2572
+  _globals['_ANSWERTOKENS']._serialized_start=2575
+  _globals['_ANSWERTOKENS']._serialized_end=2719
+  _globals['_ANSWERENDED']._serialized_start=2721
+  _globals['_ANSWERENDED']._serialized_end=2827
+  _globals['_CALLENDED']._serialized_start=2829
+  _globals['_CALLENDED']._serialized_end=2897
+  _globals['_DOORS']._serialized_start=2899
+  _globals['_DOORS']._serialized_end=2980
 # @@protoc_insertion_point(module_scope)

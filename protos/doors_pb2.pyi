@@ -57,7 +57,7 @@ class BatchTaken(_message.Message):
     def __init__(self, cpu_s: _Optional[float] = ...) -> None: ...
 
 class NewCall(_message.Message):
-    __slots__ = ("number", "info", "prompt", "cache_salt", "adapter", "pooling", "sampling_params", "grammar", "seeds", "so_far", "limits", "deadline_s", "begun_s", "num_behind")
+    __slots__ = ("number", "info", "prompt", "cache_salt", "adapter", "pooling", "sampling_params", "grammar", "seeds", "so_far", "limits", "deadline_s", "begun_s", "num_behind", "call_number")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class NewCall(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     BEGUN_S_FIELD_NUMBER: _ClassVar[int]
     NUM_BEHIND_FIELD_NUMBER: _ClassVar[int]
+    CALL_NUMBER_FIELD_NUMBER: _ClassVar[int]
     number: int
     info: CallInfo
     prompt: _containers.RepeatedScalarFieldContainer[int]
@@ -86,7 +87,8 @@ class NewCall(_message.Message):
     deadline_s: float
     begun_s: float
     num_behind: int
-    def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[CallInfo, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., pooling: _Optional[_Union[_fleet_pb2.Pooling, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., grammar: _Optional[str] = ..., seeds: _Optional[_Iterable[int]] = ..., so_far: _Optional[_Iterable[_Union[AnswerBegun, _Mapping]]] = ..., limits: _Optional[_Union[_inference_pb2.GenerateRequest, _Mapping]] = ..., deadline_s: _Optional[float] = ..., begun_s: _Optional[float] = ..., num_behind: _Optional[int] = ...) -> None: ...
+    call_number: int
+    def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[CallInfo, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., pooling: _Optional[_Union[_fleet_pb2.Pooling, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., grammar: _Optional[str] = ..., seeds: _Optional[_Iterable[int]] = ..., so_far: _Optional[_Iterable[_Union[AnswerBegun, _Mapping]]] = ..., limits: _Optional[_Union[_inference_pb2.GenerateRequest, _Mapping]] = ..., deadline_s: _Optional[float] = ..., begun_s: _Optional[float] = ..., num_behind: _Optional[int] = ..., call_number: _Optional[int] = ...) -> None: ...
 
 class CallInfo(_message.Message):
     __slots__ = ("request_id", "asker", "operation", "model", "arrived_s", "traceparent", "tracestate")

@@ -193,7 +193,7 @@ class DrainProgress(_message.Message):
     def __init__(self, num_left: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "tokenized", "chat", "sampling_params", "model", "cache_salt", "ttft_ms", "tpot_ms", "slo_class", "priority", "so_far", "truncate_prompt_tokens")
+    __slots__ = ("request_id", "text", "tokenized", "chat", "sampling_params", "model", "cache_salt", "ttft_ms", "tpot_ms", "slo_class", "priority", "so_far", "truncate_prompt_tokens", "call_number")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZED_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +207,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     SO_FAR_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CALL_NUMBER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     tokenized: TokenizedInput
@@ -220,7 +221,8 @@ class GenerateRequest(_message.Message):
     priority: int
     so_far: _containers.RepeatedCompositeFieldContainer[AnswerSoFar]
     truncate_prompt_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., slo_class: _Optional[str] = ..., priority: _Optional[int] = ..., so_far: _Optional[_Iterable[_Union[AnswerSoFar, _Mapping]]] = ..., truncate_prompt_tokens: _Optional[int] = ...) -> None: ...
+    call_number: int
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., slo_class: _Optional[str] = ..., priority: _Optional[int] = ..., so_far: _Optional[_Iterable[_Union[AnswerSoFar, _Mapping]]] = ..., truncate_prompt_tokens: _Optional[int] = ..., call_number: _Optional[int] = ...) -> None: ...
 
 class AnswerSoFar(_message.Message):
     __slots__ = ("token_ids", "num_chars", "has_ended", "since_first_s")

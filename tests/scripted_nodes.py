@@ -189,6 +189,13 @@ async def read_all(call):
     return text, token_ids, completes
 
 
+async def until_serving(c):
+    """Doors that are processes hear of nodes soon."""
+    async with asyncio.timeout(DEADLINE_S):
+        while (await c.stub.GetModelInfo(inference_pb2.GetModelInfoRequest())).max_model_len != 1000:
+            await asyncio.sleep(0.01)
+
+
 async def begin(c):
     """Takes the two commands that start an answer: its attempt and its job."""
     job = (await c.nodes["d0"].command("reserve")).job

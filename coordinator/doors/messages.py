@@ -69,6 +69,7 @@ def call_to_wire(
         begun_s=begun_s,
         deadline_s=deadline_s,
         num_behind=plan.num_behind,
+        call_number=plan.call_number,
     )
     for name in ("ttft_ms", "tpot_ms", "priority"):
         if asked.HasField(name):
@@ -99,6 +100,7 @@ def plan_from_wire(wire: doors_pb2.NewCall) -> tuple[AnswerPlan, list[SoFar]]:
         wire.adapter,
         pooling_from_wire(wire.pooling) if wire.HasField("pooling") else None,
         wire.num_behind,
+        wire.call_number,
     )
     so_fars = [
         SoFar(tuple(each.token_ids), 0, each.finish_reason, each.since_first_s, each.has_ended) for each in wire.so_far

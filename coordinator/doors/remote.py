@@ -32,7 +32,7 @@ from coordinator.text.answers import Answer, AnswerText
 from coordinator.traces.carrier import CARRIER
 from protos import doors_pb2, fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
-from serving_core.reasons import DRAINING, DUPLICATE_REQUEST_ID
+from serving_core.reasons import DRAINING
 from serving_core.waiting import first_to_end
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class RemoteControl:
         self._is_overrun = asyncio.Event()
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
-        self._by_request: dict[str, int] = {}
+        self._call_numbers: dict[Generation, int] = {}
 
     async def run(self) -> None:
         """Speaks with control until it ends the stream. Raises ConnectionError when it breaks."""
@@ -126,8 +126,6 @@ class RemoteControl:
         deadline_s: float,
         record: CallRecord,
     ) -> Generation:
-        if plan.request_id in self._by_request:
-            raise RequestError(DUPLICATE_REQUEST_ID, f"request {plan.request_id} is live already")
         so_fars = [so_far for so_far, _ in beginnings]
         num_ended = sum(so_far.has_ended for so_far in so_fars)
         generation = Generation(
@@ -139,7 +137,7 @@ class RemoteControl:
             for index, (so_far, text) in enumerate(beginnings)
         ]
         call = self._calls[number] = _Call(generation, list(answers))
-        self._by_request[plan.request_id] = number
+        self._call_numbers[generation] = number
         info, now = info_to_wire(record, CARRIER.get()), time.monotonic()
         self._send(begin=call_to_wire(info, plan, so_fars, asked, number=number, begun_s=now, deadline_s=deadline_s))
         try:
@@ -159,7 +157,7 @@ class RemoteControl:
 
     def close(self, generation: Generation) -> None:
         """Nothing more goes to the call. Control hears of it at the end of `recorded`."""
-        del self._calls[self._by_request.pop(generation.request_id)]
+        del self._calls[self._call_numbers.pop(generation)]
 
     # ---- the stream ----
 

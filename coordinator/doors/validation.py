@@ -87,6 +87,7 @@ class AnswerPlan:
     adapter: str = ""  # LoRA adapter that computes them; empty: the model alone
     pooling: Pooling | None = None  # the one answer is an embedding
     num_behind: int = 0  # answers that the same client's call begins next, for which there must be room too
+    call_number: int = 0  # a live call of this request with an earlier one has broken off
 
     @property
     def is_read_whole(self) -> bool:
@@ -169,6 +170,7 @@ def plan_answers(
         samplings=tuple(_with_seeds(sampling, params, num_answers)),
         text=_text_options(params, sampling["min_tokens"]),
         adapter="" if request.model in limits.served_model_names else request.model,
+        call_number=request.call_number,
     )
 
 

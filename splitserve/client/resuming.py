@@ -19,8 +19,8 @@ LONGEST_PAUSE_S: Final = 5.0  # with these, a server may be away for some 30 s
 
 # Why a call breaks off: "" comes from no server. Nodes that are lost are not among it, as the server has tried others.
 _BREAKS: Final = ("", reasons.DRAINING)
-# What may pass for a call that goes on: the server has not noticed yet that the one before is over, its nodes, or those
-# with room for so much, are not back yet, or others have come first.
+# What may pass for a call that goes on: gRPC has tried it twice, and the server takes the first try for live (the next
+# call will take its place); its nodes, or those with room for so much, are not back yet; or others have come first.
 _PASSING: Final = (
     *(reasons.DUPLICATE_REQUEST_ID, reasons.QUEUE_FULL),
     *(reasons.NO_PREFILL_WORKER, reasons.NO_DECODE_WORKER, reasons.PROMPT_TOO_LONG),
@@ -61,7 +61,7 @@ class Course:
         self._num_answers = max(1, params.n)
         self._answers: dict[int, _Progress] = {}  # those of which something has come
         self._was_taken = self._knows_terms = False  # by a server, of a server
-        self._num_tries = 0
+        self._num_calls = self._num_tries = 0  # in all, and in a row
         self._num_resumes = 0
         self._is_going_on = False  # the call is a later one, of which nothing has come yet
 
@@ -73,6 +73,7 @@ class Course:
         """What the next call is to ask."""
         request = inference_pb2.GenerateRequest()
         request.CopyFrom(self._request)
+        request.call_number = self._num_calls
         if self._answers:
             so_far = (self._answers.get(index, _Progress()) for index in range(self._num_answers))
             request.so_far.extend(each.to_wire(now) for each in so_far)
@@ -113,6 +114,7 @@ class Course:
         is_last = self._num_tries == MAX_TRIES or pause_s >= self.left_s(now)
         if is_last or not (self._was_taken and (is_break or is_passing)):
             raise error
+        self._num_calls += 1
         self._num_tries += 1
         self._is_going_on = True
         return pause_s

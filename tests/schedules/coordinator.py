@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 from coordinator.control.journal import Journal
@@ -10,52 +9,26 @@ from coordinator.control.ledger import NOTHING, Ledger
 from coordinator.control.live import NUM_EPOCHS
 from coordinator.control.metrics import Metrics
 from coordinator.control.moves import may_move, roomiest
-from coordinator.control.outcomes import FINISH_REASONS
 from coordinator.control.registry import Registry
 from coordinator.control.roles import Roles
-from coordinator.control.slo import Slo
-from coordinator.control.so_far import NOTHING as NEW
 from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
-from coordinator.doors.validation import AnswerPlan
 from coordinator.fleet_service import FleetService
-from coordinator.text.answers import AnswerText, TextOptions
 from serving_core.errors import RequestError
-from serving_core.requests import SamplingParams
-from tests.schedules.history import Asked, Ended, Rest, Told
+from tests.schedules.clients import Call
+from tests.schedules.history import Rest
 from tests.schedules.streams import METHOD
 
 MAX_TICK_S = 0.25
-GONE = "UNAVAILABLE"  # what a client hears whose coordinator is gone
-
-
-@dataclass(eq=False)
-class Client:
-    """One request, and who waits for it."""
-
-    asked: Asked
-    timeout_s: float
-    slo: Slo
-    listens: bool = True
-    call: "asyncio.Task[None] | None" = None
-
-
-class _Wordless:
-    """In place of a detokenizer: the tokens are all there is."""
-
-    def add(self, token_id):
-        return ""
-
-    def flush(self):
-        return ""
 
 
 class SimulatedCoordinator:
     """One life of a coordinator process. To be made within its process."""
 
-    def __init__(self, settings, network, process, record, random):
+    def __init__(self, settings, network, process, on_failed, random):
+        """`on_failed` is told of a client whose call has, and of the error; None when all is lost."""
         self.process = process
-        self._settings, self._record, self._loop = settings, record, network.loop
+        self._settings, self._on_failed, self._loop = settings, on_failed, network.loop
         self._registry = Registry(
             {},
             node_timeout_s=settings.node_timeout_s,
@@ -76,7 +49,7 @@ class SimulatedCoordinator:
         )
         roles = Roles(self._registry, self._ledger, policy=settings.roles)
         self.dispatcher = Dispatcher(self._registry, self.tracker, roles, Journal(self.metrics))
-        self._clients = {}
+        self._clients = {}  # who waits, in a dict for its order
         service = FleetService(self.dispatcher, heartbeat_s=settings.heartbeat_s)
         network.serve(process, service.handler().service(SimpleNamespace(method=METHOD)).stream_stream)
 
@@ -124,49 +97,50 @@ class SimulatedCoordinator:
     def ask(self, client):
         """The request has come."""
         if client.listens:
-            client.call = self._loop.create_task(self._answer(client))
+            client.call = call = Call()
+            call.task = self._loop.create_task(self._answer(client, call))
+
+    def forget(self, client):
+        """It waits for nothing any more that this coordinator has."""
+        self._clients.pop(client, None)
 
     def leave(self, client):
         """The client has hung up."""
-        self._clients.pop(client, None)
+        self.forget(client)
         if client.call is not None:
-            client.call.cancel()
+            client.call.task.cancel()
 
     def died(self):
         """Everyone who waits hears so."""
         for client in list(self._clients):
-            self.end(client, GONE)
+            self._fail(client, None)
 
-    def end(self, client, how, num_tokens=None):
-        """The client hears the end."""
-        self._clients.pop(client, None)
+    def _fail(self, client, error):
+        self.forget(client)
         if client.listens:
-            self._record(Ended(self._loop.now, client.asked.request, how, num_tokens))
+            self._on_failed(client, error)
 
-    async def _answer(self, client):
+    async def _answer(self, client, call):
         """As coordinator/doors/inference_service.py does."""
-        asked, now = client.asked, self._loop.time()
-        sampling = SamplingParams(max_tokens=asked.max_tokens, temperature=0.0, ignore_eos=True)
-        plan = AnswerPlan(asked.request, list(asked.prompt), asked.salt, (sampling,), TextOptions())
-        beginnings = [(NEW, AnswerText(_Wordless(), plan.text))]
-        times = {"arrived_s": now, "deadline_s": now + client.timeout_s}
+        now = self._loop.time()
+        plan, so_far, text = client.plan(self._loop.now)
+        times = {"arrived_s": now, "deadline_s": now + client.left_s(self._loop.now)}
         try:
-            generation = self.dispatcher.submit(plan, beginnings, client.slo, **times)
+            generation = self.dispatcher.submit(plan, [(so_far, text)], client.slo, **times)
         except RequestError as refusal:
-            self.end(client, refusal.reason)
+            self._fail(client, refusal)
             return
+        call.is_taken = True
         try:
             while (response := await generation.next()) is not None:
-                if not response.HasField("chunk"):
-                    complete = response.complete
-                    self.end(client, FINISH_REASONS[complete.finish_reason], complete.completion_tokens)
-                elif client.listens and response.chunk.token_ids:
-                    token_ids = tuple(response.chunk.token_ids)
-                    self._record(Told(self._loop.now, asked.request, response.chunk.first_token_index, token_ids))
+                if client.listens and client.call is call:
+                    client.take(response, self._loop.now)
         except RequestError as error:
-            self.end(client, error.reason)
+            if client.call is call:
+                self._fail(client, error)
         finally:
-            self._clients.pop(client, None)
+            if client.call is call:
+                self.forget(client)
             self.dispatcher.close(generation)
 
     # ---- the end ----
@@ -190,7 +164,7 @@ class SimulatedCoordinator:
         accounts = [node.name for node in self._registry.nodes if self._ledger.of(node) != NOTHING]
         held = {
             "answers, or attempts that nodes have yet to let go of": self.tracker.num_open,
-            "calls": len(self.dispatcher._generations) + len(self.dispatcher._answers),
+            "calls": len(self.dispatcher._calls) + len(self.dispatcher._answers),
             "accounts of work": len(self._ledger._accounts),
             f"accounts of attached nodes ({', '.join(accounts)})": len(accounts),
             "requests on its ledger": len(self._ledger._requests),

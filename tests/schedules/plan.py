@@ -23,7 +23,7 @@ PATIENCE_S = 300.0  # of most clients: longer than anything may take, so that a 
 FAULTS = {
     "kill": 3, "reset": 3, "block": 2, "pause": 2, "pause_coordinator": 1, "restart_coordinator": 1,
     "noise": 4, "reset_data": 2, "block_data": 2, "move": 6, "begin_again": 3, "drain": 3, "reshape": 2,
-    "leave": 4, "abort": 1, "fail_step": 1, "stall_step": 1,
+    "leave": 4, "abort": 1, "fail_step": 1, "stall_step": 1, "break_off": 6,
 }  # fmt: skip
 """By how often they come."""
 ASKS_S, FAULTS_S = 1.5, 1.5  # in which requests come, and faults begin
@@ -40,6 +40,7 @@ class Ask:
     salt: str
     timeout_s: float
     slo: Slo
+    resumes: bool  # goes on when its call breaks off
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,7 @@ def _asks(random, room):
                 salt=random.choice(["", "", "b"]),
                 timeout_s=random.uniform(0.05, 2.0) if random.random() < 0.06 else PATIENCE_S,
                 slo=_slo(random),
+                resumes=random.random() < 0.7,
             )
         )
     return tuple(asks)
@@ -141,6 +143,7 @@ def _fault(random, kinds, nodes, asks):
         "reset_data": (node, other),
         "noise": tuple(random.choice([0.0, 0.1, 0.5]) for _ in range(4)),
         "leave": (ask.name,),
+        "break_off": (ask.name,),
         "abort": (ask.name,),
         "reshape": (node, random.choice([*ROLES, Shape(random.randint(1, 6), 1, True)])),
         "drain": (node,),
@@ -149,6 +152,7 @@ def _fault(random, kinds, nodes, asks):
     }
     lasts_s = dict.fromkeys(("pause", "pause_coordinator", "block", "block_data", "stall_step"), long_s)
     lasts_s |= {"kill": short_s, "restart_coordinator": short_s, "noise": 2 * short_s}
+    lasts_s |= {"break_off": random.choice([0.0, short_s])}
     lasts_s |= {"move": 2 * short_s, "begin_again": short_s / 2, "drain": 2 * short_s}
-    first_s = ask.at_s if name in ("leave", "abort") else 0.0  # what is asked later cannot be given up
+    first_s = ask.at_s if name in ("leave", "abort", "break_off") else 0.0  # what is asked later cannot be given up
     return Fault(first_s + random.random() * FAULTS_S, name, arguments.get(name, ()), lasts_s.get(name, 0.0))

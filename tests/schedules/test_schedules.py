@@ -65,5 +65,5 @@ def test_much_happens_in_them():
     for seed in range(NUM_FIRST):
         seen += check(seed).seen
     names = ("whole", "failed", "handed over", "restarted", "kept", "preempted", "corrupt", "attached again")
-    names += ("move moved", "move ended", "loan lent")
+    names += ("move moved", "move ended", "loan lent", "went on")
     assert min(seen[name] for name in names) > 1, seen

@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 from random import Random
 
 from serving_core.errors import RequestError
-from tests.schedules.coordinator import GONE, Client, SimulatedCoordinator
+from tests.schedules.clients import Client
+from tests.schedules.coordinator import SimulatedCoordinator
 from tests.schedules.history import LIVE_S, Asked, Calm, Crashed, Left, Note, Stood
 from tests.schedules.network import COORDINATOR, GIVES_UP_S, Network, Noise
 from tests.schedules.node import InjectedError, SimulatedNode
@@ -71,9 +72,8 @@ class World:
         process = self._process(COORDINATOR)
 
         def begin():
-            self.coordinator = SimulatedCoordinator(
-                self.plan.settings, self.network, process, self.history.append, self._random
-            )
+            arguments = self.network, process, self._failed, self._random
+            self.coordinator = SimulatedCoordinator(self.plan.settings, *arguments)
             self._watch(process, self.coordinator.start(self.loop))
 
         self.loop.plan(process, self.loop.now, begin)
@@ -109,13 +109,25 @@ class World:
         now = self.loop.now
         asked = Asked(now, ask.name, ask.prompt, ask.max_tokens, ask.salt, now + ask.timeout_s)
         self.history.append(asked)
-        client = self._clients[ask.name] = Client(asked, ask.timeout_s, ask.slo)
+        self._clients[ask.name] = client = Client(asked, ask.slo, self.history.append, resumes=ask.resumes)
+        self._send(client)
+
+    def _send(self, client):
+        """A call, the first one or a later one."""
         coordinator = self.coordinator
+        if not client.listens:
+            return
         if coordinator.process.is_dead:
-            coordinator.end(client, GONE)
+            self._failed(client, None)
         else:
             coordinator.expect(client)
-            self.loop.plan(coordinator.process, now + self.network.delay_s(), coordinator.ask, client)
+            self.loop.plan(coordinator.process, self.loop.now + self.network.delay_s(), coordinator.ask, client)
+
+    def _failed(self, client, error):
+        """A call, with this error; None: it has lost its coordinator."""
+        if (pause_s := client.fails(error, self.loop.now)) is not None:
+            self.seen["went on"] += 1
+            self._after(pause_s, self._send, client)
 
     # ---- faults ----
 
@@ -185,6 +197,14 @@ class World:
             self.history.append(Left(self.loop.now, request))
             self._at_coordinator(lambda: self.coordinator.leave(client))
 
+    def _break_off_it(self, request, seconds):
+        """The connection of a client, which the coordinator notices after so long."""
+        client = self._clients.get(request)
+        if client is not None and client.listens and client.call is not None:
+            self._after(seconds, self._at_coordinator, client.call.task.cancel)
+            self.coordinator.forget(client)
+            self._failed(client, None)
+
     def _abort_it(self, request, seconds):
         self._at_coordinator(lambda: self.coordinator.dispatcher.abort(request))
 
@@ -235,6 +255,7 @@ class World:
 
     def _look(self):
         have_ended = not self.coordinator.process.is_dead and self.coordinator.is_quiet
+        have_ended = have_ended and not any(client.listens for client in self._clients.values())
         is_late = self.loop.now > max(self.plan.calm_s, *(ask.at_s for ask in self.plan.asks)) + LIVE_S
         is_quiet = have_ended and all(node.is_quiet for node in self.nodes.values())
         self._is_over = (is_quiet and len(self._clients) == len(self.plan.asks)) or is_late

@@ -87,7 +87,7 @@ async def ask_all(cluster, strike, *, resume=False):
         tasks = [asyncio.create_task(each.read(client, resume=resume)) for each in asked]
         await until_all_stream(asked)
         struck = strike()
-        await asyncio.gather(*tasks)
+        await until_all_end(cluster, asked, tasks)
     return asked, struck
 
 
@@ -95,6 +95,18 @@ async def until_all_stream(asked):
     async with asyncio.timeout(DEADLINE_S):
         while not all(len(each.token_ids) >= 5 for each in asked):
             await asyncio.sleep(0.01)
+
+
+async def until_all_end(cluster, asked, tasks):
+    """Fails, with what the server knows of them, where some do not."""
+    _, late = await asyncio.wait(tasks, timeout=DEADLINE_S)
+    if late:
+        async with AsyncClient(cluster.target) as client:
+            live = (await client.overview(after=0)).live
+        come = {each.prompt[-1]: len(each.token_ids) for each, task in zip(asked, tasks, strict=True) if task in late}
+        known = [(life.completion_tokens, life.spans) for life in live]
+        calls = [total(cluster, f'splitserve_door_calls{{door="{number}"}}') for number in (1, 2)]
+        pytest.fail(f"after {DEADLINE_S} s {come} tokens have come; the server's live: {known}; doors' calls: {calls}")
 
 
 def until_said(cluster, sentence):
@@ -169,10 +181,28 @@ def test_a_call_can_be_aborted_and_named_once_at_any_door(doors):
         while not (response := await call.read()).HasField("complete"):
             pass
         assert response.complete.finish_reason == inference_pb2.FINISH_REASON_ABORT
+        await check_that_later_calls_take_the_place(stubs, request)
         for channel in channels:
             await channel.close()
 
     asyncio.run(scenario())
+
+
+async def check_that_later_calls_take_the_place(stubs, request):
+    """Of the one before each, whichever door that is at."""
+    calls = []
+    for number, stub in enumerate(stubs):
+        request.call_number = number
+        calls.append(stub.Generate(request, timeout=DEADLINE_S))
+        assert (await calls[-1].read()).chunk.token_ids
+    await stubs[0].Abort(inference_pb2.AbortRequest(request_ids=[request.request_id]), timeout=DEADLINE_S)
+    codes = []
+    for call in calls:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        codes.append(await call.code())
+    assert codes == [*[grpc.StatusCode.ABORTED] * (len(stubs) - 1), grpc.StatusCode.OK]
 
 
 def post(cluster, path, body):

@@ -12,15 +12,9 @@ from coordinator import door_processes
 from protos import fleet_pb2, inference_pb2, inference_pb2_grpc
 from serving_core.errors import SettingsError
 from tests import fleet_events as events
-from tests.scripted_nodes import DEADLINE_S, begin, cluster, hand_over, read_all, refusal_of, run, step
+from tests.scripted_nodes import DEADLINE_S, begin, cluster, hand_over, read_all, refusal_of, run, step, until_serving
 
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
-
-
-async def until_serving(c):
-    """Doors hear of nodes soon."""
-    while (await c.stub.GetModelInfo(inference_pb2.GetModelInfoRequest())).max_model_len != 1000:
-        await asyncio.sleep(0.01)
 
 
 async def answer(c, call, text, **options):

@@ -7,8 +7,21 @@ import pytest
 
 from protos import inference_pb2
 from protos.convert import MAX_TOKENS_HEADER, MODEL_HEADER
+from serving_core.errors import RequestError
+from serving_core.reasons import WORKER_LOST
 from tests import fleet_events as events
-from tests.scripted_nodes import DEADLINE_S, begin, cluster, read_to_end, refusal_of, run, step
+from tests.scripted_nodes import (
+    DEADLINE_S,
+    begin,
+    cluster,
+    first_message,
+    hand_over,
+    read_to_end,
+    refusal_of,
+    run,
+    step,
+    until_serving,
+)
 from tests.tiny_models import EOS
 
 LENGTH, STOP = events.LENGTH, events.STOP
@@ -18,13 +31,13 @@ def so_far(text=b"", **fields):
     return inference_pb2.AnswerSoFar(**{"token_ids": text, "num_chars": len(text), **fields})
 
 
-def go_on(c, *answers, prompt="hello", **params):
+def go_on(c, *answers, prompt="hello", metadata=None, **params):
     params = {"max_tokens": 8, "seed": 7, **params}
-    fields = {name: params.pop(name) for name in ("ttft_ms", "tpot_ms") if name in params}
+    fields = {name: params.pop(name) for name in ("ttft_ms", "tpot_ms", "call_number") if name in params}
     request = inference_pb2.GenerateRequest(
         request_id="r", text=prompt, sampling_params=inference_pb2.SamplingParams(**params), so_far=answers, **fields
     )
-    return c.stub.Generate(request, timeout=DEADLINE_S)
+    return c.stub.Generate(request, timeout=DEADLINE_S, metadata=metadata)
 
 
 def text_of(parts):
@@ -132,6 +145,58 @@ def test_of_several_answers_those_that_have_ended_stay_so(tmp_path):
             parts = await read_to_end(call)
             assert {part.index for part in parts} == {1}
             assert await read_to_end(go_on(c, so_far(has_ended=True))) == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("doors", [1, 2])
+def test_a_later_call_takes_the_place_of_one_that_the_server_takes_for_live(tmp_path, doors):
+    async def scenario():
+        async with cluster(tmp_path, doors=doors) as c:
+            await until_serving(c)
+            nodes = [c.nodes["p0"], c.nodes["d0"]]
+            first = go_on(c)
+            attempt, _ = await begin(c)
+            await hand_over(c, attempt, "a")
+            assert (await first_message(first)).chunk.text == "a"
+
+            dispatcher = c.server._dispatcher
+            before = dispatcher._calls["r"].call
+            later = go_on(c, so_far(b"a"), call_number=2)
+            await nodes[1].answer_cancel(attempt)
+            second, job = await begin(c)
+            assert list(job.token_ids) == [*b"helloa"]
+            code, info, details = await refusal_of(first)
+            assert (code.name, info.reason, details) == ("ABORTED", "ABORTED", "request r goes on in a later call")
+            for number in (0, 1, 2):  # a call of before may come late
+                code, info, _ = await refusal_of(go_on(c, so_far(b"a"), call_number=number))
+                assert (code.name, info.reason) == ("ALREADY_EXISTS", "DUPLICATE_REQUEST_ID")
+
+            await hand_over(c, second, "b", 1)
+            await step(nodes[1], attempt, 1, "x", LENGTH)  # what comes late is of the call that is over
+            dispatcher.stopped(before, 0)
+            dispatcher.give_up(before, RequestError(WORKER_LOST, "late"))
+            dispatcher.close(before)
+            await step(nodes[1], second, 2, "c", LENGTH)
+            *parts, last = await read_to_end(later)
+            assert (text_of(parts), last.complete.completion_tokens) == ("bc", 3)
+            await c.until_nothing_is_live()
+
+    run(scenario())
+
+
+def test_a_later_call_of_another_key_takes_nobodys_place(tmp_path):
+    ann, bob = "ann-0123456789abcdef", "bob-0123456789abcdef"
+    (tmp_path / "keys").write_text(f"ann {ann}\nbob {bob}\n")
+
+    async def scenario():
+        async with cluster(tmp_path / "model", api_keys_file=str(tmp_path / "keys")) as c:
+            first = go_on(c, metadata=(("authorization", f"Bearer {ann}"),))
+            attempt, _ = await begin(c)
+            stranger = go_on(c, so_far(b"a"), call_number=1, metadata=(("authorization", f"Bearer {bob}"),))
+            assert (await refusal_of(stranger))[0].name == "ALREADY_EXISTS"
+            await c.nodes["p0"].send(events.first_token(events.sampled(attempt, 0, ord("a"), LENGTH)))
+            assert text_of(await read_to_end(first)) == "a"
 
     run(scenario())
 

@@ -79,6 +79,8 @@ def test_an_answer_goes_on_behind_what_has_come_of_it(asked):
     assert (second.model, second.sampling_params.max_tokens) == ("möd", 77)
     assert second.request_id == first.request_id != ""
     assert first.sampling_params.HasField("seed")
+    assert second.call_number == 1
+    second.ClearField("call_number")
     second.ClearField("so_far")
     second.ClearField("model")
     second.sampling_params.ClearField("max_tokens")
@@ -116,6 +118,7 @@ def test_a_call_may_break_off_again_and_again(asked):
     script = Breaking(*([chunk(chr(byte), index, [byte]), DRAINING] for index, byte in pieces), [complete()])
     chunks = asked(script)
     assert (text_of(chunks), chunks[-1].completion.num_resumes) == ("abcd", 4)
+    assert [request.call_number for request in script.requests] == [0, 1, 2, 3, 4]
     assert [list(each.token_ids) for request in script.requests for each in request.so_far] == [
         [*b"a"],
         [*b"ab"],
