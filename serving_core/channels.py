@@ -10,42 +10,41 @@ from serving_core.tls import TlsFiles, read_tls
 
 Option = tuple[str, int | str]
 
-# Detects a hung process or a cut link within 4 s. ping_timeout_ms is the one that bounds detection:
-# keepalive_timeout_ms alone leaves a stopped peer undetected for a minute.
-_KEEPALIVE: Final[tuple[Option, ...]] = (
-    ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 2000),
-    ("grpc.http2.ping_timeout_ms", 2000),
-    ("grpc.http2.max_pings_without_data", 0),
-)
+
+def _keepalive(time_s: int, timeout_s: int) -> tuple[Option, ...]:
+    """Detects a hung process or a cut link within the sum. ping_timeout_ms is the one that bounds detection:
+    keepalive_timeout_ms alone leaves a stopped peer undetected for a minute."""
+    return (
+        ("grpc.keepalive_time_ms", 1000 * time_s),
+        ("grpc.keepalive_timeout_ms", 1000 * timeout_s),
+        ("grpc.http2.ping_timeout_ms", 1000 * timeout_s),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
+
+
+_IN_FLEET: Final = _keepalive(2, 2)
 
 # Not for clients: a server that is too busy to shake hands at once would be one that does not answer, deadline or not.
 _WITHOUT_CALLS: Final[Option] = ("grpc.keepalive_permit_without_calls", 1)
 
-# Clients are far away, and an answer under way is worth more than to know soon that nobody reads it: their network, or
-# this process itself, may stand still for some seconds.
-_CLIENT_KEEPALIVE: Final[tuple[Option, ...]] = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),
-)
+# Clients are far away: the network, or a process of a busy machine, may stand still for some seconds. An answer under
+# way is worth more than to know soon that nobody reads it, and to ask again for one costs more than to wait a little.
+_TO_CLIENTS: Final = _keepalive(10, 10)
+_TO_SERVERS: Final = _keepalive(2, 6)
 
 # Whatever the environment says of proxies, which are for what is far away.
 NO_PROXY: Final[Option] = ("grpc.enable_http_proxy", 0)
 
-CHANNEL_OPTIONS: Final[tuple[Option, ...]] = (
-    *_KEEPALIVE,
-    ("grpc.max_receive_message_length", 16 * 2**20),
-    ("grpc.enable_retries", 1),
-)
+_CALLS: Final[tuple[Option, ...]] = (("grpc.max_receive_message_length", 16 * 2**20), ("grpc.enable_retries", 1))
 
-FLEET_CHANNEL_OPTIONS: Final[tuple[Option, ...]] = (*CHANNEL_OPTIONS, _WITHOUT_CALLS, NO_PROXY)
+CLIENT_OPTIONS: Final = (*_TO_SERVERS, *_CALLS)
+FLEET_CHANNEL_OPTIONS: Final[tuple[Option, ...]] = (*_IN_FLEET, *_CALLS, _WITHOUT_CALLS, NO_PROXY)
 
 _SHARES_PORT: Final = "grpc.so_reuseport"
 
 # Without the ping settings a server ends healthy idle streams whose clients keep alive ("too_many_pings").
 SERVER_OPTIONS: Final[tuple[Option, ...]] = (
-    *_KEEPALIVE,
+    *_IN_FLEET,
     _WITHOUT_CALLS,
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
@@ -73,7 +72,7 @@ def public_options(max_connections: int, *, longest_call_s: float, shares_port: 
     """Of the server that clients dial. A connection that has become old takes no more calls, and those under way end
     before it does. Servers of this user may share a port, if they all say so."""
     return (
-        *{**dict(SERVER_OPTIONS), **dict(_CLIENT_KEEPALIVE), _SHARES_PORT: int(shares_port)}.items(),
+        *{**dict(SERVER_OPTIONS), **dict(_TO_CLIENTS), _SHARES_PORT: int(shares_port)}.items(),
         ("grpc.max_receive_message_length", 4 * 2**20),
         ("grpc.max_allowed_incoming_connections", max_connections),  # further ones are closed at once
         ("grpc.max_connection_age_ms", round(1000 * MAX_CONNECTION_AGE_S)),

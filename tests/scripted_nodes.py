@@ -226,6 +226,11 @@ async def step(node, attempt, index, text, finish_reason=0):
     await node.send(events.step_tokens(*tokens))
 
 
+def faults_of(caplog):
+    """What was logged as one: not by asyncio, which may tell of an earlier test, for whose loop gRPC had an event."""
+    return [each for each in caplog.records if (each.exc_info or each.levelname == "ERROR") and each.name != "asyncio"]
+
+
 async def first_message(call):
     async with asyncio.timeout(DEADLINE_S):
         return await call.read()

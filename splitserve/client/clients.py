@@ -26,7 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2, inference_pb2_grpc
 from protos.convert import shape_to_wire
-from serving_core.channels import CHANNEL_OPTIONS, Option
+from serving_core.channels import CLIENT_OPTIONS, Option
 from serving_core.shapes import Shape
 from serving_core.tls import TlsFiles
 from splitserve.client import answers
@@ -50,7 +50,7 @@ _RETRY_POLICY: Final = {
     "retryableStatusCodes": ["UNAVAILABLE"],
 }
 _OPTIONS: Final[tuple[Option, ...]] = (
-    *CHANNEL_OPTIONS,
+    *CLIENT_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),  # a server that is starting, or back, is found soon
     ("grpc.max_reconnect_backoff_ms", 2000),
     (

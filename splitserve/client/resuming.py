@@ -54,6 +54,7 @@ class Course:
         self._ends_s = ends_s
         self._resumes = resumes
         params = request.sampling_params
+        self._is_id_ours = resumes and not request.request_id  # then nobody else has it
         if resumes:
             request.request_id = request.request_id or secrets.token_hex(16)
             if not params.HasField("seed") and not (params.HasField("temperature") and params.temperature == 0):
@@ -109,9 +110,11 @@ class Course:
             return None
         self._note_terms(error)
         is_break = isinstance(error, Unavailable) and error.reason in _BREAKS
-        is_passing = self._is_going_on and error.reason in _PASSING
+        is_ours = self._is_id_ours and error.reason == reasons.DUPLICATE_REQUEST_ID
+        is_passing = is_ours or (self._is_going_on and error.reason in _PASSING)
         pause_s = max(min(FIRST_PAUSE_S * 2.0**self._num_tries, LONGEST_PAUSE_S), error.retry_after_s or 0.0)
         is_last = self._num_tries == MAX_TRIES or pause_s >= self.left_s(now)
+        self._was_taken |= is_ours
         if is_last or not (self._was_taken and (is_break or is_passing)):
             raise error
         self._num_calls += 1

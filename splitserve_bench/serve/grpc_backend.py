@@ -9,7 +9,7 @@ import grpc.aio
 
 from protos import inference_pb2, inference_pb2_grpc
 from serving_core import reasons
-from serving_core.channels import CHANNEL_OPTIONS
+from serving_core.channels import CLIENT_OPTIONS
 from splitserve.client.answers import Completion, Timeline, to_chunk
 from splitserve.client.clients import AsyncClient
 from splitserve.client.dialling import Dialling
@@ -23,7 +23,7 @@ from splitserve_bench.serve.wire import OrderedRequest
 
 GENERATE: Final = "/splitserve.v1.Inference/Generate"
 RETRIES: Final = "grpc.enable_retries"
-OPTIONS: Final = (*(option for option in CHANNEL_OPTIONS if option[0] != RETRIES), (RETRIES, 0))
+OPTIONS: Final = (*(option for option in CLIENT_OPTIONS if option[0] != RETRIES), (RETRIES, 0))
 # Why a request is turned away before it is begun.
 REFUSALS: Final = frozenset(
     [

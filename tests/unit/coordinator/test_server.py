@@ -17,6 +17,7 @@ from tests.scripted_nodes import (
     ScriptedNode,
     begin,
     cluster,
+    faults_of,
     hand_over,
     read_all,
     refusal_of,
@@ -142,7 +143,7 @@ def test_a_failure_of_ours_is_internal_without_a_text_and_logged_once(tmp_path, 
             assert (code, info.reason, details) == (grpc.StatusCode.INTERNAL, "ENGINE_ERROR", "internal error")
 
     run(scenario())
-    [record] = [record for record in caplog.records if record.exc_info]
+    [record] = faults_of(caplog)
     assert record.request_id == "r"
 
 

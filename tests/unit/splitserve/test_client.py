@@ -315,7 +315,7 @@ def test_an_unknown_sampling_field_is_a_type_error():
 def test_a_status_becomes_its_exception(script, target, asked, code, reason, expected):
     script.failures = [refusal(code, "the sentence", reason, retry_after_s=0.25)]
     with pytest.raises(expected, match="the sentence") as caught:
-        asked(target)
+        asked(target, request_id="r")
     error = caught.value
     assert (error.code, error.reason, error.message, error.retry_after_s) == (code, reason, "the sentence", 0.25)
 

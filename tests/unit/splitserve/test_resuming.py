@@ -142,8 +142,18 @@ def test_what_passes_is_waited_for_once_the_answer_has_begun(asked, code, reason
     assert (text_of(chunks), chunks[-1].completion.num_resumes) == ("ab", 1)
     script = Breaking([passing])
     with pytest.raises(ClientError, match="wait"):
-        asked(script)
+        asked(script, request_id="r")
     assert len(script.requests) == 1
+
+
+def test_an_id_that_the_client_drew_itself_is_its_own_where_the_server_has_it_already(asked):
+    """gRPC has tried a call twice, the first time with more success than it knows."""
+    duplicate = refusal(grpc.StatusCode.ALREADY_EXISTS, "live already", "DUPLICATE_REQUEST_ID")
+    script = Breaking([duplicate], [chunk("a", 0, [97]), complete()])
+    assert text_of(asked(script)) == "a"
+    assert [request.call_number for request in script.requests] == [0, 1]
+    with pytest.raises(ClientError, match="live already"):
+        asked(Breaking([duplicate]), resume=False)
 
 
 @pytest.mark.parametrize(
