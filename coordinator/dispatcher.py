@@ -286,11 +286,7 @@ class Dispatcher:
         if self.is_draining:
             raise RequestError(DRAINING, "the server is draining")
         now, record = time.monotonic(), record or CallRecord(plan.request_id)
-        if (live := self._calls.get(plan.request_id)) is not None:
-            if live.asker != record.asker or live.number >= plan.call_number:
-                raise RequestError(DUPLICATE_REQUEST_ID, f"request {plan.request_id} is live already")
-            live.call.fail(RequestError(ABORTED, f"request {plan.request_id} goes on in a later call"))
-            self.close(live.call)
+        self._end_earlier(plan, record.asker)
         num_answers = sum(not each.has_ended for each in so_fars) + plan.num_behind
         self._tracker.check_room(num_answers, now, record.asker)
         self._calls[plan.request_id] = _Live(call, record.asker, plan.call_number)
@@ -320,6 +316,15 @@ class Dispatcher:
         except Exception:
             self.close(call)
             raise
+
+    def _end_earlier(self, plan: AnswerPlan, asker: str) -> None:
+        """Ends an earlier call of the same client that is live. Raises RequestError for any other one of this id."""
+        if (live := self._calls.get(plan.request_id)) is None:
+            return
+        if live.asker != asker or live.number >= plan.call_number:
+            raise RequestError(DUPLICATE_REQUEST_ID, f"request {plan.request_id} is live already")
+        live.call.fail(RequestError(ABORTED, f"request {plan.request_id} goes on in a later call"))
+        self.close(live.call)
 
     def stopped(self, call: Call, index: int) -> None:
         """A stop string has ended an answer of a live call, as its door has found."""

@@ -64,7 +64,7 @@ class RemoteControl:
         self._is_overrun = asyncio.Event()
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
-        self._call_numbers: dict[Generation, int] = {}
+        self._by_generation: dict[Generation, int] = {}
 
     async def run(self) -> None:
         """Speaks with control until it ends the stream. Raises ConnectionError when it breaks."""
@@ -137,7 +137,7 @@ class RemoteControl:
             for index, (so_far, text) in enumerate(beginnings)
         ]
         call = self._calls[number] = _Call(generation, list(answers))
-        self._call_numbers[generation] = number
+        self._by_generation[generation] = number
         info, now = info_to_wire(record, CARRIER.get()), time.monotonic()
         self._send(begin=call_to_wire(info, plan, so_fars, asked, number=number, begun_s=now, deadline_s=deadline_s))
         try:
@@ -157,7 +157,7 @@ class RemoteControl:
 
     def close(self, generation: Generation) -> None:
         """Nothing more goes to the call. Control hears of it at the end of `recorded`."""
-        del self._calls[self._call_numbers.pop(generation)]
+        del self._calls[self._by_generation.pop(generation)]
 
     # ---- the stream ----
 

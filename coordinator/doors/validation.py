@@ -87,7 +87,7 @@ class AnswerPlan:
     adapter: str = ""  # LoRA adapter that computes them; empty: the model alone
     pooling: Pooling | None = None  # the one answer is an embedding
     num_behind: int = 0  # answers that the same client's call begins next, for which there must be room too
-    call_number: int = 0  # a live call of this request with an earlier one has broken off
+    call_number: int = 0  # a live call of this request with a lower one has broken off
 
     @property
     def is_read_whole(self) -> bool:

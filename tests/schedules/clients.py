@@ -4,18 +4,19 @@ import asyncio
 from dataclasses import dataclass
 
 import grpc
+from grpc.aio import AioRpcError, Metadata
 
 from coordinator.control.outcomes import FINISH_REASONS
 from coordinator.control.slo import Slo
 from coordinator.control.so_far import SoFar
 from coordinator.doors.resuming import read_so_far
-from coordinator.doors.statuses import CODES, is_for_later, retry_after_s
+from coordinator.doors.statuses import to_status
 from coordinator.doors.validation import AnswerPlan, Limits
 from coordinator.text.answers import AnswerText, TextOptions
 from protos import inference_pb2
 from protos.convert import MAX_TOKENS_HEADER, MODEL_HEADER
 from serving_core.requests import SamplingParams
-from splitserve.client.errors import ClientError, Unavailable
+from splitserve.client.errors import ClientError, from_rpc_error
 from splitserve.client.resuming import Course
 from tests.schedules.history import Asked, Ended, Told
 from tests.schedules.model import VOCAB_SIZE
@@ -23,16 +24,6 @@ from tests.schedules.model import VOCAB_SIZE
 GONE = "UNAVAILABLE"  # what a client hears whose coordinator is gone
 LONGEST = 10_000  # tokens of prompt and answer, of which nodes have less
 LIMITS = Limits((), VOCAB_SIZE, LONGEST, 0, LONGEST, LONGEST)
-
-
-class _Broken(grpc.RpcError):
-    """A call that a server had taken, and that broke off."""
-
-    def __init__(self, max_tokens):
-        self._terms = (MODEL_HEADER, b"bytes"), (MAX_TOKENS_HEADER, str(max_tokens))
-
-    def initial_metadata(self):
-        return self._terms
 
 
 class _Wordless:
@@ -93,7 +84,8 @@ class Client:
     def fails(self, error, now):
         """The call has. How long to wait before the next one; None where that was the end."""
         is_taken, self.call = self.call is not None and self.call.is_taken, None
-        heard = _as_heard(error, _Broken(self.asked.max_tokens) if is_taken else None)
+        terms = ((MODEL_HEADER, b"bytes"), (MAX_TOKENS_HEADER, str(self.asked.max_tokens))) if is_taken else ()
+        heard = _as_heard(error, terms)
         try:
             return self._course.pause_after(heard, now)
         except ClientError:
@@ -112,12 +104,13 @@ def _text_after(so_far: SoFar, plan):
     return text
 
 
-def _as_heard(error, call):
-    """None: there is no coordinator, or no more."""
-    reason = error.reason if error is not None else ""
-    code = CODES[reason] if reason else grpc.StatusCode.UNAVAILABLE
-    after_s = retry_after_s(error) if error is not None and is_for_later(error) else None
-    kind = Unavailable if code is grpc.StatusCode.UNAVAILABLE else ClientError
-    heard = kind(reason, code=code, reason=reason, retry_after_s=after_s)
+def _as_heard(error, terms):
+    """As gRPC hands it over, and the client reads it, of a call with these headers. None: its connection is lost."""
+    if error is None:
+        call = AioRpcError(grpc.StatusCode.UNAVAILABLE, Metadata(*terms), Metadata())
+    else:
+        status = to_status(error)
+        call = AioRpcError(status.code, Metadata(*terms), Metadata(*status.trailing_metadata), status.details)
+    heard = from_rpc_error(call, "coordinator")
     heard.__cause__ = call
     return heard

@@ -113,12 +113,14 @@ class SimulatedCoordinator:
     def died(self):
         """Everyone who waits hears so."""
         for client in list(self._clients):
-            self._fail(client, None)
+            self._fail(client, client.call, None)
 
-    def _fail(self, client, error):
-        self.forget(client)
-        if client.listens:
-            self._on_failed(client, error)
+    def _fail(self, client, call, error):
+        """Of a call that has broken off its client hears nothing."""
+        if client.call is call:
+            self.forget(client)
+            if client.listens:
+                self._on_failed(client, error)
 
     async def _answer(self, client, call):
         """As coordinator/doors/inference_service.py does."""
@@ -128,7 +130,7 @@ class SimulatedCoordinator:
         try:
             generation = self.dispatcher.submit(plan, [(so_far, text)], client.slo, **times)
         except RequestError as refusal:
-            self._fail(client, refusal)
+            self._fail(client, call, refusal)
             return
         call.is_taken = True
         try:
@@ -136,8 +138,7 @@ class SimulatedCoordinator:
                 if client.listens and client.call is call:
                     client.take(response, self._loop.now)
         except RequestError as error:
-            if client.call is call:
-                self._fail(client, error)
+            self._fail(client, call, error)
         finally:
             if client.call is call:
                 self.forget(client)

@@ -114,9 +114,9 @@ class World:
 
     def _send(self, client):
         """A call, the first one or a later one."""
-        coordinator = self.coordinator
         if not client.listens:
             return
+        coordinator = self.coordinator
         if coordinator.process.is_dead:
             self._failed(client, None)
         else:
@@ -254,8 +254,8 @@ class World:
         self.history.append(Calm(self.loop.now))
 
     def _look(self):
-        have_ended = not self.coordinator.process.is_dead and self.coordinator.is_quiet
-        have_ended = have_ended and not any(client.listens for client in self._clients.values())
+        hears = any(client.listens for client in self._clients.values())
+        have_ended = not (hears or self.coordinator.process.is_dead) and self.coordinator.is_quiet
         is_late = self.loop.now > max(self.plan.calm_s, *(ask.at_s for ask in self.plan.asks)) + LIVE_S
         is_quiet = have_ended and all(node.is_quiet for node in self.nodes.values())
         self._is_over = (is_quiet and len(self._clients) == len(self.plan.asks)) or is_late

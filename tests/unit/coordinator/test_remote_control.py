@@ -64,7 +64,7 @@ async def test_nothing_is_kept_of_a_client_that_leaves_before(tmp_path):
             with pytest.raises(asyncio.CancelledError):
                 await call
         assert not control._calls
-        assert not control._call_numbers
+        assert not control._by_generation
 
 
 async def test_a_door_ends_whose_control_reads_nothing(tmp_path, monkeypatch):
