@@ -12,37 +12,42 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I.
 MESSAGES := protos/doors.proto protos/fleet.proto protos/inference.proto protos/ranks.proto
 SERVICES := protos/doors.proto protos/fleet.proto protos/inference.proto
 
-.PHONY: demo test test-long faults fuzz soak compose-demo check format tables setup model protos check-protos clean
+.PHONY: demo test test-nightly faults fuzz soak compose-demo check format tables setup model protos check-protos clean
 
 demo: setup
 	@$(BIN)/splitserve demo
 
-# Workers share the tests, a file's with one worker so that its cluster starts once; tests/conftest.py has the order. Each
-# process computes with one thread, and what a thousand of them import is compiled once, whatever the environment says.
+# Each file's tests run in one worker, as they share what its fixtures start. Each process computes with one thread.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -q --dist loadfile --no-loadscope-reorder --durations=15
 
-# The tests for CUDA once more, on a device that is simulated where there is none. Elsewhere they are skipped there. They
-# start nothing that a file's tests share, and one file has most of what is long.
-SIMULATED := --dist worksteal tests/gpu tests/simulated_cuda --simulate-cuda
+# `make test ROOM=kv_transfer` runs the tests of one folder alone.
+ROOM ?=
 
 test: setup model
-	$(PYTEST) -n 4 -m "not long"
-	$(PYTEST) -n 4 -m "not long" $(SIMULATED)
+ifeq ($(ROOM),)
+	$(PYTEST) -n 4 -m "not nightly"
+	$(PYTEST) -n 2 -m smoke --simulate-cuda tests/gpu
+else
+	$(PYTEST) -n 2 -m "not nightly" $(wildcard tests/$(ROOM) tests/unit/$(ROOM))
+endif
 
-# What is long by nature: every size of ranks, every kernel, whole comparisons. With BEGIN_BY=UNIX_SECONDS it skips, and
-# says so, what had not begun by then.
-BEGIN_BY ?=
-LONG := $(PYTEST) $(if $(BEGIN_BY),--begin-by=$(BEGIN_BY))
+# All tests, with many more examples. SHARD=2/4 runs the second of four parts, each of which takes less than an hour.
+SHARD ?= 1/1
+NIGHTLY = $(PYTEST) -n 3 --shard $(SHARD) --hypothesis-profile=nightly
 
 # Triton, which torch for CUDA brings, is there for the tests of its kernels alone: in a folder of its own.
 TRITON := $(VENV)/triton
+TRITON_TESTS := $(addprefix tests/gpu/test_cuda_,triton.py mixed.py few_bits.py steps.py)
 
-test-long: setup model
-	$(LONG) -n 3 -m long $(SIMULATED)
+test-nightly: setup model
+	@$(BIN)/python -c "import atheris" 2>/dev/null \
+		|| $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt atheris
 	@[ -d $(TRITON) ] || $(BIN)/python -m pip --disable-pip-version-check install -q --no-deps -t $(TRITON) triton==3.8.0
-	PYTHONPATH=$(TRITON) $(LONG) -n 2 tests/gpu/test_cuda_triton.py tests/gpu/test_cuda_mixed.py tests/gpu/test_cuda_few_bits.py \
-		tests/gpu/test_cuda_steps.py --simulate-cuda
-	$(LONG) -n 3 -m long
+	failed=0; \
+	$(NIGHTLY) || failed=1; \
+	$(NIGHTLY) --dist worksteal --simulate-cuda tests/gpu tests/simulated_cuda || failed=1; \
+	PYTHONPATH=$(TRITON) $(NIGHTLY) --simulate-cuda $(TRITON_TESTS) || failed=1; \
+	exit $$failed
 
 # Every row of the matrix of faults, with real processes: what struck, what became of requests, what was lost.
 faults: setup

@@ -2,20 +2,15 @@
 
 import gc
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
-# The same examples each time, and none fails for the time that it takes: machines differ, and may be busy.
-settings.register_profile(
-    "deterministic", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("deterministic")
+from tests.effort import register_profiles
 
-# The files that take longest come first, so that no worker is left alone with one of them at the end. Where time may be
-# over before, they come last: most tests are in the others.
+register_profiles()
+
+# The files that take longest come first, so that no worker is left alone with one of them at the end.
 LONGEST = (
     "system/test_bits",
     "system/test_foreign_models",
@@ -54,21 +49,18 @@ gc.disable()  # until all is collected: ten thousand tests would be looked throu
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--begin-by", type=float, metavar="UNIX_SECONDS", help="skips tests whose turn comes later")
+    parser.addoption("--shard", default="1/1", metavar="I/N", help="of the test files every Nth, from the Ith on")
     parser.addoption("--simulate-cuda", action="store_true", help="tests/gpu on a simulated device where there is none")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    begin_by_s = item.config.getoption("begin_by")
-    if begin_by_s is not None and time.time() > begin_by_s:
-        pytest.skip("its turn had not come by the time that --begin-by gives")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places = {TESTS / f"{name}.py": place for place, name in enumerate(LONGEST)}
-    of_others = len(places) if config.getoption("begin_by") is None else -1
-    items.sort(key=lambda item: places.get(item.path, of_others))
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+    shard, num_shards = map(int, config.getoption("shard").split("/"))
+    paths = list(dict.fromkeys(item.path for item in items))
+    others = {path for place, path in enumerate(paths) if place % num_shards != shard - 1}
+    config.hook.pytest_deselected(items=[item for item in items if item.path in others])
+    items[:] = [item for item in items if item.path not in others]
 
 
 def pytest_collection_finish() -> None:

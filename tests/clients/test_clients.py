@@ -16,7 +16,7 @@ from tests.clients.installing import HERE, javascript_clients, python_client
 from tests.scripted_model import write_scripted_model
 from tests.tiny_models import write_tiny_model
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2400)]
 
 CALLS_S = 1500.0
 ROOT = HERE.parent.parent

@@ -75,7 +75,7 @@ def test_the_example_of_a_file_is_read(tmp_path):
     assert len(read_yaml(tmp_path / "cluster.yaml", up)) == len(yaml.safe_load(block.text)) > 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(2400)
 def test_they_do_what_the_pages_say(tmp_path):
     """In the order of the pages; after one that changes roles both decode nodes write again."""

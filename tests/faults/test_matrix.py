@@ -7,7 +7,7 @@ from tests.faults.play import PROPERTY, play
 from tests.faults.rows import ROWS
 
 PARAMS = [
-    pytest.param(row, id=f"{row.number} {row.fault}", marks=() if row.is_short else pytest.mark.long) for row in ROWS
+    pytest.param(row, id=f"{row.number} {row.fault}", marks=() if row.is_short else pytest.mark.nightly) for row in ROWS
 ]
 
 

@@ -1,13 +1,23 @@
-"""Every test here needs a CUDA device. --simulate-cuda gives one where torch knows none: see tests/simulated_cuda."""
+"""Every test here needs a CUDA device. --simulate-cuda gives one where torch knows none: see tests/simulated_cuda.
+
+`make test` runs SMOKE on the simulated device, `make test-nightly` all.
+"""
 
 from shutil import which
 
 import pytest
 import torch
 
-HAS_DEVICE = torch.cuda.is_available() and not hasattr(torch.cuda, "is_simulated")
-LONG = ("test_cuda_invariant.py", "test_cuda_offload.py")  # where the CPU has to do what a device would
-ONE_OF_A_FAMILY = {"llama": (16, False), "mistral": (256, False), "qwen2": (256, True), "qwen3": (16, False)}
+SMOKE = {
+    "test_cuda_engine.py::test_greedy_tokens_equal_those_of_the_cpu[llama]",
+    "test_cuda_features.py::test_blocks_travel_over_zmq_from_a_pool_on_the_device[cuda-bfloat16]",
+    "test_cuda_features.py::test_penalties_biases_and_logprobs",
+    "test_cuda_features.py::test_quantized_weights_are_those_of_the_cpu[int4]",
+    "test_cuda_graphs.py::test_the_host_does_not_wait_before_it_reads_the_tokens[False]",
+    "test_cuda_sampling.py::test_draws[401-dtype1]",
+    "test_cuda_streams.py::test_blocks_are_written_and_read_beside_a_step[some-any]",
+    "test_cuda_transfer.py::test_blocks_go_from_device_to_device",
+}
 
 
 def pytest_configure(config):
@@ -18,26 +28,12 @@ def pytest_configure(config):
         simulate()
 
 
-@pytest.hookimpl(tryfirst=True)  # before those that are not long are taken
+@pytest.hookimpl(tryfirst=True)  # before marks choose tests
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "/gpu/" not in item.path.as_posix() or HAS_DEVICE:
+        if "/gpu/" not in item.path.as_posix():
             continue
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device here"))
-        elif item.path.name in LONG:
-            item.add_marker(pytest.mark.long)
-            params = item.callspec.params if hasattr(item, "callspec") else {}
-            if not stands_for_others(params):
-                item.add_marker(pytest.mark.skip(reason="another stands for it on a simulated device"))
-
-
-def stands_for_others(params):
-    """Each takes the CPU a minute."""
-    if "share" in params:  # of weights that stay on the device
-        return params["share"] == 0.5
-    if params.get("dtype", "bfloat16") != "bfloat16" or params.get("quantization") == "int8":
-        return False
-    if "block_size" not in params:
-        return True
-    return (params["block_size"], params["enforce_eager"]) == ONE_OF_A_FAMILY[params["family"]]
+        if item.nodeid.rpartition("/")[2] in SMOKE:
+            item.add_marker(pytest.mark.smoke)

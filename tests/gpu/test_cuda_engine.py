@@ -12,7 +12,7 @@ from serving_core.layout import KVLayout
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
 from tests.gpu.devices import need_devices
-from tests.lengths import few
+from tests.effort import few
 from tests.tiny_models import FAMILIES, write_tiny_model
 from tests.toy_scheduler import greedy, run_all
 from tests.unit.serving_node.rank_process import run_ranks

@@ -12,7 +12,7 @@ from engine.forward_batch import build_batch
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
 from tests.gpu.devices import need_devices, need_flash_attention
-from tests.lengths import few
+from tests.effort import few
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
 from tests.toy_scheduler import greedy, run_all
 from tests.unit.serving_node.rank_process import rank_case, run_ranks

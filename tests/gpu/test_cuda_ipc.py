@@ -155,7 +155,7 @@ def test_transfers_to_one_process_after_the_other(spare):
     run(scenario())
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_receiving_process_is_killed_and_another_takes_its_place(spare):
     source = tensor_store(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=6, device=CUDA)
 
@@ -205,6 +205,6 @@ def test_the_sending_process_is_killed_and_another_takes_its_place():
     run(scenario())
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_process_that_closes_nothing_ends_cleanly():
     run(leaving(CUDA))

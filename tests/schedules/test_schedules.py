@@ -36,7 +36,7 @@ def test_quick_schedules(first):
         check(seed)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", range(NUM_QUICK, NUM_ALL, NUM_TOGETHER))
 def test_more_schedules(first):
     for seed in seeds_from(first):

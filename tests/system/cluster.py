@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import inference_pb2, inference_pb2_grpc
 from serving_core.socket_folder import SocketFolder
 from serving_node.settings import PACKAGES
+from tests import forked
 from tests.descriptors import limited
 from tests.tls_kit import flags_of
 
@@ -97,27 +98,31 @@ class Child:
         """`num_descriptors` are the most files that it may open, `prefix` what it is started by."""
         self.name = name
         self.log = log
-        argv = [*prefix, python, "-m", module, *positional]
+        arguments = [*positional]
         for flag, value in flags.items():
             for each in value if isinstance(value, tuple) else (value,):  # a flag that is repeated
                 spelling = flag.replace("_", "-")
-                argv += (
+                arguments += (
                     [f"--{'' if each else 'no-'}{spelling}"] if isinstance(each, bool) else [f"--{spelling}", str(each)]
                 )
-        if num_descriptors is not None:
-            argv = limited(argv, num_descriptors, num_descriptors)
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("SPLITSERVE_")}
         fixed = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        options = {
+            "stdin": subprocess.DEVNULL,
+            "stderr": subprocess.STDOUT,
+            "env": inherited | fixed | {key: str(value) for key, value in env.items()},
+            "cwd": log.parent,
+            "process_group": 0,
+        }
+        argv = [*prefix, python, "-m", module, *arguments]
         with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=inherited | fixed | {key: str(value) for key, value in env.items()},
-                cwd=log.parent,
-                process_group=0,
-            )
+            if num_descriptors is not None:
+                limited_argv = limited(argv, num_descriptors, num_descriptors)
+                self.process = subprocess.Popen(limited_argv, stdout=output, **options)
+            elif prefix or python != sys.executable:
+                self.process = subprocess.Popen(argv, stdout=output, **options)
+            else:
+                self.process = forked.popen(module, *arguments, stdout=output, **options)
 
     @property
     def is_running(self) -> bool:

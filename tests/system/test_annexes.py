@@ -12,7 +12,7 @@ from tests.system.answers import ask, reason, refusal, request, stream
 from tests.system.oracle import Reference
 from tests.tiny_models import write_tiny_model
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 BLOCK_SIZE = 8
 POOL_TOKENS = 1024

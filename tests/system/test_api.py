@@ -458,7 +458,7 @@ def test_leaving_the_loop_cancels(cluster):
 # ---- nodes with other weights ----
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_a_node_with_other_weights_is_refused(cluster, tmp_path):
     other = write_tiny_model(tmp_path / "tiny", "llama", seed=6, max_position_embeddings=MAX_MODEL_LEN)
     intruder = cluster.start_intruder(other, "decode-7")

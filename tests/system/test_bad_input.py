@@ -13,7 +13,7 @@ import zmq
 
 from protos import inference_pb2
 from protos.inference_pb2 import AbortRequest
-from tests.lengths import few
+from tests.effort import few
 from tests.system.answers import ask, details, outcome, reason, refusal, request, stream
 from tests.system.cluster import CALL_DEADLINE_S, FLEET_SECRET, free_port
 from tests.system.oracle import fake_answer

@@ -20,7 +20,7 @@ CONTENDERS = {
 }
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.nightly,
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a split needs two CPUs"),
 ]
 

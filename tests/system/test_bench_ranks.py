@@ -12,7 +12,7 @@ ARGUMENTS = ["--prompt-tokens", "60", "--prompts", "2", "--output-tokens", "24",
 ARGUMENTS += ["--dtype", "float32", "--json"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_model_in_stages_and_over_ranks(tmp_path):
     model = write_tiny_model(tmp_path / "model", num_key_value_heads=2)
     result = CliRunner().invoke(ranks, [str(model), *ARGUMENTS])

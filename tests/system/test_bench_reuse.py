@@ -12,7 +12,7 @@ ARGUMENTS = ["--conversations", "2", "--turn-tokens", "100", "--requests", "2", 
 ARGUMENTS += ["--own-tokens", "20", "--output-tokens", "40", "--json"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_was_read_or_written_is_not_read_again(tmp_path):
     model = write_fake_model(tmp_path / "fake", step_s=0.002, token_s=0.0005)
     result = CliRunner().invoke(reuse, [str(model), *ARGUMENTS])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.lengths import few
+from tests.effort import few
 from tests.system.cluster import wait_until
 from tests.tiny_models import write_fake_model
 
@@ -76,7 +76,7 @@ def test_both_sides_count_the_tokens_of_texts_alike(cluster, where, tmp_path):
     assert prompt_tokens_at(cluster) - before == 8 + 6
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_ctrl_c_frees_the_cluster(cluster, where, tmp_path):
     words = ["--num-prompts", 400, "--random-input-len", 30, "--random-output-len", 900, "--vocab-size", 250]
     process = subprocess.Popen(

@@ -17,7 +17,7 @@ from splitserve_bench.simulate.profile import (
 )
 from tests.tiny_models import write_fake_model, write_tokenizer
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 DEADLINE_S = 240.0
 STEP_S, TOKEN_S = 0.05, 0.002

@@ -68,7 +68,7 @@ async def check(model, sizes, except_for=(), **flags):
     return figures
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_nothing_that_happens_to_an_answer_changes_a_bit(dtype, tmp_path):
     model = write_model(tmp_path / "model", dtype=dtype)
@@ -76,26 +76,26 @@ async def test_nothing_that_happens_to_an_answer_changes_a_bit(dtype, tmp_path):
     assert figures.promise == "promised: the same bits whatever happened to an answer"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 async def test_nor_any_of_fifty(tmp_path):
     await check(write_model(tmp_path / "model", dtype="bfloat16", seed=5), FIFTY)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 async def test_nor_of_other_families(family, tmp_path):
     await check(write_model(tmp_path / "model", family, dtype="bfloat16", **OTHER_FAMILIES[family]), FEW)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
 async def test_nor_of_quantized_weights(quantization, tmp_path):
     model = write_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
     await check(model, FEW, dtype="bfloat16", quantization=quantization)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_nor_of_two_ranks(dtype, tmp_path):
     """Each of one thread, unless there are CPUs for more."""
@@ -103,7 +103,7 @@ async def test_nor_of_two_ranks(dtype, tmp_path):
     await check(model, OF_RANKS, except_for=() if len(CPUS) >= 4 else ("other threads",))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 async def test_nor_without_kernels_with_the_flag(dtype, tmp_path, monkeypatch):
     """At equal numbers of threads: with others torch may add in another order."""
@@ -114,7 +114,7 @@ async def test_nor_without_kernels_with_the_flag(dtype, tmp_path, monkeypatch):
     assert figures.promise.endswith("(with equal numbers of threads)")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_nor_of_the_demo_model(dtype):
@@ -125,7 +125,7 @@ async def test_nor_of_the_demo_model(dtype):
     await check(demo, OF_A_REAL_MODEL, dtype=dtype)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_doctor_finds_the_bits_that_keys_and_values_of_8_bits_change(tmp_path):
     model = write_model(tmp_path / "model", dtype="bfloat16")
     result = CliRunner().invoke(main, ["doctor", str(model), "--check-bits", "--kv-cache-dtype", "int8", "--json"])
@@ -138,7 +138,7 @@ def test_doctor_finds_the_bits_that_keys_and_values_of_8_bits_change(tmp_path):
     assert "histories changed bits of answers: " in figures["conclusion"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_doctor_shows_a_line_for_each_history(tmp_path):
     model = write_model(tmp_path / "model", dtype="bfloat16")
     result = CliRunner().invoke(main, ["doctor", str(model), "--check-bits"])

@@ -57,7 +57,11 @@ def cluster(_cluster):
 
 @pytest.mark.parametrize(
     ("family", "tp_size"),
-    [("llama", 1), pytest.param("qwen3", 1, marks=pytest.mark.long), pytest.param("llama", 2, marks=pytest.mark.long)],
+    [
+        ("llama", 1),
+        pytest.param("qwen3", 1, marks=pytest.mark.nightly),
+        pytest.param("llama", 2, marks=pytest.mark.nightly),
+    ],
 )
 async def test_greedy_answers_of_one_node_equal_transformers_generate(family, tp_size, start_cluster, tmp_path):
     """Chunks of 64 tokens beside a batch of up to 6; prompts of one token, of many chunks, and on every border."""
@@ -86,7 +90,7 @@ async def test_greedy_answers_of_one_node_equal_transformers_generate(family, tp
     cluster.stop()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_a_crowd_is_answered_by_both_nodes(cluster):
     rng = random.Random(3)
     questions = _questions(40, [rng.choice([1, 8, 30, 200, 700]) for _ in range(40)], (1, 60))
@@ -122,7 +126,7 @@ async def test_prompts_cancelled_half_way_disturb_nobody(cluster):
     cluster.wait_all_free()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("moment_s", [0.0, 0.4])
 async def test_a_node_killed_half_way_through_prompts(cluster, moment_s):
     questions = _questions(moment_s, [600] * 8 + [10] * 4, (100, 100))
@@ -136,7 +140,7 @@ async def test_a_node_killed_half_way_through_prompts(cluster, moment_s):
     assert {timeline.decode_node for timeline in timelines if timeline.num_restarts} == {"both-1"}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_it_serves_with_a_prefill_node_and_without_it(start_cluster, model):
     cluster = start_cluster(model, num_decode=0, num_both=1)
     questions = _questions(9, [5, 100, 600] * 6, (5, 40))

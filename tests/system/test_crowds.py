@@ -51,7 +51,7 @@ async def test_a_crowd_of_the_shortest_answers(cluster, max_tokens):
     cluster.wait_all_free()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_two_hundred_cancelled_at_random_moments(cluster):
     rng = random.Random(200)
     room = asyncio.Semaphore(40)

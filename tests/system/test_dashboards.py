@@ -156,7 +156,7 @@ def test_blocks_go_through_shared_memory_once_the_nodes_have_met(cluster):
     assert "go through shared memory" in cluster.children["prefill-0"].output()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_counters_never_go_down_while_nodes_come_and_go(cluster):
     def counters(metrics):
         return {

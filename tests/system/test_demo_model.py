@@ -46,7 +46,7 @@ def demo():
         pytest.skip(f"no demo model here: {error}")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_answers_equal_transformers(demo, start_cluster):
     cluster = start_cluster(
         demo, node={"dtype": "float32", "max_model_len": 512, "num_kv_blocks": 96, "block_size": 16},

@@ -131,7 +131,7 @@ def completes(cluster):
     return reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 5
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_2560_idle_http_connections_shut_nobody_out(cluster):
     with crowd(cluster.http_port, 2560) as clients:
         wait_until(lambda: num_open(clients) < 2400, "the oldest make room", DEADLINE_S)
@@ -154,7 +154,7 @@ async def test_an_answer_under_way_is_not_what_makes_room(cluster):
             assert "data: [DONE]" in list(lines)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_1200_idle_http_connections_do_not_stop_grpc(cluster):
     with crowd(cluster.http_port, 1200) as clients:
         wait_until(lambda: num_open(clients) < 1150, "all have come, and those beyond the limit are closed", DEADLINE_S)
@@ -163,7 +163,7 @@ async def test_1200_idle_http_connections_do_not_stop_grpc(cluster):
         assert cluster.is_serving()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("greeting", [b"", HTTP2], ids=["silent", "HTTP/2"])
 async def test_1200_idle_grpc_connections_stop_nothing_else_and_go(cluster, greeting):
     """Those that say nothing, and those that begin in HTTP/2 and answer no ping."""
@@ -177,7 +177,7 @@ async def test_1200_idle_grpc_connections_stop_nothing_else_and_go(cluster, gree
         await answers(cluster)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_1200_idle_connections_to_the_fleets_port_stop_nothing_else(cluster):
     with crowd(cluster.fleet_port, 1200):
         wait_until(lambda: not is_serving_for_the_fleet(cluster), "the port is full", DEADLINE_S)
@@ -195,7 +195,7 @@ def is_serving_for_the_fleet(cluster):
 # ---- the data plane ----
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_1000_dealers_at_the_data_port_harm_nobody(cluster, data_port):
     """Of libzmq's own kind, which dial again and again."""
     await answers(cluster)
@@ -216,7 +216,7 @@ async def test_1000_dealers_at_the_data_port_harm_nobody(cluster, data_port):
     is_unharmed(cluster)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_more_silent_connections_than_descriptors_harm_nobody(cluster, data_port):
     """They have all that are left, and as soon as one is cut off another one comes; then they go."""
     await answers(cluster)
@@ -230,7 +230,7 @@ async def test_more_silent_connections_than_descriptors_harm_nobody(cluster, dat
     is_unharmed(cluster)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_a_flood_of_silent_connections_leaves_the_node_in_the_fleet(cluster, data_port):
     await answers(cluster)
     with flood(data_port):

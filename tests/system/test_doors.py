@@ -23,7 +23,7 @@ from tests.system.cluster import free_port, wait_until
 from tests.system.oracle import fake_answer
 from tests.tiny_models import write_fake_model
 
-pytestmark = pytest.mark.long  # two doors, three nodes, and all of them again after they were killed
+pytestmark = pytest.mark.nightly  # two doors, three nodes, and all of them again after they were killed
 
 DEADLINE_S = 240.0
 NUM_CLIENTS = 24  # each on a connection of its own: both doors have some of them but once in 8 million times

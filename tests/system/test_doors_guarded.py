@@ -21,7 +21,7 @@ from tests.system.oracle import fake_answer
 from tests.tiny_models import write_fake_model
 from tests.tls_kit import authority, files_of, serial_of, shown_at
 
-pytestmark = pytest.mark.long  # a whole cluster over TLS
+pytestmark = pytest.mark.nightly  # a whole cluster over TLS
 
 DEADLINE_S = 240.0
 NUM_CLIENTS = 20  # each on a connection of its own: both doors have some of them but once in 500,000 times

@@ -46,7 +46,7 @@ GRIDS = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "tp_size", "pp_size"), GRIDS)
 def test_embeddings_are_those_of_transformers(start_cluster, models, kind, tp_size, pp_size):
     cluster = start_cluster(

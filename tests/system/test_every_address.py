@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests import without_ipv6
-from tests.lengths import few
+from tests.effort import few
 from tests.system.cluster import FLEET_SECRET, Child, free_port, wait_until
 from tests.tiny_models import write_fake_model
 

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from protos.inference_pb2 import AbortRequest
-from tests.lengths import few
+from tests.effort import few
 from tests.system.answers import ask, details, outcome, reason, refusal, request, stream
 from tests.system.cluster import START_DEADLINE_S, STOP_DEADLINE_S, wait_until
 from tests.system.oracle import fake_answer
@@ -106,7 +106,7 @@ async def test_decode_node_killed_while_it_answers(cluster):
 
 
 @pytest.mark.parametrize(
-    "moment_s", [pytest.param(0.05, marks=pytest.mark.long), 0.3, pytest.param(0.8, marks=pytest.mark.long)]
+    "moment_s", [pytest.param(0.05, marks=pytest.mark.nightly), 0.3, pytest.param(0.8, marks=pytest.mark.nightly)]
 )
 async def test_prefill_node_killed_while_it_reads_prompts(cluster, moment_s):
     questions = _questions(12, length=400, max_tokens=20)
@@ -118,7 +118,7 @@ async def test_prefill_node_killed_while_it_reads_prompts(cluster, moment_s):
         await _serves(cluster)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_nodes_of_both_roles_killed_at_once(cluster):
     questions = _questions(12, length=200, max_tokens=60)
     async with cluster.connect() as stub:
@@ -147,7 +147,7 @@ async def test_coordinator_killed_and_started_again(cluster):
     await _serves(cluster)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_last_node_of_a_role_killed(cluster, role):
     expected = f"NO_{role.upper()}_WORKER"
@@ -175,7 +175,7 @@ async def test_last_node_of_a_role_killed(cluster, role):
         await _serves(cluster)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_a_node_that_comes_and_goes(cluster):
     questions = _questions(8, max_tokens=150)
     async with cluster.connect() as stub:
@@ -208,7 +208,7 @@ async def test_a_stopped_node_is_left_alone_and_fenced_when_it_wakes(cluster, na
     cluster.wait_complete()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_a_stopped_coordinator_leaves_no_client_hanging(cluster):
     async with cluster.connect() as stub:
         streams = _start(stub, _questions(6, max_tokens=2000))
@@ -244,7 +244,7 @@ def _wait_taken_over(cluster, old):
     assert len(_holders(cluster)) == 1
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_a_second_node_of_a_name_waits_and_takes_over_when_the_first_is_killed(cluster):
     questions = _questions(8, max_tokens=300)
     old = _holders(cluster)
@@ -266,7 +266,7 @@ async def test_a_second_node_of_a_name_waits_and_takes_over_when_the_first_is_ki
     await _serves(cluster)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_a_node_that_hung_and_lost_its_name_waits_in_turn(cluster):
     old = _holders(cluster)
     hung = cluster.expect_end("decode-0")
@@ -296,7 +296,7 @@ def _stopped(cluster, name):
         child.send(signal.SIGCONT)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_a_storm(cluster):
     """Nodes are killed, stopped, drained and started again for some 15 s, one of each role at a time.
 
@@ -348,7 +348,7 @@ async def _strike(cluster, name, rng):
 # ---- leaving in good order ----
 
 
-@pytest.mark.parametrize("name", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.nightly)])
 async def test_a_draining_node_costs_no_request(cluster, name):
     questions = _questions(4, length=100, max_tokens=40)
     leaving = cluster.expect_end(name)
@@ -390,7 +390,7 @@ async def test_a_draining_coordinator_finishes_what_it_has(cluster):
     assert leaving.wait(STOP_DEADLINE_S) == 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_a_second_signal_ends_the_drain(cluster):
     cluster.kill("decode-1")  # the answers have nowhere else to go
     wait_until(lambda: "decode-1" not in cluster.loads(), "the loss of decode-1", 60.0)

@@ -10,7 +10,7 @@ from tests.foreign_models import generated, write_foreign_model
 from tests.system.answers import request, stream
 from tests.system.cluster import Cluster
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 DEADLINE_S = 400.0  # for three processes to import transformers, or to end
 PROMPTS = [[5, 6, 7], [(7 * at * at + 3) % 250 for at in range(41)], [(11 * at + at * at) % 250 for at in range(90)]]

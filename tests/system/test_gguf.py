@@ -21,7 +21,7 @@ def folder_of(path, **options):
     return gguf_folder(write_gguf(path / "tiny.gguf", **options), path / "cache")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "stored", "prefill_tp", "decode_tp"),
     [
@@ -51,7 +51,7 @@ async def test_answers_equal_transformers(start_cluster, tmp_path, family, store
     cluster.stop()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_a_node_with_another_file_of_the_same_kind_is_not_taken(start_cluster, tmp_path):
     (tmp_path / "tuned").mkdir()
     cluster = start_cluster(folder_of(tmp_path))
@@ -64,7 +64,7 @@ async def test_a_node_with_another_file_of_the_same_kind_is_not_taken(start_clus
     cluster.stop()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_up_serves_a_file(tmp_path):
     file, port = write_gguf(tmp_path / "tiny.gguf", stored="Q8_0"), free_port()
     flags = {"grpc_port": port, "http_port": -1, "num_kv_blocks": 64}

@@ -15,7 +15,7 @@ from tests.system.cluster import Cluster, free_port, wait_until
 from tests.system.oracle import fake_answer
 from tests.tiny_models import write_fake_model
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 DEADLINE_S = 240.0
 STUCK_AT = 60  # which of its steps

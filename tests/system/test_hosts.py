@@ -22,7 +22,7 @@ from tests.network_hosts import LOSSY, SLOW, NoNetwork, network
 from tests.system.cluster import HEARTBEAT_S, Child, Cluster
 from tests.tiny_models import write_fake_model
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 COMPOSE = yaml.safe_load((Path(__file__).parents[2] / "deploy" / "docker-compose.yml").read_text())
 VARIABLE = re.compile(r"\$\{(\w+):?([-?])([^}]*)\}")

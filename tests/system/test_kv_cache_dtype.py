@@ -8,7 +8,7 @@ from tests.system.answers import request, stream
 from tests.system.cluster import START_DEADLINE_S, wait_until
 from tests.tiny_models import write_tiny_model
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 SHAPE = {"num_key_value_heads": 3, "num_attention_heads": 6, "head_dim": 8}

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tests.lengths import few
+from tests.effort import few
 from tests.system.answers import ask, request, stream
 from tests.system.cluster import CALL_DEADLINE_S, wait_until
 from tests.system.oracle import Reference
@@ -65,7 +65,7 @@ async def test_a_chat_whose_beginning_was_evicted(start_cluster, model, tmp_path
     cluster.stop()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_answers_that_gave_way_read_what_they_had(start_cluster, model):
     """A pool too small for the batch: what is put back comes back from the tier."""
     node = {"kv_read_back": "always", **HOST}

@@ -31,7 +31,7 @@ def _prompt(seed, length):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "one rank each" else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+    "name", [name if name == "one rank each" else pytest.param(name, marks=pytest.mark.nightly) for name in CASES]
 )
 async def test_a_chat_of_three_turns(start_cluster, model, name):
     """Of what was asked and answered before, all full blocks are there where the next turn is read."""
@@ -57,7 +57,7 @@ async def test_a_chat_of_three_turns(start_cluster, model, name):
     cluster.stop()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_what_the_writers_pool_gave_up_is_lent_too(start_cluster, model):
     """Others have taken its place since, and it lies in the second tier."""
     decode = {"num_kv_blocks": 30, "kv_host_bytes": "1MiB", "kv_read_back": "always"}
@@ -77,7 +77,7 @@ async def test_what_the_writers_pool_gave_up_is_lent_too(start_cluster, model):
     cluster.stop()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_never_means_never(start_cluster, model):
     cluster = start_cluster(model, coordinator={"kv_lending": "never"}, node={"num_kv_blocks": 100})
     chat = _prompt(1, 60)
@@ -88,7 +88,7 @@ async def test_never_means_never(start_cluster, model):
     cluster.stop()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("struck", ["on.lend=kill", "on.lend=sleep:2"])
 async def test_a_lender_that_dies_or_stands_still(start_cluster, model, struck):
     """What it held is computed, or comes late: the answer is the same."""

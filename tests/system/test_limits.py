@@ -8,7 +8,7 @@ import pytest
 
 from splitserve import Client
 from splitserve.client.errors import Overloaded, Refused
-from tests.lengths import few
+from tests.effort import few
 from tests.system.cluster import wait_until
 from tests.tiny_models import write_fake_model
 
@@ -71,8 +71,8 @@ def test_a_priority_that_cannot_be_is_refused_with_the_limit(client):
     assert error.value.field == "priority"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("num_prefill", "num_both"), [(1, 1), pytest.param(0, 1, marks=pytest.mark.long)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("num_prefill", "num_both"), [(1, 1), pytest.param(0, 1, marks=pytest.mark.nightly)])
 def test_what_would_be_late_is_refused_with_the_time_to_come_back(start_cluster, tmp_path, num_prefill, num_both):
     """A prompt of at least 50 ms, of which the first token is due in one, beside a long answer, as soon as nodes have
     told how fast they read. Nodes that have nothing to do refuse nobody."""
@@ -106,7 +106,7 @@ def test_what_would_be_late_is_refused_with_the_time_to_come_back(start_cluster,
         beside.close()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_more_important_prompt_is_read_before_one_that_came_earlier(start_cluster, tmp_path):
     """Both wait behind a third, until it is aborted. The one takes a step, the other 250."""
     model = write_fake_model(tmp_path / "fake", step_s=0.01, max_position_embeddings=30_000)

@@ -96,7 +96,7 @@ async def test_the_http_door(cluster, references):
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_node_without_the_adapters_of_the_others_is_refused(cluster, folders):
     intruder = cluster.start_intruder(folders[BASE], "decode-1", lora=(f"{ALL}={folders[ALL]}",))
     assert intruder.wait(CALL_DEADLINE_S) != 0

@@ -18,7 +18,7 @@ from tests.system.answers import request, stream
 from tests.system.oracle import fake_answer
 from tests.tiny_models import write_fake_model, write_tiny_model
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 DEADLINE_S = 800.0

@@ -14,7 +14,7 @@ from tests.system.answers import request, stream
 from tests.system.cluster import wait_until
 from tests.tiny_models import write_tiny_model
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 NUM_AGENTS = 12
 BLOCK_SIZE = 16

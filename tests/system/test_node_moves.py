@@ -13,7 +13,7 @@ from tests.system.oracle import Reference
 from tests.tiny_models import write_tiny_model
 from tests.unit.serving_node.runner_kit import Mover, by_name, job, make_request
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 ANSWER_DEADLINE_S = 240.0
 NUM_MOVES = 4

@@ -14,7 +14,7 @@ from tests.system.cluster import CALL_DEADLINE_S, wait_until
 from tests.system.oracle import fake_answer
 from tests.tiny_models import write_fake_model
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 STOPPED_S = 12.0  # three times what nodes need to give a coordinator up

@@ -338,7 +338,7 @@ async def test_leaving_before_the_answer_frees_its_request(cluster):
 # ---- a key, and the end of the coordinator ----
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_with_a_key_and_to_the_end(start_cluster, tmp_path_factory):
     model = write_fake_model(tmp_path_factory.mktemp("fake"), step_s=0.01)
     cluster = start_cluster(model, http=True, env={"SPLITSERVE_API_KEY": KEY})

@@ -110,7 +110,7 @@ async def test_what_new_prompts_begin_with_travels_once(cluster, model):
     cluster.wait_all_free()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_a_pool_too_small_to_keep_much(start_cluster, tmp_path):
     """Blocks are evicted all the time, requests are preempted, prefixes come and go: never a wrong token."""
     model = write_fake_model(tmp_path / "model")
@@ -136,7 +136,7 @@ async def test_a_pool_too_small_to_keep_much(start_cluster, tmp_path):
     cluster.stop()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_the_router_sends_a_prompt_to_where_its_beginning_is(start_cluster, tmp_path):
     model = write_fake_model(tmp_path / "model")
     cluster = start_cluster(model, num_prefill=3, num_decode=3, node={"num_kv_blocks": 400})
@@ -157,7 +157,7 @@ def _num_cached(cluster):
     return sum(node.num_blocks_cached for node in cluster.loads().values())
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_without_caching_nothing_is_reused(start_cluster, tmp_path):
     model = write_fake_model(tmp_path / "model")
     cluster = start_cluster(model, node={"num_kv_blocks": 100}, env={"SPLITSERVE_ENABLE_PREFIX_CACHING": "false"})

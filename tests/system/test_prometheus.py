@@ -18,7 +18,7 @@ from tests.vllm_dashboards import queries as vllm_queries
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.nightly,
     pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed (Debian: apt install prometheus)"),
 ]
 DEADLINE_S = 120.0

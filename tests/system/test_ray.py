@@ -26,7 +26,7 @@ from tests.tiny_models import write_fake_model
 from tests.unit.splitserve.test_launcher import AS_COMMAND, Up, assert_gone
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.nightly,
     pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (the extra `ray`)"),
 ]

@@ -140,7 +140,7 @@ def unbroken(tiny):
 is_native = pytest.mark.skipif(best_variant(torch.bfloat16) is None, reason="products are not native here")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @is_native
 @pytest.mark.timeout(2 * DEADLINE_S)
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -155,7 +155,7 @@ def test_answers_of_a_killed_coordinator_are_those_of_one_that_lives(tiny, unbro
 
 @is_native
 @pytest.mark.timeout(2 * DEADLINE_S)
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_answers_of_killed_decode_nodes_are_those_of_nodes_that_live(tiny, unbroken, seed):
     """Of both, one after the other: by then there may be none."""
@@ -168,7 +168,7 @@ def test_answers_of_killed_decode_nodes_are_those_of_nodes_that_live(tiny, unbro
     assert sum(end.timeline.num_restarts for heard in broken for end in heard.ends.values()) >= len(questions)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_an_answer_without_a_token_yet_comes_too(fake):
     prompt = [index % 256 for index in range(4000)]  # takes 4 s to read
     async with AsyncClient(fake.target) as client:
@@ -185,7 +185,7 @@ def is_at_work(cluster):
     return any(load.num_waiting_tokens or load.num_running for load in cluster.loads().values())
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_blocking_client_goes_on_and_says_so(fake, number):
     heard = Heard()
@@ -255,7 +255,7 @@ async def test_a_connection_that_is_cut_costs_nothing(fake):
     assert heard.num_resumes >= 2
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("flags", [(), ("--no-resume",)])
 def test_the_command_line_goes_on_too(fake, flags):
     options = ["--raw", "--json", "--max-tokens", "400", "--temperature", "0", "--ignore-eos", "--server", fake.target]

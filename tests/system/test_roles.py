@@ -72,7 +72,7 @@ class Load:
             await self._ended.wait_for(lambda: len(self.answers) >= goal)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_every_role_is_flipped_and_flipped_back_under_load(start_cluster, tmp_path):
     """Pools hold a few answers, so that some give way; in the middle of all, prompts are handed over in the other
     direction."""
@@ -111,7 +111,7 @@ async def test_every_role_is_flipped_and_flipped_back_under_load(start_cluster, 
     cluster.stop()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_a_node_that_is_made_to_do_both_serves_alone(start_cluster, tmp_path):
     cluster = start_cluster(write_fake_model(tmp_path / "model"))
     await set_role(cluster, "decode-0", "both")

@@ -47,7 +47,7 @@ def outcomes(tmp_path):
     return {each["custom_id"]: each for each in told}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_every_request_is_answered_though_most_are_turned_away_at_first(cluster, tmp_path):
     """Each is asked again when the server has said that it would be taken."""
     fields = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}

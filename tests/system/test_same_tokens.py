@@ -78,7 +78,10 @@ QUICK = ("mistral, sliding window of 20, tcp",)
 
 @pytest.mark.parametrize(
     "shape",
-    [pytest.param(shape, id=name, marks=() if name in QUICK else pytest.mark.long) for name, shape in SHAPES.items()],
+    [
+        pytest.param(shape, id=name, marks=() if name in QUICK else pytest.mark.nightly)
+        for name, shape in SHAPES.items()
+    ],
 )
 async def test_greedy_answers_equal_transformers_generate(shape, start_cluster, tmp_path):
     model = write_tiny_model(tmp_path / "model", shape.family, **shape.config)

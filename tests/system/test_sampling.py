@@ -53,7 +53,7 @@ def _busiest_writer(cluster):
     return found[-1].name
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_same_in_a_crowd_after_preemptions_and_on_other_nodes(cluster):
     questions = _questions(10)
     alone = await _alone(cluster, questions)
@@ -82,7 +82,7 @@ async def test_same_in_a_crowd_after_preemptions_and_on_other_nodes(cluster):
     assert _preemptions(cluster) > before
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_the_last_request_can_always_finish(cluster):
     """Each of these needs a decode node's whole pool in the end."""
     prompt = _questions(1)[0]["prompt"][:20]

@@ -47,7 +47,7 @@ def test_a_prompt_scores_as_in_transformers_also_when_it_is_cached(cluster, expe
             assert is_greedy[:-1] == [best == token for best, token in zip(likeliest, PROMPT[1:], strict=True)]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_prompt_that_fills_the_context_scores_where_no_answer_is_wanted(start_cluster, model):
     context = len(PROMPT)
     cluster = start_cluster(model, http=True, node={"max_model_len": context}, coordinator={"max_model_len": context})

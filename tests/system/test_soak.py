@@ -5,7 +5,7 @@ import pytest
 from tests.system.soak import LEAST_S, WARM_UP_S, Life, report_of, soak_of
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_half_a_minute_of_faults_leaves_nothing_wrong(tmp_path):
     soak = soak_of(tmp_path, seconds=30.0)
     _, wrong = report_of(soak)

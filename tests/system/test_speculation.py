@@ -14,7 +14,7 @@ from tests.system.cluster import wait_until
 from tests.tiny_models import write_fake_model, write_tiny_model
 from tests.toy_scheduler import run_all
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 ENGINE = {"dtype": "bfloat16", "block_size": 16, "num_kv_blocks": 600}
 DEADLINE_S = 600.0

@@ -23,7 +23,7 @@ def model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model"), num_key_value_heads=2, tie_word_embeddings=True)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("prefill", "decode"), PAIRS, ids="{0[0]}x{0[1]}".format)
 async def test_answers_equal_transformers(prefill, decode, model, start_cluster):
     cluster = start_cluster(

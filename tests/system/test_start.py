@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from tests.lengths import few
+from tests.effort import few
 from tests.system.answers import ask
 from tests.system.cluster import FLEET_SECRET, Child, free_port
 from tests.system.oracle import fake_answer
@@ -87,7 +87,7 @@ BROKEN_FOLDERS = {
 @pytest.mark.parametrize(
     ("role", "word", "damage"),
     [
-        pytest.param(role, word, damage, id=f"{role}, {name}", marks=() if role == "decode" else pytest.mark.long)
+        pytest.param(role, word, damage, id=f"{role}, {name}", marks=() if role == "decode" else pytest.mark.nightly)
         for name, (word, roles, damage) in BROKEN_FOLDERS.items()
         for role in roles
     ],
@@ -168,7 +168,7 @@ def test_port_in_use(run, model, which):
     assert str(taken) in run("coordinator", model, **ports)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_second_coordinator_on_the_same_ports(run, cluster, model):
     ports = {"port": cluster.port, "fleet_port": cluster.fleet_port}
     sentence = run("coordinator", model, **ports, env={"SPLITSERVE_FLEET_SECRET": FLEET_SECRET})
@@ -176,7 +176,7 @@ def test_second_coordinator_on_the_same_ports(run, cluster, model):
     assert cluster.is_serving()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_data_port_in_use(run, cluster, model):
     taken = _taken_port()
     flags = {"coordinator": f"127.0.0.1:{cluster.fleet_port}", "kv_bind": f"tcp://127.0.0.1:{taken}"}
@@ -230,7 +230,9 @@ async def _serves(cluster):
     assert answer.token_ids == fake_answer([1, 2], 5)
 
 
-@pytest.mark.parametrize(("role", "secret"), [("prefill", "wrong"), pytest.param("decode", "", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("role", "secret"), [("prefill", "wrong"), pytest.param("decode", "", marks=pytest.mark.nightly)]
+)
 async def test_wrong_fleet_secret(run, cluster, model, role, secret):
     flags = {"coordinator": f"127.0.0.1:{cluster.fleet_port}", "name": f"{role}-9", "block_size": 8}
     sentence = run(role, model, env={"SPLITSERVE_FLEET_SECRET": secret}, **flags)

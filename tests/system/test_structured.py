@@ -86,7 +86,7 @@ async def test_over_grpc(fake):
         assert error.details() == "ignore_eos cannot be had with regex, which says where the answer ends"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_200_answers_that_say_something_meet_their_schemas(start_cluster, tmp_path_factory):
     model = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=2048)
     cluster = start_cluster(model, http=True, node={"num_kv_blocks": 4000, "max_num_seqs": 32})
@@ -103,7 +103,7 @@ async def test_200_answers_that_say_something_meet_their_schemas(start_cluster, 
     assert check(schemas, texts) >= 200
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_answers_keep_to_their_schemas_when_a_node_is_killed(start_cluster, tmp_path_factory):
     model = write_tiny_model(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
     cluster = start_cluster(model, num_prefill=2, num_decode=2, node={"num_kv_blocks": 2000, "max_num_seqs": 16})

@@ -10,7 +10,7 @@ from tests.schemas import LINK, WORD, check, closed
 from tests.system.answers import ask, request, stream
 from tests.tiny_models import write_tiny_model
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 CLOSERS = {ord(each): 6.0 for each in '"]}'}  # a random model would rarely end a text by itself
 DEADLINE_S = 600.0

@@ -17,7 +17,7 @@ from tests.system.greedy import check_greedy_answers
 from tests.system.oracle import fake_answer
 from tests.tiny_models import write_fake_model, write_tiny_model
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 RANK_LOST = 3  # exit code

@@ -116,7 +116,7 @@ def test_kv_arrives_encrypted(cluster):
         assert greeting[12:32].rstrip(b"\0") == b"CURVE"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_command_line_asks_over_tls(cluster, certs, run):
     where = ("--server", f"https://{cluster.target}", "--tls-ca", certs / "ca.crt")
     done = run("splitserve", "generate", "hi", "--raw", "--max-tokens", 2, *where)
@@ -167,17 +167,17 @@ def test_openssl_takes_the_certificates(cluster, certs, protocol):
         pytest.param(
             "without a certificate",
             "what listens there hangs up in the handshake: it may ask for a certificate",
-            marks=pytest.mark.long,
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             "of another CA",
             "what listens there hangs up in the handshake: it may ask for a certificate",
-            marks=pytest.mark.long,
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             "that trusts another CA",
             "the certificate that is shown there is of no CA that is known here: see --tls-ca",
-            marks=pytest.mark.long,
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -220,7 +220,7 @@ def test_a_certificate_alone_makes_no_node(cluster, certs, model, run):
 # ---- exchange ----
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_certificates_are_exchanged_while_streams_run(cluster, certs):
     expected, got = fake_answer(PROMPT, 300), []
     is_running, may_end = threading.Event(), threading.Event()
@@ -252,7 +252,7 @@ def test_certificates_are_exchanged_while_streams_run(cluster, certs):
 # ---- start ----
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_up_serves_over_tls_with_a_certificate_alone_and_with_a_ca(model, certs, run, tmp_path):
     """Without a CA its nodes attach in the open, on this machine; with one they show the certificate that it has."""
     for number, names in enumerate((("tls_cert", "tls_key"), ("tls_cert", "tls_key", "tls_ca"))):

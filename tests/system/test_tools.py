@@ -61,7 +61,7 @@ def test_a_certain_tool_is_called(ask, name, seed):
     check(name, "".join(each.function.arguments for each in told))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_answer_is_a_call_or_of_the_form(start_cluster, tmp_path_factory):
     model = write_fake_model(tmp_path_factory.mktemp("model") / "fake")
     (model / "chat_template.jinja").write_text(TEMPLATE)

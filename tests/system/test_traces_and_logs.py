@@ -17,7 +17,7 @@ from tests.system.cluster import wait_until
 from tests.system.oracle import fake_answer
 from tests.tiny_models import write_fake_model
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 DEADLINE_S = 240.0
 GREEDY = {"temperature": 0, "ignore_eos": True}

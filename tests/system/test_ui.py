@@ -20,7 +20,7 @@ from tests.system.oracle import fake_answer
 from tests.tiny_models import ASSISTANT, BOS, EOS, USER, write_fake_model
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.nightly,
     pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed (Debian: apt-get install chromium)"),
 ]
 

@@ -8,7 +8,7 @@ import pytest
 from tests.system.greedy import check_greedy_answers
 from tests.tiny_models import VOCAB_SIZE, write_tiny_model
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 HIDDEN, INTERMEDIATE, NUM_LAYERS = 64, 128, 6
 OUTSIDE_BYTES = 4 * VOCAB_SIZE * HIDDEN  # the embedding, or the head: float32, and tied

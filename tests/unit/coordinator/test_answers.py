@@ -5,7 +5,7 @@ import contextlib
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.control.so_far import SoFar
@@ -126,7 +126,6 @@ def test_special_tokens_are_text_only_on_demand(tokenizer):
         assert read(answer)[0] == text
 
 
-@settings(max_examples=100)
 @given(text=st.text("ab<é", max_size=20), stop=st.text("ab<é", min_size=1, max_size=3), data=st.data())
 def test_chunks_join_to_the_text_however_tokens_and_reads_fall(tokenizer, text, stop, data):
     answer = answer_with(tokenizer, stop=(stop,))
@@ -146,7 +145,6 @@ def test_chunks_join_to_the_text_however_tokens_and_reads_fall(tokenizer, text, 
     assert last.complete.matched_stop_str == (stop if stop in text else "")
 
 
-@settings(max_examples=200)
 @given(
     data=st.binary(min_size=1, max_size=12) | st.text("ab<é", min_size=1, max_size=12).map(str.encode),
     stop=st.sampled_from(["", "b", "ab", "é<"]),

@@ -194,7 +194,7 @@ def needed_over_time(num_nodes, per_s, seconds):
     return seen
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_fleet_that_has_followed_it_is_told_the_same_again():
     """A request takes 0.2 s to read and, of a step with 64, 39 * 0.0013 s to write: 9 a second need 2.8 nodes."""
     told = {num_nodes: needed_over_time(num_nodes, 9, 80.0) for num_nodes in (3, 4, 6)}

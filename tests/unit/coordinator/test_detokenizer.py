@@ -1,7 +1,7 @@
 """Incremental text against tokenizers' own decoding of all tokens at once."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -61,7 +61,6 @@ WORDS = {"byte level": ("a", "Ġ", "x"), "llama": PIECES, "gemma": PIECES, "meta
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
-@settings(max_examples=200)
 @given(data=st.data())
 def test_the_pieces_are_together_what_the_tokenizer_decodes(name, skip_special_tokens, data):
     tokenizer = TOKENIZERS[name]
@@ -72,7 +71,6 @@ def test_the_pieces_are_together_what_the_tokenizer_decodes(name, skip_special_t
 
 
 @pytest.mark.parametrize("name", ["byte level", "llama", "gemma", "metaspace"])
-@settings(max_examples=200)
 @given(data=st.data())
 def test_a_text_that_goes_on_with_another_one_keeps_the_blank_between(name, data):
     tokenizer = TOKENIZERS[name]
@@ -100,7 +98,6 @@ def test_tags_that_are_special_tokens_may_be_kept():
     assert [detokenizer.add(tokenizer.token_to_id(token)) for token in ("<think>", "<|end|>")] == ["<think>", ""]
 
 
-@settings(max_examples=200)
 @given(st.text(st.sampled_from("aé😀�日本 \n"), max_size=12))
 def test_no_piece_ends_within_a_character(text):
     tokenizer = TOKENIZERS["byte level"]

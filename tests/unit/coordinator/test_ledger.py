@@ -1,7 +1,7 @@
 """The ledger: one account of what nodes have, against a plain list of what they were given."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.control.ledger import Account, Ledger
@@ -321,7 +321,6 @@ ACTIONS = st.tuples(
 )
 
 
-@settings(max_examples=300)
 @given(actions=st.lists(ACTIONS, max_size=40))
 def test_accounts_are_the_sums_of_what_was_told(actions):
     ledger, nodes, plain = Ledger(), make_nodes(), Plain()

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.control.handover import HandoverCosts
@@ -17,7 +17,7 @@ from coordinator.control.registry import Registry
 from serving_core.errors import RequestError
 from serving_core.shapes import Shape
 from tests import fleet_events as events
-from tests.lengths import few
+from tests.effort import few
 from tests.unit.coordinator.fleet_simulation import mean_request_s
 
 TOKENS = list(range(1, 101))
@@ -310,7 +310,6 @@ NODES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400)
 @given(
     described=st.lists(NODES, max_size=6),
     num_tokens=st.integers(100, 180),
@@ -405,7 +404,7 @@ def mean_s(rates, requests, max_num_seqs=64):
 @pytest.mark.parametrize(
     "rates",
     [
-        pytest.param(rates, id=name, marks=() if name == "equal nodes" else pytest.mark.long)
+        pytest.param(rates, id=name, marks=() if name == "equal nodes" else pytest.mark.nightly)
         for name, rates in FLEETS.items()
     ],
 )

@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.control.handover import HandoverCosts
@@ -399,7 +399,6 @@ JOBS = st.lists(st.tuples(st.integers(1, 400), st.floats(0.01, 1.0)), max_size=4
 ANSWERS = st.lists(st.tuples(st.sampled_from([0.013, 0.017, 0.03, 0.1]), st.integers(1, 5)), max_size=4)
 
 
-@settings(max_examples=150)
 @given(
     nodes=st.lists(st.tuples(st.sampled_from("pdb"), JOBS, ANSWERS), min_size=1, max_size=4),
     due=st.none() | st.tuples(st.floats(0.01, 1.0), st.sampled_from([0.013, 0.02, 0.1])),

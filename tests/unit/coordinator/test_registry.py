@@ -1,7 +1,7 @@
 """Registry and timeline: pure parts, by example."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.control.registry import Registry
@@ -164,7 +164,6 @@ def test_a_fleet_of_one_may_come_back_as_another_model(registry):
     assert registry.nodes == [new]
 
 
-@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(st.sampled_from(("hello", "beat", "end", "wait")), st.integers(0, 2), st.sampled_from(("p0", "p1"))),

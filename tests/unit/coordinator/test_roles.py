@@ -519,7 +519,7 @@ WRITES = {"p0": 1e5, "p1": 1e5, "d0": 1e5}  # 8 answers of 150 tokens, a step of
         (0.2, 4000),
         (1.8, 1000),
         *[
-            pytest.param(tokens_per_s / num_tokens, num_tokens, marks=pytest.mark.long)
+            pytest.param(tokens_per_s / num_tokens, num_tokens, marks=pytest.mark.nightly)
             for num_tokens in (250, 4000)
             for tokens_per_s in (400.0, 1200.0, 1800.0, 2400.0)
         ],
@@ -530,7 +530,9 @@ def test_any_steady_load_of_prompts_comes_to_have_few_flips(rate, num_tokens):
     assert len(flips) <= FEW
 
 
-@pytest.mark.parametrize("rate", [1.5, *[pytest.param(rate, marks=pytest.mark.long) for rate in (0.9, 1.2, 1.9, 2.2)]])
+@pytest.mark.parametrize(
+    "rate", [1.5, *[pytest.param(rate, marks=pytest.mark.nightly) for rate in (0.9, 1.2, 1.9, 2.2)]]
+)
 def test_any_steady_load_of_answers_comes_to_have_few_flips(rate):
     _, flips = serve(WRITES, steady(rate, 0.0, TEN_MINUTES_S, 10, 150), max_num_seqs=8, roles=AUTO)
     assert len(flips) <= FEW

@@ -1,7 +1,7 @@
 """Who is chosen for a part of a request, what cached blocks are worth against load, and that they never decide more."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.control.handover import HandoverCosts
@@ -224,7 +224,6 @@ def test_the_model_keeps_caches_apart_but_the_protocol_version_does_not(registry
     assert Prompt(TOKENS).tokens_held(node) == 64
 
 
-@settings(max_examples=60)
 @given(
     rounds=st.lists(
         st.tuples(
@@ -277,7 +276,6 @@ NODES = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@settings(max_examples=150)
 @given(described=st.lists(NODES, min_size=1, max_size=4), length=st.integers(1, 68), more_tokens=st.integers(0, 130))
 def test_hints_change_the_cost_and_never_who_may_be_chosen(role, described, length, more_tokens):
     registry, ledger = Registry({}, node_timeout_s=1.0, step_timeout_s=1.0), Ledger()

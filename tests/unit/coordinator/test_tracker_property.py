@@ -8,13 +8,13 @@ from collections import Counter
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import inference_pb2
 from serving_core import reasons
 from serving_core.errors import RequestError
-from tests.lengths import few
+from tests.effort import few
 from tests.unit.coordinator.protocol_world import World, token_of
 
 OFTEN = ("submit", "deliver_command", "deliver_event", "step")
@@ -32,7 +32,6 @@ def play(seed, trouble, num_actions=500):
 
 
 @pytest.mark.parametrize("trouble", few([(), MOVES, RARE], RARE), ids=["no trouble", "moves", "everything"])
-@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32))
 def test_every_request_ends_once_with_the_right_tokens_and_nothing_is_held(trouble, seed):
     world = play(seed, trouble)

@@ -125,7 +125,7 @@ print(resident_bytes() - before)
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_it_takes_a_fraction_of_the_memory(tmp_path):
     write_tokenizer(tmp_path)
     path, rng = tmp_path / "tokenizer.json", random.Random(1)

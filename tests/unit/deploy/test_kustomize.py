@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import yaml
 
-from tests.lengths import few
+from tests.effort import few
 from tests.unit.deploy.kubernetes_kit import IMAGE, example
 from tests.unit.deploy.kustomize_kit import KINDS, ROOT, identity, render
 

@@ -194,7 +194,7 @@ def test_steps_with_candidates_run_as_one_program(folders, monkeypatch):
     assert all(map(torch.equal, planes["program"], planes["modules"]))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("settings", [{}, {"pipeline_parallel_size": 2}], ids=["tensor parallel", "stages"])
 def test_candidates_of_a_node_of_two_ranks(settings, folders, tmp_path):
     prompts = [[(7 * index + 3 * at) % 200 for at in range(5 + 30 * index)] for index in range(3)]

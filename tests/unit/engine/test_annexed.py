@@ -12,7 +12,7 @@ from engine.cache.kv_pool import PagedKVPool
 from engine.engine import Engine
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
-from tests.lengths import few
+from tests.effort import few
 from tests.tiny_models import write_tiny_model
 from tests.unit.engine.native_kit import CPU, LAYER, Scene, needs_library, runnable_variants
 

@@ -2,7 +2,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.attention.native import NativeAttention
@@ -112,7 +112,6 @@ def test_mixed_batch_over_a_quantized_pool(dtype, window, backend):
     check(backend, SIZES, 16, 6, 2, window, dtype)
 
 
-@settings(max_examples=40)
 @given(
     backend=st.sampled_from(BACKENDS),
     sizes=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 80) | st.just(1)), min_size=1, max_size=6),

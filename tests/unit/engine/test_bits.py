@@ -13,7 +13,7 @@ from engine.native.dense_linear import best_variant
 from engine.native.library import ENVIRONMENT, OFF
 from serving_core.settings import EngineSettings
 from tests.foreign_models import DESCRIBED, MIXTURES, write_any_model
-from tests.lengths import few
+from tests.effort import few
 from tests.tiny_models import write_fake_model
 from tests.unit.engine.company import BLOCK_SIZE, Neighbour, has_variant
 from tests.unit.engine.histories_kit import (
@@ -110,7 +110,7 @@ def test_the_cut_of_a_prompt_changes_no_bit(family, dtype, folder_of):
     "family",
     few(["mistral", *DESCRIBED], "mistral", "mixtral", "phi3"),
 )
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_nor_does_it_without_kernels_with_the_flag(dtype, family, folder_of, monkeypatch):
     monkeypatch.setenv(ENVIRONMENT, OFF)
     loaded = load(folder_of(family), dtype=dtype, batch_invariant=True)
@@ -118,7 +118,7 @@ def test_nor_does_it_without_kernels_with_the_flag(dtype, family, folder_of, mon
     check(loaded, (3,))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_tests_of_a_device_check_holds_without_kernels_here(family, dtype, folder_of, monkeypatch):
@@ -131,7 +131,7 @@ def test_what_tests_of_a_device_check_holds_without_kernels_here(family, dtype, 
     check_histories(loaded, num_tokens)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("flag", [False, True])
 @pytest.mark.parametrize("native", NATIVE)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))

@@ -5,7 +5,7 @@ import mmap
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.model.layers import Linear, OneDNNMatrix
@@ -82,7 +82,6 @@ def test_products(dtype, shape):
 
 
 @pytest.mark.skipif(not RUNNABLE, reason="no kernel here")
-@settings(max_examples=60)
 @given(
     st.sampled_from(RUNNABLE or [None]), st.integers(1, 200), st.integers(1, 300), st.integers(1, 40), st.integers(0, 9)
 )
@@ -242,7 +241,6 @@ def test_without_a_kernel_there_is_no_matrix(monkeypatch):
         DenseMatrix(random(4, 4))
 
 
-@settings(max_examples=30)
 @given(st.lists(st.sampled_from([1, 63, 64, 5000, CHUNK_BYTES // 3, CHUNK_BYTES + 1]), max_size=8))
 def test_memory_is_given_out_once(sizes):
     memory = HugeMemory()

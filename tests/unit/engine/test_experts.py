@@ -164,7 +164,7 @@ def ranks(folder_of, tmp_path_factory):
     return run_ranks(tmp_path_factory.mktemp("ranks"), 2, cases)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_answer_as_transformers_and_divide_the_experts(name, folder_of, ranks):
     answers, facts = ranks

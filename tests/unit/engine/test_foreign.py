@@ -26,7 +26,7 @@ from tests.foreign_models import (
     generated,
     write_foreign_model,
 )
-from tests.lengths import few
+from tests.effort import few
 from tests.toy_scheduler import greedy, run_all
 from tests.unit.engine.test_llama import choose_native, transformers_model
 
@@ -146,7 +146,7 @@ def test_our_decoder_answers_as_transformers_of_other_granites(fields, tmp_path)
     assert answers(load(folder, model_impl="native")) == generated(folder, PROMPTS, NUM_TOKENS)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
@@ -275,7 +275,7 @@ def rounded(folder, num_ranks=1):
     ("family", "fields"),
     [
         ("starcoder2", {}),  # with biases
-        pytest.param("phi3", {}, marks=pytest.mark.long),  # one module for several projections
+        pytest.param("phi3", {}, marks=pytest.mark.nightly),  # one module for several projections
         ("deepseek_v3", {"first_k_dense_replace": 4}),  # without experts: layers of latent KV
     ],
 )
@@ -288,7 +288,7 @@ def test_quantized_weights_answer_as_rounded_ones_do(family, fields, tmp_path):
     assert found == generated(rounded(folder), PROMPTS, NUM_TOKENS)
 
 
-@pytest.mark.parametrize("quantization", [pytest.param("int4", marks=pytest.mark.long), "w8a8"])
+@pytest.mark.parametrize("quantization", [pytest.param("int4", marks=pytest.mark.nightly), "w8a8"])
 def test_other_quantizations_serve(quantization, tmp_path):
     """And change what is answered, as models this small must."""
     folder = write_foreign_model(tmp_path, "starcoder2")

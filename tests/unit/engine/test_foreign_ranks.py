@@ -40,7 +40,7 @@ def sampled(tmp_path_factory):
     return folders, *run(root, folders)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", [*FAMILIES, UNTRIED])
 def test_two_ranks_answer_as_transformers(family, sampled):
     folders, answers, _ = sampled
@@ -48,7 +48,7 @@ def test_two_ranks_answer_as_transformers(family, sampled):
     assert found == generated(folders[family], PROMPTS, NUM_TOKENS)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_hold_their_part(family, sampled):
     """Of the KV cache half, and of weights less than all where there is a plan."""
@@ -61,7 +61,7 @@ def test_ranks_hold_their_part(family, sampled):
         assert (rank[family]["weight_bytes"] == whole.weight_bytes) == (family in WITHOUT_PLAN)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_plans_of_transformers_leave_out_is_divided_too(tmp_path):
     """Norms of each head of Command R+, and queries that are made without a lower rank."""
     given = {"cohere": {"use_qk_norm": True}, "glm4_moe_lite": {"q_lora_rank": None}}

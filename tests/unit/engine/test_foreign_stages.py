@@ -10,7 +10,7 @@ from tests.foreign_models import FAMILIES, INITIALIZES, UNTRIED, generated, writ
 from tests.unit.engine.test_foreign import NUM_TOKENS, PROMPTS, rounded
 from tests.unit.serving_node.rank_process import TIMEOUT_S, rank_processes, run_ranks
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 MODELS = {
     "tied": ("gemma2", {"tie_word_embeddings": True, "num_hidden_layers": 3, "layer_types": None}),

@@ -25,7 +25,7 @@ from serving_core.sharding import Extent, shard_of, whole
 from splitserve.gguf.folder import gguf_folder
 from tests.foreign_models import generated
 from tests.gguf_files import write_gguf
-from tests.lengths import few
+from tests.effort import few
 from tests.tiny_models import FAMILIES
 from tests.toy_scheduler import greedy, run_all
 

@@ -39,13 +39,13 @@ def whole_tensors(checkpoint):
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-@pytest.mark.parametrize("stored", [pytest.param("F32", marks=pytest.mark.long), "Q8_0"])
+@pytest.mark.parametrize("stored", [pytest.param("F32", marks=pytest.mark.nightly), "Q8_0"])
 def test_tokens_equal_those_of_transformers(family, stored, tmp_path):
     folder, written = make(tmp_path, family, stored=stored)
     assert answers(folder, dtype="float32") == expected_of(written)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("tp_size", "pp_size", "kinds"), [(2, 1, ["BF16", "Q8_0"]), (1, 2, ["Q8_0"])], ids=["two ranks", "two stages"]
 )

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cache.kv_pool import PagedKVPool
@@ -47,7 +47,6 @@ head_ranges = st.integers(1, 6).flatmap(
 block_lists = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, max_size=NUM_BLOCKS)
 
 
-@settings(max_examples=80)
 @given(dtype=st.sampled_from(DTYPES), sizes=head_ranges, block_ids=block_lists)
 def test_any_slices_read_their_heads_and_put_together_the_whole(dtype, sizes, block_ids):
     num_heads, cuts = sizes

@@ -15,7 +15,7 @@ from serving_core.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
 from tests.unit.engine.company import BLOCK_SIZE, BLOCKS_OF_ONE, EVERY_LOGPROB, Neighbour, has_variant
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 PROMPT = [(7 * i + 3) % 250 for i in range(43)]
 CHUNKS = (26, 17)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 from transformers import DeepseekV3Config
@@ -23,7 +23,6 @@ def layer_of(num_heads, plain, rotated, values, latent):
 sizes = st.integers(1, 9)
 
 
-@settings(max_examples=30, deadline=None)
 @given(num_heads=st.integers(1, 4), plain=sizes, rotated=sizes.map(lambda n: 2 * n), values=sizes, latent=sizes)
 @torch.no_grad()
 def test_what_is_attended_is_what_keys_and_values_give(num_heads, plain, rotated, values, latent):

@@ -77,7 +77,7 @@ def test_a_mixed_batch_answers_as_the_models_do_that_the_adapters_stand_for(is_n
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(family, marks=pytest.mark.long if family in ("gemma", "gemma3") else ())
+        pytest.param(family, marks=pytest.mark.nightly if family in ("gemma", "gemma3") else ())
         for family in DESCRIBED
         if family not in ("phi3", *MIXTURES)
     ],
@@ -164,7 +164,7 @@ def test_numbers_that_are_not_finite_are_refused_with_the_adapter(folders, tmp_p
         load(({"": model}, (f"huge={adapter}",)), num_kv_blocks=4, dtype="float16")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_ranks_hold_their_parts_of_adapters(folders, expected, tmp_path):
     models, lora = folders
     case = {

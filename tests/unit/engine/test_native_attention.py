@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.attention.native import NativeAttention
@@ -12,7 +12,7 @@ from engine.cache.kv_pool import PagedKVPool
 from engine.native.library import native_library
 from serving_core.layout import KVLayout
 from serving_core.requests import Share
-from tests.lengths import few
+from tests.effort import few
 from tests.unit.engine.native_kit import CPU, LAYER, Scene, needs_library, runnable_variants
 
 pytestmark = needs_library
@@ -94,7 +94,6 @@ def test_quantized_pools(variant, dtype, compute_dtype, window, softcap):
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCES[compute_dtype])
 
 
-@settings(max_examples=60)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 600), st.integers(1, 300) | st.just(1)), min_size=1, max_size=6),
     heads=st.sampled_from([(1, 1), (3, 1), (4, 2), (8, 2), (5, 5)]),

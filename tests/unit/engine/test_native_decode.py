@@ -116,7 +116,7 @@ def kinds():
     for number, name in enumerate(MODELS):
         for dtype, quantization in itertools.product(("bfloat16", "float32"), ("none", "int8", "int4", "w8a8")):
             is_long = (number and (dtype, quantization) != ("bfloat16", "none")) or name == "gemma"
-            yield pytest.param(name, dtype, quantization, marks=pytest.mark.long if is_long else ())
+            yield pytest.param(name, dtype, quantization, marks=pytest.mark.nightly if is_long else ())
 
 
 @pytest.mark.parametrize(("name", "dtype", "quantization"), list(kinds()))
@@ -214,7 +214,7 @@ for seed in range(20):
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_more_threads_than_cores_do_not_hang(tmp_path):
     """Also more than there are queues. In a process of its own: the threads of a pool stay for good."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

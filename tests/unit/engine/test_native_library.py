@@ -6,7 +6,7 @@ import pytest
 
 from engine.native.library import ENVIRONMENT, VARIANTS, NativeLibrary, native_library, wanted_variants
 from engine.native.threads import parallel_function
-from tests.lengths import few
+from tests.effort import few
 from tests.unit.engine.native_kit import needs_library
 
 SHOW_VARIANT = """

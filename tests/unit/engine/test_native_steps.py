@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cache.kv_pool import PagedKVPool
@@ -311,7 +311,6 @@ def test_a_slot_outside_the_pool_is_refused_before_anything_is_written(slot):
 
 @variants
 @dtypes
-@settings(max_examples=60)
 @given(
     rows=st.integers(1, 3),
     columns=st.integers(1, 1100),

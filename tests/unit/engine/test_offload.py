@@ -174,7 +174,7 @@ def test_the_bits_are_the_same(tmp_path):
     assert found == expected
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_every_rank_of_every_stage_keeps_to_its_own_limit(tmp_path):
     folder = write_tiny_model(tmp_path / "model", dtype="bfloat16", **SIZES)
     whole = engine_of(folder)

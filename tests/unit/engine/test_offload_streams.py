@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,7 +107,6 @@ def layers_on(device, num_layers):
         return modules, LayersOnHost(layers, CPU)
 
 
-@settings(max_examples=20)
 @given(st.integers(1, 5), st.lists(st.integers(0, 4), max_size=8), st.randoms(use_true_random=False))
 def test_in_any_order_that_events_allow_each_layer_computes_with_its_own_weights(num_layers, entered, order):
     device = SimulatedDevice()

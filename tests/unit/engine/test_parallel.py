@@ -12,7 +12,7 @@ import torch
 from engine.native.library import native_library
 from engine.parallel import MOST_EXCHANGED_BYTES, alone, choose_device, join, on_all_ranks
 from serving_core.errors import SettingsError
-from tests.lengths import few
+from tests.effort import few
 from tests.tiny_models import write_fake_model, write_tiny_model
 from tests.unit.engine.test_fake import answer_on_paper
 from tests.unit.serving_node.rank_process import TIMEOUT_S, rank_processes
@@ -27,7 +27,7 @@ def run_group(tp_size, name, argument="", ranks=None):
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_collectives_of_three_ranks():
     leader, *followers = run_group(3, "collectives")
     for rank in (leader, *followers):
@@ -48,7 +48,7 @@ def test_collectives_of_three_ranks():
     assert [follower["columns"] for follower in followers] == [[None] * 4] * 2
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_rows_divided_over_two_ranks_are_to_the_bit_those_of_the_whole_sum():
     assert run_group(2, "divided_rows") == [[], []]
 
@@ -59,7 +59,7 @@ def test_ranks_of_one_machine_add_up_in_their_order_through_shared_memory(tp_siz
     assert run_group(tp_size, "shared_sums") == [[True, True, []]] * tp_size
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_ranks_whose_machines_have_other_weights_are_refused(tmp_path):
     for rank in range(2):
         write_tiny_model(tmp_path / str(rank), seed=rank)
@@ -68,7 +68,7 @@ def test_ranks_whose_machines_have_other_weights_are_refused(tmp_path):
     assert re.fullmatch(r"weights must be the same on all ranks, and is [0-9a-f]{64}, [0-9a-f]{64}", one)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_without_kernels_they_do_not_share(monkeypatch):
     monkeypatch.setenv("SPLITSERVE_NATIVE", "off")
     for is_shared, adds_alike, _ in run_group(2, "shared_sums"):
@@ -84,7 +84,7 @@ def test_a_wrong_block_on_another_rank_changes_the_answer_of_the_fake_model(num_
     assert after != before
 
 
-@pytest.mark.parametrize("name", ["peer_that_is_gone", pytest.param("peer_that_hangs", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["peer_that_is_gone", pytest.param("peer_that_hangs", marks=pytest.mark.nightly)])
 def test_no_collective_waits_for_ever(name):
     assert run_group(2, name, ranks=[0]) == [["RankLost", "RankLost"]]
 

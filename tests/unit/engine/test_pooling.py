@@ -54,8 +54,8 @@ def by_hand(folder, texts, kind):
         "mistral",
         "qwen3",
         "gemma2",
-        pytest.param("llama", marks=pytest.mark.long),
-        pytest.param("qwen2", marks=pytest.mark.long),
+        pytest.param("llama", marks=pytest.mark.nightly),
+        pytest.param("qwen2", marks=pytest.mark.nightly),
     ],
 )
 def test_embeddings_are_those_of_transformers_however_texts_are_cut(tmp_path, family, kind):

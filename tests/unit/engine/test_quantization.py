@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cache.kv_pool import PagedKVPool
@@ -103,7 +103,6 @@ def test_a_prompt_is_rounded_to_the_nearest_number_of_its_block_and_head(dtype, 
     assert not np.frombuffer(b"".join(pool.read(1, [1, 2, 4])), np.uint8).any()
 
 
-@settings(max_examples=60)
 @given(
     cuts=st.lists(st.integers(1, 9), min_size=1, max_size=12),
     dtype=st.sampled_from(DTYPES),
@@ -177,7 +176,6 @@ def test_a_block_in_its_second_life_is_as_good_as_new(dtype):
     assert np.abs(gathered(used, [0])).max() > 100
 
 
-@settings(max_examples=60)
 @given(
     steps=st.lists(st.lists(st.integers(0, 6), min_size=4, max_size=4), min_size=1, max_size=6),
     dtype=st.sampled_from(DTYPES),

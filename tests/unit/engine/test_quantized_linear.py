@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.native.linear_library import VARIANTS, linear_library
@@ -164,7 +164,6 @@ def test_bytes_are_a_half_and_a_quarter():
 weights = st.integers(0, 10**6).map(lambda seed: random(5, 70, seed=seed) * 10.0 ** (seed % 7 - 3))
 
 
-@settings(max_examples=30)
 @given(weights)
 def test_eight_bits_are_within_half_a_step_of_an_output(weight):
     quantized = quantize(weight, 8)
@@ -174,7 +173,6 @@ def test_eight_bits_are_within_half_a_step_of_an_output(weight):
     assert (quantized.zeros == 128).all()
 
 
-@settings(max_examples=30)
 @given(weights)
 def test_four_bits_are_within_a_step_of_a_group(weight):
     quantized = quantize(weight, 4)

@@ -51,7 +51,7 @@ def adapter(folders, tmp_path_factory):
 
 @pytest.fixture(
     scope="module",
-    params=[(2, QUICK), *(pytest.param((size, [*MODELS, ADAPTED]), marks=pytest.mark.long) for size in (2, 3))],
+    params=[(2, QUICK), *(pytest.param((size, [*MODELS, ADAPTED]), marks=pytest.mark.nightly) for size in (2, 3))],
     ids=["2, some", "2", "3"],
 )
 def ranks(request, folders, adapter, tmp_path_factory):
@@ -111,7 +111,7 @@ def test_traits_tell_where_bits_may_differ(ranks):
         assert (whole["traits"] == divided["traits"]) == is_exact
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_stages_of_two_ranks_pass_on_their_share(folders, adapter, tmp_path):
     settings = {"sequence_parallel_min_tokens": 1, "pipeline_parallel_size": 2}
     given = {name: case(name, folders, adapter, **settings) for name in OF_TRANSFORMERS}
@@ -139,7 +139,7 @@ def test_only_large_steps_with_prompts_are_divided():
     assert not is_divided(1, min_tokens=1)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_ranks_that_were_told_otherwise_are_refused(tmp_path):
     folder = write_tiny_model(tmp_path / "model")
     outputs = []

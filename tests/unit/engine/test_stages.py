@@ -50,7 +50,7 @@ def adapter(folders, tmp_path_factory):
     return write_adapter(tmp_path_factory.mktemp("adapters") / "sql", folders["llama"], seed=5)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def num_stages(request):
     return request.param
 
@@ -111,7 +111,7 @@ def test_no_rank_holds_more_than_its_stage(num_stages, alone, staged):
     assert all(rank["description"]["pp_size"] == str(num_stages) for rank in ranks)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_stages_of_two_ranks_answer_as_transformers_and_the_fake_model_as_on_paper(folders, tmp_path):
     fake = write_fake_model(tmp_path / "fake", num_kv_heads=3, num_layers=5)
     prompts = [[97, 98], list(range(30)), [255] * 9]

@@ -68,7 +68,7 @@ def test_greedy_answers_meet_their_schemas_too(engine):
     check(short, texts(answers(engine, short, temperature=0.0)))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_200_schemas(engine):
     schemas = many_schemas(240)
     assert check(schemas, texts(answers(engine, schemas))) >= 200

@@ -13,7 +13,7 @@ from tests.unit.engine.test_fake import answer_on_paper
 from tests.unit.engine.test_llama import random_prompts, transformers_model
 from tests.unit.serving_node.rank_process import rank_case, run_ranks
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 # Sizes are chosen so that 2, 3 and 4 ranks divide few of them: heads, neurons and vocabulary come out uneven.
 MODELS = {
@@ -158,7 +158,7 @@ def test_with_the_flag_two_ranks_of_torch_change_no_bit_by_the_cut(models, tmp_p
 
 
 @pytest.mark.skipif(native_library() is None, reason="the native kernels were not built")
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_nor_do_ranks_of_one_machine_by_kernels(models, tmp_path, num_ranks):
     model = case(models["bfloat16"])
     sampled, facts = run_ranks(tmp_path, num_ranks, {str(size): {**model, "chunk_tokens": size} for size in (7, 1000)})

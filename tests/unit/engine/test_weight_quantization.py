@@ -11,7 +11,7 @@ from tests.toy_scheduler import greedy, run_all
 from tests.unit.engine.test_llama import random_prompts
 from tests.unit.serving_node.rank_process import run_ranks
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 (PROMPT,) = random_prompts([60])
 

@@ -244,7 +244,7 @@ print(peak_bytes - 64 * engine.layout.block_bytes)
 """
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
 def test_memory_of_a_node_stays_near_that_of_its_weights(dtype, tmp_path):
     folder = write_tiny_model(tmp_path, vocab_size=400, num_hidden_layers=6)
     config = json.loads((folder / "config.json").read_text())

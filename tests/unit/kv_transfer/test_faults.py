@@ -16,7 +16,7 @@ from kv_transfer.sessions.sender_session import MAX_ROUNDS
 from kv_transfer.ticket import Ticket
 from kv_transfer.transports import zmq_connection
 from kv_transfer.wire import Abort, Data, Finish, decode
-from tests.lengths import few
+from tests.effort import few
 from tests.unit.kv_transfer.transfer_kit import (
     BIG_LAYOUT,
     BIG_NUM_BLOCKS,

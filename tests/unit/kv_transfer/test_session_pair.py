@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.results import Received, Sent
@@ -190,7 +190,6 @@ class World:
         return data.draw(st.integers(0, len(items) - 1))
 
 
-@settings(max_examples=200)
 @given(st.data())
 def test_whatever_happens_nothing_wrong_is_committed_and_both_sides_end(data):
     num_blocks = data.draw(st.integers(1, 6))

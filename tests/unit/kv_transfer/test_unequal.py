@@ -6,7 +6,7 @@ import random
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.sessions.sender_session import MAX_ROUNDS
@@ -24,7 +24,7 @@ from tests.unit.kv_transfer.transfer_kit import (
     transfer,
 )
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 TP_SIZES = [1, 2, 4]
 PAIRS = list(itertools.product(TP_SIZES, TP_SIZES))
@@ -115,7 +115,6 @@ def test_the_pools_of_the_engine(fabric, prefill_tp, decode_tp, dtype):
     run(check_pools(fabric, whole, prefill_tp, decode_tp))
 
 
-@settings(max_examples=40)
 @given(
     prefill_tp=st.integers(1, 5),
     decode_tp=st.integers(1, 5),

@@ -109,7 +109,7 @@ def loaded(folder, rank, tp_size):
     return decoder
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_ranks_give_the_same_as_one(tmp_path):
     stored, _ = write_quantized(tmp_path, "gptq")
     case = {

@@ -1,7 +1,7 @@
 """Which blocks the second tier holds, and where, beside a plain list of what ought to be there."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serving_core.tiers import TierIndex, TierRates
@@ -124,7 +124,6 @@ def test_what_another_reads_too_keeps_its_slot():
     assert b"\x01" not in index
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     num_host=st.integers(0, 4),
     num_disk=st.integers(0, 4),

@@ -19,6 +19,7 @@ from engine.engine import Engine
 from engine.parallel import choose_device, join
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
+from tests import forked
 from tests.toy_scheduler import greedy, run_all
 
 TIMEOUT_S = 600
@@ -47,8 +48,9 @@ def rank_processes(tp_size, program, *arguments):
             "OMP_NUM_THREADS": "1",
         }
         processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", program, *map(str, arguments)],
+            forked.popen(
+                program,
+                *map(str, arguments),
                 env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

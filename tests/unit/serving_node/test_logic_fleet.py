@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from serving_core.prefix import GRAFT
-from tests.lengths import few
+from tests.effort import few
 from tests.toy_kv import ORIGINS
 from tests.unit.serving_node.fleet_kit import Fleet
 
@@ -69,7 +69,7 @@ def seen(fleet):
     )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("order", EACH_ORDER)
 def test_everyone_gets_their_answer(order):
     """Nothing fails here; so nobody may be told of a failure, not even by time."""
@@ -85,7 +85,7 @@ def test_everyone_gets_their_answer(order):
     assert not total["failed"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("order", EACH_ORDER)
 def test_answers_move_and_stay_and_everyone_gets_theirs(order):
     """Without a failure, but for moves that come to nothing."""
@@ -100,7 +100,7 @@ def test_answers_move_and_stay_and_everyone_gets_theirs(order):
     assert not total["failed"]
 
 
-@pytest.mark.parametrize("faults", [0.0, pytest.param(0.02, marks=pytest.mark.long)])
+@pytest.mark.parametrize("faults", [0.0, pytest.param(0.02, marks=pytest.mark.nightly)])
 def test_who_begins_alike_gets_the_same_answers(faults):
     """Where nothing fails, nobody is told of a failure, not even by time."""
     total = Counter()
@@ -114,7 +114,7 @@ def test_who_begins_alike_gets_the_same_answers(faults):
     assert bool(total["failed"]) == bool(faults)
 
 
-@pytest.mark.parametrize("faults", [0.0, pytest.param(0.01, marks=pytest.mark.long)])
+@pytest.mark.parametrize("faults", [0.0, pytest.param(0.01, marks=pytest.mark.nightly)])
 def test_what_answers_that_move_begin_with_is_not_sent_to_who_holds_it(faults):
     """On nodes of one origin and of two: what goes by a name was made as the name says, wherever it stands."""
     total = Counter()
@@ -129,7 +129,7 @@ def test_what_answers_that_move_begin_with_is_not_sent_to_who_holds_it(faults):
     assert bool(total["failed"]) == bool(faults)
 
 
-@pytest.mark.parametrize("faults", [pytest.param(0.003, marks=pytest.mark.long), 0.03])
+@pytest.mark.parametrize("faults", [pytest.param(0.003, marks=pytest.mark.nightly), 0.03])
 def test_everyone_gets_their_answer_or_an_end_whatever_fails(faults):
     """Transfers and steps fail, users cancel, streams to nodes break; what failed is tried again, as old as it was."""
     total = Counter()
@@ -142,7 +142,7 @@ def test_everyone_gets_their_answer_or_an_end_whatever_fails(faults):
     assert min(total.values()) > 10, f"too little happened: {total}"
 
 
-@pytest.mark.parametrize("faults", [0.0, pytest.param(0.02, marks=pytest.mark.long)])
+@pytest.mark.parametrize("faults", [0.0, pytest.param(0.02, marks=pytest.mark.nightly)])
 def test_answers_with_candidates_are_the_same(faults):
     """They move, are put back and fail like all others. Of three kinds of tokens one is easily guessed."""
     total = Counter()
@@ -199,7 +199,7 @@ def test_the_oldest_finishes_though_younger_ones_come_without_end(first_seed, pr
         fleet.check_end()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_pool_as_large_as_the_largest_request_is_enough_for_many_of_them():
     for seed in range(20):
         fleet = Fleet(seed, 2, num_blocks=NUM_BLOCKS, seats=4)
@@ -209,7 +209,7 @@ def test_a_pool_as_large_as_the_largest_request_is_enough_for_many_of_them():
         fleet.check_end()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_those_that_wait_too_long_are_told_and_nothing_stays_behind():
     """Credit and tickets with little time, on nodes that are much too small for the load."""
     num_failed = 0

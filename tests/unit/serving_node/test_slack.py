@@ -132,7 +132,7 @@ def kept_schedule(seed, monkeypatch):
 
 
 hundreds = pytest.mark.parametrize(
-    "hundred", [0, 1, *(pytest.param(each, marks=pytest.mark.long) for each in (2, 3, 4))]
+    "hundred", [0, 1, *(pytest.param(each, marks=pytest.mark.nightly) for each in (2, 3, 4))]
 )
 
 
@@ -148,7 +148,7 @@ def test_with_exact_costs_every_limit_that_steps_alone_would_keep_is_kept(hundre
         kept_schedule(seed, monkeypatch)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("thousand", range(4))
 def test_no_schedule_of_thousands_is_late_because_of_a_chunk(thousand, monkeypatch):
     for seed in range(1000 * thousand, 1000 * thousand + 1000):
@@ -176,7 +176,7 @@ def learnt():
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(75), pytest.param(range(75, 300), marks=pytest.mark.long)], ids=["75", "225 more"]
+    "seeds", [range(75), pytest.param(range(75, 300), marks=pytest.mark.nightly)], ids=["75", "225 more"]
 )
 @pytest.mark.parametrize("model", [lambda: ExactCosts(WEIGHTS), learnt], ids=["known", "learnt"])
 def test_where_steps_take_a_fifth_more_or_less_chunks_make_next_to_nobody_late(model, seeds):

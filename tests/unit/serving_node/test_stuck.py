@@ -160,7 +160,7 @@ def hang(c):
 ASKED = {"temperature": 0, "ignore_eos": True, "max_tokens": 4, "timeout": 400.0}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_the_process_of_a_node_that_is_stuck_for_good_ends_and_a_new_one_serves(tmp_path):
     """As `splitserve up` does, the test starts it again."""
     folder, settings = tmp_path / "coordinator", {"heartbeat_s": 0.2, "node_timeout_s": 3.0, "node_wait_s": 300.0}
@@ -182,7 +182,7 @@ async def test_the_process_of_a_node_that_is_stuck_for_good_ends_and_a_new_one_s
             await node.wait()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_a_node_that_is_told_to_stop_ends_though_its_step_does_not(tmp_path):
     folder = tmp_path / "coordinator"
     async with asyncio.timeout(800.0), cluster(folder, nodes=(), heartbeat_s=0.2, node_timeout_s=300.0) as c:

@@ -204,7 +204,7 @@ def test_no_more_tensors_of_experts_are_made_than_a_model_may_have(make):
         make("mixtral", change, num_local_experts=660, intermediate_size=2, hidden_size=4, head_dim=2)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
 def test_whatever_bytes_are_changed_it_is_served_or_refused(mixture, tmp_path, seed):
     content, rng = bytearray(mixture.read_bytes()), random.Random(seed)

@@ -331,7 +331,7 @@ def served_or_refused(file, cache):
     read_tokenizer(folder)
 
 
-anything = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+anything = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @anything

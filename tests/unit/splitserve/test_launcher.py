@@ -160,7 +160,7 @@ def test_a_cluster_serves_and_survives_a_node_but_not_its_coordinator(up, tmp_pa
     ("number", "exit_code"),
     [
         (signal.SIGINT, 130),
-        *(pytest.param(ends, 0, marks=pytest.mark.long) for ends in (signal.SIGTERM, signal.SIGHUP)),
+        *(pytest.param(ends, 0, marks=pytest.mark.nightly) for ends in (signal.SIGTERM, signal.SIGHUP)),
     ],
 )
 @pytest.mark.parametrize("when", ["Loading", "Ready"])
@@ -178,7 +178,7 @@ def test_a_clean_end_leaves_nothing(up, hangups, tmp_path, when, number, exit_co
     assert "Traceback" not in cluster.said
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_temporary_files_may_have_long_paths_and_be_cleaned_away(up, tmp_path, monkeypatch):
     """A socket's path has some hundred characters at most."""
     folder = tmp_path / ("x" * 120)
@@ -195,7 +195,7 @@ def test_temporary_files_may_have_long_paths_and_be_cleaned_away(up, tmp_path, m
     assert "Traceback" not in cluster.said
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_logs_that_were_asked_for_are_kept(up, tmp_path):
     cluster = up("--log-dir", str(tmp_path / "logs"))
     cluster.read_until("Ready")
@@ -221,7 +221,7 @@ def test_a_hangup_has_the_api_keys_read_again_and_nothing_ends(up, hangups, tmp_
     assert (cluster.end(), cluster.said.splitlines()[-1]) == (0, "Stopped.")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_hangup_while_it_loads_ends_nothing_and_is_passed_on(up, hangups, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("ann key-of-ann\n")
@@ -251,7 +251,7 @@ IN_A_TERMINAL = (
 )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_up_ends_when_its_terminal_does(model, hangups, tmp_path):
     """Which is a hangup too, but not one that is about API keys."""
     (tmp_path / "keys").write_text("ann key-of-ann\n")
@@ -274,7 +274,7 @@ def test_up_ends_when_its_terminal_does(model, hangups, tmp_path):
     assert_gone(children)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_nodes_that_die_start_again_and_whoever_asks_meanwhile_waits(up):
     cluster = up("--node-wait-s", str(DEADLINE_S))
     cluster.read_until("Ready")
@@ -295,7 +295,7 @@ def test_nodes_that_die_start_again_and_whoever_asks_meanwhile_waits(up):
     assert_gone([*first.values(), *again.values()])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_cluster_of_nodes_that_do_both_serves(up):
     cluster = up("--both", "2")
     cluster.read_until("Ready")
@@ -308,7 +308,7 @@ def test_a_cluster_of_nodes_that_do_both_serves(up):
     assert (cluster.end(), cluster.said.splitlines()[-1]) == (0, "Stopped.")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a child's life to its parent's")
 def test_nothing_is_left_when_up_itself_is_killed(up, tmp_path, monkeypatch):
     cluster = up()
@@ -340,7 +340,7 @@ def test_a_port_in_use_is_named_with_its_flag(up, tmp_path):
             assert refusal(cluster, tmp_path) == f"Error: {flag} {port} is in use on 127.0.0.1"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_another_cluster_on_the_port_is_never_taken_for_ours(up, tmp_path):
     first = up()
     first.read_until("Ready")
@@ -492,7 +492,7 @@ def test_a_kernel_variant_that_is_none_is_told_before_anything_starts(up, tmp_pa
     assert "SPLITSERVE_NATIVE=sse9 is none of" in refusal(up(), tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_only_a_node_can_know_is_its_own_sentence(up, tmp_path):
     folder = write_tiny_model(tmp_path / "tiny")
     rewrite(folder / "config.json", num_hidden_layers=4)
@@ -524,7 +524,7 @@ def test_missing_kernels_are_told_with_what_they_cost(up, tmp_path, compiled):
     assert compiled or "takes about 3 times as long" in lines[0]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_no_module_of_a_user_is_imported(up, tmp_path, monkeypatch, short_path):
     """From the folder that it runs in: not by ranks and doors either, and not in the place of one of Python itself."""
     monkeypatch.setenv("TMPDIR", str(short_path))  # doors have sockets there
@@ -538,7 +538,7 @@ def test_no_module_of_a_user_is_imported(up, tmp_path, monkeypatch, short_path):
     assert cluster.end() == 130
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_role_becomes_the_process_of_its_room(model):
     port, fleet_port = free_port(), free_port()
     command = [
@@ -572,7 +572,7 @@ def _lives(client: Client) -> bool:
         return False
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_demo_answers_shows_the_timeline_and_leaves_nothing():
     try:
         demo_folder(print)

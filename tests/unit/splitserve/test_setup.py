@@ -119,7 +119,7 @@ def index_at(folder):
             thread.join(DEADLINE_S)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_index_that_does_not_answer_is_given_up(project):
     with socket.create_server(("127.0.0.1", 0)) as server:  # takes the connection, and says nothing
         done = set_up(project, f"http://127.0.0.1:{server.getsockname()[1]}", index_timeout_s=2)
@@ -134,7 +134,7 @@ def test_an_index_that_does_not_answer_is_given_up(project):
     assert (version_of(project, "torch"), version_of(project, "needed")) == ("2.13.0", "1")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_torch_comes_from_the_index_that_has_it_without_cuda(project, tmp_path):
     write_wheel(tmp_path / "index" / "torch", "torch", "2.13.0+cpu")
     (project / "engine" / "native" / "kernels.cpython-311-x86_64-linux-gnu.so").touch()
@@ -147,7 +147,7 @@ def test_torch_comes_from_the_index_that_has_it_without_cuda(project, tmp_path):
     assert version_of(project, "torch") == "2.13.0+cpu"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_environment_that_was_cut_off_before_pip_is_begun_again(project):
     venv.create(project / ".venv", with_pip=False)
     done = set_up(project, "http://127.0.0.1:1")  # nobody listens there
@@ -155,7 +155,7 @@ def test_an_environment_that_was_cut_off_before_pip_is_begun_again(project):
     assert version_of(project, "needed") == "1"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_fails_shows_the_end_of_the_log_and_names_it(project):
     (project / "pyproject.toml").write_text(PYPROJECT.format(dev="no-such-package"))
     with socket.socket() as taken:  # so that nobody listens there

@@ -177,7 +177,7 @@ async def compare(model, folder, *targets, words=()):
     )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_a_comparison_that_was_killed_goes_on_with_what_is_missing(tmp_path):
     model, folder = write_fake_model(tmp_path / "model"), tmp_path / "saved"
     is_held, goes_on = asyncio.Event(), asyncio.Event()

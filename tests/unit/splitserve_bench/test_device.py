@@ -432,7 +432,7 @@ def patience(monkeypatch):
     monkeypatch.setattr(made, lambda *given: [replace(each, limit_s=LIMIT_S) for each in steps_of(*given)])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.usefixtures("patience")
 def test_every_step_can_be_done_in_tiny_sizes(tmp_path):

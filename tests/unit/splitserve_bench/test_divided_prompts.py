@@ -11,7 +11,7 @@ from tests.unit.engine.native_kit import needs_library
 ROW = re.compile(r"\| (\d+) \| (\d+) ms \| (\d+) ms \| \d+ ms \| \d+ ms \| equal \|")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @needs_library
 def test_a_step_over_one_pool_and_over_two_nodes():
     arguments = "--shape smollm2-135m --layers 1 --tokens 1024 --chunk 70 --hosts 1 --repeats 1"

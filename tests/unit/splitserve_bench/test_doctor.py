@@ -106,7 +106,7 @@ def test_more_cores_than_there_are():
         node_cpus([0, 1], 3)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_command_measures_a_model(tmp_path, monkeypatch):
     barriers = []
 
@@ -156,7 +156,7 @@ def test_the_tables_show_every_figure(tmp_path):
         assert text in result.stdout, result.stdout
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_node_whose_weights_do_not_fit_is_measured_too(tmp_path):
     write_random_model(tmp_path / "tiny", TINY)
     refused = run(tmp_path / "tiny", *TINY_SIZES, "--weights-memory-bytes", "1000")
@@ -168,7 +168,7 @@ def test_a_node_whose_weights_do_not_fit_is_measured_too(tmp_path):
     assert all(each["seconds"] > 0 for each in json.loads(measured.stdout)["steps"])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_was_measured_is_shown_though_the_profile_cannot_be(tmp_path):
     write_random_model(tmp_path / "tiny", TINY)  # without a tokenizer, which the cluster of --save needs
     shown = run(tmp_path / "tiny", *TINY_SIZES, "--save", tmp_path / "profile.json")
@@ -202,7 +202,7 @@ def test_the_fake_model_is_refused(tmp_path):
     )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_error_of_a_node_is_told_in_its_words(tmp_path):
     write_random_model(tmp_path / "tiny", TINY)
     (tmp_path / "tiny" / "model.safetensors").unlink()

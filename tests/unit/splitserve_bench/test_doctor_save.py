@@ -167,7 +167,7 @@ def test_steps_of_a_tiny_model(tiny, kv_cache_dtype):
     assert all(seconds > 0 for row in (*answers.seconds, *prompts.seconds) for seconds in row)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("module", "task", "measured"),
     [
@@ -206,7 +206,7 @@ def cpu_s(process):
     return sum(each.user + each.system for each in times)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("has_all_cores", [False, True], ids=["a node of one core", "a node of all cores"])
 def test_the_command_saves_what_a_simulation_reads(tiny, tmp_path, monkeypatch, has_all_cores):
     """A node of all cores leaves none for a second one, so there is no corridor between two."""

@@ -117,7 +117,7 @@ def test_what_is_clipped_is_told(words, tmp_path, trace):
     assert "clipped" not in dominance(*words, "--seeds", "1").stderr
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_limits_are_multiples_of_that(words, tmp_path, trace):
     ttft_s, tpot_s = alone_s(PROFILE, load_of(trace))
     result = dominance(*words, "--limits", "6x:2.5x", "--rates", "2", "--seeds", "1", "--json")
@@ -127,14 +127,14 @@ def test_limits_are_multiples_of_that(words, tmp_path, trace):
     assert cells["6x:2.5x"]["tpot_ms"] == pytest.approx(2.5e3 * tpot_s)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_each_trace_may_have_rates_and_lengths_of_its_own(words, trace):
     more = ("--trace", f"code={trace}", "--rates", "code=8", "--length-scale", "code=0.5", "--seeds", "1", "--json")
     cells = figures_of(dominance(*words, *more))["cells"]
     assert [(cell["trace"], cell["rate"]) for cell in cells] == [("chat", 2), ("chat", 4), ("code", 8)]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_one_node_on_all_cores_has_a_profile_of_its_own(words, tmp_path):
     slow = replace(PROFILE, control=replace(PROFILE.control, door_s=9.0))
     slow.save(tmp_path / "slow.json")
@@ -147,7 +147,7 @@ def test_one_node_on_all_cores_has_a_profile_of_its_own(words, tmp_path):
 # ---- what is saved ----
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_pass_that_was_killed_goes_on_where_it_was(words, tmp_path):
     begun, whole = tmp_path / "begun", tmp_path / "whole"
     command = [sys.executable, "-m", "splitserve", "bench", "dominance", *map(str, words), "--seeds", "6"]
@@ -168,7 +168,7 @@ def test_a_pass_that_was_killed_goes_on_where_it_was(words, tmp_path):
     assert figures_of(again) == figures_of(dominance(*words, "--seeds", "6", "--json", "--save-dir", whole))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_more_seeds_add_to_what_is_there_and_other_arguments_do_not_use_it(words, tmp_path):
     def missing(*more):
         result = dominance(*words, *more, "--save-dir", tmp_path / "runs", "--json")

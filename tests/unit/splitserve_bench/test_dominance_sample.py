@@ -10,7 +10,7 @@ PROFILE = Path(__file__).with_name("amx_core.json")  # of SmolLM2-135M-Instruct 
 TIGHT = "6x:1.5x"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_auto_is_better_on_the_mean_and_nowhere_far_behind(tmp_path):
     """What holds: better on the mean than the best other fleet of each cell, of which there are eleven; ahead of it
     wherever a chat fills the nodes and tokens are due soon; and behind it by 8 points at most, with room for what three

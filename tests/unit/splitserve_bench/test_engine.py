@@ -178,7 +178,7 @@ def test_a_shape_is_measured_without_a_model(run, monkeypatch):
     assert 2 * READ_PARAMETERS <= padded <= 1.05 * 2 * READ_PARAMETERS
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_transformers_can_be_measured_beside_it(run, monkeypatch):
     tiny = Shape("Gemma3ForCausalLM", "gemma3_text", 48, 3, 4, 1, 12, 80, 260, 1024)
     monkeypatch.setitem(SHAPES, "gemma-3-1b", tiny)

@@ -56,7 +56,7 @@ class Watching(Door):
 
 @pytest.mark.parametrize(
     ("counts", "writers"),
-    [((1, 1, 0), ["decode-0"]), pytest.param((0, 0, 2), ["both-0", "both-1"], marks=pytest.mark.long)],
+    [((1, 1, 0), ["decode-0"]), pytest.param((0, 0, 2), ["both-0", "both-1"], marks=pytest.mark.nightly)],
 )
 def test_the_account_has_what_the_pools_have(counts, writers):
     """Within a block for each answer, on average; counted for each request it would be many times as much."""
@@ -73,7 +73,7 @@ def num_timely(size, rate, num_blocks, seed):
     return num_good(outcomes)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("admission", [ADMIT_ALL, ADMIT_TIMELY])
 @pytest.mark.parametrize(("counts", "rate"), [((1, 1, 0), 8.0), ((0, 0, 2), 8.0), ((2, 2, 0), 14.0)])
 @pytest.mark.parametrize("seed", range(2))
@@ -90,7 +90,7 @@ def mean_good(policy, admission):
     return fmean(num_good(world.run()[0], limits) / 150 for world in worlds)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_no_node_is_spared_for_prompts_that_are_held():
     """Or one would be crowded with answers, and the other one would have little to read."""
     assert mean_good("auto", ADMIT_TIMELY) >= mean_good("lmetric", ADMIT_ALL) - 0.02

@@ -12,7 +12,7 @@ from splitserve_bench.simulate.costs import ProfileCosts
 from tests.unit.splitserve_bench.goodput_kit import KNEES, Door, World, attainment, fleet_of
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, request
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 # Where time is short, more is lost: two nodes that do both lose 4.5 points at 1.5 times the knee.
 MOST_LOST_TO_AGE = {0.8: 0.03, 1.5: 0.06}

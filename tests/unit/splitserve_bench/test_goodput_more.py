@@ -11,7 +11,7 @@ from splitserve_bench.serve.metrics import Limits
 from tests.unit.splitserve_bench.goodput_kit import KNEES, LIMITS, attainment, fleet_of
 from tests.unit.splitserve_bench.simulate_kit import SIZES
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 MOST_LOST = {1.0: 0.02, 1.8: 0.06}  # by multiples of the knee
 SCARCE, MORE = (120, 240)  # blocks; the longest request needs 51

@@ -11,7 +11,7 @@ from serving_core.reasons import WOULD_BE_LATE
 from splitserve_bench.overload.findings import findings_of
 from splitserve_bench.overload.stages import parse_stages
 from splitserve_bench.serve.metrics import ttft_s
-from tests.lengths import few
+from tests.effort import few
 from tests.unit.splitserve_bench.goodput_kit import KNEES, LIMITS, Door, World, fleet_of, load, num_good
 from tests.unit.splitserve_bench.simulate_kit import TOKEN_S
 
@@ -34,7 +34,7 @@ def staged(text, counts, seed):
     return stages, planned
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @fleets
 def test_at_three_times_the_knee_goodput_is_near_its_peak_where_only_the_timely_are_admitted(counts):
     goodputs = {}
@@ -47,7 +47,7 @@ def test_at_three_times_the_knee_goodput_is_near_its_peak_where_only_the_timely_
     assert goodputs.pop(3.0) >= 0.8 * max(goodputs.values()), goodputs
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @fleets
 def test_goodput_is_back_soon_after_an_overload_where_only_the_timely_are_admitted(counts):
     for seed in range(SEEDS):
@@ -57,7 +57,7 @@ def test_goodput_is_back_soon_after_an_overload_where_only_the_timely_are_admitt
         assert findings.back_s <= BACK_S
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @fleets
 def test_an_overload_of_half_a_minute_costs_little_and_is_soon_over(counts):
     """And nobody is turned away who has read the beginning of an answer."""
@@ -141,7 +141,7 @@ def share(found):
     return num_served / num_back
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("text", "least"),
     [
@@ -168,7 +168,7 @@ class Few(Door):
         super().submit(request_id, *arguments, **options)
 
 
-@pytest.mark.parametrize("admission", [pytest.param(ADMIT_ALL, marks=pytest.mark.long), ADMIT_TIMELY])
+@pytest.mark.parametrize("admission", [pytest.param(ADMIT_ALL, marks=pytest.mark.nightly), ADMIT_TIMELY])
 @pytest.mark.parametrize(
     "counts", few([(1, 1, 0), (0, 0, 2), (1, 0, 1)]), ids=lambda counts: str(fleet_of(counts, ADMIT_ALL))
 )

@@ -397,7 +397,7 @@ async def test_a_generator_that_dies_is_an_error(serving, generator):
             await load
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_a_generator_that_says_nothing_any_more_is_ended(serving, generator, monkeypatch):
     script, processes = Script({0: HANG}), []
 

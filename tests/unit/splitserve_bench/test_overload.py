@@ -240,8 +240,8 @@ async def run(target, *words):
     return output.decode()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["splitserve", pytest.param("openai", marks=pytest.mark.long)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["splitserve", pytest.param("openai", marks=pytest.mark.nightly)])
 async def test_a_server_is_loaded_in_stages(kind, tmp_path):
     script = Script()
     async with SERVERS[kind](script) as target:
@@ -262,7 +262,7 @@ async def test_a_server_is_loaded_in_stages(kind, tmp_path):
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("words", "limits"), [([], (60000, 50000)), (["--no-send-limits"], (None, None))])
 async def test_the_server_is_told_the_limits(words, limits):
     script = Script()
@@ -273,7 +273,7 @@ async def test_the_server_is_told_the_limits(words, limits):
     assert {(asked.get("ttft_ms"), asked.get("tpot_ms")) for asked in told[:2]} == {(None, None)}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_other_servers_are_not_told_the_limits():
     script = Script()
     async with http_server(script) as target:

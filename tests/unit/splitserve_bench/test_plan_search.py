@@ -190,7 +190,7 @@ SMALL = ("--tp", "1", "--random-input-len", "200", "--random-output-len", "8", "
          "--num-prompts", "30", "--seconds", "0.01", "--jobs", "1", "--slo", "ttft:3000", "tpot:200")  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_command_finds_a_plan_and_says_how_to_run_it(tmp_path):
     PROFILE.save(tmp_path / "profile.json")
     saved, picture = tmp_path / "plan.json", tmp_path / "plan.png"
@@ -210,7 +210,7 @@ def test_the_command_finds_a_plan_and_says_how_to_run_it(tmp_path):
     assert json.loads(again.stdout.splitlines()[-1])["plans"] == found["plans"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_any_number_of_processes_finds_the_same_to_the_byte(tmp_path):
     PROFILE.save(tmp_path / "profile.json")
     words = ("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *SMALL, "--json")

@@ -10,7 +10,7 @@ from tests.unit.serving_node.rank_process import TIMEOUT_S, rank_processes
 LINE = re.compile(r" +(\d+) tokens (whole|divided) +\d+ tokens/s, CPU ms .* most MiB of activations (\S+) (\S+)")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_divided_steps_hold_less(tmp_path):
     folder = write_tiny_model(tmp_path / "model", hidden_size=480, intermediate_size=80)
     arguments = (folder, "--tokens", "100,201", "--repeats", "1")

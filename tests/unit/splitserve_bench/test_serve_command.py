@@ -30,7 +30,7 @@ from tests.unit.splitserve_bench.load_servers import (
 
 FEW = ("--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "4")
 most_of_one = pytest.mark.parametrize(
-    "serving", ["splitserve", pytest.param("openai", marks=pytest.mark.long)], indirect=True
+    "serving", ["splitserve", pytest.param("openai", marks=pytest.mark.nightly)], indirect=True
 )
 PNG = b"\x89PNG"
 

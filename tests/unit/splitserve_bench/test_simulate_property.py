@@ -9,18 +9,18 @@ from random import Random
 import pytest
 
 from splitserve_bench.serve.records import PlannedRequest
-from tests.lengths import few
+from tests.effort import few
 from tests.unit.splitserve_bench.simulated_world import BLOCK_SIZE, FLEETS, World
 
 TROUBLES = ("cancel", "lose", "flip", "drain")
 PRIORITIES = (-1, 0, 1)
 seeds_of_60 = pytest.mark.parametrize(
-    "seeds", [range(20), pytest.param(range(20, 60), marks=pytest.mark.long)], ids=["20", "40 more"]
+    "seeds", [range(20), pytest.param(range(20, 60), marks=pytest.mark.nightly)], ids=["20", "40 more"]
 )
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(50), pytest.param(range(50, 150), marks=pytest.mark.long)], ids=["50", "100 more"]
+    "seeds", [range(50), pytest.param(range(50, 150), marks=pytest.mark.nightly)], ids=["50", "100 more"]
 )
 def test_without_trouble_everyone_gets_the_whole_answer(seeds):
     seen = Counter()
@@ -33,12 +33,12 @@ def test_without_trouble_everyone_gets_the_whole_answer(seeds):
     assert min(seen[each] for each in ("preempted", "kept", "handed over")) > len(seeds) // 20, seen
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("has_limits", "priorities"),
     [
-        pytest.param(True, (0,), marks=pytest.mark.long),
-        pytest.param(False, PRIORITIES, marks=pytest.mark.long),
+        pytest.param(True, (0,), marks=pytest.mark.nightly),
+        pytest.param(False, PRIORITIES, marks=pytest.mark.nightly),
         (True, PRIORITIES),
     ],
     ids=["l", "p", "l+p"],
@@ -63,7 +63,7 @@ def test_one_kind_of_trouble(trouble, seeds):
     assert seen[happened] > 10, seen
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_all_kinds_of_trouble_together():
     seen = Counter()
     for seed in range(150):
@@ -110,12 +110,12 @@ def compare_deadlines(world):
                     yield "after a move"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @seeds_of_60
 @pytest.mark.parametrize(
-    "limits", [pytest.param(False, marks=pytest.mark.long), True], ids=["no limits", "limits and priorities"]
+    "limits", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["no limits", "limits and priorities"]
 )
-@pytest.mark.parametrize("troubles", [pytest.param((), marks=pytest.mark.long), TROUBLES], ids=["calm", "trouble"])
+@pytest.mark.parametrize("troubles", [pytest.param((), marks=pytest.mark.nightly), TROUBLES], ids=["calm", "trouble"])
 def test_streaks_change_nothing(troubles, limits, seeds):
     """Steps that are taken in for less give what single steps give, to the last bit of every time."""
     asked = {"has_limits": True, "priorities": PRIORITIES} if limits else {}
@@ -127,9 +127,9 @@ def test_streaks_change_nothing(troubles, limits, seeds):
         assert loads[0] == loads[1]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @seeds_of_60
-@pytest.mark.parametrize("troubles", [pytest.param((), marks=pytest.mark.long), TROUBLES], ids=["calm", "trouble"])
+@pytest.mark.parametrize("troubles", [pytest.param((), marks=pytest.mark.nightly), TROUBLES], ids=["calm", "trouble"])
 def test_streaks_change_nothing_beside_neighbours_that_come_and_go(troubles, seeds):
     seen = Counter()
     for seed in seeds:
@@ -155,7 +155,9 @@ def test_neighbours_that_make_no_difference_change_nothing(seeds):
 
 
 @pytest.mark.parametrize(
-    "priorities", [pytest.param((0,), marks=pytest.mark.long), PRIORITIES], ids=["equal", "it is the least important"]
+    "priorities",
+    [pytest.param((0,), marks=pytest.mark.nightly), PRIORITIES],
+    ids=["equal", "it is the least important"],
 )
 @pytest.mark.parametrize("fleet", few(FLEETS, *FLEETS[:2]), ids="+".join)
 def test_the_oldest_finishes_though_younger_ones_come_without_end(fleet, priorities):

@@ -1,0 +1,155 @@
+"""Count the files and the cross-file calls that one prompt takes: `python tools/hops.py [MODEL]`.
+
+A coordinator, a prefill node and a decode node serve the model (the demo model unless one is given) under a profile hook,
+which counts each call from one product file to another. Prompts have 16 tokens of the demo model. What a decode step and a token take is the
+difference between a long and a short output. The calls of an idle window of the same length are subtracted.
+"""
+
+import collections
+import contextlib
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = "coordinator", "serving_node", "prefill_node", "decode_node", "kv_transfer", "engine", "protos", "serving_core"
+ROLES = "coordinator", "prefill_node", "decode_node"
+SHORT, LONG = 8, 72  # output tokens
+DEADLINE_S = 300
+Calls = collections.Counter[tuple[str, str]]  # by the caller's and the callee's file
+
+
+def profiled(role: str, counts_path: str) -> None:
+    """Run a role as `python -m` does; SIGUSR1 has it write its counts to the file."""
+    sys.path[0] = str(ROOT)
+    prefixes = tuple(f"{ROOT / room}/" for room in ROOMS)
+    calls: Calls = Calls()
+
+    def count(frame, event, _):
+        if event == "call" and frame.f_back and (callee := frame.f_code.co_filename).startswith(prefixes):
+            if (caller := frame.f_back.f_code.co_filename) != callee and caller.startswith(prefixes):
+                calls[caller, callee] += 1
+
+    def write(*_):
+        Path(f"{counts_path}.new").write_text("".join(f"{a}\t{b}\t{n}\n" for (a, b), n in [*calls.items()]))
+        os.replace(f"{counts_path}.new", counts_path)
+
+    signal.signal(signal.SIGUSR1, write)
+    threading.setprofile(count)
+    sys.setprofile(count)
+    sys.argv = [role, *sys.argv[3:]]
+    runpy.run_module(role, run_name="__main__", alter_sys=True)
+
+
+class Fleet:
+    """Three profiled processes."""
+
+    def __init__(self, model: str, folder: Path) -> None:
+        port, fleet_port = _free_ports(2)
+        self.target = f"127.0.0.1:{port}"
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "SPLITSERVE_FLEET_SECRET": "hops", "PYTHONSAFEPATH": "1"}
+        flags = {role: ["--coordinator", f"127.0.0.1:{fleet_port}"] for role in ROLES[1:]}
+        flags["coordinator"] = ["--port", f"{port}", "--fleet-port", f"{fleet_port}", "--http-port", "-1"]
+        self.counts = {role: folder / role for role in ROLES}
+        self.processes = {
+            role: subprocess.Popen(
+                [sys.executable, __file__, role, self.counts[role], model, *flags[role]],
+                env=env,
+                stderr=(folder / f"{role}.log").open("w"),
+            )
+            for role in ROLES
+        }
+
+    def calls(self) -> dict[str, Calls]:
+        """The calls of each role so far."""
+        found = {}
+        for role, path in self.counts.items():
+            path.unlink(missing_ok=True)
+            self.processes[role].send_signal(signal.SIGUSR1)
+            _wait_for(path.exists, f"counts of {role}")
+            rows = (line.split("\t") for line in path.read_text().splitlines())
+            found[role] = Calls({(caller, callee): int(number) for caller, callee, number in rows})
+        return found
+
+    def during(self, act) -> dict[str, Calls]:
+        """The calls made while `act` runs, less those of as long a time in which nothing happens."""
+        before, start = self.calls(), time.monotonic()
+        act()
+        between, taken_s = self.calls(), time.monotonic() - start
+        time.sleep(taken_s)
+        after = self.calls()
+        return {role: (between[role] - before[role]) - (after[role] - between[role]) for role in ROLES}
+
+
+def measure(model: str) -> None:
+    from splitserve import Client
+    from splitserve.client.errors import ClientError
+
+    with tempfile.TemporaryDirectory() as folder:
+        fleet = Fleet(model, Path(folder))
+        try:
+            with Client(fleet.target) as client:
+
+                def ask(first_word: str, num_tokens: int) -> None:
+                    prompt = f"{first_word} the first week of May a small boat left the port with nine old people"
+                    list(client.generate(prompt, max_tokens=num_tokens, temperature=0, ignore_eos=True))
+
+                def is_complete() -> bool:
+                    with contextlib.suppress(ClientError):
+                        return len(client.server_info().nodes) == len(ROLES) - 1
+                    return False
+
+                _wait_for(is_complete, "complete fleet")
+                for first_word in ("On", "At"):  # what runs once is over then
+                    ask(first_word, LONG)
+                short = fleet.during(lambda: ask("In", SHORT))
+                long = fleet.during(lambda: ask("By", LONG))
+        finally:
+            for process in fleet.processes.values():
+                process.kill()
+    _report(short, long)
+
+
+def _report(short: dict[str, Calls], long: dict[str, Calls]) -> None:
+    files = {role: {file for pair in calls for file in pair} for role, calls in short.items()}
+    crossed = set().union(*files.values())
+    lines = sum(len(Path(file).read_text().splitlines()) for file in crossed)
+    print(f"one prompt: {len(crossed)} files, {lines} lines, {sum(c.total() for c in short.values())} cross-file calls")
+    for role, found in files.items():
+        print(f"  {role}: {len(found)} files, {short[role].total()} calls")
+    for role, what in (("decode_node", "decode step"), ("coordinator", "token at the coordinator")):
+        each = {pair: n / (LONG - SHORT) for pair, n in (long[role] - short[role]).items()}
+        step = {file for pair, n in each.items() if n > 0.5 for file in pair}
+        print(f"one {what}: {sum(each.values()):.0f} cross-file calls, {len(step)} files")
+
+
+def _free_ports(number: int) -> list[int]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+def _wait_for(condition, what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > end:
+            sys.exit(f"no {what} within {DEADLINE_S} s")
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        profiled(sys.argv[1], sys.argv[2])
+    else:
+        from splitserve.launch.models import resolve
+
+        measure(str(resolve("".join(sys.argv[1:]), print).folder))
