@@ -8,13 +8,14 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+RUNS := $(VENV)/.runs
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I.
 MESSAGES := protos/doors.proto protos/fleet.proto protos/inference.proto protos/ranks.proto
 SERVICES := protos/doors.proto protos/fleet.proto protos/inference.proto
 
-.PHONY: demo test test-nightly faults fuzz soak compose-demo check format tables setup model protos check-protos clean
+.PHONY: demo test test-nightly coverage faults fuzz soak compose-demo check format tables setup model protos check-protos clean
 
-demo: setup
+demo: $(RUNS)
 	@$(BIN)/splitserve demo
 
 # Each file's tests run in one worker, as they share what its fixtures start. Each process computes with one thread.
@@ -30,6 +31,14 @@ ifeq ($(ROOM),)
 else
 	$(PYTEST) -n 2 -m "not nightly" $(wildcard tests/$(ROOM) tests/unit/$(ROOM))
 endif
+
+# The lines that the gate runs, in all processes that it starts and that are not killed.
+COVERAGE := COVERAGE_FILE=$(CURDIR)/$(VENV)/coverage/data $(BIN)/coverage
+coverage: setup model
+	@rm -rf $(VENV)/coverage && mkdir $(VENV)/coverage
+	OMP_NUM_THREADS=1 $(COVERAGE) run -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not nightly"
+	OMP_NUM_THREADS=1 $(COVERAGE) run -m pytest -q -n 2 -m smoke --simulate-cuda tests/gpu
+	@$(COVERAGE) combine -q && $(COVERAGE) report
 
 # All tests, with many more examples. SHARD=2/4 runs the second of four parts, each of which takes less than an hour.
 SHARD ?= 1/1
@@ -84,10 +93,18 @@ format: setup
 tables: setup
 	@for table in api field metric model settings; do $(BIN)/python -m tests.$${table}_table || exit 1; done
 
+SOURCES_OF_SETUP := pyproject.toml constraints.txt .ci/setup .ci/requirements.py $(wildcard engine/native/*.[ch])
+SET_UP = PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" .ci/setup $(VENV)
+
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt .ci/setup .ci/requirements.py $(wildcard engine/native/*.[ch])
-	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" .ci/setup $(VENV)
+$(READY): $(SOURCES_OF_SETUP)
+	@$(SET_UP) node bench otel dev
+	@touch $(RUNS) $@
+
+# What it takes to run, without what develops and tests it.
+$(RUNS): $(SOURCES_OF_SETUP)
+	@$(SET_UP) node
 	@touch $@
 
 # The tests of the real model skip where it cannot be fetched.

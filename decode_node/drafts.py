@@ -135,6 +135,11 @@ class Drafts:
         if self._num_plain % FORGET_STEPS == 0:
             self._record.forget()
 
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks that texts of answers hold."""
+        return self._allocator.num_blocks - self._allocator.num_free
+
     def check_integrity(self) -> None:
         """Every block is free, or an answer's."""
         self._allocator.check_integrity()

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 NOT_TRIED: Final = "--batch-invariant tries products of torch out at the start, and not all weights are there then"
 MOST_TOLD_CHARS: Final = 64  # of one fact that ranks compare
 
-WARM_UP_TOKENS: Final = 256
+WARM_UP_TOKENS: Final = 128
 MIN_MEASURED_S: Final = 1e-6
 
 

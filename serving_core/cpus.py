@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import re
-import sys
 from collections.abc import Collection, Iterator, Sequence
 
 from serving_core.errors import SettingsError
@@ -66,13 +65,10 @@ def confined(cpus: Collection[int]) -> Iterator[None]:
 
 
 def pin(cpus: str) -> None:
-    """Restricts this process to these CPUs and torch to as many threads; empty text changes nothing.
-
-    To be called before torch is imported. Raises SettingsError when a CPU is not there.
-    """
+    """Restricts this process to these CPUs, and torch to as many threads if it is not imported yet; empty text changes
+    nothing. Raises SettingsError when a CPU is not there."""
     if not cpus:
         return
-    assert "torch" not in sys.modules, "pin() after torch was imported: its thread count is settled"
     if not hasattr(os, "sched_setaffinity"):
         raise SettingsError("--cpus needs Linux")
     wanted = set(parse_cpus(cpus))

@@ -18,6 +18,7 @@ from serving_core.errors import ModelError
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
 MOST_HEADER_BYTES: Final = 64 * 2**20
+USUAL_HEADER_BYTES: Final = 8 * 2**20  # read first: a few hundred thousand tokens and merges
 MOST_ENTRIES: Final = 2**16  # pairs of metadata, and tensors
 MOST_ELEMENTS: Final = 2**22  # of all arrays together
 MOST_NAME_BYTES: Final = 256
@@ -116,12 +117,15 @@ def read_header(stream: BinaryIO, name: str) -> GgufHeader:
     """Reads the header of a file, which may be open at any place; `name` is what it is called. Raises ModelError unless
     all of it is whole, known and lies within the file."""
     size_bytes = stream.seek(0, os.SEEK_END)
-    stream.seek(0)
-    data = stream.read(min(size_bytes, MOST_HEADER_BYTES))
-    try:
-        return _parse(_Cursor(data, is_all=len(data) == size_bytes), size_bytes)
-    except _Broken as broken:
-        raise ModelError(f"{name} is not a GGUF file that can be served: {broken}") from broken
+    most_bytes = min(size_bytes, MOST_HEADER_BYTES)
+    for num_bytes in sorted({min(most_bytes, USUAL_HEADER_BYTES), most_bytes}):
+        stream.seek(0)
+        data = stream.read(num_bytes)
+        try:
+            return _parse(_Cursor(data, is_all=len(data) == size_bytes), size_bytes)
+        except _Broken as error:
+            broken = error
+    raise ModelError(f"{name} is not a GGUF file that can be served: {broken}") from broken
 
 
 class _Broken(Exception):

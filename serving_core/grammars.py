@@ -79,6 +79,11 @@ class Grammars:
         self._vocabulary = ""  # that it has, by its digest
         self._known = lru_cache(MAX_KNOWN)(self.compiled)
 
+    @property
+    def is_loaded(self) -> bool:
+        """Return whether the model's tokenizer has been read."""
+        return self._tokenizer is not None
+
     def load(self) -> LLTokenizer:
         """Reads the model's tokenizer, once; that takes a second for a large one. Raises RequestError when answers of
         this model cannot be kept to a grammar."""

@@ -1,10 +1,11 @@
 """A process of a cluster, from its first line of log to its exit code."""
 
+import ctypes
 import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
 import click
 import uvloop
@@ -15,6 +16,8 @@ from serving_core.errors import ModelError, SettingsError
 from serving_core.interrupts import end_at_once
 from serving_core.telemetry import LogSettings, configure_logging
 from serving_core.threads import check_threads
+
+PR_SET_NAME: Final = 15  # <linux/prctl.h>
 
 
 def ending_signals() -> list[signal.Signals]:
@@ -35,6 +38,7 @@ def run_process(role: str, name: str, log: LogSettings, main: Callable[[], Corou
     """Runs main on an event loop, with as many files open as the system allows. Where the process cannot start or is
     refused, one sentence goes to stderr and it exits with code 2."""
     configure_logging(role, name, log)
+    _name_process(name)
     raise_limit()
     end_at_once()  # as SIGTERM does, until main handles both: what loads awaits nothing, and could not be cancelled
     try:
@@ -45,3 +49,9 @@ def run_process(role: str, name: str, log: LogSettings, main: Callable[[], Corou
     except (SettingsError, ModelError) as error:
         click.echo(f"{name}: {error}", err=True)
         sys.exit(2)
+
+
+def _name_process(name: str) -> None:
+    """Have `top` and `ps -o comm` show the name, of which Linux keeps 15 bytes."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)

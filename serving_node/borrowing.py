@@ -6,7 +6,6 @@ lender, and what comes is published as blocks that the pool holds. Then it start
 Whatever does not come, or not in time, is computed; a prompt is offered blocks once.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,9 +48,9 @@ class Borrowings:
         return epoch in self._under_way
 
     @property
-    def held(self) -> Iterable[BlockLease]:
-        """Of blocks that are being borrowed."""
-        return [each.loan.lease for each in self._under_way.values()]
+    def held(self) -> dict[int, BlockLease]:
+        """Return the leases of blocks that are being fetched from other nodes, by epoch."""
+        return {epoch: each.loan.lease for epoch, each in self._under_way.items()}
 
     @property
     def wake_at_s(self) -> float | None:

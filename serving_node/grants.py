@@ -33,6 +33,10 @@ class Grants:
         self._ttl_s = ttl_s
         self._tickets: dict[int, bytes] = {}
 
+    def __len__(self) -> int:
+        """Return the number of tickets that are not yet open on every rank."""
+        return len(self._tickets)
+
     def receive(self, decision: Receive) -> None:
         """Opens the blocks of a prompt that another node reads."""
         resident = decision.resident

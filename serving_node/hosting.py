@@ -4,7 +4,7 @@ Tiles are recalled for an older request that has no room beside them: theirs beg
 here. As only older ones do so, the oldest keeps what it has.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -56,8 +56,9 @@ class Hosting:
         return self._blocks_each
 
     @property
-    def held(self) -> Iterable[BlockLease]:
-        return [each.lease for each in self._annexes.values()]
+    def held(self) -> dict[int, BlockLease]:
+        """Return the leases of blocks that hold KV of other nodes' requests, by the number of the annex."""
+        return {number: each.lease for number, each in self._annexes.items()}
 
     @property
     def num_blocks(self) -> int:

@@ -5,7 +5,7 @@ is to read a prompt which begins so gets copies: the blocks are leased until the
 other tokens meanwhile, and are what they were afterwards. What lies in the second tier is read back first.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import accumulate, groupby
 from typing import Final, NamedTuple
@@ -51,9 +51,9 @@ class Lending:
         return epoch in self._under_way
 
     @property
-    def held(self) -> Iterable[BlockLease]:
-        """Of blocks that are lent."""
-        return [lease for _, lease in self._under_way.values()]
+    def held(self) -> dict[int, BlockLease]:
+        """Return the leases of blocks that other nodes fetch, by epoch."""
+        return {epoch: lease for epoch, (_, lease) in self._under_way.items()}
 
     def lend(self, lend: fleet_pb2.Lend, num_spare: int, now: float) -> None:
         """Another node has room for blocks: its ticket. What is read back for it leaves num_spare blocks free."""

@@ -16,14 +16,14 @@ from kv_transfer.results import Received, Sent, TransferFailed
 from prefill_node.reading import Reading
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core import reasons
-from serving_core.blocks import BlockAllocator
+from serving_core.blocks import BlockAllocator, BlockLease
 from serving_core.costs import StepCosts, StepLoad
 from serving_core.errors import RequestError
 from serving_core.layout import KVLayout
 from serving_core.leases import Leases
 from serving_core.rates import StepRates
 from serving_core.requests import Guide, SampledToken, Work, would_end
-from serving_core.residents import Resident, Residents, Stage
+from serving_core.residents import Key, Resident, Residents, Stage
 from serving_core.shapes import Shape, check_shape, role_of
 from serving_node.annexing import Annexing, Opened
 from serving_node.answers import Answers
@@ -159,6 +159,26 @@ class NodeLogic:
         return self._residents
 
     @property
+    def leases(self) -> list[tuple[Key, BlockLease]]:
+        """Return every lease of the pool's blocks with its holder: a request by its id and epoch, or what else holds it
+        and a number."""
+        others = {
+            "remote prefix fetch": self._borrowings.held,
+            "remote prefix fetch of another node": self._lending.held,
+            "distributed KV": self.hosting.held,
+            "KV offload": self._tier.held,
+        }
+        leases = [(each.key, each.lease) for each in self._residents if each.lease is not None]
+        return leases + [((kind, number), lease) for kind, held in others.items() for number, lease in held.items()]
+
+    def check_integrity(self) -> None:
+        """Recount blocks, requests and slots of the second tier from scratch. Raises AssertionError where they do not
+        add up."""
+        self._allocator.check_integrity()
+        self._residents.check_integrity()
+        self._tier.index.check_integrity()
+
+    @property
     def is_idle(self) -> bool:
         """Whether no request is here, nor a part of one."""
         return not len(self._residents) and not self.hosting.num_blocks
@@ -186,9 +206,7 @@ class NodeLogic:
         load.num_blocks = self._allocator.num_blocks
         load.num_blocks_free = self._allocator.num_free
         load.num_blocks_cached = self._allocator.num_cached
-        leases = [each.lease for each in self._residents if each.lease]
-        lent = [*self._borrowings.held, *self._lending.held, *self.hosting.held]
-        load.num_blocks_leaked = self._allocator.num_leaked([*leases, *self._tier.held, *lent])
+        load.num_blocks_leaked = self._allocator.num_leaked([lease for _, lease in self.leases])
         load.num_blocks_hosted, load.num_annexes_recalled = self.hosting.num_blocks, self.hosting.num_recalled
         load.num_annexes = self._annexing.num_opened
         load.step_tokens.extend(self.steps.tokens.counts)

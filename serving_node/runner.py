@@ -19,14 +19,14 @@ from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.results import Received, Sent, TransferFailed
 from protos import convert, fleet_pb2, inference_pb2
-from serving_core.blocks import BlockAllocator
+from serving_core.blocks import BlockAllocator, BlockLease
 from serving_core.costs import StepCosts
 from serving_core.errors import RequestError
 from serving_core.failpoints import reach
 from serving_core.memory import resident_bytes
 from serving_core.rates import StepRates
 from serving_core.requests import Guide
-from serving_core.residents import Resident, Residents
+from serving_core.residents import Key, Resident, Residents
 from serving_core.shapes import preset
 from serving_core.waiting import first_to_end
 from serving_node.annex_ends import AnnexEnds, tile_tokens
@@ -260,6 +260,24 @@ class NodeRunner:
         load = self._measured()
         self._logic.fill(load)
         return load
+
+    @property
+    def leases(self) -> list[tuple[Key, BlockLease]]:
+        return self._logic.leases
+
+    def num_held(self) -> dict[str, int]:
+        """Return how much of each kind the node holds, recounted from scratch: nothing where all requests and transfers
+        are over. Raises AssertionError where it does not add up."""
+        self._logic.check_integrity()
+        load, holders = self.load(), [holder for holder, _ in self.leases]
+        return {
+            "blocks": load.num_blocks - load.num_blocks_free,
+            "requests": len(self.residents),
+            "transfer descriptors": len(self._grants) + self._transfers.num_ungranted,
+            "transfers": self._transfers.num_open,
+            "leases without a request": len(holders) - sum(each.lease is not None for each in self.residents),
+            "timers": int(self._logic.wake_at_s is not None),
+        }
 
     # ---- the process's view ----
 

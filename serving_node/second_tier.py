@@ -6,7 +6,7 @@ is faster than computing them; then it starts as any other, with what the pool h
 does not come, or not in time, is computed. What another node is to be lent is read back by the same rule.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -94,9 +94,9 @@ class SecondTier:
         return [Spill(copies), *decisions]
 
     @property
-    def held(self) -> Iterable[BlockLease]:
-        """Of blocks that are being read back."""
-        return [load.lease for load in self._loads.values()]
+    def held(self) -> dict[int, BlockLease]:
+        """Return the leases of blocks that are being read back, by the number of the load."""
+        return {load_id: load.lease for load_id, load in self._loads.items()}
 
     @property
     def wake_at_s(self) -> float | None:

@@ -1,6 +1,7 @@
 """Puts one rank of a node together and runs it."""
 
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 
@@ -45,6 +46,8 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
     """Serves until SIGTERM. Raises SettingsError or ModelError when the node cannot start, RankLost when a rank is
     gone before it has."""
     flags = settings.engine
+    if flags.cpus:  # which this process is pinned to
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
     device, tp_size, pp_size = choose_device(flags.device), flags.tensor_parallel_size, flags.pipeline_parallel_size
     settings = settings.resolved(role, device.type)
     joined = closing(join(device, tp_size, flags.rank_timeout_s, pp_size))

@@ -1,6 +1,6 @@
 """How much the tests try: little in the gate, more of the rooms that a change touches, most of it each night.
 
-`make test` runs under the Hypothesis profile `gate`, CI's further tests under `ci`, `make test-nightly` under `nightly`.
+The Hypothesis profile is `gate` in `make test`, `ci` in what CI runs beside it, and `nightly` in `make test-nightly`.
 Gate and CI try the same examples each time. The nightly draws new ones; a failure prints how to reproduce it.
 """
 

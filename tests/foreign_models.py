@@ -1,5 +1,6 @@
 """Small models of many architectures, random, by the config classes of transformers; and what transformers answers."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,9 @@ from serving_core.differences import FAMILIES as DESCRIPTIONS
 from tests.tiny_models import BOS, EOS, VOCAB_SIZE, write_tiny_model, write_tokenizer
 from tests.tiny_models import FAMILIES as TINY_FAMILIES
 
+PROMPTS = [[5, 6, 7], [(7 * at * at + 3) % 250 for at in range(41)], [(11 * at + at * at) % 250 for at in range(90)]]
 WINDOW = 13
+NUM_TOKENS = 24  # of a greedy answer to each
 _SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
@@ -221,20 +224,71 @@ def _classes(family: str) -> tuple[Any, Any]:
     return getattr(transformers, config_name), getattr(transformers, architecture_of(family))
 
 
-def generated(folder: Path, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
-    """What transformers' own `generate` answers to each prompt alone, greedily, in float32."""
+def transformers_model(folder: Path, dtype: Any = None, **options: Any) -> Any:
+    """Load a folder with transformers, in float32 unless another torch dtype is given."""
     import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or torch.float32, **options).eval()
+
+
+def generated(
+    folder: Path, prompts: Sequence[list[int]], max_tokens: int, drafts: Sequence[list[int]] = ()
+) -> list[list[int]]:
+    """Return the greedy answer of transformers to each prompt alone, in float32; `drafts` as for `greedy_answers`."""
+    model = transformers_model(folder, attn_implementation="eager")
+    return greedy_answers(model, prompts, max_tokens, drafts)
+
+
+def greedy_answers(
+    model: Any,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    drafts: Sequence[list[int]] = (),
+    *,
+    ignore_eos: bool = False,
+) -> list[list[int]]:
+    """Return the greedy answer of a transformers model to each prompt alone.
+
+    `drafts` are the answers that a test hopes for. They change the cost alone: one forward pass verifies a draft, and
+    transformers' own `generate` answers where there is none or it is not the model's.
+    """
     answers = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
-        )
-        answers.append(output[0, len(prompt) :].tolist())
+    for prompt, draft in itertools.zip_longest(prompts, drafts, fillvalue=[]):
+        is_answer = is_greedy_answer(model, prompt, draft, max_tokens, ignore_eos=ignore_eos)
+        answers.append(draft if is_answer else _generate(model, prompt, max_tokens, ignore_eos))
     return answers
+
+
+def is_greedy_answer(
+    model: Any, prompt: list[int], answer: list[int], max_tokens: int, *, ignore_eos: bool = False
+) -> bool:
+    """Return whether each token of an answer is the likeliest behind those before it, and the answer ends where it
+    must: one forward pass of a transformers model."""
+    import torch
+
+    known = None if ignore_eos else model.generation_config.eos_token_id
+    end_ids = known if isinstance(known, list) else [known]
+    num_tokens = next((place for place, token in enumerate(answer, 1) if token in end_ids), max_tokens)
+    if len(answer) != num_tokens:
+        return False
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + answer[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+    return logits.argmax(-1).tolist() == answer
+
+
+def _generate(model: Any, prompt: list[int], max_tokens: int, ignore_eos: bool) -> list[int]:
+    import torch
+
+    ids = torch.tensor([prompt])
+    ends = {"min_new_tokens": max_tokens, "eos_token_id": None} if ignore_eos else {}
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        **ends,
+    )
+    return output[0, len(prompt) :].tolist()

@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 from collections import Counter
+from unittest.mock import patch
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from coordinator.dispatcher import Dispatcher
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
 from protos import fleet_pb2, inference_pb2, inference_pb2_grpc
@@ -94,20 +97,14 @@ class ScriptedNode:
 class Cluster:
     """A coordinator with a fake model's folder, its clients' stub, and scripted nodes by name."""
 
-    def __init__(self, server, channel):
+    def __init__(self, server, channel, num_heard):
         self.server = server
         self.channel = channel
         self.stub = inference_pb2_grpc.InferenceStub(channel)
         self.admin = inference_pb2_grpc.AdminStub(channel)
         self.nodes = {}
         self.num_reports = 0
-        self._num_heard = Counter()  # events that the coordinator has handled, by session
-        self._receive = server._dispatcher.receive
-        server._dispatcher.receive = self._count_received
-
-    def _count_received(self, link, event):
-        self._receive(link, event)
-        self._num_heard[link.node.session] += 1
+        self._num_heard = num_heard
 
     async def attach(self, name, **hello):
         node = await ScriptedNode.dial(self.server.fleet_port, events.hello(name, **hello))
@@ -148,6 +145,19 @@ class Cluster:
         await self.until_loads(lambda loads: loads.num_live_requests == 0)
 
 
+@contextlib.contextmanager
+def heard():
+    """Count the events that dispatchers have handled, by the session of the node."""
+    receive, num_heard = Dispatcher.receive, Counter()
+
+    def counting(self, link, event):
+        receive(self, link, event)
+        num_heard[link.node.session] += 1
+
+    with patch.object(Dispatcher, "receive", counting):
+        yield num_heard
+
+
 @contextlib.asynccontextmanager
 async def cluster(folder, nodes=("p0", "d0"), credentials=None, **settings):
     """A coordinator with these nodes attached; with `credentials` it is asked over TLS."""
@@ -155,19 +165,19 @@ async def cluster(folder, nodes=("p0", "d0"), credentials=None, **settings):
     server = CoordinatorServer(CoordinatorSettings(model=str(folder), **{**SETTINGS, **settings}))
     await server.start()
     target = f"127.0.0.1:{server.port}"
-    async with (
-        grpc.aio.secure_channel(target, credentials) if credentials else grpc.aio.insecure_channel(target)
-    ) as channel:
-        running = Cluster(server, channel)
-        try:
-            await server.open()
-            for name in nodes:
-                await running.attach(name)
-            yield running
-        finally:
-            for node in running.nodes.values():
-                await node.close()
-            await server.stop()
+    channel = grpc.aio.secure_channel(target, credentials) if credentials else grpc.aio.insecure_channel(target)
+    async with channel:
+        with heard() as num_heard:
+            running = Cluster(server, channel, num_heard)
+            try:
+                await server.open()
+                for name in nodes:
+                    await running.attach(name)
+                yield running
+            finally:
+                for node in running.nodes.values():
+                    await node.close()
+                await server.stop()
 
 
 async def responses(call):
@@ -189,10 +199,22 @@ async def read_all(call):
     return text, token_ids, completes
 
 
-async def until_serving(c):
-    """Doors that are processes hear of nodes soon."""
+async def health_changes(c):
+    """A queue of the readiness that health watchers see."""
+    call = health_pb2_grpc.HealthStub(c.channel).Watch(health_pb2.HealthCheckRequest(service="splitserve.v1.Inference"))
+    statuses = health_pb2.HealthCheckResponse
+
+    async def following(expected):
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await call.read()).status == getattr(statuses, expected)
+
+    return following
+
+
+async def until_serving(stub):
+    """Return once the door that a stub has dialed has heard of nodes: one that is a process hears of them soon."""
     async with asyncio.timeout(DEADLINE_S):
-        while (await c.stub.GetModelInfo(inference_pb2.GetModelInfoRequest())).max_model_len != 1000:
+        while (await stub.GetModelInfo(inference_pb2.GetModelInfoRequest())).max_model_len != 1000:
             await asyncio.sleep(0.01)
 
 

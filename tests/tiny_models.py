@@ -80,6 +80,53 @@ def write_tiny_model(
     return folder
 
 
+def write_tiny_llama(folder: Path, *, seed: int = 0, dtype: str = "float32", **config: Any) -> Path:
+    """Writes a random Llama like that of `write_tiny_model`, and with other weights, without transformers, which takes
+    seconds to import; `config` overrides fields of its config.json."""
+    import torch
+    from safetensors.torch import save_file
+
+    fields: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": dtype,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        **_SIZES,
+        **config,
+    }
+    hidden_size, intermediate_size = fields["hidden_size"], fields["intermediate_size"]
+    kv_size = hidden_size // fields["num_attention_heads"] * fields["num_key_value_heads"]
+    layer = {
+        "input_layernorm": [hidden_size],
+        "mlp.down_proj": [hidden_size, intermediate_size],
+        "mlp.gate_proj": [intermediate_size, hidden_size],
+        "mlp.up_proj": [intermediate_size, hidden_size],
+        "post_attention_layernorm": [hidden_size],
+        "self_attn.k_proj": [kv_size, hidden_size],
+        "self_attn.o_proj": [hidden_size, hidden_size],
+        "self_attn.q_proj": [hidden_size, hidden_size],
+        "self_attn.v_proj": [kv_size, hidden_size],
+    }
+    shapes = {"lm_head": [VOCAB_SIZE, hidden_size], "model.embed_tokens": [VOCAB_SIZE, hidden_size]}
+    shapes |= {f"model.layers.{n}.{name}": layer[name] for n in range(fields["num_hidden_layers"]) for name in layer}
+    shapes["model.norm"] = [hidden_size]
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        f"{name}.weight": torch.empty(shape)
+        .normal_(1.0 if "norm" in name else 0.0, 0.25, generator=generator)
+        .to(getattr(torch, dtype))
+        for name, shape in shapes.items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(fields, indent=2))
+    write_tokenizer(folder)
+    return folder
+
+
 def write_tiny_embedder(
     folder: Path, family: str = "qwen3", *, pooling: str = "", normalizes: bool = True, **config: Any
 ) -> Path:

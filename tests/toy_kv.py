@@ -8,6 +8,7 @@ true name.
 """
 
 from dataclasses import replace
+from functools import lru_cache
 from hashlib import sha256
 
 from serving_core.prefix import CHUNK, EITHER, GRAFT, STEP, root_name
@@ -90,9 +91,10 @@ class ToyKV:
         """Every block with a name is full of what the name stands for."""
         for name, block in allocator.blocks_by_name.items():
             salt, token_ids, _ = self._slots[block][-1]
-            expected = [(salt, token_ids[: end + 1]) for end in range(len(token_ids))]
+            ends = range(len(token_ids) - self._block_size + 1, len(token_ids) + 1)
+            expected = [(salt, token_ids[:end]) for end in ends]
             held = [slot[:2] for slot in self._slots[block]]
-            assert held == expected[-self._block_size :], f"block {block} has a name and is not full"
+            assert held == expected, f"block {block} has a name and is not full"
             assert self._meant.setdefault(name, (salt, token_ids)) == (salt, token_ids), f"{block} has another's name"
 
     def check_table(self, request, block_ids, names, makers, allocator):
@@ -119,9 +121,12 @@ class ToyKV:
         return name_of(before, maker, token_ids)
 
     def _write(self, request, block_ids, positions, maker):
+        histories = {}  # of each block; what lies before it is whole by the time that it is written to
         for position in positions:
             index = position // self._block_size
-            mark = (self._history(request, block_ids[:index]), maker)
+            if index not in histories:
+                histories[index] = self._history(request, block_ids[:index])
+            mark = (histories[index], maker)
             content = (request.cache_salt, tuple(request.token_ids[: position + 1]), mark)
             self._slots[block_ids[index]][position % self._block_size] = content
 
@@ -162,4 +167,9 @@ def answer_of(token_ids, num_tokens):
 
 def name_of(before, maker, token_ids):
     """The name of a block of these tokens behind another one."""
+    return _name_of(before, maker, tuple(token_ids))
+
+
+@lru_cache(2**14)
+def _name_of(before, maker, token_ids):
     return sha256(before + maker + b"".join(token.to_bytes(4, "little") for token in token_ids)).digest()

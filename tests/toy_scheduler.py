@@ -3,6 +3,9 @@ shares prefixes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from engine.engine import Engine
 from serving_core.blocks import BlockAllocator, BlockLease
@@ -23,6 +26,31 @@ class Run:
 
 def greedy(max_tokens: int, **sampling) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling)
+
+
+class CountingEngine:
+    """An engine that counts the tokens it computes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.num_tokens = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self, works: Sequence[Work]) -> list[SampledToken]:
+        self.num_tokens += sum(work.num_tokens for work in works)
+        return self._engine.step(works)
+
+
+def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Return a prompt of random bytes for each length."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 256, (length,), generator=generator).tolist() for length in lengths]
+
+
+def token_ids(answers: Sequence[Sequence[SampledToken]]) -> list[list[int]]:
+    return [[token.token_id for token in answer] for answer in answers]
 
 
 def run_all(

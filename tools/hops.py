@@ -1,8 +1,9 @@
 """Count the files and the cross-file calls that one prompt takes: `python tools/hops.py [MODEL]`.
 
-A coordinator, a prefill node and a decode node serve the model (the demo model unless one is given) under a profile hook,
-which counts each call from one product file to another. Prompts have 16 tokens of the demo model. What a decode step and a token take is the
-difference between a long and a short output. The calls of an idle window of the same length are subtracted.
+A coordinator, a prefill node and a decode node serve the model (unless one is given, the demo model) under a profile
+hook, which counts each call from one product file to another. Prompts have 16 tokens of the demo model. What a decode
+step and a token take is the difference between a long and a short output. The calls of an idle window as long are
+subtracted.
 """
 
 import collections
@@ -16,7 +17,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = "coordinator", "serving_node", "prefill_node", "decode_node", "kv_transfer", "engine", "protos", "serving_core"
@@ -32,12 +35,13 @@ def profiled(role: str, counts_path: str) -> None:
     prefixes = tuple(f"{ROOT / room}/" for room in ROOMS)
     calls: Calls = Calls()
 
-    def count(frame, event, _):
-        if event == "call" and frame.f_back and (callee := frame.f_code.co_filename).startswith(prefixes):
-            if (caller := frame.f_back.f_code.co_filename) != callee and caller.startswith(prefixes):
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_back:
+            caller, callee = frame.f_back.f_code.co_filename, frame.f_code.co_filename
+            if caller != callee and callee.startswith(prefixes) and caller.startswith(prefixes):
                 calls[caller, callee] += 1
 
-    def write(*_):
+    def write(*_: object) -> None:
         Path(f"{counts_path}.new").write_text("".join(f"{a}\t{b}\t{n}\n" for (a, b), n in [*calls.items()]))
         os.replace(f"{counts_path}.new", counts_path)
 
@@ -78,7 +82,7 @@ class Fleet:
             found[role] = Calls({(caller, callee): int(number) for caller, callee, number in rows})
         return found
 
-    def during(self, act) -> dict[str, Calls]:
+    def during(self, act: Callable[[], None]) -> dict[str, Calls]:
         """The calls made while `act` runs, less those of as long a time in which nothing happens."""
         before, start = self.calls(), time.monotonic()
         act()
@@ -138,7 +142,7 @@ def _free_ports(number: int) -> list[int]:
     return ports
 
 
-def _wait_for(condition, what: str) -> None:
+def _wait_for(condition: Callable[[], bool], what: str) -> None:
     end = time.monotonic() + DEADLINE_S
     while not condition():
         if time.monotonic() > end:

@@ -71,6 +71,11 @@ class Generation:
                 self._unsent.clear()
             self._news.set()
 
+    @property
+    def num_unsent(self) -> int:
+        """Messages that the reader has yet to take."""
+        return len(self._unsent)
+
     async def next(self) -> inference_pb2.GenerateResponse | None:
         """The next message for the client; None when every answer has ended. Raises the RequestError of `fail`."""
         while not self._unsent:

@@ -82,6 +82,11 @@ class RemoteControl:
         """The door listens."""
         self._send(opened=doors_pb2.Opened())
 
+    @property
+    def num_calls(self) -> int:
+        """The door's own calls that have begun, or wait for control to admit them."""
+        return len(self._calls)
+
     # ---- the door's view ----
 
     @property

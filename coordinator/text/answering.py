@@ -19,15 +19,17 @@ def line(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode() + b"\n"
 
 
-def answer_lines(begin: Callable[[Any], Answer], *, max_cpu_s: float, max_memory_bytes: int) -> None:
-    """What such a program does all its life; `begin` makes of what it is given what answers its questions. Processor
-    time is not of the clock: a busy machine changes nothing."""
+def answer_lines(begin: Callable[[Any], Answer], *, max_memory_bytes: int) -> None:
+    """What such a program does all its life; `begin` makes of what it is given what answers its questions. The first
+    line says how much processor time each may take. That is not of the clock: a busy machine changes nothing."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all; the coordinator drains first
     resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
     answer: Answer | None = None
+    max_cpu_s = 0.0
     for given in sys.stdin.buffer:
         if answer is None:
-            answer = begin(json.loads(given))
+            first = json.loads(given)
+            max_cpu_s, answer = first["max_cpu_s"], begin(first["given"])
             continue
         signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # SIGPROF, which nobody handles, ends the process
         answered = answer(json.loads(given))

@@ -16,7 +16,7 @@ from typing import Any, Final
 from llguidance import LLMatcher, LLTokenizer
 
 from coordinator.text.answering import answer_lines, line
-from coordinator.text.asked import MAX_CPU_S, NO_LEEWAY, Asked, Leeway
+from coordinator.text.asked import NO_LEEWAY, Asked, Leeway
 from coordinator.text.constraints import spelled, to_grammar
 from coordinator.text.enforceable import Unenforceable
 from coordinator.text.leeway import with_leeway
@@ -118,7 +118,7 @@ def _special_tokens(tokenizer: LLTokenizer) -> dict[str, int]:
 def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, most))
-    answer_lines(lambda given: Compiler(**given).answer, max_cpu_s=MAX_CPU_S, max_memory_bytes=MAX_MEMORY_BYTES)
+    answer_lines(lambda given: Compiler(**given).answer, max_memory_bytes=MAX_MEMORY_BYTES)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class Program:
 
     def _running(self) -> "_Process":
         if self._process is None or not self._process.is_running:
-            self._process = _Process(self._module, self._given)
+            self._process = _Process(self._module, {"max_cpu_s": self._max_cpu_s, "given": self._given})
         return self._process
 
     def _ask(self, question: object) -> dict[str, str]:
@@ -72,11 +72,12 @@ class Program:
 class _Process:
     """The program, until it has ended or nobody knows it any more."""
 
-    def __init__(self, module: str, given: Mapping[str, object]) -> None:
+    def __init__(self, module: str, first: Mapping[str, object]) -> None:
+        """`first`: what it is told before any question."""
         command = [sys.executable, "-m", "serving_core.child", str(os.getpid()), sys.executable, "-m", module]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._end = weakref.finalize(self, _end, self._process)
-        self._unsent = line(given)
+        self._unsent = line(first)
         self.is_given_up = False
 
     @property

@@ -173,7 +173,7 @@ def _shown(error: jinja2.TemplateError) -> str:
 
 
 def main() -> None:
-    answer_lines(lambda given: Renderer(**given).answer, max_cpu_s=MAX_CPU_S, max_memory_bytes=MAX_MEMORY_BYTES)
+    answer_lines(lambda given: Renderer(**given).answer, max_memory_bytes=MAX_MEMORY_BYTES)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from serving_core.gguf_weights import gguf_weights
 from serving_core.model_config import read_model_config
 from serving_core.sharding import Extent, whole
 
-PIECE_ELEMENTS: Final = 2**16  # that a thread turns into floats at once: about what its cache holds
+PIECE_ELEMENTS: Final = 2**17  # that a thread turns into floats at once: about what its cache holds
 PIECES_AHEAD: Final = 4  # of each thread, at most, that wait to be taken
 
 

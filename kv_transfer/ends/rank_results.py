@@ -32,6 +32,10 @@ class RankResults(Generic[Done]):
     def __contains__(self, epoch: int) -> bool:
         return epoch in self._open
 
+    def __len__(self) -> int:
+        """Return the number of transfers that are not over on every rank."""
+        return len(self._open)
+
     def begin(self, epoch: int) -> None:
         assert epoch not in self._open, "an epoch was used twice"
         self._open[epoch] = _Parts(set(range(self._tp_size)))

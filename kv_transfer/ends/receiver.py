@@ -64,6 +64,11 @@ class KVReceiver:
         """Transfers that may still write."""
         return len(self._open)
 
+    @property
+    def num_lanes(self) -> int:
+        """Return the number of lanes that are open: 0 where no transfer is."""
+        return len(self._lanes)
+
     def expect(
         self, ticket: Ticket, block_ids: Sequence[int], on_done: OnReceived, on_coming: OnComing | None = None
     ) -> None:

@@ -69,6 +69,11 @@ class KVSender:
         """Transfers whose on_done has not been called."""
         return len(self._open)
 
+    @property
+    def num_lanes(self) -> int:
+        """Return the number of lanes that are open: 0 where no transfer is."""
+        return len(self._lanes)
+
     def start(self, ticket: bytes, on_done: OnSent, on_caught_up: OnCaughtUp | None = None) -> "SendingTransfer":
         """Begins this rank's part of a transfer: all of the lanes that begin here. Raises TransferError when the ticket
         is odd, does not fit this rank or is in use, or its epoch is."""

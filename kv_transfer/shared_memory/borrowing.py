@@ -45,13 +45,18 @@ class Borrower:
         self._visits: dict[bytes, _Visit] = {}  # by peer, until the sender is gone
         self._copy = memoryview(bytearray(SLOT_BYTES if is_willing else 0))
 
+    @property
+    def num_lenders(self) -> int:
+        """Return the number of senders whose memory is read or is being asked for."""
+        return len(self._visits)
+
     def take_offer(self, peer: bytes, offer: Offer) -> None:
         """Visits the sender, and tells it what came of that."""
         if not self._is_willing:
             self._tell(peer, Declined(Decline.UNWANTED))
         elif peer in self._visits:
             self._tell(peer, Declined(Decline.BUSY))
-        elif len(self._visits) >= self._max_lenders:
+        elif self.num_lenders >= self._max_lenders:
             self._tell(peer, Declined(Decline.FULL))
         else:
             try:

@@ -58,6 +58,16 @@ class NodeTransfers:
         followers.on_event = self._take
 
     @property
+    def num_open(self) -> int:
+        """Return the number of transfers, in either direction, that are not over on every rank."""
+        return len(self._sent) + len(self._received)
+
+    @property
+    def num_ungranted(self) -> int:
+        """Return the number of transfers whose blocks some rank has yet to open."""
+        return len(self._ungranted)
+
+    @property
     def addresses(self) -> list[str]:
         """Where each rank receives, in order."""
         others = self._followers.kv_addresses

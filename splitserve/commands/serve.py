@@ -16,6 +16,7 @@ from serving_core.interrupts import INTERRUPTED
 from serving_core.process import check_folder
 from splitserve.commands.terminal import report, stdout, timeline_view, waiting
 from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, up_settings_class
+from splitserve.launch.fork_server import ForkServer, preloading
 from splitserve.launch.launcher import Cluster, free_port
 from splitserve.launch.models import resolve
 from splitserve.launch.preflight import check_public_ports
@@ -33,6 +34,15 @@ def serve(values: Any) -> None:
     settings: ClusterSettings = build(ClusterSettings, given)
     check_folder()
     check_public_ports(settings, given)  # before a model is fetched
+    with preloading(is_wanted=not settings.ray) as fork_server:
+        number = _serve(settings, given, fork_server)
+    report("Stopped.")
+    if number is signal.SIGINT:
+        sys.exit(INTERRUPTED)
+
+
+def _serve(settings: ClusterSettings, given: dict[str, Any], fork_server: ForkServer | None) -> signal.Signals | None:
+    """Run the cluster; return the signal that has ended it."""
     if settings.http_port == 0:  # which one must be known here, to be told
         settings = dataclasses.replace(settings, http_port=free_port())
     model = resolve(settings.model, report)
@@ -52,7 +62,9 @@ def serve(values: Any) -> None:
         return True
 
     async def work(fleet_host: str) -> None:
-        async with Cluster(settings, given, model, report=report, fleet_host=fleet_host) as cluster:
+        async with Cluster(
+            settings, given, model, report=report, fleet_host=fleet_host, fork_server=fork_server
+        ) as cluster:
             nodes = ", ".join(f"{number} {role}" for role, number in cluster.num_nodes.items() if number)
             report(f"Serving {model.name}: {nodes}; logs: {cluster.log_dir}")
             await start(cluster)
@@ -68,10 +80,7 @@ def serve(values: Any) -> None:
                 raise
 
     with _hosts(settings.ray) as fleet_host:
-        number = run_until_signal(work(fleet_host), reread_api_keys)
-    report("Stopped.")
-    if number is signal.SIGINT:
-        sys.exit(INTERRUPTED)
+        return run_until_signal(work(fleet_host), reread_api_keys)
 
 
 def _hosts(ray: str) -> AbstractContextManager[str]:
@@ -104,16 +113,17 @@ up = settings_command(
 def demo(question: str) -> None:
     """Start a cluster with the demo model, ask QUESTION, show where the time went, stop everything."""
     require("node")
-    model = resolve("", report)
-    settings = ClusterSettings(grpc_port=free_port(), http_port=NO_HTTP)
+    with preloading() as fork_server:
+        model = resolve("", report)
+        settings = ClusterSettings(grpc_port=free_port(), http_port=NO_HTTP)
 
-    async def work() -> None:
-        async with Cluster(settings, {}, model, report=report) as cluster:
-            report(f"Starting a coordinator, a prefill node and a decode node; logs: {cluster.log_dir}")
-            await start(cluster)
-            await _show_answer(cluster, question)
+        async def work() -> None:
+            async with Cluster(settings, {}, model, report=report, fork_server=fork_server) as cluster:
+                report(f"Starting a coordinator, a prefill node and a decode node; logs: {cluster.log_dir}")
+                await start(cluster)
+                await _show_answer(cluster, question)
 
-    run_to_end(work())
+        run_to_end(work())
 
 
 async def _show_answer(cluster: Cluster, question: str) -> None:

@@ -34,6 +34,7 @@ from serving_core.tls import SCHEME, TlsFiles, hosts_of
 from splitserve.client.clients import AsyncClient
 from splitserve.client.errors import ClientError, Unavailable
 from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, Place, Process, num_nodes, plan_cluster
+from splitserve.launch.fork_server import ForkServer
 from splitserve.launch.models import LocalModel, Report
 from splitserve.launch.preflight import check_processes, cuda_devices, missing_kernels
 from splitserve.launch.rooms import COORDINATOR
@@ -63,8 +64,10 @@ class Cluster:
         *,
         report: Report,
         fleet_host: str = LOOPBACK,
+        fork_server: ForkServer | None = None,
     ) -> None:
-        """`fleet_host` is where the nodes find the coordinator: of this machine, where they run on Ray. Raises
+        """`fleet_host` is where the nodes find the coordinator: of this machine, where they run on Ray. Nodes of this
+        machine are forked from `fork_server`, if there is one. Raises
         SettingsError, ModelError or LaunchError, and has then made nothing."""
         self._tls = TlsFiles(passed.get("tls_cert") or "", passed.get("tls_key") or "")
         scheme = SCHEME if self._tls.cert else ""
@@ -75,6 +78,7 @@ class Cluster:
         self._api_key = passed.get("api_key") or _key_in(passed.get("api_keys_file"))
         self._settings = settings
         self._report = report
+        self._fork_server = fork_server
         self._sockets = SocketFolder()
         cpus = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
         self._instance_id = secrets.token_hex(16)
@@ -102,7 +106,7 @@ class Cluster:
 
     def _make_supervisor(self) -> Supervisor:
         if not self._settings.ray:
-            return Supervisor(self.log_dir, self._report)
+            return Supervisor(self.log_dir, self._report, self._fork_server)
         from splitserve.launch.ray_cluster import RaySupervisor  # which imports ray
 
         return RaySupervisor(self.log_dir, self._report, self._settings, self._processes[1:])

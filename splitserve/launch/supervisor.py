@@ -9,16 +9,19 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, Self
 
 from serving_core.telemetry import parse_line
 from splitserve.launch.cluster import Process
+from splitserve.launch.fork_server import NUMBER, ForkServer
 from splitserve.launch.models import Report
+from splitserve.launch.rooms import COORDINATOR
 
 CHUNK_BYTES: Final = 2**16
 LONGEST_LINE_BYTES: Final = 2**16
@@ -42,9 +45,65 @@ class Death:
         return f"{self.process.name} ended: {self.refusal or self.failure or 'it did not say why'}"
 
 
+class Handle(Protocol):
+    """A running process; asyncio.subprocess.Process is one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+
+class Forked:
+    """A child of the fork server."""
+
+    def __init__(self, pid: int, numbers: socket.socket) -> None:
+        self.pid: Final = pid
+        self.returncode: int | None = None
+        self._numbers = numbers
+
+    @classmethod
+    async def start(cls, server: ForkServer, process: Process, output: int) -> Self:
+        """Raises OSError, as when the server is gone."""
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        try:
+            numbers = server.start(
+                process.argv[2:], [nothing, output, output], env=process.environment, process_group=0
+            )
+        finally:
+            os.close(nothing)
+        numbers.setblocking(False)
+        try:
+            return cls(await _next_number(numbers), numbers)
+        except BaseException:
+            numbers.close()
+            raise
+
+    async def wait(self) -> int:
+        """The exit code, or minus the signal that killed it; without the server, which kills its children, SIGKILL."""
+        if self.returncode is None:
+            with self._numbers:
+                try:
+                    self.returncode = await _next_number(self._numbers)
+                except ConnectionError:
+                    self.returncode = -signal.SIGKILL
+        return self.returncode
+
+
+async def _next_number(numbers: socket.socket) -> int:
+    data = await asyncio.get_running_loop().sock_recv(numbers, NUMBER.size)
+    if not data:
+        raise ConnectionResetError("the fork server has ended")
+    (number,) = NUMBER.unpack(data)
+    return int(number)
+
+
 @dataclass(frozen=True, slots=True)
 class _Child:
-    handle: asyncio.subprocess.Process
+    handle: Handle
     watch: asyncio.Task[None]
 
     def signal(self, number: signal.Signals) -> None:
@@ -56,9 +115,11 @@ class Supervisor:
     """The children of one cluster. To be used on the event loop of a thread that lives as long as the process:
     children die with that thread."""
 
-    def __init__(self, log_dir: Path, report: Report) -> None:
+    def __init__(self, log_dir: Path, report: Report, fork_server: ForkServer | None = None) -> None:
+        """Nodes are forked from the fork server, if there is one."""
         self._log_dir = log_dir
         self._report = report
+        self._fork_server = fork_server
         self._children: dict[str, _Child] = {}
         self._deaths: asyncio.Queue[Death] = asyncio.Queue()
 
@@ -106,7 +167,11 @@ class Supervisor:
             if children:
                 await asyncio.wait([child.watch for child in children])
 
-    async def _spawn(self, process: Process, output: int) -> asyncio.subprocess.Process:
+    async def _spawn(self, process: Process, output: int) -> Handle:
+        if self._fork_server is not None and process.role != COORDINATOR.role:
+            with contextlib.suppress(OSError):
+                return await Forked.start(self._fork_server, process, output)
+            self._fork_server = None  # as when it was killed: what it imports is then imported by each node
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
             *process.argv,
@@ -117,7 +182,7 @@ class Supervisor:
             process_group=0,
         )
 
-    async def _watch(self, process: Process, handle: asyncio.subprocess.Process, output: int) -> None:
+    async def _watch(self, process: Process, handle: Handle, output: int) -> None:
         words = LastWords(process.name)
         reading = asyncio.create_task(self._copy_log(process.name, output, words))
         returncode = await handle.wait()

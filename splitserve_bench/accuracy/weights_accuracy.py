@@ -64,7 +64,7 @@ def measure_weights_accuracy(
     Raises SettingsError when the text is too short or the model cannot be quantized, ModelError when it cannot be
     loaded.
     """
-    texts = _texts(folder, num_texts)
+    texts = texts_of(folder, num_texts)
     report("weights as they are")
     reference = _see(folder, REFERENCE, texts)
     rows = [_compare(REFERENCE, reference, reference)]
@@ -74,7 +74,8 @@ def measure_weights_accuracy(
     return rows
 
 
-def _texts(folder: Path, num_texts: int) -> list[list[int]]:
+def texts_of(folder: Path, num_texts: int) -> list[list[int]]:
+    """Return the token ids of texts that do not overlap. Raises SettingsError where there is too little text."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     text = "\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items()))
     num_tokens, stride = START_TOKENS + NEXT_TOKENS, len(text) // num_texts

@@ -98,11 +98,11 @@ def compare_command(
     bench, dataset = _bench(values), _dataset(values)
     local = writing_model(model, report)
     asked = Asked(local, cores, flags, chosen, everyone[0], dataset, bench, profiles, save_dir, as_json)
-    run_to_end(_compare(asked))
+    run_to_end(compare_contenders(asked))
 
 
-async def _compare(asked: Asked) -> None:
-    """Shows what was found; when it is stopped, what was found until then."""
+async def compare_contenders(asked: Asked) -> None:
+    """Compare, and show what was found; when it is stopped, what was found until then."""
     with waiting("Comparing") as show:
         # Without a terminal, lines of finished probes are enough.
         comparing = await _prepare(asked, show if stderr.is_terminal else lambda text: None)

@@ -47,7 +47,7 @@ def device_command(
     steps = steps_of(sizes, machine, model, out)
     record = Record(out, what)
     to_do = [step for step in _chosen(steps, names) if names or not record.is_done(step.name)]
-    go_through(steps, _with_model(to_do, steps, str(model)), record, out, limit_s)
+    go_through(steps, with_model(to_do, steps, str(model)), record, out, limit_s)
     if all(record.state(step.name) in (DONE, SKIPPED) for step in steps):
         shutil.rmtree(model, ignore_errors=True)
     report(f"{out / MARKDOWN_FILE} and {JSON_FILE}")
@@ -82,8 +82,9 @@ def go_through(order: list[Step], chosen: list[Step], record: Record, out: Path,
         report(f"{step.name}: {outcome.state}{f', {outcome.why}' if outcome.why else ''}")
 
 
-def _with_model(to_do: list[Step], steps: list[Step], folder: str) -> list[Step]:
-    """These, and before them the one that writes the model, if one of them reads it: it may have been removed since."""
+def with_model(to_do: list[Step], steps: list[Step], folder: str) -> list[Step]:
+    """Return the steps `to_do`, and before them the step that writes the model, if one of them reads it: the model may
+    have been removed since."""
     if not any(folder in step.arguments and not step.why_not for step in to_do):
         return to_do
     return [step for step in steps if step in to_do or step.name == MODEL]

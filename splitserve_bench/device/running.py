@@ -62,7 +62,7 @@ def run_step(step: Step, limit_s: float, out: Path, log: Path) -> Outcome:
 def _result(step: Step, output: str, out: Path) -> tuple[Any, str]:
     """What it has told, or None and why that is nothing."""
     try:
-        return (_junit(out) if step.kind == TESTS else json.loads(output.splitlines()[-1])), ""
+        return (read_junit(out) if step.kind == TESTS else json.loads(output.splitlines()[-1])), ""
     except (OSError, ValueError, IndexError, ElementTree.ParseError) as error:
         return None, str(error)
 
@@ -83,15 +83,16 @@ def _run(argv: list[str], environment: Mapping[str, str], limit_s: float, said: 
         output, _ = process.communicate(timeout=limit_s)
         return process.returncode, output
     except subprocess.TimeoutExpired:
-        return None, _end(process)
+        return None, end(process)
     finally:
         if process.poll() is None:  # this process is told to end
             _signal(process, signal.SIGKILL)
             process.wait()
 
 
-def _end(process: "subprocess.Popen[str]") -> str:
-    """Ends it and its children, and gives what was printed. It is asked first: pytest then tells of its tests."""
+def end(process: "subprocess.Popen[str]") -> str:
+    """End a process and its children, and return what was printed. The process is asked first: pytest then tells of its
+    tests."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         _signal(process, number)
         try:
@@ -108,8 +109,8 @@ def _signal(process: "subprocess.Popen[str]", number: int) -> None:
         process.wait()
 
 
-def _junit(out: Path) -> dict[str, Any]:
-    """Counts of tests, and the names of those that failed. Raises OSError or ParseError where none were written."""
+def read_junit(out: Path) -> dict[str, Any]:
+    """Return counts of tests and the names of failed tests. Raises OSError or ParseError where none were written."""
     suites = ElementTree.parse(out / JUNIT_FILE).getroot().iter("testsuite")
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     failed: list[str] = []

@@ -56,7 +56,7 @@ async def measure_profile(
     cpus, (parts, at_once) = all_cpus(), node_cpus(all_cpus(), sizes.cores)
     node = node_sizes(model.folder, settings)
     tasks = _tasks(model.folder, settings, sizes, parts, node.max_model_len)
-    steps = await _steps(*tasks, report, at_once=at_once)
+    steps = await measure_steps(*tasks, report, at_once=at_once)
     report("a cluster, one request after the other ...")
     flags = {name: getattr(settings, name) for name in NODE_FLAGS}
     contender, num_cpus = lone_cluster(sizes.cores, at_once=at_once)
@@ -134,8 +134,8 @@ def _tasks(
     )
 
 
-async def _steps(answers: GridTask, prompts: GridTask, report: Report, *, at_once: bool) -> StepProfile:
-    """Without overhead. Nodes on the same cores, which take turns, are no neighbours."""
+async def measure_steps(answers: GridTask, prompts: GridTask, report: Report, *, at_once: bool) -> StepProfile:
+    """Measure the steps of both nodes, without overhead. Nodes on the same cores take turns and are no neighbours."""
     together = asyncio.Barrier(2) if at_once else None
     of_prompts, of_answers = await both(
         _grid(prompts, PREFILL_NODE, report, together), _grid(answers, DECODE_NODE, report, together), at_once=at_once

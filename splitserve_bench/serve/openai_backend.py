@@ -80,7 +80,7 @@ class OpenAIBackend:
         headers = {"content-type": "application/json"}
         with self._pool() as client:
             async with client.stream("POST", self._target.endpoint, content=body, headers=headers) as response:
-                await _read(response, reply)
+                await read_answer(response, reply)
 
     @contextmanager
     def _pool(self) -> Iterator[httpx2.AsyncClient]:
@@ -141,8 +141,8 @@ async def _models(client: httpx2.AsyncClient, target: Target, deadline_s: float)
         raise BenchError(f"{target.address}/v1/models is not a list of models") from error
 
 
-async def _read(response: httpx2.Response, reply: Reply) -> None:
-    """An answer, to its end. Raises RequestFailed for anything else."""
+async def read_answer(response: httpx2.Response, reply: Reply) -> None:
+    """Read an answer to its end. Raises RequestFailed for anything else."""
     if response.status_code != httpx2.codes.OK:
         raise await _refusal(response)
     events = EventStream()

@@ -57,10 +57,10 @@ class SimulatedCoordinator:
     def __init__(self, agenda: Agenda, clients: Clients, settings: CoordinatorSettings) -> None:
         self._agenda, self._clients, self._settings = agenda, clients, settings
         self.registry = Registry({}, node_timeout_s=settings.node_timeout_s, step_timeout_s=settings.step_timeout_s)
-        ledger, self.metrics = Ledger(), Metrics()
+        self.ledger, self.metrics = Ledger(), Metrics()
         self.tracker = Tracker(
             self.registry,
-            ledger,
+            self.ledger,
             self.metrics,
             first_epoch=FIRST_EPOCH,
             max_live=settings.max_num_queued_reqs,
@@ -71,7 +71,7 @@ class SimulatedCoordinator:
             policy=POLICIES[settings.policy],
             admits_late=settings.admission == ADMIT_ALL,
         )
-        self._roles = Roles(self.registry, ledger, policy=settings.roles)
+        self._roles = Roles(self.registry, self.ledger, policy=settings.roles)
         self._attachments: dict[Node, Attachment] = {}
         agenda.after(TICK_S, self._tick)
 

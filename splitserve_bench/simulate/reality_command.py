@@ -84,10 +84,11 @@ def reality_command(
     flags_of_nodes = {**profile.flags, **dict(map(parse_engine_flag, engine_flags))}
     own = tuple(replace(options, tokenizer=local.folder) for options in loads)
     asked = Asked(local, profile, own, flags_of_nodes, log_dir)
-    run_to_end(_compare(asked, as_json))
+    run_to_end(compare_with_clusters(asked, as_json))
 
 
-async def _compare(asked: Asked, as_json: bool) -> None:
+async def compare_with_clusters(asked: Asked, as_json: bool) -> None:
+    """Show the figures of clusters beside those of their simulations."""
     from splitserve_bench.simulate.reality_report import reality_json, reality_view
 
     with tempfile.TemporaryDirectory(prefix="splitserve-simulate-") as scratch:

@@ -8,8 +8,8 @@ import pytest
 from kv_transfer.ends.receiver import KVReceiver, Received
 from kv_transfer.ends.sender import KVSender, Sent
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
-from tests.faults.proxy import PIECE_BYTES, End, Fault, Proxy, close
 from tests.effort import few
+from tests.faults.proxy import PIECE_BYTES, End, Fault, Proxy, close
 from tests.unit.kv_transfer.transfer_kit import BIG_LAYOUT, ByteStore, Once, check_arrived, grant, run
 
 NUM_BLOCKS = 24  # 16 MB

@@ -281,7 +281,8 @@ def hello(data: bytes) -> None:
     """Of this version: what it keeps out is not worth a search."""
     told = fleet_pb2.Hello.FromString(data)
     told.node.fingerprint["protocol_version"] = convert.PROTOCOL_VERSION
-    _dispatcher().attach(told)
+    dispatcher, _ = _dispatcher_and_tracker()
+    dispatcher.attach(told)
 
 
 @refuses(RequestError, DecodeError)
@@ -289,10 +290,10 @@ def node_event(data: bytes) -> None:
     event = fleet_pb2.NodeEvent.FromString(data)
     if event.WhichOneof("event") in (None, "hello"):
         return
-    dispatcher = _dispatcher()
+    dispatcher, tracker = _dispatcher_and_tracker()
     link = dispatcher.attach(events.hello("b0").hello)
     options = {"arrived_s": 0.0, "deadline_s": 1e9, "now": 0.0}
-    dispatcher._tracker.submit("r/0", Prompt([1, 2, 3]), SamplingParams(max_tokens=5), **options)
+    tracker.submit("r/0", Prompt([1, 2, 3]), SamplingParams(max_tokens=5), **options)
     dispatcher.receive(link, event)
     dispatcher.tick()
 
@@ -319,11 +320,11 @@ def rank_meeting(data: bytes) -> None:
     assert Meeting.decode(data[: 2**10]).port < 2**16
 
 
-def _dispatcher() -> Dispatcher:
+def _dispatcher_and_tracker() -> tuple[Dispatcher, Tracker]:
     registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
     ledger, metrics = Ledger(), Metrics()
     tracker = Tracker(registry, ledger, metrics, first_epoch=0, max_live=10, max_restarts=1, keep_after_s=1.0)
-    return Dispatcher(registry, tracker, Roles(registry, ledger, policy=FIXED), Journal(metrics))
+    return Dispatcher(registry, tracker, Roles(registry, ledger, policy=FIXED), Journal(metrics)), tracker
 
 
 # ---- what a command reads from others ----

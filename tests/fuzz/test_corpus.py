@@ -4,11 +4,12 @@ from random import Random
 
 import pytest
 
+from tests.effort import effort
 from tests.fuzz.corpus import FOLDER, inputs_of, read_corpus
 from tests.fuzz.decoders import DECODERS
 
 SLOW = ("tokenizer_json",)  # each of its inputs is parsed by a library that takes its time
-NUM_SPOILED = 300  # of each decoder
+NUM_SPOILED = effort(100, 300, 3000)  # of each decoder
 PIECES = [b"", b"\0", b"\xff", b"-1", b"1e999", b"null", b"[", b"{}", b'"', b"\xed\xa0\x80", b"99999999999999999999"]
 
 

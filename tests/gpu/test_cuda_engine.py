@@ -11,11 +11,11 @@ from engine.forward_batch import build_batch
 from serving_core.layout import KVLayout
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
-from tests.gpu.devices import need_devices
 from tests.effort import few
+from tests.gpu.devices import need_devices
 from tests.tiny_models import FAMILIES, write_tiny_model
 from tests.toy_scheduler import greedy, run_all
-from tests.unit.serving_node.rank_process import run_ranks
+from tests.unit.engine.rank_process import run_ranks
 
 PROMPTS = [[(7 * i + length) % 250 for i in range(length)] for length in (1, 15, 16, 17, 63, 200, 320)]
 

@@ -11,11 +11,11 @@ from engine.engine import Engine
 from engine.forward_batch import build_batch
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
-from tests.gpu.devices import need_devices, need_flash_attention
 from tests.effort import few
+from tests.gpu.devices import need_devices, need_flash_attention
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
 from tests.toy_scheduler import greedy, run_all
-from tests.unit.serving_node.rank_process import rank_case, run_ranks
+from tests.unit.engine.rank_process import rank_case, run_ranks
 
 BLOCK_SIZE, NUM_BLOCKS = 256, 200
 PROMPTS = [[(7 * i + length) % 250 for i in range(length)] for length in (1, 15, 16, 17, 63, 200, 320)]

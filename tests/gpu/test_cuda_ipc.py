@@ -27,7 +27,16 @@ from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from kv_transfer.transports.torch_pair import RECEIVER_RANK, SENDER_RANK
 from tests.unit.kv_transfer.torch_dist_kit import bytes_of, tensor_store
 from tests.unit.kv_transfer.torch_dist_processes import ANY_PORT, BIG_IDS, leaving, peer_process, ticket_of
-from tests.unit.kv_transfer.transfer_kit import BIG_LAYOUT, BIG_NUM_BLOCKS, PATIENCE_S, Once, grant, run, until
+from tests.unit.kv_transfer.transfer_kit import (
+    BIG_LAYOUT,
+    BIG_NUM_BLOCKS,
+    PATIENCE_S,
+    Once,
+    grant,
+    line_from,
+    run,
+    until,
+)
 
 CUDA = torch.device("cuda", 0)
 
@@ -133,10 +142,6 @@ def test_what_is_no_area_is_not_opened():
         Area.opened(pack(told), CUDA)
 
 
-async def outcome(process):
-    return (await process.stdout.readline()).decode().strip()
-
-
 def test_transfers_to_one_process_after_the_other(spare):
     source = tensor_store(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=6, device=CUDA)
 
@@ -148,7 +153,7 @@ def test_transfers_to_one_process_after_the_other(spare):
                     sent = Once()
                     sender.start(await ticket_of(process), sent).finish(BIG_IDS, b"tail")
                     assert isinstance(await sent.result(), Sent)
-                    assert await outcome(process) == "Received"
+                    assert await line_from(process) == "Received"
             await sender.close()
             assert len(spare) == 1
 
@@ -177,7 +182,7 @@ def test_the_receiving_process_is_killed_and_another_takes_its_place(spare):
             sent = Once()
             sender.start(await ticket_of(process), sent).finish(BIG_IDS, b"tail")
             assert isinstance(await sent.result(), Sent)
-            assert await outcome(process) == "Received"
+            assert await line_from(process) == "Received"
             assert not spare, "it has an area of its own"
         await sender.close()
 

@@ -22,6 +22,49 @@ from tests.schedules.streams import METHOD
 MAX_TICK_S = 0.25
 
 
+class _Tracker(Tracker):
+    """A tracker that can be told to do what its policies decide otherwise."""
+
+    def move_some(self, now, nodes, ledger):
+        """Yields what lets each running answer that can move."""
+        for request in self._live:
+            if may_move(request, now, rest_s=0.0):
+                others = [node for node in nodes if node is not request.attempt.decode]
+                if (target := roomiest(request, others, ledger)) is not None:
+                    yield self._moves.begin(request, target, now)
+
+    def begin_some_again(self, now):
+        """Yields what lets each prompt without a token begin again."""
+        for request in self._live:
+            attempt = request.attempt
+            is_begun = attempt.has_first_token or attempt.early or (attempt.is_committed and not attempt.is_local)
+            if not is_begun and request in self._live:
+                yield self._live.elsewhere(request, now)
+
+
+class _Dispatcher(Dispatcher):
+    """A dispatcher that says what it holds."""
+
+    def apply(self, instructions):
+        self._apply(instructions)
+
+    @property
+    def num_calls(self):
+        return len(self._calls)
+
+
+class _Ledger(Ledger):
+    """A ledger that says what it holds."""
+
+    @property
+    def num_accounts(self):
+        return len(self._accounts)
+
+    @property
+    def num_requests(self):
+        return len(self._requests)
+
+
 class SimulatedCoordinator:
     """One life of a coordinator process. To be made within its process."""
 
@@ -29,15 +72,15 @@ class SimulatedCoordinator:
         """`on_failed` is told of a client whose call has, and of the error; None when all is lost."""
         self.process = process
         self._settings, self._on_failed, self._loop = settings, on_failed, network.loop
-        self._registry = Registry(
+        self.registry = Registry(
             {},
             node_timeout_s=settings.node_timeout_s,
             step_timeout_s=settings.step_timeout_s,
             first_session=random.getrandbits(60) + 1,
         )
-        self._ledger, self.metrics = Ledger(), Metrics()
-        self.tracker = Tracker(
-            self._registry,
+        self._ledger, self.metrics = _Ledger(), Metrics()
+        self.tracker = _Tracker(
+            self.registry,
             self._ledger,
             self.metrics,
             first_epoch=random.randrange(NUM_EPOCHS),
@@ -47,8 +90,8 @@ class SimulatedCoordinator:
             node_wait_s=settings.node_wait_s,
             lends=settings.kv_lending,
         )
-        roles = Roles(self._registry, self._ledger, policy=settings.roles)
-        self.dispatcher = Dispatcher(self._registry, self.tracker, roles, Journal(self.metrics))
+        roles = Roles(self.registry, self._ledger, policy=settings.roles)
+        self.dispatcher = _Dispatcher(self.registry, self.tracker, roles, Journal(self.metrics))
         self._clients = {}  # who waits, in a dict for its order
         service = FleetService(self.dispatcher, heartbeat_s=settings.heartbeat_s)
         network.serve(process, service.handler().service(SimpleNamespace(method=METHOD)).stream_stream)
@@ -71,22 +114,13 @@ class SimulatedCoordinator:
 
     def move_some(self):
         """The running answers that can are to move now, whatever the policies say."""
-        now, nodes = self._loop.time(), self._registry.nodes
-        for request in self.tracker._live:
-            if may_move(request, now, rest_s=0.0):
-                others = [node for node in nodes if node is not request.attempt.decode]
-                target = roomiest(request, others, self._ledger)
-                if target is not None:
-                    self.dispatcher._apply(self.tracker._moves.begin(request, target, now))
+        for instructions in self.tracker.move_some(self._loop.time(), self.registry.nodes, self._ledger):
+            self.dispatcher.apply(instructions)
 
     def begin_some_again(self):
         """Prompts without a token begin again now, as those of nodes that drain do; on the same nodes perhaps."""
-        now = self._loop.time()
-        for request in self.tracker._live:
-            attempt = request.attempt
-            is_begun = attempt.has_first_token or attempt.early or (attempt.is_committed and not attempt.is_local)
-            if not is_begun and request in self.tracker._live:
-                self.dispatcher._apply(self.tracker._live.elsewhere(request, now))
+        for instructions in self.tracker.begin_some_again(self._loop.time()):
+            self.dispatcher.apply(instructions)
 
     # ---- clients ----
 
@@ -162,12 +196,12 @@ class SimulatedCoordinator:
     def rests(self):
         """What it holds; everything is counted from scratch."""
         self._ledger.check_integrity()
-        accounts = [node.name for node in self._registry.nodes if self._ledger.of(node) != NOTHING]
+        accounts = [node.name for node in self.registry.nodes if self._ledger.of(node) != NOTHING]
         held = {
             "answers, or attempts that nodes have yet to let go of": self.tracker.num_open,
-            "calls": len(self.dispatcher._calls) + len(self.dispatcher._answers),
-            "accounts of work": len(self._ledger._accounts),
+            "calls": self.dispatcher.num_calls + self.dispatcher.num_live,
+            "accounts of work": self._ledger.num_accounts,
             f"accounts of attached nodes ({', '.join(accounts)})": len(accounts),
-            "requests on its ledger": len(self._ledger._requests),
+            "requests on its ledger": self._ledger.num_requests,
         }
         return [Rest(self._loop.now, self.process.name, what, count) for what, count in held.items()]

@@ -77,6 +77,10 @@ class Pool(ByteStore):
         planes = chain.from_iterable(self.read(layer, block_ids) for layer in LAYOUT.layers)
         return next_token([bytes(plane[: num_tokens * KEY_BYTES]) for plane in planes])
 
+    def flip_key(self, share, position, layer):
+        """Flips a bit of a token's key."""
+        self._planes[layer][0][self._place(share, position)] ^= 1
+
     def _key(self, share, position, keys):
         start = self._place(share, position)
         return bytes(keys[start : start + KEY_BYTES])
@@ -128,7 +132,7 @@ class SimulatedEngine:
         self.max_model_len = sizes.num_blocks * BLOCK_SIZE
         self.origin = origin_of({"node": name})
         self.description = self.traits = {}
-        self._pool, self._random = pool, random
+        self.pool, self._random = pool, random
         self._step_s, self._token_s = random.choice([0.004, 0.015, 0.04]), random.choice([0.0001, 0.002])
         self.stalls_s = 0.0  # in the next step
         self.fails = False  # the next step
@@ -142,12 +146,12 @@ class SimulatedEngine:
         for number, layer in enumerate(LAYOUT.layers, 1):
             yield seconds / NUM_LAYERS + (stalls_s if number == 1 else 0.0)
             for share, salt, epoch in parts:
-                self._pool.compute(share, salt, epoch, layer)
+                self.pool.compute(share, salt, epoch, layer)
             if fails:
                 raise InjectedError
             if on_layer is not None:
                 on_layer(number)
-        return [SampledToken(self._pool.sample(share)) for share, _, _ in parts if share.samples]
+        return [SampledToken(self.pool.sample(share)) for share, _, _ in parts if share.samples]
 
 
 class SimulatedNode:
@@ -158,8 +162,8 @@ class SimulatedNode:
         self._record, self._loop = record, network.loop
         pool = Pool(sizes.num_blocks, random.getrandbits(32), self._wrote)
         self.engine = SimulatedEngine(name, sizes, pool, random)
-        self._sender = KVSender(network.dialer(), pool, deadline_s=TRANSFER_TIMEOUT_S)
-        self._receiver = _Receiver(network.listener(name), pool)
+        self.sender = KVSender(network.dialer(), pool, deadline_s=TRANSFER_TIMEOUT_S)
+        self.receiver = _Receiver(network.listener(name), pool)
         self._link = FleetLink(LinkSettings())
         settings = NodeSettings(
             engine=EngineSettings(),
@@ -169,7 +173,7 @@ class SimulatedNode:
             transfer_timeout_s=TRANSFER_TIMEOUT_S,
             credit_timeout_s=CREDIT_TIMEOUT_S,
         )
-        ends = self._sender, self._receiver
+        ends = self.sender, self.receiver
         rates = StepRates(PREFILL_TOKENS_PER_S)
         self.runner = NodeRunner(settings, role, name, self.engine, *ends, Followers(0), self._link, rates)
 
@@ -179,7 +183,7 @@ class SimulatedNode:
 
     @property
     def is_quiet(self):
-        return self.runner._logic.is_idle and not self._sender.num_open and not self._receiver.num_open
+        return not len(self.runner.residents) and not self.sender.num_open and not self.receiver.num_open
 
     @property
     def seen(self):
@@ -187,40 +191,24 @@ class SimulatedNode:
         return Counter(
             {
                 "lives": 1,
-                "handed over": self._receiver.num_bytes // LAYOUT.block_bytes,
-                "corrupt": self._receiver.num_corrupt_blocks,
-                "preempted": self.runner._logic._writing.num_preemptions,
+                "handed over": self.receiver.num_bytes // LAYOUT.block_bytes,
+                "corrupt": self.receiver.num_corrupt_blocks,
+                "preempted": self.runner.load().num_preemptions,
             }
         )
 
     def rests(self):
         """What it holds; everything is counted from scratch."""
-        logic, transfers = self.runner._logic, self.runner._transfers
-        logic._allocator.check_integrity()
-        logic.residents.check_integrity()
-        held = {
-            "blocks": logic._allocator.num_blocks - logic._allocator.num_free,
-            "requests": len(logic.residents),
-            "incoming transfers": self._receiver.num_open,
-            "outgoing transfers": self._sender.num_open,
-            "lanes": len(self._receiver._lanes) + len(self._sender._lanes),
-            "tickets": len(self.runner._grants._tickets) + len(transfers._ungranted),
-            "parts of transfers": len(transfers._sent._open) + len(transfers._received._open),
-            "loans": len(list(logic._borrowings.held)) + len(list(logic._lending.held)),
-            "alarms": int(logic.wake_at_s is not None),
+        held = self.runner.num_held() | {
+            "incoming transfers": self.receiver.num_open,
+            "outgoing transfers": self.sender.num_open,
+            "lanes": self.receiver.num_lanes + self.sender.num_lanes,
         }
         return [Rest(self._loop.now, self.name, what, count) for what, count in held.items()]
 
-    def _leases(self):
-        """By whom they are held: requests, and loans in either direction."""
-        logic = self.runner._logic
-        yield from ((each.key, each.lease) for each in logic.residents if each.lease is not None)
-        yield from ((("borrowed", epoch), each.loan.lease) for epoch, each in logic._borrowings._under_way.items())
-        yield from ((("lent", epoch), lease) for epoch, (_, lease) in logic._lending._under_way.items())
-
     def _wrote(self, block_ids, epoch, by):
         holders = {block: [] for block in block_ids}
-        for key, lease in self._leases():
+        for key, lease in self.runner.leases:
             for block in lease.block_ids:
                 if block in holders:
                     holders[block].append(key)

@@ -19,12 +19,12 @@ class _Direction:
         self.arrived = asyncio.Queue()
         self.is_broken = False
         self._network, self._source, self._target = network, source, target
-        self._last_s = 0.0
+        self.last_s = 0.0
 
     def send(self, message):
         network = self._network
-        self._last_s = network.arrival_s(self._source.name, self._target.name, self._last_s)
-        network.loop.plan(self._target, self._last_s, self._arrive, message)
+        self.last_s = network.arrival_s(self._source.name, self._target.name, self.last_s)
+        network.loop.plan(self._target, self.last_s, self._arrive, message)
 
     def fail(self, error):
         """What is under way is lost; the reader hears of it a little later."""
@@ -90,7 +90,7 @@ class Stream:
     def cancel(self):
         """The node hangs up: the coordinator hears that after what was sent before."""
         network = self._network
-        hears_s = network.arrival_s(self._node.name, self._coordinator.name, self.up._last_s)
+        hears_s = network.arrival_s(self._node.name, self._coordinator.name, self.up.last_s)
         network.loop.plan(self._coordinator, hears_s, self._cancel_handler)
 
     # ---- the coordinator's end ----

@@ -63,6 +63,5 @@ def test_blocks_that_were_copied_go_on_as_they_would_have(pool):
 def test_one_changed_bit_gives_another_token(layer, position, pool):
     request = request_of(PROMPT)
     write(pool, request, 1)
-    keys, _ = pool._planes[layer]
-    keys[pool._place(Work(request, 0, 1, TABLE).share, position)] ^= 1
+    pool.flip_key(Work(request, 0, 1, TABLE).share, position, layer)
     assert step(pool, request, len(PROMPT), 1) != answer_of(PROMPT, 2, "")[1:]

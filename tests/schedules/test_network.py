@@ -158,7 +158,7 @@ def test_a_real_node_attaches_and_beats(wires):
     node = begin(wires, other, lambda: SimulatedNode("both-0", "both", *arguments))
     tasks = coordinator.start(wires.loop) + node.start(wires.loop)
     wires.run(until_s=30.0)
-    assert [each.name for each in coordinator._registry.nodes] == ["both-0"]
+    assert [each.name for each in coordinator.registry.nodes] == ["both-0"]
     assert wires.network.num_streams == 1
     assert not any(task.done() for task in tasks)
     assert node.is_quiet
@@ -186,8 +186,8 @@ def test_blocks_come_over_whatever_noise_there_is(noise, wires):
     results = transfer(wires, sender, receiver)
     assert [type(each) for each in results] == [Received, Sent]
     for layer in (0, 1):
-        sent = sender.engine._pool.read(layer, [1, 2, 3])
-        assert receiver.engine._pool.read(layer, [4, 5, 6]) == sent
+        sent = sender.engine.pool.read(layer, [1, 2, 3])
+        assert receiver.engine.pool.read(layer, [4, 5, 6]) == sent
 
 
 def transfer(wires, sender, receiver):
@@ -195,16 +195,16 @@ def transfer(wires, sender, receiver):
     results = []
 
     def open_blocks():
-        receiver.runner._transfers.admit(sender.runner._transfers.keys)
+        receiver.receiver.transport.allow([sender.sender.transport.key])
         sizes = {"prefill_tp": 1, "decode_tp": 1, "num_blocks": 3, "num_cached_blocks": 0, "ttl_s": 60.0}
         ticket = Ticket.draw(epoch=1, layout=LAYOUT, addresses=[receiver.name], **sizes)
-        receiver._receiver.expect(ticket, [4, 5, 6], results.append)
+        receiver.receiver.expect(ticket, [4, 5, 6], results.append)
         return ticket
 
     ticket = begin(wires, receiver.process, open_blocks)
 
     def send():
-        outgoing = sender._sender.start(ticket.encode(), results.append)
+        outgoing = sender.sender.start(ticket.encode(), results.append)
         outgoing.blocks_ready([1, 2])
         outgoing.finish([1, 2, 3], b"tail")
 

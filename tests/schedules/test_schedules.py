@@ -1,18 +1,24 @@
-"""Thousands of schedules of a whole fleet, and in each of them the promises of tests/schedules/history.py.
+"""Schedules of a whole fleet, and in each of them the promises of tests/schedules/history.py.
 
-A schedule that breaks one is named by its seed. `SEED=17 pytest tests/schedules -k quick` runs that one alone and tells
-what happened, message by message.
+The gate tries 50 seeds, CI 500 and the nightly 10,000, in chunks of 50 a test, so that several workers share them where
+they take tests and not files (`--dist worksteal`).
+
+A schedule that breaks a promise is named by its seed. `SEED=17 pytest tests/schedules -k quick` runs that one alone and
+tells what happened, message by message.
 """
 
 import os
 from collections import Counter
+from functools import cache
 
 import pytest
 
+from tests.effort import effort
 from tests.schedules.history import Ended, problems_of, trace_of
 from tests.schedules.world import World
 
-NUM_FIRST, NUM_QUICK, NUM_ALL, NUM_TOGETHER = 100, 150, 2_000, 50
+NUM_SEEDS, NUM_TOGETHER = effort(50, 500, 10_000), 50
+NUM_WITHOUT_FAULTS = effort(12, 40, 400)
 SEED = os.environ.get("SEED")
 
 
@@ -26,25 +32,19 @@ def check(seed, **options):
     return world
 
 
-def seeds_from(first):
-    return range(first, first + NUM_TOGETHER)
+@cache
+def seen_in(first):
+    """Check the schedules of a chunk of seeds, once in a process, and return what happens in them."""
+    return sum((check(seed).seen for seed in range(first, first + NUM_TOGETHER)), Counter())
 
 
-@pytest.mark.parametrize("first", [None] if SEED else range(NUM_FIRST, NUM_QUICK, NUM_TOGETHER))
+@pytest.mark.parametrize("first", [None] if SEED else range(0, NUM_SEEDS, NUM_TOGETHER))
 def test_quick_schedules(first):
-    for seed in [int(SEED)] if first is None else seeds_from(first):
-        check(seed)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("first", range(NUM_QUICK, NUM_ALL, NUM_TOGETHER))
-def test_more_schedules(first):
-    for seed in seeds_from(first):
-        check(seed)
+    check(int(SEED)) if first is None else seen_in(first)
 
 
 def test_without_faults_every_answer_is_whole():
-    for seed in range(40):
+    for seed in range(NUM_WITHOUT_FAULTS):
         world = check(seed, kinds={})
         has_time = world.plan.settings.node_wait_s > 0  # for nodes to come, at the start
         patient = {ask.name for ask in world.plan.asks if has_time and ask.timeout_s > 10}
@@ -60,10 +60,8 @@ def test_one_seed_gives_one_history(seed):
 
 
 def test_much_happens_in_them():
-    """What is rare is there often enough to be tested."""
-    seen = Counter()
-    for seed in range(NUM_FIRST):
-        seen += check(seed).seen
+    """What is rare is there often enough to be tested, in the first chunk already."""
+    seen = seen_in(0)
     names = ("whole", "failed", "handed over", "restarted", "kept", "preempted", "corrupt", "attached again")
     names += ("move moved", "move ended", "loan lent", "went on")
     assert min(seen[name] for name in names) > 1, seen

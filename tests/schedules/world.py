@@ -284,13 +284,13 @@ class World:
     @contextmanager
     def _watching_logs(self):
         """Errors that the code catches and logs are as unexpected as those that it raises."""
-        world = self
+        loop, unexpected = self.loop, self._unexpected
 
         class Watch(logging.Handler):
             def emit(self, record):
                 error = record.exc_info[1] if record.exc_info else None
                 if not isinstance(error, InjectedError):
-                    world._unexpected(world.loop.current, record.getMessage(), error)
+                    unexpected(loop.current, record.getMessage(), error)
 
         root = logging.getLogger()
         handlers, disabled = root.handlers, root.manager.disable

@@ -11,8 +11,8 @@ import pytest
 
 from serving_core.extras import MODULES
 from splitserve.cli import main
-from tests.gguf_files import write_gguf
 from tests.effort import few
+from tests.gguf_files import write_gguf
 from tests.system.base_environment import make_base_environment
 from tests.system.cluster import Child, free_port, wait_until
 from tests.tiny_models import write_fake_model

@@ -67,10 +67,15 @@ class HttpServer:
         bound: int = self._socket.getsockname()[1]
         return bound
 
+    @property
+    def listening_socket(self) -> socket.socket:
+        """The socket listened on, after `listen`."""
+        assert self._socket is not None, "listen comes first"
+        return self._socket
+
     async def start(self) -> None:
         """Serves from now on, after `listen`."""
-        assert self._socket is not None, "listen comes first"
-        await self._server.startup(sockets=[self._socket])
+        await self._server.startup(sockets=[self.listening_socket])
 
     async def stop(self, grace_s: float) -> None:
         """Closes the port and idle connections, and after grace_s all others, which ends their calls."""
@@ -81,7 +86,7 @@ class HttpServer:
         state = self._server.server_state
         try:
             async with asyncio.timeout(grace_s):
-                await self._server.shutdown(sockets=[self._socket] if self._socket is not None else [])
+                await self._server.shutdown(sockets=[self.listening_socket])
         except TimeoutError:
             logger.warning("%d HTTP calls are cut off", len(state.tasks))
             for connection in list(state.connections):

@@ -357,7 +357,10 @@ class World:
         for node in self.nodes:
             self.registry.heartbeat(node.node, events.heartbeat().heartbeat, self.now)
         for _ in range(3):
-            self.run(("deliver_command", "deliver_event", "step"), 4000)
+            for _ in range(4000):
+                if not any(node.commands or node.events or node.held for node in self.nodes):
+                    break
+                self.run(("deliver_command", "deliver_event", "step"), 1)
             self.now += max(RESEND_S, NODE_WAIT_S / 2)
             self.carry_out(self.tracker.tick(self.now))
 

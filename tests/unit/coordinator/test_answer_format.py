@@ -1,11 +1,15 @@
-"""Which format a chat template asks for, and what a model thinks, apart from its answer."""
+"""Which format a chat template asks for, what a model thinks, and calls of tools in an answer's text."""
+
+import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.text.answer_format import PLAIN, AnswerFormat, answer_format
-from coordinator.text.calls.reader import Kind
+from coordinator.text.answer_format import PLAIN, READERS, AnswerFormat, answer_format
+from coordinator.text.calls.forced import ListReader, NamedReader
+from coordinator.text.calls.pythonic import parse_call
+from coordinator.text.calls.reader import MAX_CALLS, MAX_HELD_CHARS, Kind
 from coordinator.text.reasoning import ThoughtCounter
 
 # What the templates of models have, in their own words.
@@ -43,7 +47,7 @@ def test_a_template_tells_whether_the_model_thinks():
     assert answer_format("auto", "think", "").thinks
 
 
-def read(pieces, prompt_end="<|assistant|>", calls="hermes", names=()):
+def read_thoughts(pieces, prompt_end="<|assistant|>", calls="hermes", names=()):
     reader = AnswerFormat(calls, thinks=True).reader(prompt_end, names)
     told = {Kind.REASONING: "", Kind.TEXT: "", Kind.CALL: "", Kind.ARGUMENTS: ""}
     for piece in [each for text in pieces for each in reader.feed(text)] + reader.finish():
@@ -68,7 +72,9 @@ ANSWERS = [
 
 @pytest.mark.parametrize(("answer", "prompt_end", "expected"), ANSWERS)
 def test_thoughts_and_the_answer_behind_them(answer, prompt_end, expected):
-    assert read([answer], prompt_end, names={"f"}) == read(answer, prompt_end, names={"f"}) == expected
+    assert (
+        read_thoughts([answer], prompt_end, names={"f"}) == read_thoughts(answer, prompt_end, names={"f"}) == expected
+    )
 
 
 @given(data=st.data())
@@ -77,7 +83,11 @@ def test_however_an_answer_is_cut_its_thoughts_are_the_same(data):
     answer = data.draw(st.lists(words, max_size=10).map("".join))
     cut = data.draw(st.integers(0, len(answer)))
     prompt_end = data.draw(st.sampled_from(["", "<think>\n"]))
-    assert read([answer[:cut], answer[cut:]], prompt_end) == read(answer, prompt_end) == read([answer], prompt_end)
+    assert (
+        read_thoughts([answer[:cut], answer[cut:]], prompt_end)
+        == read_thoughts(answer, prompt_end)
+        == read_thoughts([answer], prompt_end)
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,3 +111,158 @@ def test_the_tokens_of_thoughts_are_counted_with_their_tags(answer, has_begun, n
 def test_a_model_that_does_not_think_has_its_tags_in_the_text():
     reader = PLAIN.reader("<think>", ())
     assert [piece.text for piece in reader.feed("<think>a</think>")] == ["<think>a</think>"]
+
+
+# ---- calls of tools ----
+
+ALL_READERS = {**READERS, "list": ListReader, "named": NamedReader}
+NAMES = {"f", "weather", "a.b"}
+PARIS = {"city": "Paris"}
+
+
+def read_calls(form, *pieces):
+    """The text, and the calls with their arguments as they are written."""
+    reader, text, calls = ALL_READERS[form](NAMES if form != "named" else {"f"}), "", []
+    for told in [*map(reader.feed, pieces), reader.finish()]:
+        for piece in told:
+            match piece.kind:
+                case Kind.TEXT:
+                    text += piece.text
+                case Kind.CALL:
+                    calls.append([piece.text, ""])
+                case Kind.ARGUMENTS:
+                    calls[-1][1] += piece.text
+    return text, calls
+
+
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+LLAMA3 = '{"name": "weather", "parameters": {"city": "Paris"}}'
+
+TEXTS = [
+    # ---- hermes
+    ("hermes", HERMES, "", [("weather", PARIS)]),
+    ("hermes", f"Let me see.\n\n{HERMES}\n{HERMES}\n", "Let me see.", [("weather", PARIS)] * 2),
+    ("hermes", f"{HERMES}\nDone. ", "\nDone.", [("weather", PARIS)]),
+    ("hermes", '<tool_call>{"arguments": {"city": "Paris"}, "name": "weather"}</tool_call>', "", [("weather", PARIS)]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"city\\": \\"Paris\\"}"}</tool_call>', "", [("f", PARIS)]),
+    ("hermes", '<tool_call>{"id": [1, {"x": "}"}], "name": "f"}</tool_call>', "", [("f", {})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", {})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\"}</tool_call>{"}}</tool_call>', "",
+     [("f", {"a": '"}</tool_call>{'})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": {"b": [{}]}}</tool_call> and', " and",
+     [("f", {"a": {"b": [{}]}})]),  # the last bracket was forgotten
+    ("hermes", '<tool_call>{"name": "f"}<tool_call>{"name": "f"}', "", [("f", {})] * 2),
+    # ---- llama3
+    ("llama3", LLAMA3, "", [("weather", PARIS)]),
+    ("llama3", f"<|python_tag|>{LLAMA3}; {LLAMA3}\n", "", [("weather", PARIS)] * 2),
+    ("llama3", '\n{"type": "function", "name": "f", "parameters": {}}', "", [("f", {})]),
+    ("llama3", f"{LLAMA3} Done.", " Done.", [("weather", PARIS)]),
+    # ---- mistral
+    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "f", "arguments": {}}]',
+     "", [("weather", PARIS), ("f", {})]),
+    ("mistral", 'So: [TOOL_CALLS]weather{"city": "Paris"}[TOOL_CALLS]f[ARGS]{}', "So:",
+     [("weather", PARIS), ("f", {})]),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}', "", [("f", {"a": 1})]),
+    ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {"a": 1}}', "", [("f", {"a": 1})]),
+    # ---- pythonic
+    ("pythonic", "[weather(city='Paris')]", "", [("weather", PARIS)]),
+    ("pythonic", ' [weather(city="Paris"), f(a=-1.5, b=[1, (2,)], c={"k": None}, d=true, e=")]")]\n', "",
+     [("weather", PARIS), ("f", {"a": -1.5, "b": [1, [2]], "c": {"k": None}, "d": True, "e": ")]"})]),
+    ("pythonic", "<|python_tag|>[a.b()] Done.", " Done.", [("a.b", {})]),
+    # ---- answers that are held to calls
+    ("list", '[{"name": "weather", "parameters": {"city": "Paris"}}, {"name": "f", "parameters": {}}]', "",
+     [("weather", PARIS), ("f", {})]),
+    ("named", ' {"city": "Paris"}', "", [("f", PARIS)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ALL_READERS)
+def test_calls_and_the_text_around_them(form):
+    for _, text, expected, calls in (each for each in TEXTS if each[0] == form):
+        told, found = read_calls(form, text)
+        assert (told, [(name, json.loads(arguments)) for name, arguments in found]) == (expected, calls)
+        assert read_calls(form, *text) == (told, found)
+
+
+NO_CALLS = [
+    "",
+    " \n",
+    "Hello, wörld! 😀 \n",
+    "a < b <tool_cal",
+    '<tool_call>\n{"nom": "f"}</tool_call>',
+    "<tool_call>weather</tool_call> ",
+    "<tool_call>{",
+    '{"name": "Mary", "parameters": {"age": 3}}',
+    '{"answer": 42}',
+    "[1] says: [weather] and [2]",
+    "[weather('Paris')]",
+    "[weather(city=paris)]",
+    "[unheard_of(a=1)]",
+    "[TOOL_CALLS] [] ",
+    "[TOOL_CALLS]I do not know{ ",
+    "<|python_tag|>print(1)",
+]
+
+
+@pytest.mark.parametrize("form", READERS)
+def test_what_is_no_call_is_text_to_the_letter(form):
+    for text in NO_CALLS:
+        assert read_calls(form, *text) == read_calls(form, text) == (text, [])
+
+
+FRAGMENTS = st.sampled_from(
+    ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name": "f", "arguments": ', '{"name":"f"}',
+     '{"a": "}]\\"{"}', "{}", "}", "{", "[", "]", "(", ")", '"', "'", "\\", ",", ";", ":", " ", "\n", "f", "f(a=1)",
+     "weather", "city=", "x", "😀", "null", '"parameters": ', "[ARGS]"]
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ALL_READERS)
+@given(data=st.data())
+def test_however_a_text_is_cut_the_calls_are_the_same(form, data):
+    sample = st.sampled_from([text for each, text, *_ in TEXTS if each == form])
+    text = data.draw(sample | st.lists(sample | FRAGMENTS, max_size=12).map("".join))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read_calls(form, *pieces) == read_calls(form, *text) == read_calls(form, text)
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
+def test_arguments_are_told_as_they_come_and_where_the_answer_is_cut_short_they_are(form):
+    begin = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS] [", "llama3": ""}[form]
+    assert read_calls(form, f'{begin}{{"name": "f", "arguments": {{"city": "Par') == ("", [["f", '{"city": "Par']])
+    assert read_calls(form, f'{begin}{{"name": "f", "argu') == ("", [["f", ""]])
+    reader = READERS[form](NAMES)
+    told = reader.feed(f'{begin}{{"name": "f", "arguments": {{"city"')
+    assert [(piece.kind, piece.text) for piece in told] == [(Kind.CALL, "f"), (Kind.ARGUMENTS, '{"city"')]
+
+
+def test_calls_beyond_the_limit_are_text():
+    text, calls = read_calls("hermes", HERMES * (MAX_CALLS + 1))
+    assert (len(calls), text) == (MAX_CALLS, HERMES)
+
+
+@pytest.mark.parametrize(
+    ("form", "begin"),
+    [("hermes", '<tool_call>{"name": "'), ("llama3", '{"x": ['), ("mistral", "[TOOL_CALLS]"), ("pythonic", "[f(a='")],
+)
+def test_what_is_held_has_a_limit_and_then_is_text(form, begin):
+    reader, text = READERS[form](NAMES), begin + "x" * MAX_HELD_CHARS
+    told = "".join(piece.text for piece in reader.feed(text))
+    assert text.startswith(told)
+    assert told
+    assert told + "".join(piece.text for piece in [*reader.feed("'}"), *reader.finish()]) == text + "'}"
+
+
+NO_LITERALS = ["**{}", "a=f()", "a=x", "a=1+1", "a=b'x'", "a={1, 2}", "a=...", "a=1j", "a=1e999", "a='\\ud800'", "a=[",
+     "a={[]: 1}", "a={**x}", "a=f'{x}'", "a=" + "-" * 30_000 + "1", "a=" + "(" * 30_000, "a=" + "+".join("1" * 30_000),
+     "a=" + "[" * 100 + "]" * 99, "a=" + "9" * 5000, "a=\x00"]  # fmt: skip
+
+
+def test_python_that_is_more_than_literals_is_no_call():
+    for arguments in NO_LITERALS:
+        assert parse_call(f"f({arguments})") is None
+
+
+def test_escapes_that_python_does_not_know_stand_for_themselves():
+    assert parse_call(r"f(path='C:\dir')") == ("f", '{"path": "C:\\\\dir"}')

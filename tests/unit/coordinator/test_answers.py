@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from coordinator.control.so_far import SoFar
 from coordinator.doors.generation import Generation
 from coordinator.text.answers import Answer, AnswerText, TextOptions
+from coordinator.text.stop_strings import StopMatcher
 from coordinator.text.tokenizer import read_tokenizer
 from protos import inference_pb2
 from serving_core.errors import RequestError
@@ -27,11 +29,13 @@ def tokenizer(tmp_path_factory):
     return read_tokenizer(folder)
 
 
-def answer_with(tokenizer, **options):
-    generation = Generation("r", 1)
+def answer_with(tokenizer, so_far=None, **options):
+    """Return an answer, which goes on behind `so_far` if that is given."""
     options = TextOptions(**options)
-    detokenizer = tokenizer.detokenizer(skip_special_tokens=options.skip_special_tokens)
-    return Answer(generation, 0, AnswerText(detokenizer, options))
+    text = AnswerText(tokenizer.detokenizer(skip_special_tokens=options.skip_special_tokens), options)
+    if so_far is not None:
+        text.resume(so_far)
+    return Answer(Generation("r", 1), 0, text)
 
 
 def tokens_of(data, start=0, finish_reason=0):
@@ -42,6 +46,15 @@ def tokens_of(data, start=0, finish_reason=0):
 
 async def drain(generation):
     return [response async for response in responses(generation)]
+
+
+def unread(generation):
+    """Take the messages that wait for their reader."""
+
+    async def take():
+        return [await generation.next() for _ in range(generation.num_unsent)]
+
+    return asyncio.run(take())
 
 
 async def responses(generation):
@@ -134,8 +147,8 @@ def test_chunks_join_to_the_text_however_tokens_and_reads_fall(tokenizer, text, 
         end = data.draw(st.integers(start + 1, len(encoded)))
         answer.add(tokens_of(encoded[start:end], start))
         start = end
-        if data.draw(st.booleans()) and answer.generation._unsent:
-            chunks.append(asyncio.run(answer.generation.next()).chunk)
+        if data.draw(st.booleans()):
+            chunks += [response.chunk for response in unread(answer.generation)]
     answer.end(inference_pb2.Complete())
     *rest, last = asyncio.run(drain(answer.generation))
     chunks += [response.chunk for response in rest]
@@ -159,7 +172,7 @@ def test_an_answer_that_goes_on_has_the_text_of_one_that_was_never_broken_off(
 ):
     """`has_rest`: the call breaks off between the last of the text and its end."""
     options = {"stop": (stop,) if stop else (), "include_stop_str_in_output": include, "min_tokens": min_tokens}
-    unbroken, broken, resumed = (answer_with(tokenizer, **options) for _ in range(3))
+    unbroken, broken = (answer_with(tokenizer, **options) for _ in range(2))
     tokens = tokens_of(data, finish_reason=finish_reason)
     for answer, part in ((unbroken, tokens), (broken, tokens[:cut])):
         for token in part:
@@ -168,12 +181,12 @@ def test_an_answer_that_goes_on_has_the_text_of_one_that_was_never_broken_off(
     if has_rest and cut >= len(data):
         text, token_ids, _ = read(broken)
     else:
-        chunks = [response.chunk for response in broken.generation._unsent]
+        chunks = [response.chunk for response in unread(broken.generation)]
         text = "".join(chunk.text for chunk in chunks)
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
-    if token_ids:
-        reason = finish_reason if len(token_ids) == len(data) else UNSPECIFIED
-        resumed._text.resume(SoFar(tuple(token_ids), len(text), reason))
+    reason = finish_reason if len(token_ids) == len(data) else UNSPECIFIED
+    so_far = SoFar(tuple(token_ids), len(text), reason) if token_ids else None
+    resumed = answer_with(tokenizer, so_far, **options)
     for token in tokens[len(token_ids) :]:
         resumed.add([token])
     more, more_ids, complete = read(resumed, finish_reason)
@@ -244,3 +257,87 @@ async def test_the_end_does_not_wait_for_more_tokens():
     assert (await generation.next()).chunk.text == "b"
     with pytest.raises(RequestError, match="gone"):
         await generation.next()
+
+
+# ---- stop strings, against an oracle that searches the whole text ----
+
+LETTERS = st.text("ab", min_size=1, max_size=4)
+
+
+def oracle(text: str, stops: list[str], may_stop_from: int = 0) -> tuple[str, str | None]:
+    """The text before the stop string that ends first, the longest of those that end together."""
+    for end in range(may_stop_from, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            match = max(found, key=len)
+            return text[: end - len(match)], match
+    return text, None
+
+
+def feed_all(matcher: StopMatcher, pieces: list[str]) -> str:
+    out = ""
+    for piece in pieces:
+        out += matcher.feed(piece)
+        if matcher.matched is not None:
+            return out
+    return out + matcher.flush()
+
+
+@given(st.lists(LETTERS, min_size=1, max_size=4), st.lists(st.text("abc", max_size=5), max_size=8))
+def test_any_split_of_a_text_gives_what_the_whole_text_gives(stops, pieces):
+    matcher = StopMatcher(stops)
+    text, match = oracle("".join(pieces), stops)
+    assert feed_all(matcher, pieces) == text
+    assert matcher.matched == match
+
+
+@given(st.lists(LETTERS, min_size=1, max_size=4), st.text("abc", max_size=20))
+def test_exactly_the_longest_tail_that_begins_a_stop_string_is_held_back(stops, text):
+    matcher = StopMatcher(stops)
+    out = ""
+    for end, char in enumerate(text, 1):
+        out += matcher.feed(char)
+        if matcher.matched is not None:
+            return
+        begins = [text[start:end] for start in range(end + 1) if any(s.startswith(text[start:end]) for s in stops)]
+        assert out + max(begins, key=len) == text[:end]
+
+
+@given(st.lists(LETTERS, min_size=1, max_size=3), st.text("ab", max_size=6), st.text("ab", max_size=6))
+def test_stop_strings_that_end_too_early_do_not_count(stops, early, late):
+    matcher = StopMatcher(stops)
+    out = matcher.feed(early, may_stop=False) + feed_all(matcher, [late])
+    text, match = oracle(early + late, stops, may_stop_from=len(early) + 1)
+    assert (out, matcher.matched) == (text, match)
+
+
+def test_a_match_across_pieces_takes_back_nothing_that_was_sent():
+    matcher = StopMatcher(["<end>"])
+    assert matcher.feed("a<e") == "a"
+    assert matcher.feed("n") == ""
+    assert matcher.feed("x") == "<enx"
+    assert matcher.feed("<end>more") == ""
+    assert matcher.matched == "<end>"
+
+
+def test_answers_with_the_same_stop_strings_share_what_is_built_of_them_and_nothing_else():
+    many = [f"{number:04}" * 20 for number in range(100)]
+    tracemalloc.start()
+    try:
+        first, num_bytes = StopMatcher(many), tracemalloc.get_traced_memory()[0]
+        second, num_bytes_of_both = StopMatcher(many), tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert num_bytes_of_both < 1.01 * num_bytes
+    assert (first.feed("0000"), second.feed("0000")) == ("", "")
+    one, other = StopMatcher(["ab", "b"]), StopMatcher(["ab", "b"])
+    assert one.feed("xa") == "x"
+    assert other.feed("b") == ""
+    assert (one.matched, other.matched) == (None, "b")
+
+
+def test_many_long_stop_strings_over_a_long_text():
+    stops = [("ab" * 128)[:-1] + char for char in "cdefghijklmnopqr"]
+    matcher = StopMatcher(stops)
+    text = "ab" * 50_000
+    assert feed_all(matcher, [text]) == text

@@ -5,15 +5,26 @@ import contextlib
 import json
 from itertools import groupby
 
-import anthropic
-import httpx2
 import pytest
-from anthropic import AsyncAnthropic
 
+from coordinator.doors.http.known_fields import KNOWN, MESSAGES
 from tests import fleet_events as events
-from tests.scripted_nodes import DEADLINE_S, cluster, run
-from tests.unit.coordinator.test_http import HI, KEY, fail_after_a_token
-from tests.unit.coordinator.test_http_tools import BOTH, PARIS, TEMPLATE, WEATHER, answer
+from tests.scripted_nodes import DEADLINE_S, run
+from tests.unit.coordinator.http_kit import (
+    BOTH,
+    HI,
+    KEY,
+    PARIS,
+    WEATHER,
+    answer,
+    fail_after_a_token,
+    plain_client,
+    template_cluster,
+    url_of,
+)
+from tests.unit.coordinator.later import anthropic
+
+pytestmark = pytest.mark.usefixtures("programs_here")
 
 FUNCTION = WEATHER["function"]
 TOOL = {"name": "weather", "description": "Tells it.", "input_schema": FUNCTION["parameters"]}
@@ -24,11 +35,9 @@ SAME = {"model": "m", "max_tokens": 500}
 @contextlib.asynccontextmanager
 async def anthropic_cluster(folder, key="none", **settings):
     """Whatever the client sends has to be known."""
-    folder.mkdir(exist_ok=True)
-    (folder / "mine.jinja").write_text(TEMPLATE)
-    settings = {"chat_template": str(folder / "mine.jinja"), "strict_fields": True, **settings}
-    async with cluster(folder, http_port=0, served_model_name="m", **settings) as c, AsyncAnthropic(
-        base_url=f"http://127.0.0.1:{c.server.http_port}", api_key=key, timeout=DEADLINE_S, max_retries=0
+    options = {"api_key": key, "timeout": DEADLINE_S, "max_retries": 0}
+    async with template_cluster(folder, **{"strict_fields": True, **settings}) as c, anthropic.AsyncAnthropic(
+        base_url=url_of(c), http_client=anthropic.DefaultAsyncHttpxClient(verify=False), **options
     ) as client:  # fmt: skip
         yield c, client
 
@@ -139,9 +148,8 @@ def test_how_an_answer_ends_and_how_it_may_begin(tmp_path):
 
 def test_thinking_is_a_variable_of_the_template(tmp_path):
     async def scenario():
-        path = tmp_path / "other.jinja"
-        path.write_text("{{ enable_thinking }}{{ reasoning_effort }}{{ messages[0].content }}{# </think> #}")
-        async with anthropic_cluster(tmp_path, chat_template=str(path)) as (c, client):
+        template = "{{ enable_thinking }}{{ reasoning_effort }}{{ messages[0].content }}{# </think> #}"
+        async with anthropic_cluster(tmp_path, template=template) as (c, client):
             for kind, shown in (("disabled", "False"), ("adaptive", "True")):
                 fields = {"thinking": {"type": kind}, "output_config": {"effort": "low"}}
                 _, prompt = await asked(c, client, "Yes.", extra_body=fields)
@@ -206,7 +214,7 @@ def test_what_cannot_be_is_refused_in_the_form_of_the_api(tmp_path):
             with pytest.raises(anthropic.AuthenticationError) as caught:
                 await client.with_options(api_key="wrong").messages.create(**SAME, messages=[HI])
             assert caught.value.body["error"]["type"] == "authentication_error"
-            async with httpx2.AsyncClient(base_url=str(client.base_url)) as plain:
+            async with plain_client(base_url=str(client.base_url)) as plain:
                 headers = {"x-api-key": KEY}
                 for reply, kind in (
                     (await plain.get("/v1/messages", headers=headers), "invalid_request_error"),
@@ -216,3 +224,8 @@ def test_what_cannot_be_is_refused_in_the_form_of_the_api(tmp_path):
                     assert reply.json()["error"]["type"] == kind
 
     run(scenario())
+
+
+def test_every_field_of_anthropic_is_listed():
+    names = {each.name for each in KNOWN if MESSAGES in each.endpoints}
+    assert anthropic.types.message_create_params.MessageCreateParamsStreaming.__annotations__.keys() <= names

@@ -1,14 +1,17 @@
-"""How many nodes a load needs: figures worked out by hand, and fleets of several sizes under virtual time."""
+"""How many nodes a load needs, worked out by hand."""
+
+import pickle
+from dataclasses import dataclass, field
 
 import pytest
 
 from coordinator.control.demand import CATCH_UP_S, LEAST_S, MAX_SAMPLES, WINDOW_S, Demand, Ended
+from coordinator.control.lengths import Lengths
 from coordinator.control.registry import MAX_NODES, Registry
 from coordinator.control.slo import Slo
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from tests import fleet_events as events
-from tests.unit.coordinator.fleet_simulation import serve
 from tests.unit.coordinator.tracker_kit import World
 
 SEATS = 8
@@ -80,14 +83,42 @@ def test_what_answers_share_takes_its_pool_once():
     assert asked(4, usual=sharing).nodes_needed(fleet(num_blocks=20), 0) == 4  # 4 * 0.75 / 0.8 = 3.75
 
 
-def test_what_each_of_several_answers_shares_with_the_others_is_their_part():
+@dataclass
+class Told:
+    """What the estimators of a tracker were told, in order."""
+
+    arrived_s: list = field(default_factory=list)
+    ended: list = field(default_factory=list)
+    lengths: list = field(default_factory=list)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    told = Told()
+
+    def note(kind, name, notes):
+        method = getattr(kind, name)
+
+        def noting(self, value):
+            notes.append(value)
+            method(self, value)
+
+        monkeypatch.setattr(kind, name, noting)
+
+    note(Demand, "arrived", told.arrived_s)
+    note(Demand, "ended", told.ended)
+    note(Lengths, "ended", told.lengths)
+    return told
+
+
+def test_what_each_of_several_answers_shares_with_the_others_is_their_part(told):
     world = World(("b0",))
     world.holds("b0", [1])
     for number in range(3):
         world.submit(f"{number}/0", [*range(32), number], max_tokens=1)
         attempt = world.attempt
     world.tell("b0", events.first_token(events.sampled(attempt, 0, 100, events.LENGTH)))
-    [ended] = world.tracker._live.demand._ended
+    [ended] = told.ended
     assert ended.num_spared == pytest.approx(32 * 2 / 3)
 
 
@@ -118,11 +149,13 @@ def test_the_first_requests_are_no_rate_yet():
 
 
 def test_requests_that_come_in_another_order_cost_no_memory():
-    demand = Demand()
-    for index in range(100_000):
-        demand.arrived(1000.0 + index % 2)
-        demand.ended(USUAL)
-    assert (len(demand._by_second), len(demand._ended)) == (2, MAX_SAMPLES)
+    demand, sizes = Demand(), []
+    for _ in range(2):
+        for index in range(40 * MAX_SAMPLES):
+            demand.arrived(1000.0 + index % 2)
+            demand.ended(USUAL)
+        sizes.append(len(pickle.dumps(demand)))
+    assert sizes[0] == sizes[1] < 100 * MAX_SAMPLES
     assert demand.nodes_needed(fleet(), 0) == MAX_NODES
 
 
@@ -134,7 +167,7 @@ def test_drained_nodes_tell_nothing():
     assert asked(2, usual=READ_ALONE).nodes_needed(nodes, 0) == 3
 
 
-def test_the_tracker_counts_who_is_refused_and_how_answers_end():
+def test_the_tracker_counts_who_is_refused_and_how_answers_end(told):
     world = World(max_live=1)
     world.submit("a/0", now=10.0, max_tokens=2, slo=Slo("", None, 0.5))
     with pytest.raises(RequestError, match="the limit is 1"):
@@ -145,27 +178,25 @@ def test_the_tracker_counts_who_is_refused_and_how_answers_end():
     world.tell("d0", events.committed(attempt), 11.0)
     world.tell("d0", events.step_tokens(events.sampled(attempt, 1, 102, events.LENGTH)), 12.0)
     world.tick(20.0)
-    demand = world.tracker._live.demand
-    assert demand._per_s() == 2 / 10
-    assert list(demand._ended) == [Ended(num_prompt=3, num_computed=1, num_output=2, tpot_s=0.5)]
+    assert told.arrived_s == [10.0, 10.0]
+    assert told.ended == [Ended(num_prompt=3, num_computed=1, num_output=2, tpot_s=0.5)]
     assert world.tracker.num_nodes_needed == 4, "the nodes have told nothing of their rates"
 
 
-def test_what_ends_with_a_stop_string_or_an_embedding_counts_and_what_its_client_left_does_not():
+def test_what_ends_with_a_stop_string_or_an_embedding_counts_and_what_its_client_left_does_not(told):
     world = World(max_live=4)
     for name, reason in (("a/0", inference_pb2.FINISH_REASON_STOP), ("b/0", inference_pb2.FINISH_REASON_ABORT)):
         world.submit(name, max_tokens=500)
         world.first(world.attempt)
         world.tracker.finish(name, reason, 0.0)
-    demand, lengths = world.tracker._live.demand, world.ledger.lengths
-    assert [each.num_output for each in demand._ended] == [1]
-    assert list(lengths._lengths) == [1]
+    assert [each.num_output for each in told.ended] == [1]
+    assert told.lengths == [1]
 
     world = World(("p0",), embeds=True)
     world.embed("e/0")
     world.tell("p0", events.embedded(world.attempt, b"abcd"), 0.0)
-    assert list(world.tracker._live.demand._ended) == [Ended(num_prompt=3, num_computed=3, num_output=0)]
-    assert not world.ledger.lengths._lengths, "an embedding is no answer of no tokens"
+    assert told.ended[1:] == [Ended(num_prompt=3, num_computed=3, num_output=0)]
+    assert told.lengths == [1], "an embedding is no answer of no tokens"
 
 
 def test_embeddings_take_what_their_prompts_take():
@@ -175,33 +206,3 @@ def test_embeddings_take_what_their_prompts_take():
     mixed = asked(4, usual=embedded)
     mixed.ended(READ_ALONE)
     assert mixed.nodes_needed(fleet(), 0) == 5, "no fewer tokens than none are written"
-
-
-def needed_over_time(num_nodes, per_s, seconds):
-    """What a fleet of so many is told once a second, from the 30th on."""
-    seen = []
-
-    def watch(agenda, fleet):
-        def look():
-            if agenda.now < seconds:
-                seen.append(fleet.coordinator.tracker.num_nodes_needed)
-                agenda.after(1.0, look)
-
-        agenda.after(30.0, look)
-
-    requests = [(index / per_s, 200, 40) for index in range(round(per_s * seconds))]
-    serve({f"b{index}": 1000.0 for index in range(num_nodes)}, requests, watch=watch)
-    return seen
-
-
-@pytest.mark.nightly
-def test_a_fleet_that_has_followed_it_is_told_the_same_again():
-    """A request takes 0.2 s to read and, of a step with 64, 39 * 0.0013 s to write: 9 a second need 2.8 nodes."""
-    told = {num_nodes: needed_over_time(num_nodes, 9, 80.0) for num_nodes in (3, 4, 6)}
-    assert all(set(numbers) == {3} for numbers in told.values()), told
-
-
-def test_a_fleet_that_is_too_small_is_told_to_grow_the_longer_the_more():
-    told = needed_over_time(2, 9, 80.0)
-    assert min(told) >= 3
-    assert told[-1] > told[0]

@@ -7,6 +7,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from coordinator.text.detokenizer import DetokenizerFactory
 from serving_core.errors import ModelError
+from tests import fleet_events as events
+from tests import scripted_nodes
+from tests.effort import few
+from tests.scripted_nodes import begin, run
+from tests.tiny_models import write_fake_model
+from tests.unit.coordinator.http_kit import http_cluster, post
+
+pytestmark = pytest.mark.usefixtures("programs_here")
 
 ADDED = [AddedToken("<|end|>", special=True), AddedToken("<tool é>", special=False)]
 
@@ -60,7 +68,7 @@ WORDS = {"byte level": ("a", "Ġ", "x"), "llama": PIECES, "gemma": PIECES, "meta
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize("skip_special_tokens", few([True, False]))
 @given(data=st.data())
 def test_the_pieces_are_together_what_the_tokenizer_decodes(name, skip_special_tokens, data):
     tokenizer = TOKENIZERS[name]
@@ -126,3 +134,62 @@ def test_an_answer_keeps_the_space_before_its_later_words():
 def test_a_decoder_that_cannot_be_followed_is_refused(decoder):
     with pytest.raises(ModelError, match=r"decoder .* is not supported"):
         DetokenizerFactory(sentencepiece(decoder))
+
+
+# ---- at the HTTP door: a tokenizer that drops the blank before a text's first word ----
+
+LLAMA_TOKENIZER = TOKENIZERS["llama"]
+HELLO, WORLD = LLAMA_TOKENIZER.token_to_id("▁hello"), LLAMA_TOKENIZER.token_to_id("world")
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    def write(folder):
+        write_fake_model(folder)
+        LLAMA_TOKENIZER.save(str(folder / "tokenizer.json"))
+
+    monkeypatch.setattr(scripted_nodes, "write_fake_model", write)
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    return http_cluster(tmp_path, chat_template=str(tmp_path / "own.jinja"))
+
+
+async def answered(c):
+    """▁hello."""
+    attempt, _ = await begin(c)
+    await c.nodes["p0"].send(events.first_token(events.sampled(attempt, 0, HELLO, events.LENGTH, logprob=-0.5)))
+    await c.nodes["d0"].answer_cancel(attempt)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "offsets"),
+    [
+        ({}, " hello", None),
+        ({"logprobs": 0}, " hello", [0]),
+        ({"logprobs": 0, "echo": True}, "hello hello", [0, 5]),
+    ],
+)
+def test_a_completion(served, fields, text, offsets):
+    async def scenario():
+        async with served as (c, client):
+            call = post(client, prompt=[HELLO], max_tokens=1, **fields)
+            await answered(c)
+            [choice] = (await call).json()["choices"]
+            assert choice["text"] == text
+            assert offsets is None or choice["logprobs"]["text_offset"] == offsets
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("goes_on", "text"), [(False, "hello"), (True, " hello")])
+def test_a_chat_begins_a_text_of_its_own_unless_it_continues_a_message(served, goes_on, text):
+    async def scenario():
+        async with served as (c, client):
+            messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "world"}]
+            fields = {"continue_final_message": True, "add_generation_prompt": False} if goes_on else {}
+            call = post(client, "/v1/chat/completions", messages=messages, max_tokens=1, **fields)
+            await answered(c)
+            [choice] = (await call).json()["choices"]
+            assert choice["message"]["content"] == text
+
+    run(scenario())

@@ -1,75 +1,27 @@
-"""The HTTP door over real sockets, with nodes that the test speaks for: streams to the byte, failures, browsers, and
-the end of the server."""
+"""The HTTP door over real sockets, with nodes that the test speaks for: streams to the byte, failures, and the end of
+the server."""
 
 import asyncio
-import contextlib
-import json
 
-import httpx2
 import pytest
 
 from tests import fleet_events as events
-from tests.scripted_nodes import DEADLINE_S, begin, cluster, hand_over, run, step
+from tests.scripted_nodes import DEADLINE_S, begin, hand_over, run, step
 from tests.tiny_models import ASSISTANT, BOS, EOS, USER
+from tests.unit.coordinator.http_kit import (
+    KEY,
+    LENGTH,
+    answer_in_steps,
+    completion_bytes,
+    ended,
+    error_of,
+    events_of,
+    http_cluster,
+    in_module_loop,
+    post,
+)
 
-LENGTH, STOP = events.LENGTH, events.STOP
-KEY = "key-of-the-test"
-
-
-@contextlib.asynccontextmanager
-async def http_cluster(folder, nodes=("p0", "d0"), **settings):
-    """A scripted cluster and an HTTP client of it."""
-    async with contextlib.AsyncExitStack() as stack:
-        c = await stack.enter_async_context(cluster(folder, nodes, http_port=0, served_model_name="m", **settings))
-        client = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{c.server.http_port}", timeout=DEADLINE_S)
-        yield c, await stack.enter_async_context(client)
-
-
-def post(client, path="/v1/completions", headers=(), **fields):
-    """A call under way."""
-    body = {"prompt": "hello", "max_tokens": 5} if path == "/v1/completions" else {"messages": [HI]}
-    return asyncio.create_task(client.post(path, json=body | fields, headers={"x-request-id": "r", **dict(headers)}))
-
-
-HI = {"role": "user", "content": "hi"}
-
-
-def events_of(reply):
-    """The JSON of every event, without its time; [DONE] as it stands."""
-    assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
-    lines = reply.text.split("\n\n")
-    assert lines.pop() == ""
-    found = []
-    for line in lines:
-        data = line.removeprefix("data: ")
-        found.append(data if data == "[DONE]" else json.loads(data))
-        if isinstance(found[-1], dict) and "error" not in found[-1]:
-            assert found[-1].pop("created") > 1_700_000_000
-    return found
-
-
-async def answer_in_steps(c):
-    """ab, then ended by EOS."""
-    attempt, _ = await begin(c)
-    await hand_over(c, attempt, "a", num_cached_tokens=4)
-    await step(c.nodes["d0"], attempt, 1, "b")
-    end = events.sampled(attempt, 2, EOS, STOP)
-    await c.nodes["d0"].send(events.step_tokens(end))
-
-
-async def ended(reader):
-    """Reads a connection to its end, a broken one too."""
-    async with asyncio.timeout(DEADLINE_S):
-        with contextlib.suppress(ConnectionError):
-            return await reader.read()
-    return b""
-
-
-def completion_bytes(**fields):
-    body = json.dumps({"prompt": "hello", **fields}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
-    return head.format(len(body)).encode() + body
-
+pytestmark = pytest.mark.usefixtures("programs_here")
 
 # ---- streams and answers, to the letter ----
 
@@ -97,28 +49,28 @@ def test_the_events_of_a_completion(tmp_path):
     run(scenario())
 
 
+PRIORITIES = [
+    ({}, {}, 0),
+    ({}, {"priority": -3}, -3),
+    ({"x-slo-priority": "-3"}, {}, -3),
+    ({"x-slo-priority": "-3"}, {"priority": 0}, 0),
+    ({"x-slo-class": "batch"}, {}, 10),
+    ({"x-slo-class": "batch"}, {"priority": 0}, 0),
+]
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize(
-    ("headers", "fields", "priority"),
-    [
-        ({}, {}, 0),
-        ({}, {"priority": -3}, -3),
-        ({"x-slo-priority": "-3"}, {}, -3),
-        ({"x-slo-priority": "-3"}, {"priority": 0}, 0),
-        ({"x-slo-class": "batch"}, {}, 10),
-        ({"x-slo-class": "batch"}, {"priority": 0}, 0),
-    ],
-)
-def test_a_priority_comes_in_the_body_in_a_header_or_with_the_class(tmp_path, path, headers, fields, priority):
+def test_a_priority_comes_in_the_body_in_a_header_or_with_the_class(tmp_path, path):
     async def scenario():
         async with http_cluster(tmp_path, slo_class=("batch=priority:10",)) as (c, client):
-            call = post(client, path, headers=headers, **fields)
-            attempt, job = await begin(c)
-            assert job.priority == priority
-            await hand_over(c, attempt, "a")
-            await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
-            reply = await call
-            assert (reply.status_code, reply.headers.get("x-splitserve-warning")) == (200, None)
+            for headers, fields, priority in PRIORITIES:
+                call = post(client, path, headers=headers, **fields)
+                attempt, job = await begin(c)
+                assert job.priority == priority
+                await hand_over(c, attempt, "a")
+                await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
+                reply = await call
+                assert (reply.status_code, reply.headers.get("x-splitserve-warning")) == (200, None)
 
     run(scenario())
 
@@ -168,14 +120,11 @@ def test_limits_come_in_the_body_or_in_headers_and_the_answer_tells_what_became_
         ({}, {"slo_class": "chat"}, "slo_class", "slo_class 'chat' is none of the server's: there are none"),
     ],
 )
-def test_limits_that_cannot_be_are_refused_by_name(tmp_path, headers, fields, field, message):
-    async def scenario():
-        async with http_cluster(tmp_path) as (_, client):
-            reply = await post(client, headers=headers, **fields)
-            error = reply.json()["error"]
-            assert (reply.status_code, error["param"], error["message"]) == (400, field, message)
-
-    run(scenario())
+@in_module_loop
+async def test_limits_that_cannot_be_are_refused_by_name(client, headers, fields, field, message):
+    reply = await post(client, headers=headers, **fields)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["message"]) == (400, field, message)
 
 
 def test_the_events_of_a_chat_with_usage(tmp_path):
@@ -254,36 +203,30 @@ def test_a_whole_chat_with_logprobs_and_token_ids(tmp_path):
     run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("prompt", "fields", "num_tokens", "max_tokens"),
-    [
-        ([97] * 3, {}, 3, 16),
-        ([97] * 995, {}, 995, 5),
-        ([97] * 3, {"min_tokens": 20}, 3, 20),
-        ([97] * 1200, {"truncate_prompt_tokens": -1}, 984, 16),
-        ([97] * 1200, {"truncate_prompt_tokens": 990}, 990, 10),
-    ],
-)
-def test_a_completion_has_16_tokens_or_what_its_prompt_leaves_of_1000(tmp_path, prompt, fields, num_tokens, max_tokens):
+COMPLETIONS = [
+    ([97] * 3, {}, 3, 16),
+    ([97] * 995, {}, 995, 5),
+    ([97] * 3, {"min_tokens": 20}, 3, 20),
+    ([97] * 1200, {"truncate_prompt_tokens": -1}, 984, 16),
+    ([97] * 1200, {"truncate_prompt_tokens": 990}, 990, 10),
+]
+
+
+def test_a_completion_has_16_tokens_or_what_its_prompt_leaves_of_1000(tmp_path):
     async def scenario():
         async with http_cluster(tmp_path) as (c, client):
-            call = post(client, prompt=prompt, **{"max_tokens": None, **fields})
-            attempt, job = await begin(c)
-            assert (len(job.token_ids), job.sampling_params.max_tokens) == (num_tokens, max_tokens)
-            await hand_over(c, attempt, "a")
-            await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
-            assert (await call).status_code == 200
+            for prompt, fields, num_tokens, max_tokens in COMPLETIONS:
+                call = post(client, prompt=prompt, **{"max_tokens": None, **fields})
+                attempt, job = await begin(c)
+                assert (len(job.token_ids), job.sampling_params.max_tokens) == (num_tokens, max_tokens)
+                await hand_over(c, attempt, "a")
+                await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
+                assert (await call).status_code == 200
 
     run(scenario())
 
 
 # ---- failures ----
-
-
-def error_of(reply):
-    error = reply.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code", "reason"}
-    return reply.status_code, error["type"], error["code"]
 
 
 def test_without_nodes_there_is_a_status_even_for_a_stream(tmp_path):
@@ -371,132 +314,21 @@ def test_a_failure_after_the_first_token_is_an_event_and_nothing_is_done(tmp_pat
     run(scenario())
 
 
-async def fail_after_a_token(c):
-    """Of the next answer one token comes, and then its engine fails."""
-    attempt, _ = await begin(c)
-    await hand_over(c, attempt, "a")
-    await c.nodes["d0"].send(events.failed(attempt, "ENGINE_ERROR"))
-
-
-@pytest.mark.parametrize(
-    "authorization", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": "Bearer"}]
-)
-def test_only_health_is_open_to_strangers(tmp_path, authorization):
+def test_only_health_is_open_to_strangers(tmp_path):
     async def scenario():
         async with http_cluster(tmp_path, api_key=KEY, nodes=()) as (_, client):
-            for path in ("/v1/models", "/version", "/nothing"):
-                reply = await client.get(path, headers=authorization)
-                assert error_of(reply) == (401, "invalid_request_error", "invalid_api_key")
-                assert "--api-key" in reply.json()["error"]["message"]
-                assert reply.headers["www-authenticate"] == "Bearer"
-            assert (await client.post("/v1/completions", json={}, headers=authorization)).status_code == 401
-            assert (await client.get("/ping", headers=authorization)).status_code == 503
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": "Bearer"}):
+                for path in ("/v1/models", "/version", "/nothing"):
+                    reply = await client.get(path, headers=headers)
+                    assert error_of(reply) == (401, "invalid_request_error", "invalid_api_key")
+                    assert "--api-key" in reply.json()["error"]["message"]
+                    assert reply.headers["www-authenticate"] == "Bearer"
+                assert (await client.post("/v1/completions", json={}, headers=headers)).status_code == 401
+                assert (await client.get("/ping", headers=headers)).status_code == 503
             for scheme in ("Bearer", "bearer", "BEARER "):
                 headers = {"Authorization": f"{scheme} {KEY}"}
                 [model] = (await client.get("/v1/models", headers=headers)).json()["data"]
                 assert model["id"] == "m"
-
-    run(scenario())
-
-
-# ---- web pages and their browsers ----
-
-PAGE = {"Origin": "https://page.example"}
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "text/plain",
-        "text/plain; application/json",
-        "application/x-www-form-urlencoded",
-        "multipart/form-data",
-        "json",
-        "",
-    ],
-)
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
-def test_a_body_that_is_not_called_json_is_not_read(tmp_path, path, kind):
-    async def scenario():
-        async with http_cluster(tmp_path, nodes=()) as (_, client):
-            body, headers = b'{"prompt": "a", "tokens": [1]}', {"Content-Type": kind} if kind else {}
-            reply = await client.post(path, content=body, headers=headers)
-            assert error_of(reply) == (415, "invalid_request_error", None)
-            assert "send Content-Type: application/json" in reply.json()["error"]["message"]
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"])
-def test_a_body_that_is_called_json_is_read(tmp_path, kind):
-    async def scenario():
-        async with http_cluster(tmp_path, nodes=()) as (_, client):
-            reply = await client.post("/tokenize", content=b'{"prompt": "a"}', headers={"Content-Type": kind})
-            assert reply.json()["tokens"] == [97]
-
-    run(scenario())
-
-
-def test_without_a_key_web_pages_are_kept_out(tmp_path):
-    async def scenario():
-        async with http_cluster(tmp_path, nodes=()) as (_, client):
-            for origin in ("https://page.example", "null", f"http://127.0.0.1:{client.base_url.port + 1}"):
-                reply = await client.post("/tokenize", json={"prompt": "a"}, headers={"Origin": origin})
-                assert error_of(reply) == (403, "invalid_request_error", None)
-                assert origin in reply.json()["error"]["message"]
-            for preflight in (await asking_ahead(client), await client.get("/version")):
-                assert not [name for name in preflight.headers if name.startswith("access-control")]
-            assert (await client.get("/health", headers=PAGE)).status_code == 503
-
-    run(scenario())
-
-
-def test_with_a_key_pages_that_have_it_may_call_and_may_not_read(tmp_path):
-    async def scenario():
-        async with http_cluster(tmp_path, nodes=(), api_key=KEY) as (_, client):
-            headers = {**PAGE, "Authorization": f"Bearer {KEY}"}
-            reply = await client.post("/tokenize", json={"prompt": "a"}, headers=headers)
-            assert reply.status_code == 200
-            assert "access-control-allow-origin" not in reply.headers
-
-    run(scenario())
-
-
-async def asking_ahead(client, **headers):
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
-    return await client.options("/v1/completions", headers={**PAGE, **asked, **headers})
-
-
-@pytest.mark.parametrize(
-    ("flag", "told"), [("https://other.example, https://page.example", "https://page.example"), ("*", "*")]
-)
-@pytest.mark.parametrize("api_key", ["", KEY])
-def test_pages_of_allowed_origins_may_call_and_read(tmp_path, flag, told, api_key):
-    async def scenario():
-        settings = {"allowed_origins": flag, "api_key": api_key, "nodes": ()}
-        async with http_cluster(tmp_path, **settings) as (_, client):
-            ahead = await asking_ahead(client)  # which brings no key
-            assert (ahead.status_code, ahead.headers["access-control-allow-origin"]) == (200, told)
-            assert "POST" in ahead.headers["access-control-allow-methods"]
-            assert ahead.headers["access-control-allow-headers"] == "authorization,content-type"
-            headers = {**PAGE, "Authorization": f"Bearer {KEY}"}
-            for path, status in (("/tokenize", 200), ("/v1/completions", 503)):  # errors are for pages to read too
-                reply = await client.post(path, json={"prompt": "a"}, headers=headers)
-                assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (status, told)
-            if api_key:
-                reply = await client.post("/tokenize", json={"prompt": "a"}, headers=PAGE)
-                assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (401, told)
-
-    run(scenario())
-
-
-def test_pages_of_other_origins_may_not(tmp_path):
-    async def scenario():
-        async with http_cluster(tmp_path, nodes=(), allowed_origins="https://other.example") as (_, client):
-            ahead = await asking_ahead(client)
-            assert (ahead.status_code, "access-control-allow-origin" in ahead.headers) == (400, False)
-            reply = await client.post("/tokenize", json={"prompt": "a"}, headers=PAGE)
-            assert (reply.status_code, "access-control-allow-origin" in reply.headers) == (403, False)
 
     run(scenario())
 

@@ -1,4 +1,4 @@
-"""The HTTP door and clients that leave, dawdle, do not read, or send what is no HTTP."""
+"""The HTTP door and clients that leave, dawdle, do not read, send what is no HTTP, or try again by themselves."""
 
 import asyncio
 import json
@@ -8,8 +8,21 @@ import socket
 import pytest
 
 from coordinator.doors.http import bodies, serving
+from coordinator.doors.http.serving import HttpServer
 from tests.scripted_nodes import DEADLINE_S, begin, hand_over, run, step
-from tests.unit.coordinator.test_http import LENGTH, completion_bytes, ended, http_cluster, post
+from tests.tiny_models import CHAT_TEMPLATE
+from tests.unit.coordinator.http_kit import (
+    HI,
+    LENGTH,
+    completion_bytes,
+    ended,
+    http_cluster,
+    openai_cluster,
+    post,
+)
+from tests.unit.coordinator.later import openai
+
+pytestmark = pytest.mark.usefixtures("programs_here")
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -144,14 +157,14 @@ def test_calls_sent_ahead_of_the_end_of_a_side_are_answered(tmp_path):
 
 def test_a_client_that_does_not_read_is_cut_off(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "WRITE_TIMEOUT_S", 0.2)
-    listening = serving._listening_socket
+    listen = HttpServer.listen
 
-    def with_small_buffer(host, port, shares_port):
-        bound = listening(host, port)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by its connections
-        return bound
+    def with_small_buffer(self, *args, **options):
+        port = listen(self, *args, **options)
+        self.listening_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by its connections
+        return port
 
-    monkeypatch.setattr(serving, "_listening_socket", with_small_buffer)
+    monkeypatch.setattr(HttpServer, "listen", with_small_buffer)
 
     async def scenario():
         async with http_cluster(tmp_path) as (c, _):
@@ -228,5 +241,61 @@ def test_headers_without_end_are_refused(tmp_path):
             message = "the headers have 65537 bytes or more, the limit is 65536"
             assert json.loads(body)["error"]["message"] == message
             writer.close()
+
+    run(scenario())
+
+
+# ---- OpenAI's client, with the retries that it has unless told otherwise ----
+
+
+def ask_with_retries(client, **fields):
+    retrying = client.with_options(max_retries=openai.DEFAULT_MAX_RETRIES)
+    return asyncio.create_task(retrying.chat.completions.create(model="m", messages=[HI], **fields))
+
+
+async def statuses(c, client):
+    """How many calls of chats ended with which class of status."""
+    text = await client.with_options(base_url=f"http://127.0.0.1:{c.server.http_port}").get("/metrics", cast_to=str)
+    lines = [line for line in text.splitlines() if line.startswith("http_requests_total") and "completions" in line]
+    return {line.partition('status="')[2][:3]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+def test_who_has_had_its_time_does_not_come_again(tmp_path):
+    async def scenario():
+        async with openai_cluster(tmp_path, CHAT_TEMPLATE, request_timeout_s=0.1) as (c, client):
+            with pytest.raises(openai.APIStatusError) as caught:
+                await ask_with_retries(client)
+            assert caught.value.code == "DEADLINE_EXCEEDED"
+            assert await statuses(c, client) == {"5xx": 1}
+
+    run(scenario())
+
+
+def test_an_id_that_is_live_and_an_answer_that_was_aborted_do_not_come_again(tmp_path):
+    async def scenario():
+        async with openai_cluster(tmp_path, CHAT_TEMPLATE) as (c, client):
+            first = ask_with_retries(client, extra_headers={"x-request-id": "r"})
+            attempt, _ = await begin(c)
+            with pytest.raises(openai.APIStatusError) as caught:
+                await ask_with_retries(client, extra_headers={"x-request-id": "r"})
+            assert caught.value.code == "DUPLICATE_REQUEST_ID"
+            await hand_over(c, attempt, "a")
+            await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
+            await first
+            assert await statuses(c, client) == {"2xx": 1, "4xx": 1}
+
+    run(scenario())
+
+
+def test_who_finds_no_node_comes_again(tmp_path):
+    async def scenario():
+        async with openai_cluster(tmp_path, CHAT_TEMPLATE) as (c, client):
+            for node in c.nodes.values():
+                await node.close()
+            await c.until_loads(lambda loads: not loads.nodes)
+            with pytest.raises(openai.APIStatusError) as caught:
+                await ask_with_retries(client)
+            assert caught.value.code == "NO_PREFILL_WORKER"
+            assert await statuses(c, client) == {"5xx": 1 + openai.DEFAULT_MAX_RETRIES}
 
     run(scenario())

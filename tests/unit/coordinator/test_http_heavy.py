@@ -5,31 +5,31 @@ import functools
 import gc
 import json
 import logging
-import threading
 import time
-from contextlib import asynccontextmanager
 
 import pytest
 
 from coordinator.doors.http import app
 from coordinator.doors.http.fields import MAX_VALUES
+from coordinator.text import structures
+from coordinator.text.program import Program
 from coordinator.text.tokenizer import LONG_TEXT_CHARS, NUM_THREADS
 from protos.inference_pb2 import GetLoadsRequest
 from tests.scripted_nodes import DEADLINE_S, begin, hand_over, run, step
-from tests.unit.coordinator.test_http import LENGTH, http_cluster
+from tests.unit.coordinator.http_kit import JSON, LENGTH, http_cluster, in_module_loop
 
-JSON = {"content-type": "application/json"}
 MAX_STALL_S = 0.25  # of the event loop's own processor time, which other processes do not lengthen
 MAX_STALL = 0.8  # of the time in which the largest body is read as JSON, on machines where that is more
 MIB = 2**20
 
 
 async def longest_turn_s(call):
-    """The most processor time that the event loop's thread takes between two turns of a task, while a call runs."""
+    """The most processor time that the event loop's thread takes between two turns of a task, which it may have each
+    millisecond, while a call runs."""
     longest_s = 0.0
     while not call.done():
         before_s = time.thread_time()
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
         longest_s = max(longest_s, time.thread_time() - before_s)
     return longest_s
 
@@ -39,53 +39,57 @@ def filled(before, item, after):
     return before + item * ((4 * MIB - len(before) - len(after)) // len(item)) + after
 
 
-HEAVY = {
-    "biases": (
-        "/v1/completions",
-        b'{"prompt":"a","logit_bias":{' + b",".join(b'"%d":1' % token for token in range(350_000)) + b"}}",
+def numbered(before, item, count, after):
+    """A body with so many items, each of which has its number."""
+    return before + b",".join(item % number for number in range(count)) + after
+
+
+@functools.cache
+def biases():
+    return numbered(b'{"prompt":"a","logit_bias":{', b'"%d":1', 350_000, b"}}")
+
+
+HEAVY = {  # by what is much: whom it is sent to, and what makes the body, which takes its time
+    "biases": ("/v1/completions", biases),
+    "messages": (
+        "/v1/chat/completions",
+        lambda: filled(b'{"messages":[', b'{"role":"user","content":"x"},', b"{}]}"),
     ),
-    "messages": ("/v1/chat/completions", filled(b'{"messages":[', b'{"role":"user","content":"x"},', b"{}]}")),
     "few messages of many parts": (
         "/v1/chat/completions",
-        b'{"messages":[{"role":"user","content":[' + b'{"type":"text","text":"a"},' * 10_000 + b'"a"]}]}',
+        lambda: b'{"messages":[{"role":"user","content":[' + b'{"type":"text","text":"a"},' * 10_000 + b'"a"]}]}',
     ),
-    "token ids": ("/v1/completions", filled(b'{"prompt":[', b"1,", b"1]}")),
-    "as many token ids as may be": ("/v1/completions", b'{"prompt":[' + b"1," * (MAX_VALUES - 1) + b"1]}"),
-    "many prompts": ("/v1/completions", filled(b'{"prompt":["', b'a","', b'"]}')),
-    "unknown fields": (
-        "/v1/completions",
-        b'{"prompt":"a",' + b",".join(b'"f%d":1' % number for number in range(60_000)) + b"}",
-    ),
-    "a text": ("/v1/completions", filled(b'{"prompt":"', b"a", b'"}')),
-    "a text to list": ("/tokenize", filled(b'{"prompt":"', b"a", b'"}')),
-    "a text to list in full": ("/tokenize", b'{"return_token_strs":true,"prompt":"' + b"a" * 2**17 + b'"}'),
-    "tokens": ("/detokenize", filled(b'{"tokens":[', b"1,", b"1]}")),
+    "token ids": ("/v1/completions", lambda: filled(b'{"prompt":[', b"1,", b"1]}")),
+    "as many token ids as may be": ("/v1/completions", lambda: b'{"prompt":[' + b"1," * (MAX_VALUES - 1) + b"1]}"),
+    "many prompts": ("/v1/completions", lambda: filled(b'{"prompt":["', b'a","', b'"]}')),
+    "unknown fields": ("/v1/completions", lambda: numbered(b'{"prompt":"a",', b'"f%d":1', 60_000, b"}")),
+    "a text": ("/v1/completions", lambda: filled(b'{"prompt":"', b"a", b'"}')),
+    "a text to list": ("/tokenize", lambda: filled(b'{"prompt":"', b"a", b'"}')),
+    "a text to list in full": ("/tokenize", lambda: b'{"return_token_strs":true,"prompt":"' + b"a" * 2**17 + b'"}'),
+    "tokens": ("/detokenize", lambda: filled(b'{"tokens":[', b"1,", b"1]}")),
 }
 
 
 @pytest.mark.parametrize("kind", HEAVY)
-def test_no_call_keeps_the_event_loop_for_long(tmp_path, kind):
-    path, body = HEAVY[kind]
-
-    async def scenario():
-        async with http_cluster(tmp_path, nodes=()) as (_, client):
-            call = asyncio.create_task(client.post(path, content=body, headers=JSON))
-            stall_s = await longest_turn_s(call)
-            reply = await call
-            assert reply.status_code in (200, 400, 503), reply.text[:200]
-            assert stall_s < max_stall_s()
-
+@in_module_loop
+async def test_no_call_keeps_the_event_loop_for_long(client, kind):
+    path, make_body = HEAVY[kind]
     gc.disable()  # what the tests before have left is not this call's
     try:
-        run(scenario())
+        call = asyncio.create_task(client.post(path, content=make_body(), headers=JSON))
+        stall_s = await longest_turn_s(call)
     finally:
         gc.enable()
+    reply = await call
+    assert reply.status_code in (200, 400, 503), reply.text[:200]
+    assert stall_s < max_stall_s()
 
 
 @functools.cache
 def max_stall_s():
+    body = biases()
     before_s = time.thread_time()
-    json.loads(HEAVY["biases"][1])
+    json.loads(body)
     return max(MAX_STALL_S, MAX_STALL * (time.thread_time() - before_s))
 
 
@@ -99,102 +103,92 @@ def max_stall_s():
         ("/v1/completions", {"prompt": "a" * 3 * MIB}, "the prompt has at least 24576 tokens; with one token of"),
     ],
 )
-def test_what_is_too_long_to_be_tokenized(tmp_path, path, fields, message):
-    async def scenario():
-        async with http_cluster(tmp_path) as (_, client):
-            reply = await client.post(path, json=fields)
-            assert reply.status_code == 400
-            assert message in reply.json()["error"]["message"]
-
-    run(scenario())
+@in_module_loop
+async def test_what_is_too_long_to_be_tokenized(client, path, fields, message):
+    reply = await client.post(path, json=fields)
+    assert reply.status_code == 400
+    assert message in reply.json()["error"]["message"]
 
 
-def test_what_is_as_long_as_may_be_is_tokenized_there_and_back(tmp_path):
-    async def scenario():
-        async with http_cluster(tmp_path, nodes=()) as (_, client):
-            text = "ab" * (app.MAX_LISTED_TOKENS // 2)
-            token_ids = (await client.post("/tokenize", json={"prompt": text})).json()["tokens"]
-            assert token_ids == [*text.encode()]
-            assert (await client.post("/detokenize", json={"tokens": token_ids})).json()["prompt"] == text
-
-    run(scenario())
+@in_module_loop
+async def test_what_is_as_long_as_may_be_is_tokenized_there_and_back(client):
+    text = "ab" * (app.MAX_LISTED_TOKENS // 2)
+    token_ids = (await client.post("/tokenize", json={"prompt": text})).json()["tokens"]
+    assert token_ids == [*text.encode()]
+    assert (await client.post("/detokenize", json={"tokens": token_ids})).json()["prompt"] == text
 
 
-@asynccontextmanager
-async def nobody_free(tokenizer):
-    """All threads for long texts have something to do meanwhile."""
-    free, begun = threading.Event(), []
-
-    def wait():
-        begun.append(None)
-        free.wait(2 * DEADLINE_S)
-
-    busy = [asyncio.create_task(tokenizer._in_turn(wait)) for _ in range(NUM_THREADS)]
-    try:
-        while len(begun) < NUM_THREADS:
+async def until(condition):
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
             await asyncio.sleep(0.01)
-        yield
-    finally:
-        free.set()
-        await asyncio.gather(*busy)
+
+
+async def keep_threads_busy(client, gate):
+    """Begin as many calls with long texts as there are threads for them; the gate keeps them there."""
+    body = {"prompt": "a" * (LONG_TEXT_CHARS + 1)}
+    calls = [asyncio.create_task(client.post("/tokenize", json=body)) for _ in range(NUM_THREADS)]
+    await until(lambda: gate.num_begun == NUM_THREADS)
+    return calls
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
-def test_who_leaves_the_queue_of_long_texts_is_not_waited_for(tmp_path, caplog, path):
+def test_who_leaves_the_queue_of_long_texts_is_not_waited_for(tmp_path, caplog, gate, path):
     caplog.set_level(logging.DEBUG, logger="coordinator.doors.http.door")
     body = {"prompt": "a" * (LONG_TEXT_CHARS + 1), "tokens": [97] * (LONG_TEXT_CHARS + 1)}
 
     async def scenario():
-        async with http_cluster(tmp_path, nodes=()) as (c, client):
-            tokenizer = c.server._model.tokenizer
-            async with nobody_free(tokenizer), asyncio.timeout(DEADLINE_S):
-                call = asyncio.create_task(client.post(path, content=json.dumps(body), headers=JSON))
-                while tokenizer._threads._work_queue.empty():
-                    await asyncio.sleep(0.01)
-                call.cancel()
-                while "the client has left" not in caplog.messages:
-                    await asyncio.sleep(0.01)
+        async with http_cluster(tmp_path, nodes=()) as (_, client):
+            busy = await keep_threads_busy(client, gate)
+            call = asyncio.create_task(client.post(path, content=json.dumps(body), headers=JSON))
+            await until(lambda: gate.num_submitted > NUM_THREADS)
+            call.cancel()
+            await until(lambda: "the client has left" in caplog.messages)
+            gate.open()
+            await asyncio.gather(*busy)
 
     run(scenario())
 
 
-def test_a_text_that_waits_too_long_is_given_up_with_the_limit(tmp_path):
+def test_a_text_that_waits_too_long_is_given_up_with_the_limit(tmp_path, gate):
     async def scenario():
-        async with http_cluster(tmp_path, request_timeout_s=0.2) as (c, client), nobody_free(c.server._model.tokenizer):
+        async with http_cluster(tmp_path, request_timeout_s=0.2) as (_, client):
             for path, what in (("/tokenize", "the result was"), ("/v1/completions", "the prompt was")):
                 reply = await client.post(path, json={"prompt": "a" * (LONG_TEXT_CHARS + 1)})
                 assert reply.status_code == 504
                 assert reply.json()["error"]["message"] == f"{what} not ready within 0.2 s"
+            gate.open()
 
     run(scenario())
 
 
-def test_a_grammar_that_is_not_compiled_in_time_is_not_the_tokenizers_fault(tmp_path):
-    free = threading.Event()
+class NeverDone(Program):
+    async def ask(self, question):
+        await asyncio.Event().wait()
+
+
+def test_a_grammar_that_is_not_compiled_in_time_is_not_the_tokenizers_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr(structures, "Program", NeverDone)
 
     async def scenario():
-        async with http_cluster(tmp_path, request_timeout_s=0.2) as (c, client):
-            c.server._model.structures._program._thread.submit(free.wait, 2 * DEADLINE_S)
+        async with http_cluster(tmp_path, request_timeout_s=0.2) as (_, client):
             reply = await client.post("/v1/completions", json={"prompt": "a", "structured_outputs": {"regex": "a"}})
-            free.set()
             assert reply.status_code == 504
             assert reply.json()["error"]["message"] == "the prompt and the grammar were not ready within 0.2 s"
 
     run(scenario())
 
 
-def test_no_answer_of_a_call_begins_before_its_last_prompt_is_tokenized(tmp_path):
+def test_no_answer_of_a_call_begins_before_its_last_prompt_is_tokenized(tmp_path, gate):
     """Nobody would read it meanwhile."""
 
     async def scenario():
         async with http_cluster(tmp_path) as (c, client):
-            tokenizer = c.server._model.tokenizer
-            async with nobody_free(tokenizer):
-                body = {"prompt": ["a", "b" * (LONG_TEXT_CHARS + 1)], "truncate_prompt_tokens": 3, "max_tokens": 2}
-                call = asyncio.create_task(client.post("/v1/completions", json=body))
-                while tokenizer._threads._work_queue.empty():
-                    await asyncio.sleep(0.01)
-                assert (await c.stub.GetLoads(GetLoadsRequest())).num_live_requests == 0
+            body = {"prompt": ["a", "b" * (LONG_TEXT_CHARS + 1)], "truncate_prompt_tokens": 3, "max_tokens": 2}
+            call = asyncio.create_task(client.post("/v1/completions", json=body))
+            await until(lambda: gate.num_begun == 1)
+            assert (await c.stub.GetLoads(GetLoadsRequest())).num_live_requests == 0
+            gate.open()
             attempts = [(await begin(c))[0] for _ in range(2)]
             for attempt in attempts:
                 await hand_over(c, attempt, "a")

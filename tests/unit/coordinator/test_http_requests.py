@@ -225,9 +225,7 @@ def test_messages_that_are_none(message, field):
     assert caught.value.metadata["field"] == field
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+REFUSED_FIELDS = [
         ({"max_tokens": "9"}, 'max_tokens must be an integer, not "9"'),
         ({"max_tokens": True}, "max_tokens must be an integer, not true"),
         ({"seed": 0.5}, "seed must be an integer, not 0.5"),
@@ -259,43 +257,45 @@ def test_messages_that_are_none(message, field):
                                      '[0, 4294967295], not "a"'),
         ({"stream_options": {}}, "stream_options needs stream: true"),
         ({"response_format": {"type": "structural_tag"}}, 'response_format of type "structural_tag" is not supported'),
-    ],
-)  # fmt: skip
-def test_what_a_field_may_not_be(fields, message):
-    [name] = fields
-    assert refusal(completion, **fields) == (message.split()[0].rstrip(","), message)
-    assert message.startswith(name)
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "grammar"}}, "response_format"),
-        ({"response_format": "text"}, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": "{}"}}}, JSON_SCHEMA),
-        ({"structured_outputs": {}}, "structured_outputs"),
-        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
-        ({"structured_outputs": {"json": []}}, "structured_outputs.json"),
-        ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
-        ({"structured_outputs": {"json": {}, "disable_additional_properties": True}}, NO_ADDITIONAL),
-        ({"structured_outputs": {"json": {}}, "response_format": {"type": "json_object"}}, "structured_outputs"),
-        ({"guided_json": {}}, "guided_json"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": 2}, "logprobs"),
-        ({"modalities": ["audio"]}, "modalities"),
-        ({"chat_template": "{{ messages }}"}, "chat_template"),
-        ({"add_special_tokens": True}, "add_special_tokens"),
-        ({"max_completion_tokens": "many"}, "max_completion_tokens"),
-        ({"messages": []}, "messages"),
-        ({"messages": None}, "messages"),
-    ],
-)
-def test_what_chat_does_not_support(fields, field):
-    assert refusal(chat, **fields)[0] == field
+def test_what_a_field_may_not_be():
+    for fields, message in REFUSED_FIELDS:
+        [name] = fields
+        assert refusal(completion, **fields) == (message.split()[0].rstrip(","), message)
+        assert message.startswith(name)
+
+
+UNSUPPORTED_CHATS = [
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"response_format": {"type": "grammar"}}, "response_format"),
+    ({"response_format": "text"}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": "{}"}}}, JSON_SCHEMA),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {"json": []}}, "structured_outputs.json"),
+    ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"json": {}, "disable_additional_properties": True}}, NO_ADDITIONAL),
+    ({"structured_outputs": {"json": {}}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": 2}, "logprobs"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"chat_template": "{{ messages }}"}, "chat_template"),
+    ({"add_special_tokens": True}, "add_special_tokens"),
+    ({"max_completion_tokens": "many"}, "max_completion_tokens"),
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+]
+
+
+def test_what_chat_does_not_support():
+    for fields, field in UNSUPPORTED_CHATS:
+        assert refusal(chat, **fields)[0] == field
 
 
 SCHEMA = {"type": "object", "properties": {"ä": {"const": 1}}}

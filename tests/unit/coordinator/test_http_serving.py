@@ -23,7 +23,7 @@ async def serving_app(app, *, num_buffer_bytes=None, **options):
     server = HttpServer(app, **options)
     port = server.listen("127.0.0.1", 0)
     if num_buffer_bytes is not None:  # inherited by its connections
-        server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_buffer_bytes)
+        server.listening_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_buffer_bytes)
     await server.start()
     try:
         yield port
@@ -86,6 +86,7 @@ def test_a_client_that_reads_nothing_does_not_keep_its_connection(monkeypatch, n
                 async with asked(port, num_buffer_bytes=2**12) as other:
                     with contextlib.suppress(ConnectionError):
                         admitted = await loop.sock_recv(other, 1)
+                await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
 

@@ -1,75 +1,30 @@
 """Tools and thoughts at the HTTP door, as openai's own client has them, with nodes that say what the model writes."""
 
 import asyncio
-import contextlib
 import json
 
 import pytest
-from openai import AsyncOpenAI, BadRequestError
 
 from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
 from tests import fleet_events as events
-from tests.scripted_nodes import DEADLINE_S, begin, cluster, hand_over, run
+from tests.scripted_nodes import begin, hand_over, run
 from tests.tiny_models import EOS
+from tests.unit.coordinator.http_kit import (
+    BOTH,
+    HI,
+    PARIS,
+    ROME,
+    WEATHER,
+    answer,
+    openai_cluster,
+    weather_call,
+)
+from tests.unit.coordinator.later import openai
 
-TEMPLATE = """{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages -%}
-<|{{ m.role }}|>{{ m.content }}
-{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{{ m.tool_call_id }}
-{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% if think %}<think>
-{% else %}{# </think> #}{% endif %}{% endif %}"""
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "strict": True,
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
+pytestmark = pytest.mark.usefixtures("programs_here")
+
 FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": WEATHER["function"]["parameters"]}}
-HI = {"role": "user", "content": "hi"}
-PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome"}'
-
-
-def call(arguments):
-    return f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
-
-
-BOTH = f"<think>\nHm.\n</think>\n\nLet me see.\n{call(PARIS)}\n{call(ROME)}"
-
-
-@pytest.fixture
-def template(tmp_path):
-    path = tmp_path / "mine.jinja"
-    path.write_text(TEMPLATE)
-    return str(path)
-
-
-@contextlib.asynccontextmanager
-async def openai_cluster(folder, template, **settings):
-    async with cluster(
-        folder, http_port=0, served_model_name="m", chat_template=template, **settings
-    ) as c, AsyncOpenAI(
-        base_url=f"http://127.0.0.1:{c.server.http_port}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0
-    ) as client:  # fmt: skip
-        yield c, client
-
-
-async def answer(c, text, finish_reason=events.STOP):
-    """One token for each character, and one that ends it; the prompt that was asked."""
-    attempt, job = await begin(c)
-    await hand_over(c, attempt, text[0])
-    ids = [*text[1:].encode(), EOS if finish_reason == events.STOP else ord("!")]
-    tokens = [events.sampled(attempt, index, token_id) for index, token_id in enumerate(ids, start=1)]
-    tokens[-1].finish_reason = finish_reason
-    for start in range(0, len(tokens), 7):
-        await c.nodes["d0"].send(events.step_tokens(*tokens[start : start + 7]))
-    return bytes(token_id for token_id in job.token_ids if token_id < 256).decode()
 
 
 async def asked(c, client, text, finish_reason=events.STOP, **fields):
@@ -84,9 +39,9 @@ def called(message):
     return [(each.type, each.function.name, each.function.arguments) for each in message.tool_calls or []]
 
 
-def test_a_whole_answer_with_thoughts_text_and_calls(tmp_path, template):
+def test_a_whole_answer_with_thoughts_text_and_calls(tmp_path):
     async def scenario():
-        async with openai_cluster(tmp_path, template) as (c, client):
+        async with openai_cluster(tmp_path) as (c, client):
             reply, prompt = await asked(c, client, BOTH)
             assert json.dumps(WEATHER) in prompt
             [choice] = reply.choices
@@ -109,9 +64,9 @@ def test_a_whole_answer_with_thoughts_text_and_calls(tmp_path, template):
     run(scenario())
 
 
-def test_openais_stream_helper_adds_the_deltas_up(tmp_path, template):
+def test_openais_stream_helper_adds_the_deltas_up(tmp_path):
     async def scenario():
-        async with openai_cluster(tmp_path, template) as (c, client):
+        async with openai_cluster(tmp_path) as (c, client):
 
             async def ask():
                 options = {"model": "m", "messages": [HI], "tools": [WEATHER]}
@@ -131,9 +86,9 @@ def test_openais_stream_helper_adds_the_deltas_up(tmp_path, template):
     run(scenario())
 
 
-def test_the_deltas_of_a_stream(tmp_path, template):
+def test_the_deltas_of_a_stream(tmp_path):
     async def scenario():
-        async with openai_cluster(tmp_path, template) as (c, client):
+        async with openai_cluster(tmp_path) as (c, client):
 
             async def ask():
                 stream = await client.chat.completions.create(
@@ -159,12 +114,12 @@ def test_the_deltas_of_a_stream(tmp_path, template):
     run(scenario())
 
 
-def test_what_is_no_call_stays_text_and_its_end_is_length(tmp_path, template):
+def test_what_is_no_call_stays_text_and_its_end_is_length(tmp_path):
     async def scenario():
-        async with openai_cluster(tmp_path, template) as (c, client):
-            reply, _ = await asked(c, client, call(PARIS), tool_choice="none")
-            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (call(PARIS), "stop")
-            reply, _ = await asked(c, client, call(PARIS)[:-20], events.LENGTH)
+        async with openai_cluster(tmp_path) as (c, client):
+            reply, _ = await asked(c, client, weather_call(PARIS), tool_choice="none")
+            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (weather_call(PARIS), "stop")
+            reply, _ = await asked(c, client, weather_call(PARIS)[:-20], events.LENGTH)
             [choice] = reply.choices
             assert (choice.finish_reason, choice.message.content) == ("length", None)
             assert choice.message.tool_calls[0].function.arguments.startswith('{"city": ')
@@ -174,10 +129,10 @@ def test_what_is_no_call_stays_text_and_its_end_is_length(tmp_path, template):
     run(scenario())
 
 
-def test_an_answer_may_have_to_call(tmp_path, template):
+def test_an_answer_may_have_to_call(tmp_path):
     async def scenario():
         kwargs = '{"think": true}'
-        async with openai_cluster(tmp_path, template, tool_call_parser="none", chat_template_kwargs=kwargs) as (
+        async with openai_cluster(tmp_path, tool_call_parser="none", chat_template_kwargs=kwargs) as (
             c,
             client,
         ):
@@ -204,7 +159,7 @@ def test_an_answer_may_have_to_call(tmp_path, template):
 SET = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}}}
 
 
-def test_what_is_enforced_of_a_tool_that_is_not_strict(tmp_path, template):
+def test_what_is_enforced_of_a_tool_that_is_not_strict(tmp_path):
     """What can be of its schema; of one that is strict all, or it is refused."""
     one = {"type": "function", "function": {"name": "one"}}
 
@@ -212,7 +167,7 @@ def test_what_is_enforced_of_a_tool_that_is_not_strict(tmp_path, template):
         return [{"type": "function", "function": {"name": "one", "parameters": SET, **strict}}, WEATHER]
 
     async def scenario():
-        async with openai_cluster(tmp_path, template) as (c, client):
+        async with openai_cluster(tmp_path) as (c, client):
 
             async def ask(choice, **strict):
                 fields = {"messages": [HI], "tools": tools(**strict), "tool_choice": choice}
@@ -222,7 +177,7 @@ def test_what_is_enforced_of_a_tool_that_is_not_strict(tmp_path, template):
                 (one, '{"a":[1,1]}', '{"a":[""]}'),
                 ("required", '[{"name":"one","parameters":{"a":[1]}}]', '[{"name":"weather","parameters":{}}]'),
             ):
-                with pytest.raises(BadRequestError, match="uniqueItems") as caught:
+                with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
                     await ask(choice, strict=True)
                 assert caught.value.param == "tools"
                 asking = asyncio.create_task(ask(choice))
@@ -240,17 +195,17 @@ def test_what_is_enforced_of_a_tool_that_is_not_strict(tmp_path, template):
     run(scenario())
 
 
-def test_tools_beside_a_form(tmp_path, template):
+def test_tools_beside_a_form(tmp_path):
     async def scenario():
-        async with openai_cluster(tmp_path, template) as (c, client):
-            text = json.dumps({"city": call(PARIS)})
+        async with openai_cluster(tmp_path) as (c, client):
+            text = json.dumps({"city": weather_call(PARIS)})
             reply, prompt = await asked(c, client, f"<think>Hm.</think>\n{text}", response_format=FORM)
             assert json.dumps(WEATHER) in prompt
             [choice] = reply.choices
             assert choice.finish_reason == "stop"
             assert (choice.message.reasoning_content, choice.message.content) == ("Hm.", text)
             assert choice.message.tool_calls is None
-            reply, _ = await asked(c, client, call(PARIS), response_format=FORM)
+            reply, _ = await asked(c, client, weather_call(PARIS), response_format=FORM)
             [choice] = reply.choices
             assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
             assert called(choice.message) == [("function", "weather", PARIS)]
@@ -258,9 +213,9 @@ def test_tools_beside_a_form(tmp_path, template):
     run(scenario())
 
 
-def test_the_prompt_may_have_begun_the_thoughts(tmp_path, template):
+def test_the_prompt_may_have_begun_the_thoughts(tmp_path):
     async def scenario():
-        async with openai_cluster(tmp_path, template, chat_template_kwargs='{"think": true}') as (c, client):
+        async with openai_cluster(tmp_path, chat_template_kwargs='{"think": true}') as (c, client):
             reply, prompt = await asked(c, client, "Hm.\n</think>\n\nYes.", tools=None)
             assert prompt.endswith("<think>\n")
             message = reply.choices[0].message
@@ -273,11 +228,11 @@ def test_the_prompt_may_have_begun_the_thoughts(tmp_path, template):
     run(scenario())
 
 
-def test_settings_win_over_the_templates_words(tmp_path, template):
+def test_settings_win_over_the_templates_words(tmp_path):
     async def scenario():
         settings = {"tool_call_parser": "none", "reasoning_parser": "none"}
-        async with openai_cluster(tmp_path, template, **settings) as (c, client):
-            with pytest.raises(BadRequestError) as caught:
+        async with openai_cluster(tmp_path, **settings) as (c, client):
+            with pytest.raises(openai.BadRequestError) as caught:
                 await client.chat.completions.create(model="m", messages=[HI], tools=[WEATHER])
             assert caught.value.param == "tools"
             reply, _ = await asked(c, client, BOTH, tools=None)
@@ -286,49 +241,49 @@ def test_settings_win_over_the_templates_words(tmp_path, template):
     run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        (
-            {"tool_choice": "required", "extra_body": {"structured_outputs": {"regex": "a"}}},
-            "tool_choice",
-            "cannot be had beside structured_outputs: one of them says what comes",
-        ),
-        (
-            {"tool_choice": "any"},
-            "tool_choice",
-            '("any") is not supported: it may be none, auto, required or one of the tools',
-        ),
-        (
-            {"extra_body": {"chat_template_kwargs": {"tools": []}}},
-            "chat_template_kwargs",
-            "has tools, which is a field of its own",
-        ),
-        (
-            {"extra_body": {"chat_template_kwargs": {"a": "x" * 2**16}}},
-            "chat_template_kwargs",
-            "has 65545 characters, the limit is 65536",
-        ),
-        (
-            {"extra_body": {"add_generation_prompt": True, "continue_final_message": True}},
-            "add_generation_prompt",
-            "must be false where continue_final_message is true",
-        ),
-    ],
-)
-def test_refusals_in_the_words_of_the_endpoint(tmp_path, template, fields, param, message):
+REFUSED_FIELDS = [
+    (
+        {"tool_choice": "required", "extra_body": {"structured_outputs": {"regex": "a"}}},
+        "tool_choice",
+        "cannot be had beside structured_outputs: one of them says what comes",
+    ),
+    (
+        {"tool_choice": "any"},
+        "tool_choice",
+        '("any") is not supported: it may be none, auto, required or one of the tools',
+    ),
+    (
+        {"extra_body": {"chat_template_kwargs": {"tools": []}}},
+        "chat_template_kwargs",
+        "has tools, which is a field of its own",
+    ),
+    (
+        {"extra_body": {"chat_template_kwargs": {"a": "x" * 2**16}}},
+        "chat_template_kwargs",
+        "has 65545 characters, the limit is 65536",
+    ),
+    (
+        {"extra_body": {"add_generation_prompt": True, "continue_final_message": True}},
+        "add_generation_prompt",
+        "must be false where continue_final_message is true",
+    ),
+]
+
+
+def test_refusals_in_the_words_of_the_endpoint(tmp_path):
     async def scenario():
-        async with openai_cluster(tmp_path, template) as (_, client):
-            with pytest.raises(BadRequestError) as caught:
-                await client.chat.completions.create(model="m", messages=[HI], tools=[WEATHER], **fields)
-            assert (caught.value.param, caught.value.body["message"]) == (param, f"{param} {message}")
+        async with openai_cluster(tmp_path) as (_, client):
+            for fields, param, message in REFUSED_FIELDS:
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await client.chat.completions.create(model="m", messages=[HI], tools=[WEATHER], **fields)
+                assert (caught.value.param, caught.value.body["message"]) == (param, f"{param} {message}")
 
     run(scenario())
 
 
-def test_an_answer_goes_on_with_the_last_message_and_tokenize_shows_the_prompt(tmp_path, template):
+def test_an_answer_goes_on_with_the_last_message_and_tokenize_shows_the_prompt(tmp_path):
     async def scenario():
-        async with openai_cluster(tmp_path, template) as (c, client):
+        async with openai_cluster(tmp_path) as (c, client):
             messages = [HI, {"role": "assistant", "content": "It is "}]
             extra = {"continue_final_message": True}
             reply, prompt = await asked(c, client, "warm.", messages=messages, extra_body=extra, tools=None)

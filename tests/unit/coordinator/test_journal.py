@@ -3,7 +3,6 @@
 import json
 import logging
 
-import httpx2
 import pytest
 
 from coordinator.control.calls import CallRecord
@@ -15,7 +14,10 @@ from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.telemetry import JsonFormatter
 from tests import fleet_events as events
-from tests.scripted_nodes import DEADLINE_S, begin, cluster, hand_over, read_all, refusal_of, run, step
+from tests.scripted_nodes import begin, cluster, hand_over, read_all, refusal_of, run, step
+from tests.unit.coordinator.http_kit import plain_client, url_of
+
+pytestmark = pytest.mark.usefixtures("programs_here")
 
 SECRET = "swordfish"
 
@@ -155,9 +157,7 @@ def test_refused_requests_are_told_without_what_they_said(tmp_path, caplog):
             await refusal_of(c.generate(SECRET * 1000))
             await refusal_of(c.stub.Generate(inference_pb2.GenerateRequest(text="a", model=SECRET, request_id="r")))
             await refusal_of(c.generate(request_id="x" * 5000))
-            async with httpx2.AsyncClient(
-                base_url=f"http://127.0.0.1:{c.server.http_port}", timeout=DEADLINE_S, headers={"x-request-id": "h"}
-            ) as http:
+            async with plain_client(base_url=url_of(c), headers={"x-request-id": "h"}) as http:
                 await http.post("/v1/chat/completions", json={"messages": SECRET})
                 await http.post("/v1/completions", json={"prompt": "a"})
                 headers = {"content-type": "application/json"}

@@ -6,7 +6,6 @@ import logging
 from functools import partial
 
 import grpc
-import httpx2
 import pytest
 
 from coordinator.control.journal import Journal
@@ -15,13 +14,16 @@ from protos import inference_pb2
 from serving_core.errors import SettingsError
 from tests import fleet_events as events
 from tests.scripted_nodes import DEADLINE_S, begin, cluster, read_all, run
+from tests.unit.coordinator.http_kit import plain_client, url_of
+
+pytestmark = pytest.mark.usefixtures("programs_here")
 
 ANN, BOB, ALONE = "key-of-ann", "key-of-bob", "key-of-nobody"
 BODY = {"prompt": "hello", "max_tokens": 1}
 
 
 def client_of(c):
-    return httpx2.AsyncClient(base_url=f"http://127.0.0.1:{c.server.http_port}", timeout=DEADLINE_S)
+    return plain_client(base_url=url_of(c))
 
 
 async def finish(c):

@@ -1,35 +1,36 @@
 """/v1/responses as openai's own client has it, with nodes that say what the model writes."""
 
 import asyncio
-import contextlib
 import json
 from itertools import groupby
 
 import pytest
-from openai import AsyncOpenAI, BadRequestError
 from pydantic import BaseModel
 
 from coordinator.doors.http.openai_responses import ResponsesCall
 from tests import fleet_events as events
-from tests.scripted_nodes import DEADLINE_S, cluster, run
-from tests.unit.coordinator.test_http import fail_after_a_token
-from tests.unit.coordinator.test_http_tools import BOTH, PARIS, ROME, TEMPLATE, WEATHER, answer
+from tests.scripted_nodes import run
+from tests.unit.coordinator.http_kit import (
+    BOTH,
+    PARIS,
+    ROME,
+    WEATHER,
+    answer,
+    fail_after_a_token,
+    openai_cluster,
+)
+from tests.unit.coordinator.later import openai
+
+pytestmark = pytest.mark.usefixtures("programs_here")
 
 TOOL = {"type": "function", **WEATHER["function"]}
 THOUGHTS = len("<think>\nHm.\n</think>")
 CALLED = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 
 
-@contextlib.asynccontextmanager
-async def openai_cluster(folder, **settings):
-    """Whatever the client sends has to be known."""
-    folder.mkdir(exist_ok=True)
-    (folder / "mine.jinja").write_text(TEMPLATE)
-    settings = {"chat_template": str(folder / "mine.jinja"), "strict_fields": True, **settings}
-    async with cluster(folder, http_port=0, served_model_name="m", **settings) as c, AsyncOpenAI(
-        base_url=f"http://127.0.0.1:{c.server.http_port}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0
-    ) as client:  # fmt: skip
-        yield c, client
+def strict_cluster(folder, **settings):
+    """Serve; whatever the client sends has to be known."""
+    return openai_cluster(folder, **{"strict_fields": True, **settings})
 
 
 async def asked(c, client, text, finish_reason=events.STOP, *, create="create", **fields):
@@ -46,7 +47,7 @@ def kinds_of(told):
 
 def test_a_whole_response_and_the_conversation_that_goes_on(tmp_path):
     async def scenario():
-        async with openai_cluster(tmp_path) as (c, client):
+        async with strict_cluster(tmp_path) as (c, client):
             reply, prompt = await asked(c, client, BOTH, instructions="Be brief.", tools=[TOOL], metadata={"a": "b"})
             assert json.dumps(WEATHER) in prompt
             assert "<|system|>Be brief." in prompt
@@ -84,7 +85,7 @@ def test_the_events_of_a_stream_and_openais_helper_for_them(tmp_path):
         return [kind.format(name) for kind in kinds]
 
     async def scenario():
-        async with openai_cluster(tmp_path) as (c, client):
+        async with strict_cluster(tmp_path) as (c, client):
 
             async def listed():
                 stream = await client.responses.create(model="m", input="hi", tools=[TOOL], stream=True)
@@ -124,7 +125,7 @@ def test_an_answer_may_be_made_to_be_json_and_may_be_cut_short(tmp_path):
         city: str
 
     async def scenario():
-        async with openai_cluster(tmp_path) as (c, client):
+        async with strict_cluster(tmp_path) as (c, client):
             reply, _ = await asked(c, client, PARIS, create="parse", text_format=Place)
             assert reply.output_parsed == Place(city="Paris")
             reply, _ = await asked(c, client, "Let me", events.LENGTH, max_output_tokens=100)
@@ -166,7 +167,7 @@ def test_what_comes_at_once_keeps_its_order():
 
 def test_a_stream_that_fails_says_so(tmp_path):
     async def scenario():
-        async with openai_cluster(tmp_path) as (c, client):
+        async with strict_cluster(tmp_path) as (c, client):
 
             async def listed():
                 stream = await client.responses.create(model="m", input="hi", stream=True)
@@ -195,7 +196,7 @@ REFUSED = [
     ({"input": [IMAGE]}, "input[0].content[0].type", '"input_image" is not supported: this model reads text alone'),
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", '("item_reference") is not supported'),
     ({"input": [{"role": "me", "content": ""}]}, "input[0].role", "must be one of user, assistant, system, developer"),
-    ({"input": [IMAGE] * 1025}, "input", "has 1025 entries, the limit is 1024"),
+    ({"extra_body": {"input": [IMAGE] * 1025}}, "input", "has 1025 entries, the limit is 1024"),
     (
         {"input": [{"role": "user", "content": "a"}, CALL]},
         "input[1].arguments",
@@ -212,10 +213,10 @@ REFUSED = [
 
 def test_what_cannot_be_is_refused_in_the_words_of_the_api(tmp_path):
     async def scenario():
-        async with openai_cluster(tmp_path) as (_, client):
+        async with strict_cluster(tmp_path) as (_, client):
             for fields, param, problem in REFUSED:
                 body = {"input": "hi", "tools": [TOOL], **fields}
-                with pytest.raises(BadRequestError) as caught:
+                with pytest.raises(openai.BadRequestError) as caught:
                     await client.responses.create(model="m", **body)
                 assert caught.value.param == param
                 assert caught.value.body["message"].startswith(f"{param} {problem}")

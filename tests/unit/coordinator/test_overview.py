@@ -4,16 +4,16 @@ that none of it grows without end."""
 import pytest
 from google.protobuf.json_format import MessageToJson
 
+from coordinator.control import lives
 from coordinator.control.attainment import AttainmentCounts
-from coordinator.control.lives import MAX_ENDED, MAX_TIMES, WINDOW_S
+from coordinator.control.lives import MAX_ENDED, WINDOW_S
 from coordinator.control.overview import MAX_LIVE, MAX_SAMPLES, Overview
 from coordinator.control.slo import Slo, SloClass
 from coordinator.control.timeline import MAX_MARKS, Phase, Timeline
 from serving_core.errors import RequestError
 from serving_core.reasons import WORKER_LOST
 from tests import fleet_events as events
-from tests.unit.coordinator.test_moves import MovingWorld
-from tests.unit.coordinator.tracker_kit import World
+from tests.unit.coordinator.tracker_kit import MovingWorld, World
 
 LIMITS = {"chat": "ttft:500", "batch": "priority:10"}
 
@@ -193,14 +193,15 @@ def test_times_by_class_against_limits():
     assert (tpot.p50, tpot.p90, tpot.p99) == pytest.approx((0.5, 0.9, 0.9))
 
 
-def test_times_are_those_of_a_window_and_bounded():
+def test_times_are_those_of_a_window_and_bounded(monkeypatch):
+    monkeypatch.setattr(lives, "MAX_TIMES", 100)
     world = World(max_live=10_000)
     answer(world, "early/0", now=0.0)
     assert told(world, 2.0 + WINDOW_S).times[0].num_answers == 1
     assert not told(world, 2.5 + WINDOW_S).times
-    for index in range(MAX_TIMES + 3):
+    for index in range(103):
         answer(world, f"r{index}/0", now=100.0)
-    assert told(world, 110.0).times[0].num_answers == MAX_TIMES
+    assert told(world, 110.0).times[0].num_answers == 100
 
 
 def test_rates_are_those_of_the_last_seconds():

@@ -1,7 +1,6 @@
-"""Which pair of nodes serves a request: by hand, against all pairs, and in fleets under virtual time."""
+"""Which pair of nodes serves a request: by hand, and against all pairs."""
 
 import random
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -17,8 +16,6 @@ from coordinator.control.registry import Registry
 from serving_core.errors import RequestError
 from serving_core.shapes import Shape
 from tests import fleet_events as events
-from tests.effort import few
-from tests.unit.coordinator.fleet_simulation import mean_request_s
 
 TOKENS = list(range(1, 101))
 HINTS = events.block_hints(TOKENS)  # six full blocks of 16
@@ -352,84 +349,3 @@ def test_the_choice_is_as_good_as_the_best_of_all_pairs(described, num_tokens, m
         best = min(map(order, pairs))
         assert order(chosen)[:2] == best[:2]
         assert order(chosen)[2] <= best[2] * 1.000001
-
-
-# ---- fleets under virtual time ----
-
-
-@dataclass(frozen=True)
-class Load:
-    """Requests a second, in bursts, with the shortest and the longest prompt and answer."""
-
-    per_s: float
-    prompt: tuple[int, int]
-    answer: tuple[int, int]
-    burst: int = 1
-
-    def requests(self, rng, count=120):
-        now, requests = 0.0, []
-        while len(requests) < count:
-            now += rng.expovariate(self.per_s / self.burst)
-            requests += [(now, rng.randint(*self.prompt), rng.randint(*self.answer)) for _ in range(self.burst)]
-        return requests
-
-
-LOADS = {
-    "prefill-heavy": Load(5.0, (500, 1500), (4, 16)),
-    "decode-heavy": Load(5.0, (20, 100), (50, 150)),
-    "mixed": Load(3.0, (20, 1500), (10, 100)),
-    "light": Load(0.5, (200, 800), (20, 60)),
-    "bursty": Load(3.0, (200, 800), (20, 60), burst=15),
-}
-FLEETS = {
-    "equal nodes": {"p0": 4000.0, "d0": 4000.0},
-    "a slow decode node": {"p0": 8000.0, "d0": 2000.0},
-    "a slow prefill node": {"p0": 2000.0, "d0": 8000.0},
-    "two decode nodes": {"p0": 4000.0, "d0": 4000.0, "d1": 4000.0},
-}
-
-
-def mean_s(rates, requests, max_num_seqs=64):
-    """Of a request: apart, together on those that write, and with nodes that write and read too."""
-    together = {name.replace("d", "b"): rate for name, rate in rates.items()}
-    fleets = {
-        "split": rates,
-        "alone": {name: rate for name, rate in together.items() if name[0] == "b"},
-        "mixed": together,
-    }
-    return {name: mean_request_s(rates, requests, max_num_seqs) for name, rates in fleets.items()}
-
-
-@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-@pytest.mark.parametrize(
-    "rates",
-    [
-        pytest.param(rates, id=name, marks=() if name == "equal nodes" else pytest.mark.nightly)
-        for name, rates in FLEETS.items()
-    ],
-)
-def test_a_reader_beside_is_as_good_as_the_better_of_a_split_and_none(load, rates):
-    requests = load.requests(random.Random(7))
-    means = mean_s(rates, requests)
-    assert means["mixed"] <= 1.03 * min(means["split"], means["alone"])
-
-
-@pytest.mark.parametrize("load", few(["mixed", "light", "bursty"]))
-def test_a_reader_beside_is_as_good_where_requests_wait_for_credit(load):
-    requests, rates = LOADS[load].requests(random.Random(7)), FLEETS["equal nodes"]
-    means = mean_s(rates, requests, 4)
-    assert means["mixed"] <= 1.03 * min(means["split"], means["alone"])
-
-
-def test_two_share_the_work_where_neither_keeps_up_alone():
-    requests = LOADS["prefill-heavy"].requests(random.Random(7))
-    rates = FLEETS["equal nodes"]
-    means = mean_s(rates, requests)
-    assert means["mixed"] < 0.5 * min(means["split"], means["alone"])
-
-
-def test_the_simulation_takes_the_time_that_a_lone_request_must():
-    """1000 tokens at 4000 a second, and 3 steps of 21 ms after the first token; KV travels for 30 ms."""
-    requests = [(0.0, 1000, 4)]
-    assert mean_request_s({"b0": 4000.0}, requests) == pytest.approx(0.25 + 3 * 0.021)
-    assert mean_request_s({"p0": 4000.0, "d0": 4000.0}, requests) == pytest.approx(0.25 + 0.03 + 3 * 0.021)

@@ -1,96 +1,123 @@
-"""python -m coordinator: start, drain on a signal, and the sentences with which it does not start."""
+"""Coordinator processes: `python -m coordinator`, which drains on a signal, and one with doors."""
 
 import asyncio
 import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 
 import grpc
 import psutil
 import pytest
+import pytest_asyncio
 
-from protos import inference_pb2, inference_pb2_grpc
+from coordinator import door_processes
+from protos import fleet_pb2, inference_pb2, inference_pb2_grpc
+from serving_core.errors import SettingsError
 from tests import fleet_events as events
-from tests.scripted_nodes import DEADLINE_S, ScriptedNode, read_all, run
+from tests import forked
+from tests.scripted_nodes import (
+    DEADLINE_S,
+    ScriptedNode,
+    begin,
+    cluster,
+    hand_over,
+    read_all,
+    refusal_of,
+    run,
+    step,
+    until_serving,
+)
 from tests.tiny_models import write_fake_model
+from tests.unit.coordinator.http_kit import plain_client, url_of
 
-
-def command(*arguments):
-    return [sys.executable, "-m", "coordinator", *map(str, arguments)]
+in_module_loop = pytest.mark.asyncio(loop_scope="module")
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
+PORTS = ("--port", "0", "--fleet-port", "0", "--http-port", "-1")
 
 
 @contextlib.asynccontextmanager
 async def coordinator(folder, *arguments):
-    """The process and its two ports."""
+    """Start one; yield the process and its two ports."""
     write_fake_model(folder)
-    process = await asyncio.create_subprocess_exec(
-        *command(folder, "--port", 0, "--fleet-port", 0, "--http-port", -1, *arguments), stderr=subprocess.PIPE
-    )
-    try:
-        line = await until_logged(process, b"dial port")
-        yield process, *map(int, re.search(rb"dial port (\d+), nodes port (\d+)", line).groups())
-    finally:
-        if process.returncode is None:
+    with forked.popen("coordinator", *map(str, (folder, *PORTS, *arguments)), stderr=subprocess.PIPE) as process:
+        try:
+            line = await until_logged(process, b"dial port")
+            yield process, *map(int, re.search(rb"dial port (\d+), nodes port (\d+)", line).groups())
+        finally:
             process.kill()
-        await process.wait()
 
 
 async def until_logged(process, text):
-    """The next log line that holds the text."""
+    """Return the next log line that holds the text."""
     async with asyncio.timeout(DEADLINE_S):
-        async for line in process.stderr:
+        while line := await asyncio.to_thread(process.stderr.readline):
             if text in line:
                 return line
     raise AssertionError(f"the coordinator ended before it logged {text}")
 
 
 async def log_of(process):
-    """The rest of the log, once the process has ended."""
-    async with asyncio.timeout(DEADLINE_S):
-        lines = (await process.stderr.read()).splitlines()
-        await process.wait()
-    return [json.loads(line)["event"] for line in lines]
+    """Return the events in the rest of the log, once the process has ended."""
+    _, log = await asyncio.to_thread(process.communicate, timeout=DEADLINE_S)
+    return [json.loads(line)["event"] for line in log.splitlines()]
+
+
+@contextlib.contextmanager
+def with_starting_doors(folder, **options):
+    """Start a coordinator with two doors; yield its process and theirs, which do not listen yet."""
+    words = (str(write_fake_model(folder)), *PORTS, "--doors", "2")
+    with forked.popen("coordinator", *words, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            while len(starting := doors_of(process.pid)) < 2:
+                assert process.poll() is None
+                time.sleep(0.01)
+            yield process, starting
+        finally:
+            process.kill()
+
+
+def doors_of(pid):
+    """Return the processes of doors that this one has started."""
+    return [child for child in psutil.Process(pid).children() if is_door(child)]
+
+
+def is_door(process):
+    return "coordinator.doors" in words_of([process])
+
+
+def words_of(processes):
+    """Return the words of these processes' command lines."""
+    words = set()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            words.update(process.cmdline())
+    return words
 
 
 def test_ctrl_c_in_a_terminal_while_doors_start_is_a_good_end(tmp_path):
     """Which tells every process of the terminal's group."""
-    ports = ("--port", 0, "--fleet-port", 0, "--http-port", -1)
-    words = command(write_fake_model(tmp_path), *ports, "--doors", 2)
-    with subprocess.Popen(words, stderr=subprocess.PIPE, process_group=0, text=True) as process:
-        try:
-            while num_doors(process.pid) < 2:
-                assert process.poll() is None
-            os.killpg(process.pid, signal.SIGINT)
-            _, log = process.communicate(timeout=DEADLINE_S)
-        finally:
-            process.kill()
+    with with_starting_doors(tmp_path, process_group=0) as (process, _):
+        os.killpg(process.pid, signal.SIGINT)
+        _, log = process.communicate(timeout=DEADLINE_S)
     assert [json.loads(line)["level"] for line in log.splitlines()] == ["info"] * len(log.splitlines())
     assert process.returncode == 0
 
 
 def test_nobody_waits_for_doors_that_are_not_open(tmp_path):
     """These stand still, as ones that load for long do."""
-    ports = ("--port", 0, "--fleet-port", 0, "--http-port", -1)
-    words = command(write_fake_model(tmp_path), *ports, "--doors", 2)
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            while num_doors(process.pid) < 2:
-                assert process.poll() is None
-            for door in psutil.Process(process.pid).children():
-                door.suspend()
-            process.send_signal(signal.SIGTERM)
-            _, log = process.communicate(timeout=DEADLINE_S)
-        finally:
-            process.kill()
+    with with_starting_doors(tmp_path) as (process, doors):
+        for door in doors:
+            door.suspend()
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, json.loads(log.splitlines()[-1])["event"]) == (0, "stopped")
-
-
-def num_doors(pid):
-    return sum("coordinator.doors" in child.cmdline() for child in psutil.Process(pid).children())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -170,17 +197,12 @@ async def attach(fleet_port):
 
 def refusal(*arguments, **environment):
     """The one line on stderr of a coordinator that must not start."""
-    done = subprocess.run(
-        command(*arguments),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={**os.environ, **environment},
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    [line] = done.stderr.splitlines()
+    environment = {**os.environ, **environment}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    with forked.popen("coordinator", *map(str, arguments), **options) as process:
+        told, error = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, told) == (2, "")
+    [line] = error.splitlines()
     return line
 
 
@@ -200,3 +222,208 @@ def test_a_port_in_use_is_named(tmp_path):
             assert line == f"coordinator: --port {port} is in use on 127.0.0.1"
 
     run(scenario())
+
+
+# ---- two doors ----
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def two_doors(tmp_path_factory):
+    """Serve with two doors, which tests leave as they were; the last of them ends the cluster with its `stack`."""
+    folder = tmp_path_factory.mktemp("model")
+    async with contextlib.AsyncExitStack() as stack:
+        c = await stack.enter_async_context(cluster(folder, doors=2, stream_interval=4, http_port=0))
+        c.stack = stack
+        yield c
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def doors(two_doors):
+    """Return the cluster once both doors serve."""
+    await until(lambda: len(listening(two_doors)) == 2)
+    await until_serving(two_doors.stub)
+    yield two_doors
+    await two_doors.until_nothing_is_live()
+
+
+def listening(c):
+    """Return the processes of doors that listen on the cluster's port."""
+    return [door for door in doors_of(os.getpid()) if ("LISTEN", c.server.port) in connections(door)]
+
+
+def connected(c):
+    """Return the processes of doors that gRPC clients are connected to."""
+    return [door for door in listening(c) if ("ESTABLISHED", c.server.port) in connections(door)]
+
+
+def connections(process):
+    with contextlib.suppress(psutil.Error):
+        return [(each.status, each.laddr.port) for each in process.net_connections("tcp")]
+    return []
+
+
+async def answer(c, text):
+    """Have the next call answered with the text, a token at a time."""
+    attempt, job = await begin(c)
+    await hand_over(c, attempt, text[0], num_cached_tokens=0)
+    for index, char in enumerate(text[1:], start=1):
+        finish = inference_pb2.FINISH_REASON_LENGTH if index == len(text) - 1 else 0
+        await step(c.nodes["d0"], attempt, index, char, finish)
+    return attempt, job
+
+
+@in_module_loop
+async def test_answers_refusals_and_stops_pass_through_the_doors(doors):
+    c = doors
+    call = c.generate("hello", max_tokens=10, seed=3)
+    _, job = await answer(c, "abcdefghij")
+    assert (job.sampling_params.seed, job.num_prompt_tokens) == (3, 5)
+    text, token_ids, completes = await read_all(call)
+    assert (text, token_ids) == ("abcdefghij", list(map(ord, "abcdefghij")))
+    assert completes[0].finish_reason == inference_pb2.FINISH_REASON_LENGTH
+
+    call = c.generate("hello", request_id="s", max_tokens=10, stop=["de"])
+    attempt, _ = await begin(c)
+    await hand_over(c, attempt, "a")
+    await step(c.nodes["d0"], attempt, 1, "bcde")
+    await c.nodes["d0"].answer_cancel(attempt)
+    text, _, (complete,) = await read_all(call)
+    assert (text, complete.matched_stop_str, complete.completion_tokens) == ("abc", "de", 5)
+
+    code, info, _ = await refusal_of(c.generate("hello", request_id="t", max_tokens=0))
+    assert (code, info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_PARAM")
+    asked = inference_pb2.GenerateRequest(request_id="u", text="hello", slo_class="x")
+    code, info, _ = await refusal_of(c.stub.Generate(asked))  # which control refuses
+    assert (code, info.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, "slo_class")
+
+
+@in_module_loop
+async def test_a_call_ends_with_its_client_at_whatever_door(doors):
+    c = doors
+    target = f"127.0.0.1:{c.server.port}"
+    async with grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        await until_serving(stub)
+        call = stub.Generate(inference_pb2.GenerateRequest(request_id="r", text="hello"))
+        attempt, _ = await begin(c)
+        await hand_over(c, attempt, "a")
+        assert (await call.read()).chunk.text == "a"
+        call.cancel()
+    await c.nodes["d0"].answer_cancel(attempt)
+
+
+@in_module_loop
+async def test_a_later_call_takes_the_place_of_one_at_whatever_door(doors):
+    c = doors
+
+    def go_on(call_number, *so_far):
+        fields = {"call_number": call_number, "so_far": so_far}
+        params = inference_pb2.SamplingParams(seed=7, max_tokens=8)
+        request = inference_pb2.GenerateRequest(request_id="r", text="hello", sampling_params=params, **fields)
+        return c.stub.Generate(request, timeout=DEADLINE_S)
+
+    before = go_on(0)
+    attempt, _ = await begin(c)
+    await hand_over(c, attempt, "a")
+    assert (await before.read()).chunk.text == "a"
+    so_far = inference_pb2.AnswerSoFar(token_ids=b"a", num_chars=1)
+    later = go_on(2, so_far)
+    await c.nodes["d0"].answer_cancel(attempt)
+    again, job = await begin(c)
+    assert list(job.token_ids) == [*b"helloa"]
+    assert (await refusal_of(before))[1].reason == "ABORTED"
+    assert (await refusal_of(go_on(1, so_far)))[1].reason == "DUPLICATE_REQUEST_ID"
+    await hand_over(c, again, "b", 1)
+    await step(c.nodes["d0"], again, 2, "c", inference_pb2.FINISH_REASON_LENGTH)
+    chunks = [response.chunk.text async for response in later]
+    assert "".join(chunks) == "bc"
+
+
+@in_module_loop
+async def test_the_answers_of_a_door_that_is_lost_have_failed_and_nodes_let_go_of_them(doors):
+    c = doors
+    num_before = await num_ended(c)
+    call = c.generate("hello", n=2)
+    attempts = [(await begin(c))[0] for _ in range(2)]
+    await hand_over(c, attempts[0], "a")
+    await until(lambda: len(connected(c)) == 1)  # connections of other tests have ended
+    [its_door] = connected(c)
+    its_door.kill()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await read_all(call)
+    assert await c.nodes["p0"].command("cancel") == fleet_pb2.Cancel(attempt=attempts[1])
+    for attempt in attempts:
+        await c.nodes["d0"].answer_cancel(attempt)
+    await c.nodes["p0"].send(events.cancelled(attempts[1]))
+    call = c.stub.Generate(inference_pb2.GenerateRequest(request_id="r", text="hello"), wait_for_ready=True)
+    await answer(c, "ab")
+    assert (await read_all(call))[0] == "ab"
+    num_failed, num_finished = await num_ended(c)
+    assert (num_failed - num_before[0], num_finished - num_before[1]) == (2, 1)
+
+
+async def num_ended(c):
+    """Return how many answers have failed with their door, and how many ended by their length."""
+    async with plain_client(base_url=url_of(c)) as client:
+        text = (await client.get("/metrics")).text
+    found = []
+    for labels in ('requests_failed_total{reason="WORKER_LOST"}', 'requests_finished_total{finished_reason="length"}'):
+        lines = [line for line in text.splitlines() if line.startswith(f"splitserve_{labels}")]
+        found.append(sum(float(line.rpartition(" ")[2]) for line in lines))
+    return found
+
+
+@in_module_loop
+async def test_a_door_that_does_not_come_back_in_time_is_started_again(doors, tmp_path, monkeypatch, caplog):
+    """As where it hangs while it loads: the first time a program that does nothing stands for one that does."""
+    hanging = tmp_path / "hanging"
+    hanging.write_text("#!/bin/sh\nexec sleep 1000\n")
+    hanging.chmod(0o700)
+    with monkeypatch.context() as impatient:
+        impatient.setattr(door_processes, "START_DEADLINE_S", 0.1)
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "executable", str(hanging))
+            listening(doors)[0].kill()
+            await until(lambda: "does not listen after 0.1 s" in caplog.text)
+        await until(lambda: not {str(hanging), "sleep"} & words_of(psutil.Process().children()))
+    await until(lambda: len(listening(doors)) == 2)
+
+
+@in_module_loop
+async def test_the_end_of_a_door_that_is_yet_to_open_is_taken_note_of(two_doors):
+    before = set(doors_of(os.getpid()))
+    listening(two_doors)[0].kill()
+    await until(lambda: set(doors_of(os.getpid())) - before)
+    [again] = set(doors_of(os.getpid())) - before
+    await two_doors.stack.aclose()
+    assert not again.is_running()
+
+
+async def until(condition):
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.1)
+
+
+def test_a_door_that_cannot_open_is_the_end_of_the_start(tmp_path, monkeypatch):
+    async def scenario():
+        with pytest.raises(SettingsError, match=r"door \d has ended at its start, with code 1"):
+            async with cluster(tmp_path, doors=2):
+                pass
+
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    run(scenario())
+
+
+def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_named(tmp_path, monkeypatch):
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+
+    async def scenario():
+        with pytest.raises(SettingsError, match=rf"^{folder}/.* is longer than a socket's path may be \(107\)"):
+            async with cluster(tmp_path, doors=2):
+                pass
+
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    run(scenario())
+    assert list(folder.iterdir()) == []

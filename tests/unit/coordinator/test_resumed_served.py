@@ -5,11 +5,13 @@ import re
 
 import pytest
 
+from coordinator.dispatcher import Dispatcher
 from protos import inference_pb2
 from protos.convert import MAX_TOKENS_HEADER, MODEL_HEADER
 from serving_core.errors import RequestError
 from serving_core.reasons import WORKER_LOST
 from tests import fleet_events as events
+from tests.effort import few
 from tests.scripted_nodes import (
     DEADLINE_S,
     begin,
@@ -149,19 +151,26 @@ def test_of_several_answers_those_that_have_ended_stay_so(tmp_path):
     run(scenario())
 
 
-@pytest.mark.parametrize("doors", [1, 2])
-def test_a_later_call_takes_the_place_of_one_that_the_server_takes_for_live(tmp_path, doors):
+@pytest.mark.parametrize("doors", few([1, 2]))
+def test_a_later_call_takes_the_place_of_one_that_the_server_takes_for_live(tmp_path, monkeypatch, doors):
+    begin_call, begun = Dispatcher.begin, []
+
+    def noting(self, plan, so_fars, call, *args, **options):
+        begun.append((self, call))
+        begin_call(self, plan, so_fars, call, *args, **options)
+
+    monkeypatch.setattr(Dispatcher, "begin", noting)
+
     async def scenario():
         async with cluster(tmp_path, doors=doors) as c:
-            await until_serving(c)
+            await until_serving(c.stub)
             nodes = [c.nodes["p0"], c.nodes["d0"]]
             first = go_on(c)
             attempt, _ = await begin(c)
             await hand_over(c, attempt, "a")
             assert (await first_message(first)).chunk.text == "a"
 
-            dispatcher = c.server._dispatcher
-            before = dispatcher._calls["r"].call
+            [(dispatcher, before)] = begun
             later = go_on(c, so_far(b"a"), call_number=2)
             await nodes[1].answer_cancel(attempt)
             second, job = await begin(c)
@@ -214,24 +223,24 @@ def test_limits_count_from_the_first_token_that_the_client_had(tmp_path):
     run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("answers", "params", "field", "message"),
-    [
-        ([so_far(), so_far()], {}, "so_far", r"must have one entry for each of n \(1\), not 2"),
-        ([so_far(b"a")], {"n": 2}, "so_far", r"must have one entry for each of n \(2\), not 1"),
-        ([so_far(b"123456789")], {}, "so_far", r"has 9 tokens of an answer, over max_tokens \(8\)"),
-        ([so_far([260])], {}, "so_far", "has token id 260; the vocabulary ends at 259"),
-        ([so_far(b"a", since_first_s=math.nan)], {}, "so_far", "since_first_s of nan"),
-        ([so_far(b"a", since_first_s=1e9)], {}, "so_far", r"since_first_s of 1e\+09, .* within \[0, 86400\]"),
-        ([so_far(b"a" * 2000)], {}, "so_far.token_ids", "has 2000 entries, the limit is 1000"),
-    ],
-)
-def test_what_cannot_be_gone_on_with_is_refused(tmp_path, answers, params, field, message):
+IMPOSSIBLE_BEGINNINGS = [
+    ([so_far(), so_far()], {}, "so_far", r"must have one entry for each of n \(1\), not 2"),
+    ([so_far(b"a")], {"n": 2}, "so_far", r"must have one entry for each of n \(2\), not 1"),
+    ([so_far(b"123456789")], {}, "so_far", r"has 9 tokens of an answer, over max_tokens \(8\)"),
+    ([so_far([260])], {}, "so_far", "has token id 260; the vocabulary ends at 259"),
+    ([so_far(b"a", since_first_s=math.nan)], {}, "so_far", "since_first_s of nan"),
+    ([so_far(b"a", since_first_s=1e9)], {}, "so_far", r"since_first_s of 1e\+09, .* within \[0, 86400\]"),
+    ([so_far(b"a" * 2000)], {}, "so_far.token_ids", "has 2000 entries, the limit is 1000"),
+]
+
+
+def test_what_cannot_be_gone_on_with_is_refused(tmp_path):
     async def scenario():
         async with cluster(tmp_path) as c:
-            code, info, details = await refusal_of(go_on(c, *answers, **params))
-            assert (code.name, info.reason, info.metadata["field"]) == ("INVALID_ARGUMENT", "BAD_PARAM", field)
-            assert re.search(message, details)
+            for answers, params, field, message in IMPOSSIBLE_BEGINNINGS:
+                code, info, details = await refusal_of(go_on(c, *answers, **params))
+                assert (code.name, info.reason, info.metadata["field"]) == ("INVALID_ARGUMENT", "BAD_PARAM", field)
+                assert re.search(message, details)
 
     run(scenario())
 

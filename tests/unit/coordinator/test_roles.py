@@ -1,4 +1,4 @@
-"""What nodes are asked to become: by an operator, and by the coordinator's own policy under virtual time."""
+"""What nodes are asked to become: by an operator, and by the coordinator's own policy."""
 
 import contextlib
 import itertools
@@ -28,7 +28,6 @@ from serving_core.errors import RequestError
 from serving_core.shapes import Shape
 from tests import fleet_events as events
 from tests.scripted_nodes import DEADLINE_S, cluster, read_all, run, step
-from tests.unit.coordinator.fleet_simulation import serve
 
 PREFILL, DECODE, BOTH = Shape(512, 0, False), Shape(0, 8, True), Shape(512, 8, True)
 TICK_S = 0.25
@@ -126,12 +125,14 @@ def test_a_node_that_does_not_confirm_counts_as_what_it_was_again():
 
 
 def test_a_node_that_is_lost_before_it_confirms_is_forgotten():
-    world = World("b0", "b1")
-    world.deaf = {"b0"}
-    world.ask("b0", "decode")
-    world.registry.lose(world.node("b0"))
-    world.wait(TICK_S)
-    assert world.roles._asked_s == {}
+    """While one is to confirm, no other is asked."""
+    world = World("p0", "d0", "d1", policy=AUTO)
+    world.deaf = {"d0"}
+    world.ask("d0", "both")
+    world.registry.lose(world.node("d0"))
+    world.queue("p0", 1e6)
+    assert LASTS_S + 2 * TICK_S < CONFIRM_S
+    assert world.wait(LASTS_S + 2 * TICK_S) == [("d1", BOTH)]
 
 
 @pytest.mark.parametrize(
@@ -478,71 +479,3 @@ def test_a_request_waits_until_the_node_that_is_left_reads_too(tmp_path):
             assert (await read_all(call))[0] == "ab"
 
     run(scenario())
-
-
-# ---- a fleet under virtual time ----
-
-
-def times(roles, requests):
-    return serve({"p0": 2000.0, "d0": 2000.0, "d1": 2000.0}, requests, roles=roles)
-
-
-def test_auto_helps_where_prompts_pile_up_and_leaves_alone_what_does_well():
-    """Prompts of 1000 tokens, five a second for 40 s: two and a half times what one prefill node can read."""
-    heavy = [(0.2 * number, 1000, 8) for number in range(200)]
-    light = [(2.0 * number, 1000, 8) for number in range(30)]
-    fixed_s, no_flips = times(FIXED, heavy)
-    auto_s, flips = times(AUTO, heavy)
-    assert no_flips == []
-    assert [role for _, role in flips[:2]] == ["both", "both"]
-    assert auto_s < 0.5 * fixed_s
-    assert times(AUTO, light) == (times(FIXED, light)[0], [])
-
-
-def steady(rate, from_s, until_s, num_prompt_tokens, num_answer_tokens):
-    """Arrivals at random, so many a second."""
-    rng, requests, at_s = random.Random(3), [], from_s
-    while (at_s := at_s + rng.expovariate(rate)) < until_s:
-        requests.append((at_s, num_prompt_tokens, num_answer_tokens))
-    return requests
-
-
-TEN_MINUTES_S = 600.0
-FEW = 8
-READS = {"p0": 2000.0, "d0": 2000.0, "d1": 2000.0}  # a prefill node reads two prompts of 1000 tokens a second
-WRITES = {"p0": 1e5, "p1": 1e5, "d0": 1e5}  # 8 answers of 150 tokens, a step of 28 ms: 1.9 a second on a decode node
-
-
-@pytest.mark.parametrize(
-    ("rate", "num_tokens"),
-    [
-        (0.2, 4000),
-        (1.8, 1000),
-        *[
-            pytest.param(tokens_per_s / num_tokens, num_tokens, marks=pytest.mark.nightly)
-            for num_tokens in (250, 4000)
-            for tokens_per_s in (400.0, 1200.0, 1800.0, 2400.0)
-        ],
-    ],
-)
-def test_any_steady_load_of_prompts_comes_to_have_few_flips(rate, num_tokens):
-    _, flips = serve(READS, steady(rate, 0.0, TEN_MINUTES_S, num_tokens, 8), roles=AUTO)
-    assert len(flips) <= FEW
-
-
-@pytest.mark.parametrize(
-    "rate", [1.5, *[pytest.param(rate, marks=pytest.mark.nightly) for rate in (0.9, 1.2, 1.9, 2.2)]]
-)
-def test_any_steady_load_of_answers_comes_to_have_few_flips(rate):
-    _, flips = serve(WRITES, steady(rate, 0.0, TEN_MINUTES_S, 10, 150), max_num_seqs=8, roles=AUTO)
-    assert len(flips) <= FEW
-
-
-def test_after_any_load_a_fleet_is_what_it_was_within_the_bound():
-    """One that makes nodes go to and fro, then too many prompts, then few."""
-    flapping = steady(0.2, 0.0, TEN_MINUTES_S, 4000, 8)
-    heavy_s, light_s = TEN_MINUTES_S + 60.0, TEN_MINUTES_S + 60.0 + 2 * (MAX_STAY_S + 2 * CALM_S)
-    heavy = steady(5.0, TEN_MINUTES_S, heavy_s, 1000, 8)
-    light = steady(0.1, heavy_s, light_s, 100, 8)
-    _, flips = serve(READS, [*flapping, *heavy, *light], roles=AUTO)
-    assert dict(flips) == {"d0": "decode", "d1": "decode"}

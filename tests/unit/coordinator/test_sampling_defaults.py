@@ -4,13 +4,15 @@ import asyncio
 import json
 import logging
 
-import httpx2
 import pytest
 
 from coordinator.doors.sampling_defaults import neutral_defaults, read_sampling_defaults
 from protos import inference_pb2
 from serving_core.errors import ModelError
-from tests.scripted_nodes import DEADLINE_S, begin, cluster, run
+from tests.scripted_nodes import begin, cluster, run
+from tests.unit.coordinator.http_kit import plain_client, url_of
+
+pytestmark = pytest.mark.usefixtures("programs_here")
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -106,10 +108,9 @@ def test_both_doors_sample_as_the_folder_says_unless_it_is_not_asked(tmp_path, s
             assert await sampling_at_node(c) == expected
             calls.append(c.generate(request_id="named", temperature=0, top_k=3))
             assert await sampling_at_node(c) == {**expected, "temperature": 0, "top_k": 3}
-            url = f"http://127.0.0.1:{c.server.http_port}/v1/chat/completions"
-            async with httpx2.AsyncClient(timeout=DEADLINE_S) as client:
+            async with plain_client(base_url=url_of(c)) as client:
                 body = {"messages": [{"role": "user", "content": "hi"}], "top_p": 0.5}
-                asked = asyncio.create_task(client.post(url, json=body))
+                asked = asyncio.create_task(client.post("/v1/chat/completions", json=body))
                 assert await sampling_at_node(c) == {**expected, "top_p": 0.5}
                 asked.cancel()
 

@@ -7,24 +7,27 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from coordinator.dispatcher import Dispatcher
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
 from protos import inference_pb2
 from serving_core.errors import ModelError, SettingsError
 from tests import fleet_events as events
 from tests.scripted_nodes import (
-    DEADLINE_S,
     ScriptedNode,
     begin,
     cluster,
     faults_of,
     hand_over,
+    health_changes,
     read_all,
     refusal_of,
     run,
     step,
 )
 from tests.tiny_models import EOS, write_fake_model
+
+pytestmark = pytest.mark.usefixtures("programs_here")
 
 LENGTH, STOP = events.LENGTH, events.STOP
 
@@ -138,7 +141,7 @@ def test_a_prompt_that_cannot_fit_is_refused_by_its_length_alone(tmp_path):
 def test_a_failure_of_ours_is_internal_without_a_text_and_logged_once(tmp_path, caplog, monkeypatch):
     async def scenario():
         async with cluster(tmp_path) as c:
-            monkeypatch.setattr(c.server._dispatcher, "submit", lambda *_, **__: 1 / 0)
+            monkeypatch.setattr(Dispatcher, "submit", lambda *_, **__: 1 / 0)
             code, info, details = await refusal_of(c.generate())
             assert (code, info.reason, details) == (grpc.StatusCode.INTERNAL, "ENGINE_ERROR", "internal error")
 
@@ -361,18 +364,6 @@ def test_a_node_without_heartbeats_is_lost(tmp_path):
             assert "no heartbeat" in (await c.nodes["d0"].end_of_stream())[1]
 
     run(scenario())
-
-
-async def health_changes(c):
-    """A queue of the readiness that health watchers see."""
-    call = health_pb2_grpc.HealthStub(c.channel).Watch(health_pb2.HealthCheckRequest(service="splitserve.v1.Inference"))
-    statuses = health_pb2.HealthCheckResponse
-
-    async def following(expected):
-        async with asyncio.timeout(DEADLINE_S):
-            assert (await call.read()).status == getattr(statuses, expected)
-
-    return following
 
 
 def test_readiness_needs_ready_nodes_of_both_roles(tmp_path):

@@ -1,15 +1,21 @@
-"""Limits and priorities of requests and of classes: what is refused, which of them hold, and what a request takes
-alone."""
+"""Limits and priorities of requests and of classes: what is refused, which of them hold, their way to the nodes over
+retries and moves, and what the end of an answer tells of them."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 
+from coordinator.control.placement.policies import POLICIES
+from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
 from coordinator.control.slo import MAX_CLASSES, MAX_PRIORITY, Limit, Slo, SloClass, SloClasses, parse_slo_classes
+from protos import inference_pb2
 from protos.inference_pb2 import GenerateRequest
 from serving_core.errors import RequestError, SettingsError
+from serving_core.requests import MEAN, Pooling, SamplingParams
 from tests import fleet_events as events
+from tests.unit.coordinator.tracker_kit import World
 
 CLASSES = SloClasses(
     parse_slo_classes(
@@ -53,35 +59,35 @@ def test_a_class_is_a_name_with_limits_in_ms_or_multiples_and_a_priority():
     assert parse_slo_classes([]) == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "chat",
-        "chat=",
-        "=ttft:5",
-        "chat=ttft",
-        "chat=ttft:",
-        "chat=ttft:5s",
-        "chat=e2el:5",
-        "chat=ttft:-5",
-        "chat=ttft:nan",
-        "chat=ttft:5,",
-        "chat=ttft:5,ttft:6",
-        "chat=priority:1,priority:2",
-        "chat=priority:",
-        "chat=priority:1x",
-        "chat=priority:0.5",
-        "chat=priority:high",
-        "chat=ttft:5,priority:1000000000",
-        "a chat=ttft:5",
-        "-x=ttft:5",
-        "x" * 65 + "=ttft:5",
-    ],
-)
-def test_what_is_no_class_is_refused(text):
-    with pytest.raises(SettingsError, match=r"slo_class must be such as chat=ttft:500,tpot:40 \(ms\), "):
-        parse_slo_classes([text])
+NO_CLASSES = [
+    "",
+    "chat",
+    "chat=",
+    "=ttft:5",
+    "chat=ttft",
+    "chat=ttft:",
+    "chat=ttft:5s",
+    "chat=e2el:5",
+    "chat=ttft:-5",
+    "chat=ttft:nan",
+    "chat=ttft:5,",
+    "chat=ttft:5,ttft:6",
+    "chat=priority:1,priority:2",
+    "chat=priority:",
+    "chat=priority:1x",
+    "chat=priority:0.5",
+    "chat=priority:high",
+    "chat=ttft:5,priority:1000000000",
+    "a chat=ttft:5",
+    "-x=ttft:5",
+    "x" * 65 + "=ttft:5",
+]
+
+
+def test_what_is_no_class_is_refused():
+    for text in NO_CLASSES:
+        with pytest.raises(SettingsError, match=r"slo_class must be such as chat=ttft:500,tpot:40 \(ms\), "):
+            parse_slo_classes([text])
 
 
 @pytest.mark.parametrize(
@@ -161,3 +167,312 @@ def test_a_multiple_of_what_nobody_has_measured_is_no_limit():
     fleet = nodes(p0={"prefill_tokens_per_s": 1000.0}, d0={})
     assert slo_of(100, fleet, slo_class="tight") == Slo("tight", pytest.approx(0.5), None)
     assert slo_of(100, (), slo_class="tight") == Slo("tight", None, None)
+
+
+# ---- in the tracker ----
+
+SLO = Slo("", 5.0, 2.0)
+LENGTH, ABORT = events.LENGTH, inference_pb2.FINISH_REASON_ABORT
+
+
+@pytest.fixture
+def world():
+    return World(max_restarts=2)
+
+
+def due(job):
+    """What a job tells, by name."""
+    return {field.name: value for field, value in job.due.ListFields()}
+
+
+def writer_of(world, request_id):
+    [request] = [each for each in world.tracker.newest(10) if each.request_id == request_id]
+    return request.attempt.decode.name
+
+
+def end_of(world):
+    told = world.outcome.attainment
+    return {field.name: value for field, value in told.ListFields()}
+
+
+def counts(world, slo_class="none"):
+    attained = world.metrics.attainment.by_class[slo_class]
+    return attained.num_answers, attained.num_ttft_met, attained.num_tpot_met, attained.num_met
+
+
+def test_without_limits_nothing_is_told(world):
+    assert world.submit() == ["reserve d0", "prefill p0"]
+    assert not any(job.HasField("due") for job in world.jobs)
+    assert world.first(world.attempt, finish_reason=LENGTH)[:2] == ["emit 0:100", "cancel d0"]
+    assert not world.outcome.HasField("attainment")
+    assert counts(world) == (0, 0, 0, 0)
+
+
+class Noting:
+    """The usual policy, which writes down how many requests come a second that make nobody late."""
+
+    def __init__(self):
+        self.told = []
+
+    def place(self, nodes, ledger, wanted, handover, now):
+        self.told.append(wanted.requests_per_s)
+        self.handover = handover
+        return POLICIES["auto"].place(nodes, ledger, wanted, handover, now)
+
+
+@pytest.mark.parametrize(
+    ("names", "num_held", "part"), [("bp", 0, 1.0), ("bb", 1, 0.6), ("bp", 2, 0.2), ("bd", 2, 1.0), ("pd", 2, 1.0)]
+)
+def test_requests_to_come_count_as_far_as_their_prompts_are_to_be_computed(names, num_held, part):
+    """Where no node only writes, which would have the answers that those are spared that read."""
+    policy, tokens = Noting(), list(range(40))
+    world = World([f"{name}{number}" for number, name in enumerate(names)], policy=policy)
+    for node in world.registry.nodes:
+        world.holds(node.name, events.block_hints(tokens)[:num_held] or [1])
+    for number in range(4):
+        world.submit(f"{number}/0", token_ids=tokens, now=float(number), slo=Slo("", 5.0, None))
+        world.tracker.finish(f"{number}/0", ABORT, float(number))
+    assert policy.told == pytest.approx([0.0, 0.0, part / 2, 2 * part / 3])
+
+
+@pytest.mark.parametrize(
+    ("slo", "per_s"), [(None, 0.0), (Slo("", None, 5.0), 0.0), (Slo("", 1e-3, None), 0.0), (Slo("", 5.0, None), 1.0)]
+)
+def test_of_requests_to_come_those_do_not_count_that_will_be_late_or_cannot_be(slo, per_s):
+    policy = Noting()
+    world = World(("p0", "d0"), policy=policy)
+    for node in world.registry.nodes:
+        beat = events.heartbeat(step_weights=[0.01, 0.0, 0.0, 0.0, 0.001, 0.0, 0.0], prefill_tokens_per_s=1000.0)
+        world.registry.heartbeat(node, beat.heartbeat, 0.0)
+    for number in range(3):
+        world.submit(f"{number}/0", now=float(number), slo=slo)
+        world.tracker.finish(f"{number}/0", ABORT, float(number))
+    assert policy.told == pytest.approx([0.0, 0.0, per_s / 2])
+
+
+def test_both_nodes_get_what_is_left_and_the_writer_hears_of_the_first_token(world):
+    world.submit(now=10.0, slo=SLO)
+    assert [due(job) for job in world.jobs] == [{"ttft_left_s": 5.0, "tpot_s": 2.0}] * 2
+    assert world.first(world.attempt, now=12.0) == ["emit 0:100", "begun d0"]
+    assert world.attempt.epoch == world.jobs[0].attempt.epoch
+
+
+def test_what_it_took_to_prepare_a_request_is_not_left(world):
+    world.submit(now=10.75, slo=Slo("", 1.0, None), preparing_s=0.75)
+    assert [due(job) for job in world.jobs] == [{"ttft_left_s": 0.25}] * 2
+    world.first(world.attempt, now=11.0, finish_reason=LENGTH)
+    timeline = world.outcome.timeline
+    assert (timeline.ttft_s, timeline.e2e_s, timeline.prefill_queue_s) == (1.0, 1.0, 1.0)  # from its arrival on
+
+
+def test_the_time_before_an_attempt_is_no_wait_for_blocks():
+    policy = Noting()
+    world = World(policy=policy, max_restarts=2)
+    for name in ("a/0", "b/0", "c/0"):
+        world.submit(name, now=20.0, preparing_s=8.0)
+        world.tell(writer_of(world, name), events.reserved(world.attempt), 21.0)
+    world.submit("d/0", now=21.0)
+    assert policy.handover.credit_s == 1.0
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_writer_hears_of_the_first_token_as_long_as_it_lacks_the_kv(world, is_committed):
+    world.submit()
+    attempt = world.attempt
+    world.tell("d0", events.reserved(attempt))
+    if is_committed:
+        world.tell("d0", events.committed(attempt))
+    assert world.first(attempt)[1:] == ([] if is_committed else ["begun d0"])
+
+
+@pytest.mark.parametrize("slo", [None, Slo("", 5.0, None, 10)])
+def test_a_writer_that_has_granted_no_blocks_or_takes_them_back_hears_that_the_prompt_is_read(world, slo):
+    world.submit(slo=slo)
+    attempt = world.attempt
+    world.tell("d0", events.reserved(attempt))
+    assert world.tell("d0", events.revoked(attempt)) == [], "it is not read yet"
+    assert world.first(attempt) == ["emit 0:100", "begun d0"]
+    assert world.attempt == attempt
+    world.tell("d0", events.reserved(attempt))
+    assert world.tell("d0", events.revoked(attempt)) == ["begun d0"]
+
+
+def test_a_node_that_reads_and_writes_needs_no_word():
+    world = World(("b0",))
+    assert world.submit(slo=SLO) == ["reserve b0"]
+    assert due(world.jobs[0]) == {"ttft_left_s": 5.0, "tpot_s": 2.0}
+    token = events.sampled(world.attempt, 0, 100)
+    assert world.tell("b0", events.first_token(token)) == ["emit 0:100"]
+
+
+def test_an_answer_that_has_ended_needs_no_word(world):
+    world.submit(slo=SLO)
+    assert not any(said.startswith("begun") for said in world.first(world.attempt, finish_reason=LENGTH))
+
+
+def test_another_attempt_has_the_same_deadlines(world):
+    world.submit(now=10.0, slo=SLO)
+    world.lose("p0", now=16.0)  # late already
+    assert [due(job) for job in world.jobs[2:]] == [{"ttft_left_s": -1.0, "tpot_s": 2.0}] * 2
+    token = events.sampled(world.attempt, 0, 100)
+    assert world.tell("p1", events.first_token(token), 17.0)[0] == "emit 0:100"
+    world.lose(world.reader, now=20.0)
+    assert [due(job) for job in world.jobs[4:]] == [{"tpot_s": 2.0, "since_first_s": 3.0}] * len(world.jobs[4:])
+
+
+def test_a_move_keeps_the_deadlines(world):
+    world.submit(now=0.0, max_tokens=200, slo=SLO)
+    attempt = world.attempt
+    world.first(attempt, now=1.0)
+    world.tell("d0", events.reserved(attempt), 1.0)
+    world.tell("d0", events.committed(attempt), 1.0)
+    world.tell("p0", events.transferred(attempt), 1.0)
+    world.step(attempt, 1, now=2.0)
+    assert world.drain("d0", 9.0) == ["reserve d1"]
+    assert due(world.jobs[-1]) == {"tpot_s": 2.0, "since_first_s": 8.0}
+
+
+def test_both_nodes_of_every_attempt_get_the_priority(world):
+    world.submit(slo=Slo("", priority=-7))
+    world.lose("p0")
+    assert [job.priority for job in world.jobs] == [-7] * 4
+    assert not any(job.HasField("due") for job in world.jobs)
+
+
+def test_a_move_keeps_the_priority(world):
+    world.submit(max_tokens=200, slo=Slo("", priority=-7))
+    attempt = world.attempt
+    world.first(attempt)
+    world.tell("d0", events.reserved(attempt))
+    world.tell("d0", events.committed(attempt))
+    world.tell("p0", events.transferred(attempt))
+    world.step(attempt, 1)
+    assert world.drain("d0", 9.0) == ["reserve d1"]
+    assert world.jobs[-1].priority == -7
+
+
+def test_of_a_priority_alone_the_end_tells_nothing(world):
+    write(world, 5.0, slo=Slo("", priority=-7))
+    assert not world.outcome.HasField("attainment")
+    assert counts(world) == (0, 0, 0, 0)
+
+
+def write(world, *token_times, slo, now=0.0, name="r/0"):
+    """An answer whose tokens come at these times; the last one ends it."""
+    world.submit(name, now=now, slo=slo)
+    attempt = world.attempt
+    last = len(token_times) - 1
+    world.first(attempt, finish_reason=LENGTH if last == 0 else 0, now=token_times[0])
+    for index, at_s in enumerate(token_times[1:], start=1):
+        world.step(attempt, index, LENGTH if index == last else 0, now=at_s)
+
+
+@pytest.mark.parametrize(
+    ("token_times", "ttft_met", "tpot_met"),
+    [
+        ((5.0, 9.0, 9.0), True, True),  # a gap of twice the limit, and a mean of the limit
+        ((5.1, 9.0, 9.2), False, False),
+        ((5.0, 6.0, 9.1), True, False),
+        ((4.0,), True, True),  # no token follows
+    ],
+)
+def test_the_end_tells_which_limits_were_kept(world, token_times, ttft_met, tpot_met):
+    write(world, *token_times, slo=SLO)
+    limits = {"ttft_ms": 5000.0, "tpot_ms": 2000.0}
+    assert end_of(world) == {**limits, "ttft_met": ttft_met, "tpot_met": tpot_met}
+    assert counts(world) == (1, ttft_met, tpot_met, ttft_met and tpot_met)
+
+
+def test_of_a_limit_that_there_is_not_nothing_is_told_and_it_counts_as_kept(world):
+    write(world, 5.0, 99.0, slo=Slo("", 5.0, None))
+    assert end_of(world) == {"ttft_ms": 5000.0, "ttft_met": True}
+    assert counts(world) == (1, 1, 1, 1)
+
+
+def test_a_class_whose_limits_nobody_can_work_out_does_not_count(world):
+    write(world, 5.0, slo=Slo("tight"))
+    assert end_of(world) == {"slo_class": "tight"}
+    assert counts(world) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(("came_s", "is_met"), [(0.5, True), (11.0, False)])
+def test_an_embedding_counts_as_a_first_token(came_s, is_met):
+    world = World(("p0",), embeds=True)
+    prompt, sampling, slo = Prompt([1, 2, 3]), SamplingParams(max_tokens=0), Slo("", 10.0, 0.1)
+    world.short(
+        world.tracker.submit(
+            "r/0", prompt, sampling, arrived_s=0.0, deadline_s=100.0, now=0.0, slo=slo, pooling=Pooling(MEAN)
+        )
+    )
+    world.tell("p0", events.embedded(world.attempt, b"abcd"), came_s)
+    told = world.outcome.attainment
+    assert (told.ttft_met, told.tpot_met) == (is_met, True)
+
+
+def test_what_failed_kept_nothing_and_what_its_client_left_does_not_count(world):
+    world.submit("fails/0", slo=SLO)
+    world.tell("p0", events.failed(world.attempt, "ENGINE_ERROR"))
+    assert counts(world) == (1, 0, 0, 0)
+    world.submit("left/0", slo=SLO)
+    world.short(world.tracker.finish("left/0", events.ABORT, 1.0))
+    assert counts(world) == (1, 0, 0, 0)
+
+
+# ---- admission ----
+
+
+def test_what_would_be_late_is_refused_with_the_wait_where_the_configuration_says_so():
+    """A prompt of 3 tokens takes 3 s, and another one waits already."""
+    world = World(("p0", "d0"), admits_late=False)
+    told = events.heartbeat(prefill_tokens_per_s=1.0).heartbeat
+    world.registry.heartbeat(world.registry.find("p0"), told, 0.0)
+    assert world.submit("first", slo=Slo("", 4.0, None)) == ["reserve d0", "prefill p0"]
+    with pytest.raises(RequestError, match=r"cannot be kept .*: try again in 2\.0 s") as refusal:
+        world.submit("second", slo=Slo("", 4.0, None))
+    assert refusal.value.reason == "WOULD_BE_LATE"
+    assert float(refusal.value.metadata["retry_after_s"]) == pytest.approx(2.0)
+    assert world.tracker.num_open == 1
+    assert world.submit("third") == ["reserve d0", "prefill p0"]  # without limits it waits
+    assert world.submit("fourth", slo=Slo("", 40.0, None)) == ["reserve d0", "prefill p0"]
+
+
+@pytest.mark.parametrize(("preparing_s", "is_taken"), [(0.5, True), (1.5, False)])
+def test_what_has_taken_long_to_prepare_has_less_time_left(preparing_s, is_taken):
+    """Two prompts of 3 tokens take 6 s, of 7."""
+    world = World(("p0", "d0"), admits_late=False)
+    told = events.heartbeat(prefill_tokens_per_s=1.0).heartbeat
+    world.registry.heartbeat(world.registry.find("p0"), told, 0.0)
+    world.submit("first", slo=Slo("", 4.0, None))
+    with nullcontext() if is_taken else pytest.raises(RequestError, match="cannot be kept"):
+        world.submit("second", slo=Slo("", 7.0, None), preparing_s=preparing_s)
+
+
+def test_nodes_that_have_nothing_to_do_refuse_nobody():
+    """What is late there would be so at any time, or they are believed to be slower than they are."""
+    world = World(("p0", "d0"), admits_late=False)
+    told = events.heartbeat(prefill_tokens_per_s=1.0).heartbeat
+    world.registry.heartbeat(world.registry.find("p0"), told, 0.0)
+    assert world.submit("hopeless", slo=Slo("", 1.0, None)) == ["reserve d0", "prefill p0"]
+    with pytest.raises(RequestError, match=r"cannot be kept"):
+        world.submit("another", slo=Slo("", 1.0, None))
+
+
+def test_a_full_node_takes_nobody_who_would_wait_for_a_seat_for_too_long():
+    """Four seats, and answers of 5,000 tokens in steps of 18 ms."""
+    world = World((), admits_late=False)
+    b0 = world.attach("b0", max_num_seqs=4, num_blocks=10_000, max_model_len=100_000)
+    told = events.heartbeat(prefill_tokens_per_s=1000.0, step_weights=[0.010, 0.002, 0, 0, 0.001, 0, 0]).heartbeat
+    world.registry.heartbeat(b0, told, 0.0)
+    for index in range(4):
+        assert world.submit(f"{index}/0", max_tokens=5000, slo=Slo("", 1.0, None)) == ["reserve b0"]
+        world.tell("b0", events.first_token(events.sampled(world.attempt, 0, 100)), 0.02)
+    assert world.submit("one more", max_tokens=5000, slo=Slo("", 1.0, None), now=0.1) == [], "it is held first"
+    assert world.tick(0.5) == ["end WOULD_BE_LATE"]
+    assert float(world.outcome.metadata["retry_after_s"]) == pytest.approx(4999 * 0.018)
+
+
+def test_what_would_be_late_is_served_else():
+    world = World(("p0", "d0"))
+    told = events.heartbeat(prefill_tokens_per_s=1.0).heartbeat
+    world.registry.heartbeat(world.registry.find("p0"), told, 0.0)
+    assert world.submit("hopeless", slo=Slo("", 1.0, None)) == ["reserve d0", "prefill p0"]

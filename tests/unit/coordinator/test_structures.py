@@ -6,19 +6,16 @@ import datetime
 import itertools
 import json
 import operator
-import os
 import re
-import signal
-import threading
 
 import jsonschema
 import pytest
 
-from coordinator.text import program
-from coordinator.text.structures import MAX_KNOWN, Structures
+from coordinator.text.structures import Structures
 from protos.inference_pb2 import Choice, SamplingParams
 from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
+from tests.effort import effort, few
 from tests.schemas import chain, product
 from tests.tiny_models import EOS, SPECIAL_TOKENS, VOCAB_SIZE
 
@@ -116,111 +113,110 @@ def test_what_asks_for_nothing(tokenizer_folder, params):
     assert grammar(Structures(tokenizer_folder, (EOS,)), **params) == ""
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"not": {"type": "null"}}, "not"),
-        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ({"type": "array", "contains": {"type": "null"}}, "contains"),
-        ({"if": {"type": "null"}, "then": {}}, "if"),
-        ({"type": "object", "propertyNames": {"maxLength": 2, "pattern": "a"}}, "propertyNames"),
-        ({"type": "object", "propertyNames": {"minLength": 1.5}}, "propertyNames"),
-        ({"type": "object", "propertyNames": {"pattern": "(?=a)"}}, "look-around"),
-        ({"type": "object", "propertyNames": {"pattern": "^a"}, "patternProperties": {"b": {}}}, "propertyNames"),
-        ({"type": "object", "propertyNames": {"enum": ["a"]}, "properties": {"b": {}}}, "propertyNames"),
-        ({"type": "object", "propertyNames": {"enum": ["a", 1]}}, "propertyNames"),
-        ({"type": "object", "propertyNames": {"enum": ["a"], "maxLength": 1}}, "propertyNames"),
-        (
-            {"type": "object", "propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"format": "uuid"}}},
-            "propertyNames",
-        ),
-        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
-        ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
-        ({"type": "object", "properties": {"a": {"type": "array", "items": {"not": {}}}}}, "not"),
-        ({"type": "string", "format": "colour"}, "format"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
-        ({"$ref": "https://example.org/schema"}, "https://example.org/schema"),
-        ({"$schema": "https://example.org/schema"}, "https://example.org/schema"),
-        ({"type": "object", "minProperties": 2, "required": ["a"]}, "minProperties"),
-        ({"items": [{"minProperties": 3, "type": "object"}], "type": "array"}, "minProperties"),
-        ({"enum": [1, {"a": [2**53 + 1]}]}, "enum"),
-        ({"type": "integer", "maximum": -(2**53) - 1}, "maximum"),
-        ({"const": [-(2**63)]}, "const has the least integer of 64 bits"),
-        ({"allOf": [{"type": "integer", "multipleOf": True}]}, "multipleOf"),
-        ({"not": {}, "x-guidance": {"lenient": True}}, "not"),
-        ({"type": "object", "properties": {"default": FEW}}, "minProperties"),  # a name, and no keyword
-        ({"type": "object", "properties": {"properties": FEW}}, "minProperties"),
-        ({"$defs": {"examples": {"enum": [2**53 + 1]}}, "$ref": "#/$defs/examples"}, "enum"),
-        ({"$ref": "#/default", "default": FEW}, "$ref"),
-        ({"$ref": "#/properties/a/const", "properties": {"a": {"const": FEW}}}, "$ref"),
-        ({"$id": "http://a/b/", "allOf": [{"$id": "http://a/", "$ref": "c"}], "$defs": {"x": {"$id": "c"}}}, "$ref"),
-        ({"type": "array", "prefixItems": [{"type": "string"}], "additionalItems": False}, "prefixItems"),
-        ({"type": "array", "prefixItems": [{"type": "string"}], "items": [{}]}, "prefixItems"),
-        ({"type": "integer", "exclusiveMinimum": 2**53}, "exclusiveMinimum"),
-        ({"type": "integer", "exclusiveMaximum": 2**54}, "exclusiveMaximum"),
-        ({"type": "integer", "exclusiveMaximum": float(2**63)}, "exclusiveMaximum"),
-        ({"type": "integer", "minimum": 2**63, "maximum": 2**64}, "minimum"),
-        ({"type": "integer", "minimum": -(2**64), "maximum": -(2**63) - 2048}, "maximum"),
-        ({"allOf": [{"type": "integer", "multipleOf": 70000}, {"multipleOf": 90000}]}, "multipleOf"),
-        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum (0)"),
-        ({"type": "number", "exclusiveMinimum": 1.0, "exclusiveMaximum": 1.5}, "exclusiveMinimum (1)"),
-        ({"type": "number", "minimum": -1.5, "exclusiveMaximum": -1}, "exclusiveMaximum (-1)"),
-        ({"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, "exclusiveMinimum (0)"),
-        ({"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.5}]}, "exclusiveMinimum (0)"),
-        ({"$ref": "#/$defs/a", "exclusiveMinimum": 0, "$defs": {"a": HALF}}, "exclusiveMinimum (0)"),
-        ({"anyOf": [HALF], "exclusiveMinimum": 0}, "exclusiveMinimum (0)"),
-        ({"$ref": "#/$defs/a", "properties": {"x": POSITIVE}, "$defs": {"a": {"properties": {"x": HALF}}}}, "(0)"),
-        ({"type": "object", "properties": {"x": POSITIVE}, "patternProperties": {"x": HALF}}, "exclusiveMinimum (0)"),
-        ({"type": "array", "items": ITSELF, "$defs": {"a": ITSELF}}, "$ref '#/$defs/a' leads back to itself"),
-        ({**ITSELF, "$defs": {"a": {"type": "array", "items": ITSELF, "minItems": 1}}}, "leads back to itself"),
-        ({"const": "a\x01b"}, "const has the control character U+0001"),
-        ({"enum": ["a", {"a": ["\x7f"]}]}, "enum has the control character U+007F"),
-        (
-            {"type": "object", "patternProperties": {r"^a\x01$": {}}},
-            "patternProperties has the control character U+0001",
-        ),
-        *(({"type": "string", "pattern": pattern}, "pattern has the control character") for pattern in CONTROLLED),
-    ],
-)
-def test_what_is_not_enforced_is_named(structures, fields, named):
-    field, message = refusal(structures, **schema(**fields))
-    assert field == "json_schema"
-    assert named in message
+UNENFORCED_SCHEMAS = [
+    ({"not": {"type": "null"}}, "not"),
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ({"type": "array", "contains": {"type": "null"}}, "contains"),
+    ({"if": {"type": "null"}, "then": {}}, "if"),
+    ({"type": "object", "propertyNames": {"maxLength": 2, "pattern": "a"}}, "propertyNames"),
+    ({"type": "object", "propertyNames": {"minLength": 1.5}}, "propertyNames"),
+    ({"type": "object", "propertyNames": {"pattern": "(?=a)"}}, "look-around"),
+    ({"type": "object", "propertyNames": {"pattern": "^a"}, "patternProperties": {"b": {}}}, "propertyNames"),
+    ({"type": "object", "propertyNames": {"enum": ["a"]}, "properties": {"b": {}}}, "propertyNames"),
+    ({"type": "object", "propertyNames": {"enum": ["a", 1]}}, "propertyNames"),
+    ({"type": "object", "propertyNames": {"enum": ["a"], "maxLength": 1}}, "propertyNames"),
+    (
+        {"type": "object", "propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"format": "uuid"}}},
+        "propertyNames",
+    ),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+    ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
+    ({"type": "object", "properties": {"a": {"type": "array", "items": {"not": {}}}}}, "not"),
+    ({"type": "string", "format": "colour"}, "format"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+    ({"$ref": "https://example.org/schema"}, "https://example.org/schema"),
+    ({"$schema": "https://example.org/schema"}, "https://example.org/schema"),
+    ({"type": "object", "minProperties": 2, "required": ["a"]}, "minProperties"),
+    ({"items": [{"minProperties": 3, "type": "object"}], "type": "array"}, "minProperties"),
+    ({"enum": [1, {"a": [2**53 + 1]}]}, "enum"),
+    ({"type": "integer", "maximum": -(2**53) - 1}, "maximum"),
+    ({"const": [-(2**63)]}, "const has the least integer of 64 bits"),
+    ({"allOf": [{"type": "integer", "multipleOf": True}]}, "multipleOf"),
+    ({"not": {}, "x-guidance": {"lenient": True}}, "not"),
+    ({"type": "object", "properties": {"default": FEW}}, "minProperties"),  # a name, and no keyword
+    ({"type": "object", "properties": {"properties": FEW}}, "minProperties"),
+    ({"$defs": {"examples": {"enum": [2**53 + 1]}}, "$ref": "#/$defs/examples"}, "enum"),
+    ({"$ref": "#/default", "default": FEW}, "$ref"),
+    ({"$ref": "#/properties/a/const", "properties": {"a": {"const": FEW}}}, "$ref"),
+    ({"$id": "http://a/b/", "allOf": [{"$id": "http://a/", "$ref": "c"}], "$defs": {"x": {"$id": "c"}}}, "$ref"),
+    ({"type": "array", "prefixItems": [{"type": "string"}], "additionalItems": False}, "prefixItems"),
+    ({"type": "array", "prefixItems": [{"type": "string"}], "items": [{}]}, "prefixItems"),
+    ({"type": "integer", "exclusiveMinimum": 2**53}, "exclusiveMinimum"),
+    ({"type": "integer", "exclusiveMaximum": 2**54}, "exclusiveMaximum"),
+    ({"type": "integer", "exclusiveMaximum": float(2**63)}, "exclusiveMaximum"),
+    ({"type": "integer", "minimum": 2**63, "maximum": 2**64}, "minimum"),
+    ({"type": "integer", "minimum": -(2**64), "maximum": -(2**63) - 2048}, "maximum"),
+    ({"allOf": [{"type": "integer", "multipleOf": 70000}, {"multipleOf": 90000}]}, "multipleOf"),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum (0)"),
+    ({"type": "number", "exclusiveMinimum": 1.0, "exclusiveMaximum": 1.5}, "exclusiveMinimum (1)"),
+    ({"type": "number", "minimum": -1.5, "exclusiveMaximum": -1}, "exclusiveMaximum (-1)"),
+    ({"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, "exclusiveMinimum (0)"),
+    ({"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.5}]}, "exclusiveMinimum (0)"),
+    ({"$ref": "#/$defs/a", "exclusiveMinimum": 0, "$defs": {"a": HALF}}, "exclusiveMinimum (0)"),
+    ({"anyOf": [HALF], "exclusiveMinimum": 0}, "exclusiveMinimum (0)"),
+    ({"$ref": "#/$defs/a", "properties": {"x": POSITIVE}, "$defs": {"a": {"properties": {"x": HALF}}}}, "(0)"),
+    ({"type": "object", "properties": {"x": POSITIVE}, "patternProperties": {"x": HALF}}, "exclusiveMinimum (0)"),
+    ({"type": "array", "items": ITSELF, "$defs": {"a": ITSELF}}, "$ref '#/$defs/a' leads back to itself"),
+    ({**ITSELF, "$defs": {"a": {"type": "array", "items": ITSELF, "minItems": 1}}}, "leads back to itself"),
+    ({"const": "a\x01b"}, "const has the control character U+0001"),
+    ({"enum": ["a", {"a": ["\x7f"]}]}, "enum has the control character U+007F"),
+    (
+        {"type": "object", "patternProperties": {r"^a\x01$": {}}},
+        "patternProperties has the control character U+0001",
+    ),
+    *(({"type": "string", "pattern": pattern}, "pattern has the control character") for pattern in CONTROLLED),
+]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"type": "object", "minProperties": 2, "required": ["a", "b"], "properties": {"a": {}, "b": {}}},
-        {"type": "object", "properties": {"minProperties": {"type": "integer"}}},
-        {"const": {"minProperties": 5}},
-        {"enum": [2**53, -(2**60)]},
-        {"type": "integer", "maximum": 2**63 - 1, "minimum": -(2**53)},
-        {"type": ["integer", "null"], "maximum": 2**63 - 1, "minimum": -(2**63)},
-        {"type": "string", "title": "t", "description": "d", "default": 2**53 + 1, "x-anything": {"not": 1}},
-        {"type": "object", "default": FEW, "examples": [FEW]},
-        {"$ref": "#/properties/default", "properties": {"default": {"type": "integer"}}},
-        {"type": "array", "prefixItems": [{"type": "string"}], "items": False},
-        {"type": "integer", "exclusiveMaximum": 2**53 - 1, "exclusiveMinimum": -5.0},
-        {"allOf": [{"type": "integer", "multipleOf": 6}, {"multipleOf": 4}]},
-        {"properties": {"a": {"type": "integer", "multipleOf": 70000}, "b": {"type": "integer", "multipleOf": 90000}}},
-        {"type": "object", "properties": {"a": POSITIVE, "b": HALF}},
-        {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": POSITIVE, "b": HALF}},
-        {"type": "array", "items": ITSELF, "$defs": {"a": {"anyOf": [ITSELF, {"type": "null"}]}}},
-        {"type": "array", "uniqueItems": False, "unevaluatedItems": True},
-        {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"propertyNames": True}},
-        {"type": "object", "unevaluatedProperties": {}, "dependentRequired": {}, "dependentSchemas": {}},
-        {"type": "object", "properties": {"a\x01b": {"const": "\n\r\t\b\f\x80"}}},
-        *({"type": "string", "format": each} for each in ("binary", "password", "path", "double", "int64")),
-        *({"$schema": f"{scheme}://json-schema.org/{draft}schema{end}"} for scheme, draft, end in DRAFTS),
-        *(
-            {"type": "string", "pattern": pattern}
-            for pattern in (r"^[^\x00-\x1F\x7f]+$", r"^[\x00-\x7F]*$", r"^[\x01-\x08\x0b\x0c!]b$", r"^\\x01\n$")
-        ),
-    ],
-)
-def test_what_only_looks_like_it_is_taken(structures, fields):
-    assert grammar(structures, **schema(**fields))
+def test_what_is_not_enforced_is_named(structures):
+    for fields, named in UNENFORCED_SCHEMAS:
+        field, message = refusal(structures, **schema(**fields))
+        assert (field, named in message) == ("json_schema", True), (fields, message)
+
+
+ENFORCED_SCHEMAS = [
+    {"type": "object", "minProperties": 2, "required": ["a", "b"], "properties": {"a": {}, "b": {}}},
+    {"type": "object", "properties": {"minProperties": {"type": "integer"}}},
+    {"const": {"minProperties": 5}},
+    {"enum": [2**53, -(2**60)]},
+    {"type": "integer", "maximum": 2**63 - 1, "minimum": -(2**53)},
+    {"type": ["integer", "null"], "maximum": 2**63 - 1, "minimum": -(2**63)},
+    {"type": "string", "title": "t", "description": "d", "default": 2**53 + 1, "x-anything": {"not": 1}},
+    {"type": "object", "default": FEW, "examples": [FEW]},
+    {"$ref": "#/properties/default", "properties": {"default": {"type": "integer"}}},
+    {"type": "array", "prefixItems": [{"type": "string"}], "items": False},
+    {"type": "integer", "exclusiveMaximum": 2**53 - 1, "exclusiveMinimum": -5.0},
+    {"allOf": [{"type": "integer", "multipleOf": 6}, {"multipleOf": 4}]},
+    {"properties": {"a": {"type": "integer", "multipleOf": 70000}, "b": {"type": "integer", "multipleOf": 90000}}},
+    {"type": "object", "properties": {"a": POSITIVE, "b": HALF}},
+    {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": POSITIVE, "b": HALF}},
+    {"type": "array", "items": ITSELF, "$defs": {"a": {"anyOf": [ITSELF, {"type": "null"}]}}},
+    {"type": "array", "uniqueItems": False, "unevaluatedItems": True},
+    {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"propertyNames": True}},
+    {"type": "object", "unevaluatedProperties": {}, "dependentRequired": {}, "dependentSchemas": {}},
+    {"type": "object", "properties": {"a\x01b": {"const": "\n\r\t\b\f\x80"}}},
+    *({"type": "string", "format": each} for each in ("binary", "password", "path", "double", "int64")),
+    *({"$schema": f"{scheme}://json-schema.org/{draft}schema{end}"} for scheme, draft, end in DRAFTS),
+    *(
+        {"type": "string", "pattern": pattern}
+        for pattern in (r"^[^\x00-\x1F\x7f]+$", r"^[\x00-\x7F]*$", r"^[\x01-\x08\x0b\x0c!]b$", r"^\\x01\n$")
+    ),
+]
+
+
+def test_what_only_looks_like_it_is_taken(structures):
+    for fields in ENFORCED_SCHEMAS:
+        assert grammar(structures, **schema(**fields)), fields
 
 
 def in_any_order(value):
@@ -274,13 +270,14 @@ def test_formats_of_whole_numbers_are_their_bounds(structures, tokenizer_folder,
     assert may_be(grammars.guide_of(any_value), '"text"')
 
 
-@pytest.mark.parametrize("name", ["byte", "base64"])
+@pytest.mark.parametrize("name", few(["byte", "base64"]))
 def test_bytes_are_base64_that_pythons_reads_and_writes(structures, tokenizer_folder, name):
     grammars = Grammars(tokenizer_folder, (EOS,))
     made, begun = (
         grammar(structures, **schema(type="string", format=name, **others)) for others in ({}, {"pattern": "^Q"})
     )
-    texts = ["".join(each) for length in range(5) for each in itertools.product("Qw/=", repeat=length)]
+    chars = effort("Qw=", "Qw/=", "Qw/=")
+    texts = ["".join(each) for length in range(5) for each in itertools.product(chars, repeat=length)]
     for text in (*texts, "QUJDRA==", "QUJD\n", "QUI=QUI=", "QU-_"):
         try:
             is_right = base64.b64encode(base64.b64decode(text, validate=True)).decode() == text
@@ -301,10 +298,11 @@ def is_read(form, text):
         return False
 
 
-@pytest.mark.parametrize("form", ["date", "date-time"])
+@pytest.mark.parametrize("form", few(["date", "date-time"]))
 def test_days_are_those_of_the_calendar(structures, tokenizer_folder, form):
     made, grammars = grammar(structures, **schema(type="string", format=form)), Grammars(tokenizer_folder, (EOS,))
     years = ["0000", "0004", "0100", "1900", "2000", "2023", "2024", "9999"]
+    years = effort(["0004", "1900", "2000", "2023"], years, years)
     for year, month, day in itertools.product(years, range(14), (0, 28, 29, 30, 31, 32)):
         text = f"{year}-{month:02}-{day:02}" + ("T00:00:00Z" if form == "date-time" else "")
         assert may_be(grammars.guide_of(made), json.dumps(text)) == is_read(form, text), text
@@ -366,7 +364,8 @@ def test_a_class_that_is_named_has_no_quotes_for_control_characters(structures, 
 
 def test_a_number_keeps_its_bounds_or_they_are_refused(structures, tokenizer_folder):
     """What may come, arithmetic says; of bounds that are refused nothing is asked."""
-    numbers = [half / 2 for half in range(-3, 4)]
+    most = effort(2, 3, 3)
+    numbers = [half / 2 for half in range(-most, most + 1)]
     lower = [{}, *({name: number} for name in ("minimum", "exclusiveMinimum") for number in numbers)]
     upper = [{}, *({name: number} for name in ("maximum", "exclusiveMaximum") for number in numbers)]
     grammars, num_taken = Grammars(tokenizer_folder, (EOS,)), 0
@@ -378,7 +377,7 @@ def test_a_number_keeps_its_bounds_or_they_are_refused(structures, tokenizer_fol
                 for text in (f"{number:g}", f"{number:.2f}"):
                     is_within = all(KEEPS[name](number, bound) for name, bound in bounds.items())
                     assert is_within or not may_be(grammars.guide_of(made), text), (bounds, text)
-    assert num_taken > 100
+    assert num_taken > effort(50, 100, 100)
 
 
 @pytest.mark.parametrize(
@@ -468,94 +467,3 @@ def test_a_model_of_which_no_answer_can_be_kept_to_a_grammar(tmp_path):
     assert field == "regex"
     assert "does not read its tokenizer" in message
     assert str(tmp_path) not in message
-
-
-# ---- several at a time, and a busy machine ----
-
-
-def questions_of(structures, monkeypatch):
-    """What the program is asked, as it comes to it."""
-    asked, ask = [], structures._program._ask
-
-    def noting(question):
-        asked.append(question["value"])
-        return ask(question)
-
-    monkeypatch.setattr(structures._program, "_ask", noting)
-    return asked
-
-
-async def test_who_asks_for_the_same_at_once_shares_one_compilation(tokenizer_folder, monkeypatch):
-    structures = Structures(tokenizer_folder, (EOS,))
-    asked, params = questions_of(structures, monkeypatch), SamplingParams(regex="ab")
-    waiting = [asyncio.create_task(structures.grammar(params)) for _ in range(20)]
-    await asyncio.sleep(0)
-    waiting[0].cancel()  # whose leaving is nobody else's end
-    first, *others = await asyncio.gather(*waiting, return_exceptions=True)
-    assert isinstance(first, asyncio.CancelledError)
-    assert (len(set(others)), asked) == (1, ["ab"])
-    wrong = [structures.grammar(SamplingParams(regex="(")) for _ in range(3)]
-    assert {error.reason for error in await asyncio.gather(*wrong, return_exceptions=True)} == {"BAD_PARAM"}
-    assert asked == ["ab", "("]
-
-
-async def test_what_is_refused_is_not_tried_again(tokenizer_folder, monkeypatch):
-    structures = Structures(tokenizer_folder, (EOS,))
-    asked, endless = questions_of(structures, monkeypatch), SamplingParams(**schema(**product(30, 20)))
-    errors = []
-    for params in (SamplingParams(regex="("), endless) * 3:
-        with pytest.raises(RequestError) as error:
-            await structures.grammar(params)
-        errors.append((error.value.reason, str(error.value), error.value.metadata["field"]))
-    assert (len(asked), errors) == (2, errors[:2] * 3)
-
-
-async def test_what_the_system_has_ended_is_tried_again(tokenizer_folder, monkeypatch):
-    structures = Structures(tokenizer_folder, (EOS,))
-    await structures.grammar(SamplingParams(regex="a"))
-    process = structures._program._process
-    ask = process.ask
-
-    def kill_and_ask(question):
-        process._process.kill()
-        process._process.wait()
-        return ask(question)
-
-    monkeypatch.setattr(process, "ask", kill_and_ask)
-    with pytest.raises(RequestError, match="takes more room than there is"):
-        await structures.grammar(SamplingParams(regex="b"))
-    assert await structures.grammar(SamplingParams(regex="b"))
-
-
-async def test_what_nobody_waits_for_any_more_is_not_compiled(tokenizer_folder, monkeypatch):
-    structures, free = Structures(tokenizer_folder, (EOS,)), threading.Event()
-    asked = questions_of(structures, monkeypatch)
-    structures._program._thread.submit(free.wait, 60)
-    left = asyncio.create_task(structures.grammar(SamplingParams(regex="ab")))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    left.cancel()
-    await asyncio.gather(left, return_exceptions=True)
-    free.set()
-    assert await structures.grammar(SamplingParams(regex="c"))
-    assert asked == ["c"]
-
-
-async def test_what_was_asked_for_last_is_known_longest(tokenizer_folder, monkeypatch):
-    structures = Structures(tokenizer_folder, (EOS,))
-    asked = questions_of(structures, monkeypatch)
-    for text in ["first", *map(str, range(MAX_KNOWN - 1)), "first", "new", "first", "0"]:
-        await structures.grammar(SamplingParams(regex=text))
-    assert asked == ["first", *map(str, range(MAX_KNOWN - 1)), "new", "0"]
-
-
-async def test_a_machine_that_is_too_busy_is_no_fault_of_the_grammar(tokenizer_folder, monkeypatch):
-    structures = Structures(tokenizer_folder, (EOS,))
-    await structures.grammar(SamplingParams(regex="a"))
-    os.kill(structures._program._process._process.pid, signal.SIGSTOP)
-    with monkeypatch.context() as patched:
-        patched.setattr(program, "ANSWER_S", 0.05)
-        with pytest.raises(RequestError, match="the machine is too busy: ") as error:
-            await structures.grammar(SamplingParams(regex="b"))
-    assert error.value.reason == "QUEUE_FULL"
-    assert await structures.grammar(SamplingParams(regex="b"))

@@ -2,13 +2,16 @@
 that are exchanged under running answers."""
 
 import asyncio
+import contextlib
+import datetime
 import shutil
+import ssl
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import httpx2
 import pytest
-from openai import AsyncOpenAI
 
 from coordinator.doors.tls import ServerTls
 from coordinator.settings import CoordinatorSettings, check_settings
@@ -20,6 +23,7 @@ from splitserve.client.errors import Unavailable
 from tests import fleet_events as events
 from tests.scripted_nodes import DEADLINE_S, begin, cluster, hand_over, read_all, run, step
 from tests.tls_kit import authority, files_of, flags_of, serial_of, shown_at, with_dates
+from tests.unit.coordinator.later import openai
 
 LENGTH = events.LENGTH
 LOGGER = "coordinator.doors.tls"
@@ -92,7 +96,7 @@ def test_openais_client_streams_over_tls(tmp_path, certs):
         context = client_context(TlsFiles(ca=str(certs / "ca.crt")))
         async with (
             tls_cluster(tmp_path, certs) as c,
-            AsyncOpenAI(
+            openai.AsyncOpenAI(
                 base_url=f"{url_of(c)}/v1", api_key="none", http_client=http_client_of_openai(context)
             ) as client,
         ):
@@ -107,9 +111,7 @@ def test_openais_client_streams_over_tls(tmp_path, certs):
 
 
 def http_client_of_openai(context):
-    from openai import DefaultAsyncHttpxClient
-
-    return DefaultAsyncHttpxClient(verify=context, timeout=DEADLINE_S)
+    return openai.DefaultAsyncHttpxClient(verify=context, timeout=DEADLINE_S)
 
 
 def test_our_client_with_a_ca(tmp_path, certs):
@@ -187,8 +189,10 @@ def test_a_client_over_tls_at_a_port_without(tmp_path, certs):
 
 
 def test_a_certificate_that_has_expired_meanwhile(tmp_path, certs, monkeypatch):
-    with_dates(certs, "coordinator", -9, -2)
-    monkeypatch.setattr("serving_core.tls._why_invalid", lambda _: "")  # as when it had been started before
+    """The coordinator was started half an hour ago, and the certificate has expired in the middle of that."""
+    with_dates(certs, "coordinator", -9, -0.25 / 24)
+    then = SimpleNamespace(now=lambda zone: datetime.datetime.now(zone) - datetime.timedelta(hours=0.5))
+    monkeypatch.setattr("serving_core.tls.datetime", SimpleNamespace(datetime=then, UTC=datetime.UTC))
     words = "the certificate that is shown there has expired"
     ca = str(certs / "ca.crt")
     refused_for(tmp_path, certs, lambda port: AsyncClient(f"127.0.0.1:{port}", tls_ca=ca), words)
@@ -252,16 +256,30 @@ def test_an_exchanged_certificate_counts_for_new_connections_and_running_answers
 
 def test_what_does_not_fit_together_is_not_taken_and_said_once(certs, others, caplog):
     tls = ServerTls(files_of(certs, "coordinator"), verifies_clients=False)
-    context = tls._newest
+    context = tls.http_context()  # as a server has it for its life
+    before = certificate_shown_by(context)
     shutil.copy(others / "coordinator.crt", certs / "coordinator.crt")
     tls.refresh()
     tls.refresh()
     [said] = caplog.messages
     assert said.startswith("the certificate stays what it was: --tls-key ")
-    assert tls._newest is context
+    assert certificate_shown_by(context) == before
     shutil.copy(others / "coordinator.key", certs / "coordinator.key")
     tls.refresh()
-    assert tls._newest is not context
+    assert certificate_shown_by(context) not in (None, before)
+
+
+def certificate_shown_by(context):
+    """Return what a server shows on a new connection, in DER."""
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = context.wrap_bio(to_server, to_client, server_side=True)
+    client = trusting.wrap_bio(to_client, to_server)
+    for each in (client, server, client, server):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            each.do_handshake()
+    return client.getpeercert(binary_form=True)
 
 
 def test_an_exchanged_ca_counts_for_new_connections(tmp_path, certs, others):
@@ -274,12 +292,20 @@ def test_an_exchanged_ca_counts_for_new_connections(tmp_path, certs, others):
             for name in ("coordinator.crt", "coordinator.key", "ca.crt"):
                 shutil.copy(others / name, certs / f"{name}.new")
                 (certs / f"{name}.new").rename(certs / name)
-            c.server._tls.refresh()
-            await asyncio.to_thread(answer_at, port, others, others)
+            await until_answered(port, others)
             with pytest.raises(httpx2.TransportError):
                 await asyncio.to_thread(answer_at, port, others, certs)
 
     run(scenario())
+
+
+async def until_answered(port, certs):
+    """Return once the server has taken these certificates."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            with contextlib.suppress(httpx2.TransportError):
+                return await asyncio.to_thread(answer_at, port, certs, certs)
+            await asyncio.sleep(0.05)
 
 
 def answer_at(port, server, client):

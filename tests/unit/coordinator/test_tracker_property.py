@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from protos import inference_pb2
 from serving_core import reasons
 from serving_core.errors import RequestError
-from tests.effort import few
+from tests.effort import effort, few
 from tests.unit.coordinator.protocol_world import World, token_of
 
 OFTEN = ("submit", "deliver_command", "deliver_event", "step")
@@ -23,10 +23,10 @@ RARE = ("fail", "lose", "abort", "wait", *MOVES)
 REFUSALS = (reasons.WOULD_BE_LATE, reasons.NO_PREFILL_WORKER, reasons.NO_DECODE_WORKER)  # of what was held
 
 
-def play(seed, trouble, num_actions=500):
+def play(seed, trouble):
     world = World(Random(seed))
     busy = ("deliver_command", "deliver_event", "step")
-    world.run([*OFTEN * 12, *busy * 12, *trouble * 2, "wait", "flip", "flip"], num_actions)
+    world.run([*OFTEN * 12, *busy * 12, *trouble * 2, "wait", "flip", "flip"], effort(300, 500, 500))
     world.settle()
     return world
 
@@ -54,14 +54,14 @@ def test_every_request_ends_once_with_the_right_tokens_and_nothing_is_held(troub
 
 def test_moves_of_every_outcome_and_requests_that_are_held_are_among_them():
     moves, num_kept, num_held = Counter(), 0, 0
-    for seed in range(60):
+    for seed in range(effort(20, 60, 60)):
         world = play(seed, RARE if seed % 2 else MOVES)
         moves += world.moves
         num_kept += world.metrics.num_kept
         num_held += world.most_held
-    assert min(moves[outcome] for outcome in ("moved", "refused", "failed", "ended")) >= 10, moves
-    assert num_kept >= 5
-    assert num_held >= 20
+    assert min(moves[outcome] for outcome in ("moved", "refused", "failed", "ended")) >= effort(5, 10, 10), moves
+    assert num_kept >= effort(2, 5, 5)
+    assert num_held >= effort(5, 20, 20)
 
 
 def check_complete(complete, num_tokens, max_tokens, e2e_s):

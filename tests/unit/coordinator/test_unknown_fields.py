@@ -1,22 +1,27 @@
-"""Fields that the server does not know: warned of at both doors, refused where it is strict."""
+"""Fields that the server does not know: warned of at both doors, refused where it is strict, and more of them than are
+looked at."""
 
 import asyncio
-import contextlib
 import logging
 
 import grpc
-import httpx2
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from coordinator.doors.unknown_fields import MAX_LOGGED, UnknownFields, unknown_in_message
+from coordinator.doors.wire_fields import MAX_FIELDS, check_num_fields
 from protos import inference_pb2
+from protos.inference_pb2 import ChatInput, ChatMessage, Choice, GenerateRequest, SamplingParams, TokenizedInput
 from serving_core.errors import RequestError
 from tests import fleet_events as events
-from tests.scripted_nodes import DEADLINE_S, begin, cluster, hand_over, read_to_end, run
+from tests.scripted_nodes import DEADLINE_S, begin, cluster, hand_over, read_to_end, refusal_of, run
 from tests.tiny_models import EOS
+from tests.unit.coordinator.http_kit import HI, http_cluster
+
+pytestmark = pytest.mark.usefixtures("programs_here")
 
 HEADER = "x-splitserve-warning"
-HI = {"role": "user", "content": "hi"}
 VARINT_99 = b"\x98\x06\x01"  # field 99 with the number 1, as a later version may have it
 
 
@@ -68,14 +73,6 @@ def test_the_log_has_each_warning_once_and_ends(caplog):
     assert caplog.messages[0] == "ignored in requests, told once: unknown fields: field0"
 
 
-@contextlib.asynccontextmanager
-async def http_cluster(folder, **settings):
-    async with contextlib.AsyncExitStack() as stack:
-        c = await stack.enter_async_context(cluster(folder, http_port=0, **settings))
-        client = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{c.server.http_port}", timeout=DEADLINE_S)
-        yield c, await stack.enter_async_context(client)
-
-
 async def answer(c):
     attempt, _ = await begin(c)
     await hand_over(c, attempt, "a")
@@ -96,24 +93,24 @@ def test_an_http_answer_carries_the_warning(tmp_path, stream):
     run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        ("/v1/chat/completions", {"messages": [HI]}),
-        ("/v1/completions", {"prompt": "a"}),
-        ("/tokenize", {"prompt": "a"}),
-        ("/detokenize", {"tokens": [1]}),
-    ],
-)
-def test_a_strict_server_refuses_over_http(tmp_path, path, fields):
+KNOWN_FIELDS = [
+    ("/v1/chat/completions", {"messages": [HI]}),
+    ("/v1/completions", {"prompt": "a"}),
+    ("/tokenize", {"prompt": "a"}),
+    ("/detokenize", {"tokens": [1]}),
+]
+
+
+def test_a_strict_server_refuses_over_http(tmp_path):
     async def scenario():
         async with http_cluster(tmp_path, strict_fields=True) as (_, client):
-            reply = await client.post(path, json={**fields, "temprature": 0})
-            assert reply.status_code == 400
-            assert reply.json()["error"]["message"] == "unknown fields: temprature"
-            assert reply.json()["error"]["param"] == "temprature"
-            if path.endswith("tokenize"):
-                assert (await client.post(path, json=fields)).status_code == 200
+            for path, fields in KNOWN_FIELDS:
+                reply = await client.post(path, json={**fields, "temprature": 0})
+                assert reply.status_code == 400
+                assert reply.json()["error"]["message"] == "unknown fields: temprature"
+                assert reply.json()["error"]["param"] == "temprature"
+                if path.endswith("tokenize"):
+                    assert (await client.post(path, json=fields)).status_code == 200
 
     run(scenario())
 
@@ -141,5 +138,78 @@ def test_a_strict_server_refuses_over_grpc(tmp_path):
                 await read_to_end(c.stub.Generate(asked_by_a_later_version(), timeout=DEADLINE_S))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert caught.value.details() == "unknown fields: 99, sampling_params.99"
+
+    run(scenario())
+
+
+# ---- requests of more fields than are looked at ----
+
+GENERATE = "/splitserve.v1.Inference/Generate"
+UNKNOWN = b"\x98\x06\x01"  # field 99 with the number 1
+GROUP = b"\x9b\x06\x9c\x06"  # field 99 begins as a group, and ends
+
+
+def with_stops(num):
+    return GenerateRequest(sampling_params=SamplingParams(stop=["x" * 300] * num))
+
+
+def with_biases(num):
+    return GenerateRequest(sampling_params=SamplingParams(logit_bias=dict.fromkeys(range(num), 1.0)))
+
+
+def with_messages(num):
+    return GenerateRequest(chat=ChatInput(messages=[ChatMessage(role="user", content="a")] * num))
+
+
+LISTS = {"stops": with_stops, "biases": with_biases, "messages": with_messages}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_the_entries_of_lists_count(kind):
+    check_num_fields(LISTS[kind](MAX_FIELDS - 1).SerializeToString())  # what holds the list is a field too
+    part = "chat" if kind == "messages" else "sampling_params"
+    with pytest.raises(RequestError, match=f"{part} has more fields and list entries than the limit, 4096") as caught:
+        check_num_fields(LISTS[kind](MAX_FIELDS).SerializeToString())
+    assert (caught.value.reason, caught.value.metadata["field"]) == ("BAD_PARAM", part)
+
+
+def test_choices_count_too():
+    choices = [Choice(choices=["x"] * num) for num in (MAX_FIELDS - 2, MAX_FIELDS - 1)]
+    few, many = (GenerateRequest(sampling_params=SamplingParams(choice=each)) for each in choices)
+    check_num_fields(few.SerializeToString())
+    with pytest.raises(RequestError, match="choice has more fields"):
+        check_num_fields(many.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("message", "num_fields"),
+    [
+        (UNKNOWN, 1),
+        (GROUP, 2),
+        (with_messages(3).SerializeToString(), 4),  # which protobuf merges
+        (GenerateRequest(text="a" * 1000, request_id="r", ttft_ms=1.5, priority=-1).SerializeToString(), 4),
+        (GenerateRequest(tokenized=TokenizedInput(input_ids=range(10_000))).SerializeToString(), 1),
+    ],
+)
+def test_fields_count_wherever_they_stand(message, num_fields):
+    check_num_fields(message * (MAX_FIELDS // num_fields))
+    with pytest.raises(RequestError):
+        check_num_fields(message * (MAX_FIELDS // num_fields + 1))
+
+
+@given(st.binary(max_size=200))
+@example(b"\xff" * 100)
+@example(b"\x22\xff\xff\xff\xff\xff\xff\xff\xff\x7f\x0a")
+def test_any_bytes_may_come(message):
+    check_num_fields(message)
+
+
+@pytest.mark.parametrize("message", [UNKNOWN * 1_300_000, b"\x22\xfe\xff\x7f" + b"\x0a\x00" * 1_048_575])
+def test_millions_of_fields_are_refused_at_the_door(tmp_path, message):
+    async def scenario():
+        async with cluster(tmp_path, nodes=()) as c:
+            code, info, details = await refusal_of(c.channel.unary_stream(GENERATE)(message))
+            assert (code.name, info.reason) == ("INVALID_ARGUMENT", "BAD_PARAM")
+            assert details.endswith("has more fields and list entries than the limit, 4096")
 
     run(scenario())

@@ -1,12 +1,14 @@
-"""Every way to ask for something impossible, and what a good request becomes."""
+"""Every way to ask for something impossible, what a good request becomes, and what is left of prompts that are cut."""
 
 import dataclasses
 import math
 
 import pytest
 
+from coordinator.doors.truncation import MAX_UNCUT_TOKENS, check_truncation, cut, uncut_limit
 from coordinator.doors.validation import Limits, check_input, plan_answers, prompt_limit
 from protos import inference_pb2
+from protos.inference_pb2 import GenerateRequest, TokenizedInput
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
 
@@ -113,59 +115,59 @@ def test_too_many_input_ids_are_refused_before_they_are_copied():
 NAN, INF = math.nan, math.inf
 
 
-@pytest.mark.parametrize(
-    ("field", "params"),
-    [
-        *[("temperature", Wire(temperature=value)) for value in (NAN, -0.1, INF, 101.0)],
-        *[("top_p", Wire(top_p=value)) for value in (NAN, 0.0, -1.0, 1.01)],
-        *[("min_p", Wire(min_p=value)) for value in (NAN, -0.1, 1.1)],
-        *[("top_k", Wire(top_k=value)) for value in (-2, -(2**31))],
-        *[("frequency_penalty", Wire(frequency_penalty=value)) for value in (NAN, -2.1, 2.1)],
-        *[("presence_penalty", Wire(presence_penalty=value)) for value in (NAN, -2.1, 2.1)],
-        *[("repetition_penalty", Wire(repetition_penalty=value)) for value in (NAN, 0.0, -1.0, INF)],
-        *[("max_tokens", Wire(max_tokens=value)) for value in (0, -1)],
-        *[("min_tokens", Wire(max_tokens=5, min_tokens=value)) for value in (-1, 6)],
-        *[("n", Wire(n=value)) for value in (0, -1, 129, 2**31 - 1)],
-        *[("logprobs", Wire(logprobs=value)) for value in (-1, 21)],
-        ("stop", Wire(stop=["x"] * 10_000)),
-        ("stop", Wire(stop=[""])),
-        ("stop", Wire(stop=["x" * 257])),
-        ("stop_token_ids", Wire(stop_token_ids=[260])),
-        ("stop_token_ids", Wire(stop_token_ids=[1] * 257)),
-        ("logit_bias", Wire(logit_bias={260: 1.0})),
-        ("logit_bias", Wire(logit_bias={1: NAN})),
-        ("logit_bias", Wire(logit_bias={1: 100.5})),
-        ("logit_bias", Wire(logit_bias=dict.fromkeys(range(1025), 1.0))),
-        ("allowed_token_ids", Wire(allowed_token_ids=[1, 260])),
-        ("allowed_token_ids", Wire(allowed_token_ids=[1] * 1025)),
-        ("allowed_token_ids", Wire(allowed_token_ids=[1], choice=inference_pb2.Choice(choices=["a"]))),
-        ("allowed_token_ids", Wire(allowed_token_ids=[5, 259], stop_token_ids=[5, 6], min_tokens=1)),
-        ("bad_words", Wire(bad_words=["x"] * 129)),
-        ("bad_words", Wire(bad_words=["x", ""])),
-        ("bad_words", Wire(bad_words=["x" * 257])),
-        ("bad_words", Wire(bad_words=["x"], regex="a")),
-        ("bad_words", Wire(bad_words=["x"], allowed_token_ids=[1])),
-        ("bad_tokens", Wire(bad_tokens=[{"input_ids": [1, 260]}])),
-        ("bad_tokens", Wire(bad_tokens=[{"input_ids": []}])),
-        ("bad_tokens", Wire(bad_tokens=[{"input_ids": [1] * 257}])),
-        ("bad_tokens", Wire(bad_tokens=[{"input_ids": [1]}] * 129)),
-        ("logprob_token_ids", Wire(logprobs=0, logprob_token_ids=[1, 260])),
-        ("logprob_token_ids", Wire(logprobs=0, logprob_token_ids=[1] * 129)),
-        ("logprob_token_ids", Wire(logprob_token_ids=[1])),
-        ("ignore_eos", Wire(json_object=True, ignore_eos=True)),
-        ("min_tokens", Wire(regex="a", min_tokens=1)),
-        ("regex", Wire(regex="a" * (2**17 + 1))),
-        ("json_schema", Wire(json_schema="{}", whitespace_pattern=" " * 2**17)),
-        ("choice", Wire(choice=inference_pb2.Choice())),
-        ("choice", Wire(choice=inference_pb2.Choice(choices=["a", ""]))),
-        ("choice", Wire(choice=inference_pb2.Choice(choices=["a"] * 1025))),
-    ],
-)
-def test_a_bad_parameter_is_refused_by_name(field, params):
-    error = refusal(plan, params)
-    assert (error.reason, error.metadata["field"]) == ("BAD_PARAM", field)
-    assert str(error).startswith(field)
-    assert len(str(error)) < 200
+BAD_PARAMETERS = [
+    *[("temperature", Wire(temperature=value)) for value in (NAN, -0.1, INF, 101.0)],
+    *[("top_p", Wire(top_p=value)) for value in (NAN, 0.0, -1.0, 1.01)],
+    *[("min_p", Wire(min_p=value)) for value in (NAN, -0.1, 1.1)],
+    *[("top_k", Wire(top_k=value)) for value in (-2, -(2**31))],
+    *[("frequency_penalty", Wire(frequency_penalty=value)) for value in (NAN, -2.1, 2.1)],
+    *[("presence_penalty", Wire(presence_penalty=value)) for value in (NAN, -2.1, 2.1)],
+    *[("repetition_penalty", Wire(repetition_penalty=value)) for value in (NAN, 0.0, -1.0, INF)],
+    *[("max_tokens", Wire(max_tokens=value)) for value in (0, -1)],
+    *[("min_tokens", Wire(max_tokens=5, min_tokens=value)) for value in (-1, 6)],
+    *[("n", Wire(n=value)) for value in (0, -1, 129, 2**31 - 1)],
+    *[("logprobs", Wire(logprobs=value)) for value in (-1, 21)],
+    ("stop", Wire(stop=["x"] * 10_000)),
+    ("stop", Wire(stop=[""])),
+    ("stop", Wire(stop=["x" * 257])),
+    ("stop_token_ids", Wire(stop_token_ids=[260])),
+    ("stop_token_ids", Wire(stop_token_ids=[1] * 257)),
+    ("logit_bias", Wire(logit_bias={260: 1.0})),
+    ("logit_bias", Wire(logit_bias={1: NAN})),
+    ("logit_bias", Wire(logit_bias={1: 100.5})),
+    ("logit_bias", Wire(logit_bias=dict.fromkeys(range(1025), 1.0))),
+    ("allowed_token_ids", Wire(allowed_token_ids=[1, 260])),
+    ("allowed_token_ids", Wire(allowed_token_ids=[1] * 1025)),
+    ("allowed_token_ids", Wire(allowed_token_ids=[1], choice=inference_pb2.Choice(choices=["a"]))),
+    ("allowed_token_ids", Wire(allowed_token_ids=[5, 259], stop_token_ids=[5, 6], min_tokens=1)),
+    ("bad_words", Wire(bad_words=["x"] * 129)),
+    ("bad_words", Wire(bad_words=["x", ""])),
+    ("bad_words", Wire(bad_words=["x" * 257])),
+    ("bad_words", Wire(bad_words=["x"], regex="a")),
+    ("bad_words", Wire(bad_words=["x"], allowed_token_ids=[1])),
+    ("bad_tokens", Wire(bad_tokens=[{"input_ids": [1, 260]}])),
+    ("bad_tokens", Wire(bad_tokens=[{"input_ids": []}])),
+    ("bad_tokens", Wire(bad_tokens=[{"input_ids": [1] * 257}])),
+    ("bad_tokens", Wire(bad_tokens=[{"input_ids": [1]}] * 129)),
+    ("logprob_token_ids", Wire(logprobs=0, logprob_token_ids=[1, 260])),
+    ("logprob_token_ids", Wire(logprobs=0, logprob_token_ids=[1] * 129)),
+    ("logprob_token_ids", Wire(logprob_token_ids=[1])),
+    ("ignore_eos", Wire(json_object=True, ignore_eos=True)),
+    ("min_tokens", Wire(regex="a", min_tokens=1)),
+    ("regex", Wire(regex="a" * (2**17 + 1))),
+    ("json_schema", Wire(json_schema="{}", whitespace_pattern=" " * 2**17)),
+    ("choice", Wire(choice=inference_pb2.Choice())),
+    ("choice", Wire(choice=inference_pb2.Choice(choices=["a", ""]))),
+    ("choice", Wire(choice=inference_pb2.Choice(choices=["a"] * 1025))),
+]
+
+
+def test_a_bad_parameter_is_refused_by_name():
+    for field, params in BAD_PARAMETERS:
+        error = refusal(plan, params)
+        assert (error.reason, error.metadata["field"]) == ("BAD_PARAM", field)
+        assert str(error).startswith(field)
+        assert len(str(error)) < 200
 
 
 def test_a_grammar_is_part_of_the_plan_and_no_object_is_no_constraint():
@@ -298,3 +300,60 @@ def test_a_default_of_max_tokens_gives_way(params, num_prompt_tokens, max_tokens
 def test_a_default_of_max_tokens_lets_nobody_ask_for_more_than_there_is_room_for():
     error = refusal(lambda: plan(Wire(min_tokens=95), max_tokens=30))
     assert error.metadata["field"] == "min_tokens"
+
+
+# ---- prompts that their clients let the server cut ----
+
+CUT_LIMITS = Limits(
+    "tiny", vocab_size=260, max_model_len=100, max_logprobs=20, prefill_pool_tokens=90, decode_pool_tokens=200
+)
+LONG_PROMPT = list(range(150))
+
+
+def request_to_cut(most, **fields):
+    return GenerateRequest(request_id="r", text="t", truncate_prompt_tokens=most, **fields)
+
+
+@pytest.mark.parametrize(
+    ("most", "max_tokens", "first"),
+    [(None, 5, 0), (20, 5, 130), (149, 5, 1), (150, 5, 0), (151, 5, 0), (-1, 30, 80), (-1, None, 60), (-1, 5, 60)],
+)
+def test_the_last_tokens_are_kept(most, max_tokens, first):
+    """-1: what fits beside the answer, 100 - 30; and into the pool of the node that reads, 90."""
+    asked = request_to_cut(most, sampling_params=Wire(max_tokens=max_tokens))
+    check_truncation(asked, CUT_LIMITS)
+    assert cut(LONG_PROMPT, asked, CUT_LIMITS) == LONG_PROMPT[first:]
+
+
+def test_what_fits_is_taken_and_what_leaves_no_room_is_refused():
+    asked = request_to_cut(-1, sampling_params=Wire(max_tokens=30))
+    check_input(asked, CUT_LIMITS)
+    plan = plan_answers(asked, cut(LONG_PROMPT, asked, CUT_LIMITS), CUT_LIMITS, Wire())
+    assert (len(plan.prompt), plan.samplings[0].max_tokens) == (70, 30)
+    asked = request_to_cut(-1, sampling_params=Wire(max_tokens=100))
+    with pytest.raises(RequestError) as caught:
+        plan_answers(asked, cut(LONG_PROMPT, asked, CUT_LIMITS), CUT_LIMITS, Wire())
+    assert caught.value.reason == "PROMPT_TOO_LONG"
+
+
+@pytest.mark.parametrize("most", [0, -2])
+def test_how_many_are_kept_has_to_be_said(most):
+    with pytest.raises(RequestError, match=f"^truncate_prompt_tokens must be -1 or at least 1, not {most}$"):
+        check_truncation(request_to_cut(most), CUT_LIMITS)
+
+
+def test_before_it_is_cut_a_prompt_may_be_longer_but_not_without_end():
+    assert uncut_limit(request_to_cut(None), CUT_LIMITS).most == 90
+    limit = uncut_limit(request_to_cut(5), CUT_LIMITS)
+    assert limit.most == MAX_UNCUT_TOKENS
+    assert str(limit.refusal(10**6)) == "input has at least 1000000 tokens, the limit is 131072 before it is cut"
+    check_ids(150)
+    with pytest.raises(RequestError, match=r"^tokenized.input_ids has 131073 entries, the limit is 131072$"):
+        check_ids(MAX_UNCUT_TOKENS + 1)
+
+
+def check_ids(num_tokens):
+    tokenized = TokenizedInput(input_ids=[1] * num_tokens)
+    asked = GenerateRequest(request_id="r", tokenized=tokenized, truncate_prompt_tokens=5)
+    check_input(asked, CUT_LIMITS)
+    check_truncation(asked, CUT_LIMITS)

@@ -14,6 +14,7 @@ from serving_core.requests import MEAN, Pooling, SamplingParams
 from tests import fleet_events as events
 
 PROMPT = [7, 8, 9]
+MAX_TOKENS = 200  # of answers that move
 
 
 class World:
@@ -123,3 +124,52 @@ class World:
     def step(self, attempt, index, finish_reason=0, now=0.0, node="d0", step_s=0.0):
         token = events.sampled(attempt, index, 100 + index, finish_reason)
         return self.tell(node, events.step_tokens(token, step_s=step_s), now)
+
+
+class MovingWorld(World):
+    """A World with one answer that d0 writes."""
+
+    def __init__(self, nodes=("p0", "p1", "d0", "d1"), source=None, **settings):
+        super().__init__(nodes, **settings)
+        if source:
+            self.attach("d0", **source)
+        self.write("r/0")
+
+    def write(self, request_id, now=0.0):
+        """An answer gets its first two tokens; its attempt is then `source`."""
+        self.submit(request_id, max_tokens=MAX_TOKENS)
+        self.source = self.attempt
+        self.first(self.source, now=now)
+        self.tell("d0", events.reserved(self.source), now)
+        self.tell("d0", events.committed(self.source, num_bytes=100), now)
+        self.tell("p0", events.transferred(self.source), now)
+        assert self.step(self.source, 1, now=now) == ["emit 1:101"]
+
+    def begin(self, now=1.0):
+        """d0 drains; the attempt on d1 is then `target`."""
+        assert self.drain("d0", now) == ["reserve d1"]
+        self.target = self.attempt
+
+    def migrate(self, now=2.0):
+        self.begin()
+        assert self.tell("d1", events.reserved(self.target, b"t"), now) == ["migrate d0"]
+
+    def commit(self, next_index=3, now=4.0, **num_bytes):
+        return self.tell("d1", events.committed(self.target, next_index=next_index, **num_bytes), now)
+
+    def move(self):
+        self.migrate()
+        assert self.step(self.source, 2, now=3.0) == ["emit 2:102"]
+        assert self.commit() == ["cancel d0", "moved"]
+
+    def end(self, index=3, node="d1"):
+        """The last token comes from this node, and nothing is left anywhere once d0 and d1 have answered."""
+        attempt = {"d0": self.source, "d1": self.target}[node]
+        said = self.step(attempt, index, events.LENGTH, node=node, now=9.0)
+        assert said[-1] == "end complete"
+        self.tell("d0", events.cancelled(self.source), 9.0)
+        self.tell("d1", events.cancelled(self.target), 9.0)
+        assert self.tracker.num_open == 0
+        self.ledger.check_integrity()
+        assert [self.account(name) for name in ("d0", "d1")] == [(0, 0, 0, 0)] * 2
+        return said

@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 import torch
 
@@ -23,3 +25,24 @@ def restore_threads():
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory):
+    """Return a function that gives the folder of a model, such as `written(write_tiny_model, "qwen3", head_dim=16)`.
+    A model is written once; no test may change its folder."""
+    folders = {}
+
+    def written(write, *args, **fields):
+        key = write, args, repr(sorted(fields.items()))
+        if key not in folders:
+            folders[key] = write(tmp_path_factory.mktemp("model"), *args, **fields)
+        return folders[key]
+
+    return written
+
+
+@pytest.fixture
+def copied(written, tmp_path):
+    """Return a function like `written` that gives a copy of the folder, which the test may change."""
+    return lambda write, *args, **fields: shutil.copytree(written(write, *args, **fields), tmp_path / "copied")

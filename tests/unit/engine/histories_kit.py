@@ -50,6 +50,13 @@ class Stepping:
         return self._share
 
 
+def logits_of(engine, batch):
+    """Return the logits of a batch as a step computes them: by the program if it takes the batch, or by the modules."""
+    if engine.program is not None and engine.program.matches(batch):
+        return engine.program.run(batch)
+    return engine.model(batch, engine.attention)
+
+
 @torch.inference_mode()
 def play(engine, prompt, cuts, neighbours=(), seed=0, adapter=""):
     """The bytes of the prompt's KV; and the logits behind each cut, by the number of tokens before them."""
@@ -61,7 +68,7 @@ def play(engine, prompt, cuts, neighbours=(), seed=0, adapter=""):
         shares = [neighbour.share() for neighbour in neighbours]
         place = rng.randint(0, len(shares))
         shares.insert(place, Share(prompt[start:end], start, blocks, samples=True, adapter=adapter))
-        row = engine._logits(build_batch(shares, block_size, engine.pool.device), None).rows[place]
+        row = logits_of(engine, build_batch(shares, block_size, engine.pool.device))[place]
         logits[end] = row.view(torch.uint8).tolist()
         start = end
     assert start == len(prompt)

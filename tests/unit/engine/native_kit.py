@@ -8,9 +8,10 @@ import torch
 
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import build_batch
-from engine.native.library import VARIANTS, native_library
+from engine.native.library import ENVIRONMENT, OFF, VARIANTS, native_library
 from serving_core.layout import KVLayout
 from serving_core.requests import Share
+from tests.effort import effort, few
 
 CPU = torch.device("cpu")
 NOT_A_BLOCK = 2**28  # its address would be far outside the pool
@@ -28,6 +29,28 @@ def runnable_variants(pool_dtype="float32", query_dtype="float32"):
         mark = pytest.mark.skipif(not runs, reason=f"this CPU or library has no {variant} for {pool_dtype}")
         params.append(pytest.param(variant, marks=mark))
     return params
+
+
+def thread_counts():
+    """Have torch and the native kernels compute with one thread, then with several, and yield each number of threads.
+    `restore_threads` of conftest.py restores the number afterwards."""
+    for num_threads in effort((1, 3), (1, 2, 3), (1, 2, 3)):
+        torch.set_num_threads(num_threads)
+        yield num_threads
+
+
+def choose_native(monkeypatch, is_native):
+    """Have engines compute with the native kernels of this machine from now on, or with torch alone."""
+    if is_native:
+        monkeypatch.delenv(ENVIRONMENT, raising=False)
+    else:
+        monkeypatch.setenv(ENVIRONMENT, OFF)
+
+
+def few_variants(pool_dtype="float32", query_dtype="float32"):
+    """Return the same parameters, of which the gate runs the best variant that this CPU has."""
+    params = runnable_variants(pool_dtype, query_dtype)
+    return few(params, next((param for param in params if not param.marks[0].args[0]), params[0]))
 
 
 class Scene:
@@ -81,11 +104,12 @@ class Scene:
             blocks = torch.tensor(share.block_ids)
             keys, values = (plane.flatten(0, 1).double().numpy() for plane in self.pool.gather(LAYER, blocks))
             query = self.query[self.rows(index)].double().numpy()
-            outputs.append(_attend(query, keys, values, share.start, window, softcap))
+            outputs.append(attend_in_float64(query, keys, values, share.start, window, softcap=softcap))
         return torch.from_numpy(np.concatenate(outputs))
 
 
-def _attend(query, keys, values, start, window, softcap):
+def attend_in_float64(query, keys, values, start, window, scale=None, softcap=None):
+    """Compute the attention of one request by numpy, one head at a time."""
     num_tokens, num_heads, head_dim = query.shape
     length, num_kv_heads = start + num_tokens, keys.shape[1]
     distances = start + np.arange(num_tokens)[:, None] - np.arange(length)
@@ -93,7 +117,7 @@ def _attend(query, keys, values, start, window, softcap):
     output = np.empty_like(query)
     for head in range(num_heads):
         kv_head = head * num_kv_heads // num_heads
-        scores = query[:, head] @ keys[:length, kv_head].T / head_dim**0.5
+        scores = query[:, head] @ keys[:length, kv_head].T * (scale or head_dim**-0.5)
         scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
         scores[hidden] = -np.inf
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))

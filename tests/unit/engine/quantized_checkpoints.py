@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.quantization import weight_quantization
 from tests.tiny_models import write_tiny_model
 
 SIZES = {
@@ -121,3 +122,16 @@ def edit(folder, change):
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def rounded(folder, num_ranks=1):
+    """Round the weights of a checkpoint that `--quantization int8` quantizes to 8 bits and back, in place. Ranks divide
+    the inputs of the projections that end attention and feed-forwards, and have scales of their own."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and name.startswith("model.layers.") and "kv_b_proj" not in name:
+            is_divided = name.endswith(("o_proj.weight", "c_proj.weight"))
+            parts = tensor.chunk(num_ranks if is_divided else 1, dim=1)
+            tensors[name] = torch.cat([weight_quantization.quantize(part, 8).dense() for part in parts], dim=1)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder

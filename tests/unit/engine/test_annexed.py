@@ -12,9 +12,8 @@ from engine.cache.kv_pool import PagedKVPool
 from engine.engine import Engine
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
-from tests.effort import few
 from tests.tiny_models import write_tiny_model
-from tests.unit.engine.native_kit import CPU, LAYER, Scene, needs_library, runnable_variants
+from tests.unit.engine.native_kit import CPU, LAYER, Scene, few_variants, needs_library
 
 pytestmark = needs_library
 
@@ -67,22 +66,21 @@ def move_tiles(scene, variant, sizes):
     return annexes
 
 
-@pytest.fixture
-def num_threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 # Heads of queries and of keys, and their size.
 @pytest.mark.parametrize(
-    ("heads", "num_threads"), [((9, 3, 64), 1), ((4, 4, 80), 2), ((8, 1, 32), 3)], indirect=["num_threads"]
+    ("dtype", "heads", "num_threads"),
+    [
+        pytest.param("float32", (9, 3, 64), 1, marks=pytest.mark.nightly),
+        ("bfloat16", (4, 4, 80), 2),
+        ("float32", (8, 1, 32), 3),
+        pytest.param("bfloat16", (9, 3, 64), 1, marks=pytest.mark.nightly),
+        pytest.param("float32", (4, 4, 80), 2, marks=pytest.mark.nightly),
+        pytest.param("bfloat16", (8, 1, 32), 3, marks=pytest.mark.nightly),
+    ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", few(runnable_variants()))
-@pytest.mark.usefixtures("num_threads")
-def test_bits_are_those_of_one_pool(variant, dtype, heads):
+@pytest.mark.parametrize("variant", few_variants())
+def test_bits_are_those_of_one_pool(variant, dtype, heads, num_threads):
+    torch.set_num_threads(num_threads)
     for size, annexes in CASES:
         scene = Scene([size], *heads, 16, dtype)
         whole = NativeAttention(scene.pool, scene.num_heads, variant)
@@ -151,8 +149,8 @@ def _answer(engine, request, block_ids, start, chunks, beside=None):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model"), num_key_value_heads=2, max_position_embeddings=1200)
+def folder(written):
+    return written(write_tiny_model, num_key_value_heads=2, max_position_embeddings=1200)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

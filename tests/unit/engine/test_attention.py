@@ -1,3 +1,4 @@
+import itertools
 import random
 
 import pytest
@@ -13,7 +14,8 @@ from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import build_batch
 from serving_core.layout import KVLayout
 from serving_core.requests import Share
-from tests.unit.engine.native_kit import needs_library
+from tests.effort import few, pairwise
+from tests.unit.engine.native_kit import attend_in_float64, needs_library
 
 CPU = torch.device("cpu")
 HEAD_DIM = 6
@@ -27,21 +29,6 @@ def apart(*args, **scoring):
 
 
 BACKENDS = [PortableAttention, TiledAttention, apart]
-
-
-def naive(query, keys, values, start, window, scale=HEAD_DIM**-0.5, softcap=None):
-    """One request, one query row and one head at a time, in float64."""
-    num_heads, num_kv_heads = query.shape[1], keys.shape[1]
-    output = torch.empty(query.shape, dtype=torch.float64)
-    for row in range(query.shape[0]):
-        position = start + row
-        first = 0 if window is None else max(0, position - window + 1)
-        for head in range(num_heads):
-            seen = slice(first, position + 1), head * num_kv_heads // num_heads
-            scores = keys[seen].double() @ query[row, head].double() * scale
-            scores = scores if softcap is None else softcap * (scores / softcap).tanh()
-            output[row, head] = scores.softmax(0) @ values[seen].double()
-    return output
 
 
 def shares_of(sizes, block_size, generator):
@@ -71,9 +58,10 @@ def check(backend, sizes, block_size, num_heads, num_kv_heads, window, dtype="fl
     starts = batch.query_starts.tolist()
     for index, share in enumerate(shares):
         rows = slice(starts[index], starts[index + 1])
-        keys, values = (plane.flatten(0, 1) for plane in pool.gather(1, torch.tensor(share.block_ids)))
-        expected = naive(query[rows], keys, values, share.start, window, scale or HEAD_DIM**-0.5, softcap)
-        torch.testing.assert_close(output[rows].double(), expected, rtol=0, atol=1e-5)
+        planes = pool.gather(1, torch.tensor(share.block_ids))
+        parts = (query[rows], *(plane.flatten(0, 1) for plane in planes))
+        expected = attend_in_float64(*(part.double().numpy() for part in parts), share.start, window, scale, softcap)
+        torch.testing.assert_close(output[rows].double(), torch.from_numpy(expected), rtol=0, atol=1e-5)
     if not pool.layout.is_quantized:
         spoil(pool, shares[:-1])
         again = attention.attend(query, 1, attention.plan(batch, window))
@@ -91,23 +79,19 @@ def spoil(pool, shares):
         plane.flatten(0, 1)[~theirs] = torch.nan
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("window", [None, 1, 5, 64, 1000])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (3, 1)])
-def test_mixed_batch(num_heads, num_kv_heads, window, backend):
-    check(backend, SIZES, 16, num_heads, num_kv_heads, window)
+@pairwise(heads=[(4, 4), (6, 2), (3, 1)], window=[None, 1, 5, 64, 1000], backend=BACKENDS)
+def test_mixed_batch(heads, window, backend):
+    check(backend, SIZES, 16, *heads, window)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, pytest.param(NativeAttention, marks=needs_library)])
-@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("softcap", few([1.5, None]))
 def test_a_scale_and_a_cap_of_the_models_own(backend, softcap):
     check(backend, SIZES, 16, 6, 2, None, scale=0.9, softcap=softcap)
     check(backend, SIZES, 16, 6, 2, 50, softcap=softcap)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("window", [None, 64])
-@pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
+@pairwise(dtype=["int8", "fp8_e4m3"], window=[None, 64], backend=BACKENDS)
 def test_mixed_batch_over_a_quantized_pool(dtype, window, backend):
     check(backend, SIZES, 16, 6, 2, window, dtype)
 
@@ -139,8 +123,16 @@ def test_steps_at_the_head_of_a_batch_have_a_backend_of_their_own(counts, divide
     assert [(part.backend.name, len(range(sum(counts))[part.rows])) for part in plan] == divided
 
 
-@pytest.mark.parametrize("window", [None, 40, 300])
-@pytest.mark.parametrize("block_size", [16, 24, 1024])
+IN_GATE = {(16, None), (24, 40), (1024, 300)}
+
+
+@pytest.mark.parametrize(
+    ("block_size", "window"),
+    [
+        pytest.param(*pair, marks=[] if pair in IN_GATE else pytest.mark.nightly)
+        for pair in itertools.product((16, 24, 1024), (None, 40, 300))
+    ],
+)
 def test_in_tiles_the_bits_of_a_row_depend_on_no_other(block_size, window):
     """Among single rows of other lengths, at the end of a chunk, and whatever blocks of others hold."""
     draw = random.Random(0)

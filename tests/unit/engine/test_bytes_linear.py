@@ -1,5 +1,7 @@
 """Products of bytes with bytes against whole numbers of numpy: equal to the bit, by every kernel."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,8 @@ import torch
 from engine.native.grouped import grouped_product
 from engine.quantization.quantized_linear import MOST_INPUTS, quantized_matrix
 from engine.quantization.weight_quantization import quantize
+from tests.unit.engine.in_one_test import for_each
+from tests.unit.engine.native_kit import thread_counts
 from tests.unit.engine.test_quantized_linear import SHAPES, random, variants
 
 F32 = np.float32
@@ -51,17 +55,22 @@ def inputs_of(num_rows, num_inputs, dtype=torch.float32):
     return x.to(dtype)
 
 
+@functools.cache
+def known_products(shape):
+    """Return inputs and the outputs expected of them, computed once for all variants."""
+    inputs = [inputs_of(num_rows, shape[1], dtype) for dtype in (torch.float32, torch.bfloat16) for num_rows in ROWS]
+    return [(x, expected(random(*shape), x)) for x in inputs]
+
+
 @variants
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each(shape=SHAPES)
 def test_they_are_those_of_whole_numbers(variant, shape):
     if variant == "portable":
         pytest.skip("torch computes with the inputs as they are")
     weight, bias = random(*shape), random(shape[0], seed=5)
     matrix = of_bytes(weight, variant)
-    for dtype in (torch.float32, torch.bfloat16):
-        for num_rows in ROWS:
-            x = inputs_of(num_rows, shape[1], dtype)
-            assert torch.equal(matrix(x), expected(weight, x))
+    for x, outputs in known_products(shape):
+        assert torch.equal(matrix(x), outputs)
     matrix.set_bias(bias)
     assert torch.equal(matrix(inputs_of(7, shape[1])), expected(weight, inputs_of(7, shape[1]), bias))
 
@@ -87,19 +96,12 @@ def test_a_row_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(var
         pytest.skip("torch promises no such thing")
     matrix, x = of_bytes(random(200, 100), variant), inputs_of(300, 100, torch.bfloat16)
     alone = torch.cat([matrix(row) for row in x.split(1)])
-    num_threads = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            assert all(
-                torch.equal(torch.cat([matrix(part) for part in x.split(n)]), alone) for n in (2, 3, 7, 260, 300)
-            )
-    finally:
-        torch.set_num_threads(num_threads)
+    for _ in thread_counts():
+        assert all(torch.equal(torch.cat([matrix(part) for part in x.split(n)]), alone) for n in (2, 3, 7, 260, 300))
 
 
 @variants
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@for_each(wrong=[float("nan"), float("inf"), -float("inf")])
 def test_what_is_no_number_stays_none_and_spoils_no_other_row(variant, wrong):
     matrix, x = of_bytes(random(17, 48), variant), random(3, 48, seed=1)
     before = matrix(x)

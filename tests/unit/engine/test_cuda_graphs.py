@@ -34,10 +34,18 @@ def itself(function):
     return function
 
 
-def load(folder, name="llama", **fields):
-    """An engine whose last block is scratch, and whose attention is portable."""
-    family, config = MODELS[name]
-    write_tiny_model(folder, family, **config)
+@pytest.fixture
+def load(written):
+    """Return a function that loads an engine whose last block is scratch, and whose attention is portable."""
+
+    def load(name="llama", **fields):
+        family, config = MODELS[name]
+        return load_from(written(write_tiny_model, family, **config), **fields)
+
+    return load
+
+
+def load_from(folder, **fields):
     settings = {"dtype": "float32", "block_size": BLOCK_SIZE, "num_kv_blocks": NUM_BLOCKS + 1, **fields}
     engine = Engine(EngineSettings(model=str(folder), device="cpu", max_model_len=MAX_MODEL_LEN, **settings))
     engine.program, engine.attention = None, portable(engine)
@@ -104,23 +112,23 @@ def check(engine, attention, program, shares, seed, tolerance):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_blocks_have_the_bits_of_the_modules(name, tmp_path):
-    engine = load(tmp_path, name, batch_invariant=True)
+def test_logits_and_blocks_have_the_bits_of_the_modules(name, load):
+    engine = load(name, batch_invariant=True)
     attention = tiled(engine)
     program = static(engine, attention)
     for seed, num_requests in enumerate((1, 3, 2, 5, 9, 1, 17, 4)):  # padding where a batch before had requests
         check(engine, attention, program, random_shares(num_requests, seed), seed, tolerance=0)
 
 
-def test_the_portable_backend_agrees_whose_bits_depend_on_the_batch(tmp_path):
-    engine = load(tmp_path)
+def test_the_portable_backend_agrees_whose_bits_depend_on_the_batch(load):
+    engine = load()
     program = static(engine, portable(engine))
     for seed, num_requests in enumerate((40, 3, 11)):
         check(engine, portable(engine), program, random_shares(num_requests, seed), seed, tolerance=1e-3)
 
 
-def test_a_step_writes_one_token_of_each_request_and_nothing_else(tmp_path):
-    engine = load(tmp_path)
+def test_a_step_writes_one_token_of_each_request_and_nothing_else(load):
+    engine = load()
     fill_pool(engine, seed=0)
     before = requests_blocks(engine)
     program = static(engine, portable(engine))
@@ -135,8 +143,8 @@ def test_a_step_writes_one_token_of_each_request_and_nothing_else(tmp_path):
             assert changed.tolist() == sorted(batch.slots.tolist())
 
 
-def test_a_capture_is_told_the_largest_size_first_and_fixed_addresses(tmp_path):
-    engine = load(tmp_path)
+def test_a_capture_is_told_the_largest_size_first_and_fixed_addresses(load):
+    engine = load()
     seen = []
 
     class Watched(PortableAttention):
@@ -167,8 +175,8 @@ def test_sizes_are_bounded_by_the_blocks_that_requests_can_have():
     assert sizes_for(10**6) == SIZES
 
 
-def test_other_batches_are_left_to_the_modules(tmp_path):
-    engine = load(tmp_path)
+def test_other_batches_are_left_to_the_modules(load):
+    engine = load()
     program = static(engine, portable(engine))
     one, chunk = Share([5], 3, [0], samples=True), Share([5, 6], 3, [1, 2], samples=True)
     silent = Share([5], 3, [1], samples=False)
@@ -181,8 +189,8 @@ def test_other_batches_are_left_to_the_modules(tmp_path):
     assert not program.matches(long)
 
 
-def test_answers_are_those_of_the_modules(tmp_path):
-    engine = load(tmp_path, "window")
+def test_answers_are_those_of_the_modules(load):
+    engine = load("window")
     engine.num_blocks = NUM_BLOCKS
     prompts = [list(range(start, start + length)) for start, length in ((0, 5), (40, 30), (100, 13))]
     joins_at = [0, 3, 6]  # steps with chunks among them go from module to module
@@ -191,8 +199,8 @@ def test_answers_are_those_of_the_modules(tmp_path):
     assert run_all(engine, prompts, greedy(20, ignore_eos=True), chunk_tokens=16, joins_at=joins_at) == expected
 
 
-def test_what_agrees_is_taken_and_the_pool_left_empty(tmp_path, caplog):
-    engine = load(tmp_path)
+def test_what_agrees_is_taken_and_the_pool_left_empty(load, caplog):
+    engine = load()
     with caplog.at_level(logging.INFO):
         program = checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, itself, alone())
     assert program.sizes == sizes_for(NUM_BLOCKS)
@@ -212,8 +220,8 @@ def forgetful(function):
 @pytest.mark.parametrize(
     ("capture", "reason"), [(refusing, "not permitted when stream is capturing"), (forgetful, "off by")]
 )
-def test_what_fails_or_disagrees_is_not_taken_and_a_line_says_why(capture, reason, tmp_path, caplog):
-    engine = load(tmp_path)
+def test_what_fails_or_disagrees_is_not_taken_and_a_line_says_why(capture, reason, load, caplog):
+    engine = load()
     caplog.clear()
     assert checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, capture, alone()) is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -234,8 +242,8 @@ class Told:
         return [data, self._said if self._left == 0 else b""]
 
 
-def test_what_another_rank_cannot_capture_is_not_taken_here(tmp_path, caplog):
-    engine = load(tmp_path)
+def test_what_another_rank_cannot_capture_is_not_taken_here(load, caplog):
+    engine = load()
     captured = []
 
     def watched(function):
@@ -249,8 +257,8 @@ def test_what_another_rank_cannot_capture_is_not_taken_here(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("group", [alone(), Told(b"", 0)], ids=["alone", "two ranks"])
-def test_a_failure_is_that_of_the_only_rank_or_of_all(tmp_path, group):
-    engine = load(tmp_path)
+def test_a_failure_is_that_of_the_only_rank_or_of_all(load, group):
+    engine = load()
 
     def failing(function):
         raise torch.OutOfMemoryError("no memory")
@@ -265,8 +273,8 @@ def test_a_failure_is_that_of_the_only_rank_or_of_all(tmp_path, group):
             check()
 
 
-def test_what_disagrees_on_another_rank_is_not_taken_here(tmp_path, caplog):
-    engine = load(tmp_path)
+def test_what_disagrees_on_another_rank_is_not_taken_here(load, caplog):
+    engine = load()
     last = len(sizes_for(NUM_BLOCKS)) + 1
     group = Told(b"off", number=last)
     assert checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, itself, group) is None
@@ -274,8 +282,8 @@ def test_what_disagrees_on_another_rank_is_not_taken_here(tmp_path, caplog):
     assert checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, itself, group) is not None
 
 
-def test_no_number_is_a_disagreement(tmp_path):
-    engine = load(tmp_path)
+def test_no_number_is_a_disagreement(load):
+    engine = load()
     engine.model.norm.weight.data[0] = torch.nan
     assert checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, itself, alone()) is None
 

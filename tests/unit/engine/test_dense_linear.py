@@ -13,6 +13,8 @@ from engine.native.dense_linear import VARIANTS, DenseMatrix, best_variant, dens
 from engine.native.huge_memory import ALIGNMENT, CHUNK_BYTES, HugeMemory
 from engine.native.library import ENVIRONMENT, OFF
 from serving_core.sharding import whole
+from tests.unit.engine.in_one_test import for_each
+from tests.unit.engine.native_kit import thread_counts
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
@@ -70,7 +72,7 @@ def assert_product(outputs, x, weight, bias=None):
     assert (np.abs(outputs.double().numpy() - expected) <= most).all()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each(shape=SHAPES)
 def test_products(dtype, shape):
     weight, bias = random(*shape, dtype=dtype), random(shape[0], seed=1, dtype=dtype)
     plain, with_bias = DenseMatrix(weight), DenseMatrix(weight, bias)
@@ -94,13 +96,13 @@ def test_products_of_any_shape(kind, num_outputs, num_inputs, num_rows, seed):
         assert_product(DenseMatrix(weight)(x), x, weight)
 
 
-@pytest.mark.parametrize("num_outputs", [49152, 2 * 1024 + 37])
+@for_each(num_outputs=[49152, 2 * 1024 + 37])
 def test_a_large_head(num_outputs, dtype):
     weight, x = random(num_outputs, 64, dtype=dtype), random(7, 64, seed=1, dtype=dtype)
     assert_product(DenseMatrix(weight)(x), x, weight)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (16, 3), (64, 8), (65, 7), (100, 30), (500, 33)])
+@for_each(shape=[(1, 1), (16, 3), (64, 8), (65, 7), (100, 30), (500, 33)])
 def test_rows_of_the_weights_can_be_read_again(shape, dtype):
     weight = random(*shape, dtype=dtype)
     rows = torch.cat([torch.arange(shape[0]), torch.tensor([0, shape[0] - 1, shape[0] // 2])])
@@ -108,7 +110,7 @@ def test_rows_of_the_weights_can_be_read_again(shape, dtype):
     assert DenseMatrix(weight).rows(rows[:0]).shape == (0, shape[1])
 
 
-@pytest.mark.parametrize("outside", [-1, 100])
+@for_each(outside=[-1, 100])
 def test_rows_that_are_not_there(outside, dtype):
     with pytest.raises(IndexError, match="the matrix has 100 outputs"):
         DenseMatrix(random(100, 8, dtype=dtype)).rows(torch.tensor([0, outside, 99]))
@@ -159,21 +161,16 @@ def test_rows_that_are_not_contiguous(dtype):
 
 
 # The inputs of the second are more than one block; the panels of the last are two groups, of four and two.
-@pytest.mark.parametrize("shape", [(208, 101), (33, 4100), (330, 1000)])
+@for_each(shape=[(208, 101), (33, 4100), (330, 1000)])
 def test_a_row_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(dtype, shape):
     matrix, x = (
         DenseMatrix(random(*shape, dtype=dtype), random(shape[0], seed=5, dtype=dtype)),
         random(400, shape[1], seed=3, dtype=dtype),
     )
     alone = torch.cat([matrix(row) for row in x.split(1)])
-    before = torch.get_num_threads()
-    try:
-        for num_threads in (1, 2, 3):
-            torch.set_num_threads(num_threads)
-            for num_rows in (*NUM_ROWS, 400):
-                assert torch.equal(matrix(x[:num_rows]), alone[:num_rows])
-    finally:
-        torch.set_num_threads(before)
+    for _ in thread_counts():
+        for num_rows in (*NUM_ROWS, 400):
+            assert torch.equal(matrix(x[:num_rows]), alone[:num_rows])
 
 
 def test_nothing_is_read_behind_the_last_input(dtype):
@@ -189,12 +186,12 @@ def test_nothing_is_read_behind_the_last_input(dtype):
         assert_product(DenseMatrix(weight)(x), x, weight)
 
 
-@pytest.mark.parametrize("num_outputs", [1, 17, 33, 63, 100])
+@for_each(num_outputs=[1, 17, 33, 63, 100])
 def test_nothing_is_written_around_the_outputs(dtype, num_outputs):
     matrix, x = DenseMatrix(random(num_outputs, 12, dtype=dtype)), random(8, 12, seed=1, dtype=dtype)
     written = torch.full((10 * num_outputs,), 7.0, dtype=dtype)
     start = written.data_ptr() + dtype.itemsize * num_outputs
-    dense_library().multiply(matrix._address, None, 1, x.data_ptr(), 12 * dtype.itemsize, 8, start)
+    dense_library().multiply(matrix.address, None, 1, x.data_ptr(), 12 * dtype.itemsize, 8, start)
     assert torch.equal(written[num_outputs:-num_outputs].view(8, num_outputs), matrix(x))
     assert (written[:num_outputs] == 7).all()
     assert (written[-num_outputs:] == 7).all()

@@ -6,6 +6,8 @@ import torch
 
 from engine.model.dispatch import Shared, TorchDispatch
 from engine.native.dispatch import NativeDispatch, experts_library
+from tests.unit.engine.in_one_test import for_each
+from tests.unit.engine.native_kit import thread_counts
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -32,18 +34,17 @@ def softmax(logits):
 def check_order(routing, chosen, num_experts):
     """Rows are sorted by expert, then by token; every choice has its place."""
     rows = sorted((expert, token) for token, experts in enumerate(chosen) for expert in experts)
+    places = {row: place for place, row in enumerate(rows)}
     assert routing.tokens.tolist() == [token for _, token in rows]
     starts = [sum(expert < each for expert, _ in rows) for each in range(num_experts + 1)]
     assert (routing.starts.dtype, routing.starts.tolist()) == (torch.int32, starts)
-    for token, experts in enumerate(chosen):
-        assert routing.places[token].tolist() == [rows.index((expert, token)) for expert in experts]
+    wanted = [[places[expert, token] for expert in experts] for token, experts in enumerate(chosen)]
+    assert routing.places.tolist() == wanted
 
 
-@pytest.mark.parametrize("is_normalized", [False, True])
-@pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "num_chosen"), [(1, 1, 1), (1, 5, 2), (3, 128, 8), (40, 6, 6), (700, 61, 3)]
-)
-def test_tokens_take_the_likeliest_experts(dispatch, num_tokens, num_experts, num_chosen, is_normalized):
+@for_each(sizes=[(1, 1, 1), (1, 5, 2), (3, 128, 8), (40, 6, 6), (700, 61, 3)], is_normalized=[False, True])
+def test_tokens_take_the_likeliest_experts(dispatch, sizes, is_normalized):
+    num_tokens, num_experts, num_chosen = sizes
     logits = 5 * random(num_tokens, num_experts)
     routing = dispatch.route(logits, num_chosen, is_normalized)
     probabilities = softmax(logits)
@@ -82,9 +83,7 @@ def test_what_is_no_number_stays_in_its_row(dispatch, wrong):
     assert sorted(routing.places.flatten().tolist()) == list(range(6))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_shared", [False, True])
-@pytest.mark.parametrize("num_columns", [1, 33, 256, 700])
+@for_each(dtype=DTYPES, has_shared=[False, True], num_columns=[1, 33, 256, 700])
 def test_outputs_are_added_up_by_their_weights(dispatch, dtype, has_shared, num_columns):
     routing = dispatch.route(random(9, 5), 3, False)
     rows, outputs = random(27, num_columns, seed=1).to(dtype), random(9, num_columns, seed=2).to(dtype)
@@ -104,20 +103,15 @@ def test_a_token_has_the_same_bits_alone_and_by_any_number_of_threads(dispatch, 
     shared = Shared(random(300, 70, seed=2).to(dtype), random(300, 1, seed=3).to(dtype))
     whole = dispatch.route(logits, 2, True)
     mixed = dispatch.mix(rows, whole, shared)
-    before = torch.get_num_threads()
-    try:
-        for num_threads in (1, 3):
-            torch.set_num_threads(num_threads)
-            assert torch.equal(dispatch.mix(rows, whole, shared), mixed)
-            for token in range(0, 300, 7):
-                routing = dispatch.route(logits[token : token + 1], 2, True)
-                assert torch.equal(routing.weights[0], whole.weights[token])
-                own = Shared(*(tensor[token : token + 1] for tensor in shared))
-                placed = torch.empty(2, 70, dtype=dtype)
-                placed[routing.places[0]] = rows[whole.places[token]]
-                assert torch.equal(dispatch.mix(placed, routing, own)[0], mixed[token])
-    finally:
-        torch.set_num_threads(before)
+    for _ in thread_counts():
+        assert torch.equal(dispatch.mix(rows, whole, shared), mixed)
+        for token in range(0, 300, 7):
+            routing = dispatch.route(logits[token : token + 1], 2, True)
+            assert torch.equal(routing.weights[0], whole.weights[token])
+            own = Shared(*(tensor[token : token + 1] for tensor in shared))
+            placed = torch.empty(2, 70, dtype=dtype)
+            placed[routing.places[0]] = rows[whole.places[token]]
+            assert torch.equal(dispatch.mix(placed, routing, own)[0], mixed[token])
 
 
 def test_no_tokens(dispatch):

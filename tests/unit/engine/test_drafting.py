@@ -20,6 +20,8 @@ from tests.unit.engine.test_acceptance import BLOCK_SIZE, SAMPLINGS
 MAX_TOKENS = 40
 BUDGET = 64
 SEATS = 16
+SAMPLING_PARAMS = [SamplingParams(max_tokens=MAX_TOKENS, **fields) for fields in SAMPLINGS.values()]
+PROMPTS = [[(7 * index + 3 * at) % 200 for at in range(5 + 3 * index)] for index in range(len(SAMPLING_PARAMS))]
 
 
 def read(engine, prompts, samplings, *, num_blocks, drafter=None):
@@ -59,10 +61,6 @@ def read(engine, prompts, samplings, *, num_blocks, drafter=None):
     return given, logic
 
 
-def prompts_of(num):
-    return [[(7 * index + 3 * at) % 200 for at in range(5 + 3 * index)] for index in range(num)]
-
-
 def test_what_is_written_ahead_is_what_the_model_would_say(tmp_path):
     """Chunk by chunk or at once, one answer or several, beside one that only reads."""
     engine = Engine(EngineSettings(model=str(write_fake_model(tmp_path)), block_size=BLOCK_SIZE, num_kv_blocks=60))
@@ -82,25 +80,35 @@ def test_what_is_written_ahead_is_what_the_model_would_say(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    folder = write_tiny_model(tmp_path_factory.mktemp("tiny"), dtype="bfloat16")
+def engine(written):
+    folder = written(write_tiny_model, dtype="bfloat16")
     engine = Engine(EngineSettings(model=str(folder), block_size=BLOCK_SIZE, num_kv_blocks=400))
     if not engine.is_history_free:
         pytest.skip("bits depend on the batch here, so there are no candidates")
     return engine
 
 
-@pytest.mark.parametrize("draft", ["itself", "another"])
-@pytest.mark.parametrize("num_blocks", [400, 40], ids=["room for all", "some give way"])
-def test_tokens_are_those_without(engine, tmp_path, draft, num_blocks):
+@pytest.fixture(scope="module")
+def expected(engine):
+    """Return the answers without draft tokens."""
+    return read(engine, PROMPTS, SAMPLING_PARAMS, num_blocks=400)[0]
+
+
+@pytest.mark.parametrize(
+    ("draft", "num_blocks"),
+    [
+        pytest.param("itself", 400, marks=pytest.mark.nightly),
+        ("itself", 40),  # some give way
+        ("another", 400),
+        pytest.param("another", 40, marks=pytest.mark.nightly),
+    ],
+)
+def test_tokens_are_those_without(engine, expected, written, draft, num_blocks):
     """Greedy, sampled, penalised and structured."""
     layers = {} if draft == "itself" else {"num_hidden_layers": 1}
-    folder = write_tiny_model(tmp_path, dtype="bfloat16", **layers)
+    folder = written(write_tiny_model, dtype="bfloat16", **layers)
     drafter = Drafter(Engine(EngineSettings(model=str(folder), block_size=BLOCK_SIZE, num_kv_blocks=200)))
-    samplings = [SamplingParams(max_tokens=MAX_TOKENS, **fields) for fields in SAMPLINGS.values()]
-    prompts = prompts_of(len(samplings))
-    expected, _ = read(engine, prompts, samplings, num_blocks=400)
-    given, logic = read(engine, prompts, samplings, num_blocks=num_blocks, drafter=drafter)
+    given, logic = read(engine, PROMPTS, SAMPLING_PARAMS, num_blocks=num_blocks, drafter=drafter)
     assert given == expected
     load = inference_pb2.NodeLoad()
     logic.fill(load)

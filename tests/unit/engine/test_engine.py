@@ -15,8 +15,8 @@ from tests.toy_scheduler import greedy, run_all
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model"), "llama", seed=2)
+def folder(written):
+    return written(write_tiny_model, "llama", seed=2)
 
 
 def settings(folder, **fields):
@@ -114,8 +114,8 @@ def test_missing_folder(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_every_dtype_serves(family, dtype, tmp_path):
-    engine = Engine(settings(write_tiny_model(tmp_path, family), dtype=dtype))
+def test_every_dtype_serves(family, dtype, written):
+    engine = Engine(settings(written(write_tiny_model, family), dtype=dtype))
     assert engine.layout.dtype == dtype
     answer = run_all(engine, [list(range(40))], greedy(5, ignore_eos=True), chunk_tokens=16)[0]
     assert len(answer) == 5

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from engine.engine import Engine
+from engine.engine import WARM_UP_TOKENS, Engine
 from serving_core.errors import ModelError, SettingsError
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
@@ -91,7 +91,7 @@ def test_warm_up_measures_prompts(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     engine = fake_engine(tmp_path, step_s=0.5, token_s=0.125)
-    assert engine.warm_up() == pytest.approx(256 / (0.5 + 256 * 0.125))
+    assert engine.warm_up() == pytest.approx(WARM_UP_TOKENS / (0.5 + WARM_UP_TOKENS * 0.125))
     assert fake_engine(tmp_path).warm_up() > 0  # on a clock that stands still
 
 

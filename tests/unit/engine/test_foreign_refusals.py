@@ -18,10 +18,10 @@ def load(folder, **fields):
 
 
 @pytest.mark.parametrize("architecture", REFUSED)
-def test_architectures_that_are_refused(architecture, tmp_path):
+def test_architectures_that_are_refused(architecture, written):
     refused = REFUSED[architecture]
     with pytest.raises(ModelError) as error:
-        load(write_refused_model(tmp_path, architecture))
+        load(written(write_refused_model, architecture))
     assert str(error.value) == refused.sentence
 
 
@@ -57,9 +57,9 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
         (lambda tensors: tensors.update({QUERY: torch.ones(48, 48).long()}), "is stored as I64; supported are F32"),
     ],
 )
-def test_weights_that_are_not_the_models(change, sentence, tmp_path):
+def test_weights_that_are_not_the_models(change, sentence, copied):
     with pytest.raises(ModelError, match=sentence):
-        load(retensor(write_foreign_model(tmp_path, "starcoder2"), change))
+        load(retensor(copied(write_foreign_model, "starcoder2"), change))
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_weights_that_are_not_the_models(change, sentence, tmp_path):
         ({"num_key_value_heads": 4}, "has shape|the model has 4 query and 4 KV heads"),
     ],
 )
-def test_configs_that_transformers_reads_otherwise(fields, sentence, tmp_path):
+def test_configs_that_transformers_reads_otherwise(fields, sentence, copied):
     with pytest.raises(ModelError, match=sentence):
-        load(rewrite(write_foreign_model(tmp_path, "starcoder2"), **fields))
+        load(rewrite(copied(write_foreign_model, "starcoder2"), **fields))
 
 
 @pytest.mark.parametrize(
@@ -104,16 +104,16 @@ def test_configs_that_transformers_reads_otherwise(fields, sentence, tmp_path):
         ("gpt2", {"layer_norm_epsilon": None}),
     ],
 )
-def test_absurd_configs_end_in_a_sentence(family, fields, tmp_path):
-    folder = rewrite(write_foreign_model(tmp_path, family), **fields)
+def test_absurd_configs_end_in_a_sentence(family, fields, copied):
+    folder = rewrite(copied(write_foreign_model, family), **fields)
     with pytest.raises(ModelError) as error:
         load(folder)
     assert len(str(error.value)) < 500
     assert "\n" not in str(error.value)
 
 
-def test_a_width_that_only_transformers_knows(tmp_path):
-    folder = write_foreign_model(tmp_path, "gemma2", head_dim=transformers.Gemma2Config().head_dim)
+def test_a_width_that_only_transformers_knows(copied):
+    folder = copied(write_foreign_model, "gemma2", head_dim=transformers.Gemma2Config().head_dim)
     path = folder / "config.json"
     path.write_text(
         json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "head_dim"})
@@ -122,8 +122,8 @@ def test_a_width_that_only_transformers_knows(tmp_path):
         load(folder, model_impl="transformers")
 
 
-def test_code_in_the_folder_is_never_run(tmp_path):
-    folder = write_foreign_model(tmp_path, "starcoder2")
+def test_code_in_the_folder_is_never_run(copied):
+    folder = copied(write_foreign_model, "starcoder2")
     (folder / "modeling_evil.py").write_text("raise SystemExit('executed')")
     evil = {"AutoConfig": "modeling_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
     assert load(rewrite(folder, auto_map=evil)).config.is_foreign
@@ -131,7 +131,7 @@ def test_code_in_the_folder_is_never_run(tmp_path):
         load(rewrite(folder, model_type="evil"))
 
 
-def test_a_rotation_that_depends_on_the_longest_text_in_a_batch(tmp_path):
+def test_a_rotation_that_depends_on_the_longest_text_in_a_batch(copied):
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -140,8 +140,12 @@ def test_a_rotation_that_depends_on_the_longest_text_in_a_batch(tmp_path):
         "original_max_position_embeddings": 100,
         "partial_rotary_factor": 1.0,
     }
-    folder = write_foreign_model(
-        tmp_path, "phi3", rope_parameters=rope, partial_rotary_factor=1.0, original_max_position_embeddings=100
+    folder = copied(
+        write_foreign_model,
+        "phi3",
+        rope_parameters=rope,
+        partial_rotary_factor=1.0,
+        original_max_position_embeddings=100,
     )
     with pytest.raises(ModelError, match="'longrope' changes with the longest text of a batch beyond 100 tokens"):
         load(folder)

@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from engine.native import dense_linear, linear_library
 from engine.native.dense_linear import DenseMatrix
 from engine.native.grouped import grouped_product
 from engine.native.library import ENVIRONMENT
 from engine.quantization.quantized_linear import quantized_matrix
+from tests.effort import effort
+from tests.unit.engine.in_one_test import for_each
+from tests.unit.engine.native_kit import thread_counts
 from tests.unit.engine.test_dense_linear import KINDS, assert_product, random
 from tests.unit.engine.test_quantized_linear import TOLERANCES, product, variants
 
@@ -34,23 +38,19 @@ def check(matrices, counts, x):
     grouped, starts = grouped_product(matrices), starts_of(counts)
     groups = list(zip(matrices, pairwise(starts.tolist()), strict=True))
     alone = torch.cat([matrix(row) for matrix, (first, end) in groups for row in x[first:end].split(1)])
-    before = torch.get_num_threads()
-    try:
-        for num_threads in (1, 2, 3):
-            torch.set_num_threads(num_threads)
-            assert torch.equal(grouped(x, starts), alone)
-    finally:
-        torch.set_num_threads(before)
+    for _ in thread_counts():
+        assert torch.equal(grouped(x, starts), alone)
     return alone
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@for_each(counts=COUNTS)
 def test_float_products(kind, counts, monkeypatch):
     variant, dtype = kind
     monkeypatch.setenv(ENVIRONMENT, variant)
-    for shape in SHAPES:
-        weights = [random(*shape, seed=seed, dtype=dtype) for seed in range(len(counts))]
+    for shape in effort(SHAPES[:3], SHAPES, SHAPES):
+        few_weights = [random(*shape, seed=seed, dtype=dtype) for seed in range(5)]
+        weights = [few_weights[place % 5] for place in range(len(counts))]
         x = random(sum(counts), shape[1], seed=99, dtype=dtype)
         outputs = check([DenseMatrix(weight) for weight in weights], counts, x)
         for weight, (first, end) in zip(weights, pairwise(starts_of(counts).tolist()), strict=True):
@@ -59,12 +59,13 @@ def test_float_products(kind, counts, monkeypatch):
 
 @variants
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("counts", COUNTS[1:4], ids=str)
+@for_each(counts=COUNTS[1:4])
 def test_products_with_quantized_weights(variant, bits, counts):
     if variant == "portable":
         pytest.skip("torch computes them one by one")
     for shape in SHAPES[1:3]:
-        matrices = [quantized_matrix(random(*shape, seed=seed).float(), bits, variant) for seed in range(len(counts))]
+        few_weights = [random(*shape, seed=seed).float() for seed in range(5)]
+        matrices = [quantized_matrix(few_weights[place % 5], bits, variant) for place in range(len(counts))]
         for dtype in (torch.float32, torch.bfloat16):
             x = random(sum(counts), shape[1], seed=99, dtype=dtype)
             outputs = check(matrices, counts, x)
@@ -87,7 +88,8 @@ def test_matrices_without_rows_are_not_read(kind, monkeypatch):
     x, starts = random(5, 33, seed=9, dtype=dtype), starts_of([0, 2, 0, 3])
     expected = grouped(x, starts)
     for unused in (0, 2):
-        matrices[unused]._matrix.weights = matrices[unused]._matrix.scales = NOWHERE
+        matrix = (linear_library if kind == "int8" else dense_linear).Matrix.from_address(matrices[unused].address)
+        matrix.weights = matrix.scales = NOWHERE
     assert torch.equal(grouped(x, starts), expected)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.cache.kv_pool import PagedKVPool
 from serving_core.layout import KVLayout
+from tests.unit.engine.in_one_test import for_each
 
 CPU = torch.device("cpu")
 DTYPES = ["float32", "bfloat16", "int8", "fp8_e4m3"]
@@ -128,15 +129,14 @@ def test_all_heads_are_the_pool_itself():
     assert some.heads(range(2)) is some
 
 
-@pytest.mark.parametrize("heads", [range(0), range(2, 2), range(-1, 1), range(2, 4), range(0, 3, 2), range(2, 0, -1)])
+@for_each(heads=[range(0), range(2, 2), range(-1, 1), range(2, 4), range(0, 3, 2), range(2, 0, -1)])
 def test_heads_that_are_not_there_are_refused(heads):
     pool, _ = random_pool("float32", 3)
     with pytest.raises(ValueError, match="are not neighbouring heads of 3"):
         pool.heads(heads)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_ids", [[], [3], [2, 3, 4], [7, 8, 1, 2, 3, 0]])
+@for_each(dtype=DTYPES, block_ids=[[], [3], [2, 3, 4], [7, 8, 1, 2, 3, 0]])
 def test_tensors_hold_the_bytes_of_the_buffers(dtype, block_ids):
     pool, _ = random_pool(dtype, 3)
     for store in (pool, pool.heads(range(1, 3))):

@@ -11,18 +11,27 @@ from engine.engine import Engine
 from engine.histories import BESIDE_OTHERS, IN_PARTS, differing_histories
 from engine.native.library import ENVIRONMENT, OFF
 from serving_core.settings import EngineSettings
+from tests.effort import few
 from tests.tiny_models import VOCAB_SIZE, write_tiny_model
 
 
-@pytest.fixture(autouse=True)
-def portable(monkeypatch):
-    monkeypatch.setenv(ENVIRONMENT, OFF)
+@pytest.fixture(scope="module", autouse=True)
+def portable():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ENVIRONMENT, OFF)
+        yield
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    config = {"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 1}
-    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen2", seed=3, **config)
+def folder(written):
+    config = {"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 1, "num_hidden_layers": 2}
+    return written(write_tiny_model, "qwen2", seed=3, **config)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    """Return an engine whose pool every test leaves empty."""
+    return load(folder)
 
 
 def load(folder, **fields):
@@ -61,14 +70,16 @@ class Nudged(TiledAttention):
         (lambda batch: len(batch.token_ids) == 290, [IN_PARTS, BESIDE_OTHERS]),
     ],
 )
-def test_a_last_bit_in_some_batches_is_noticed_and_the_pool_left_empty(folder, concerns, found):
-    engine = load(folder)
-    attention = Nudged(engine.pool, engine.config.num_heads, concerns)
-    assert differing(engine, attention) == found
-    assert not any(engine.pool.keys(layer).any() or engine.pool.values(layer).any() for layer in engine.layout.layers)
+def test_a_last_bit_in_some_batches_is_noticed_and_the_pool_left_empty(loaded, concerns, found):
+    attention = Nudged(loaded.pool, loaded.config.num_heads, concerns)
+    assert differing(loaded, attention) == found
+    assert not any(loaded.pool.keys(layer).any() or loaded.pool.values(layer).any() for layer in loaded.layout.layers)
 
 
-@pytest.mark.parametrize("sizes", [(1, 16, 0), (2, 16, 0), (3, 1, 0), (64, 16, 20), (9, 256, 0)])
+ENDS = [(1, 16, 0), (2, 16, 0), (3, 1, 0), (64, 16, 20), (9, 256, 0)]
+
+
+@pytest.mark.parametrize("sizes", few(ENDS, (1, 16, 0), (3, 1, 0), (64, 16, 20)))
 def test_pools_and_models_of_all_sizes_are_tried(folder, sizes):
     num_blocks, block_size, max_model_len = sizes
     engine = load(folder, num_kv_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
@@ -91,19 +102,18 @@ def test_the_first_backend_that_keeps_bits_is_taken_and_a_line_names_what_others
 
     monkeypatch.setattr(engine.engine, "invariant_attentions", backends)
     with caplog.at_level(logging.WARNING, logger="engine.engine"):
-        loaded = load(folder)
-    assert type(loaded.attention) is TiledAttention
-    assert loaded.traits["history_free"] == "yes"
+        kept = load(folder)
+    assert type(kept.attention) is TiledAttention
+    assert kept.traits["history_free"] == "yes"
     assert caplog.messages[-1] == f"--batch-invariant: with tiled attention, bits differ {IN_PARTS}"
 
 
-def test_where_none_keeps_bits_none_are_promised(folder, monkeypatch):
-    kept = load(folder)
+def test_where_none_keeps_bits_none_are_promised(folder, loaded, monkeypatch):
     monkeypatch.setattr(engine.engine, "invariant_attentions", lambda *given: [nudged_steps(*given)])
-    loaded = load(folder)
-    assert not loaded.is_history_free
-    assert loaded.traits["history_free"] == "no"
-    assert loaded.origin != kept.origin
+    nudged = load(folder)
+    assert not nudged.is_history_free
+    assert nudged.traits["history_free"] == "no"
+    assert nudged.origin != loaded.origin
 
 
 def test_a_backend_that_is_told_apart_by_long_contexts_alone_is_noticed(folder):

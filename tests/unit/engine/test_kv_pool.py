@@ -7,6 +7,7 @@ from engine.cache.kv_pool import PagedKVPool
 from engine.native.huge_memory import PAGE_BYTES
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
+from tests.unit.engine.in_one_test import for_each
 
 CPU = torch.device("cpu")
 
@@ -24,8 +25,7 @@ def plane(tensor, block):
     return tensor[block].contiguous().view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("block_ids", [[3], [2, 3, 4], [4, 3, 2], [7, 8, 1, 2, 3, 0], []])
+@for_each(dtype=["float32", "bfloat16", "float16"], block_ids=[[3], [2, 3, 4], [4, 3, 2], [7, 8, 1, 2, 3, 0], []])
 def test_read_gives_the_k_planes_and_the_v_planes_in_order(dtype, block_ids):
     pool = filled_pool(dtype)
     for buffer, tensor in zip(pool.read(1, block_ids), (pool.keys(1), pool.values(1)), strict=True):
@@ -53,7 +53,7 @@ def test_neighbours_are_read_as_views():
     assert bytes(keys) != before
 
 
-@pytest.mark.parametrize("block_ids", [[0], [5, 6, 7], [9, 1, 2, 0]])
+@for_each(block_ids=[[0], [5, 6, 7], [9, 1, 2, 0]])
 def test_write_is_the_inverse_of_read(block_ids):
     source, target = filled_pool(), PagedKVPool(KVLayout.uniform(2, 3, 4, 5, "bfloat16"), 12, CPU)
     target.write(1, block_ids, *source.read(1, [3, 7, 8, 2][: len(block_ids)]))
@@ -66,7 +66,7 @@ def test_write_is_the_inverse_of_read(block_ids):
     assert not target.keys(0).any()
 
 
-@pytest.mark.parametrize("lengths", [(-1, 0), (0, 1), (1, -1)])
+@for_each(lengths=[(-1, 0), (0, 1), (1, -1)])
 def test_write_of_another_length_is_refused(lengths):
     pool = filled_pool()
     before = pool.keys(0).clone()

@@ -1,10 +1,10 @@
-import pytest
 import torch
 
 from engine.model.layers import Embedding, Linear, RowParallel
 from engine.native.dense_linear import best_variant
 from engine.parallel import alone
 from serving_core.sharding import Extent, Shard, whole
+from tests.unit.engine.in_one_test import for_each
 
 DTYPES = [torch.float32, torch.bfloat16]
 BITS = [None, 8, 4]
@@ -31,9 +31,7 @@ def assert_near(outputs, expected, cost, dtype):
     assert (outputs.float() - expected).square().mean().sqrt() <= limit
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", [False, True])
+@for_each(bits=BITS, dtype=DTYPES, bias=[False, True])
 def test_a_packed_projection_computes_what_it_did(bits, dtype, bias):
     layer = Linear(whole(70), {"a": whole(33), "b": Extent(60, range(5, 50))}, bias)
     filled = fill(layer, dtype)
@@ -45,7 +43,7 @@ def test_a_packed_projection_computes_what_it_did(bits, dtype, bias):
     assert ("weight" in dict(layer.named_parameters())) == is_plain
 
 
-@pytest.mark.parametrize("bits", BITS)
+@for_each(bits=BITS)
 def test_only_one_rank_adds_the_bias(bits):
     for rank, added in ((0, True), (1, False)):
         layer = RowParallel(whole(32), "o", 16, True, SHARD.__class__(rank, *[whole(1)] * 5))
@@ -63,8 +61,7 @@ def embedding(dtype, bits, is_head, vocabulary=None, gives_logits=True):
     return layer, filled["weight"].float()
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each(bits=BITS, dtype=DTYPES)
 def test_an_embedding_that_is_the_head(bits, dtype):
     layer, weight = embedding(dtype, bits, is_head=True)
     ids = torch.tensor([0, 99, 3, 3])
@@ -75,7 +72,7 @@ def test_an_embedding_that_is_the_head(bits, dtype):
     assert_near(layer.logits(x), x.float() @ weight.t(), 0.01 if bits else 0.0, dtype)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@for_each(bits=BITS)
 def test_where_another_stage_has_the_head_the_vectors_are_the_same(bits):
     (whole_model, _), (first_stage, _) = (
         embedding(torch.bfloat16, bits, is_head=True, gives_logits=gives_logits) for gives_logits in (True, False)
@@ -86,7 +83,7 @@ def test_where_another_stage_has_the_head_the_vectors_are_the_same(bits):
     assert first_stage.num_bytes <= 100 * 48 * 2, "nothing is packed for logits"
 
 
-@pytest.mark.parametrize("bits", BITS)
+@for_each(bits=BITS)
 def test_an_embedding_that_is_not_the_head_stays_as_it_is(bits):
     layer, weight = embedding(torch.bfloat16, bits, is_head=False)
     ids = torch.arange(100)
@@ -94,7 +91,7 @@ def test_an_embedding_that_is_not_the_head_stays_as_it_is(bits):
     assert layer.num_bytes == 100 * 48 * 2
 
 
-@pytest.mark.parametrize("bits", BITS)
+@for_each(bits=BITS)
 def test_a_share_of_the_ids_gives_nothing_for_others(bits):
     layer, weight = embedding(torch.float32, bits, True, Extent(300, range(100, 200)))
     vectors = layer(torch.tensor([99, 100, 199, 200, 0]))

@@ -1,15 +1,18 @@
 """The native decoder against transformers, an implementation that shares no line with it."""
 
+import itertools
+
 import pytest
 import torch
-import transformers
 
 from engine.engine import Engine
-from engine.native.library import ENVIRONMENT, OFF
 from serving_core.requests import Request, Work
 from serving_core.settings import EngineSettings
-from tests.tiny_models import VOCAB_SIZE, write_tiny_model
-from tests.toy_scheduler import greedy, run_all
+from tests.effort import few
+from tests.foreign_models import greedy_answers, transformers_model
+from tests.tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
+from tests.toy_scheduler import greedy, random_prompts, run_all, token_ids
+from tests.unit.engine.native_kit import choose_native
 
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 16.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -42,97 +45,75 @@ MODELS = {
     "qwen3-bias-tied": ("qwen3", {"head_dim": 24, "attention_bias": True, "tie_word_embeddings": True}),
 }
 PROMPT_LENGTHS = (1, 3, 16, 17, 33, 64, 150, 320)
-NUM_NEW_TOKENS = 20
+NUM_NEW_TOKENS = 12
 
 
-def random_prompts(lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 256, (length,), generator=generator).tolist() for length in lengths]
+ALIKE = ("llama-gqa-3-of-9", "llama-yarn", "llama-theta", "mistral-full", "qwen2", "qwen3")  # to others
 
 
-def transformers_model(folder, dtype=torch.float32):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-
-
-def transformers_greedy(model, prompt):
-    inputs = torch.tensor([prompt])
-    output = model.generate(
-        inputs,
-        attention_mask=torch.ones_like(inputs),
-        max_new_tokens=NUM_NEW_TOKENS,
-        do_sample=False,
-        pad_token_id=VOCAB_SIZE - 1,
-    )
-    return output[0, len(prompt) :].tolist()
-
-
-def choose_native(monkeypatch, is_native):
-    """Engines compute with the native kernels that are there from now on, or with torch alone."""
-    if is_native:
-        monkeypatch.delenv(ENVIRONMENT, raising=False)
-    else:
-        monkeypatch.setenv(ENVIRONMENT, OFF)
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, *(name for name in MODELS if name not in ALIKE)))
 def test_greedy_tokens_equal_transformers(name, tmp_path, monkeypatch):
     family, overrides = MODELS[name]
     folder = write_tiny_model(tmp_path, family, **overrides)
     prompts = random_prompts(PROMPT_LENGTHS)
-    model = transformers_model(folder)
-    expected = [transformers_greedy(model, prompt) for prompt in prompts]
-
+    found = {}
     for is_native in (True, False):
         choose_native(monkeypatch, is_native)
         engine = Engine(EngineSettings(model=str(folder), block_size=16, num_kv_blocks=64))
         joins_at = [0, 4, 0, 9, 2, 0, 1, 3]
         sampled = run_all(engine, prompts, greedy(NUM_NEW_TOKENS), chunk_tokens=23, joins_at=joins_at)
-        assert [[token.token_id for token in answer] for answer in sampled] == expected
+        found[is_native] = token_ids(sampled)
+    expected = greedy_answers(transformers_model(folder), prompts, NUM_NEW_TOKENS, found[True])
+    assert found == {True: expected, False: expected}
     assert len({token for answer in expected for token in answer}) > 10  # the models are not constant
 
 
-@pytest.mark.parametrize("block_size", [1, 7, 64])
-@pytest.mark.parametrize("chunk_tokens", [1, 64, 1000])
-def test_chunks_and_blocks_do_not_change_the_answer(block_size, chunk_tokens, tmp_path):
-    folder = write_tiny_model(tmp_path, "mistral", sliding_window=21)
+@pytest.mark.parametrize(
+    ("block_size", "chunk_tokens"),
+    [
+        pytest.param(*pair, marks=[] if pair in ((1, 64), (7, 1), (64, 1000)) else pytest.mark.nightly)
+        for pair in itertools.product((1, 7, 64), (1, 64, 1000))
+    ],
+)
+def test_chunks_and_blocks_do_not_change_the_answer(block_size, chunk_tokens, written):
+    folder = written(write_tiny_model, "mistral", sliding_window=21)
     prompts = random_prompts([5, 70, 129])
-    model = transformers_model(folder)
     settings = EngineSettings(model=str(folder), block_size=block_size, kv_cache_memory_bytes=2**20)
-    sampled = run_all(Engine(settings), prompts, greedy(NUM_NEW_TOKENS), chunk_tokens=chunk_tokens)
-    expected = [transformers_greedy(model, prompt) for prompt in prompts]
-    assert [[token.token_id for token in answer] for answer in sampled] == expected
+    found = token_ids(run_all(Engine(settings), prompts, greedy(NUM_NEW_TOKENS), chunk_tokens=chunk_tokens))
+    assert found == greedy_answers(transformers_model(folder), prompts, NUM_NEW_TOKENS, found)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("is_native", [True, False])
-def test_bfloat16_logprobs_are_as_close_to_the_truth_as_those_of_transformers(
-    family, tied, is_native, tmp_path, monkeypatch
-):
-    choose_native(monkeypatch, is_native)
-    folder = write_tiny_model(tmp_path, family, dtype="bfloat16", tie_word_embeddings=tied)
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        pytest.param(family, tied, marks=[] if tied == (family in ("mistral", "qwen3")) else pytest.mark.nightly)
+        for family in FAMILIES
+        for tied in (False, True)
+    ],
+)
+def test_bfloat16_logprobs_are_as_close_to_the_truth_as_those_of_transformers(family, tied, written, monkeypatch):
+    folder = written(write_tiny_model, family, dtype="bfloat16", tie_word_embeddings=tied)
     (prompt,) = random_prompts([90])
     with torch.inference_mode():
         truth, rounded = (
             transformers_model(folder, dtype)(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
             for dtype in (torch.float32, torch.bfloat16)
         )
-    engine = Engine(EngineSettings(model=str(folder), num_kv_blocks=16))
-    ((token,),) = run_all(engine, [prompt], greedy(1, logprobs=VOCAB_SIZE), chunk_tokens=40)
-    ours = torch.empty(VOCAB_SIZE)
-    for token_id, logprob in token.top_logprobs:
-        ours[token_id] = logprob
-
-    our_error, their_error = ((logprobs - truth).square().mean().sqrt() for logprobs in (ours, rounded))
-    assert their_error > 0.01  # the comparison is not between two float32 models
-    assert our_error < 1.5 * their_error
-    assert (ours - truth).abs().max() < 0.2
+    for is_native in (True, False):
+        choose_native(monkeypatch, is_native)
+        engine = Engine(EngineSettings(model=str(folder), num_kv_blocks=16))
+        ((token,),) = run_all(engine, [prompt], greedy(1, logprobs=VOCAB_SIZE), chunk_tokens=40)
+        ours = torch.tensor([logprob for _, logprob in sorted(token.top_logprobs)])
+        our_error, their_error = ((logprobs - truth).square().mean().sqrt() for logprobs in (ours, rounded))
+        assert their_error > 0.01  # the comparison is not between two float32 models
+        assert our_error < 1.5 * their_error
+        assert (ours - truth).abs().max() < 0.2
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.15)])
-def test_native_logits_are_those_of_torch(family, dtype, tolerance, tmp_path, monkeypatch):
-    folder = write_tiny_model(tmp_path, family, dtype=dtype)
+def test_native_logits_are_those_of_torch(family, dtype, tolerance, written, monkeypatch):
+    folder = written(write_tiny_model, family, dtype=dtype)
     prompts = random_prompts([1, 40, 90])
     answers = []
     for is_native in (True, False):

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from engine.logprobs import Beside, with_logprobs
+from tests.unit.engine.in_one_test import for_each
+from tests.unit.engine.native_kit import thread_counts
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
@@ -21,7 +23,7 @@ def scored(steps, logits, num_top, rows=None):
 
 
 @dtypes
-@pytest.mark.parametrize("num_columns", [1, 3, 63, 64, 200, 1000, 5003])
+@for_each(num_columns=[1, 3, 63, 64, 200, 1000, 5003])
 def test_logprobs_are_those_of_a_softmax(steps, dtype, num_columns):
     logits, num_top = random(4, num_columns, dtype), [0, 1, 5, 20]
     expected = logits.double().log_softmax(-1)
@@ -61,8 +63,7 @@ def test_logprobs_depend_on_their_own_row_alone(steps, dtype):
         alone = logits[row : row + 1].clone()
         highest, tokens = steps.likeliest(alone)[0], [together[row].token_id]
         assert with_logprobs(alone, highest, [0], tokens, [Beside(num_top[row])], steps) == [together[row]]
-    for num_threads in (2, 3):
-        torch.set_num_threads(num_threads)
+    for _ in thread_counts():
         assert scored(steps, logits, num_top) == together
 
 

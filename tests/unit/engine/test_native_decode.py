@@ -19,6 +19,7 @@ from engine.native.steps import NativeSteps
 from engine.native.steps import best_variant as best_steps
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
+from tests.effort import effort
 from tests.foreign_models import DESCRIBED, MIXTURES, write_any_model
 from tests.tiny_models import VOCAB_SIZE
 from tests.toy_scheduler import greedy, run_all
@@ -42,22 +43,19 @@ MODELS = {
     **{family: (family, {}) for family in DESCRIBED if family not in MIXTURES},
     "granite-biases-tied": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
 }
+ALIKE = ("tied-mqa", "head-norms", "gemma", "gemma2", "cohere2")  # to others of them
 BLOCK_SIZE, NUM_BLOCKS = 16, 350
 
 pytestmark = pytest.mark.skipif(best_variant(torch.bfloat16) is None, reason="bfloat16 products are not native here")
 
 
-@pytest.fixture(autouse=True)
-def threads():
-    """Sets the number of threads; afterwards it is as before."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+@pytest.fixture
+def folder_of(written):
+    """Return a function that gives the folder of a model by its name."""
+    return lambda name: written(write_any_model, MODELS[name][0], **MODELS[name][1])
 
 
-def engine_of(folder, name, quantization="none", **fields):
-    family, config = MODELS[name]
-    write_any_model(folder, family, **config)
+def engine_of(folder, quantization="none", **fields):
     chosen = {"dtype": "bfloat16", "block_size": BLOCK_SIZE, "num_kv_blocks": NUM_BLOCKS, **fields}
     return Engine(EngineSettings(model=str(folder), quantization=quantization, **chosen))
 
@@ -71,15 +69,21 @@ def random_decode(engine, batch_size, seed, most_tokens=300, most_candidates=0):
     counts = [-(-length // BLOCK_SIZE) for length in lengths]
     order = draw.sample(range(engine.num_blocks), sum(counts))
     blocks = [[order.pop() for _ in range(count)] for count in counts]
-    generator = torch.Generator().manual_seed(seed)
-    for layer in range(engine.layout.num_layers):
-        for planes in (engine.pool.keys(layer), engine.pool.values(layer)):
-            planes.copy_(torch.randn(planes.shape, generator=generator))
+    fill_once(engine.pool)
     shares = [
         Share(draw.choices(range(VOCAB_SIZE), k=num), length - num, ids, samples=True, num_scored=num - 1)
         for num, length, ids in zip(nums, lengths, blocks, strict=True)
     ]
     return build_batch(shares, BLOCK_SIZE, torch.device("cpu"))
+
+
+def fill_once(pool):
+    """Fill an empty pool with random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    if not pool.keys(0).any():
+        for layer in range(pool.layout.num_layers):
+            for planes in (pool.keys(layer), pool.values(layer)):
+                planes.copy_(torch.randn(planes.shape, generator=generator))
 
 
 def pool_of(engine):
@@ -88,14 +92,14 @@ def pool_of(engine):
 
 
 @torch.inference_mode()
-def check_equal(engine, batch, set_threads, counts=(1, 2, 3)):
+def check_equal(engine, batch, counts=(1, 3)):
     before = pool_of(engine)
-    set_threads(1)
+    torch.set_num_threads(1)
     expected = engine.model(batch, engine.attention)
     expected_pool = pool_of(engine)
     for num_threads in counts:
         restore(engine, before)
-        set_threads(num_threads)
+        torch.set_num_threads(num_threads)
         assert engine.program.matches(batch)
         torch.testing.assert_close(engine.program.run(batch), expected, rtol=0, atol=0)
         assert all(map(torch.equal, pool_of(engine), expected_pool))
@@ -112,39 +116,40 @@ def restore(engine, planes):
 
 
 def kinds():
-    """Each model in bfloat16, and the first one in every way, by default; all in every way among the long tests."""
+    """Yield all models in every way, of which the gate runs most models in bfloat16 and the first one in every way."""
     for number, name in enumerate(MODELS):
         for dtype, quantization in itertools.product(("bfloat16", "float32"), ("none", "int8", "int4", "w8a8")):
-            is_long = (number and (dtype, quantization) != ("bfloat16", "none")) or name == "gemma"
+            is_long = (number and (dtype, quantization) != ("bfloat16", "none")) or name in ALIKE
             yield pytest.param(name, dtype, quantization, marks=pytest.mark.nightly if is_long else ())
 
 
 @pytest.mark.parametrize(("name", "dtype", "quantization"), list(kinds()))
-def test_it_gives_the_bits_of_the_modules(name, dtype, quantization, tmp_path, threads):
+def test_it_gives_the_bits_of_the_modules(name, dtype, quantization, folder_of):
     if quantization == "none" and best_variant(getattr(torch, dtype)) is None:
         pytest.skip(f"{dtype} products are not native here")
-    engine = engine_of(tmp_path, name, quantization, dtype=dtype)
+    engine = engine_of(folder_of(name), quantization, dtype=dtype)
     assert isinstance(engine.program, NativeDecode)
-    for seed, batch_size in enumerate((1, 2, 3, 5, 7, 13, 16, 33)):
-        check_equal(engine, random_decode(engine, batch_size, seed), threads)
+    batch_sizes, counts = (1, 2, 3, 5, 7, 13, 16, 33), (1, 2, 3)
+    for seed, batch_size in enumerate(effort((1, 5, 33), batch_sizes, batch_sizes)):
+        check_equal(engine, random_decode(engine, batch_size, seed), effort((1, 3), counts, counts))
 
 
-def test_batches_up_to_the_largest(tmp_path, threads):
-    engine = engine_of(tmp_path, "llama")
+def test_batches_up_to_the_largest(folder_of):
+    engine = engine_of(folder_of("llama"))
     for batch_size in range(1, MOST_ROWS + 1, 3):
-        check_equal(engine, random_decode(engine, batch_size, batch_size, most_tokens=90), threads, counts=(2,))
+        check_equal(engine, random_decode(engine, batch_size, batch_size, most_tokens=90), counts=(3,))
 
 
-def test_batches_with_candidates(tmp_path, threads):
-    engine = engine_of(tmp_path, "some-windows-tied")
+def test_batches_with_candidates(folder_of):
+    engine = engine_of(folder_of("some-windows-tied"))
     for seed, batch_size in enumerate((1, 1, 2, 3, 7)):
-        check_equal(engine, random_decode(engine, batch_size, seed, most_tokens=500, most_candidates=8), threads)
+        check_equal(engine, random_decode(engine, batch_size, seed, most_tokens=500, most_candidates=8))
 
 
-def test_a_request_has_the_same_bits_alone_and_in_a_batch(tmp_path, threads):
-    engine = engine_of(tmp_path, "9-heads-of-64")
+def test_a_request_has_the_same_bits_alone_and_in_a_batch(folder_of):
+    engine = engine_of(folder_of("9-heads-of-64"))
     batch = random_decode(engine, 20, seed=7)
-    threads(2)
+    torch.set_num_threads(3)
     with torch.inference_mode():
         together = engine.program.run(batch).clone()
         for row in range(20):
@@ -154,8 +159,8 @@ def test_a_request_has_the_same_bits_alone_and_in_a_batch(tmp_path, threads):
             assert torch.equal(alone[0], together[row])
 
 
-def test_answers_are_those_of_the_modules(tmp_path):
-    engine = engine_of(tmp_path, "window")
+def test_answers_are_those_of_the_modules(folder_of):
+    engine = engine_of(folder_of("window"))
     prompts = [list(range(start, start + length)) for start, length in ((0, 5), (40, 70), (100, 33))]
     joins_at = [0, 3, 6]  # steps with chunks among them go from module to module
     answers = run_all(engine, prompts, greedy(20, ignore_eos=True), chunk_tokens=16, joins_at=joins_at)
@@ -163,8 +168,8 @@ def test_answers_are_those_of_the_modules(tmp_path):
     assert run_all(engine, prompts, greedy(20, ignore_eos=True), chunk_tokens=16, joins_at=joins_at) == answers
 
 
-def test_other_batches_are_left_to_the_modules(tmp_path):
-    engine = engine_of(tmp_path, "llama")
+def test_other_batches_are_left_to_the_modules(folder_of):
+    engine = engine_of(folder_of("llama"))
     device = torch.device("cpu")
     one = Share([5], 3, [0], samples=True)
     chunk, silent = Share([5, 6], 3, [1], samples=True), Share([5], 3, [1], samples=False)
@@ -175,20 +180,20 @@ def test_other_batches_are_left_to_the_modules(tmp_path):
 
 
 @pytest.mark.parametrize("fields", [{"dtype": "float16"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}])
-def test_other_dtypes_have_no_program(fields, tmp_path):
-    assert engine_of(tmp_path, "llama", **fields).program is None
+def test_other_dtypes_have_no_program(fields, folder_of):
+    assert engine_of(folder_of("llama"), **fields).program is None
 
 
 @pytest.mark.parametrize("variant", [OFF, "plain", "avx2", "avx512"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_variants_without_such_products_have_no_program(dtype, variant, tmp_path, monkeypatch):
+def test_variants_without_such_products_have_no_program(dtype, variant, folder_of, monkeypatch):
     monkeypatch.setenv(ENVIRONMENT, variant)
-    has_program = engine_of(tmp_path, "llama", dtype=dtype).program is not None
+    has_program = engine_of(folder_of("llama"), dtype=dtype).program is not None
     assert has_program == (best_variant(getattr(torch, dtype)) is not None)
 
 
-def test_a_slot_outside_the_pool_is_refused_and_nothing_written(tmp_path):
-    engine = engine_of(tmp_path, "llama")
+def test_a_slot_outside_the_pool_is_refused_and_nothing_written(folder_of):
+    engine = engine_of(folder_of("llama"))
     batch = random_decode(engine, 4, seed=1)
     batch.slots[2] = engine.num_blocks * BLOCK_SIZE
     before = pool_of(engine)
@@ -207,10 +212,12 @@ CROWD = """
 import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from tests.unit.engine.test_native_decode import check_equal, engine_of, random_decode
-engine = engine_of(Path(sys.argv[1]), "9-heads-of-64")
+from tests.foreign_models import write_any_model
+from tests.unit.engine.test_native_decode import MODELS, check_equal, engine_of, random_decode
+family, config = MODELS["9-heads-of-64"]
+engine = engine_of(write_any_model(Path(sys.argv[1]), family, **config))
 for seed in range(20):
-    check_equal(engine, random_decode(engine, 1 + seed % 5, seed, most_tokens=600), torch.set_num_threads, (24, 7, 40))
+    check_equal(engine, random_decode(engine, 1 + seed % 5, seed, most_tokens=600), (24, 7, 40))
 """
 
 

@@ -3,10 +3,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from engine.native.library import ENVIRONMENT, VARIANTS, NativeLibrary, native_library, wanted_variants
+from engine.attention.native import NativeAttention
+from engine.cache.kv_pool import PagedKVPool
+from engine.native.library import ENVIRONMENT, OFF, VARIANTS, NativeLibrary, native_library, wanted_variants
 from engine.native.threads import parallel_function
-from tests.effort import few
+from serving_core.layout import KVLayout
 from tests.unit.engine.native_kit import needs_library
 
 SHOW_VARIANT = """
@@ -51,14 +54,23 @@ def test_plain_code_runs_everywhere():
 @needs_library
 @pytest.mark.skipif(sys.platform != "linux", reason="torch's OpenMP is looked for in /proc")
 def test_torch_and_the_kernels_share_threads():
-    import torch
-
     torch.ones(4).sum()
     assert parallel_function() is not None
 
 
 @needs_library
-@pytest.mark.parametrize("name", few(["off", "plain"]))
+def test_the_environment_decides_from_one_pool_to_the_next(monkeypatch):
+    pool = PagedKVPool(KVLayout.uniform(1, 1, 16, 16, "float32"), 1, torch.device("cpu"))
+    monkeypatch.setenv(ENVIRONMENT, "plain")
+    assert NativeAttention(pool, 1).variant == "plain"
+    monkeypatch.setenv(ENVIRONMENT, OFF)
+    with pytest.raises(ValueError, match="no native kernel"):
+        NativeAttention(pool, 1)
+
+
+@needs_library
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["off", "plain"])
 def test_the_environment_decides_for_a_process(name):
     result = subprocess.run(
         [sys.executable, "-c", SHOW_VARIANT],

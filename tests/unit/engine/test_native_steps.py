@@ -12,6 +12,8 @@ from engine.native.steps import VARIANTS, NativeSteps, StepLibrary, step_library
 from serving_core.differences import GELU_TANH, SILU
 from serving_core.layout import KVLayout
 from serving_core.rope_config import DefaultRope
+from tests.unit.engine.in_one_test import for_each
+from tests.unit.engine.native_kit import thread_counts
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -56,7 +58,7 @@ def norm_in_float64(x, weight, centers=False):
 
 @variants
 @dtypes
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each(shape=SHAPES)
 def test_norm(variant, dtype, shape):
     x, weight = random(*shape, dtype=dtype), random(shape[1], dtype=dtype, seed=1)
     before = x.clone()
@@ -69,7 +71,7 @@ def test_norm(variant, dtype, shape):
 
 @variants
 @dtypes
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each(shape=SHAPES)
 def test_norm_of_a_sum(variant, dtype, shape):
     x, delta = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=2)
     weight = random(shape[1], dtype=dtype, seed=1)
@@ -84,7 +86,7 @@ def test_norm_of_a_sum(variant, dtype, shape):
 
 @variants
 @dtypes
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each(shape=SHAPES)
 def test_norm_of_a_sum_with_a_part_of_the_delta(variant, dtype, shape):
     x, delta = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=2)
     weight = random(shape[1], dtype=dtype, seed=1)
@@ -99,7 +101,7 @@ def test_norm_of_a_sum_with_a_part_of_the_delta(variant, dtype, shape):
 
 @variants
 @dtypes
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] > 2])  # else what is left of two cancels out
+@for_each(shape=[shape for shape in SHAPES if shape[1] > 2])  # else what is left of two cancels out
 def test_norm_that_centers(variant, dtype, shape):
     x, delta = random(*shape, dtype=dtype) + 2, random(*shape, dtype=dtype, seed=2)
     weight = random(shape[1], dtype=dtype, seed=1)
@@ -116,7 +118,7 @@ def test_norm_that_centers(variant, dtype, shape):
 
 @variants
 @dtypes
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each(shape=SHAPES)
 def test_a_norm_is_added(variant, dtype, shape):
     x, delta = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=2)
     weight, steps = random(shape[1], dtype=dtype, seed=1), NativeSteps(variant)
@@ -140,7 +142,7 @@ def test_norm_of_numbers_at_the_limits(variant):
 
 
 @variants
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each(shape=SHAPES)
 def test_norms_with_weights_of_float32(variant, shape):
     """Between bfloat16, as torch computes it: rounded once."""
     x, delta = random(*shape, dtype=torch.bfloat16), random(*shape, dtype=torch.bfloat16, seed=2)
@@ -167,7 +169,7 @@ def gate_in_float64(gates_and_ups, activation):
 @variants
 @dtypes
 @activations
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each(shape=SHAPES)
 def test_gate(variant, dtype, activation, shape):
     gates_and_ups = random(shape[0], 2 * shape[1], dtype=dtype, scale=8.0)
     gated = NativeSteps(variant).gate(strided(gates_and_ups), activation)
@@ -197,8 +199,7 @@ def test_gate_of_numbers_at_the_limits(variant, dtype, activation):
 
 @variants
 @dtypes
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("cap", [0.7, 30.0])
+@for_each(shape=SHAPES, cap=[0.7, 30.0])
 def test_cap(variant, dtype, shape, cap):
     logits = random(*shape, dtype=dtype, scale=20.0)
     ours, theirs = strided(logits), logits.clone()
@@ -250,8 +251,7 @@ class Placing:
 
 @variants
 @dtypes
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("has_norms", [False, True])
+@for_each(heads=HEADS, has_norms=[False, True])
 def test_place(variant, dtype, heads, has_norms):
     placing = Placing(11, heads, dtype, has_norms=has_norms)
     for given_, expected in zip(placing.run(NativeSteps(variant)), placing.run(TorchSteps()), strict=True):
@@ -266,7 +266,7 @@ def test_place(variant, dtype, heads, has_norms):
 
 
 @variants
-@pytest.mark.parametrize("heads", HEADS)
+@for_each(heads=HEADS)
 def test_place_with_norms_of_float32(variant, heads):
     placing = Placing(11, heads, torch.bfloat16, norm_dtype=torch.float32)
     for given_, expected in zip(placing.run(NativeSteps(variant)), placing.run(TorchSteps()), strict=True):
@@ -371,10 +371,7 @@ def all_results(steps, num_tokens, dtype, rows=slice(None)):
 @variants
 @dtypes
 def test_threads_do_not_change_a_bit(variant, dtype):
-    results = []
-    for num_threads in (1, 2, 3):
-        torch.set_num_threads(num_threads)
-        results.append(all_results(NativeSteps(variant), 301, dtype))
+    results = [all_results(NativeSteps(variant), 301, dtype) for _ in thread_counts()]
     for one, *others in zip(*results, strict=True):
         assert all(torch.equal(one, other) for other in others)
 

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 class Stream:
     """What it was asked to do and has not done. An entry waits until it gives True."""
 
-    def __init__(self, device=None):
+    def __init__(self):
         self.queue = []
 
     def wait_event(self, event):
@@ -53,13 +53,18 @@ class Event:
 class SimulatedDevice(TorchDispatchMode):
     """Takes the place of torch.cuda. Copies are put into the current stream while it is entered as a mode."""
 
-    Stream, Event = Stream, Event
+    Event = Event
 
     def __init__(self):
         super().__init__()
         self.computing = self.current = Stream()
+        self.streams = [self.computing]  # and those that are made
         self.num_computed, self.most_computed = 0, sys.maxsize
         self.num_copied, self.most_copied = 0, sys.maxsize
+
+    def Stream(self, device):  # as torch.cuda calls it
+        self.streams.append(Stream())
+        return self.streams[-1]
 
     def current_stream(self, device):
         return self.current
@@ -117,9 +122,8 @@ def test_in_any_order_that_events_allow_each_layer_computes_with_its_own_weights
         for row, number in zip(outputs, entered, strict=True):
             modules[number](row)
     assert (outputs == -1).all(), "nothing was done meanwhile"
-    streams = [device.computing, offloaded._copying]
-    while any(stream.queue for stream in streams):
-        first, second = order.sample(streams, 2)
+    while any(stream.queue for stream in device.streams):
+        first, second = order.sample(device.streams, 2)
         assert first.advance() or second.advance(), "they wait for each other"
     assert outputs[:, 0].tolist() == entered
     assert offloaded.num_read_bytes % offloaded.layer_bytes[0] == 0
@@ -129,13 +133,13 @@ def test_in_any_order_that_events_allow_each_layer_computes_with_its_own_weights
 def two_steps():
     """Of five layers, which were asked for: the device, and what goes as far as may be."""
     device = SimulatedDevice()
-    modules, offloaded = layers_on(device, 5)
+    modules, _ = layers_on(device, 5)
     with device:
         for number in (*range(5), *range(5)):
             modules[number](torch.zeros(3))
 
     def advance():
-        while device.computing.advance() or offloaded._copying.advance():
+        while any(stream.advance() for stream in device.streams):
             pass
 
     return device, advance

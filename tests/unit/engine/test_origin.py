@@ -17,8 +17,8 @@ OTHER = [*PROMPT[:20], *range(30)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model"), seed=3)
+def folder(written):
+    return written(write_tiny_model, seed=3)
 
 
 def load(folder, **fields):
@@ -71,14 +71,6 @@ def test_engines_without_the_compiled_kernels_have_other_names(folder, monkeypat
     assert load(folder).origin not in (native.origin, portable.origin)
 
 
-@pytest.fixture
-def more_threads():
-    """Has torch compute with one thread more, for as long as the test likes."""
-    before = torch.get_num_threads()
-    yield lambda: torch.set_num_threads(before + 1)
-    torch.set_num_threads(before)
-
-
 def test_an_origin_is_the_same_for_the_same_engine_and_another_for_other_ways_to_compute(folder, monkeypatch):
     origins = [load(folder).origin, load(folder, batch_invariant=True).origin]
     assert origins[0] == load(folder).origin
@@ -88,18 +80,18 @@ def test_an_origin_is_the_same_for_the_same_engine_and_another_for_other_ways_to
     assert len(set(origins)) == len(origins)
 
 
-def test_the_number_of_threads_counts_where_torch_computes_alone(folder, monkeypatch, more_threads):
+def test_the_number_of_threads_counts_where_torch_computes_alone(folder, monkeypatch):
     monkeypatch.setenv("SPLITSERVE_NATIVE", "off")
     portable = load(folder)
-    more_threads()
+    torch.set_num_threads(torch.get_num_threads() + 1)
     assert load(folder).origin != portable.origin
     assert portable.traits["history_free"] == "no"
 
 
 @pytest.mark.skipif(best_variant(torch.bfloat16) is None, reason="bfloat16 products are not native here")
-def test_engines_of_unlike_threads_are_of_one_kind_where_kernels_compute_everything(folder, more_threads):
+def test_engines_of_unlike_threads_are_of_one_kind_where_kernels_compute_everything(folder):
     native = load(folder)
-    more_threads()
+    torch.set_num_threads(torch.get_num_threads() + 1)
     assert load(folder).traits == native.traits
     assert native.traits["history_free"] == "yes"
 

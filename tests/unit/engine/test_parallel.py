@@ -14,15 +14,15 @@ from engine.parallel import MOST_EXCHANGED_BYTES, alone, choose_device, join, on
 from serving_core.errors import SettingsError
 from tests.effort import few
 from tests.tiny_models import write_fake_model, write_tiny_model
+from tests.unit.engine.rank_process import TIMEOUT_S, rank_processes
 from tests.unit.engine.test_fake import answer_on_paper
-from tests.unit.serving_node.rank_process import TIMEOUT_S, rank_processes
 
 CPU = torch.device("cpu")
 
 
 def run_group(tp_size, name, argument="", ranks=None):
     """What each of the ranks printed."""
-    with rank_processes(tp_size, "tests.unit.serving_node.group_process", name, argument) as processes:
+    with rank_processes(tp_size, "tests.unit.engine.group_process", name, argument) as processes:
         outputs = [processes[rank].communicate(timeout=TIMEOUT_S)[0] for rank in ranks or range(tp_size)]
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 

@@ -1,5 +1,7 @@
 """Embeddings of the engine against transformers' last hidden states, pooled by hand."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from engine.engine import Engine
 from serving_core.errors import ModelError, SettingsError
 from serving_core.requests import LAST, MEAN, Pooling, Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
+from tests.effort import few
 from tests.lora_adapters import write_adapter, write_merged
 from tests.tiny_models import write_fake_model, write_tiny_embedder, write_tiny_model
 
@@ -47,30 +50,20 @@ def by_hand(folder, texts, kind):
     return [(each.mean(0) if kind == MEAN else each[-1]).numpy() for each in states]
 
 
-@pytest.mark.parametrize("kind", [MEAN, LAST])
-@pytest.mark.parametrize(
-    "family",
-    [
-        "mistral",
-        "qwen3",
-        "gemma2",
-        pytest.param("llama", marks=pytest.mark.nightly),
-        pytest.param("qwen2", marks=pytest.mark.nightly),
-    ],
-)
-def test_embeddings_are_those_of_transformers_however_texts_are_cut(tmp_path, family, kind):
-    folder = write_tiny_embedder(tmp_path / "tiny", family)
+@pytest.mark.parametrize("family", few(["mistral", "qwen3", "gemma2", "llama", "qwen2"], "mistral", "qwen3", "gemma2"))
+def test_embeddings_are_those_of_transformers_however_texts_are_cut(written, family):
+    folder = written(write_tiny_embedder, family)
     engine = engine_of(folder)
-    expected = by_hand(folder, TEXTS, kind)
     tolerance = 5e-5 if family == "gemma2" else 1e-5  # which norms twice as often, and to twice the size
-    for chunk_tokens in (1, 4, 100):
+    by_kind = {kind: by_hand(folder, TEXTS, kind) for kind in (MEAN, LAST)}
+    for (kind, expected), chunk_tokens in itertools.product(by_kind.items(), (1, 4, 100)):
         found = embedded(engine, TEXTS, Pooling(kind, normalizes=False), chunk_tokens)
         for vector, other in zip(found, expected, strict=True):
             assert vector == pytest.approx(other, abs=tolerance)
 
 
-def test_a_model_with_a_head_embeds_without_it(tmp_path):
-    folder = write_tiny_model(tmp_path / "tiny", "granite", logits_scaling=4.0, tie_word_embeddings=False)
+def test_a_model_with_a_head_embeds_without_it(written):
+    folder = written(write_tiny_model, "granite", logits_scaling=4.0, tie_word_embeddings=False)
     engine = engine_of(folder, runner="pooling")
     assert engine.program is None
     assert engine.weight_bytes < engine_of(folder).weight_bytes
@@ -78,26 +71,26 @@ def test_a_model_with_a_head_embeds_without_it(tmp_path):
     assert found == pytest.approx(by_hand(folder, TEXTS[:1], LAST)[0], abs=1e-5)
 
 
-def test_an_adapter_of_a_model_without_a_head_changes_its_embeddings(tmp_path):
+def test_an_adapter_of_a_model_without_a_head_changes_its_embeddings(written, tmp_path):
     """PEFT calls layers as transformers does there."""
-    folder = write_tiny_embedder(tmp_path / "tiny")
-    written = write_adapter(tmp_path / "adapter", folder, seed=1)
-    merged = write_merged(tmp_path / "merged", folder, written)
-    engine = engine_of(folder, lora=(f"a={written}",))
+    folder = written(write_tiny_embedder)
+    adapter = write_adapter(tmp_path / "adapter", folder, seed=1)
+    merged = write_merged(tmp_path / "merged", folder, adapter)
+    engine = engine_of(folder, lora=(f"a={adapter}",))
     [found] = embedded(engine, TEXTS[:1], Pooling(LAST, normalizes=False), adapter="a")
     assert found == pytest.approx(by_hand(merged, TEXTS[:1], LAST)[0], abs=1e-4)
     assert found != pytest.approx(by_hand(folder, TEXTS[:1], LAST)[0], abs=0.1)
 
 
-def test_what_gave_way_is_pooled_anew(tmp_path):
-    folder = write_tiny_embedder(tmp_path / "tiny")
+def test_what_gave_way_is_pooled_anew(written):
+    folder = written(write_tiny_embedder)
     [once], [twice] = (embedded(engine_of(folder), TEXTS[:1], Pooling(MEAN), 4, runs) for runs in (1, 2))
     assert once.tobytes() == twice.tobytes()
 
 
-def test_length_and_leading_numbers(tmp_path):
-    folder = write_tiny_embedder(tmp_path / "tiny")
-    engine, [plain] = engine_of(folder), by_hand(tmp_path / "tiny", TEXTS[:1], LAST)
+def test_length_and_leading_numbers(written):
+    folder = written(write_tiny_embedder)
+    engine, [plain] = engine_of(folder), by_hand(folder, TEXTS[:1], LAST)
     for num_dimensions in (0, 16):
         kept = plain[: num_dimensions or None]
         for normalizes in (False, True):
@@ -105,8 +98,8 @@ def test_length_and_leading_numbers(tmp_path):
             assert found == pytest.approx(kept / np.linalg.norm(kept) if normalizes else kept, abs=1e-5)
 
 
-def test_a_text_at_which_the_model_overflows_gets_no_embedding_and_those_beside_it_do(tmp_path):
-    engine = engine_of(write_tiny_embedder(tmp_path / "tiny"))
+def test_a_text_at_which_the_model_overflows_gets_no_embedding_and_those_beside_it_do(written):
+    engine = engine_of(written(write_tiny_embedder))
     expected = embedded(engine, TEXTS[1:], Pooling(MEAN))
     engine.model.embed_tokens.weight.data[TEXTS[0][0]] = torch.inf
     requests = [
@@ -121,10 +114,10 @@ def test_a_text_at_which_the_model_overflows_gets_no_embedding_and_those_beside_
         engine.warm_up()
 
 
-def test_warm_up_and_what_cannot_embed(tmp_path):
-    assert engine_of(write_tiny_embedder(tmp_path / "tiny")).warm_up() > 0
+def test_warm_up_and_what_cannot_embed(written):
+    assert engine_of(written(write_tiny_embedder)).warm_up() > 0
     with pytest.raises(SettingsError, match="no hidden states"):
-        engine_of(write_fake_model(tmp_path / "fake"), runner="pooling")
-    folder = write_tiny_model(tmp_path / "phi", "phi")
+        engine_of(written(write_fake_model), runner="pooling")
+    folder = written(write_tiny_model, "phi")
     with pytest.raises(SettingsError, match="transformers computes PhiForCausalLM, and embeddings are made by"):
         engine_of(folder, runner="pooling")

@@ -6,32 +6,17 @@ from engine.engine import Engine
 from serving_core.blocks import BlockAllocator
 from serving_core.settings import EngineSettings
 from tests.tiny_models import write_fake_model, write_tiny_model
-from tests.toy_scheduler import greedy, run_all
+from tests.toy_scheduler import CountingEngine, greedy, run_all, token_ids
 
 BASE = [(7 * i + 3) % 250 for i in range(50)]
 PROMPTS = [BASE, [*BASE[:41], 1, 2, 3], BASE[:20], BASE + [9] * 30, [8, *BASE]]
 SAMPLING = greedy(12, ignore_eos=True)
 
 
-class CountingEngine:
-    """An engine that counts the tokens it computes."""
-
-    def __init__(self, engine):
-        self._engine = engine
-        self.num_tokens = 0
-
-    def __getattr__(self, name):
-        return getattr(self._engine, name)
-
-    def step(self, works):
-        self.num_tokens += sum(work.num_tokens for work in works)
-        return self._engine.step(works)
-
-
 @pytest.mark.parametrize("write_model", [write_fake_model, write_tiny_model])
 @pytest.mark.parametrize("chunk_tokens", [7, 1000])
-def test_answers_are_the_same_with_and_without_reuse(write_model, chunk_tokens, tmp_path):
-    settings = EngineSettings(model=str(write_model(tmp_path)), block_size=4, num_kv_blocks=128)
+def test_answers_are_the_same_with_and_without_reuse(write_model, chunk_tokens, written):
+    settings = EngineSettings(model=str(written(write_model)), block_size=4, num_kv_blocks=128)
     expected = token_ids(run_all(Engine(settings), PROMPTS, SAMPLING))
     engine, allocator = CountingEngine(Engine(settings)), BlockAllocator(128)
     for _ in range(2):  # the second time on what the first has left, answers too
@@ -44,7 +29,3 @@ def test_answers_are_the_same_with_and_without_reuse(write_model, chunk_tokens, 
     first = num_prompt_tokens - 40 - 16 - 48
     second = sum((len(prompt) - 1) % 4 + 1 for prompt in PROMPTS)
     assert engine.num_tokens == first + second + 2 * num_answer_tokens
-
-
-def token_ids(answers):
-    return [[token.token_id for token in answer] for answer in answers]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from engine.cache.kv_pool import PagedKVPool
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
+from tests.unit.engine.in_one_test import for_each
 
 CPU = torch.device("cpu")
 DTYPES = ["int8", "fp8_e4m3"]
@@ -202,8 +203,7 @@ def test_a_request_gets_the_same_bytes_whoever_else_is_in_the_step(steps, dtype,
     assert b"".join(alone.read(0, range(4 * 9))) == b"".join(together.read(0, range(4 * 9)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tiny", [0.0, 1e-44, 1e-38])
+@for_each(dtype=DTYPES, tiny=[0.0, 1e-44, 1e-38])
 def test_nothing_or_almost_nothing_is_stored_as_zero_and_grows_later(dtype, tiny):
     layout = KVLayout.uniform(1, 2, 4, 4, dtype)
     pool = PagedKVPool(layout, 1, CPU)
@@ -217,8 +217,7 @@ def test_nothing_or_almost_nothing_is_stored_as_zero_and_grows_later(dtype, tiny
     np.testing.assert_allclose(gathered(pool, [0])[:, 0, 2:], tokens[:, 2:], atol=np.abs(tokens).max() / 16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("broken", [np.nan, np.inf])
+@for_each(dtype=DTYPES, broken=[np.nan, np.inf])
 def test_what_is_not_a_number_shows_in_its_own_block_and_head_alone(dtype, broken):
     layout = KVLayout.uniform(1, 2, 4, 4, dtype)
     pool = PagedKVPool(layout, 2, CPU)
@@ -253,8 +252,7 @@ def test_blocks_whose_scales_would_not_be_aligned_are_refused_with_their_sizes()
     PagedKVPool(KVLayout.uniform(1, 1, 5, 3, "float32"), 1, CPU)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("magnitude", [0.1, 1.0, 30.0])
+@for_each(dtype=DTYPES, magnitude=[0.1, 1.0, 30.0])
 def test_steps_that_are_known_to_go_to_blocks_of_their_own_leave_the_same_bytes(dtype, magnitude):
     layout = KVLayout.uniform(1, 3, 16, 8, dtype)
     pools = [PagedKVPool(layout, 6, CPU) for _ in range(2)]

@@ -8,6 +8,8 @@ from engine.native.linear_library import VARIANTS, linear_library
 from engine.quantization import quantized_linear
 from engine.quantization.quantized_linear import QuantizedMatrix, quantized_matrix
 from engine.quantization.weight_quantization import QuantizedWeight, quantize
+from tests.unit.engine.in_one_test import for_each
+from tests.unit.engine.native_kit import thread_counts
 
 CPU = torch.device("cpu")
 # Of the sizes of a sum's terms: what rounding the inputs, the weights of the portable product and the output may cost.
@@ -40,9 +42,8 @@ def product(x, weight):
 
 
 @variants
-@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("shape", SHAPES)
+@for_each(dtype=TOLERANCES, shape=SHAPES)
 def test_products_are_those_of_the_rounded_weights(variant, dtype, bits, shape):
     matrix = quantized_matrix(random(*shape), bits, variant)
     weight = matrix.rows(torch.arange(shape[0]))
@@ -55,7 +56,7 @@ def test_products_are_those_of_the_rounded_weights(variant, dtype, bits, shape):
 
 
 @variants
-@pytest.mark.parametrize("bits", [4, 8])
+@for_each(bits=[4, 8])
 def test_a_bias_is_added(variant, bits):
     matrix, bias = quantized_matrix(random(19, 40), bits, variant), random(19, seed=5)
     x = random(3, 40, seed=6)
@@ -78,14 +79,9 @@ def test_a_row_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(var
         pytest.skip("torch promises no such thing")
     matrix, x = quantized_matrix(random(200, 100), bits, variant), random(300, 100, seed=3).bfloat16()
     alone = torch.cat([matrix(row) for row in x.split(1)])
-    num_threads = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            assert torch.equal(matrix(x), alone)
-            assert all(torch.equal(torch.cat([matrix(part) for part in x.split(n)]), alone) for n in (2, 3, 7, 260))
-    finally:
-        torch.set_num_threads(num_threads)
+    for _ in thread_counts():
+        assert torch.equal(matrix(x), alone)
+        assert all(torch.equal(torch.cat([matrix(part) for part in x.split(n)]), alone) for n in (2, 3, 7, 260))
 
 
 @variants
@@ -103,7 +99,7 @@ def test_zeros_large_and_small_numbers(variant):
 
 
 @variants
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@for_each(wrong=[float("nan"), float("inf"), -float("inf")])
 def test_what_is_no_number_stays_none_and_spoils_no_other_row(variant, wrong):
     matrix, x = quantized_matrix(random(17, 48), 8, variant), random(3, 48, seed=1)
     expected = matrix(x)
@@ -114,8 +110,7 @@ def test_what_is_no_number_stays_none_and_spoils_no_other_row(variant, wrong):
 
 
 @variants
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group_size", [16, 48, 128])
+@for_each(bits=[4, 8], group_size=[16, 48, 128])
 def test_any_numbers_scales_and_zeros(variant, bits, group_size):
     rng = np.random.default_rng(1)
     num_outputs, num_inputs, num_groups = 37, 2 * group_size - 5, 2

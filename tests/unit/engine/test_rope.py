@@ -5,6 +5,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from engine.model.rope import RotaryEmbedding, inverse_frequencies, rotate
 from serving_core.rope_config import DefaultRope, FactorRope, LinearRope, Llama3Rope, YarnRope
+from tests.unit.engine.in_one_test import for_each
 
 FACTORS = (1.0,) * 12 + (1.3, 2.7, 5.1, 7.9) + (8.0,) * 16
 ROPES = {
@@ -73,8 +74,7 @@ def test_frequencies_have_the_bits_of_transformers(name):
     assert torch.equal(inverse_frequencies(rope, HEAD_DIM), expected)
 
 
-@pytest.mark.parametrize("name", ROPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@for_each(name=ROPES, dtype=[torch.float32, torch.bfloat16])
 def test_rotation_equals_transformers_at_far_positions(name, dtype):
     rope, parameters = ROPES[name]
     positions = torch.tensor([0, 1, 17, 1000, 8191, 100_000])

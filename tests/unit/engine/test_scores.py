@@ -35,8 +35,8 @@ def scored(engine, prompts, num_top, chunk_tokens):
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 100])
-def test_scores_are_those_of_transformers(tmp_path, chunk_tokens):
-    folder = write_tiny_model(tmp_path / "tiny", "llama")
+def test_scores_are_those_of_transformers(written, chunk_tokens):
+    folder = written(write_tiny_model, "llama")
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     all_scores = scored(engine_of(folder), PROMPTS, 3, chunk_tokens)
     for prompt, scores in zip(PROMPTS, all_scores, strict=True):

@@ -16,8 +16,8 @@ from serving_core.settings import EngineSettings
 from tests.foreign_models import generated, write_any_model, write_foreign_model
 from tests.lora_adapters import write_adapter
 from tests.tiny_models import write_fake_model, write_tiny_model
-from tests.unit.engine.test_llama import random_prompts
-from tests.unit.serving_node.rank_process import TIMEOUT_S, rank_case, rank_processes, run_ranks
+from tests.toy_scheduler import random_prompts
+from tests.unit.engine.rank_process import TIMEOUT_S, rank_case, rank_processes, run_ranks
 
 PROMPTS = random_prompts([*range(1, 14), 33, 150])
 NUM_NEW_TOKENS = 4
@@ -80,7 +80,8 @@ def token_ids(answers):
 
 def check_tokens(answers, folder):
     """Up to where transformers ends an answer."""
-    expected = generated(folder, PROMPTS, NUM_NEW_TOKENS)
+    drafts = [[token["token_id"] for token in answer] for answer in answers]
+    expected = generated(folder, PROMPTS, NUM_NEW_TOKENS, drafts)
     assert any(len(answer) == NUM_NEW_TOKENS for answer in expected)
     for ids, answer in zip(expected, token_ids(answers), strict=True):
         assert answer[: len(ids)] == ids
@@ -143,7 +144,7 @@ def test_only_large_steps_with_prompts_are_divided():
 def test_ranks_that_were_told_otherwise_are_refused(tmp_path):
     folder = write_tiny_model(tmp_path / "model")
     outputs = []
-    with rank_processes(2, "tests.unit.serving_node.group_process", "unlike_ranks", folder) as processes:
+    with rank_processes(2, "tests.unit.engine.group_process", "unlike_ranks", folder) as processes:
         outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
     sentence = f"{FLAG} must be the same on all ranks, and is 10, 11"
     assert [json.loads(output.splitlines()[-1]) for output in outputs] == [sentence] * 2

@@ -21,8 +21,8 @@ TAKEN_OVER_EVERY = 7  # tokens: by a node that knows the grammar and the tokens 
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    folder = write_tiny_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
+def engine(written):
+    folder = written(write_tiny_model, num_hidden_layers=1)
     return Engine(EngineSettings(model=str(folder), num_kv_blocks=BATCH * BLOCKS, block_size=BLOCK_SIZE, device="cpu"))
 
 

@@ -6,12 +6,11 @@ import torch
 from engine.engine import Engine
 from engine.native.library import ENVIRONMENT, OFF, native_library
 from serving_core.settings import EngineSettings
-from tests.foreign_models import DESCRIBED, MIXTURES, write_any_model
+from tests.foreign_models import DESCRIBED, MIXTURES, transformers_model, write_any_model
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
-from tests.toy_scheduler import greedy, run_all
+from tests.toy_scheduler import greedy, random_prompts, run_all
+from tests.unit.engine.rank_process import rank_case, run_ranks
 from tests.unit.engine.test_fake import answer_on_paper
-from tests.unit.engine.test_llama import random_prompts, transformers_model
-from tests.unit.serving_node.rank_process import rank_case, run_ranks
 
 pytestmark = pytest.mark.nightly
 

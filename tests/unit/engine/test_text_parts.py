@@ -13,13 +13,15 @@ from serving_core.model_config import read_model_config
 from serving_core.needs import needs_of
 from serving_core.settings import EngineSettings
 from serving_core.text_parts import text_names
+from tests.effort import few
+from tests.foreign_models import greedy_answers
 from tests.lora_adapters import WEIGHTS, write_adapter, write_merged
 from tests.tiny_models import BOS, EOS, VOCAB_SIZE, write_tokenizer
-from tests.toy_scheduler import greedy, run_all
+from tests.toy_scheduler import greedy, run_all, token_ids
 
 IMAGE = 255  # a token that no prompt has
 PROMPTS = [list(b"The"), list(b"a longer prompt, of two blocks at least"), list(b"ab" * 30)]
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
@@ -80,20 +82,14 @@ def settings(folder, **more):
 
 
 def answers(folder):
-    runs = run_all(Engine(settings(folder)), PROMPTS, greedy(NUM_TOKENS, ignore_eos=True))
-    return [[token.token_id for token in run] for run in runs]
+    return token_ids(run_all(Engine(settings(folder)), PROMPTS, greedy(NUM_TOKENS, ignore_eos=True)))
 
 
-def answers_of_the_whole(folder, name):
+def answers_of_the_whole(folder, name, drafts):
+    """Return the answers of transformers' whole model; `drafts` as for `greedy_answers`."""
     kind = getattr(transformers, f"{name}ForConditionalGeneration")
     model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    sizes = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "eos_token_id": None}
-    found = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **sizes)
-        found.append(output[0, len(prompt) :].tolist())
-    return found
+    return greedy_answers(model, PROMPTS, NUM_TOKENS, drafts, ignore_eos=True)
 
 
 def rewrite(folder, change):
@@ -107,7 +103,8 @@ def rewrite(folder, change):
 @pytest.mark.parametrize("name", WHOLES)
 def test_text_is_answered_as_by_the_whole_model(make, name):
     folder = make(name, tie_word_embeddings=name != "Llava")
-    assert answers(folder) == answers_of_the_whole(folder, name)
+    found = answers(folder)
+    assert found == answers_of_the_whole(folder, name, found)
 
 
 def test_names_of_newer_checkpoints_are_the_same_tensors(make):
@@ -180,15 +177,19 @@ def test_a_tensor_of_neither_is_refused(make):
         Engine(settings(folder))
 
 
-@pytest.mark.parametrize("root", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("root", few(["model.language_model.", "language_model.model."]))
 def test_an_adapter_of_the_whole_model_changes_its_text(make, tmp_path, root):
     """PEFT calls layers as transformers does, or did."""
     folder = make("Gemma3", tie_word_embeddings=True)
     written = write_adapter(tmp_path / "adapter", folder, seed=1)
-    expected = answers_of_the_whole(write_merged(tmp_path / "merged", folder, written), "Gemma3")
+    merged = write_merged(tmp_path / "merged", folder, written)
     file = written / WEIGHTS
     names = {name: name.replace("language_model.model.", root) for name in load_file(file) if "vision" not in name}
     save_file({names[name]: tensor for name, tensor in load_file(file).items() if name in names}, file)
     engine = Engine(settings(folder, lora=(f"a={written}",)))
-    runs = run_all(engine, PROMPTS, greedy(NUM_TOKENS, ignore_eos=True), adapters=["a"] * len(PROMPTS))
-    assert [[token.token_id for token in run] for run in runs] == expected != answers_of_the_whole(folder, "Gemma3")
+    plain, found = (
+        token_ids(run_all(engine, PROMPTS, greedy(NUM_TOKENS, ignore_eos=True), adapters=[name] * len(PROMPTS)))
+        for name in ("", "a")
+    )
+    assert plain == answers_of_the_whole(folder, "Gemma3", plain)
+    assert found == answers_of_the_whole(merged, "Gemma3", found) != plain

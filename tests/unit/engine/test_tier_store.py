@@ -14,6 +14,7 @@ from engine.cache.tier_store import TierStore
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout, Widths
 from serving_core.tiers import Copies
+from tests.unit.engine.unnamed_file import unnamed_file
 
 LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 LAYOUTS = {
@@ -96,11 +97,12 @@ async def test_a_damaged_file_gives_what_is_before_the_damage(tmp_path, damage):
     with closing(TierStore(pool, 0, 4, str(tmp_path))) as store:
         store.spill(Copies([], [0, 1, 2], [0, 1, 2]))
         assert await load(store, [0, 1, 2], [5, 6, 7]) == 3
+        file = unnamed_file(tmp_path)
         if damage == "a bit":
-            byte = os.pread(store._fd, 1, row + 17)[0]
-            os.pwrite(store._fd, bytes([byte ^ 4]), row + 17)
+            byte = os.pread(file, 1, row + 17)[0]
+            os.pwrite(file, bytes([byte ^ 4]), row + 17)
         else:
-            os.ftruncate(store._fd, 2 * row - 1)
+            os.ftruncate(file, 2 * row - 1)
         wipe(pool)
         blank = content(pool, 6)
         assert await load(store, [0, 1, 2], [5, 6, 7]) == 1
@@ -155,7 +157,7 @@ async def test_no_more_is_copied_into_host_memory_at_once_than_there_is_time_for
 async def test_a_file_that_cannot_be_written_to_holds_nothing(tmp_path):
     with closing(TierStore(filled_pool(), 0, 2, str(tmp_path))) as store:
         readable = os.open("/dev/null", os.O_RDONLY)
-        os.dup2(readable, store._fd)
+        os.dup2(readable, unnamed_file(tmp_path))
         os.close(readable)
         lost = told_lost(store)
         store.spill(Copies([], [0, 1], [0, 1]))
@@ -178,8 +180,8 @@ async def test_nothing_is_written_after_a_cancel(tmp_path):
 
 
 def test_a_file_takes_up_its_space_and_has_no_name(tmp_path):
-    with closing(TierStore(filled_pool(), 0, 100, str(tmp_path))) as store:
-        stat = os.fstat(store._fd)
+    with closing(TierStore(filled_pool(), 0, 100, str(tmp_path))):
+        stat = os.fstat(unnamed_file(tmp_path))
         assert stat.st_size == 100 * LAYOUT.block_bytes
         assert stat.st_blocks * 512 >= stat.st_size
         assert stat.st_nlink == 0

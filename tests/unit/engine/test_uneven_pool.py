@@ -16,6 +16,7 @@ from engine.forward_batch import build_batch
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout, Widths
 from serving_core.requests import Share
+from tests.unit.engine.in_one_test import for_each
 from tests.unit.engine.some_heads import spans_of
 
 CPU = torch.device("cpu")
@@ -80,8 +81,7 @@ def test_the_views_of_a_layer_are_of_its_widths():
     assert bytes(pool.read(8, [2])[1]) == np.ones(BLOCK_SIZE * NUM_HEADS * 12, np.float32).tobytes()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_ids", SCATTERED)
+@for_each(dtype=DTYPES, block_ids=SCATTERED)
 def test_blocks_are_read_and_written_as_bytes_and_as_tensors(dtype, block_ids):
     pool, raw = random_pool(dtype)
     (by_bytes, before), (by_tensors, _) = random_pool(dtype, seed=1), random_pool(dtype, seed=1)
@@ -96,8 +96,7 @@ def test_blocks_are_read_and_written_as_bytes_and_as_tensors(dtype, block_ids):
                 assert bytes(target.read(layer, range(NUM_BLOCKS))[kind]) == before[layer][kind].tobytes()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_ids", SCATTERED)
+@for_each(dtype=DTYPES, block_ids=SCATTERED)
 def test_slices_of_heads_read_their_share_of_every_layer_and_put_together_the_whole(dtype, block_ids):
     source, raw = random_pool(dtype)
     target, before = random_pool(dtype, seed=1)
@@ -128,7 +127,7 @@ def test_planes_of_another_layer_are_refused_with_both_sizes(heads):
     assert bytes(pool.read(7, range(NUM_BLOCKS))[0]) == raw[7][0].tobytes()
 
 
-@pytest.mark.parametrize("layer", [0, 4, 10])
+@for_each(layer=[0, 4, 10])
 def test_layers_that_the_pool_does_not_hold_are_not_there(layer):
     pool = uneven_pool("float32")
     for store in (pool, pool.heads(range(2))):
@@ -149,8 +148,10 @@ def test_quantized_blocks_of_an_odd_size_are_refused_whichever_layer_has_them():
 REFUSAL = r"K and V must be of one width in all layers to be computed with: .*in layer"
 
 
-@pytest.mark.parametrize("backend", [choose_attention, NativeAttention, TiledAttention])
-@pytest.mark.parametrize("widths", [WIDTHS, (Widths(16, 0),) * 2, (Widths(16, 16), Widths(32, 32))])
+@for_each(
+    backend=[choose_attention, NativeAttention, TiledAttention],
+    widths=[WIDTHS, (Widths(16, 0),) * 2, (Widths(16, 16), Widths(32, 32))],
+)
 def test_attention_refuses_unlike_widths_when_it_is_made(backend, widths):
     pool = PagedKVPool(KVLayout(0, widths, 2, 16, "float32"), 2, CPU)
     with pytest.raises(SettingsError, match=REFUSAL):

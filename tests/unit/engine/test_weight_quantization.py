@@ -7,9 +7,8 @@ from engine.engine import Engine
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
-from tests.toy_scheduler import greedy, run_all
-from tests.unit.engine.test_llama import random_prompts
-from tests.unit.serving_node.rank_process import run_ranks
+from tests.toy_scheduler import greedy, random_prompts, run_all
+from tests.unit.engine.rank_process import run_ranks
 
 pytestmark = pytest.mark.nightly
 

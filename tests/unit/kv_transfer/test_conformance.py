@@ -8,8 +8,12 @@ import pytest
 import uvloop
 
 from engine.cache.kv_pool import PagedKVPool
+from kv_transfer import payload
 from kv_transfer.ends.receiver import KVReceiver, Received
 from kv_transfer.ends.sender import KVSender, Sent, TransferFailed
+from serving_core.layout import KVLayout
+from tests.effort import few, pairwise
+from tests.unit.kv_transfer.fabric_kinds import FABRIC_KINDS
 from tests.unit.kv_transfer.transfer_kit import (
     BIG_LAYOUT,
     BIG_NUM_BLOCKS,
@@ -30,11 +34,23 @@ from tests.unit.kv_transfer.transfer_kit import (
 
 # ---- undisturbed ----
 
+ONE_FRAME = pytest.param(LAYOUT, 7, id="11 kB")
+SEVERAL_MESSAGES = pytest.param(SMOLLM2, 32, id="12 MB")
+
 
 @pytest.mark.parametrize(
     ("layout", "num_blocks"),
-    [(LAYOUT, 1), (LAYOUT, 7), (SMOLLM2, 1), (SMOLLM2, 32), (BIG_LAYOUT, BIG_NUM_BLOCKS)],
-    ids=["1.5 kB", "11 kB", "369 kB", "12 MB", "42 MB"],
+    few(
+        [
+            pytest.param(LAYOUT, 1, id="1.5 kB"),
+            ONE_FRAME,
+            pytest.param(SMOLLM2, 1, id="369 kB"),
+            SEVERAL_MESSAGES,
+            pytest.param(BIG_LAYOUT, BIG_NUM_BLOCKS, id="42 MB"),
+        ],
+        ONE_FRAME,
+        SEVERAL_MESSAGES,
+    ),
 )
 def test_bytes_arrive_as_they_are(fabric, layout, num_blocks):
     source, target = ByteStore(layout, num_blocks, seed=1), ByteStore(layout, num_blocks + 2)
@@ -50,6 +66,7 @@ def test_bytes_arrive_as_they_are(fabric, layout, num_blocks):
     run(scenario())
 
 
+@pytest.mark.nightly
 def test_hundreds_of_megabytes(tmp_path):
     """5120 tokens at once, 210 MB."""
     source, target = ByteStore(BIG_LAYOUT, 320, seed=1), ByteStore(BIG_LAYOUT, 320)
@@ -187,32 +204,43 @@ def test_the_faster_event_loop(fabric):
 
 # ---- cancelled ----
 
-MOMENTS = ["start", "some blocks", "finish", "finish and a little later"]
+MANY_LAYERS = KVLayout.uniform(num_layers=8, num_kv_heads=1, head_dim=16, block_size=4, dtype="bfloat16")
 
 
-async def reach(moment, sending, ids):
+async def reach(moment, sending, receiver, ids):
+    """Return at a moment of a transfer, in the same turn of the loop."""
     if moment != "start":
         sending.blocks_ready(ids[: len(ids) // 2])
-        await asyncio.sleep(0.002)
+        await turns_until(lambda: receiver.num_bytes)
     if moment.startswith("finish"):
         sending.finish(ids, b"tail")
     if moment.endswith("later"):
-        await asyncio.sleep(0.002)
+        await turns_until(lambda: receiver.num_bytes > 0.6 * len(ids) * MANY_LAYERS.block_bytes)
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("side", ["sender", "receiver"])
-def test_cancel(fabric, side, moment):
+async def turns_until(condition):
+    while not condition():
+        await asyncio.sleep(0)
+
+
+@pairwise(
+    kind=FABRIC_KINDS,
+    side=["sender", "receiver"],
+    moment=["start", "some blocks", "finish", "finish and a little later"],
+)
+def test_cancel(tmp_path, monkeypatch, kind, side, moment):
     """Each side ends once. The source is free after on_done, and the target is not written after on_done."""
-    source, target = ByteStore(SMOLLM2, 32, seed=6), ByteStore(SMOLLM2, 32)
-    ids = range(32)
+    monkeypatch.setattr(payload, "MESSAGE_BYTES", 2048)  # 32 messages
+    monkeypatch.setattr(payload, "MIN_FRAME_BYTES", 512)
+    source, target = ByteStore(MANY_LAYERS, 32, seed=6), ByteStore(MANY_LAYERS, 64)
+    ids, other_ids = range(32), range(32, 64)
 
     async def scenario():
-        async with pair(fabric, source, target) as (sender, receiver):
+        async with pair(Fabric(kind, tmp_path), source, target) as (sender, receiver):
             sent, received = Once(), Once()
             ticket = grant(receiver, ids, received)
             sending = sender.start(ticket.encode(), sent)
-            await reach(moment, sending, ids)
+            await reach(moment, sending, receiver, ids)
             if side == "sender":
                 sending.cancel()
                 sent_result = await sent.result()
@@ -225,14 +253,14 @@ def test_cancel(fabric, side, moment):
             frozen = target.bytes_of(ids)
             sending.cancel()
             receiver.cancel(ticket.epoch)
-            await asyncio.sleep(0.02)
+            results = await transfer(sender, receiver, ids, other_ids)  # behind all that was on its way
+            check_arrived(source, ids, target, other_ids, results)
             assert target.bytes_of(ids) == frozen
             if isinstance(received_result, Received):
                 assert frozen == source.bytes_of(ids)
             if isinstance(sent_result, Sent):
                 assert isinstance(received_result, Received)
-            results = await transfer(sender, receiver, ids, ids)
-            check_arrived(source, ids, target, ids, results)
+            check_arrived(source, ids, target, ids, await transfer(sender, receiver, ids, ids))
 
     run(scenario())
 
@@ -271,6 +299,26 @@ def test_a_grant_expires(fabric):
             assert target.bytes_of(range(4)) == frozen
 
     run(scenario())
+
+
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
+def test_every_grant_expires(runner):
+    """On either event loop: uvloop's timers may ring up to a millisecond early."""
+    num_grants = 100
+
+    async def grant_and_wait():
+        receiver = KVReceiver(Fabric("loopback", None).listener(), ByteStore(LAYOUT, 1))
+        results = []
+        for _ in range(num_grants):
+            grant(receiver, [0], results.append, ttl_s=0.3)
+            await asyncio.sleep(0.0007)
+        async with asyncio.timeout(60):
+            while receiver.num_open:
+                await asyncio.sleep(0.01)
+        await receiver.close()
+        return results
+
+    assert [result.reason for result in runner(grant_and_wait())] == ["TRANSFER_FAILED"] * num_grants
 
 
 def test_a_receiver_that_never_answers_is_given_up(fabric):

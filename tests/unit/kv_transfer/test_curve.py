@@ -54,15 +54,14 @@ def test_dealers_without_a_known_key_get_nothing(tmp_path, caplog):
     source, target = ByteStore(LAYOUT, 4, seed=1), ByteStore(LAYOUT, 4)
 
     async def scenario():
-        async with pair(fabric, source, target) as (sender, receiver):
+        heard = []
+
+        def hear(take, peer, header, frames):
+            heard.append(wire.decode(header))
+            take(peer, header, frames)
+
+        async with pair(fabric, source, target, tap=hear) as (sender, receiver):
             received, sent = Once(), Once()
-            heard, take = [], receiver.transport._on_message
-
-            def hear(peer, header, frames):
-                heard.append(wire.decode(header))
-                take(peer, header, frames)
-
-            receiver.transport._on_message = hear
             ticket = grant(receiver, range(4), received)
             (end,) = ticket.ends
             place, _, key = end.address.removeprefix("curve://").partition("/")

@@ -1,7 +1,5 @@
 """The reshard plan, against tables worked out by hand and against its definition."""
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +7,7 @@ from hypothesis import strategies as st
 from kv_transfer.errors import TransferError
 from kv_transfer.plan import ANY_LAYER, Grid, Holding, KVCopy, describe, holdings, plan_copies, plan_nodes
 from serving_core.sharding import head_range, share_of
+from tests.effort import pairwise
 
 
 @pytest.mark.parametrize(
@@ -93,9 +92,7 @@ def check_plan(prefill_tp, decode_tp, num_heads):
     assert all(heads == [head] for (_, head), heads in received.items())
 
 
-@pytest.mark.parametrize("num_heads", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("decode_tp", [1, 2, 4])
-@pytest.mark.parametrize("prefill_tp", [1, 2, 4])
+@pairwise(prefill_tp=[1, 2, 4], decode_tp=[1, 2, 4], num_heads=[1, 2, 3, 4, 8])
 def test_every_pair_of_sizes(prefill_tp, decode_tp, num_heads):
     check_plan(prefill_tp, decode_tp, num_heads)
 
@@ -169,8 +166,7 @@ tp_sizes = st.integers(1, 4)
 nodes = st.tuples(tp_sizes, st.integers(1, 3))  # TP size and stages
 
 
-@pytest.mark.parametrize(("prefill_pp", "decode_pp"), [*itertools.product(range(1, 4), repeat=2)])
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [*itertools.product(range(1, 5), repeat=2)])
+@pairwise(prefill_tp=range(1, 5), decode_tp=range(1, 5), prefill_pp=range(1, 4), decode_pp=range(1, 4))
 def test_every_pair_of_grids(prefill_tp, decode_tp, prefill_pp, decode_pp):
     for num_heads in (1, 2, 3, 8):
         sources = grid(range(5, 12), num_heads, prefill_tp, prefill_pp)

@@ -4,12 +4,13 @@ import asyncio
 import errno
 import os
 import socket
+from functools import partial
 
 import pytest
 
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
-from kv_transfer.shared_memory import lending
+from kv_transfer.shared_memory import borrowing, lending
 from kv_transfer.shared_memory.area import HEAD_BYTES, NONCE_BYTES, WrittenArea
 from kv_transfer.shared_memory.borrowing import Borrower
 from kv_transfer.shared_memory.door import address_of, new_socket
@@ -124,7 +125,7 @@ async def test_memory_of_who_is_gone_is_let_go():
     await ends.meet()
     note, _ = ends.loan.lend([memoryview(b"x")])
     ends.loan.close()
-    await until(lambda: not ends.borrower._visits)
+    await until(lambda: not ends.borrower.num_lenders)
     assert ends.borrower.copy_of(PEER, note) is None
     ends.close()
 
@@ -146,9 +147,11 @@ async def test_a_receiver_declines_for_a_reason(monkeypatch):
     assert ends.answers == [Declined(Decline.BUSY)]
     ends.close()
 
+    monkeypatch.setattr(borrowing, "MAX_LENDERS", 1)
     full = Ends()
-    monkeypatch.setattr(full.borrower, "_max_lenders", 0)
+    full.borrower.take_offer(b"another peer", full.offer)
     assert await full.meet() == Declined(Decline.FULL)
+    full.borrower.close()
     full.close()
 
 
@@ -161,7 +164,7 @@ async def test_an_offer_that_is_not_kept_is_declined(odd):
     ends.offer = Offer(**fields | {name: wrong[name]})
     assert await ends.meet() == Declined(Decline.BUSY if odd == "secret" else Decline.UNLIKE)
     assert ends.loan.lend([memoryview(b"x")]) is None
-    await until(lambda: not ends.borrower._visits)
+    await until(lambda: not ends.borrower.num_lenders)
     ends.close()
 
 
@@ -283,20 +286,24 @@ def test_a_slot_of_a_slow_receiver_is_not_written_again(shm):
     parts = [range(first, first + 4) for first in range(0, 64, 4)]
 
     async def scenario():
-        async with pair(shm, source, target) as (sender, receiver):
-            take, waiting = receiver.transport._on_message, []
-            receiver.transport._on_message = lambda peer, header, frames: waiting.append(
-                (peer, bytes(header), [memoryview(bytes(frame)) for frame in frames])
-            )
+        waiting, is_slow = [], True
+
+        def take_later(take, peer, header, frames):
+            copies = [memoryview(bytes(frame)) for frame in frames]
+            waiting.append(partial(take, peer, bytes(header), copies))
+            if not is_slow:
+                waiting.pop()()
+
+        async with pair(shm, source, target, tap=take_later) as (sender, receiver):
             pending = []
             for ids in parts:
                 sent, received = Once(), Once()
                 sender.start(grant(receiver, ids, received).encode(), sent).finish(ids, b"tail")
                 pending.append((ids, sent, received))
             await until(lambda: len(waiting) > NUM_SLOTS)
-            receiver.transport._on_message = take
-            for message in waiting:
-                take(*message)
+            is_slow = False
+            for take in [waiting.pop(0) for _ in range(len(waiting))]:
+                take()
             for ids, sent, received in pending:
                 check_arrived(source, ids, target, ids, (await sent.result(), await received.result()))
 

@@ -14,6 +14,8 @@ from kv_transfer.ticket import Lane
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from kv_transfer.wire import decode, encode
 from serving_core.layout import KVLayout, Widths
+from tests.effort import few, pairwise
+from tests.unit.kv_transfer.fabric_kinds import FABRIC_KINDS
 from tests.unit.kv_transfer.lanes_kit import SOURCE_IDS, TARGET_IDS, check_pools, nodes_of, sliced
 from tests.unit.kv_transfer.torch_dist_kit import CPU, bytes_of, tensor_store
 from tests.unit.kv_transfer.transfer_kit import (
@@ -38,14 +40,13 @@ def layout_of(widths=WIDTHS, dtype="bfloat16", num_heads=2, block_size=2):
     return KVLayout(FIRST, widths, num_heads, block_size, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize(("widths", "block_size"), [(WIDTHS, 2), (LATENT, 2), (LARGE, 128)])
-def test_every_byte_arrives_in_its_layer(fabric, widths, block_size, dtype):
-    layout = layout_of(widths, dtype, block_size=block_size)
+@pairwise(kind=FABRIC_KINDS, dtype=["bfloat16", "int8"], widths=[WIDTHS, LATENT, LARGE])
+def test_every_byte_arrives_in_its_layer(tmp_path, kind, dtype, widths):
+    layout = layout_of(widths, dtype, block_size=128 if widths is LARGE else 2)
     source, target = ByteStore(layout, 6, seed=1), ByteStore(layout, 8)
 
     async def scenario():
-        async with pair(fabric, source, target) as (sender, receiver):
+        async with pair(Fabric(kind, tmp_path), source, target) as (sender, receiver):
             results = await transfer(sender, receiver, SOURCE_IDS, TARGET_IDS)
             check_arrived(source, SOURCE_IDS, target, TARGET_IDS, results)
             assert sender.num_bytes == receiver.num_bytes == 5 * layout.block_bytes, "something was sent twice"
@@ -54,7 +55,7 @@ def test_every_byte_arrives_in_its_layer(fabric, widths, block_size, dtype):
     run(scenario())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize("dtype", few(["bfloat16", "int8", "fp8_e4m3"], "int8"))
 @pytest.mark.parametrize("widths", [WIDTHS, LATENT])
 def test_tensors_arrive_over_torch_distributed(widths, dtype):
     layout = layout_of(widths, dtype)
@@ -73,8 +74,9 @@ def test_tensors_arrive_over_torch_distributed(widths, dtype):
     assert not any(bytes_of(target, [4, 5, 7]))
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (4, 2), (2, 3)])
-def test_nodes_of_unlike_sizes_layer_by_layer(fabric, prefill_tp, decode_tp):
+@pytest.mark.parametrize("tp_sizes", few([(1, 2), (4, 2), (2, 3)], (2, 3)), ids=str)
+def test_nodes_of_unlike_sizes_layer_by_layer(fabric, tp_sizes):
+    prefill_tp, decode_tp = tp_sizes
     layout = layout_of(dtype="int8", num_heads=4)
     whole = ByteStore(layout, 6, seed=3)
 
@@ -92,10 +94,10 @@ def test_nodes_of_unlike_sizes_layer_by_layer(fabric, prefill_tp, decode_tp):
     run(scenario())
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
-def test_the_pools_of_the_engine(fabric, prefill_tp, decode_tp):
+@pytest.mark.parametrize("tp_sizes", few([(1, 1), (2, 1), (1, 2)], (2, 1)), ids=str)
+def test_the_pools_of_the_engine(fabric, tp_sizes):
     whole = ByteStore(layout_of(dtype="fp8_e4m3"), 6, seed=4)
-    run(check_pools(fabric, whole, prefill_tp, decode_tp))
+    run(check_pools(fabric, whole, *tp_sizes))
 
 
 # ---- layouts that differ ----

@@ -1,13 +1,15 @@
-"""What the tests of the corridor share: a store of plain bytes, a network of each kind, a network that misbehaves."""
+"""What the tests of KV transfers share: a store of plain bytes, a network of each kind, a network that misbehaves."""
 
 import asyncio
 import itertools
 import math
 import random
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import zmq
 
@@ -19,6 +21,7 @@ from kv_transfer.transports.loopback import LoopbackNetwork
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from kv_transfer.wire import decode
 from serving_core.layout import KVLayout
+from tests import forked
 from tests.unit.engine.some_heads import SomeHeads
 from tests.unit.kv_transfer.torch_dist_kit import HostDialer, HostListener
 
@@ -44,6 +47,22 @@ async def until(condition):
     """Returns once a condition holds of counters, which tell nobody when they change."""
     while not condition():
         await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def peer_process(module, *arguments):
+    """Start `python -m module *arguments` as the other end of a transfer, with pipes, and kill it at the end."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with forked.popen(module, *arguments, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+async def line_from(process):
+    """Return the next line that a process prints."""
+    return (await asyncio.to_thread(process.stdout.readline)).decode().strip()
 
 
 def skip(seconds):
@@ -164,10 +183,24 @@ class Fabric:
             await asyncio.sleep(0.001)
 
 
+class TappedListener:
+    """A Listener that passes its messages to a function, whose first argument is the handler of the receiver."""
+
+    def __init__(self, inner, tap):
+        self._inner, self._tap = inner, tap
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def start(self, on_message):
+        self._inner.start(partial(self._tap, on_message))
+
+
 @asynccontextmanager
-async def pair(fabric, source, target, *, deadline_s=PATIENCE_S, wrap=lambda dialer: dialer):
+async def pair(fabric, source, target, *, deadline_s=PATIENCE_S, wrap=lambda dialer: dialer, tap=None):
     """A sender of one store and a receiver into another. In the end nothing may be open."""
-    receiver, dialer = KVReceiver(fabric.listener(), target), fabric.dialer()
+    listener, dialer = fabric.listener(), fabric.dialer()
+    receiver = KVReceiver(TappedListener(listener, tap) if tap else listener, target)
     sender = KVSender(wrap(dialer), source, deadline_s=deadline_s)
     await fabric.meet(dialer, receiver.address)
     try:

@@ -10,7 +10,7 @@ from serving_core.fingerprint import EDGE_BYTES, fingerprint, model_facts
 from serving_core.layout import Widths
 from serving_core.model_config import read_model_config
 from serving_core.prefix import root_name
-from tests.tiny_models import write_fake_model, write_tiny_model
+from tests.tiny_models import write_fake_model, write_tiny_llama, write_tiny_model
 
 
 def fingerprint_of(folder, block_size=16, dtype="float32", kv_cache_dtype="float32"):
@@ -24,20 +24,20 @@ def differences(one, other):
 
 
 def test_equal_folders_are_equal(tmp_path):
-    folders = [write_tiny_model(tmp_path / name, seed=1) for name in ("a", "b")]
+    folders = [write_tiny_llama(tmp_path / name, seed=1) for name in ("a", "b")]
     facts = [fingerprint_of(folder) for folder in folders]
     assert differences(*facts) == set()
     assert all(isinstance(value, str) for value in facts[0].values())
 
 
 def test_each_difference_shows_under_its_name(tmp_path):
-    base = write_tiny_model(tmp_path / "base", seed=1)
+    base = write_tiny_llama(tmp_path / "base", seed=1)
     facts = fingerprint_of(base)
     assert differences(facts, fingerprint_of(base, block_size=8)) == {"block_size"}
     assert differences(facts, fingerprint_of(base, dtype="bfloat16")) == {"dtype"}
     assert differences(facts, fingerprint_of(base, kv_cache_dtype="int8")) == {"kv_cache_dtype"}
-    assert differences(facts, fingerprint_of(write_tiny_model(tmp_path / "tuned", seed=2))) == {"weights"}
-    narrow = write_tiny_model(tmp_path / "narrow", seed=1, intermediate_size=64)
+    assert differences(facts, fingerprint_of(write_tiny_llama(tmp_path / "tuned", seed=2))) == {"weights"}
+    narrow = write_tiny_llama(tmp_path / "narrow", seed=1, intermediate_size=64)
     assert differences(facts, fingerprint_of(narrow)) == {"intermediate_size", "weights"}
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
@@ -95,7 +95,7 @@ def test_what_a_coordinator_knows_is_in_the_fingerprint_of_its_nodes(tmp_path, f
 
 
 def test_a_coordinator_without_weights_knows_the_rest(tmp_path):
-    folder = write_tiny_model(tmp_path)
+    folder = write_tiny_llama(tmp_path)
     facts = model_facts(folder, read_model_config(folder))
     (folder / "model.safetensors").unlink()
     del facts["weights"]
@@ -103,7 +103,7 @@ def test_a_coordinator_without_weights_knows_the_rest(tmp_path):
 
 
 def test_missing_weights(tmp_path):
-    folder = write_tiny_model(tmp_path)
+    folder = write_tiny_llama(tmp_path)
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="has neither"):
         fingerprint_of(folder)

@@ -121,6 +121,12 @@ def test_a_header_has_an_end(monkeypatch):
         read(header(pairs=[pair(b"a", STRING, text(bytes(200)))]))
 
 
+@pytest.mark.parametrize("num_bytes", [1, 30, 200])
+def test_a_header_longer_than_usual_is_read_whole(monkeypatch, num_bytes):
+    monkeypatch.setattr(gguf_header, "USUAL_HEADER_BYTES", num_bytes)
+    assert read(header(pairs=[pair(b"a", STRING, text(b"x" * 200))])).metadata == {"a": "x" * 200}
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", stored="Q8_0")

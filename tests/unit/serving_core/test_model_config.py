@@ -4,13 +4,13 @@ import json
 import pytest
 import torch
 import transformers
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.model.rope import inverse_frequencies
 from serving_core.errors import ModelError
 from serving_core.layout import KVLayout
 from serving_core.model_config import read_model_config
 from serving_core.rope_config import DefaultRope, LinearRope, Llama3Rope, YarnRope
+from tests.effort import pairwise
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -162,11 +162,11 @@ SCALED = {
 }
 
 
-@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize(("beside", "within"), [(None, None), (None, 64), (128, None), (128, 64)])
-@pytest.mark.parametrize("kind", SCALED)
+@pairwise(kind=SCALED, beside=[None, 128], within=[None, 64], spelling=["rope_scaling", "rope_parameters"])
 def test_the_original_length_beside_the_ropes_own_fields(read, kind, beside, within, spelling):
     """Phi-3 and its kin have it there, where it wins."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # which takes seconds to import
+
     fields = {**LLAMA, "head_dim": 64, spelling: SCALED[kind] | ({} if within is None else {ORIGINAL: within})}
     fields |= {} if beside is None else {ORIGINAL: beside}
     rope = read(fields).rope

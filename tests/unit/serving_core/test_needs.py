@@ -14,12 +14,12 @@ from serving_core.settings import EngineSettings
 from serving_core.stored_tensors import stored_tensors
 from serving_core.weight_files import INDEX_FILE
 from tests.foreign_models import write_foreign_model
-from tests.tiny_models import write_fake_model, write_tiny_model
+from tests.tiny_models import write_fake_model, write_tiny_llama, write_tiny_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model"), "llama", seed=2)
+    return write_tiny_llama(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_the_tensors_of_several_files_are_those_of_one(folder, sharded):
 
 @pytest.mark.parametrize("keep", [0, 5, 3000, -10])
 def test_a_file_that_is_cut_short(tmp_path, keep):
-    file = write_tiny_model(tmp_path) / "model.safetensors"
+    file = write_tiny_llama(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(ModelError, match="is not a whole safetensors file"):
         stored_tensors(tmp_path)

@@ -10,10 +10,10 @@ from serving_core.errors import ModelError, SettingsError
 from serving_core.model_config import read_model_config
 from serving_core.needs import needs_of
 from serving_core.settings import EngineSettings
-from tests.tiny_models import VOCAB_SIZE, write_tiny_model
-from tests.toy_scheduler import greedy, run_all
+from tests.foreign_models import transformers_model
+from tests.tiny_models import VOCAB_SIZE, write_tiny_llama, write_tiny_model
+from tests.toy_scheduler import greedy, random_prompts, run_all
 from tests.unit.engine.quantized_checkpoints import PROJECTIONS, SIZES, describe, edit
-from tests.unit.engine.test_llama import random_prompts, transformers_model
 from tests.unit.serving_core.test_stored_quantization import loaded
 
 (PROMPT,) = random_prompts([40])
@@ -207,7 +207,7 @@ GROUP = ("config_groups", "group_0")
     ],
 )
 def test_settings_that_cannot_be_read_are_named(config, sentence, tmp_path):
-    describe(write_tiny_model(tmp_path), config)
+    describe(write_tiny_llama(tmp_path), config)
     with pytest.raises(ModelError, match=sentence):
         read_model_config(tmp_path)
 

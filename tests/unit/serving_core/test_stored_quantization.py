@@ -1,6 +1,8 @@
 """GPTQ and AWQ checkpoints against transformers with the weights that they stand for."""
 
+import itertools
 import json
+import shutil
 
 import pytest
 import torch
@@ -17,11 +19,12 @@ from serving_core.settings import EngineSettings
 from serving_core.sharding import shard_of
 from serving_core.stored_quantization import WHOLE as ONE_GROUP
 from serving_core.stored_quantization import StoredQuantization, read_stored_quantization
+from tests.effort import few
+from tests.foreign_models import transformers_model
 from tests.tiny_models import VOCAB_SIZE
-from tests.toy_scheduler import greedy, run_all
+from tests.toy_scheduler import greedy, random_prompts, run_all
 from tests.unit.engine.quantized_checkpoints import describe, edit, write_quantized
-from tests.unit.engine.test_llama import random_prompts, transformers_model
-from tests.unit.serving_node.rank_process import run_ranks
+from tests.unit.engine.rank_process import run_ranks
 
 (PROMPT,) = random_prompts([40])
 CHECKPOINTS = {
@@ -43,8 +46,21 @@ CHECKPOINTS = {
     "awq-groups-of-8": ("awq", {"group_size": 8}),
     "awq-qwen3-tied": ("awq", {"family": "qwen3", "tie_word_embeddings": True}),
 }
+ALIKE = ("gptq-8-bits-symmetric", "gptq-groups-of-16", "gptq-qwen2")  # to others, in each of what they are made of
 WHOLE = ("gptq-act-order-of-each", "gptq-groups-of-8", "awq-groups-of-8")  # some of whose layers cannot stay small
 LAYERS = {"awq-groups-of-8": 8, "gptq-groups-of-8": 8, "gptq-act-order-of-each": 4}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Write a checkpoint of each method, which no test changes."""
+    return {method: write_quantized(tmp_path_factory.mktemp(method), method)[0] for method in ("gptq", "awq")}
+
+
+@pytest.fixture
+def stored_as(written, tmp_path):
+    """Return a function that copies the checkpoint of a method."""
+    return lambda method: shutil.copytree(written[method], tmp_path / method)
 
 
 def logprobs(engine):
@@ -57,26 +73,41 @@ def load(folder, **settings):
     return Engine(EngineSettings(model=str(folder), device="cpu", num_kv_blocks=8, **settings))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_logprobs_are_those_of_transformers_with_the_same_weights(name, dtype, tmp_path, caplog):
+def oracle(folder, dtype):
+    """Return the log-probabilities of the vocabulary after the prompt, computed by transformers."""
+    with torch.inference_mode():
+        logits = transformers_model(folder, dtype)(torch.tensor([PROMPT])).logits
+    return logits[0, -1].float().log_softmax(-1)
+
+
+def distance(one, other):
+    return (one - other).square().mean().sqrt()
+
+
+@pytest.mark.parametrize(
+    "name_and_dtype",
+    few(
+        itertools.product(CHECKPOINTS, ["float32", "bfloat16", "float16"]),
+        *((name, "float32") for name in CHECKPOINTS if name not in ALIKE),
+        ("gptq", "bfloat16"),
+        ("awq", "float16"),
+    ),
+    ids="-".join,
+)
+def test_logprobs_are_those_of_transformers_with_the_same_weights(name_and_dtype, tmp_path, caplog):
+    name, dtype = name_and_dtype
     method, options = CHECKPOINTS[name]
     stored, dense = write_quantized(tmp_path, method, **options)
-    with torch.inference_mode():
-        truth, rounded = (
-            transformers_model(dense, kind)(torch.tensor([PROMPT])).logits[0, -1].float().log_softmax(-1)
-            for kind in (torch.float32, torch.bfloat16)
-        )
-    engine = load(stored, dtype=dtype)
-    error = (logprobs(engine) - truth).square().mean().sqrt()
-    limits = {"float32": 2e-3, "float16": 0.02, "bfloat16": 2 * (rounded - truth).square().mean().sqrt()}
-    assert error < limits[dtype]
+    engine, truth = load(stored, dtype=dtype), oracle(dense, torch.float32)
+    limits = {"float32": 2e-3, "float16": 0.02}
+    limit = limits.get(dtype) or 2 * distance(oracle(dense, torch.bfloat16), truth)
+    assert distance(logprobs(engine), truth) < limit
     assert engine.description["quantization"] == f"{method}-int{options.get('bits', 4)}"
     kept = [record.message for record in caplog.records if "are kept as" in record.message]
     assert [int(message.split()[0]) for message in kept] == ([LAYERS[name]] if name in WHOLE else [])
 
 
-@pytest.mark.parametrize("name", ["gptq", "gptq-8-bits", "awq"])
+@pytest.mark.parametrize("name", few(["gptq", "gptq-8-bits", "awq"], "gptq-8-bits", "awq"))
 def test_weights_stay_small(name, tmp_path):
     method, options = CHECKPOINTS[name]
     stored, dense = write_quantized(tmp_path, method, **options, hidden_size=256, intermediate_size=512)
@@ -122,8 +153,8 @@ def test_two_ranks_give_the_same_as_one(tmp_path):
     assert [token["token_id"] for token in answer[0]] == [token["token_id"] for token in alone_answer[0]]
 
 
-def test_biases_of_zeros_that_the_model_has_no_use_for(tmp_path):
-    stored, _ = write_quantized(tmp_path, "gptq")
+def test_biases_of_zeros_that_the_model_has_no_use_for(stored_as):
+    stored = stored_as("gptq")
     expected = logprobs(load(stored))
     name = "model.layers.1.mlp.up_proj.bias"
     edit(stored, lambda tensors: tensors.update({name: torch.zeros(96, dtype=torch.float16)}))
@@ -170,8 +201,8 @@ def test_a_zero_of_0_in_the_first_format(tmp_path):
         ({"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"-:lm_head": {}}}, "dynamic settings"),
     ],
 )
-def test_settings_that_cannot_be_read_are_named(fields, sentence, tmp_path):
-    stored, _ = write_quantized(tmp_path, "gptq")
+def test_settings_that_cannot_be_read_are_named(fields, sentence, stored_as):
+    stored = stored_as("gptq")
     describe(stored, fields)
     with pytest.raises(ModelError, match=sentence):
         load(stored)
@@ -239,8 +270,8 @@ def test_fp8_of_other_kinds_is_refused(name, value):
         as_read(transformers.FineGrainedFP8Config(**{name: value}).to_dict())
 
 
-def test_config_fields_of_older_awq_tools(tmp_path):
-    stored, _ = write_quantized(tmp_path, "awq")
+def test_config_fields_of_older_awq_tools(stored_as):
+    stored = stored_as("awq")
     expected = logprobs(load(stored))
     describe(stored, {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "version": "GEMM", "zero_point": True})
     assert torch.equal(logprobs(load(stored)), expected)
@@ -256,23 +287,23 @@ def test_config_fields_of_older_awq_tools(tmp_path):
         (lambda tensors, name: tensors[f"{name}.g_idx"].fill_(-1), r"g_idx names groups outside 0 to 1"),
     ],
 )
-def test_broken_tensors(change, sentence, tmp_path):
-    stored, _ = write_quantized(tmp_path, "gptq")
+def test_broken_tensors(change, sentence, stored_as):
+    stored = stored_as("gptq")
     edit(stored, lambda tensors: change(tensors, "model.layers.0.mlp.up_proj"))
     with pytest.raises(ModelError, match=sentence):
         load(stored)
 
 
 @pytest.mark.parametrize(("method", "sentence"), [("gptq", "packs 8 of 4 bits"), ("awq", "AWQ packs 8 of them")])
-def test_sizes_that_do_not_fit_words(method, sentence, tmp_path):
-    stored, _ = write_quantized(tmp_path, method)
+def test_sizes_that_do_not_fit_words(method, sentence, stored_as):
+    stored = stored_as(method)
     path = stored / "config.json"
     path.write_text(path.read_text().replace('"intermediate_size": 96', '"intermediate_size": 97'))
     with pytest.raises(ModelError, match=sentence):
         load(stored)
 
 
-def test_what_is_quantized_already_is_not_quantized_again(tmp_path):
-    stored, _ = write_quantized(tmp_path, "gptq")
+def test_what_is_quantized_already_is_not_quantized_again(stored_as):
+    stored = stored_as("gptq")
     with pytest.raises(SettingsError, match="--quantization int8: the weights are stored as gptq-int4 already"):
         load(stored, quantization="int8")

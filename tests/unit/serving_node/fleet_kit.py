@@ -7,119 +7,14 @@ the nodes hold is counted from scratch after everything that happens, and every 
 from dataclasses import dataclass, field
 from random import Random
 
-from decode_node.credit import SHARED_BLOCKS
-from kv_transfer.results import Received, Sent, TransferFailed
 from protos import convert, fleet_pb2
 from serving_core import reasons
 from serving_core.requests import Request, SamplingParams
-from serving_node.decisions import CancelTransfer, Receive, Send
 from tests.toy_kv import ORIGINS, answer_of
-from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, Outgoing
+from tests.unit.serving_node.fleet_node import FleetNode
+from tests.unit.serving_node.logic_kit import BLOCK_BYTES
 
 MOST_ROUNDS = 6000
-
-
-@dataclass(eq=False)
-class Lane:
-    """A transfer from the blocks that are granted to the last word about it at both ends."""
-
-    ticket: bytes
-    epoch: int  # of the receiver's attempt
-    receiver: "FleetNode"
-    block_ids: list[int]
-    num_cached: int
-    num_arrived: int  # leading blocks that are there
-    is_granted: bool = False
-    state: str = "open"  # then committed, revoked (by the receiver), aborted (by the sender) or lost
-    receiver_has_heard: bool = False
-    sender: "FleetNode | None" = None
-    sender_epoch: int = 0  # another one where an answer moves
-    has_caught_up: bool = False
-
-    @property
-    def outgoing(self):
-        return self.sender.sending[self.sender_epoch]
-
-    def end(self, state):
-        if self.state == "open":
-            self.state = state
-
-    def received(self):
-        """How it ends at the receiver."""
-        if self.state == "committed":
-            return Received(self.tail, self.num_bytes)
-        return TransferFailed(reasons.TRANSFER_ABORTED if self.state == "aborted" else "TRANSFER_FAILED", self.state)
-
-    def sent(self):
-        """How it ends at the sender."""
-        if self.state == "committed":
-            return Sent(self.num_bytes)
-        return TransferFailed(reasons.TRANSFER_REVOKED if self.state == "revoked" else "TRANSFER_FAILED", self.state)
-
-    @property
-    def num_bytes(self):
-        return (self.num_arrived - self.num_cached) * BLOCK_BYTES
-
-    def carry(self):
-        """What is ready arrives, as it is in the sender's pool now; tells whether that was anything."""
-        ready = self.outgoing.block_ids
-        assert len(ready) <= len(self.block_ids), "more blocks than were granted"
-        new = slice(self.num_arrived, len(ready))
-        if not ready[new]:
-            return False
-        self.receiver.kv.copy_from(self.sender.kv, ready[new], self.block_ids[new])
-        self.num_arrived = len(ready)
-        return True
-
-    def commit(self):
-        """All blocks are there."""
-        assert self.num_arrived == max(len(self.outgoing.block_ids), self.num_cached)
-        self.tail = self.outgoing.tail
-        self.end("committed")
-
-
-class FleetNode(Node):
-    """A node whose transfers run in the fleet's corridor."""
-
-    def __init__(self, fleet, name, *size, **limits):
-        super().__init__(*size, name=name, **limits)
-        self.fleet = fleet
-        self.commands = []  # on their way to it
-        self.num_heard = 0  # events that have come to the coordinator
-        self.to_share = set()  # residents that ever waited for what another one brings
-
-    def check(self):
-        super().check()
-        self.to_share.update(each for each in self.logic.residents if each.is_to_share)
-
-    def _do(self, decision):
-        match decision:
-            case Receive(resident=resident, num_blocks=num_blocks):
-                self._open(resident, num_blocks)
-            case Send(resident=resident, block_ids=block_ids):
-                assert resident.request.epoch not in self.sending
-                lane = self.fleet.lanes[resident.ticket]
-                assert (lane.epoch == resident.request.epoch) == resident.hands_over
-                lane.sender, lane.sender_epoch = self, resident.request.epoch
-                self.sending[lane.sender_epoch] = Outgoing(resident.ticket, list(block_ids))
-            case CancelTransfer(epoch=epoch):
-                self._cancel(epoch)
-            case _:
-                super()._do(decision)
-
-    def _open(self, resident, num_blocks):
-        self.grants_at_once = False
-        super()._open(resident, num_blocks)
-        opened = self.opened[resident.request.epoch]
-        self.fleet.num_shared += resident in self.to_share and opened.num_cached >= SHARED_BLOCKS
-        sizes = (opened.num_cached, opened.num_cached)
-        self.fleet.lanes[opened.ticket] = Lane(opened.ticket, resident.request.epoch, self, opened.block_ids, *sizes)
-
-    def _cancel(self, epoch):
-        if epoch in self.opened:
-            self.fleet.lanes[self.opened[epoch].ticket].end("revoked")
-        if epoch in self.sending:
-            self.fleet.lanes[self.sending[epoch].ticket].end("aborted")
 
 
 @dataclass(eq=False)
@@ -333,7 +228,7 @@ class Fleet:
             return False
         lane.is_granted = True
         lane.receiver.logic.granted(lane.epoch, lane.ticket)
-        lane.receiver._settle()
+        lane.receiver.settle()
         return True
 
     def _carry(self, lane):
@@ -354,7 +249,7 @@ class Fleet:
         has_caught_up, lane.has_caught_up = lane.has_caught_up, True
         if not has_caught_up:
             lane.sender.logic.caught_up(lane.sender_epoch)
-            lane.sender._settle()
+            lane.sender.settle()
         return not has_caught_up
 
     def _end_receive(self, lane):
@@ -363,7 +258,7 @@ class Fleet:
         lane.receiver_has_heard = True
         del lane.receiver.opened[lane.epoch]
         lane.receiver.logic.received(lane.epoch, lane.received(), lane.receiver.now)
-        lane.receiver._settle()
+        lane.receiver.settle()
         self._forget(lane)
         return True
 
@@ -373,7 +268,7 @@ class Fleet:
         sender, lane.sender = lane.sender, None
         del sender.sending[lane.sender_epoch]
         sender.logic.sent(lane.sender_epoch, lane.sent(), sender.now)
-        sender._settle()
+        sender.settle()
         self._forget(lane)
         return True
 

@@ -128,7 +128,7 @@ class Node:
         self.makers = set()  # of all blocks that requests ever had
         self.grants_at_once = True
         self.num_beats = 0
-        self._tokens = []
+        self.sampled = []  # tokens of the step that runs
         self._num_requests = 0
 
     # ---- commands ----
@@ -175,7 +175,7 @@ class Node:
 
     def handle(self, **command):
         self.logic.handle(fleet_pb2.NodeCommand(**command), self.now)
-        self._settle()
+        self.settle()
 
     def reshape(self, prompt_tokens, seats, takes_handovers=False, is_loan=False):
         shape = inference_pb2.Shape(prompt_tokens=prompt_tokens, seats=seats, takes_handovers=takes_handovers)
@@ -183,7 +183,7 @@ class Node:
 
     def detached(self):
         self.logic.detached()
-        self._settle()
+        self.settle()
 
     def _job(
         self,
@@ -235,7 +235,7 @@ class Node:
         assert len({work.request.request_id for work in self.works}) == len(self.works)
         shares = [(work.request.request_id, work.start, work.num_tokens) for work in self.works]
         writing = [resident.request for resident in self.logic.residents if resident.stage is Stage.WRITING]
-        self._tokens = self.kv.step(self.works, writing)
+        self.sampled = self.kv.step(self.works, writing)
         self.check()
         return shares
 
@@ -246,13 +246,13 @@ class Node:
             return
         self.kv.verify(works)
         self.now += STEP_S
-        given = [SampledToken(token_id) for token_id in self._tokens]
+        given = [SampledToken(token_id) for token_id in self.sampled]
         if any(work.request.pooling for work in works):
             sampling = [work.request for work in works if work.samples]
             embedding = SampledToken(NO_TOKEN, embedding=EMBEDDING)
             given = [embedding if each.pooling else token for each, token in zip(sampling, given, strict=True)]
         self.logic.step_done(works, given, STEP_S, self.now)
-        self._settle()
+        self.settle()
 
     def fail_step(self, error=None):
         """The step that runs gives nothing."""
@@ -261,7 +261,7 @@ class Node:
             self.kv.spoil(work.block_ids, range(work.start, work.start + work.num_tokens + len(work.candidates)))
         self.now += STEP_S
         self.logic.step_failed(works, error or ValueError("odd"), self.now)
-        self._settle()
+        self.settle()
 
     def step(self):
         shares = self.begin()
@@ -281,7 +281,7 @@ class Node:
     def grant(self, request):
         """Every rank awaits the blocks."""
         self.logic.granted(request.epoch, self.opened[request.epoch].ticket)
-        self._settle()
+        self.settle()
 
     def arrive(self, request, tail=None, num_tokens=1, num_bytes=None):
         """All KV is here, and with it the tokens that follow those that were known."""
@@ -293,33 +293,33 @@ class Node:
         if num_bytes is None:
             num_bytes = (len(opened.block_ids) - opened.num_cached) * BLOCK_BYTES
         self.logic.received(request.epoch, Received(tail, num_bytes), self.now)
-        self._settle()
+        self.settle()
 
     def receive_fails(self, request, reason="TRANSFER_FAILED", message="lost on the way"):
         del self.opened[request.epoch]
         self.logic.received(request.epoch, TransferFailed(reason, message), self.now)
-        self._settle()
+        self.settle()
 
     def coming(self, request):
         """The first of its KV is here."""
         self.logic.coming(request.epoch)
-        self._settle()
+        self.settle()
 
     def caught_up(self, request):
         """What was ready of it has left."""
         self.logic.caught_up(request.epoch)
-        self._settle()
+        self.settle()
 
     def sent(self, request, num_bytes=0):
         """The other node has all of it."""
         assert self.sending.pop(request.epoch).is_finished
         self.logic.sent(request.epoch, Sent(num_bytes), self.now)
-        self._settle()
+        self.settle()
 
     def send_fails(self, request, reason="TRANSFER_FAILED", message="lost on the way"):
         del self.sending[request.epoch]
         self.logic.sent(request.epoch, TransferFailed(reason, message), self.now)
-        self._settle()
+        self.settle()
 
     def writes(self, name, prompt, **job):
         """One whose KV has come, and which is being written now."""
@@ -341,7 +341,7 @@ class Node:
     def tick(self, now):
         self.now = now
         self.logic.tick(now)
-        self._settle()
+        self.settle()
 
     # ---- what it tells ----
 
@@ -381,13 +381,8 @@ class Node:
     def load(self):
         load = inference_pb2.NodeLoad()
         self.logic.describe(load)
-        self._settle()
+        self.settle()
         return load
-
-    @property
-    def tier(self):
-        """The index of the second tier."""
-        return self.logic._tier.index
 
     @property
     def num_free(self):
@@ -395,7 +390,7 @@ class Node:
 
     # ---- decisions ----
 
-    def _settle(self):
+    def settle(self):
         self._absorb()
         self.check()
 
@@ -491,14 +486,12 @@ class Node:
             self.kv.put(block_id, self.tier_kv[slot])
         self.kv.spoil_blocks(load.block_ids[num_good:])
         self.logic.loaded(load_id, num_good, self.now)
-        self._settle()
+        self.settle()
 
     # ---- proof ----
 
     def check(self):
-        self.allocator.check_integrity()
-        self.logic.residents.check_integrity()
-        self.tier.check_integrity()
+        self.logic.check_integrity()
         self.kv.check_names(self.allocator)
         for resident in self.logic.residents:
             if resident.lease is not None:
@@ -518,8 +511,12 @@ class Node:
         load = self.load
         assert (load.num_running, load.num_waiting, load.num_waiting_tokens) == (0, 0, 0)
         assert not self.loads
-        held = [*self.allocator.blocks_by_name, *self.tier.take_names()]
-        assert self.hints == set(map(hint_of, held))
+        hints = set(self.hints)
+        assert hints.issuperset(map(hint_of, self.allocator.blocks_by_name))
+        self.logic.attached()  # to be told everything anew
+        self.hints.clear()
+        assert self.load
+        assert self.hints == hints
 
 
 def token_of(tail):

@@ -61,12 +61,23 @@ class GatedEngine:
         if self.error is not None:
             raise self.error
 
+    def let_the_loop_look_ahead(self):
+        """Let no step end before the loop has had its turns to take in the step before and to offer the next one,
+        however busy the machine is."""
+        loop = asyncio.get_running_loop()
+        self.before_end = lambda: asyncio.run_coroutine_threadsafe(_take_turns(), loop).result(DEADLINE_S)
+
     def let_one_end(self):
         self._gate.release()
 
     def open(self):
         self.is_open = True
         self._gate.release()
+
+
+async def _take_turns():
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 class RecordedRates(StepRates):
@@ -84,10 +95,13 @@ class RecordedRates(StepRates):
 class Harness:
     """The node, and everything it has told its coordinator."""
 
-    def __init__(self, engine_settings, name, network, followers, settings, start_tokens_per_s, num_tier_blocks):
+    def __init__(
+        self, engine_settings, name, network, followers, settings, start_tokens_per_s, num_tier_blocks, looks_ahead
+    ):
         self.name = name
         self.network = network
         self.engine = GatedEngine(Engine(engine_settings))
+        self.engine.builds_ahead = looks_ahead and self.engine.builds_ahead
         self.tier = TierStore(self.engine.pool, num_tier_blocks, 0) if num_tier_blocks else None
         tp_size = 1 + len(followers)
         self.sender = KVSender(network.dialer(), self.engine.pool, tp_size=tp_size, deadline_s=DEADLINE_S)
@@ -180,8 +194,7 @@ class Harness:
     async def until_step(self, number):
         """The step of this number, counted from 1, runs; the node has taken in the one before, and may have offered the
         one behind."""
-        plans = self.engine.plans
-        await self.until(lambda: len(plans) == number and _plan_of(self.node._stepping._works) == plans[-1])
+        await self.until(lambda: len(self.engine.plans) == number == 1 + sum(self.node.steps.tokens.counts))
 
     async def idle(self):
         async with asyncio.timeout(DEADLINE_S):
@@ -231,6 +244,7 @@ async def running(
     start_tokens_per_s=0.0,
     engine=None,
     num_tier_blocks=0,
+    looks_ahead=True,
     **settings,
 ):
     """One node, of the fake model unless the settings of another engine are given. In the end nothing is held any
@@ -239,7 +253,8 @@ async def running(
     engine = {"model": str(write_fake_model(tmp_path / "fake", token_s=token_s))} if engine is None else engine
     network, followers = network or LoopbackNetwork(), followers or Followers(0)
     settings_of_engine = EngineSettings(**sizes, **engine)
-    harness = Harness(settings_of_engine, name, network, followers, settings, start_tokens_per_s, num_tier_blocks)
+    sizes = start_tokens_per_s, num_tier_blocks
+    harness = Harness(settings_of_engine, name, network, followers, settings, *sizes, looks_ahead)
     harness.engine.is_open = not gated
     task = asyncio.create_task(harness.node.run())
     try:

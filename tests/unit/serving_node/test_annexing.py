@@ -1,18 +1,25 @@
 """Requests that are longer than a node's pool, driven by hand: their oldest tiles leave as the pool fills up."""
 
+import asyncio
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from engine.attention.partial import TILE_KEYS
+from engine.engine import Engine
+from kv_transfer.annexes.wire import Asker
 from protos import convert, fleet_pb2
 from serving_core.blocks import BlockAllocator
 from serving_core.errors import SettingsError
-from serving_core.residents import Stage
+from serving_core.residents import Host, Stage
+from serving_core.settings import EngineSettings
 from serving_core.tls_settings import TlsSettings
-from serving_node.annex_ends import tile_tokens
+from serving_node.annex_ends import AnnexEnds, tile_tokens
 from serving_node.annexing import PATIENCE_S, RETRY_S
 from serving_node.claim import HOLD_S, LAPSE_S, MOST_STEP_S
+from serving_node.decisions import OpenAnnex
 from serving_node.exposure import check_network
 from serving_node.hosting import Hosting
 from serving_node.link import LinkSettings
@@ -20,6 +27,7 @@ from serving_node.settings import NodeSettings
 from tests.tls_kit import authority, flags_of
 from tests.unit.serving_node.annex_kit import TILE, Fellows, LongNode
 from tests.unit.serving_node.logic_kit import LAYOUT
+from tests.unit.serving_node.runner_kit import DEADLINE_S
 
 
 def test_a_long_answer_leaves_its_oldest_tiles_and_ends():
@@ -369,3 +377,49 @@ def test_annexes_in_the_open_are_refused_beside_tls(tmp_path):
     check_network(NodeSettings(**fields))
     with pytest.raises(SettingsError, match="in the open"):
         check_network(NodeSettings(**fields, kv_annexes=True))
+
+
+# ---- both ends of annexes ----
+
+BLOCK_SIZE = 16
+
+
+@asynccontextmanager
+async def annex_ends(model):
+    """Both ends of annexes of a node, and what they have told it: what others ask for, and what was opened."""
+    engine, told = (
+        EngineSettings(model=str(model), device="cpu", dtype="bfloat16", block_size=BLOCK_SIZE, num_kv_blocks=64),
+        [],
+    )
+    ends = AnnexEnds(
+        NodeSettings(engine=engine, kv_annexes=True).resolved("decode", "cpu"),
+        Engine(engine),
+        lambda number, most_tiles, asker: told.append((most_tiles, asker)) or [],
+        lambda number: None,
+        lambda resident, annex: told.append(annex),
+    )
+    try:
+        yield ends, told
+    finally:
+        await asyncio.to_thread(ends.close)
+
+
+async def until(condition):
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_a_host_that_cannot_even_be_asked_has_no_room(tiny_model):
+    async with annex_ends(tiny_model) as (ends, told):
+        asker = SimpleNamespace(age=0, longest_step_s=0.0, hosts=(Host("127.0.0.1:99999", bytes(32)),))
+        ends.carry_out(OpenAnnex(asker, list(range(64)), is_again=False))
+        await until(lambda: told == [None])
+
+
+async def test_a_host_is_told_what_is_to_be_known_of_whoever_asks(tiny_model):
+    async with annex_ends(tiny_model) as (ends, told):
+        asker = SimpleNamespace(age=7, longest_step_s=5.5, hosts=(Host(ends.address, ends.key),))
+        ends.carry_out(OpenAnnex(asker, list(range(2 * TILE_KEYS // BLOCK_SIZE)), is_again=True))
+        await until(lambda: len(told) == 2)
+        assert told == [(2, Asker(7, True, 5.5)), None]

@@ -1,9 +1,19 @@
 """What the coordinator is told of the blocks that a node holds, in how many messages."""
 
+import pytest
+
 from serving_core.blocks import BlockAllocator
 from serving_core.prefix import hint_of
 from serving_core.tiers import TierIndex
-from serving_node.cache_report import MAX_HINTS, CacheReport
+from serving_node import cache_report
+from serving_node.cache_report import CacheReport
+
+MAX_HINTS = 100
+
+
+@pytest.fixture(autouse=True)
+def short_messages(monkeypatch):
+    monkeypatch.setattr(cache_report, "MAX_HINTS", MAX_HINTS)
 
 
 class Coordinator:

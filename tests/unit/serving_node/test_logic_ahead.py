@@ -24,15 +24,15 @@ def ahead(node):
 
 def follow(node):
     """The running step ends, and what is ahead of it runs; tells whether it does."""
-    works, given = node.works, [SampledToken(token_id) for token_id in node._tokens]
+    works, given = node.works, [SampledToken(token_id) for token_id in node.sampled]
     if not (planned := ahead(node)) or node.logic.ends_any(works, given):
         return False
     node.kv.verify(works)
     node.now += STEP_S
     node.logic.step_done(works, given, STEP_S, node.now, goes_on=True)
     node.works = planned
-    node._settle()
-    node._tokens = node.kv.step(planned, [work.request for work in planned])
+    node.settle()
+    node.sampled = node.kv.step(planned, [work.request for work in planned])
     node.check()
     return True
 
@@ -87,7 +87,7 @@ def test_there_is_none_beside_a_prompt_one_that_ends_or_one_that_moves():
 def test_an_answer_that_is_cancelled_when_the_next_step_has_begun_ends_behind_that():
     node = three_write()
     cancelled = node.works[0].request
-    works, given = node.works, [SampledToken(token_id) for token_id in node._tokens]
+    works, given = node.works, [SampledToken(token_id) for token_id in node.sampled]
     planned = ahead(node)
     assert not node.logic.ends_any(works, given)
     node.cancel(cancelled)  # too late for the step behind
@@ -95,8 +95,8 @@ def test_an_answer_that_is_cancelled_when_the_next_step_has_begun_ends_behind_th
     node.logic.step_done(works, given, STEP_S, node.now, goes_on=True)
     assert len(node.logic.residents) == 3, "its blocks are in use"
     node.works = planned
-    node._settle()
-    node._tokens = node.kv.step(planned, [work.request for work in planned])
+    node.settle()
+    node.sampled = node.kv.step(planned, [work.request for work in planned])
     node.end()
     assert len(node.logic.residents) == 2
     node.steps()

@@ -1,7 +1,10 @@
 """Which answers a draft model writes ahead for, and what its pool holds of them. The toy here keeps each token where a
 draft model keeps its KV, and what it writes is right but where a test wants it wrong."""
 
-from decode_node.drafts import MOST_READ, DraftModel
+import pytest
+
+from decode_node import drafts
+from decode_node.drafts import DraftModel
 from decode_node.gate import BUDGET_S, LEAST_STEPS
 from serving_core.residents import Host
 from tests.toy_kv import NUM_TOKEN_IDS, answer_of
@@ -9,9 +12,15 @@ from tests.unit.serving_node.logic_kit import Node, prompt_of
 
 BLOCK_SIZE = 8  # another than the node's own
 MOST = 3
+MOST_READ = 24  # tokens of texts between two steps: less than the product reads, so that long texts are short
 PROMPT = prompt_of(6)
 LONG = prompt_of(2 * MOST_READ + 10)
 NUM_TOKENS = 24
+
+
+@pytest.fixture(autouse=True)
+def reads_little(monkeypatch):
+    monkeypatch.setattr(drafts, "MOST_READ", MOST_READ)
 
 
 class DraftingNode(Node):
@@ -58,10 +67,6 @@ class DraftingNode(Node):
     @staticmethod
     def _place(block_ids, at):
         return block_ids[at // BLOCK_SIZE], at % BLOCK_SIZE
-
-    def num_drafted(self):
-        """Blocks of the draft model that answers hold."""
-        return self.drafts._allocator.num_blocks - self.drafts._allocator.num_free
 
 
 def begun(*names, node=None, prompt=PROMPT, max_tokens=NUM_TOKENS, **options):
@@ -124,13 +129,13 @@ def test_answers_without_room_in_its_pool_go_without():
     node = begun("a", "b", "c", num_draft_blocks=5)
     assert len(node.rounds[0]) == 2
     assert is_right(node, "a", "b", "c")
-    assert node.num_drafted() == 0
+    assert node.drafts.num_blocks == 0
 
 
 def test_one_that_outgrows_the_pool_gives_its_blocks_back():
     node = begun("a", num_draft_blocks=3, max_tokens=60)
     node.writes("b", PROMPT, max_tokens=4)
-    while node.num_drafted():
+    while node.drafts.num_blocks:
         node.step()
     num_rounds = len(node.rounds)
     assert is_right(node, "a", max_tokens=60)
@@ -148,13 +153,13 @@ def test_one_that_moves_or_ends_leaves_nothing():
     node = begun("a", "b")
     request = next(iter(node.logic.residents)).request
     node.migrate(request, num_known=len(PROMPT))
-    assert node.num_drafted() > 0
+    assert node.drafts.num_blocks > 0
     node.step()
     node.caught_up(request)
     node.cancel(request)
     node.sent(request)
     assert is_right(node, "b")
-    assert node.num_drafted() == 0
+    assert node.drafts.num_blocks == 0
 
 
 def test_nothing_is_written_ahead_of_one_that_may_have_blocks_elsewhere():

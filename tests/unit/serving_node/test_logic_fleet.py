@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from serving_core.prefix import GRAFT
-from tests.effort import few
+from tests.effort import effort, few
 from tests.toy_kv import ORIGINS
 from tests.unit.serving_node.fleet_kit import Fleet
 
@@ -54,11 +54,10 @@ def make_fleet(seed, **options):
 
 def seen(fleet):
     """How often what is rare has happened."""
-    writings = [node.logic._writing for node in fleet.nodes]
     return Counter(
         revoked=fleet.num_revoked,
-        evicted=sum(each.num_evictions for each in writings),
-        preempted=sum(each.num_preemptions for each in writings),
+        evicted=sum(sum(node.num_evictions.values()) for node in fleet.nodes),
+        preempted=sum(node.load.num_preemptions for node in fleet.nodes),
         failed=fleet.num_failures,
         cancelled=sum(each.is_cancelled for each in fleet.all),
         kept=fleet.num_kept,
@@ -74,7 +73,7 @@ def seen(fleet):
 def test_everyone_gets_their_answer(order):
     """Nothing fails here; so nobody may be told of a failure, not even by time."""
     total = Counter()
-    for seed in range(40):
+    for seed in range(effort(40, 40, 80)):
         fleet = make_fleet(seed)
         load(fleet, 14, seed, order)
         fleet.run()
@@ -90,7 +89,7 @@ def test_everyone_gets_their_answer(order):
 def test_answers_move_and_stay_and_everyone_gets_theirs(order):
     """Without a failure, but for moves that come to nothing."""
     total = Counter()
-    for seed in range(40):
+    for seed in range(effort(40, 40, 80)):
         fleet = make_fleet(seed, moves=0.3, keeps=0.1)
         load(fleet, 14, seed, order)
         fleet.run()
@@ -104,7 +103,7 @@ def test_answers_move_and_stay_and_everyone_gets_theirs(order):
 def test_who_begins_alike_gets_the_same_answers(faults):
     """Where nothing fails, nobody is told of a failure, not even by time."""
     total = Counter()
-    for seed in range(16 if faults else 8):
+    for seed in range(16 if faults else effort(4, 8, 16)):
         fleet = make_fleet(seed, faults=faults, moves=0.3, num_blocks=20, seats=4, caching=True)
         load(fleet, 14, seed, ORDERS[seed % 3], ask_alike)
         fleet.run()
@@ -118,35 +117,35 @@ def test_who_begins_alike_gets_the_same_answers(faults):
 def test_what_answers_that_move_begin_with_is_not_sent_to_who_holds_it(faults):
     """On nodes of one origin and of two: what goes by a name was made as the name says, wherever it stands."""
     total = Counter()
-    for seed in range(12):
+    for seed in range(effort(5, 12, 24)):
         sizes = {"num_blocks": 20, "seats": 4, "caching": True, "is_history_free": True}
         fleet = make_fleet(seed, faults=faults, moves=0.5, **sizes)
         load(fleet, 14, seed, ORDERS[seed % 3], ask_alike)
         fleet.run()
         fleet.check_end()
         total += seen(fleet) + Counter(held=fleet.num_held_there, unlike=fleet.num_unlike)
-    assert min(total[what] for what in ("moved", "held", "unlike", "grafted")) > 2, total
+    assert min(total[what] for what in ("moved", "held", "unlike", "grafted")) > effort(0, 2, 4), total
     assert bool(total["failed"]) == bool(faults)
 
 
 @pytest.mark.parametrize("faults", [pytest.param(0.003, marks=pytest.mark.nightly), 0.03])
 def test_everyone_gets_their_answer_or_an_end_whatever_fails(faults):
     """Transfers and steps fail, users cancel, streams to nodes break; what failed is tried again, as old as it was."""
-    total = Counter()
-    for seed in range(60):
+    total, num_seeds = Counter(), effort(20, 60, 120)
+    for seed in range(num_seeds):
         fleet = make_fleet(seed, faults=faults, moves=0.2 * (seed % 2), keeps=0.05 * (seed % 2))
         load(fleet, 14, seed, ORDERS[seed % 3])
         fleet.run()
         fleet.check_end()
         total += seen(fleet)
-    assert min(total.values()) > 10, f"too little happened: {total}"
+    assert min(total.values()) > effort(1, 10, 20), f"too little happened: {total}"
 
 
 @pytest.mark.parametrize("faults", [0.0, pytest.param(0.02, marks=pytest.mark.nightly)])
 def test_answers_with_candidates_are_the_same(faults):
     """They move, are put back and fail like all others. Of three kinds of tokens one is easily guessed."""
-    total = Counter()
-    for seed in range(20):
+    total, num_seeds = Counter(), effort(6, 20, 40)
+    for seed in range(num_seeds):
         fleet = make_fleet(seed, faults=faults, moves=0.3, keeps=0.1, candidates=4, is_history_free=True, seats=3)
         load(fleet, 14, seed, ORDERS[seed % 3])
         fleet.run()
@@ -157,12 +156,12 @@ def test_answers_with_candidates_are_the_same(faults):
             total["came"] += counts.num_accepted
             total["missed"] += counts.num_proposed - counts.num_accepted
     happened = ("came", "missed", "moved", "moves_off", "preempted")
-    assert min(total[what] for what in happened) > 5, f"too little happened: {total}"
+    assert min(total[what] for what in happened) > num_seeds / 4, f"too little happened: {total}"
 
 
 @pytest.mark.parametrize("kind", few(["own", "each for the other", "all on one side"]))
 def test_whoever_reads_and_whoever_writes(kind):
-    for seed in range(25):
+    for seed in range(effort(5, 25, 50)):
         fleet = make_fleet(seed)
         first, second = fleet.nodes[:2]
         turns = count()
@@ -178,9 +177,9 @@ def test_whoever_reads_and_whoever_writes(kind):
 
 
 @pytest.mark.parametrize("priorities", PRIORITIES, ids=["equal", "it is the least important"])
-@pytest.mark.parametrize("first_seed", few([0, 8]))
+@pytest.mark.parametrize("first_seed", few(range(0, 16, 2)))
 def test_the_oldest_finishes_though_younger_ones_come_without_end(first_seed, priorities):
-    for seed in range(first_seed, first_seed + 8):
+    for seed in range(first_seed, first_seed + 2):
         chances = {"moves": 0.1, "keeps": 0.05} if seed % 2 else {}
         fleet, random, ages = make_fleet(seed, **chances), Random(seed), count(2)
         for _ in range(8):

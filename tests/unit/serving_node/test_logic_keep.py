@@ -11,7 +11,7 @@ ANSWER = answer_of(prompt_of(13), 6)
 
 
 def stage(node, name="a"):
-    return next(each.stage for each in node.logic._residents if each.request.request_id == name)
+    return next(each.stage for each in node.logic.residents if each.request.request_id == name)
 
 
 def check_answered(node):

@@ -276,7 +276,7 @@ def test_an_older_one_takes_the_place_of_younger_ones_that_only_wait():
     node.prefill("older", 16, age=5)
     assert names_in(node.step()) == ["own", "older"]
     assert names_in(node.step()) == ["own"]
-    waiting = [each.request.request_id for each in node.logic._residents if each.lease is None]
+    waiting = [each.request.request_id for each in node.logic.residents if each.lease is None]
     assert waiting == ["out 1"]
 
 
@@ -291,7 +291,7 @@ def test_an_older_one_does_not_wait_for_one_that_was_evicted_often():
         assert "read" in names_in(node.step())
     node.prefill("older", 16, age=5, epoch=200)
     assert names_in(node.step()) == ["own", "older"]
-    assert all(each.lease is not None for each in node.logic._residents)
+    assert all(each.lease is not None for each in node.logic.residents)
 
 
 def test_what_the_cap_holds_back_is_promised_no_blocks():

@@ -6,6 +6,7 @@ import pytest
 
 from protos import inference_pb2
 from serving_core.shapes import Shape
+from tests.effort import few
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import Node, prompt_of
 
@@ -97,7 +98,7 @@ def test_answers_beyond_the_seats_go_on_and_no_other_begins_before_they_are_fewe
     assert node.load.num_preemptions == 0
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", few(range(40), *range(6)))
 def test_a_node_that_is_flipped_at_any_time_loses_nothing(seed):
     random = Random(seed)
     node = Node(num_blocks=12, seats=3, budget=8)

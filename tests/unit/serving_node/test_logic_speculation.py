@@ -6,6 +6,7 @@ import pytest
 from decode_node import speculation
 from decode_node.gate import LEAST_STEPS
 from decode_node.lookup import LONGEST, Lookup
+from serving_core.costs import StepCosts
 from tests.toy_kv import NUM_TOKEN_IDS, answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_SIZE, STEP_S, Node, prompt_of
 
@@ -71,11 +72,25 @@ def test_behind_a_wrong_one_nothing_is_told(oracle):
 
 
 def test_steps_count_every_token_and_costs_only_those_without():
-    node = writes()
-    before, learned = node.logic.steps.num_answer_tokens, len(node.logic._costs._new)
+    costs = NotedCosts()
+    node = writes(costs=costs)
+    before, learned = node.logic.steps.num_answer_tokens, len(costs.loads)
+    assert learned
     node.step()
     assert node.logic.steps.num_answer_tokens == before + 1 + MOST
-    assert len(node.logic._costs._new) == learned
+    assert len(costs.loads) == learned
+
+
+class NotedCosts(StepCosts):
+    """Notes the steps that it learns from."""
+
+    def __init__(self):
+        super().__init__()
+        self.loads = []
+
+    def add(self, load, step_s):
+        self.loads.append(load)
+        super().add(load, step_s)
 
 
 def test_an_answer_never_gets_more_than_it_may_have():

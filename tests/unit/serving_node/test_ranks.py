@@ -14,7 +14,7 @@ from serving_node.process import node_command
 from serving_node.ranks import leading, stream
 from serving_node.ranks.leading import Followers, Leader, Meeting, share_from_wire
 from serving_node.ranks.processes import check_world, started_rank
-from serving_node.ranks.stream import dial
+from serving_node.ranks.stream import RankStream, dial
 from tests.unit.serving_node.rank_kit import Died, crew, let_die_raise
 
 
@@ -150,12 +150,15 @@ async def test_strangers_are_sent_away_and_the_follower_is_let_in(monkeypatch):
         each.close()
 
 
-async def test_a_message_that_is_too_long_is_not_read(monkeypatch):
-    async with crew(monkeypatch, 1) as (followers, leaders):
-        writer = followers.streams[1]._writer
-        writer.write((stream.MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"))
-        with pytest.raises(RankLost, match="bytes"):
-            await leaders[0].command()
+async def test_a_message_that_is_too_long_is_not_read():
+    ours, theirs = socket.socketpair()
+    (reader, writer), (_, hostile) = [await asyncio.open_connection(sock=each) for each in (ours, theirs)]
+    leader = Leader(RankStream(reader, writer, ranks_pb2.RankCommand), inference_pb2.RankLoad(rank=1))
+    hostile.write((stream.MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"))
+    with pytest.raises(RankLost, match="bytes"):
+        await leader.command()
+    leader.stream.close()
+    hostile.close()
 
 
 async def test_a_follower_that_reads_nothing_is_given_up(monkeypatch):

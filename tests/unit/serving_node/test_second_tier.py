@@ -1,19 +1,29 @@
 """A node's logic with a second tier, over KV that tells whether what a step reads is that of its own tokens."""
 
+import asyncio
 import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from engine.cache import tier_store
+from kv_transfer.annexes.annex import open_annex
+from kv_transfer.annexes.wire import Asker
 from serving_core.costs import StepCosts
 from serving_core.residents import Stage
-from serving_node.second_tier import LOAD_DEADLINE_S, TierPlan
+from serving_core.tiers import TierRates
+from serving_node import logic, second_tier
+from serving_node.second_tier import LOAD_DEADLINE_S, SecondTier, TierPlan
+from tests.effort import few
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, BLOCK_SIZE, Node, prompt_of
 from tests.unit.serving_node.runner_kit import BLOCK_SIZE as RUNNER_BLOCK_SIZE
 from tests.unit.serving_node.runner_kit import answer_on_paper, running, told
 
 ALWAYS = TierPlan(num_host=8, num_disk=16, host_s=0.001, disk_s=0.01, reads_always=True)
+NUM_TILES = 3  # of 256 tokens, that a node holds for another one
+MOST_BLOCKS = 256  # of four tokens
 
 
 def ask(node, name, prompt, **job):
@@ -148,25 +158,42 @@ def test_only_what_is_read_faster_than_computed(token_s, num_loads):
     node.check_empty()
 
 
-def test_a_prompt_that_cannot_start_yet_finds_once_that_reading_does_not_pay():
+@pytest.fixture
+def made(monkeypatch):
+    """Collect the second tiers of nodes that are made from now on, and their estimates of the time that reads take."""
+    tiers, rates = [], []
+
+    def noted(kind, instances):
+        def make(*arguments):
+            instances.append(kind(*arguments))
+            return instances[-1]
+
+        return make
+
+    monkeypatch.setattr(logic, "SecondTier", noted(SecondTier, tiers))
+    monkeypatch.setattr(second_tier, "TierRates", noted(TierRates, rates))
+    return SimpleNamespace(tiers=tiers, rates=rates)
+
+
+def test_a_prompt_that_cannot_start_yet_finds_once_that_reading_does_not_pay(made):
     """What is not tried for long is tried again, and a prompt that waits is no trial with each step."""
     node = Node(num_blocks=6, tier=TierPlan(num_disk=16, disk_s=0.01), costs=StepCosts(1000.0))
     ask(node, "a", prompt_of(20))
     ask(node, "b", prompt_of(20, first=1))
     node.local("c", prompt_of(20), salt="")
-    tier, (resident,) = node.logic._tier, node.logic.residents.in_stage(Stage.QUEUED)
-    tier._rates.add([0], 1.0)
-    before_s = tier._rates.expected_s([0])
+    (tier,), (rates,), (resident,) = made.tiers, made.rates, node.logic.residents.in_stage(Stage.QUEUED)
+    rates.add([0], 1.0)
+    before_s = rates.expected_s([0])
     assert not tier.holds_up(resident, 0, node.now)
-    after_s = tier._rates.expected_s([0])
+    after_s = rates.expected_s([0])
     assert after_s < before_s
     for _ in range(100):
         assert not tier.holds_up(resident, 0, node.now)
-    assert tier._rates.expected_s([0]) == after_s
+    assert rates.expected_s([0]) == after_s
     assert node.num_loads == 0
 
 
-def test_a_load_that_waits_for_another_one_is_no_slower_for_it():
+def test_a_load_that_waits_for_another_one_is_no_slower_for_it(made):
     """One is read behind the other, each block in 0.01 s as expected: what the second one waits is not its own."""
     node = Node(num_blocks=12, tier=TierPlan(num_disk=64, disk_s=0.01, reads_always=True))
     prompts = [prompt_of(20, first=first) for first in (0, 1)]
@@ -180,7 +207,7 @@ def test_a_load_that_waits_for_another_one_is_no_slower_for_it():
     for load_id, load in list(node.loads.items()):
         node.now += 0.01 * len(load.slots)
         node.load_ends(load_id)
-        assert node.logic._tier._rates.expected_s(load.slots) == pytest.approx(0.01 * len(load.slots))
+        assert made.rates[0].expected_s(load.slots) == pytest.approx(0.01 * len(load.slots))
     node.steps()
     node.check_empty()
 
@@ -213,7 +240,7 @@ def test_one_that_ends_while_it_is_read_back_leaves_nothing(how):
     node.check_empty()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", few(range(30)))
 @pytest.mark.parametrize("is_history_free", [False, True])
 def test_never_a_wrong_token(seed, is_history_free):
     """Prompts that begin alike, in a pool and a tier too small for them, with reads that end late, early or never."""
@@ -261,3 +288,37 @@ async def test_a_whole_node_whose_memory_takes_one_block_at_once(tmp_path, monke
         assert node.load.tier.num_unwritten > 0
         assert node.load.tier.written_bytes == node.load.tier.host_bytes
         assert node.load.tier.num_damaged == 0
+
+
+async def test_the_second_tier_has_copies_of_what_was_in_blocks_that_host_others(tmp_path, tiny_model):
+    engine = {"model": str(tiny_model), "device": "cpu", "dtype": "bfloat16"}
+    sizes = {"num_blocks": MOST_BLOCKS, "num_tier_blocks": MOST_BLOCKS, "max_num_seqs": 4}
+    prompt = [(7 * at * at + 3 * at) % 200 for at in range(900)]
+    async with running(tmp_path, engine=engine, **sizes, max_num_batched_tokens=512, kv_annexes=True) as node:
+        node.local("first", prompt, max_tokens=12)
+        await node.idle()
+        await asyncio.to_thread(_host_others, node)
+        await node.until(lambda: not node.load.num_blocks_hosted)
+        node.local("again", prompt, max_tokens=12)
+        await node.idle()
+        assert node.load.tier.num_hits > 0
+        assert node.of("again") == node.of("first")
+        await node.node.close()
+
+
+def _host_others(node):
+    """Another node's request has most of the pool, for a while."""
+    random = np.random.default_rng(1)
+
+    def read(layer, num_tiles):
+        keys, values = layout.plane_bytes(layer)
+        num_blocks = num_tiles * 256 // layout.block_size
+        return memoryview(random.bytes(keys * num_blocks)), memoryview(random.bytes(values * num_blocks))
+
+    offer, layout = node.node.hello().annexes.host, node.engine.layout
+    sizes = node.engine.partial_attention()
+    bytes_of = {"row_bytes": sizes.row_bytes, "partial_bytes": sizes.partial_bytes}
+    annex = open_annex(offer.address, offer.key, NUM_TILES, layout.layers, read, asker=Asker(0), **bytes_of)
+    assert annex is not None
+    assert annex.num_tiles == NUM_TILES
+    annex.close()

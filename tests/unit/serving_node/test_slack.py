@@ -6,6 +6,7 @@ import pytest
 
 from prefill_node import slack
 from serving_core.costs import StepCosts
+from tests.effort import effort, few
 from tests.unit.serving_node.slack_kit import BUDGET, Asked, Clocked, ExactCosts
 
 # Of a step, an answer, a token before it, the first chunk, a token of a prompt, a pair: a small model on one core.
@@ -131,28 +132,19 @@ def kept_schedule(seed, monkeypatch):
         assert each.spent_s <= each.allowed_s + ROUNDING_S
 
 
-hundreds = pytest.mark.parametrize(
-    "hundred", [0, 1, *(pytest.param(each, marks=pytest.mark.nightly) for each in (2, 3, 4))]
-)
+some_seeds = pytest.mark.parametrize("first_seed", few(range(0, 4000, 25)))
 
 
-@hundreds
-def test_with_exact_costs_no_token_is_late_because_of_a_chunk(hundred, monkeypatch):
-    for seed in range(100 * hundred, 100 * hundred + 100):
+@some_seeds
+def test_with_exact_costs_no_token_is_late_because_of_a_chunk(first_seed, monkeypatch):
+    for seed in range(first_seed, first_seed + 25):
         exact_schedule(seed, monkeypatch)
 
 
-@hundreds
-def test_with_exact_costs_every_limit_that_steps_alone_would_keep_is_kept(hundred, monkeypatch):
-    for seed in range(100 * hundred, 100 * hundred + 100):
+@some_seeds
+def test_with_exact_costs_every_limit_that_steps_alone_would_keep_is_kept(first_seed, monkeypatch):
+    for seed in range(first_seed, first_seed + 25):
         kept_schedule(seed, monkeypatch)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("thousand", range(4))
-def test_no_schedule_of_thousands_is_late_because_of_a_chunk(thousand, monkeypatch):
-    for seed in range(1000 * thousand, 1000 * thousand + 1000):
-        (exact_schedule if seed % 2 else kept_schedule)(seed, monkeypatch)
 
 
 def noisy_misses(seed, costs):
@@ -175,13 +167,10 @@ def learnt():
     return costs
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(75), pytest.param(range(75, 300), marks=pytest.mark.nightly)], ids=["75", "225 more"]
-)
 @pytest.mark.parametrize("model", [lambda: ExactCosts(WEIGHTS), learnt], ids=["known", "learnt"])
-def test_where_steps_take_a_fifth_more_or_less_chunks_make_next_to_nobody_late(model, seeds):
+def test_where_steps_take_a_fifth_more_or_less_chunks_make_next_to_nobody_late(model):
     num_judged = num_late = 0
-    for seed in seeds:
+    for seed in range(effort(20, 75, 300)):
         found = noisy_misses(seed, model())
         num_judged, num_late = num_judged + found[0], num_late + found[1]
     assert num_late / num_judged <= 0.01, (num_late, num_judged)

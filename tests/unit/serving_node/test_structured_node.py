@@ -125,7 +125,7 @@ async def test_a_node_reads_its_tokenizer_in_a_quiet_moment(tmp_path, monkeypatc
     monkeypatch.setattr(runner, "QUIET_S", 0.0)
     async with running(tmp_path) as node:
         async with asyncio.timeout(DEADLINE_S):
-            while node.engine.grammars._tokenizer is None:
+            while not node.engine.grammars.is_loaded:
                 await asyncio.sleep(0.001)
         (tmp_path / "fake" / "tokenizer.json").unlink()
         node.local("a", PROMPT, **ASKED)
@@ -139,7 +139,7 @@ async def test_a_node_that_is_busy_has_no_quiet_moment(tmp_path, monkeypatch):
         node.local("plain", PROMPT, max_tokens=5)
         for _ in range(20):
             await asyncio.sleep(0)
-        assert node.engine.grammars._tokenizer is None
+        assert not node.engine.grammars.is_loaded
         node.engine.open()
         await node.idle()
 

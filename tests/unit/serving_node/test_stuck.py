@@ -3,7 +3,7 @@
 import asyncio
 import math
 import signal
-import sys
+import subprocess
 from functools import partial
 from random import Random
 
@@ -11,9 +11,11 @@ import pytest
 
 from protos import inference_pb2
 from serving_core.costs import StepCosts, StepLoad
+from serving_node import stepping, stuck
 from serving_node.link import FleetLink, LinkSettings
 from serving_node.ranks.leading import LOST_EXIT_CODE
-from serving_node.stuck import FIRST_PAUSE_S, LEAST_S, MARGIN, UNKNOWN_S, StuckForGood, check_hope, why_stuck
+from serving_node.stuck import LEAST_S, MARGIN, UNKNOWN_S, StuckForGood, check_hope, why_stuck
+from tests import forked
 from tests.scripted_nodes import cluster, read_all
 from tests.unit.serving_node.hanging_node import HANGS
 from tests.unit.serving_node.runner_kit import answer_on_paper, running, told
@@ -87,7 +89,23 @@ def test_before_the_first_step_nothing_is_known():
     assert math.isinf(StepCosts(start_tokens_per_s=500.0).expected_s(load_of(0, 0, (0, 1))))
 
 
-async def test_a_node_knows_that_its_step_is_stuck_and_has_recovered_when_it_has_ended(tmp_path):
+@pytest.fixture
+def short_pause(monkeypatch):
+    """Shorten the pause of a node after a stuck step has ended; return its seconds."""
+    monkeypatch.setattr(stepping, "FIRST_PAUSE_S", 0.2)
+    return 0.2
+
+
+@pytest.fixture
+def soon_stuck(monkeypatch):
+    """Make steps count as stuck early, for tests that judge no step which goes on."""
+    for module in (stuck, stepping):
+        monkeypatch.setattr(module, "LEAST_S", 0.3)
+
+
+async def test_a_node_knows_that_its_step_is_stuck_and_has_recovered_when_it_has_ended(
+    tmp_path, soon_stuck, short_pause
+):
     async with running(tmp_path) as node:
         prompt = list(range(10))
         for name in ("a", "b"):
@@ -99,7 +117,7 @@ async def test_a_node_knows_that_its_step_is_stuck_and_has_recovered_when_it_has
             assert (await node.node.stuck()).startswith("one step has taken ")
         node.node.detached()
         recovered = asyncio.create_task(node.node.recovered())
-        await asyncio.sleep(2 * FIRST_PAUSE_S)
+        await asyncio.sleep(2 * short_pause)
         assert not recovered.done()
         node.engine.open()
         async with asyncio.timeout(60.0):
@@ -117,7 +135,7 @@ def test_a_stuck_step_is_hoped_for_for_a_while(expected_s, stuck_from_s):
         check_hope(stuck_from_s + 61.0, expected_s, 60.0)
 
 
-async def test_a_node_that_never_recovers_gives_itself_up(tmp_path):
+async def test_a_node_that_never_recovers_gives_itself_up(tmp_path, soon_stuck):
     async with running(tmp_path, stuck_exit_s=0.2) as node:
         prompt = list(range(10))
         for name in ("a", "b", "c"):
@@ -148,8 +166,7 @@ def start(c, folder, **flags):
     """The process of a node that never ends a step of a prompt which begins with HANGS."""
     flags = {"coordinator": f"127.0.0.1:{c.server.fleet_port}", "name": "b0", **flags}
     words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "tests.unit.serving_node.hanging_node", str(folder), *words]
-    return asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    return forked.popen("tests.unit.serving_node.hanging_node", str(folder), *words, stderr=subprocess.PIPE)
 
 
 def hang(c):
@@ -165,42 +182,41 @@ async def test_the_process_of_a_node_that_is_stuck_for_good_ends_and_a_new_one_s
     """As `splitserve up` does, the test starts it again."""
     folder, settings = tmp_path / "coordinator", {"heartbeat_s": 0.2, "node_timeout_s": 3.0, "node_wait_s": 300.0}
     async with asyncio.timeout(800.0), cluster(folder, nodes=(), **settings) as c:
-        node = await start(c, folder, stuck_exit_s=0.5)
+        node = start(c, folder, stuck_exit_s=0.5)
         try:
             await until_num_nodes(c, 1)
             for _ in range(2):
                 await read_all(c.generate("hello", **ASKED))
             call = hang(c)
-            _, words = await node.communicate()
+            _, words = await asyncio.to_thread(node.communicate)
             assert node.returncode == LOST_EXIT_CODE
             assert b"this node ends: one step has not ended in " in words
             call.cancel()
-            node = await start(c, folder, stuck_exit_s=0.5)
+            node = start(c, folder, stuck_exit_s=0.5)
             assert (await read_all(c.generate("hello", **ASKED)))[1] == answer_on_paper(b"hello", 4)
         finally:
             node.kill()
-            await node.wait()
+            await asyncio.to_thread(node.communicate)
 
 
 @pytest.mark.nightly
 async def test_a_node_that_is_told_to_stop_ends_though_its_step_does_not(tmp_path):
     folder = tmp_path / "coordinator"
     async with asyncio.timeout(800.0), cluster(folder, nodes=(), heartbeat_s=0.2, node_timeout_s=300.0) as c:
-        node = await start(c, folder, drain_s=0.5)
+        node = start(c, folder, drain_s=0.5)
         try:
             await until_num_nodes(c, 1)
             call = hang(c)
             while not (await c.stub.GetLoads(inference_pb2.GetLoadsRequest())).nodes[0].num_running:
                 await asyncio.sleep(0.01)
             node.send_signal(signal.SIGTERM)
-            _, words = await node.communicate()
+            _, words = await asyncio.to_thread(node.communicate)
             assert node.returncode == LOST_EXIT_CODE
             assert b"this node ends: its last step has not ended within " in words
             call.cancel()
         finally:
-            if node.returncode is None:
-                node.kill()
-                await node.wait()
+            node.kill()
+            await asyncio.to_thread(node.wait)
 
 
 def forward(link, event):
@@ -214,7 +230,7 @@ async def until_num_nodes(c, number):
         await asyncio.sleep(0.01)
 
 
-async def test_a_stuck_node_leaves_the_fleet_until_its_step_has_ended_and_its_request_goes_on(tmp_path):
+async def test_a_stuck_node_leaves_the_fleet_until_its_step_has_ended_and_its_request_goes_on(tmp_path, short_pause):
     async with (
         asyncio.timeout(300.0),
         cluster(tmp_path / "coordinator", nodes=(), heartbeat_s=0.2, node_wait_s=60.0) as c,
@@ -231,7 +247,7 @@ async def test_a_stuck_node_leaves_the_fleet_until_its_step_has_ended_and_its_re
         node.engine.is_open = False
         call = ask()
         await until_num_nodes(c, 0)
-        await asyncio.sleep(2 * FIRST_PAUSE_S)
+        await asyncio.sleep(2 * short_pause)
         assert not (await c.stub.GetLoads(inference_pb2.GetLoadsRequest())).nodes
         node.engine.open()
         _, token_ids, [complete] = await read_all(call)

@@ -16,6 +16,7 @@ from serving_core.needs import needs_of
 from serving_core.rope_config import DefaultRope
 from serving_core.settings import EngineSettings
 from splitserve.gguf.folder import gguf_folder
+from tests.effort import few
 from tests.gguf_files import MERGES, MIXTURES, TOKENS, replace, write_gguf
 from tests.tiny_models import CHAT_TEMPLATE, EOS
 from tests.unit.splitserve.test_gguf_folder import served_or_refused
@@ -47,7 +48,7 @@ def make(tmp_path):
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-@pytest.mark.parametrize("tie_word_embeddings", [False, True])
+@pytest.mark.parametrize("tie_word_embeddings", few([False, True]))
 def test_the_config_is_that_of_the_model_it_was_made_of(make, tmp_path, family, tie_word_embeddings):
     options = {"num_experts_per_tok": 3, "tie_word_embeddings": tie_word_embeddings, "rms_norm_eps": 0.25}
     found = read_model_config(make(family, **options))

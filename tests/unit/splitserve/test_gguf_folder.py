@@ -84,16 +84,21 @@ def test_which_layers_of_gemma_have_windows_the_file_may_say(make):
     assert windows(make("gemma3", {"gemma3.attention.sliding_window_pattern": listed}, **SIX_LAYERS)) == listed
 
 
-def test_what_the_file_does_not_say_of_gemma_is_what_llama_cpp_knows(make):
-    """Scores of the 27B models go by the width of the model for each head; the caps of Gemma 2 are 50 and 30."""
+@pytest.mark.parametrize(
+    ("family", "num_layers"), [("gemma2", 46), pytest.param("gemma3", 62, marks=pytest.mark.nightly)]
+)
+def test_scores_of_the_27b_gemmas_go_by_the_width_of_the_model_for_each_head(make, family, num_layers):
     width, key_length = 64, 16
-    for family, num_layers in (("gemma2", 46), ("gemma3", 62)):
-        small = {**SIX_LAYERS, "num_attention_heads": 2, "intermediate_size": 8}
-        scales = [
-            read_model_config(make(family, **{**small, "num_hidden_layers": layers})).differences.score_scale
-            for layers in (num_layers, 6)
-        ]
-        assert scales == [(width / 2) ** -0.5, key_length**-0.5]
+    small = {**SIX_LAYERS, "num_attention_heads": 2, "intermediate_size": 8}
+    scales = [
+        read_model_config(make(family, **{**small, "num_hidden_layers": layers})).differences.score_scale
+        for layers in (num_layers, 6)
+    ]
+    assert scales == [(width / 2) ** -0.5, key_length**-0.5]
+
+
+def test_what_the_file_does_not_say_of_gemma_is_what_llama_cpp_knows(make):
+    """The caps of Gemma 2 are 50 and 30."""
     caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     differences = read_model_config(make("gemma2", **SIX_LAYERS, **caps)).differences
     assert (differences.score_softcap, differences.logit_softcap) == (50.0, 30.0)

@@ -123,6 +123,7 @@ def test_byte_level_ones_equal_those_of_transformers(make_bytes, pre):
         assert decode(folder, token_ids) == text
 
 
+@pytest.mark.nightly
 def test_the_splittings_differ(make_bytes):
     """Else the test before this one would show little."""
     found = {pre: [encode(make_bytes(pre)[1], text, add_special_tokens=False) for text in TEXTS] for pre in SPLITTINGS}

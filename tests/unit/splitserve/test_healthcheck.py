@@ -1,23 +1,45 @@
 """The health check, as a container engine runs it, of a real coordinator."""
 
 import asyncio
-import os
+import io
+import runpy
 import socket
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+
+import pytest
 
 from serving_core.tls import TlsFiles
 from splitserve.client.clients import READINESS
+from tests.effort import few
 from tests.scripted_nodes import cluster, run
 from tests.tls_kit import authority, flags_of
 
 DEADLINE_S = 240.0
 
 
+@dataclass
+class Done:
+    """What a run of the health check gives."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
 def check(*arguments, **environment):
-    command = [sys.executable, "-m", "splitserve.healthcheck", *arguments]
-    env = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=env)
+    """Runs the module in this process."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
+        patch.setattr(sys, "argv", ["splitserve.healthcheck", *arguments])
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("splitserve.healthcheck", run_name="__main__")
+    code = ended.value.code
+    return Done(code, said.getvalue(), "") if isinstance(code, int) else Done(1, said.getvalue(), f"{code}\n")
 
 
 def test_it_tells_whether_the_coordinator_answers_and_whether_it_can_take_requests(tmp_path):
@@ -36,9 +58,13 @@ def test_it_tells_whether_the_coordinator_answers_and_whether_it_can_take_reques
     run(scenario())
 
 
-def test_it_says_how_it_is_called():
-    for arguments in ((), ("localhost:1", READINESS, "more")):
-        done = check(*arguments)
+@pytest.mark.parametrize("arguments", few([(), ("localhost:1", READINESS, "more")]))
+def test_it_says_how_it_is_called(arguments):
+    command = [sys.executable, "-m", "splitserve.healthcheck", *arguments]
+    for done in (
+        check(*arguments),
+        subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False),
+    ):
         assert (done.returncode, done.stderr) == (1, "usage: python -m splitserve.healthcheck TARGET [SERVICE]\n")
 
 

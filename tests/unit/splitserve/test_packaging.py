@@ -45,6 +45,7 @@ def installed(tmp_path_factory):
     return packages
 
 
+@pytest.mark.nightly
 def test_the_wheel_installs_the_rooms_and_nothing_else(installed):
     [info] = installed.glob("*.dist-info")
     assert {path.name for path in installed.iterdir()} == {*ROOMS, info.name}
@@ -53,6 +54,7 @@ def test_the_wheel_installs_the_rooms_and_nothing_else(installed):
         assert {path.relative_to(installed) for path in (installed / room).rglob("*.py")} == written
 
 
+@pytest.mark.nightly
 def test_the_page_of_the_coordinator_is_installed(installed):
     folder = Path("coordinator/doors/http/ui")
     assert {path.name for path in (installed / folder).iterdir()} == {"page.html", "page.css", "page.js"}
@@ -60,12 +62,17 @@ def test_the_page_of_the_coordinator_is_installed(installed):
         assert (installed / folder / path.name).read_bytes() == path.read_bytes()
 
 
-def test_no_name_is_one_of_python_or_of_another_distribution(installed):
+def test_every_folder_with_code_is_a_package_that_is_installed():
+    folders = {path.parent.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    packages = tomllib.loads(PYPROJECT.read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(packages) == sorted(".".join(folder.parts) for folder in folders)
+
+
+def test_no_name_is_one_of_python_or_of_another_distribution():
     owners = packages_distributions()
-    for path in installed.iterdir():
-        if path.suffix != ".dist-info":
-            assert path.name not in sys.stdlib_module_names
-            assert set(owners.get(path.name, ())) <= {"splitserve"}
+    for name in ROOMS:
+        assert name not in sys.stdlib_module_names
+        assert set(owners.get(name, ())) <= {"splitserve"}
 
 
 def test_no_other_distribution_has_our_command():
@@ -73,6 +80,7 @@ def test_no_other_distribution_has_our_command():
     assert {owner for name, owner in commands if name == "splitserve"} == {"splitserve"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["prefill_node", "decode_node", "coordinator", "splitserve"])
 def test_what_is_installed_can_be_asked_for_help(installed, name):
     run = subprocess.run(

@@ -2,13 +2,13 @@
 
 import json
 
-import pytest
 from click.testing import CliRunner
 
 from kv_transfer.plan import Grid
 from serving_core.layout import KVLayout
 from splitserve.cli import main
 from splitserve.commands.plan_transfer import picture, plan_transfer
+from tests.effort import pairwise
 from tests.tiny_models import write_fake_model
 
 
@@ -61,9 +61,7 @@ def test_the_ranks_of_large_nodes_are_aligned():
     assert len({line.index("▶") for line in lines[1:]}) == 1
 
 
-@pytest.mark.parametrize("prefill_tp", range(1, 9))
-@pytest.mark.parametrize("decode_tp", range(1, 9))
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 8])
+@pairwise(prefill_tp=range(1, 9), decode_tp=range(1, 9), num_kv_heads=[1, 2, 3, 8])
 def test_every_decode_rank_gets_each_of_its_heads_once_from_a_rank_that_holds_it(prefill_tp, decode_tp, num_kv_heads):
     plan = plan_transfer(Grid(prefill_tp), Grid(decode_tp), num_kv_heads)
     for rank in plan.decode_ranks:

@@ -9,6 +9,7 @@ import pytest
 from protos import inference_pb2
 from protos.convert import MAX_TOKENS_HEADER, MODEL_HEADER
 from splitserve import AsyncClient, Client
+from splitserve.client import resuming
 from splitserve.client.errors import Cancelled, ClientError, ServerFault, Unavailable
 from splitserve.client.resuming import LONGEST_PAUSE_S, MAX_TRIES, Course
 from tests.scripted_server import Script, chunk, complete, refusal, serving
@@ -47,8 +48,9 @@ async def ask_async(target, **options):
 
 
 @pytest.fixture(params=["sync", "async"])
-def asked(request):
-    """What comes of a script through either client."""
+def asked(request, monkeypatch):
+    """What comes of a script through either client, which does not wait long before it asks again."""
+    monkeypatch.setattr(resuming, "FIRST_PAUSE_S", 0.01)
 
     def run(script, **options):
         with serving(script) as target:

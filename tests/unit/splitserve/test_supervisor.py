@@ -13,6 +13,7 @@ import pytest
 
 from serving_core.telemetry import parse_line
 from splitserve.launch.cluster import Process
+from splitserve.launch.fork_server import ForkServer
 from splitserve.launch.supervisor import LastWords, LogFile, Supervisor
 
 DEADLINE_S = 240.0
@@ -64,6 +65,45 @@ def test_a_childs_words_are_logged_and_its_death_is_told(tmp_path):
     assert (death.returncode, str(death)) == (3, "prefill-0 ended: it did not say why")
     assert reported == ["prefill-0: the disk is full"]
     assert "plain words, red\n" in (tmp_path / "prefill-0.log").read_text()
+
+
+def test_nodes_are_forked_and_without_the_server_started(tmp_path):
+    (tmp_path / "told.py").write_text("import os, sys; print(os.getppid(), flush=True); sys.exit(int(sys.argv[1]))")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    server = ForkServer([], environment)
+
+    async def scenario(_):
+        supervisor = Supervisor(tmp_path, str, server)
+        for code, role in enumerate(["prefill", "coordinator", "decode"]):
+            await supervisor.start(Process(role, role, (sys.executable, "-m", "told", str(code)), environment))
+            yield (await supervisor.next_death()).returncode, int((tmp_path / f"{role}.log").read_text())
+            if role == "coordinator":
+                server.stop()
+
+    async def deaths(supervisor):
+        return [death async for death in scenario(supervisor)]
+
+    (of_prefill, of_coordinator, of_decode), _ = supervised(tmp_path, deaths)
+    assert [code for code, _ in (of_prefill, of_coordinator, of_decode)] == [0, 1, 2]
+    parents = [parent for _, parent in (of_prefill, of_coordinator, of_decode)]
+    assert parents == [server.pid, os.getpid(), os.getpid()]
+
+
+def test_a_forked_node_is_stopped_and_its_end_is_told(tmp_path):
+    (tmp_path / "told.py").write_text("import signal; print('started', flush=True); signal.pause()")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    server = ForkServer([], environment)
+
+    async def scenario(_):
+        supervisor = Supervisor(tmp_path, str, server)
+        await supervisor.start(Process("decode-0", "decode", (sys.executable, "-m", "told"), environment))
+        await until_it_says(tmp_path / "decode-0.log", "started")
+        await supervisor.stop(["decode-0"], deadline_s=DEADLINE_S)
+        return (await supervisor.next_death()).returncode, supervisor.all_live
+
+    ended, _ = supervised(tmp_path, scenario)
+    server.stop()
+    assert ended == (-signal.SIGTERM, False)
 
 
 def test_a_failure_nobody_expected_is_told_by_its_exception(tmp_path):

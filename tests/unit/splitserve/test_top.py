@@ -6,7 +6,6 @@ import pty
 import re
 import select
 import signal
-import subprocess
 import sys
 import termios
 import time
@@ -19,6 +18,7 @@ from protos import inference_pb2
 from splitserve.cli import main
 from splitserve.client.overview import to_overview
 from splitserve.commands.overview_view import OverviewView, bars, milliseconds, short
+from tests import forked
 from tests.scripted_server import Script, serving
 
 DEADLINE_S = 240.0
@@ -150,10 +150,10 @@ class Terminal:
     def __init__(self, target, lines):
         self.master, self.slave = pty.openpty()
         self.before = termios.tcgetattr(self.slave)
-        command = [sys.executable, "-m", "splitserve", "top", "--every", "0.1", "--server", target]
+        command = ("splitserve", "top", "--every", "0.1", "--server", target)
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(COLUMNS), "LINES": str(lines)}
         ends = dict.fromkeys(("stdin", "stdout", "stderr"), self.slave)
-        self.process = subprocess.Popen(command, env=environment, start_new_session=True, **ends)
+        self.process = forked.popen(*command, env=environment, start_new_session=True, **ends)
 
     def read_until(self, text, times=1):
         """What is written from now on until it has the text so often."""

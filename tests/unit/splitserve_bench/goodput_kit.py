@@ -43,11 +43,15 @@ def load(rate, num_requests, seed, *, start_s=0.0, first_index=0):
 
 
 class Door:
-    """Between the clients and the coordinator; changes nothing."""
+    """Between the clients and the coordinator of a fleet; changes nothing."""
 
     def __init__(self, agenda, clients):
         self.agenda, self.clients = agenda, clients
-        self.coordinator = None
+        self.fleet = None
+
+    @property
+    def coordinator(self):
+        return self.fleet.coordinator
 
     def submit(self, request_id, prompt, sampling, *, deadline_s, slo=None):
         self.coordinator.submit(request_id, prompt, sampling, deadline_s=deadline_s, slo=slo)
@@ -82,7 +86,7 @@ class World:
         clients = LoadClients(agenda, told(self.planned, lambda each: self.limits), model=model, **options)
         door = self.door(agenda, clients)
         fleet = Fleet(agenda, door, self.sizes, model, self.settings or self.size.settings)
-        door.coordinator = fleet.coordinator
+        door.fleet = fleet
         for number, (name, role) in enumerate(self.size.nodes()):
             fleet.start(name, role, self.costs(number))
         clients.start(door)

@@ -158,8 +158,9 @@ class World:
 
     @property
     def tracked(self):
-        """The live answers, as the coordinator has them."""
-        return list(self.fleet.coordinator.tracker._live)
+        """The live answers that nodes have, as the coordinator has them."""
+        tracker = self.fleet.coordinator.tracker
+        return [request for request in tracker.newest(tracker.num_open) if not request.is_waiting]
 
     @property
     def is_quiet(self):

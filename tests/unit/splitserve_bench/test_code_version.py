@@ -69,6 +69,7 @@ def test_what_serves_is_more_than_what_is_simulated():
     assert len({code_digest(SERVING), code_digest(SIMULATED), code_digest(("splitserve",))}) == 3
 
 
+@pytest.mark.nightly
 def test_all_that_makes_and_judges_simulated_requests_counts(monkeypatch):
     told = subprocess.run([sys.executable, "-c", LISTED], capture_output=True, text=True, check=True).stdout
     imported = {name.partition(".")[2]: Path(file).resolve() for name, file in json.loads(told).items()}

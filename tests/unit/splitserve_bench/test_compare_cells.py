@@ -12,6 +12,7 @@ from splitserve_bench.compare.cells import Cell, Cells, Measured
 from splitserve_bench.compare.contenders import ClusterContender, PeerContender, colocated
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.records import PlannedRequest
+from tests.effort import few
 from tests.unit.splitserve_bench.bench_serve_kit import answered, failed, timeline
 
 ARGUMENTS = {"model": "m", "bench": {"seed": 0, "at_rates": (1.0, 2.0)}, "contenders": [{"name": "a"}]}
@@ -108,7 +109,7 @@ while True:
 LARGE = Measured(tuple(answered(i, 0.0, tuple(i + k / 7 for k in range(500))) for i in range(2)))
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", few(range(4), 3))
 def test_a_file_is_whole_whenever_its_writer_is_killed(tmp_path, number):
     writer = subprocess.Popen(
         [sys.executable, "-c", SAVER, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=os.getcwd()

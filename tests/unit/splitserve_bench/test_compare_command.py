@@ -11,7 +11,7 @@ from serving_core.errors import SettingsError
 from splitserve.cli import main
 from splitserve.launch.models import LocalModel
 from splitserve_bench.compare.cells import Cells
-from splitserve_bench.compare.compare_command import Asked, _compare, compare_command, cores_of
+from splitserve_bench.compare.compare_command import Asked, compare_command, compare_contenders, cores_of
 from splitserve_bench.compare.compare_options import CompareCommand, parse_engine_flag, parse_rate
 from splitserve_bench.compare.contenders import PeerContender, colocated
 from splitserve_bench.compare.run import CompareBench
@@ -22,6 +22,7 @@ from splitserve_bench.serve.metrics import Limits
 from splitserve_bench.serve.target import ServedModel
 from tests.tiny_models import VOCAB_SIZE, write_fake_model
 from tests.unit.splitserve_bench.load_servers import Script, http_server
+from tests.unit.splitserve_bench.stand_ins import run_load_here
 
 AZURE_ROWS = [f"2023-11-16 18:17:0{i}.0000000,{100 + i},{10 + i}" for i in range(8)]
 
@@ -255,12 +256,13 @@ def test_a_comparison_does_not_go_on_with_other_weights_or_kernels(tmp_path, mon
         Cells(saved, asked_of(one).arguments())
 
 
-async def test_what_was_found_is_told_before_it_turns_out_that_it_cannot_be_saved(tmp_path, capsys):
+async def test_what_was_found_is_told_before_it_turns_out_that_it_cannot_be_saved(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("splitserve_bench.compare.arena.run_load", run_load_here)
     model, folder = write_fake_model(tmp_path / "model"), tmp_path / "saved"
     (folder / "attainment.png").mkdir(parents=True)
     async with http_server(Script()) as target:
         with pytest.raises(BenchError, match="saved cannot be written to: Is a directory"):
-            await _compare(asked_of(model, PeerContender("peer a", target.address), save_dir=folder))
+            await compare_contenders(asked_of(model, PeerContender("peer a", target.address), save_dir=folder))
     (found,) = json.loads(capsys.readouterr().out)["contenders"]
     assert (found["name"], found["probes"][0]["num_good"]) == ("peer a", 5)
 

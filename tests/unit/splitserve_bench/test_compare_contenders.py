@@ -18,10 +18,10 @@ from splitserve_bench.compare.contenders import (
     splits_of,
 )
 from splitserve_bench.errors import BenchError
-from splitserve_bench.serve.load import run_load
 from splitserve_bench.serve.records import PlannedRequest
 from tests.tiny_models import write_fake_model
 from tests.unit.splitserve_bench.load_servers import Script, http_server
+from tests.unit.splitserve_bench.stand_ins import run_load_here
 
 PEER = PeerContender("peer vllm", "http://127.0.0.1:8000")
 
@@ -127,7 +127,7 @@ async def test_a_peer_that_no_longer_answers_after_the_load_is_an_error(tmp_path
         target = await server.enter_async_context(http_server(Script()))
 
         async def load(where, requests, **options):
-            answered.append([each.error for each in await run_load(where, requests, **options)])
+            answered.append([each.error for each in await run_load_here(where, requests, **options)])
             if requests is planned:
                 await server.aclose()
             return []

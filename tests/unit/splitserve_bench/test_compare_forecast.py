@@ -20,7 +20,7 @@ from tests.unit.splitserve_bench.simulate_kit import PROFILE, request
 WHOLE, TWO, SPLIT, AUTO = contenders(2, [], [])
 GOAL = Goal(1.0, attainment=0.01)
 NO_MISSES = Misses(ttft=0, tpot=0, e2el=0, failed=0, refused=0, ttft_phases={}, tpot_phases={})
-LOAD = [dataclasses.replace(request(i, 300, 10, i * 0.2), ttft_ms=400.0, tpot_ms=40.0) for i in range(30)]
+LOAD = [dataclasses.replace(request(i, 300, 10, i * 0.2), ttft_ms=400.0, tpot_ms=40.0) for i in range(12)]
 
 
 def forecaster(**flags):

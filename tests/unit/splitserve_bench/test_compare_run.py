@@ -42,6 +42,7 @@ BENCH = CompareBench(
     request_timeout_s=30.0,
     seed=0,
 )
+SHORT_BENCH = dataclasses.replace(BENCH, num_prompts=40, seconds=5.0)
 COLOCATED, _, SPLIT, _ = CONTENDERS = contenders(2, [], [])
 NOBODY = Forecaster({}, 2, {})
 FAST = PeerContender("peer fast", "http://127.0.0.1:1")
@@ -94,7 +95,7 @@ def answered(planned, sent_s, start_s, first_s):
 def comparing(tmp_path):
     """Makes comparisons that are all saved in one folder."""
 
-    def compare(arena, bench=BENCH, lines=None):
+    def compare(arena, bench=SHORT_BENCH, lines=None):
         dataset = Dataset(random_input_len=PROMPT_TOKENS, random_output_len=OUTPUT_TOKENS)
         workload = Workload(dataset, ServedModel("queue", 100, 1000))
         report = [].append if lines is None else lines.append
@@ -123,7 +124,7 @@ def knee_of(prefill_s, limit_s):
 
 async def test_the_faster_queue_wins_and_the_slower_one_loses_to_its_prefill_queue(comparing):
     arena = QueueArena({COLOCATED.name: 0.2, SPLIT.name: 0.1})
-    (comparison,) = await comparing(arena).run([COLOCATED, SPLIT], COLOCATED)
+    (comparison,) = await comparing(arena, BENCH).run([COLOCATED, SPLIT], COLOCATED)
     colocated, split = (entry.search.result() for entry in comparison.entries)
     for result, prefill_s in ((colocated, 0.2), (split, 0.1)):
         assert result.best_rate == pytest.approx(knee_of(prefill_s, 0.5), rel=0.1)
@@ -347,7 +348,7 @@ async def test_the_same_requests_are_compared_one_by_one(comparing):
 
 async def test_it_is_shown_saved_and_drawn(comparing, tmp_path):
     arena = QueueArena({COLOCATED.name: 0.2, FAST.name: 0.05})
-    (comparison,) = await comparing(arena).run([COLOCATED, FAST], COLOCATED)
+    (comparison,) = await comparing(arena, BENCH).run([COLOCATED, FAST], COLOCATED)
     text = shown(comparison)
     assert "90% of the offered requests good: TTFT ≤ 500 ms" in text
     assert "peer fast wins: " in text
@@ -414,12 +415,13 @@ def shown(comparison):
     return capture.get()
 
 
-async def test_a_probe_of_as_many_requests_as_there_may_be_is_said_to_be_short(tmp_path):
-    lines, bench = [], dataclasses.replace(BENCH, at_rates=(250.0, 300.0), seconds=20.0)
+async def test_a_probe_of_as_many_requests_as_there_may_be_is_said_to_be_short(tmp_path, monkeypatch):
+    monkeypatch.setattr("splitserve_bench.compare.run.MOST_REQUESTS", 500)
+    lines, bench = [], dataclasses.replace(BENCH, at_rates=(25.0, 30.0), seconds=20.0)
     workload = Workload(Dataset(random_input_len=2, random_output_len=1), ServedModel("queue", 100, 1000))
     cells = Cells(tmp_path / "saved", {})
     arena = QueueArena({COLOCATED.name: 0.2})
     compare = Compare(bench, workload, arena, cells, NOBODY, report=lines.append, show=lambda text: None)
     await compare.run([COLOCATED], COLOCATED)
-    said = "300 req/s: a probe has 5000 requests, not the 6000 of 20 s"
+    said = "30 req/s: a probe has 500 requests, not the 600 of 20 s"
     assert [said in line for line in lines if "a probe has" in line] == [True]

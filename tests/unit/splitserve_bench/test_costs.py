@@ -6,7 +6,6 @@ It has 3 layers of 4 heads and 2 KV heads of 12, hidden size 48, inner size 80 a
 from dataclasses import replace
 
 import pytest
-import transformers
 
 from engine.engine import Engine
 from serving_core.errors import SettingsError
@@ -22,16 +21,17 @@ from splitserve_bench.engine.costs import (
 from splitserve_bench.engine.random_models import SHAPES, Shape, shape_of, write_random_model
 from splitserve_bench.engine.weight_bytes import read_weight_bytes
 from tests.foreign_models import write_foreign_model
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import write_tiny_llama
 
 LAYER = 48 * 48 + 2 * 48 * 24 + 48 * 48 + 3 * 48 * 80  # q, k and v, o, gate and up and down
 TINY = Shape("Qwen3ForCausalLM", "qwen3", 48, 3, 4, 2, 16, 80, 260, 1024)
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 MIXTURE = Shape("Qwen3MoeForCausalLM", "qwen3_moe", 48, 3, 4, 2, 16, 80, 260, 1024, 6, 2, 24)
 
 
 @pytest.fixture
 def config(tmp_path):
-    return read_model_config(write_tiny_model(tmp_path))
+    return read_model_config(write_tiny_llama(tmp_path))
 
 
 def test_parameters_are_those_of_the_matrices(config):
@@ -44,7 +44,7 @@ def test_a_prompt_takes_the_head_once_and_half_of_its_square(config):
 
 
 def test_a_window_bounds_what_a_prompt_sees(tmp_path):
-    config = read_model_config(write_tiny_model(tmp_path, "mistral", sliding_window=4))
+    config = read_model_config(write_tiny_llama(tmp_path, **MISTRAL, sliding_window=4))
     # Without a window 10^2 / 2 token pairs a layer; with it 6 tokens less see what is more than 4 behind: 6^2 / 2.
     assert prompt_flops(config, 10) == 2 * 55_296 * 10 + 2 * 12_480 + 2 * (10**2 - 6**2) * 48 * 3
     assert prompt_flops(config, 4) == 2 * 55_296 * 4 + 2 * 12_480 + 2 * 4**2 * 48 * 3
@@ -75,8 +75,11 @@ def test_shapes_have_as_many_parameters_as_their_models(name, millions):
     assert SHAPES[name].num_parameters // 10**6 in (millions - 1, millions)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", [TINY, MIXTURE], ids=lambda shape: shape.model_type)
 def test_a_random_model_is_one_that_transformers_can_read(shape, tmp_path):
+    import transformers
+
     write_random_model(tmp_path, shape)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -88,6 +91,7 @@ def test_a_random_model_is_one_that_transformers_can_read(shape, tmp_path):
     assert (config.dtype, config.tie_word_embeddings) == ("bfloat16", True)
 
 
+@pytest.mark.nightly
 def test_a_mixture_costs_what_its_tokens_take(tmp_path):
     attention, dense = 2 * 48 * 48 + 2 * 48 * 24, 3 * 48 * 80
     fields = {"mlp_only_layers": [1], "num_key_value_heads": 2, "head_dim": 12}
@@ -98,6 +102,7 @@ def test_a_mixture_costs_what_its_tokens_take(tmp_path):
     assert config.experts.share_taken(3) == pytest.approx(1 - (4 / 6) ** 3)
 
 
+@pytest.mark.nightly
 def test_experts_that_no_token_takes_are_not_read(tmp_path):
     loaded = Engine(EngineSettings(model=str(write_foreign_model(tmp_path, "mixtral")), num_kv_blocks=8))
     one, many = read_weight_bytes(loaded, 1), read_weight_bytes(loaded, 1000)

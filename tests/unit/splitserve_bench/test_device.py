@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from serving_core.errors import SettingsError
 from splitserve.cli import main
-from splitserve_bench.device.device_command import _with_model, go_through, look
+from splitserve_bench.device.device_command import go_through, look, with_model
 from splitserve_bench.device.device_report import markdown
 from splitserve_bench.device.facts import nominal_of
 from splitserve_bench.device.record import JSON_FILE, MARKDOWN_FILE, Record
@@ -24,8 +24,8 @@ from splitserve_bench.device.running import (
     NOT_REACHED,
     SKIPPED,
     TIMED_OUT,
-    _end,
-    _junit,
+    end,
+    read_junit,
     run_step,
 )
 from splitserve_bench.device.steps import (
@@ -40,6 +40,7 @@ from splitserve_bench.device.steps import (
     steps_of,
     trial_sizes,
 )
+from tests.effort import few
 
 LIMIT_S = 1200.0
 H100 = "NVIDIA H100 80GB HBM3"
@@ -66,6 +67,7 @@ def test_a_step_gives_its_last_line_and_logs_the_rest(tmp_path):
     assert "==== one: python one\nbeside" in (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.nightly
 def test_tests_that_are_ended_tell_of_those_that_are_over(tmp_path):
     tests, begun = tmp_path / "test_some.py", tmp_path / "begun"
     tests.write_text(
@@ -82,8 +84,8 @@ def test_tests_that_are_ended_tell_of_those_that_are_over(tmp_path):
     while not begun.exists():
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.05)
-    _end(process)
-    result = _junit(tmp_path)
+    end(process)
+    result = read_junit(tmp_path)
     assert (result["tests"], result["failures"]) == (2, 1)
     assert [name.rpartition("::")[2] for name in result["failed"]] == ["test_a_bad_one"]
 
@@ -110,8 +112,8 @@ def test_a_step_out_of_time_ends_with_its_children(tmp_path):
         pathlib.Path({str(child)!r}).write_text(str(process.pid))
         time.sleep(600)
     """
-    outcome = run_step(step("long", code), 3.0, tmp_path, tmp_path / "log.txt")
-    assert (outcome.state, outcome.why) == (TIMED_OUT, "not over after 3 s")
+    outcome = run_step(step("long", code), 1.0, tmp_path, tmp_path / "log.txt")
+    assert (outcome.state, outcome.why) == (TIMED_OUT, "not over after 1 s")
     give_up_at = time.monotonic() + 60
     while child.exists() and runs(child.read_text()):
         assert time.monotonic() < give_up_at
@@ -160,7 +162,7 @@ def test_failed_tests_are_counted_and_named(tmp_path, code, state):
         ("pass", "exit code 0, and no result"),
     ],
 )
-@pytest.mark.parametrize("is_second_run", [False, True])
+@pytest.mark.parametrize("is_second_run", few([False, True], True))
 def test_tests_that_tell_nothing_have_failed_whatever_an_earlier_run_told(tmp_path, program, why, is_second_run):
     if is_second_run:
         (tmp_path / JUNIT_FILE).write_text(JUNIT)
@@ -244,7 +246,7 @@ def test_the_model_is_written_before_what_reads_it(tmp_path, to_do, done):
     model = tmp_path / "model"
     steps = steps_of(full_sizes("llama-3.1-8b", 0), Machine(1, "0", H100, False, True), model, tmp_path)
     chosen = [each for each in steps if each.name in to_do]
-    assert [each.name for each in _with_model(chosen, steps, str(model))] == done
+    assert [each.name for each in with_model(chosen, steps, str(model))] == done
 
 
 def test_the_steps_of_one_device_and_of_two(tmp_path):

@@ -19,7 +19,9 @@ from splitserve_bench.doctor.node import NodeFigures, NodeTask
 from splitserve_bench.doctor.processes import figures_of
 from splitserve_bench.doctor.report import pays_lines
 from splitserve_bench.engine.random_models import Shape, write_random_model
+from tests.effort import few
 from tests.tiny_models import write_fake_model
+from tests.unit.splitserve_bench.stand_ins import figures_here
 
 TINY = Shape("LlamaForCausalLM", "llama", 48, 3, 4, 2, 12, 80, 260, 1024)
 TINY_SIZES = ("--running", "2", "--prompt-tokens", "40,16", "--output-tokens", "64 8", "--repeats", "1")
@@ -139,7 +141,11 @@ def test_the_command_measures_a_model(tmp_path, monkeypatch):
         assert text in result.stderr
 
 
-def test_the_tables_show_every_figure(tmp_path):
+@pytest.mark.parametrize("measures_here", few([True, False]))
+def test_the_tables_show_every_figure(request, tmp_path, monkeypatch, measures_here):
+    if measures_here:
+        request.getfixturevalue("forked_processes")
+        monkeypatch.setattr(measuring, "figures_of", figures_here)
     write_random_model(tmp_path / "tiny", TINY)
     result = run(tmp_path / "tiny", *TINY_SIZES, "--dtype", "float32", "--kv-cache-dtype", "int8")
     assert result.exit_code == 0, result.output

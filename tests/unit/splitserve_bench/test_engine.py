@@ -6,12 +6,12 @@ import tempfile
 
 import pytest
 import torch
-import transformers
 from click.testing import CliRunner
 
 import engine.engine
 from engine.engine import Engine
 from engine.step_clock import BETWEEN
+from serving_core.errors import SettingsError
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
 from splitserve.cli import main
@@ -20,11 +20,13 @@ from splitserve_bench.engine import machine, stopwatch
 from splitserve_bench.engine.choosing import WAYS
 from splitserve_bench.engine.driver import NUM_STEPS, DecodeRun, PromptRun, chunks_of, num_blocks_for
 from splitserve_bench.engine.figures import EngineBench, PromptSize
+from splitserve_bench.engine.peers import PeerResult, Ratio, ratios, read_peers
 from splitserve_bench.engine.random_models import SHAPES, Shape
 from splitserve_bench.engine.stopwatch import ATTENTION, HEAD, LINEARS, PARTS, SAMPLING, Stopwatch, watching
 from splitserve_bench.engine.weight_bytes import read_weight_bytes
+from tests.effort import few
 from tests.foreign_models import write_foreign_model
-from tests.tiny_models import write_fake_model, write_tiny_model
+from tests.tiny_models import write_fake_model, write_tiny_llama, write_tiny_model
 
 SIZES = ("--prompts", "2x40,1x24", "--batches", "3 1", "--contexts", "36,20", "--repeats", "1", "--threads", "1")
 # Of layers, head and norms, in float32; packed matrices may have some rows of padding.
@@ -51,7 +53,7 @@ def load(folder, num_kv_blocks=64, **settings):
 
 
 def test_the_json_holds_every_figure(tmp_path, run):
-    folder = write_tiny_model(tmp_path / "model")
+    folder = write_tiny_llama(tmp_path / "model")
     peer = tmp_path / "peer.log"
     peer.write_text('RESULT {"peer": "a", "prefill": {"2x40": 1e-3}, "decode": {"b3_ctx36": 1e-9, "b9_ctx9": 1}}\n')
     threads_before = torch.get_num_threads()
@@ -117,7 +119,7 @@ def _check_loop(rows):
 
 
 def test_the_tables_show_every_figure(tmp_path, run):
-    folder = write_tiny_model(tmp_path / "model")
+    folder = write_tiny_llama(tmp_path / "model")
     peer = tmp_path / "peer.json"
     peer.write_text('{"peer": "[a]", "load_s": 1e9, "decode": {"b3_ctx36": 1e9}}')
     result = run(folder, *SIZES, "--kv-cache-dtype", "int8", "--peer-json", peer)
@@ -138,6 +140,7 @@ def test_the_tables_show_every_figure(tmp_path, run):
     assert "decode steps of 3 requests at 36 tokens" in result.stderr
 
 
+@pytest.mark.nightly
 def test_a_model_that_transformers_computes_has_figures_without_what_is_known_of_ours_alone(tmp_path, run):
     folder = write_foreign_model(tmp_path / "model", "gpt2")
     result = run(folder, *SIZES, "--structured", "--json")
@@ -155,19 +158,25 @@ def test_a_model_that_transformers_computes_has_figures_without_what_is_known_of
     assert figures["profiles"] == []
     assert figures["structured"]["batch"] == 3
     _check_loop(figures["loop"])
-    shown = run(folder, *SIZES)
+
+
+@pytest.mark.nightly
+def test_what_is_not_known_of_a_model_that_transformers_computes_is_said(tmp_path, run):
+    shown = run(write_foreign_model(tmp_path / "model", "gpt2"), *SIZES)
     assert shown.exit_code == 0, shown.output
     assert "parts of a step are not known" in shown.stdout
 
 
+@pytest.mark.nightly
 def test_the_line_above_prefill_says_what_a_step_holds(tmp_path, run):
-    folder = write_tiny_model(tmp_path / "model")
+    folder = write_tiny_llama(tmp_path / "model")
     alone = run(folder, *SIZES, "--max-num-batched-tokens", "16")
     assert "prefill, prompts one after the other in chunks of 16 tokens:" in alone.stdout
     shared = run(folder, *SIZES, "--max-num-batched-tokens", "96", "--shared-steps")
     assert "prefill, prompts together in steps of 96 tokens:" in shared.stdout
 
 
+@pytest.mark.nightly
 def test_a_shape_is_measured_without_a_model(run, monkeypatch):
     monkeypatch.setitem(SHAPES, "qwen3-0.6b", TINY)
     result = run("--shape", "qwen3-0.6b", *SIZES, "--json")
@@ -195,8 +204,9 @@ def test_transformers_can_be_measured_beside_it(run, monkeypatch):
     assert row["ratio"] == pytest.approx(row["ours"] / row["theirs"])
 
 
+@pytest.mark.nightly
 def test_the_price_of_batch_invariance_can_be_measured(tmp_path, run):
-    folder = write_tiny_model(tmp_path / "model")
+    folder = write_tiny_llama(tmp_path / "model")
     result = run(folder, *SIZES, "--batch-invariant", "--json")
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
@@ -209,6 +219,10 @@ def test_the_price_of_batch_invariance_can_be_measured(tmp_path, run):
     assert row["ours"] == figures["prefill"][0]["tokens_per_s"]
     assert row["ratio"] == pytest.approx(row["ours"] / row["theirs"])
 
+
+@pytest.mark.nightly
+def test_the_price_of_batch_invariance_is_shown_where_it_was_measured(tmp_path, run):
+    folder = write_tiny_llama(tmp_path / "model")
     result = run(folder, *SIZES, "--batch-invariant")
     assert "the price of --batch-invariant" in result.stdout
     assert "the price of" not in run(folder, *SIZES).stdout
@@ -251,19 +265,23 @@ def test_sizes_that_cannot_be_are_refused(run, arguments, message):
 def test_models_that_cannot_be_measured_are_refused(tmp_path, run):
     result = run(write_fake_model(tmp_path / "fake"))
     assert (result.exit_code, "the fake model computes nothing" in result.stderr) == (2, True)
-    result = run(write_tiny_model(tmp_path / "tiny"), "--contexts", "1009")
+    result = run(write_tiny_llama(tmp_path / "tiny"), "--contexts", "1009")
     assert (result.exit_code, "1025 tokens are more than the model's 1024" in result.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("tie", few([False, True]))
 def test_the_embedding_is_read_only_where_it_is_the_head(tmp_path, tie):
-    loaded = load(write_tiny_model(tmp_path, tie_word_embeddings=tie))
+    write = write_tiny_model if tie else write_tiny_llama
+    loaded = load(write(tmp_path, tie_word_embeddings=tie))
     assert read_weight_bytes(loaded, 1) == READ_BYTES
     assert loaded.weight_bytes - (0 if tie else 4 * 48 * 260) == READ_BYTES
 
 
+@pytest.mark.nightly
 def test_decode_steps_continue_their_contexts(tmp_path):
-    folder = write_tiny_model(tmp_path)
+    import transformers
+
+    folder = write_tiny_llama(tmp_path)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
     decode = DecodeRun(load(folder), 3, 37)
     for context_tokens in (12, 16, 37):  # within a block, at its end, over several
@@ -279,7 +297,7 @@ def test_decode_steps_continue_their_contexts(tmp_path):
 
 
 def test_a_rewound_8_bit_cache_gives_the_same_answer_again(tmp_path):
-    loaded = load(write_tiny_model(tmp_path), kv_cache_dtype="int8")
+    loaded = load(write_tiny_llama(tmp_path), kv_cache_dtype="int8")
     decode = DecodeRun(loaded, 1, 13)
     decode.extend(13)
     answers = []
@@ -293,7 +311,7 @@ def test_a_rewound_8_bit_cache_gives_the_same_answer_again(tmp_path):
 def test_prompts_are_computed_each_in_its_own_blocks(tmp_path):
     size = PromptSize(3, 20)
     sizes = EngineBench((size, PromptSize(1, 30)), (1,), (8,), 1)
-    loaded = load(write_tiny_model(tmp_path), num_blocks_for(sizes, load(tmp_path).layout))
+    loaded = load(write_tiny_llama(tmp_path), num_blocks_for(sizes, load(tmp_path).layout))
     assert loaded.num_blocks == 3 * 3  # 20 tokens in blocks of 8; one of 30 takes 4, and 8 + 16 take 3
     assert PromptRun(loaded, size).run_s() > 0
     keys = loaded.pool.keys(0)
@@ -312,7 +330,7 @@ def test_own_time_leaves_out_what_is_within(monkeypatch):
 
 
 def test_watches_change_no_answer_and_go_away(tmp_path):
-    loaded = load(write_tiny_model(tmp_path, tie_word_embeddings=True))
+    loaded = load(write_tiny_llama(tmp_path))
     request = Request("a", 0, list(range(20)), 20, SamplingParams(max_tokens=1, temperature=0))
     works = [Work(request, 0, 20, range(3))]
     sample, plain = engine.engine.sample, loaded.step(works)
@@ -333,3 +351,59 @@ def test_steps_of_each_prompt_alone_and_of_several():
     shared = [[(0, 0, 4)], [(0, 4, 1), (1, 0, 3)], [(1, 3, 2), (2, 0, 2)], [(2, 2, 3)]]
     assert chunks_of(size, 4, shares_steps=True) == shared
     assert chunks_of(size, 100, shares_steps=True) == [[(0, 0, 5), (1, 0, 5), (2, 0, 5)]]
+
+
+# ---- figures of peers ----
+
+RESULT = {"peer": "a", "load_s": 0.5, "prefill": {"8x512": 1000}, "decode": {"b1_ctx128": 20.0}}
+FIGURES = {("load", ""): 0.5, ("prefill", "8x512"): 1000.0, ("decode", "b1_ctx128"): 20.0}
+
+
+def test_a_file_holds_one_object(tmp_path):
+    file = tmp_path / "peer.json"
+    file.write_text(json.dumps(RESULT, indent=2))
+    assert read_peers(file) == [PeerResult("a", FIGURES)]
+
+
+def test_a_file_holds_what_a_script_printed(tmp_path):
+    file = tmp_path / "peer.log"
+    file.write_text(f'loading ...\nRESULT {json.dumps(RESULT)}\nINFO the RESULT is above\nRESULT {{"peer": "b"}}\n')
+    assert read_peers(file) == [PeerResult("a", FIGURES), PeerResult("b", {})]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "neither a JSON object nor a line that begins with RESULT"),
+        ("RESULT {", "neither a JSON object nor a line that begins with RESULT"),
+        ("[]", "with the name of the peer"),
+        ('{"prefill": {}}', "with the name of the peer"),
+        ('{"peer": "a", "prefill": []}', "prefill must be a JSON object"),
+        ('{"peer": "a", "decode": {"b1_ctx128": 0}}', "b1_ctx128 must be a number above 0, not 0"),
+        ('{"peer": "a", "decode": {"b1_ctx128": NaN}}', "b1_ctx128 must be a number above 0, not nan"),
+        ('{"peer": "a", "load_s": "1"}', "load_s must be a number above 0, not '1'"),
+    ],
+)
+def test_what_is_no_result_is_refused_with_the_files_name(tmp_path, text, message):
+    file = tmp_path / "peer.json"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=rf"peer\.json.*{message}"):
+        read_peers(file)
+
+
+def test_ratios_are_to_the_best_peer_of_each_figure():
+    ours = PeerResult(
+        "splitserve",
+        {("load", ""): 2.0, ("prefill", "1x512"): 1500.0, ("prefill", "8x512"): 900.0, ("decode", "b1_ctx128"): 15.0},
+    )
+    slow_decode = PeerResult("a", {("prefill", "1x512"): 1000.0, ("decode", "b1_ctx128"): 20.0, ("load", ""): 1.0})
+    slow_prefill = PeerResult("b", {("prefill", "1x512"): 500.0, ("decode", "b1_ctx128"): 12.0})
+    assert ratios(ours, [slow_decode, slow_prefill]) == [
+        Ratio("load", "", "s", 2.0, 1.0, "a", 2.0, is_ahead=False),
+        Ratio("prefill", "1x512", "tokens/s", 1500.0, 1000.0, "a", 1.5, is_ahead=True),
+        Ratio("decode", "b1_ctx128", "ms", 15.0, 12.0, "b", 1.25, is_ahead=False),
+    ]
+
+
+def test_without_peers_there_is_nothing_to_compare():
+    assert ratios(PeerResult("splitserve", FIGURES), []) == []

@@ -1,4 +1,7 @@
-"""The load generator against servers that record what they do: everything it says must agree with their records."""
+"""The load generator against servers that record what they do: everything it says must agree with their records.
+
+The gate runs the generator in the test's own process, but for tests about its process; the nightly runs all with both.
+"""
 
 import asyncio
 import json
@@ -12,10 +15,11 @@ import pytest
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.load import Target, describe, run_load
 from splitserve_bench.serve.metrics import Limits, summarize, tpot_s
-from splitserve_bench.serve.openai_backend import _read
+from splitserve_bench.serve.openai_backend import read_answer
 from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.serve.reply import Reply
 from splitserve_bench.serve.told import told
+from tests.effort import few
 from tests.unit.splitserve_bench.load_servers import (
     BREAK,
     CROWDED,
@@ -36,6 +40,7 @@ from tests.unit.splitserve_bench.load_servers import (
     grpc_server,
     http_server,
 )
+from tests.unit.splitserve_bench.stand_ins import run_load_here
 
 LONG_S = 60.0  # longer than anything here takes
 
@@ -45,26 +50,40 @@ def serving(request):
     return SERVERS[request.param]
 
 
+of_one_server = pytest.mark.parametrize("serving", few(SERVERS), indirect=True)
+
+
 def plan(count, *, gap_s=0.0, prompt_tokens=5, output_tokens=6):
     return [PlannedRequest(i, i * gap_s, (i, *range(1, prompt_tokens)), output_tokens) for i in range(count)]
 
 
-async def send(target, planned, *, max_concurrency=None, request_timeout_s=LONG_S, on_progress=lambda _: None, **more):
-    return await run_load(
-        target,
-        planned,
-        max_concurrency=max_concurrency,
-        request_timeout_s=request_timeout_s,
-        on_progress=on_progress,
-        **more,
-    )
+def sender(run):
+    """Return `run_load` or its stand-in, with defaults."""
+
+    async def send(
+        target, planned, *, max_concurrency=None, request_timeout_s=LONG_S, on_progress=lambda _: None, **more
+    ):
+        options = {"max_concurrency": max_concurrency, "request_timeout_s": request_timeout_s}
+        return await run(target, planned, **options, on_progress=on_progress, **more)
+
+    return send
 
 
+SENDERS = {"here": sender(run_load_here), "process": sender(run_load)}
+send_from_process = SENDERS["process"]
+
+
+@pytest.fixture(params=few(SENDERS))
+def send(request):
+    return SENDERS[request.param]
+
+
+@of_one_server
 async def test_what_is_planned_is_what_the_server_gets(serving):
     script = Script()
     planned = [PlannedRequest(i, 0.0, (i, 70_000 + i, 0), 1 + i) for i in (3, 1, 2)]
     async with serving(script) as target:
-        outcomes = await send(target, planned)
+        outcomes = await send_from_process(target, planned)
     assert [outcome.index for outcome in outcomes] == [3, 1, 2]
     for request, outcome in zip(planned, outcomes, strict=True):
         asked = script.seen[request.index].asked
@@ -78,7 +97,7 @@ async def test_what_is_planned_is_what_the_server_gets(serving):
         assert outcome.num_output_tokens == sum(outcome.arrival_tokens) == request.output_tokens
 
 
-async def test_times_agree_with_the_servers_own_records(serving):
+async def test_times_agree_with_the_servers_own_records(send, serving):
     async def hold(key):
         await asyncio.sleep(0.02 * (key % 3))
 
@@ -102,7 +121,7 @@ async def test_times_agree_with_the_servers_own_records(serving):
             assert outcome.ended_s - outcome.sent_s <= between_s + 1e-5
 
 
-async def test_attainment_and_goodput(serving):
+async def test_attainment_and_goodput(send, serving):
     fast_s = []
 
     async def hold(key):
@@ -132,7 +151,7 @@ async def test_attainment_and_goodput(serving):
     [(http_server, {"with_token_ids": True}), (http_server, {"is_own": True}), (grpc_server, {})],
     ids=["token ids", "usage in each event", "gRPC"],
 )
-async def test_several_tokens_at_once_are_counted(serving, more):
+async def test_several_tokens_at_once_are_counted(send, serving, more):
     script = Script(tokens_at_once=4)
     async with serving(script, **more) as target:
         (outcome,) = await send(target, plan(1, output_tokens=10))
@@ -140,7 +159,7 @@ async def test_several_tokens_at_once_are_counted(serving, more):
     assert outcome.num_output_tokens == 10
 
 
-async def test_events_without_a_count_are_one_token_each():
+async def test_events_without_a_count_are_one_token_each(send):
     async with http_server(Script(tokens_at_once=4)) as target:
         (outcome,) = await send(target, plan(1, output_tokens=10))
     assert outcome.arrival_tokens == (1, 1, 1)
@@ -169,7 +188,7 @@ async def test_usage_tells_whether_an_end_without_text_is_a_token(written_s, arr
             yield b"data: " + json.dumps(event).encode() + b"\n\n"
 
     reply = Reply(PlannedRequest(0, 0.0, (1, 2), 4), lambda: now_s)
-    await _read(httpx2.Response(200, content=events()), reply)
+    await read_answer(httpx2.Response(200, content=events()), reply)
     reply.check_complete()
     outcome = reply.outcome()
     assert (outcome.arrivals_s, outcome.arrival_tokens) == (arrivals_s, (1, 1, 1, 1))
@@ -185,7 +204,7 @@ LIMITED = {
 
 
 @pytest.mark.parametrize(("serving", "more", "expected"), LIMITED.values(), ids=LIMITED.keys())
-async def test_each_request_tells_its_limits_to_our_servers_alone(serving, more, expected):
+async def test_each_request_tells_its_limits_to_our_servers_alone(send, serving, more, expected):
     limits = [(500.0, 40.0), (None, 30.0), (None, None)]
     planned = [PlannedRequest(i, 0.0, (i, 1), 2, *each) for i, each in enumerate(limits)]
     script = Script()
@@ -214,7 +233,7 @@ FAULTS = {
 }
 
 
-async def test_whatever_is_not_complete_is_a_miss(serving):
+async def test_whatever_is_not_complete_is_a_miss(send, serving):
     kinds = list(FAULTS)
     script = Script(dict(enumerate(kinds)))
     async with serving(script) as target:
@@ -232,7 +251,7 @@ async def test_whatever_is_not_complete_is_a_miss(serving):
     assert script.num_live == 0
 
 
-async def test_an_answer_that_is_too_late_is_a_miss_and_ends_on_the_server_too(serving):
+async def test_an_answer_that_is_too_late_is_a_miss_and_ends_on_the_server_too(send, serving):
     script = Script({0: HANG, 1: HANG})
     async with serving(script) as target:
         outcomes = await send(target, plan(2), request_timeout_s=2.5)  # enough for the server to have the request
@@ -245,7 +264,7 @@ async def test_an_answer_that_is_too_late_is_a_miss_and_ends_on_the_server_too(s
     assert script.seen[1].was_left
 
 
-async def test_max_concurrency_is_honoured(serving):
+async def test_max_concurrency_is_honoured(send, serving):
     script = Script()
     async with serving(script) as target:
         outcomes = await send(target, plan(20), max_concurrency=3)
@@ -254,7 +273,7 @@ async def test_max_concurrency_is_honoured(serving):
     assert all(outcome.scheduled_s == 0 for outcome in outcomes)  # the wait for a place shows in sent_s
 
 
-async def test_an_open_loop_does_not_wait_for_answers(serving):
+async def test_an_open_loop_does_not_wait_for_answers(send, serving):
     release = asyncio.Event()
 
     async def hold(key):
@@ -270,7 +289,7 @@ async def test_an_open_loop_does_not_wait_for_answers(serving):
     assert all(outcome.sent_s >= outcome.scheduled_s == index * 0.01 for index, outcome in enumerate(outcomes))
 
 
-async def test_progress_and_outcomes_are_told_as_they_come(serving):
+async def test_progress_and_outcomes_are_told_as_they_come(send, serving):
     progress, told = [], []
     async with serving(Script({1: FAIL})) as target:
         outcomes = await send(target, plan(3), on_progress=progress.append, on_outcome=told.append)
@@ -280,7 +299,7 @@ async def test_progress_and_outcomes_are_told_as_they_come(serving):
     assert sorted(told, key=lambda outcome: outcome.index) == outcomes
 
 
-async def test_timelines(serving):
+async def test_timelines(send, serving):
     more = {"is_own": True} if serving is http_server else {}
     async with serving(Script(), **more) as target:
         (outcome,) = await send(target, plan(1))
@@ -289,7 +308,7 @@ async def test_timelines(serving):
     assert outcome.arrival_tokens == (1,) * 6
 
 
-async def test_other_servers_are_not_asked_for_timelines():
+async def test_other_servers_are_not_asked_for_timelines(send):
     script = Script()
     async with http_server(script) as target:
         (outcome,) = await send(target, plan(1))
@@ -308,7 +327,7 @@ async def test_other_servers_are_not_asked_for_timelines():
     assert script.seen[0].asked["stream_options"] == {"include_usage": True}
 
 
-async def test_more_fields_in_the_body():
+async def test_more_fields_in_the_body(send):
     script = Script()
     async with http_server(script) as target:
         await send(Target("openai", target.address, extra_body={"top_k": 3}), plan(1))
@@ -317,7 +336,7 @@ async def test_more_fields_in_the_body():
 
 
 @pytest.mark.parametrize("server", [http_server, grpc_server], ids=["http", "grpc"])
-async def test_limits_go_with_every_request_of_either_backend(server):
+async def test_limits_go_with_every_request_of_either_backend(send, server):
     script = Script()
     async with server(script) as target:
         limits = {"slo_class": "chat", "tpot_ms": 40, "priority": -1}
@@ -325,20 +344,20 @@ async def test_limits_go_with_every_request_of_either_backend(server):
         assert [{name: seen.asked[name] for name in limits} for seen in script.seen.values()] == [limits] * 2
 
 
-async def test_the_key_is_sent(serving):
+async def test_the_key_is_sent(send, serving):
     script = Script()
     async with serving(script) as target:
         await send(Target(target.backend, target.address, api_key="known"), plan(2))
     assert {headers["authorization"] for headers in script.headers} == {"Bearer known"}
 
 
-async def test_an_empty_load(serving):
+async def test_an_empty_load(send, serving):
     async with serving(Script()) as target:
         assert await send(target, []) == []
 
 
 @pytest.mark.parametrize(("backend", "address"), [("splitserve", "127.0.0.1:1"), ("openai", "http://127.0.0.1:1")])
-async def test_no_server(backend, address):
+async def test_no_server(send, backend, address):
     target = Target(backend, address)
     with pytest.raises(BenchError, match=r"no server answers at .*127\.0\.0\.1:1"):
         await send(target, plan(1))
@@ -359,11 +378,12 @@ async def test_describe_of_a_model_that_is_not_served():
             await describe(Target("openai", target.address, model="other"))
 
 
+@of_one_server
 async def test_cancelling_leaves_no_process_and_no_request(serving):
     script = Script({0: HANG, 1: HANG})
     before = {child.pid for child in psutil.Process(os.getpid()).children(recursive=True)}
     async with serving(script) as target:
-        load = asyncio.create_task(send(target, plan(2)))
+        load = asyncio.create_task(send_from_process(target, plan(2)))
         while script.num_live < 2:
             await asyncio.sleep(0.01)
         load.cancel()
@@ -386,10 +406,11 @@ def generator():
     return find
 
 
+@of_one_server
 async def test_a_generator_that_dies_is_an_error(serving, generator):
     script = Script({0: HANG})
     async with serving(script) as target:
-        load = asyncio.create_task(send(target, plan(1)))
+        load = asyncio.create_task(send_from_process(target, plan(1)))
         while not script.num_live:
             await asyncio.sleep(0.01)
         generator().kill()
@@ -409,21 +430,21 @@ async def test_a_generator_that_says_nothing_any_more_is_ended(serving, generato
 
     async with serving(script) as target:
         with pytest.raises(BenchError, match=r"said nothing for 2 s"):
-            await send(target, plan(1), on_progress=on_progress)
+            await send_from_process(target, plan(1), on_progress=on_progress)
         assert not processes[0].is_running()
 
 
-async def test_connections_are_used_again():
+async def test_connections_are_used_again(send):
     """One at a time, they need no more than were made to warm up; more are made for all at once."""
     script = Script()
     async with http_server(script) as target:
         await send(target, plan(40), max_concurrency=1)
         assert script.num_connections <= 5  # not one for each request
-        outcomes = await send(target, plan(150))
+        outcomes = await send(target, plan(70))
     assert all(outcome.error == "" for outcome in outcomes)
 
 
-async def test_a_short_answer_fails_where_nobody_counts_its_tokens_too():
+async def test_a_short_answer_fails_where_nobody_counts_its_tokens_too(send):
     async with http_server(Script({1: SHORT}), with_usage=False) as target:
         whole, short = await send(target, plan(2))
     assert (whole.error, whole.num_output_tokens, whole.num_cached_tokens) == ("", 6, None)

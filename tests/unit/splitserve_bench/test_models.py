@@ -1,12 +1,10 @@
 """Which models the benches take, asked as a user asks."""
 
-import json
-
 import pytest
 from click.testing import CliRunner
 
 from splitserve.cli import main
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import write_tiny_llama
 
 MEASURED = (
     ["doctor"],
@@ -14,11 +12,14 @@ MEASURED = (
 )
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    reader = {"architectures": ["Qwen3Model"], "model_type": "qwen3", "head_dim": 12}
+    return write_tiny_llama(tmp_path_factory.mktemp("model") / "reader", **reader)
+
+
 @pytest.mark.parametrize("command", MEASURED, ids=" ".join)
-def test_a_model_that_makes_embeddings_is_refused_before_anything_is_started(tmp_path, command):
-    folder = write_tiny_model(tmp_path / "reader", "qwen3")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3Model"]}))
+def test_a_model_that_makes_embeddings_is_refused_before_anything_is_started(folder, command):
     result = CliRunner().invoke(main, [*command, str(folder)])
     assert result.exit_code == 1
     said = "reader makes embeddings, and what is measured here is a model that writes answers"

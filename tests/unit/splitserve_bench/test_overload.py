@@ -281,6 +281,7 @@ async def test_other_servers_are_not_told_the_limits():
     assert not any("ttft_ms" in seen.asked for seen in script.seen.values())
 
 
+@pytest.mark.nightly
 def test_a_simulated_fleet_takes_as_long_to_recover_as_its_queue_is_long(tmp_path):
     """A prompt of 100 tokens takes 102 ms: of 20 a second for 10 s about 100 are left, which shrink by 7.3 a second. A
     fleet that is told the limits reads the others first, and is back as soon as they come at a rate that it serves."""
@@ -300,6 +301,7 @@ def test_a_simulated_fleet_takes_as_long_to_recover_as_its_queue_is_long(tmp_pat
     assert told["back_s"] <= 5
 
 
+@pytest.mark.nightly
 def test_a_simulated_fleet_that_refuses_says_when_to_come_back_and_recovers_sooner(tmp_path):
     PROFILE.save(tmp_path / "profile.json")
     words = ["--profile", str(tmp_path / "profile.json"), "--prefill", "1", "--decode", "1", "--goodput", "ttft:1000"]

@@ -1,6 +1,7 @@
-"""The search for a plan: loads, probes, the race of plans, and its command."""
+"""The search for a plan: loads, probes, the race of plans, its command, and the commands that a plan prints."""
 
 import json
+import shlex
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -8,13 +9,16 @@ from random import Random
 import pytest
 from click.testing import CliRunner
 
+from coordinator.control.slo import Limit, parse_slo_classes
 from serving_core.errors import SettingsError
-from serving_core.shapes import BOTH
+from serving_core.shapes import BOTH, DECODE, PREFILL
+from splitserve.commands import roles
 from splitserve.commands.serve import up
 from splitserve_bench.compare.search import MOST_SEEDS, Goal
 from splitserve_bench.compare.verdict import plain
 from splitserve_bench.plan.asked import AskedLoad, asked_from_json
 from splitserve_bench.plan.command import plan_command
+from splitserve_bench.plan.commands import commands_of
 from splitserve_bench.plan.fleets import Played, play
 from splitserve_bench.plan.loads import Loads
 from splitserve_bench.plan.nodes import machines_of
@@ -23,7 +27,16 @@ from splitserve_bench.plan.race import Race, Turns
 from splitserve_bench.plan.study import study_of
 from splitserve_bench.serve.metrics import Limits
 from splitserve_bench.simulate.profile import read_profile
-from tests.unit.splitserve_bench.plan_kit import asked, asked_nodes, distserve_file, model_folder, paper_nodes
+from tests.effort import effort, few
+from tests.unit.splitserve_bench.plan_kit import (
+    OPT,
+    asked,
+    asked_nodes,
+    distserve_file,
+    model_folder,
+    paper_nodes,
+    plan_of,
+)
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, request
 
 
@@ -74,7 +87,7 @@ def test_an_answer_that_goes_on_at_the_end_is_judged_by_whole_tokens(tmp_path):
     assert (played.num_good, played.missed) == (6, {})
 
 
-@pytest.mark.parametrize("attainment", [0.05, 0.3, 0.5, 0.6, 0.7, 0.75, 0.9, 0.95, 0.99, 1.0])
+@pytest.mark.parametrize("attainment", few([0.05, 0.3, 0.5, 0.6, 0.7, 0.75, 0.9, 0.95, 0.99, 1.0], 0.3, 0.9, 1.0))
 def test_a_probe_that_ends_early_is_no_pass(tmp_path, attainment):
     """Also not of all seeds of its rate together, when the others find everything good."""
     PROFILE.save(tmp_path / "profile.json")
@@ -122,7 +135,7 @@ def test_the_best_two_are_found_and_the_others_cost_little():
 def test_neither_the_number_of_processes_nor_which_is_faster_decides_anything():
     """What each plan's probes are, and found, on so many of which any may be the next to end."""
     knees, promises, found = [10.0, 9.0, 8.0, 7.0, 3.0, 2.0, 1.0], [8.0, 11.0, 7.0, 9.0, 4.0, 3.0, 3.0], set()
-    for seed, num_workers in product(range(10), (1, 2, 3, 16)):
+    for seed, num_workers in product(range(effort(3, 10, 30)), (1, 2, 3, 16)):
         race = Race([(Goal(0.7 * each, tolerance=0.05, step=1.3), 1.0, each) for each in promises])
         turns, random, under_way, recorded = Turns(race), Random(seed), [], []
         while True:
@@ -186,15 +199,18 @@ def invoke(*words):
     return CliRunner().invoke(plan_command, words)
 
 
-SMALL = ("--tp", "1", "--random-input-len", "200", "--random-output-len", "8", "--candidates", "2", "--max-probes", "6",
-         "--num-prompts", "30", "--seconds", "0.01", "--jobs", "1", "--slo", "ttft:3000", "tpot:200")  # fmt: skip
+SIZES = ("--tp", "1", "--random-input-len", "200", "--random-output-len", "8", "--candidates", "2", "--seconds", "0.01",
+         "--jobs", "1")  # fmt: skip
+SHORT = ("--max-probes", "2", "--num-prompts", "5")
+LONG = ("--max-probes", "6", "--num-prompts", "30")
+REACHED = ("--slo", "ttft:3000", "tpot:200")
 
 
 @pytest.mark.nightly
 def test_the_command_finds_a_plan_and_says_how_to_run_it(tmp_path):
     PROFILE.save(tmp_path / "profile.json")
     saved, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    words = ("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *SMALL)
+    words = ("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *SIZES, *LONG, *REACHED)
     result = invoke(*words, "--save", str(saved), "--plot", str(picture))
     assert result.exit_code == 0, result.output
     found = json.loads(saved.read_text())
@@ -213,22 +229,22 @@ def test_the_command_finds_a_plan_and_says_how_to_run_it(tmp_path):
 @pytest.mark.nightly
 def test_any_number_of_processes_finds_the_same_to_the_byte(tmp_path):
     PROFILE.save(tmp_path / "profile.json")
-    words = ("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *SMALL, "--json")
+    words = ("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *SIZES, *LONG, *REACHED, "--json")
     assert len({invoke(*words, "--jobs", jobs).stdout for jobs in ("1", "2")}) == 1
 
 
 def test_what_is_printed_has_the_table_and_the_words(tmp_path):
     PROFILE.save(tmp_path / "profile.json")
-    result = invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *SMALL)
+    result = invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *SIZES, *SHORT, *REACHED)
     assert result.exit_code == 0, result.output
     assert "paper: 2 devices; 90% of requests with TTFT ≤ 3000 ms, TPOT ≤ 200 ms" in result.stdout
     assert "req/s a device" in result.stdout
     assert "Best: " in result.stdout
 
 
-def test_a_command_is_printed_on_one_line_and_before_files_are_written(tmp_path):
+def test_a_command_is_printed_on_one_line_and_before_files_are_written(crew_here, tmp_path):
     folder = model_folder(tmp_path / "long" / ("name" * 40))
-    words = ("--model", str(folder), "--hardware", "cpu", "--gpus", "2", *SMALL)
+    words = ("--model", str(folder), "--hardware", "cpu", "--gpus", "2", *SIZES, *SHORT, *REACHED, "--candidates", "1")
     result = invoke(*words, "--save", "/dev/full")
     assert isinstance(result.exception, SettingsError)
     assert "/dev/full cannot be written: No space left on device" in str(result.exception)
@@ -245,23 +261,21 @@ def test_a_file_that_has_no_folder_is_refused_before_anything_is_simulated(tmp_p
     assert "no is no folder that takes files" in result.output.replace("\n", "")
 
 
-def test_what_is_clipped_is_told(tmp_path):
+def test_what_is_clipped_is_told(crew_here, tmp_path):
     replace(PROFILE, node=replace(PROFILE.node, max_model_len=128)).save(tmp_path / "profile.json")
-    words = ("--profile", str(tmp_path / "profile.json"), "--gpus", "1", *SMALL)
+    words = ("--profile", str(tmp_path / "profile.json"), "--gpus", "1", *SIZES, *SHORT, *REACHED, "--max-probes", "1")
     result = invoke(*words)
     assert result.exit_code == 0, result.output
     assert "100.0% of the requests are longer than 128 tokens, and are clipped to that" in result.stderr
     assert "clipped" not in invoke(*words, "--random-input-len", "120", "--random-output-len", "8").stderr
 
 
-def test_limits_that_nobody_meets_are_told_so(tmp_path):
+def test_limits_that_nobody_meets_are_told_so(crew_here, tmp_path):
     PROFILE.save(tmp_path / "profile.json")
-    words = [word for word in SMALL if not word.startswith("ttft:") and word != "tpot:200"]
-    result = invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *words, "ttft:1")
+    words = ("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *SIZES, *SHORT, "--slo", "ttft:1")
+    result = invoke(*words)
     assert result.exit_code == 0, result.output
-    found = json.loads(
-        invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *words, "ttft:1", "--json").stdout
-    )
+    found = json.loads(invoke(*words, "--json").stdout)
     lowest = min(probe["request_rate"] for each in found["plans"] for probe in each["probes"])
     told = f"No plan reaches the goal at any rate that was tried: the lowest was {plain(lowest)} req/s a cell."
     assert told in " ".join(result.stdout.split())
@@ -345,3 +359,126 @@ def test_what_vllm_served_is_simulated_beside_it(tmp_path, folder):
     assert result.exit_code == 0, result.output
     figures = {each["what"]: each for each in json.loads(result.stdout.splitlines()[-1])["requests"]}
     assert figures["TPOT, mean"]["served_s"] == figures["TPOT, mean"]["simulated_s"] == 0
+
+
+# ---- the commands of a plan: what they start is what was simulated ----
+
+
+def test_the_commands_of_a_plan_say_what_has_no_room(nodes):
+    held_bytes = 100_000_000
+    study = study_of(asked(replace(nodes, weights_memory_bytes=held_bytes), gpus=4))
+    one, two = study.machines.kinds
+    assert (one.weights_memory_bytes, two.weights_memory_bytes) == (held_bytes, 0)  # two ranks hold 82 MB each
+    mixed = Plan((Pool(PREFILL, one, 1), Pool(DECODE, two, 1)), 4, 4)
+    assert f"--weights-memory-bytes {held_bytes}" in " ".join(commands_of(study, mixed))
+    assert "--weights-memory-bytes" not in " ".join(commands_of(study, Plan((Pool(BOTH, two, 1),), 4, 4)))
+
+
+def test_nodes_on_several_hosts_are_started_one_by_one(nodes):
+    study = study_of(asked(nodes, gpus=8))
+    head, coordinator_words, *lines = commands_of(study, plan_of(nodes, 2, -3))
+    assert head.startswith("Run it on 2 hosts, with SPLITSERVE_FLEET_SECRET and SPLITSERVE_API_KEY set")
+    program, role, *words = shlex.split(coordinator_words, comments=True)
+    assert (program, role) == ("splitserve", "coordinator")
+    flags = roles.coordinator.make_context(role, words).params
+    assert {flags[name] for name in ("host", "http_host", "fleet_host")} == {"0.0.0.0"}
+    taken = {"0": [], "1": []}  # devices of each host
+    for line in lines:
+        visible, program, role, *words = shlex.split(line, comments=True)
+        flags = {"prefill": roles.prefill, "decode": roles.decode}[role].make_context(role, words).params
+        assert flags["kv_bind"] == "tcp://eth0:*"
+        devices = visible.removeprefix("CUDA_VISIBLE_DEVICES=").split(",")
+        assert len(devices) == flags["tensor_parallel_size"]
+        taken[line.split("# host ")[1][0]] += devices
+    assert taken == {"0": ["0", "1", "2", "3"], "1": ["0", "1", "2", "3"]}
+
+
+@pytest.mark.parametrize(
+    ("profile", "hardware", "told"),
+    [("", ("cpu",), {"0", "1", "2", "3"}), ("profile.json", (), {"1/4", "2/4", "3/4", "4/4"})],
+)
+def test_nodes_without_cuda_get_cores_of_their_own(nodes, tmp_path, profile, hardware, told):
+    PROFILE.save(tmp_path / "profile.json")
+    names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), hardware)
+    nodes = replace(nodes, profile=profile and str(tmp_path / profile), tp_sizes=(1,), **names)
+    (kind,) = machines_of(nodes).kinds
+    _, _, *lines = commands_of(study_of(asked(nodes, gpus=8)), Plan((Pool(BOTH, kind, 8),), 8, 4))
+    words = [shlex.split(line, comments=True) for line in lines]
+    cpus = [roles.both.make_context("both", each[2:]).params["cpus"] for each in words]
+    assert (len(cpus), set(cpus[:4]), set(cpus[4:])) == (8, told, told)
+
+
+def made(commands):
+    """The settings that a command's flags stand for, by the words before them."""
+    contexts = {"up": up, "coordinator": roles.coordinator, "prefill": roles.prefill, "decode": roles.decode}
+    found = {}
+    for line in commands:
+        words = shlex.split(line, comments=True)
+        if "splitserve" in words:
+            at = words.index("splitserve")
+            found.setdefault(words[at + 1], []).append(
+                contexts[words[at + 1]].make_context("it", words[at + 2 :]).params
+            )
+    return found
+
+
+def test_a_cluster_knows_the_limits_that_requests_were_simulated_with(nodes):
+    study = study_of(asked(nodes, gpus=8, goodput=("ttft:1234567.5 tpot:0.25",)))
+    near = made(commands_of(study, plan_of(nodes, 2, 2)))["up"]
+    far = made(commands_of(study, plan_of(nodes, 2, -3)))["coordinator"]
+    for (flags,) in (near, far):
+        (limits,) = parse_slo_classes(flags["slo_class"])
+        assert (limits.name, limits.ttft, limits.tpot) == ("default", Limit(1234567.5), Limit(0.25))
+    whole = study_of(asked(nodes, gpus=8, goodput=("e2el:900",)))  # of which no server knows
+    assert "--slo-class" not in " ".join(commands_of(whole, plan_of(nodes, 2, 2)))
+
+
+@pytest.mark.parametrize("gpus_per_host", [8, 2])
+def test_nodes_have_the_flags_that_they_were_measured_with(tmp_path, gpus_per_host):
+    flags = {"quantization": "w8a8", "batch_invariant": True, "weights_disk_path": "/a b"}
+    replace(PROFILE, flags=flags).save(tmp_path / "profile.json")
+    study = study_of(asked(replace(paper_nodes(tmp_path), gpus_per_host=gpus_per_host), gpus=4))
+    (kind,) = study.machines.kinds
+    plan = Plan((Pool(PREFILL, kind, 2), Pool(DECODE, kind, 2)), 4, gpus_per_host)
+    found = made(commands_of(study, plan))
+    nodes = found["up"] if gpus_per_host == 8 else [*found["prefill"], *found["decode"]]
+    assert len(nodes) == (1 if gpus_per_host == 8 else 4)
+    assert all(flags.items() <= each.items() for each in nodes)
+
+
+def test_the_longest_request_that_was_planned_for_is_the_longest_that_is_taken(nodes):
+    study = study_of(asked(replace(nodes, max_model_len=300), gpus=8))
+    assert made(commands_of(study, plan_of(nodes, 2, 2)))["up"][0]["max_model_len"] == 300
+    others = made(commands_of(study, plan_of(nodes, 2, -3)))
+    assert {flags["max_model_len"] for role in ("prefill", "decode") for flags in others[role]} == {300}
+
+
+def test_nodes_of_unlike_sizes_get_the_pools_that_they_were_simulated_with(nodes):
+    """One size for all would be the smaller one; a CUDA node takes its own share of its device."""
+    study = study_of(asked(nodes, gpus=4))
+    one, two = study.machines.kinds
+    assert one.kv_cache_memory_bytes < two.kv_cache_memory_bytes
+    plan = Plan((Pool(PREFILL, one, 2), Pool(DECODE, two, 1)), 4, 4)
+    (flags,) = made(commands_of(study, plan))["up"]
+    assert not flags["kv_cache_memory_bytes"]
+    assert flags["gpu_memory_utilization"] == 0.9
+    alike = made(commands_of(study, Plan((Pool(PREFILL, one, 2), Pool(DECODE, one, 2)), 4, 4)))["up"]
+    assert alike[0]["kv_cache_memory_bytes"] == one.kv_cache_memory_bytes
+
+
+@pytest.mark.parametrize("values", [{"device_memory_bytes": 2**34}, {"hardware": "cpu"}])
+def test_unlike_nodes_whose_memory_is_no_share_of_a_device_are_started_one_by_one(nodes, values):
+    names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), (values.pop("hardware", "h100"),))
+    study = study_of(asked(replace(nodes, **names, **values), gpus=4))
+    one, two = study.machines.kinds
+    lines = commands_of(study, Plan((Pool(PREFILL, one, 2), Pool(DECODE, two, 1)), 4, 4))
+    assert lines[0].startswith("Run it on 1 host, with")
+    found = made(lines)
+    assert [each["kv_cache_memory_bytes"] for each in found["prefill"]] == [one.kv_cache_memory_bytes] * 2
+    assert [each["kv_cache_memory_bytes"] for each in found["decode"]] == [two.kv_cache_memory_bytes]
+
+
+def test_a_model_that_is_not_served_gets_no_command(tmp_path):
+    nodes = asked_nodes(model=str(model_folder(tmp_path / "opt-13b", OPT | {"is_encoder_decoder": True})))
+    study = study_of(asked(nodes))
+    assert "does not serve it" in commands_of(study, study.plans[0])[0]

@@ -1,15 +1,17 @@
-"""`splitserve bench prompts`, with a tiny model."""
+"""`splitserve bench prompts`, with a tiny model; and prompts that are divided over nodes."""
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
 
 from serving_core.model_config import read_model_config
 from splitserve.cli import main
-from splitserve_bench.engine import machine, quantized_prompts
+from splitserve_bench.engine import divided_prompts, machine, quantized_prompts
 from splitserve_bench.engine.costs import prompt_flops
-from tests.tiny_models import write_fake_model, write_tiny_model
+from tests.tiny_models import write_fake_model, write_tiny_llama
+from tests.unit.engine.native_kit import needs_library
 
 SIZES = ("--prompts", "1x20,2x9", "--repeats", "2", "--threads", "1")
 
@@ -23,7 +25,7 @@ def run(monkeypatch):
 
 
 def test_rows_for_each_size_and_kind_of_weights(tmp_path, run):
-    folder = write_tiny_model(tmp_path, dtype="bfloat16")
+    folder = write_tiny_llama(tmp_path, dtype="bfloat16")
     result = run(folder, *SIZES, "--quantization", "w8a8", "--quantization", "int8", "--json")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["prompts"]
@@ -39,7 +41,7 @@ def test_rows_for_each_size_and_kind_of_weights(tmp_path, run):
 
 
 def test_the_table(tmp_path, run):
-    result = run(write_tiny_model(tmp_path, dtype="bfloat16"), *SIZES)
+    result = run(write_tiny_llama(tmp_path, dtype="bfloat16"), *SIZES)
     assert result.exit_code == 0, result.output
     assert "w8a8" in result.stdout
     assert "share of these" in result.stdout
@@ -60,9 +62,24 @@ def test_what_does_not_go_together(arguments, sentence, run):
 
 
 def test_prompts_that_are_too_long_and_a_model_without_weights(tmp_path, run):
-    result = run(write_tiny_model(tmp_path / "tiny"), "--prompts", "1x9999")
+    result = run(write_tiny_llama(tmp_path / "tiny"), "--prompts", "1x9999")
     assert result.exit_code == 2
     assert "9999 tokens are more than the model's" in result.output
     result = run(write_fake_model(tmp_path / "fake"))
     assert result.exit_code == 2
     assert "the fake model computes nothing that could be measured" in result.output
+
+
+# ---- prompts that are divided over nodes, with hosts that are processes ----
+
+ROW = re.compile(r"\| (\d+) \| (\d+) ms \| (\d+) ms \| \d+ ms \| \d+ ms \| equal \|")
+
+
+@pytest.mark.nightly
+@needs_library
+def test_a_step_over_one_pool_and_over_two_nodes():
+    arguments = "--shape smollm2-135m --layers 1 --tokens 1024 --chunk 70 --hosts 1 --repeats 1"
+    given = CliRunner().invoke(divided_prompts.main, arguments.split(), catch_exceptions=False)
+    rows = [match.groups() for line in given.output.splitlines() if (match := ROW.fullmatch(line))]
+    assert [row[0] for row in rows] == ["1", "2"]
+    assert all(int(step) >= int(attention) for _, step, attention in rows)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.tiny_models import write_tiny_model
-from tests.unit.serving_node.rank_process import TIMEOUT_S, rank_processes
+from tests.unit.engine.rank_process import TIMEOUT_S, rank_processes
 
 LINE = re.compile(r" +(\d+) tokens (whole|divided) +\d+ tokens/s, CPU ms .* most MiB of activations (\S+) (\S+)")
 

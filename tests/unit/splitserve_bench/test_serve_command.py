@@ -1,4 +1,7 @@
-"""`splitserve bench serve` as a user runs it, against servers that record what they do."""
+"""`splitserve bench serve` as a user runs it, against servers that record what they do.
+
+Most tests run the command and its load generator in the server's event loop; a few start both processes.
+"""
 
 import asyncio
 import json
@@ -11,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from splitserve.cli import main
+from splitserve_bench.errors import BenchError
 from splitserve_bench.options import repeat_flags
 from splitserve_bench.serve.serve_command import serve_command
 from splitserve_bench.serve.serve_options import ServeCommand
@@ -27,6 +31,7 @@ from tests.unit.splitserve_bench.load_servers import (
     Script,
     http_server,
 )
+from tests.unit.splitserve_bench.stand_ins import run_load_here
 
 FEW = ("--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "4")
 most_of_one = pytest.mark.parametrize(
@@ -40,29 +45,40 @@ def serving(request):
     return SERVERS[request.param]
 
 
-async def start(target, *words, cwd=None):
+async def start(target, *words):
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "splitserve", "bench", "serve", "--server", target.address, *words),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        cwd=cwd,
     )
 
 
-async def run(target, *words, cwd=None):
-    """Output, which must be that of a success, and what was said beside it."""
-    process = await start(target, *words, cwd=cwd)
-    output, errors = await process.communicate()
-    assert process.returncode == 0, errors.decode()
-    assert "Traceback" not in errors.decode()
-    return output.decode(), errors.decode()
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs the command in the folder `tmp_path`. Returns its output, and what was said beside it."""
+    works = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("splitserve_bench.serve.serve_command.run_to_end", works.append)
+    monkeypatch.setattr("splitserve_bench.serve.session.run_load", run_load_here)
+
+    async def run(target, *words):
+        begun = CliRunner().invoke(main, ["bench", "serve", "--server", target.address, *words])
+        assert begun.exit_code == 0, begun.output
+        await works.pop()
+        return capsys.readouterr()
+
+    return run
 
 
+@most_of_one
 async def test_json_has_vllms_keys(serving):
     script = Script()
     async with serving(script) as target:
-        output, _ = await run(target, *FEW, "--goodput", "ttft:60000", "tpot:60000", "--json", "--seed", "3")
+        process = await start(target, *FEW, "--goodput", "ttft:60000", "tpot:60000", "--json", "--seed", "3")
+        output, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    assert "Traceback" not in errors.decode()
     result = json.loads(output)
     assert (result["completed"], result["failed"], result["num_prompts"]) == (6, 0, 6)
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (6 * 20, 6 * 4)
@@ -75,7 +91,7 @@ async def test_json_has_vllms_keys(serving):
     assert all(seen.asked["model"] == MODEL for seen in script.seen.values())
 
 
-async def test_prompts_are_of_the_servers_vocabulary():
+async def test_prompts_are_of_the_servers_vocabulary(run):
     script = Script()
     async with SERVERS["splitserve"](script) as target:
         await run(target, *FEW)
@@ -83,7 +99,7 @@ async def test_prompts_are_of_the_servers_vocabulary():
 
 
 @most_of_one
-async def test_what_failed_is_a_miss_in_the_table(serving):
+async def test_what_failed_is_a_miss_in_the_table(run, serving):
     seed = ["--seed", "5"]
     script = Script()
     async with serving(script) as target:
@@ -98,29 +114,29 @@ async def test_what_failed_is_a_miss_in_the_table(serving):
 
 
 @most_of_one
-async def test_a_load_of_which_nothing_is_complete_fails_and_says_why(serving):
+async def test_a_load_of_which_nothing_is_complete_fails_and_says_why(run, serving, capsys):
     script = Script()
     async with serving(script) as target:
         await run(target, *FEW)
         script.does = dict.fromkeys(script.order, FAIL)
         script.does[script.order[0]] = REFUSE
-        shown = await start(target, *FEW)
-        output, errors = (each.decode() for each in await shown.communicate())
-        told = await start(target, *FEW, "--json")
-        result, _ = await told.communicate()
-    assert (shown.returncode, told.returncode) == (1, 1)
-    assert "none of the 6 requests has a complete answer: " in errors
+        with pytest.raises(BenchError, match="none of the 6 requests has a complete answer: "):
+            await run(target, *FEW)
+        output, _ = capsys.readouterr()
+        with pytest.raises(BenchError):
+            await run(target, *FEW, "--json")
+        result, _ = capsys.readouterr()
     frequent = json.loads(result)["frequent_errors"]
     assert list(frequent.values()) == [5, 1]
     assert all(f"  {count} x {error[:60]}" in output for error, count in frequent.items())
 
 
 @most_of_one
-async def test_files_and_pictures(serving, tmp_path):
+async def test_files_and_pictures(run, serving, tmp_path):
     detailed = ["--save-detailed", "--plots", "pictures", "--metadata", "chips=2", "where=here", "--label", "mine"]
     async with serving(Script()) as target:
-        await run(target, *FEW, *detailed, "--request-rate", "50", "--result-dir", "results", cwd=tmp_path)
-        await run(target, *FEW, "--save-result", "--result-filename", "plain.json", cwd=tmp_path)
+        await run(target, *FEW, *detailed, "--request-rate", "50", "--result-dir", "results")
+        await run(target, *FEW, "--save-result", "--result-filename", "plain.json")
     (result_file,) = (tmp_path / "results").glob("mine-50.0qps-scripted-*.json")
     result = json.loads(result_file.read_text())
     assert (result["chips"], result["where"], result["request_rate"]) == ("2", "here", 50)
@@ -132,14 +148,14 @@ async def test_files_and_pictures(serving, tmp_path):
     assert "ttfts" not in json.loads((tmp_path / "plain.json").read_text())
 
 
-async def test_a_trace_keeps_its_times(tmp_path):
+async def test_a_trace_keeps_its_times(run, tmp_path):
     rows = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
     rows += [f"2023-11-16 18:15:46.{millis:03}0000,{10 + millis},{1 + millis // 100}" for millis in (0, 100, 400)]
     (tmp_path / "trace.csv").write_text("\n".join(rows))
     words = ["--dataset-name", "azure", "--dataset-path", "trace.csv", "--time-scale", "0.5", "--length-scale", "2"]
     script = Script()
     async with http_server(script) as target:
-        await run(target, *words, "--vocab-size", "5000", "--save-detailed", cwd=tmp_path)
+        await run(target, *words, "--vocab-size", "5000", "--save-detailed")
     (lines,) = (path.read_text().splitlines() for path in tmp_path.glob("*.requests.jsonl"))
     requests = [json.loads(line) for line in lines]
     assert [request["scheduled_s"] for request in requests] == pytest.approx([0, 0.05, 0.2])
@@ -148,11 +164,11 @@ async def test_a_trace_keeps_its_times(tmp_path):
     assert max(token for seen in script.seen.values() for token in seen.asked["prompt"]) < 5000
 
 
-async def test_a_ramp_sends_ever_faster(tmp_path):
+async def test_a_ramp_sends_ever_faster(run, tmp_path):
     ramp = ["--ramp-up-strategy", "exponential", "--ramp-up-start-rps", "10", "--ramp-up-end-rps", "320"]
     script = Script()
     async with http_server(script) as target:
-        await run(target, *FEW, *ramp, "--burstiness", "inf", "--save-detailed", cwd=tmp_path)
+        await run(target, *FEW, *ramp, "--burstiness", "inf", "--save-detailed")
     (result_file,) = tmp_path.glob("openai-ramp-up-exponential-10.0qps-320.0qps-scripted-*.json")
     result = json.loads(result_file.read_text())
     ramp_keys = ("request_rate", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
@@ -163,7 +179,7 @@ async def test_a_ramp_sends_ever_faster(tmp_path):
 
 
 @most_of_one
-async def test_texts_are_sent_as_they_stand(serving, tmp_path):
+async def test_texts_are_sent_as_they_stand(run, serving, tmp_path):
     write_tokenizer(tmp_path)
     rows = [{"prompt": text, "output_tokens": count} for text, count in {"ab": 3, "cde": 2, "äö": 1}.items()]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -171,7 +187,7 @@ async def test_texts_are_sent_as_they_stand(serving, tmp_path):
     words += ["--skip-chat-template"]
     script = Script()
     async with serving(script) as target:
-        output, errors = await run(target, *words, "--num-warmups", "1", "--json", cwd=tmp_path)
+        output, errors = await run(target, *words, "--num-warmups", "1", "--json")
     asked = {
         seen.asked["prompt"]: seen.asked["max_tokens"] for key, seen in script.seen.items() if isinstance(key, str)
     }
@@ -182,7 +198,7 @@ async def test_texts_are_sent_as_they_stand(serving, tmp_path):
 
 
 @most_of_one
-async def test_answers_may_end_early_where_that_is_wanted(serving):
+async def test_answers_may_end_early_where_that_is_wanted(run, serving):
     script = Script()
     async with serving(script) as target:
         await run(target, *FEW)
@@ -194,7 +210,7 @@ async def test_answers_may_end_early_where_that_is_wanted(serving):
     assert (result["completed"], result["total_output_tokens"]) == (6, 6 * 4 - 2)
 
 
-async def test_warm_ups_do_not_count_and_share_no_prompt():
+async def test_warm_ups_do_not_count_and_share_no_prompt(run):
     script = Script()
     async with http_server(script) as target:
         output, _ = await run(target, *FEW, "--num-warmups", "3", "--json")
@@ -204,21 +220,21 @@ async def test_warm_ups_do_not_count_and_share_no_prompt():
 
 
 @pytest.mark.parametrize(("words", "limits"), [(["--send-limits"], (500.0, 40.0)), ([], (None, None))])
-async def test_limits_are_told_when_that_is_wanted(words, limits):
+async def test_limits_are_told_when_that_is_wanted(run, words, limits):
     script = Script()
     async with SERVERS["splitserve"](script) as target:
         await run(target, *FEW, "--goodput", "ttft:500", "tpot:40", *words)
     assert {(seen.asked.get("ttft_ms"), seen.asked.get("tpot_ms")) for seen in script.seen.values()} == {limits}
 
 
-async def test_more_fields_in_the_body():
+async def test_more_fields_in_the_body(run):
     script = Script()
     async with http_server(script) as target:
         await run(target, *FEW, "--extra-body", '{"top_k": 3}')
     assert {seen.asked["top_k"] for seen in script.seen.values()} == {3}
 
 
-async def test_what_the_model_cannot_take_is_clipped():
+async def test_what_the_model_cannot_take_is_clipped(run):
     words = ["--num-prompts", "1", "--random-input-len", str(MAX_MODEL_LEN), "--random-output-len", "8"]
     script = Script()
     async with http_server(script) as target:
@@ -230,7 +246,7 @@ async def test_what_the_model_cannot_take_is_clipped():
 
 
 @most_of_one
-async def test_ctrl_c_tells_what_came_and_leaves_no_process(serving):
+async def test_ctrl_c_tells_what_came_and_leaves_no_process(run, serving):
     script = Script()
     async with serving(script) as target:
         await run(target, *FEW)
@@ -253,8 +269,9 @@ async def test_ctrl_c_tells_what_came_and_leaves_no_process(serving):
     assert not any(child.is_running() for child in children)
 
 
+@pytest.mark.nightly
 @most_of_one
-async def test_what_came_is_told_when_the_generator_dies(serving):
+async def test_what_came_is_told_when_the_generator_dies(run, serving):
     script = Script()
     async with serving(script) as target:
         await run(target, *FEW)

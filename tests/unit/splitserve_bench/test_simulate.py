@@ -19,6 +19,7 @@ from splitserve_bench.simulate.fleet import Fleet, FleetSize, play, simulate
 from splitserve_bench.simulate.grid import Grid
 from splitserve_bench.simulate.profile import CorridorProfile, TierProfile, read_profile
 from splitserve_bench.simulate.toy_model import ToyModel
+from tests.effort import effort
 from tests.tiny_models import write_tokenizer
 from tests.unit.splitserve_bench.dominance_kit import write_trace
 from tests.unit.splitserve_bench.simulate_kit import (
@@ -224,8 +225,9 @@ def test_what_no_node_can_hold_is_refused():
 
 
 def test_each_node_has_its_part_in_a_large_fleet():
-    planned = [request(index, 64, 20, index * 0.001) for index in range(256)]
-    outcomes = outcomes_of(FleetSize(32, 32), *planned)
+    num_nodes = effort(8, 32, 32)
+    planned = [request(index, 64, 20, index * 0.032 / num_nodes) for index in range(8 * num_nodes)]
+    outcomes = outcomes_of(FleetSize(num_nodes, num_nodes), *planned)
     assert all(not outcome.error for outcome in outcomes)
     assert max(outcome.ended_s - outcome.sent_s for outcome in outcomes) < 2 * min(
         outcome.ended_s - outcome.sent_s for outcome in outcomes
@@ -286,18 +288,8 @@ LOAD = ("--num-prompts", 20, "--random-input-len", 50, "--random-output-len", 10
 
 
 def test_the_same_seed_gives_the_same_bytes(profile):
-    words = (
-        "--prefill",
-        2,
-        "--decode",
-        2,
-        *LOAD,
-        "--request-rate",
-        "5,50",
-        "--json",
-        "--save-detailed",
-        "--result-dir",
-    )
+    words = ("--prefill", 2, "--decode", 2, *LOAD, "--num-prompts", 8, "--request-rate", "5,50")
+    words += ("--json", "--save-detailed", "--result-dir")
     first, second = run(profile, *words, profile + ".a"), run(profile, *words, profile + ".b")
     assert first.exit_code == 0, first.output
     assert first.stdout == second.stdout
@@ -324,7 +316,7 @@ def test_texts_have_the_lengths_that_a_tokenizer_tells(profile, tmp_path):
 
 
 def test_only_the_same_simulation_is_saved_where_another_one_was(profile, tmp_path):
-    words = ("--both", 1, *LOAD, "--request-rate", 5, "--save-result", "--result-dir", tmp_path)
+    words = ("--both", 1, *LOAD, "--num-prompts", 3, "--request-rate", 5, "--save-result", "--result-dir", tmp_path)
     others = [(), ("--seed", 1), ("--no-limits",), ("--request-timeout-s", 9), ("--goodput", "ttft:300")]
     for num, more in enumerate((*others, ())):
         assert run(profile, *words, *more).exit_code == 0

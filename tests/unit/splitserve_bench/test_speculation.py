@@ -15,24 +15,25 @@ from splitserve_bench.commands import bench
 from splitserve_bench.speculation import texts
 from splitserve_bench.speculation.first_layers import write_first_layers
 from splitserve_bench.speculation.measure import measure_speculation
-from splitserve_bench.speculation.texts import CHAT, KINDS, RANDOM, prompts_of
-from tests.tiny_models import write_fake_model, write_tiny_model
+from splitserve_bench.speculation.texts import CHAT, EDIT, KINDS, RANDOM, prompts_of
+from tests.effort import few
+from tests.tiny_models import write_fake_model, write_tiny_llama
 from tests.toy_scheduler import greedy, run_all
 
 MAX_TOKENS = 20
 
 
-def test_every_kind_has_prompts_enough(tmp_path):
+@pytest.mark.parametrize("kind", few(KINDS, EDIT))
+def test_every_kind_has_prompts_enough(tmp_path, kind):
     folder = write_fake_model(tmp_path)
-    for kind in KINDS:
-        prompts = prompts_of(kind, folder, 16)
-        assert len({tuple(prompt) for prompt in prompts}) == 16
-        assert prompts == prompts_of(kind, folder, 16)
+    prompts = prompts_of(kind, folder, 16)
+    assert len({tuple(prompt) for prompt in prompts}) == 16
+    assert prompts == prompts_of(kind, folder, 16)
 
 
 def test_it_counts_what_steps_gave(tmp_path):
     """A model of random weights soon says the same again and again."""
-    folder = write_tiny_model(tmp_path, dtype="bfloat16", max_position_embeddings=2048)
+    folder = write_tiny_llama(tmp_path, dtype="bfloat16", max_position_embeddings=2048)
     rows = measure_speculation(folder, [CHAT, RANDOM], [1, 3], 4, MAX_TOKENS, 1, 1, lambda text: None)
     assert [(row.kind, row.batch) for row in rows] == [(CHAT, 1), (CHAT, 3), (RANDOM, 1), (RANDOM, 3)]
     for row in rows:
@@ -43,17 +44,17 @@ def test_it_counts_what_steps_gave(tmp_path):
 
 def test_answers_that_end_at_once_have_no_row(tmp_path):
     """Whatever comes first ends them, but those of random tokens, which go on."""
-    folder = write_tiny_model(tmp_path, dtype="bfloat16", max_position_embeddings=2048, eos_token_id=list(range(260)))
+    folder = write_tiny_llama(tmp_path, dtype="bfloat16", max_position_embeddings=2048, eos_token_id=list(range(260)))
     told = []
     rows = measure_speculation(folder, [CHAT, RANDOM], [1], 4, MAX_TOKENS, 1, 1, told.append)
     assert [row.kind for row in rows] == [RANDOM]
     assert f"{CHAT}, batch 1: answers end with their first tokens, so that no step was timed" in told
 
 
-@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("num_layers", few([1, 2], 2))
 def test_first_layers_are_a_model(tmp_path, num_layers):
     """It says what the model says whose other layers add nothing."""
-    folder = write_tiny_model(tmp_path / "all", dtype="bfloat16")
+    folder = write_tiny_llama(tmp_path / "all", dtype="bfloat16")
     written = tmp_path / "first"
     written.mkdir()
     write_first_layers(folder, num_layers, written)
@@ -71,9 +72,10 @@ def test_first_layers_are_a_model(tmp_path, num_layers):
         write_first_layers(folder, 3, written)
 
 
+@pytest.mark.nightly
 def test_a_draft_model_that_is_free_is_worth_it(tmp_path):
     """The model itself, of which all comes."""
-    folder = write_tiny_model(tmp_path, dtype="bfloat16", max_position_embeddings=2048)
+    folder = write_tiny_llama(tmp_path, dtype="bfloat16", max_position_embeddings=2048)
     draft = EngineSettings(model=str(folder))
     (row,) = measure_speculation(folder, [CHAT], [2], 4, 3 * MAX_TOKENS, 1, 1, lambda text: None, draft, are_free=True)
     assert row.proposed > 0
@@ -83,7 +85,7 @@ def test_a_draft_model_that_is_free_is_worth_it(tmp_path):
 
 def test_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "KINDS", (RANDOM,))
-    folder = write_tiny_model(tmp_path, dtype="bfloat16", max_position_embeddings=512)
+    folder = write_tiny_llama(tmp_path, dtype="bfloat16", max_position_embeddings=512)
     options = ["--batches", "1", "--max-tokens", "5", "--repeats", "1", "--threads", "1"]
     result = CliRunner().invoke(bench, ["speculation", str(folder), *options, "--json"])
     assert result.exit_code == 0, result.output
@@ -131,10 +133,11 @@ def speculation_beside_llama(folder, weights, *words, threads=("--threads", "1")
     return CliRunner().invoke(bench, ["speculation", str(folder), *options, *llama, *words])
 
 
+@pytest.mark.nightly
 def test_beside_llama_cpp(tmp_path, monkeypatch):
     """A stand-in for it: what is asked and what is told, as there is no llama.cpp here."""
     monkeypatch.setattr(texts, "KINDS", (RANDOM,))
-    folder = write_tiny_model(tmp_path / "model", dtype="bfloat16", max_position_embeddings=512)
+    folder = write_tiny_llama(tmp_path / "model", dtype="bfloat16", max_position_embeddings=512)
     package = tmp_path / "path" / "llama_cpp"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(STAND_IN)

@@ -141,7 +141,7 @@ def test_plain_bytes_are_copied_and_checked():
 # ---- both processes ----
 
 
-async def test_every_transport_moves_the_bytes_between_two_processes(tmp_path):
+async def test_every_transport_moves_the_bytes_between_two_processes(forked_processes, tmp_path):
     async with peer_process(str(tmp_path)) as (peer, _):
         for is_scattered in (False, True):
             async with open_ends(LAYOUT, 20, TRANSPORTS, is_scattered, peer) as ends:
@@ -153,7 +153,7 @@ async def test_every_transport_moves_the_bytes_between_two_processes(tmp_path):
         assert await peer.plain_s(Plain(5 * 2**20 // 2), "unix", is_checked=True) > 0
 
 
-async def test_what_arrives_changed_is_noticed(tmp_path):
+async def test_what_arrives_changed_is_noticed(forked_processes, tmp_path):
     async with peer_process(str(tmp_path)) as (peer, _), open_ends(LAYOUT, 4, ("zmq-tcp",), False, peer) as ends:
         grant = peer.arrival
 
@@ -166,7 +166,7 @@ async def test_what_arrives_changed_is_noticed(tmp_path):
             await ends.sample("zmq-tcp", 4)
 
 
-async def test_a_receiving_process_that_cannot_obey_says_so_and_goes_on(tmp_path):
+async def test_a_receiving_process_that_cannot_obey_says_so_and_goes_on(forked_processes, tmp_path):
     async with peer_process(str(tmp_path)) as (peer, _):
         with pytest.raises(BenchError, match="a command"):
             await peer.ask(unknown=True)
@@ -177,7 +177,7 @@ async def test_a_receiving_process_that_cannot_obey_says_so_and_goes_on(tmp_path
         await peer.ask(close=True)
 
 
-def test_the_command(tmp_path):
+def test_the_command(forked_processes, tmp_path):
     model = write_fake_model(tmp_path)
     arguments = "--transport zmq-ipc --transport loopback --prompt-tokens 16 --prompt-tokens 5 --block-size 4"
     command = ["bench", "transfer", str(model), *arguments.split(), "--block-size", "8", "--repeats", "1", "--json"]

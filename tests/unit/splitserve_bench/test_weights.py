@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from serving_core.errors import SettingsError
-from splitserve_bench.accuracy.weights_accuracy import NEXT_TOKENS, START_TOKENS, _texts, measure_weights_accuracy
-from tests.tiny_models import write_tiny_model
-from tests.unit.engine.test_llama import transformers_model
+from splitserve_bench.accuracy.weights_accuracy import NEXT_TOKENS, START_TOKENS, measure_weights_accuracy, texts_of
+from tests.foreign_models import transformers_model
+from tests.tiny_models import write_tiny_llama
 
 
+@pytest.mark.nightly
 def test_figures_of_plain_and_of_quantized_weights(tmp_path):
-    folder = write_tiny_model(tmp_path)
+    folder = write_tiny_llama(tmp_path)
     reports = []
     plain, *quantized = measure_weights_accuracy(folder, ["int8", "int4"], reports.append, num_texts=2)
     assert len(reports) == 3
@@ -18,7 +19,7 @@ def test_figures_of_plain_and_of_quantized_weights(tmp_path):
     assert (plain.same_choice, plain.same_answer, plain.mean_error, plain.largest_error) == (1, 1, 0, 0)
     assert {row.num_tokens for row in (plain, *quantized)} == {2 * NEXT_TOKENS}
 
-    texts = torch.tensor(_texts(folder, 2))
+    texts = torch.tensor(texts_of(folder, 2))
     with torch.inference_mode():
         logprobs = transformers_model(folder)(texts).logits.log_softmax(-1)
     of_text = logprobs[:, START_TOKENS - 1 : -1].gather(2, texts[:, START_TOKENS:, None])
@@ -33,4 +34,4 @@ def test_figures_of_plain_and_of_quantized_weights(tmp_path):
 
 def test_more_texts_than_there_are(tmp_path):
     with pytest.raises(SettingsError, match="not 100000"):
-        measure_weights_accuracy(write_tiny_model(tmp_path), [], print, num_texts=100_000)
+        measure_weights_accuracy(write_tiny_llama(tmp_path), [], print, num_texts=100_000)

@@ -1,0 +1,167 @@
+"""What the past says of what is to come: how often something happens, how long answers get, what hand-overs cost, and
+when those who find the fleet full are to come back."""
+
+import pytest
+
+from coordinator.control.attempts import Attempt
+from coordinator.control.handover import MAX_AGE_S, Handover, HandoverCosts
+from coordinator.control.handover import MAX_SAMPLES as MAX_HANDOVERS
+from coordinator.control.lengths import MAX_SAMPLES as MAX_LENGTHS
+from coordinator.control.lengths import MIN_SAMPLES, Lengths
+from coordinator.control.pace import MAX_SAMPLES as MAX_TIMES
+from coordinator.control.pace import Pace
+from coordinator.control.registry import Registry
+from coordinator.control.turns import LEAST_S, MOST_S, Turns
+from coordinator.doors.statuses import retry_after_s
+from serving_core.errors import RequestError
+from tests import fleet_events as events
+from tests.unit.coordinator.tracker_kit import World
+
+# ---- how often ----
+
+
+def test_times_a_second_are_those_since_the_first_that_is_remembered():
+    pace = Pace()
+    assert pace.per_s(0.0) == 0.0
+    pace.happened(10.0)
+    assert pace.per_s(10.0) == 0.0
+    pace.happened(10.0)
+    assert pace.per_s(10.0) == 0.0  # nobody can say yet
+    pace.happened(11.0)
+    assert pace.per_s(11.0) == pytest.approx(2.0)
+    assert pace.per_s(30.0) == pytest.approx(0.1)  # nobody has come for long
+    pace.happened(32.0, 0.5)
+    assert pace.per_s(32.0) == pytest.approx(2.5 / 22)
+    for index in range(MAX_TIMES):
+        pace.happened(40.0 + index / 4)
+    assert pace.per_s(40.0 + (MAX_TIMES - 1) / 4) == pytest.approx(4.0)
+
+
+# ---- how long answers get ----
+
+
+def lengths_of(*lengths):
+    found = Lengths()
+    for each in lengths:
+        found.ended(each)
+    return found
+
+
+def test_until_enough_have_ended_an_answer_may_be_as_long_as_its_request_allows():
+    assert lengths_of(*[10] * (MIN_SAMPLES - 1)).left(0, 500) == 500
+    assert lengths_of(*[10] * MIN_SAMPLES).left(0, 500) == 10
+    assert lengths_of(*[10] * MIN_SAMPLES).left(0, 7) == 7
+
+
+def test_three_of_four_that_came_as_far_got_no_more():
+    found = lengths_of(*range(1, 101))
+    assert found.left(0, 500) == 76
+    assert found.left(50, 450) == 38  # of 51 to 100
+
+
+def test_where_too_few_came_as_far_there_are_as_many_again():
+    found = lengths_of(*range(1, 101))
+    assert found.left(90, 410) == 90  # ten came so far
+    assert found.left(100, 400) == 100
+    assert found.left(100, 7) == 7
+
+
+def test_what_is_old_is_forgotten():
+    found = lengths_of(*[1000] * MAX_LENGTHS, *[5] * MAX_LENGTHS)
+    assert found.left(0, 4000) == 5
+
+
+# ---- what hand-overs cost ----
+
+
+@pytest.fixture
+def nodes():
+    registry = Registry({}, node_timeout_s=1.0, step_timeout_s=1.0)
+    return [registry.admit(events.hello(name, role).hello, 0.0) for name, role in (("p0", "prefill"), ("d0", "decode"))]
+
+
+def move(handover, nodes, *, start_s=0.0, granted_s, first_token_s, step_start_s, now):
+    attempt = Attempt(1, *nodes, first_index=0, started_s=start_s)
+    attempt.granted_s, attempt.first_token_s = granted_s, first_token_s
+    handover.granted(attempt, granted_s)
+    handover.moved(attempt, step_start_s, now)
+
+
+def test_the_move_begins_with_the_later_of_first_token_and_blocks(nodes):
+    handover = Handover()
+    move(handover, nodes, granted_s=2.0, first_token_s=3.0, step_start_s=3.25, now=4.0)
+    move(handover, nodes, granted_s=4.0, first_token_s=3.0, step_start_s=5.0, now=6.0)
+    assert handover.costs(6.0) == HandoverCosts()  # two are not enough
+    move(handover, nodes, granted_s=1.0, first_token_s=3.0, step_start_s=3.5, now=6.0)
+    assert handover.costs(6.0) == HandoverCosts(credit_s=2.0, move_s=0.5)
+
+
+def test_tokens_that_overtake_the_first_cost_nothing_and_local_ones_are_not_counted(nodes):
+    handover = Handover()
+    for _ in range(3):
+        move(handover, nodes, granted_s=1.0, first_token_s=5.0, step_start_s=4.0, now=5.0)
+    _, decode = nodes
+    local = Attempt(2, decode, decode, first_index=0, started_s=0.0)
+    local.first_token_s = 1.0
+    for _ in range(9):
+        handover.moved(local, 3.0, 5.0)
+    assert handover.costs(5.0).move_s == 0.0
+
+
+def test_only_the_last_ones_count_and_none_that_is_old(nodes):
+    handover = Handover()
+    for now, seconds in [*[(1.0, 9.0)] * 100, *[(2.0, 3.0)] * MAX_HANDOVERS]:
+        move(handover, nodes, granted_s=now, first_token_s=now, step_start_s=now + seconds, now=now)
+    assert handover.costs(2.0).move_s == 3.0
+    assert handover.costs(2.0 + MAX_AGE_S).move_s == 3.0
+    assert handover.costs(2.1 + MAX_AGE_S) == HandoverCosts()
+
+
+# ---- when to come back ----
+
+
+def busy(seconds_each, now=100.0):
+    """After three answers that ended in this rhythm, the last one now."""
+    turns = Turns()
+    for index in range(3):
+        turns.ended(now - (2 - index) * seconds_each)
+    return turns
+
+
+def test_each_gets_the_next_place_that_nobody_was_told_of():
+    turns = busy(4.0)
+    assert [turns.wait_s(100.0) for _ in range(3)] == pytest.approx([4.0, 8.0, 12.0])
+    turns.ended(104.0)
+    assert turns.wait_s(104.0) == pytest.approx(12.0)  # behind two who are still to come
+
+
+def test_whoever_comes_after_the_crowd_waits_for_nobody():
+    turns = busy(4.0)
+    turns.wait_s(100.0)
+    turns.ended(104.0)
+    turns.ended(108.0)
+    turns.ended(112.0)
+    assert turns.wait_s(112.0) == pytest.approx(4.0)
+
+
+def test_short_rhythms_and_long_queues_have_bounds():
+    assert Turns().wait_s(5.0) == LEAST_S  # nothing is known
+    assert busy(0.001).wait_s(100.0) == LEAST_S
+    turns = busy(10.0)
+    assert [turns.wait_s(100.0) for _ in range(10)][-4:] == [MOST_S] * 4
+    assert turns.wait_s(130.0) == pytest.approx(30.0 + 25.0)  # two endings in the last 50 s
+
+
+def test_a_full_fleet_tells_by_the_pace_of_its_answers():
+    world = World(("p0", "d0"), max_live=1)
+    for now in (0.0, 3.0, 6.0, 9.0):
+        world.submit(f"{now}/0", now=now)
+        assert world.first(world.attempt, now=now, finish_reason=1) == ["emit 0:100", "cancel d0", "end complete"]
+        world.tell("d0", events.cancelled(world.attempt), now)
+    world.submit("live/0", now=9.0)
+    told = []
+    for name in ("a/0", "b/0"):
+        with pytest.raises(RequestError, match="the limit is 1") as error:
+            world.submit(name, now=9.0)
+        told.append(retry_after_s(error.value))
+    assert told == [3, 6]

@@ -1,0 +1,114 @@
+"""A node of a fleet in memory, and the transfers between two of them."""
+
+from dataclasses import dataclass
+
+from decode_node.credit import SHARED_BLOCKS
+from kv_transfer.results import Received, Sent, TransferFailed
+from serving_core import reasons
+from serving_node.decisions import CancelTransfer, Receive, Send
+from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, Outgoing
+
+
+@dataclass(eq=False)
+class Lane:
+    """A transfer from the blocks that are granted to the last word about it at both ends."""
+
+    ticket: bytes
+    epoch: int  # of the receiver's attempt
+    receiver: "FleetNode"
+    block_ids: list[int]
+    num_cached: int
+    num_arrived: int  # leading blocks that are there
+    is_granted: bool = False
+    state: str = "open"  # then committed, revoked (by the receiver), aborted (by the sender) or lost
+    receiver_has_heard: bool = False
+    sender: "FleetNode | None" = None
+    sender_epoch: int = 0  # another one where an answer moves
+    has_caught_up: bool = False
+
+    @property
+    def outgoing(self):
+        return self.sender.sending[self.sender_epoch]
+
+    def end(self, state):
+        if self.state == "open":
+            self.state = state
+
+    def received(self):
+        """How it ends at the receiver."""
+        if self.state == "committed":
+            return Received(self.tail, self.num_bytes)
+        return TransferFailed(reasons.TRANSFER_ABORTED if self.state == "aborted" else "TRANSFER_FAILED", self.state)
+
+    def sent(self):
+        """How it ends at the sender."""
+        if self.state == "committed":
+            return Sent(self.num_bytes)
+        return TransferFailed(reasons.TRANSFER_REVOKED if self.state == "revoked" else "TRANSFER_FAILED", self.state)
+
+    @property
+    def num_bytes(self):
+        return (self.num_arrived - self.num_cached) * BLOCK_BYTES
+
+    def carry(self):
+        """What is ready arrives, as it is in the sender's pool now; tells whether that was anything."""
+        ready = self.outgoing.block_ids
+        assert len(ready) <= len(self.block_ids), "more blocks than were granted"
+        new = slice(self.num_arrived, len(ready))
+        if not ready[new]:
+            return False
+        self.receiver.kv.copy_from(self.sender.kv, ready[new], self.block_ids[new])
+        self.num_arrived = len(ready)
+        return True
+
+    def commit(self):
+        """All blocks are there."""
+        assert self.num_arrived == max(len(self.outgoing.block_ids), self.num_cached)
+        self.tail = self.outgoing.tail
+        self.end("committed")
+
+
+class FleetNode(Node):
+    """A node whose transfers run in the fleet's corridor."""
+
+    def __init__(self, fleet, name, *size, **limits):
+        super().__init__(*size, name=name, **limits)
+        self.fleet = fleet
+        self.commands = []  # on their way to it
+        self.num_heard = 0  # events that have come to the coordinator
+        self.to_share = set()  # residents that ever waited for what another one brings
+        self.num_evictions = {}  # of each attempt that was ever here
+
+    def check(self):
+        super().check()
+        self.num_evictions.update((each.request.epoch, each.num_evictions) for each in self.logic.residents)
+        self.to_share.update(each for each in self.logic.residents if each.is_to_share)
+
+    def _do(self, decision):
+        match decision:
+            case Receive(resident=resident, num_blocks=num_blocks):
+                self._open(resident, num_blocks)
+            case Send(resident=resident, block_ids=block_ids):
+                assert resident.request.epoch not in self.sending
+                lane = self.fleet.lanes[resident.ticket]
+                assert (lane.epoch == resident.request.epoch) == resident.hands_over
+                lane.sender, lane.sender_epoch = self, resident.request.epoch
+                self.sending[lane.sender_epoch] = Outgoing(resident.ticket, list(block_ids))
+            case CancelTransfer(epoch=epoch):
+                self._cancel(epoch)
+            case _:
+                super()._do(decision)
+
+    def _open(self, resident, num_blocks):
+        self.grants_at_once = False
+        super()._open(resident, num_blocks)
+        opened = self.opened[resident.request.epoch]
+        self.fleet.num_shared += resident in self.to_share and opened.num_cached >= SHARED_BLOCKS
+        sizes = (opened.num_cached, opened.num_cached)
+        self.fleet.lanes[opened.ticket] = Lane(opened.ticket, resident.request.epoch, self, opened.block_ids, *sizes)
+
+    def _cancel(self, epoch):
+        if epoch in self.opened:
+            self.fleet.lanes[self.opened[epoch].ticket].end("revoked")
+        if epoch in self.sending:
+            self.fleet.lanes[self.sending[epoch].ticket].end("aborted")

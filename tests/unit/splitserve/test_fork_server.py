@@ -1,0 +1,155 @@
+"""Children of the fork server are what `python -m` would start, with the server's imports; and what ends when."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from splitserve.launch.fork_server import NUMBER, ForkServer, preloading
+
+DEADLINE_S = 60.0
+PRELOADED = "colorsys"  # of the standard library, and imported by nothing else here
+SHOW = f"""
+import json, os, signal, sys
+facts = {{
+    "argv": sys.argv[1:],
+    "name": __name__,
+    "variables": sorted(os.environ),
+    "cwd": os.getcwd(),
+    "is_preloaded": "{PRELOADED}" in sys.modules,
+    "leads_group": os.getpgid(0) == os.getpid(),
+    "sigint": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    "descriptors": len(os.listdir("/proc/self/fd")),
+}}
+print(json.dumps(facts))
+sys.stderr.write("said")
+"""
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="children die with their server on Linux alone")
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = ForkServer([PRELOADED], os.environ)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def start(server, tmp_path):
+    """Starts a module of this source; gives the process id and the socket that tells its exit."""
+    sockets = []
+
+    def start(source, *arguments, **options):
+        module = f"told_{len(sockets)}"
+        (tmp_path / f"{module}.py").write_text(source)
+        with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err, open(os.devnull) as nothing:
+            streams = [nothing.fileno(), out.fileno(), err.fileno()]
+            options = {"env": {}, "cwd": str(tmp_path), **options}
+            numbers = server.start([module, *arguments], streams, **options)
+        numbers.settimeout(DEADLINE_S)
+        sockets.append(numbers)
+        return next_number(numbers), numbers
+
+    yield start
+    for each in sockets:
+        each.close()
+
+
+def next_number(numbers):
+    return NUMBER.unpack(numbers.recv(NUMBER.size))[0]
+
+
+def test_a_child_has_its_own_surroundings_and_the_imports(start, tmp_path):
+    _, numbers = start(SHOW, "--flag", "x y", env={"WORD": "a"}, process_group=0)
+    assert next_number(numbers) == 0
+    facts = json.loads((tmp_path / "out").read_text())
+    assert facts.pop("descriptors") == 4  # three streams, and the folder that is listed
+    assert facts == {
+        "argv": ["--flag", "x y"],
+        "name": "__main__",
+        "variables": ["WORD"],
+        "cwd": str(tmp_path),
+        "is_preloaded": True,
+        "leads_group": True,
+        "sigint": True,
+    }
+    assert (tmp_path / "err").read_text() == "said"
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "said"),
+    [
+        ("import sys; sys.exit(3)", 3, ""),
+        ("import sys; sys.exit('why')", 1, "why\n"),
+        ("raise SystemExit", 0, ""),
+        ("import os; os._exit(7)", 7, ""),
+        ("import atexit, sys; atexit.register(sys.stderr.write, 'end')", 0, "end"),
+        ("import threading, sys; threading.Timer(0.05, sys.stderr.write, ['end']).start()", 0, "end"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+    ],
+)
+def test_a_child_ends_as_any_interpreter_does(start, tmp_path, source, code, said):
+    _, numbers = start(source)
+    assert next_number(numbers) == code
+    assert (tmp_path / "err").read_text() == said
+
+
+def test_an_exception_is_a_traceback_and_code_1(start, tmp_path):
+    _, numbers = start("1 / 0")
+    assert next_number(numbers) == 1
+    assert (tmp_path / "err").read_text().endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_several_children_run_at_once(start):
+    waiting = "import signal; signal.pause()"
+    started = [start(waiting) for _ in range(3)]
+    for pid, numbers in reversed(started):
+        os.kill(pid, signal.SIGTERM)
+        assert next_number(numbers) == -signal.SIGTERM
+
+
+def test_children_end_with_their_server(tmp_path):
+    (tmp_path / "told.py").write_text("import signal; signal.pause()")
+    server = ForkServer([], os.environ)
+    with open(os.devnull, "r+") as nothing:
+        numbers = server.start(["told"], [nothing.fileno()] * 3, env={}, cwd=str(tmp_path))
+        numbers.settimeout(DEADLINE_S)
+        child = psutil.Process(next_number(numbers))
+    server.stop()
+    with numbers:
+        child.wait(DEADLINE_S)
+        assert numbers.recv(NUMBER.size) == b""
+
+
+STARTER = """
+import os, sys, time
+from splitserve.launch.fork_server import NUMBER, ForkServer
+server = ForkServer([], os.environ)
+numbers = server.start(["told"], [0, 1, 2], env={}, cwd=sys.argv[1])
+print(NUMBER.unpack(numbers.recv(NUMBER.size))[0], flush=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_is_left_when_the_starter_is_killed(tmp_path):
+    (tmp_path / "told.py").write_text("import signal; signal.pause()")
+    command = [sys.executable, "-c", STARTER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
+        child = psutil.Process(int(starter.stdout.readline()))
+        server = child.parent()
+        starter.kill()
+    end = time.monotonic() + DEADLINE_S
+    while child.is_running() or server.is_running():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_where_nothing_is_to_be_preloaded_there_is_no_server():
+    with preloading(is_wanted=False) as server:
+        assert server is None
