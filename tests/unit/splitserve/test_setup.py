@@ -30,8 +30,6 @@ version = "1"
 dependencies = ["needed"]
 [project.optional-dependencies]
 node = []
-bench = []
-otel = []
 dev = ["{dev}"]
 """
 BACKEND = """
@@ -91,7 +89,7 @@ def set_up(project, index, index_timeout_s=DEADLINE_S):
     own |= {"PYTHON": sys.executable, "TORCH": "torch==2.13.0", "CPU_INDEX": index}
     own |= {"CPU_INDEX_TIMEOUT_S": str(index_timeout_s)}
     return subprocess.run(
-        [str(project / ".ci" / "setup"), ".venv"],
+        [str(project / ".ci" / "setup"), ".venv", "node", "dev"],
         env={**os.environ, **own},
         capture_output=True,
         text=True,
@@ -125,11 +123,11 @@ def test_an_index_that_does_not_answer_is_given_up(project):
         done = set_up(project, f"http://127.0.0.1:{server.getsockname()[1]}", index_timeout_s=2)
     assert done.returncode == 0, done.stdout + done.stderr
     first, given_up, torch, packages, package, no_kernels = done.stdout.splitlines()
-    assert first == "== Setting up .venv (some minutes the first time)"
+    assert first == "== Setting up .venv (a minute or two the first time)"
     assert "does not answer (given up after" in given_up
-    assert torch.startswith("== 1/3 torch ...")
-    assert packages.startswith("== 2/3 ")
-    assert package.startswith("== 3/3 ")
+    assert torch.startswith("== torch ...")
+    assert packages.startswith("== packages (node dev) ...")
+    assert package.startswith("== SplitServe and its CPU kernels ")
     assert no_kernels.startswith("== WITHOUT CPU KERNELS, as ")
     assert (version_of(project, "torch"), version_of(project, "needed")) == ("2.13.0", "1")
 
@@ -142,8 +140,8 @@ def test_torch_comes_from_the_index_that_has_it_without_cuda(project, tmp_path):
         done = set_up(project, index)
     assert done.returncode == 0, done.stdout + done.stderr
     _, torch, *_, last = done.stdout.splitlines()
-    assert torch.startswith("== 1/3 torch, the build for CPUs, as there is no NVIDIA driver (200 MB) ...")
-    assert last.startswith("== 3/3 ")  # nothing to tell of the kernels
+    assert torch.startswith("== torch, the build for CPUs, as there is no NVIDIA driver (200 MB) ...")
+    assert last.startswith("== SplitServe and its CPU kernels ")  # nothing to tell of the kernels
     assert version_of(project, "torch") == "2.13.0+cpu"
 
 
@@ -165,3 +163,23 @@ def test_what_fails_shows_the_end_of_the_log_and_names_it(project):
     assert "No matching distribution found for no-such-package" in done.stdout
     assert done.stdout.splitlines()[-1] == "== Set-up failed; .venv/setup.log has all that was said"
     assert "no-such-package" in (project / ".venv" / "setup.log").read_text()
+
+
+@pytest.mark.nightly
+def test_what_is_built_is_built_once(project):
+    def stages():
+        done = set_up(project, "http://127.0.0.1:1")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [line.split(" ...")[0] for line in done.stdout.splitlines() if " ... " in line]
+
+    package = "== SplitServe and its CPU kernels (since the beginning; log: .venv/build.log)"
+    kernels = project / "engine" / "native" / "kernels.cpython-311-x86_64-linux-gnu.so"
+    kernels.touch()
+    assert stages() == ["== torch", "== packages (node dev)", package]
+    assert stages() == ["== packages (node dev)"]
+    kernels.unlink()  # such as where there was no C compiler
+    assert stages() == ["== packages (node dev)", package]
+    kernels.touch()
+    later = (project / ".venv" / ".built").stat().st_mtime + 1
+    os.utime(project / "pyproject.toml", (later, later))
+    assert stages() == ["== packages (node dev)", package]
