@@ -13,7 +13,7 @@ import sys
 
 BUDGET_MINUTES = 6.0
 
-# Folder: its nightly tests, the most telling ones first, and their minutes with the profile `ci` on two cores of an EPYC.
+# Folder: its nightly tests, the most telling first, and their minutes with the profile `ci` on two cores of an EPYC.
 TESTS = {
     "kv_transfer": [("tests/unit/kv_transfer", 2.0)],
 }
@@ -34,7 +34,7 @@ def choose(files: list[str], budget_minutes: float = BUDGET_MINUTES) -> tuple[li
     """Return the tests to run for these files, and those that are left."""
     folders = [tests for folder, tests in TESTS.items() if any(file.startswith(f"{folder}/") for file in files)]
     turns = itertools.chain(*itertools.zip_longest(*folders))
-    wanted = {test: minutes for test, minutes in (each for each in turns if each)}
+    wanted = dict(filter(None, turns))
     chosen, left = [], []
     for test, minutes in wanted.items():
         fits = minutes <= budget_minutes

@@ -93,7 +93,7 @@ async def _serves(cluster):
 
 
 async def test_decode_node_killed_while_it_answers(cluster):
-    questions = _questions(12, max_tokens=300)
+    questions = _questions(12, max_tokens=100)
     async with cluster.connect() as stub:
         streams = _start(stub, questions)
         await _wait_tokens(streams, 5)

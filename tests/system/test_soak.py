@@ -1,13 +1,15 @@
-"""The soak itself, for a short while; and that its slopes are slopes."""
+"""The soak itself; and that its slopes are slopes."""
 
 import pytest
 
+from tests.effort import effort
 from tests.system.soak import LEAST_S, WARM_UP_S, Life, report_of, soak_of
 
 
 @pytest.mark.nightly
-def test_half_a_minute_of_faults_leaves_nothing_wrong(tmp_path):
-    soak = soak_of(tmp_path, seconds=30.0)
+@pytest.mark.timeout(2400)
+def test_a_long_time_of_faults_leaves_nothing_wrong(tmp_path):
+    soak = soak_of(tmp_path, seconds=effort(30.0, 30.0, 1200.0))
     _, wrong = report_of(soak)
     assert not wrong
     assert soak.tally.num_whole > 100
