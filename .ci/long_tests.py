@@ -1,9 +1,9 @@
-"""Run the nightly tests of the folders that commits touch: `python .ci/long_tests.py [--list] [BASE]`.
+"""Run more tests of the packages that commits touch than the gate does: `python .ci/long_tests.py [--list] [BASE]`.
 
-BASE is the commit before the first of them: without it the remote's main, or where that is HEAD itself, the last commit
-that is older than a day. Of the tests that TESTS names for these folders those run that fit into BUDGET_MINUTES by the
-minutes that it says: the first of each folder, then the second of each, and so on. No clock decides. What is left to
-`make test-nightly` is printed.
+The commits are those since BASE: without it since the remote's main, or where HEAD is no newer, since the last commit
+that is older than a day. TESTS names tests for each package; of these all run, nightly ones too, with the Hypothesis
+profile `ci`. As many are taken as BUDGET_MINUTES allows by the minutes that MINUTES says, the first of each package
+before the second of any; no clock decides. The rest is left to `make test-nightly`, and printed.
 """
 
 import itertools
@@ -13,57 +13,133 @@ import sys
 
 BUDGET_MINUTES = 6.0
 
-# Folder: its nightly tests, the most telling first, and their minutes with the profile `ci` on two cores of an EPYC.
-TESTS = {
-    "kv_transfer": [("tests/unit/kv_transfer", 2.0)],
+# On two cores of an EPYC of 2022, three tests at a time.
+MINUTES = {
+    "tests/fuzz/test_corpus.py": 0.5,
+    "tests/gpu": 1.0,
+    "tests/schedules": 1.0,
+    "tests/system/test_base_install.py": 0.5,
+    "tests/system/test_bench_serve.py": 0.5,
+    "tests/system/test_bench_simulate.py": 1.0,
+    "tests/system/test_dashboards.py": 0.5,
+    "tests/system/test_doors.py": 0.5,
+    "tests/system/test_moves.py": 1.5,
+    "tests/system/test_openai_api.py": 0.5,
+    "tests/system/test_prefix_reuse.py": 0.5,
+    "tests/system/test_resume.py": 0.5,
+    "tests/system/test_same_tokens.py": 0.5,
+    "tests/system/test_speculation.py": 0.5,
+    "tests/system/test_start.py": 0.5,
+    "tests/system/test_tensor_parallel.py": 1.5,
+    "tests/system/test_tls.py": 0.5,
+    "tests/system/test_ui.py": 0.5,
+    "tests/faults": 2.0,
+    "tests/unit/coordinator": 1.0,
+    "tests/unit/decode_node": 0.1,
+    "tests/unit/deploy": 0.5,
+    "tests/unit/engine/test_foreign.py": 1.0,
+    "tests/unit/engine/test_foreign_ranks.py": 1.0,
+    "tests/unit/engine/test_native_decode.py": 1.0,
+    "tests/unit/engine/test_tensor_parallel.py": 1.0,
+    "tests/unit/kv_transfer": 1.0,
+    "tests/unit/prefill_node": 0.1,
+    "tests/unit/serving_core": 0.5,
+    "tests/unit/serving_node": 1.0,
+    "tests/unit/splitserve": 2.0,
+    "tests/unit/splitserve_bench": 2.0,
 }
-SIMULATED = "tests/gpu"  # tests of this folder run on the simulated device
+TESTS = {  # the most telling first
+    "coordinator": [
+        "tests/schedules",
+        "tests/unit/coordinator",
+        "tests/system/test_resume.py",
+        "tests/system/test_doors.py",
+        "tests/system/test_ui.py",
+    ],
+    "decode_node": [
+        "tests/unit/decode_node",
+        "tests/schedules",
+        "tests/system/test_speculation.py",
+        "tests/system/test_moves.py",
+    ],
+    "deploy": ["tests/unit/deploy", "tests/system/test_dashboards.py"],
+    "engine": [
+        "tests/unit/engine/test_foreign.py",
+        "tests/gpu",
+        "tests/unit/engine/test_tensor_parallel.py",
+        "tests/unit/engine/test_native_decode.py",
+        "tests/unit/engine/test_foreign_ranks.py",
+        "tests/system/test_same_tokens.py",
+    ],
+    "kv_transfer": ["tests/unit/kv_transfer", "tests/faults", "tests/system/test_moves.py"],
+    "prefill_node": ["tests/unit/prefill_node", "tests/schedules", "tests/system/test_prefix_reuse.py"],
+    "protos": ["tests/system/test_openai_api.py"],
+    "serving_core": ["tests/unit/serving_core", "tests/fuzz/test_corpus.py", "tests/system/test_tls.py"],
+    "serving_node": [
+        "tests/unit/serving_node",
+        "tests/schedules",
+        "tests/faults",
+        "tests/system/test_tensor_parallel.py",
+    ],
+    "splitserve": ["tests/unit/splitserve", "tests/system/test_start.py", "tests/system/test_base_install.py"],
+    "splitserve_bench": [
+        "tests/unit/splitserve_bench",
+        "tests/system/test_bench_serve.py",
+        "tests/system/test_bench_simulate.py",
+    ],
+}
+SIMULATED_DEVICE = "tests/gpu"  # tests of this folder run on the simulated CUDA device
 
 
 def base_of_head() -> str:
-    """Return the commit after which HEAD's own begin."""
-    head, *remote = [*_git("rev-parse", "HEAD"), *_git("rev-parse", "--verify", "--quiet", "origin/main")]
-    if remote and remote != [head]:
-        return _git("merge-base", head, *remote)[0]
+    """Return the commit since which HEAD's own commits are."""
+    (head,) = _git("rev-parse", "HEAD")
+    if remote := _git("for-each-ref", "--format=%(objectname)", "refs/remotes/origin/main"):
+        (base,) = _git("merge-base", head, *remote)
+        if base != head:
+            return base
     (committed_at,) = _git("show", "--no-patch", "--format=%ct", head)
     older = _git("rev-list", "--max-count=1", f"--before={int(committed_at) - 24 * 3600}", head)
     return older[0] if older else _git("rev-list", "--max-parents=0", head)[-1]
 
 
+def is_touched(package: str, files: list[str]) -> bool:
+    """Return whether one of the files is of a package or of its own tests."""
+    return any(file.startswith((f"{package}/", f"tests/{package}/", f"tests/unit/{package}/")) for file in files)
+
+
 def choose(files: list[str], budget_minutes: float = BUDGET_MINUTES) -> tuple[list[str], list[str]]:
     """Return the tests to run for these files, and those that are left."""
-    folders = [tests for folder, tests in TESTS.items() if any(file.startswith(f"{folder}/") for file in files)]
-    turns = itertools.chain(*itertools.zip_longest(*folders))
-    wanted = dict(filter(None, turns))
+    turns = itertools.zip_longest(*(tests for package, tests in TESTS.items() if is_touched(package, files)))
     chosen, left = [], []
-    for test, minutes in wanted.items():
-        fits = minutes <= budget_minutes
-        budget_minutes -= minutes if fits else 0.0
+    for test in dict.fromkeys(filter(None, itertools.chain(*turns))):
+        fits = MINUTES[test] <= budget_minutes
+        budget_minutes -= MINUTES[test] if fits else 0.0
         (chosen if fits else left).append(test)
     return chosen, left
 
 
 def run(tests: list[str], *flags: str) -> bool:
-    """Return whether the nightly tests among these passed."""
+    """Return whether these tests passed, of which there may be none."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
     command += ["--durations=15", "--hypothesis-profile=ci", *flags, *tests]
     return not tests or subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode == 0
 
 
 def _git(*arguments: str) -> list[str]:
-    return subprocess.run(["git", *arguments], stdout=subprocess.PIPE, text=True, check=False).stdout.splitlines()
+    return subprocess.run(["git", *arguments], stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
 
 
 def main(arguments: list[str]) -> int:
     only_lists, bases = "--list" in arguments, [each for each in arguments if each != "--list"]
     base = bases[0] if bases else base_of_head()
     chosen, left = choose(_git("diff", "--name-only", base, "HEAD"))
-    print(f"since {base}: {' '.join(chosen) or 'no nightly tests'}")
-    print(f"left to the nightly: {' '.join(left) or 'nothing that is of these folders'}", flush=True)
+    print(f"since {base}: {' '.join(chosen) or 'no more tests'}")
+    print(f"left to the nightly: {' '.join(left) or 'none of these packages'}", flush=True)
     if only_lists:
         return 0
-    on_device = [test for test in chosen if test.startswith(SIMULATED)]
-    passed = run([test for test in chosen if test not in on_device], "-m", "nightly")
+    on_device = [test for test in chosen if test.startswith(SIMULATED_DEVICE)]
+    passed = run([test for test in chosen if test not in on_device])
     return 0 if run(on_device, "--simulate-cuda") and passed else 1
 
 

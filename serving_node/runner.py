@@ -263,6 +263,7 @@ class NodeRunner:
 
     @property
     def leases(self) -> list[tuple[Key, BlockLease]]:
+        """Return every lease of the pool's blocks with its holder."""
         return self._logic.leases
 
     def num_held(self) -> dict[str, int]:

@@ -13,30 +13,26 @@ register_profiles()
 # The files that take longest come first, so that no worker is left alone with one of them at the end.
 LONGEST = (
     "system/test_bits",
+    "system/test_ray",
+    "system/test_soak",
+    "fuzz/test_search",
+    "schedules/test_schedules",
     "system/test_foreign_models",
     "system/test_moves",
-    "schedules/test_schedules",
     "faults/test_matrix",
-    "unit/splitserve_bench/test_goodput_more",
-    "system/test_ray",
     "system/test_faults",
-    "system/test_stages",
-    "unit/engine/test_bits",
-    "system/test_tensor_parallel",
-    "system/test_start",
-    "unit/splitserve/test_launcher",
-    "unit/engine/test_foreign_ranks",
-    "system/test_resume",
+    "system/test_descriptors",
+    "system/test_bad_input",
+    "unit/splitserve_bench/test_goodput",
+    "unit/splitserve_bench/test_dominance",
+    "unit/splitserve_bench/test_compare_run",
+    "unit/splitserve_bench/test_device",
     "unit/serving_node/test_slack",
-    "unit/splitserve_bench/test_goodput_knowledge",
-    "unit/splitserve_bench/test_dominance_sample",
-    "unit/engine/test_tensor_parallel",
-    "unit/kv_transfer/test_faults",
-    "unit/engine/test_foreign",
     "unit/serving_node/test_logic_fleet",
-    "unit/splitserve_bench/test_goodput_overload",
-    "unit/splitserve_bench/test_serve_command",
-    "unit/splitserve_bench/test_simulate_property",
+    "unit/engine/test_bits",
+    "unit/engine/test_foreign_ranks",
+    "unit/engine/test_tensor_parallel",
+    "unit/splitserve/test_launcher",
 )
 TESTS = Path(__file__).parent
 
@@ -55,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places = {TESTS / f"{name}.py": place for place, name in enumerate(LONGEST)}
+    assert all(path.is_file() for path in places), "LONGEST names what is not there"
     items.sort(key=lambda item: places.get(item.path, len(places)))
     shard, num_shards = map(int, config.getoption("shard").split("/"))
     paths = list(dict.fromkeys(item.path for item in items))

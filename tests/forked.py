@@ -6,31 +6,34 @@ Each worker of pytest has a fork server of its own. What tests start-up or the i
 import atexit
 import contextlib
 import functools
+import math
 import os
 import select
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
-from splitserve.launch.fork_server import FIXED, NODE_MODULES, NUMBER, ForkServer
+from splitserve.launch.fork_server import FORCED_ENVIRONMENT, NODE_MODULES, PID_OR_CODE, ForkServer
 
 PRELOADED = *NODE_MODULES, "coordinator.process", "splitserve.cli"
 READ_ON_IMPORT = "LD_", "OMP_", "GRPC_", "PYTHONPATH", "PYTHONWARNINGS"
 """Beginnings of the names of environment variables that count before a module runs."""
-OURS = {"OMP_NUM_THREADS": "1", **FIXED}
+OURS = {"OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE", **FORCED_ENVIRONMENT}
+AT_START = {**os.environ, **OURS}  # the server's environment
 START_S = 300.0
-
-
+SLICE_S = 0.05  # of a wait, after which another thread has its turn
 Process = subprocess.Popen[Any]
 
 
 def popen(module: str, *arguments: str, env: Mapping[str, str] | None = None, **options: Any) -> Process:
-    """Start `python -m module *arguments`, forked where the environment lets it, with options of subprocess.Popen."""
+    """Start `python -m module *arguments` with options of subprocess.Popen; forked, unless environment or options need
+    an interpreter of its own."""
     environment = dict(os.environ if env is None else env) | OURS
-    is_alike = _read_on_import(environment) == _read_on_import({**os.environ, **OURS})
-    kind = _Forked if is_alike else subprocess.Popen
+    is_alike = _read_on_import(environment) == _read_on_import(AT_START)
+    kind = _Forked if is_alike and not options.get("start_new_session") else subprocess.Popen
     return kind([sys.executable, "-m", module, *arguments], env=environment, **options)
 
 
@@ -40,13 +43,14 @@ def _read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
 
 @functools.cache
 def _server() -> ForkServer:
-    server = ForkServer(PRELOADED, {**os.environ, **OURS})
+    server = ForkServer(PRELOADED, AT_START)
     atexit.register(server.stop)
     return server
 
 
 class _Forked(subprocess.Popen[Any]):
-    """A child of the fork server as subprocess.Popen has its own."""
+    """A child of the fork server with all that subprocess.Popen gives. It has no public place to start a process, or
+    to wait for one, in another way: hence its private names."""
 
     def _execute_child(self, *given: Any) -> None:
         names = subprocess.Popen._execute_child.__code__.co_varnames
@@ -58,12 +62,12 @@ class _Forked(subprocess.Popen[Any]):
             env=options["env"],
             cwd=os.fspath(options["cwd"] or ""),
             process_group=None if options["process_group"] == -1 else options["process_group"],
-            start_new_session=options["start_new_session"],
         )
         self._close_pipe_fds(
             *(options[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"))
         )
-        self.pid = self._next_number(START_S)
+        assert self._has_number(START_S), f"the fork server has started nothing within {START_S:.0f} s"
+        self.pid = self._next_number()
         self._child_created = True
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
@@ -72,14 +76,21 @@ class _Forked(subprocess.Popen[Any]):
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int:
-        if self.returncode is None:
-            self.returncode = self._next_number(timeout)
-            self._numbers.close()
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            left_s = max(0.0, end - time.monotonic())
+            with self._waitpid_lock:  # several threads may wait
+                if self.returncode is None and self._has_number(min(left_s, SLICE_S)):
+                    self.returncode = self._next_number()
+                    self._numbers.close()
+            if self.returncode is None and not left_s:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return self.returncode
 
-    def _next_number(self, timeout_s: float | None) -> int:
-        if not select.select([self._numbers], [], [], timeout_s)[0]:
-            raise subprocess.TimeoutExpired(self.args, timeout_s or 0.0)
-        data = self._numbers.recv(NUMBER.size, socket.MSG_WAITALL)
+    def _has_number(self, timeout_s: float) -> bool:
+        return bool(select.select([self._numbers], [], [], timeout_s)[0])
+
+    def _next_number(self) -> int:
+        data = self._numbers.recv(PID_OR_CODE.size, socket.MSG_WAITALL)
         assert data, "the fork server has ended"
-        return int(NUMBER.unpack(data)[0])
+        return int(PID_OR_CODE.unpack(data)[0])

@@ -24,7 +24,7 @@ from types import FrameType
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = "coordinator", "serving_node", "prefill_node", "decode_node", "kv_transfer", "engine", "protos", "serving_core"
 ROLES = "coordinator", "prefill_node", "decode_node"
-SHORT, LONG = 8, 72  # output tokens
+SHORT_OUTPUT_TOKENS, LONG_OUTPUT_TOKENS = 8, 72
 DEADLINE_S = 300
 Calls = collections.Counter[tuple[str, str]]  # by the caller's and the callee's file
 
@@ -62,14 +62,11 @@ class Fleet:
         flags = {role: ["--coordinator", f"127.0.0.1:{fleet_port}"] for role in ROLES[1:]}
         flags["coordinator"] = ["--port", f"{port}", "--fleet-port", f"{fleet_port}", "--http-port", "-1"]
         self.counts = {role: folder / role for role in ROLES}
-        self.processes = {
-            role: subprocess.Popen(
-                [sys.executable, __file__, role, self.counts[role], model, *flags[role]],
-                env=env,
-                stderr=(folder / f"{role}.log").open("w"),
-            )
-            for role in ROLES
-        }
+        self.processes = {}
+        for role in ROLES:
+            command = [sys.executable, __file__, role, self.counts[role], model, *flags[role]]
+            with (folder / f"{role}.log").open("w") as log:
+                self.processes[role] = subprocess.Popen(command, env=env, stderr=log)
 
     def calls(self) -> dict[str, Calls]:
         """The calls of each role so far."""
@@ -77,10 +74,26 @@ class Fleet:
         for role, path in self.counts.items():
             path.unlink(missing_ok=True)
             self.processes[role].send_signal(signal.SIGUSR1)
-            _wait_for(path.exists, f"counts of {role}")
+            self.wait_for(path.exists, f"counts of {role}")
             rows = (line.split("\t") for line in path.read_text().splitlines())
             found[role] = Calls({(caller, callee): int(number) for caller, callee, number in rows})
         return found
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Return when the condition is met; end when a process ends before, or after DEADLINE_S."""
+        end = time.monotonic() + DEADLINE_S
+        while not condition():
+            for role, process in self.processes.items():
+                if process.poll() is not None:
+                    sys.exit(f"{role} has ended: {self.counts[role].with_suffix('.log').read_text()[-2000:]}")
+            if time.monotonic() > end:
+                sys.exit(f"no {what} within {DEADLINE_S} s")
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait(DEADLINE_S)
 
     def during(self, act: Callable[[], None]) -> dict[str, Calls]:
         """The calls made while `act` runs, less those of as long a time in which nothing happens."""
@@ -110,14 +123,13 @@ def measure(model: str) -> None:
                         return len(client.server_info().nodes) == len(ROLES) - 1
                     return False
 
-                _wait_for(is_complete, "complete fleet")
+                fleet.wait_for(is_complete, "complete fleet")
                 for first_word in ("On", "At"):  # what runs once is over then
-                    ask(first_word, LONG)
-                short = fleet.during(lambda: ask("In", SHORT))
-                long = fleet.during(lambda: ask("By", LONG))
+                    ask(first_word, LONG_OUTPUT_TOKENS)
+                short = fleet.during(lambda: ask("In", SHORT_OUTPUT_TOKENS))
+                long = fleet.during(lambda: ask("By", LONG_OUTPUT_TOKENS))
         finally:
-            for process in fleet.processes.values():
-                process.kill()
+            fleet.stop()
     _report(short, long)
 
 
@@ -129,7 +141,7 @@ def _report(short: dict[str, Calls], long: dict[str, Calls]) -> None:
     for role, found in files.items():
         print(f"  {role}: {len(found)} files, {short[role].total()} calls")
     for role, what in (("decode_node", "decode step"), ("coordinator", "token at the coordinator")):
-        each = {pair: n / (LONG - SHORT) for pair, n in (long[role] - short[role]).items()}
+        each = {pair: n / (LONG_OUTPUT_TOKENS - SHORT_OUTPUT_TOKENS) for pair, n in (long[role] - short[role]).items()}
         step = {file for pair, n in each.items() if n > 0.5 for file in pair}
         print(f"one {what}: {sum(each.values()):.0f} cross-file calls, {len(step)} files")
 
@@ -140,14 +152,6 @@ def _free_ports(number: int) -> list[int]:
     for listener in listeners:
         listener.close()
     return ports
-
-
-def _wait_for(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        if time.monotonic() > end:
-            sys.exit(f"no {what} within {DEADLINE_S} s")
-        time.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ def line(value: object) -> bytes:
 
 
 def answer_lines(begin: Callable[[Any], Answer], *, max_memory_bytes: int) -> None:
-    """What such a program does all its life; `begin` makes of what it is given what answers its questions. The first
-    line says how much processor time each may take. That is not of the clock: a busy machine changes nothing."""
+    """Answer the lines of stdin until they end. `begin` reads the first one, and returns what answers the others. The
+    first also has the most processor time that a question may take, which is no time of the clock: a busy machine
+    changes nothing."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all; the coordinator drains first
     resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
     answer: Answer | None = None

@@ -67,8 +67,8 @@ class Cluster:
         fork_server: ForkServer | None = None,
     ) -> None:
         """`fleet_host` is where the nodes find the coordinator: of this machine, where they run on Ray. Nodes of this
-        machine are forked from `fork_server`, if there is one. Raises
-        SettingsError, ModelError or LaunchError, and has then made nothing."""
+        machine are forked from `fork_server`, if there is one. Raises SettingsError, ModelError or LaunchError, and has
+        then made nothing."""
         self._tls = TlsFiles(passed.get("tls_cert") or "", passed.get("tls_key") or "")
         scheme = SCHEME if self._tls.cert else ""
         self.target = f"{scheme}{_reachable(settings.host)}:{settings.grpc_port}"

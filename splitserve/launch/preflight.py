@@ -65,7 +65,7 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
     drafts = [draft for node in nodes if (draft := check_draft_model(node)) is not None]
     if are_here:
         doors = coordinator.doors if coordinator.doors > 1 else 0
-        check_threads(2 + doors + sum(node.engine.num_ranks for node in nodes))  # this process, the coordinator, ...
+        check_threads(3 + doors + sum(node.engine.num_ranks for node in nodes))  # this, fork server, coordinator, ...
         tier_bytes = sum(node.tier.kv_host_bytes * node.engine.num_ranks for node in nodes)
         _check_memory(len(nodes), [*((node.engine, config) for node in nodes), *drafts], tier_bytes)
 

@@ -19,13 +19,14 @@ from typing import Final, Protocol, Self
 
 from serving_core.telemetry import parse_line
 from splitserve.launch.cluster import Process
-from splitserve.launch.fork_server import NUMBER, ForkServer
+from splitserve.launch.fork_server import PID_OR_CODE, ForkServer
 from splitserve.launch.models import Report
 from splitserve.launch.rooms import COORDINATOR
 
 CHUNK_BYTES: Final = 2**16
 LONGEST_LINE_BYTES: Final = 2**16
 LAST_WORDS_S: Final = 1.0  # to read what a dead child has left in its pipe
+FORK_DEADLINE_S: Final = 60.0  # the server may still import
 ECHOED_LEVEL: Final = "error"
 ENDING_LEVEL: Final = "critical"  # of what a process logs as its last words
 
@@ -67,7 +68,7 @@ class Forked:
 
     @classmethod
     async def start(cls, server: ForkServer, process: Process, output: int) -> Self:
-        """Raises OSError, as when the server is gone."""
+        """Have the server fork a process. Raises OSError, TimeoutError after FORK_DEADLINE_S."""
         nothing = os.open(os.devnull, os.O_RDONLY)
         try:
             numbers = server.start(
@@ -77,13 +78,15 @@ class Forked:
             os.close(nothing)
         numbers.setblocking(False)
         try:
-            return cls(await _next_number(numbers), numbers)
+            async with asyncio.timeout(FORK_DEADLINE_S):
+                return cls(await _next_number(numbers), numbers)
         except BaseException:
             numbers.close()
             raise
 
     async def wait(self) -> int:
-        """The exit code, or minus the signal that killed it; without the server, which kills its children, SIGKILL."""
+        """Return the exit code, or minus the signal that killed it: SIGKILL when the server is gone, as its children
+        end with it."""
         if self.returncode is None:
             with self._numbers:
                 try:
@@ -94,10 +97,10 @@ class Forked:
 
 
 async def _next_number(numbers: socket.socket) -> int:
-    data = await asyncio.get_running_loop().sock_recv(numbers, NUMBER.size)
+    data = await asyncio.get_running_loop().sock_recv(numbers, PID_OR_CODE.size)
     if not data:
-        raise ConnectionResetError("the fork server has ended")
-    (number,) = NUMBER.unpack(data)
+        raise ConnectionResetError("the fork server has ended, or the system had no room for a process")
+    (number,) = PID_OR_CODE.unpack(data)
     return int(number)
 
 
@@ -169,9 +172,11 @@ class Supervisor:
 
     async def _spawn(self, process: Process, output: int) -> Handle:
         if self._fork_server is not None and process.role != COORDINATOR.role:
-            with contextlib.suppress(OSError):
+            try:
                 return await Forked.start(self._fork_server, process, output)
-            self._fork_server = None  # as when it was killed: what it imports is then imported by each node
+            except OSError as error:
+                self._fork_server = None  # each node imports for itself then
+                self._report(f"Nodes start more slowly: {str(error) or f'no fork within {FORK_DEADLINE_S:.0f} s'}")
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
             *process.argv,

@@ -29,11 +29,14 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose tests
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    found = set()
     for item in items:
         if "/gpu/" not in item.path.as_posix():
             continue
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device here"))
-        if item.nodeid.rpartition("/")[2] in SMOKE:
+        if (name := item.nodeid.rpartition("/")[2]) in SMOKE:
             item.add_marker(pytest.mark.smoke)
+            found.add(name)
+    assert config.option.markexpr != "smoke" or found == SMOKE, f"no such tests: {SMOKE - found}"

@@ -1,7 +1,6 @@
 """Schedules of a whole fleet, and in each of them the promises of tests/schedules/history.py.
 
-The gate tries 50 seeds, CI 500 and the nightly 10,000, in chunks of 50 a test, so that several workers share them where
-they take tests and not files (`--dist worksteal`).
+The gate tries 50 seeds, CI 500 and the nightly 10,000, in chunks of 50 a test.
 
 A schedule that breaks a promise is named by its seed. `SEED=17 pytest tests/schedules -k quick` runs that one alone and
 tells what happened, message by message.

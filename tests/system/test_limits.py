@@ -72,7 +72,7 @@ def test_a_priority_that_cannot_be_is_refused_with_the_limit(client):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("num_prefill", "num_both"), [(1, 1), pytest.param(0, 1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("num_prefill", "num_both"), [(1, 1), (0, 1)])
 def test_what_would_be_late_is_refused_with_the_time_to_come_back(start_cluster, tmp_path, num_prefill, num_both):
     """A prompt of at least 50 ms, of which the first token is due in one, beside a long answer, as soon as nodes have
     told how fast they read. Nodes that have nothing to do refuse nobody."""

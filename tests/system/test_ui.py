@@ -78,9 +78,7 @@ def up(model, tmp_path):
 def pid_of(up, node):
     """Of a node's process among those that `splitserve up` has started."""
     [found] = [
-        process.pid
-        for process in psutil.Process(up.process.pid).children(recursive=True)
-        if {"-m", "decode_node", node} <= set(process.cmdline())
+        process.pid for process in psutil.Process(up.process.pid).children(recursive=True) if process.name() == node
     ]
     return found
 

@@ -60,6 +60,7 @@ class TokenizerGate:
     def __init__(self):
         self.num_submitted = 0
         self.num_begun = 0
+        self.executors = []
         self._opened = threading.Event()
 
     def open(self):
@@ -67,7 +68,8 @@ class TokenizerGate:
 
     def threads(self, num_threads, name):
         """Return an executor of so many threads, each of which waits here before it does anything."""
-        return _GatedThreads(self, num_threads, name)
+        self.executors.append(_GatedThreads(self, num_threads, name))
+        return self.executors[-1]
 
     def pass_through(self, function, *args):
         self.num_begun += 1

@@ -16,7 +16,7 @@ LENGTH, STOP = events.LENGTH, events.STOP
 KEY = "key-of-the-test"
 HI = {"role": "user", "content": "hi"}
 JSON = {"content-type": "application/json"}
-in_module_loop = pytest.mark.asyncio(loop_scope="module")  # for tests of a `client` that a module shares
+in_module_loop = pytest.mark.asyncio(loop_scope="module")  # for tests of what a module shares
 
 # ---- httpx ----
 
@@ -50,6 +50,13 @@ def completion_bytes(**fields):
     body = json.dumps({"prompt": "hello", **fields}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
     return head.format(len(body)).encode() + body
+
+
+async def until(condition):
+    """Return once the condition holds."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 async def ended(reader):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Placed
 from coordinator.control.slo import Slo
 from coordinator.control.so_far import SoFar
@@ -10,7 +9,7 @@ from coordinator.control.timeline import Phase
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from tests import fleet_events as events
-from tests.unit.coordinator.tracker_kit import PROMPT, World
+from tests.unit.coordinator.tracker_kit import PROMPT, Noting, World
 
 # A step takes 10 ms and 5 ms for each answer, a prompt 1 ms a token.
 WEIGHTS = [0.010, 0.005, 0.0, 0.0, 0.001, 0.0, 0.0]
@@ -115,23 +114,15 @@ def test_an_answer_that_goes_on_has_its_first_token_and_is_not_held():
     assert submit(world, "r", slo(), so_far=SoFar((100,))) == ["reserve b0"]
 
 
-class Noting:
-    """As `auto`; notes how many requests of the like come."""
-
-    def place(self, nodes, ledger, wanted, handover, now):
-        self.requests_per_s = wanted.requests_per_s
-        return POLICIES["auto"].place(nodes, ledger, wanted, handover, now)
-
-
 def test_one_that_begins_in_time_counts_from_then_on_in_how_many_such_come():
     policy = Noting()
     world, (first, _) = full_world(policy=policy)
     assert submit(world, "r", slo()) == []
     world.tick(1.0)
-    assert policy.requests_per_s == 1.0
+    assert policy.told[-1] == 1.0
     assert end_of(world, first, 2.0)[-1] == "reserve b0"
     submit(world, "s", slo(), now=4.0)
-    assert policy.requests_per_s == 0.5
+    assert policy.told[-1] == 0.5
 
 
 def test_who_makes_nobody_late_passes_those_that_would():

@@ -15,8 +15,8 @@ from coordinator.text import structures
 from coordinator.text.program import Program
 from coordinator.text.tokenizer import LONG_TEXT_CHARS, NUM_THREADS
 from protos.inference_pb2 import GetLoadsRequest
-from tests.scripted_nodes import DEADLINE_S, begin, hand_over, run, step
-from tests.unit.coordinator.http_kit import JSON, LENGTH, http_cluster, in_module_loop
+from tests.scripted_nodes import begin, hand_over, run, step
+from tests.unit.coordinator.http_kit import JSON, LENGTH, http_cluster, in_module_loop, until
 
 MAX_STALL_S = 0.25  # of the event loop's own processor time, which other processes do not lengthen
 MAX_STALL = 0.8  # of the time in which the largest body is read as JSON, on machines where that is more
@@ -118,18 +118,12 @@ async def test_what_is_as_long_as_may_be_is_tokenized_there_and_back(client):
     assert (await client.post("/detokenize", json={"tokens": token_ids})).json()["prompt"] == text
 
 
-async def until(condition):
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-async def keep_threads_busy(client, gate):
-    """Begin as many calls with long texts as there are threads for them; the gate keeps them there."""
-    body = {"prompt": "a" * (LONG_TEXT_CHARS + 1)}
-    calls = [asyncio.create_task(client.post("/tokenize", json=body)) for _ in range(NUM_THREADS)]
+async def keep_threads_busy(gate):
+    """Give all threads for long texts something to do; the gate keeps them there."""
+    [threads] = gate.executors
+    for _ in range(NUM_THREADS):
+        threads.submit(int)
     await until(lambda: gate.num_begun == NUM_THREADS)
-    return calls
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
@@ -139,13 +133,12 @@ def test_who_leaves_the_queue_of_long_texts_is_not_waited_for(tmp_path, caplog, 
 
     async def scenario():
         async with http_cluster(tmp_path, nodes=()) as (_, client):
-            busy = await keep_threads_busy(client, gate)
+            await keep_threads_busy(gate)
             call = asyncio.create_task(client.post(path, content=json.dumps(body), headers=JSON))
             await until(lambda: gate.num_submitted > NUM_THREADS)
             call.cancel()
             await until(lambda: "the client has left" in caplog.messages)
             gate.open()
-            await asyncio.gather(*busy)
 
     run(scenario())
 
@@ -153,10 +146,12 @@ def test_who_leaves_the_queue_of_long_texts_is_not_waited_for(tmp_path, caplog, 
 def test_a_text_that_waits_too_long_is_given_up_with_the_limit(tmp_path, gate):
     async def scenario():
         async with http_cluster(tmp_path, request_timeout_s=0.2) as (_, client):
+            await keep_threads_busy(gate)
             for path, what in (("/tokenize", "the result was"), ("/v1/completions", "the prompt was")):
                 reply = await client.post(path, json={"prompt": "a" * (LONG_TEXT_CHARS + 1)})
                 assert reply.status_code == 504
                 assert reply.json()["error"]["message"] == f"{what} not ready within 0.2 s"
+            assert gate.num_begun == NUM_THREADS
             gate.open()
 
     run(scenario())

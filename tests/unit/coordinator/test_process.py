@@ -35,9 +35,8 @@ from tests.scripted_nodes import (
     until_serving,
 )
 from tests.tiny_models import write_fake_model
-from tests.unit.coordinator.http_kit import plain_client, url_of
+from tests.unit.coordinator.http_kit import in_module_loop, plain_client, until, url_of
 
-in_module_loop = pytest.mark.asyncio(loop_scope="module")
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 PORTS = ("--port", "0", "--fleet-port", "0", "--http-port", "-1")
 
@@ -65,7 +64,9 @@ async def until_logged(process, text):
 
 async def log_of(process):
     """Return the events in the rest of the log, once the process has ended."""
-    _, log = await asyncio.to_thread(process.communicate, timeout=DEADLINE_S)
+    async with asyncio.timeout(DEADLINE_S):
+        log = await asyncio.to_thread(process.stderr.read)
+        await asyncio.to_thread(process.wait)
     return [json.loads(line)["event"] for line in log.splitlines()]
 
 
@@ -229,20 +230,18 @@ def test_a_port_in_use_is_named(tmp_path):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def two_doors(tmp_path_factory):
-    """Serve with two doors, which tests leave as they were; the last of them ends the cluster with its `stack`."""
+    """Serve with two doors."""
     folder = tmp_path_factory.mktemp("model")
-    async with contextlib.AsyncExitStack() as stack:
-        c = await stack.enter_async_context(cluster(folder, doors=2, stream_interval=4, http_port=0))
-        c.stack = stack
+    async with cluster(folder, doors=2, stream_interval=4, http_port=0) as c:
         yield c
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def doors(two_doors):
-    """Return the cluster once both doors serve."""
-    await until(lambda: len(listening(two_doors)) == 2)
+    """Return the cluster, of which both doors serve, before a test and after it."""
     await until_serving(two_doors.stub)
     yield two_doors
+    await until(lambda: len(listening(two_doors)) == 2)
     await two_doors.until_nothing_is_live()
 
 
@@ -389,20 +388,16 @@ async def test_a_door_that_does_not_come_back_in_time_is_started_again(doors, tm
     await until(lambda: len(listening(doors)) == 2)
 
 
-@in_module_loop
-async def test_the_end_of_a_door_that_is_yet_to_open_is_taken_note_of(two_doors):
-    before = set(doors_of(os.getpid()))
-    listening(two_doors)[0].kill()
-    await until(lambda: set(doors_of(os.getpid())) - before)
-    [again] = set(doors_of(os.getpid())) - before
-    await two_doors.stack.aclose()
-    assert not again.is_running()
+def test_the_end_of_a_door_that_is_yet_to_open_is_taken_note_of(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, doors=2) as c:
+            before = set(doors_of(os.getpid()))
+            listening(c)[0].kill()
+            await until(lambda: set(doors_of(os.getpid())) - before)
+            [again] = set(doors_of(os.getpid())) - before
+        assert not again.is_running()
 
-
-async def until(condition):
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.1)
+    run(scenario())
 
 
 def test_a_door_that_cannot_open_is_the_end_of_the_start(tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 
 import pytest
 
-from coordinator.control.placement.policies import POLICIES
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
 from coordinator.control.slo import MAX_CLASSES, MAX_PRIORITY, Limit, Slo, SloClass, SloClasses, parse_slo_classes
@@ -15,7 +14,7 @@ from protos.inference_pb2 import GenerateRequest
 from serving_core.errors import RequestError, SettingsError
 from serving_core.requests import MEAN, Pooling, SamplingParams
 from tests import fleet_events as events
-from tests.unit.coordinator.tracker_kit import World
+from tests.unit.coordinator.tracker_kit import Noting, World
 
 CLASSES = SloClasses(
     parse_slo_classes(
@@ -206,18 +205,6 @@ def test_without_limits_nothing_is_told(world):
     assert world.first(world.attempt, finish_reason=LENGTH)[:2] == ["emit 0:100", "cancel d0"]
     assert not world.outcome.HasField("attainment")
     assert counts(world) == (0, 0, 0, 0)
-
-
-class Noting:
-    """The usual policy, which writes down how many requests come a second that make nobody late."""
-
-    def __init__(self):
-        self.told = []
-
-    def place(self, nodes, ledger, wanted, handover, now):
-        self.told.append(wanted.requests_per_s)
-        self.handover = handover
-        return POLICIES["auto"].place(nodes, ledger, wanted, handover, now)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import dataclasses
 from coordinator.control.instructions import Embedded, Emit, End, MoveEnded, Send
 from coordinator.control.ledger import Ledger
 from coordinator.control.metrics import Metrics
+from coordinator.control.placement.policies import POLICIES
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
 from coordinator.control.so_far import NOTHING
@@ -15,6 +16,18 @@ from tests import fleet_events as events
 
 PROMPT = [7, 8, 9]
 MAX_TOKENS = 200  # of answers that move
+
+
+class Noting:
+    """The usual policy, which writes down how many requests come a second that make nobody late."""
+
+    def __init__(self):
+        self.told = []
+
+    def place(self, nodes, ledger, wanted, handover, now):
+        self.told.append(wanted.requests_per_s)
+        self.handover = handover
+        return POLICIES["auto"].place(nodes, ledger, wanted, handover, now)
 
 
 class World:

@@ -1,6 +1,5 @@
 """Models that transformers computes over our pool and with our attention: greedy answers against its own `generate`."""
 
-import json
 from functools import partial
 
 import pytest
@@ -33,6 +32,7 @@ from tests.foreign_models import (
     write_foreign_model,
 )
 from tests.toy_scheduler import greedy, run_all, token_ids
+from tests.unit.engine.foreign_kit import rewrite
 from tests.unit.engine.native_kit import choose_native
 from tests.unit.engine.quantized_checkpoints import rounded
 
@@ -43,12 +43,6 @@ def load(folder, **fields):
 
 def answers(engine, prompts=PROMPTS, **scheduling):
     return token_ids(run_all(engine, prompts, greedy(NUM_TOKENS), **scheduling))
-
-
-def rewrite(folder, **fields):
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-    return folder
 
 
 @pytest.fixture

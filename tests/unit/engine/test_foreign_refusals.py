@@ -11,6 +11,7 @@ from engine.engine import Engine
 from serving_core.errors import ModelError
 from serving_core.settings import EngineSettings
 from tests.foreign_models import REFUSED, write_foreign_model, write_refused_model
+from tests.unit.engine.foreign_kit import rewrite
 
 
 def load(folder, **fields):
@@ -23,12 +24,6 @@ def test_architectures_that_are_refused(architecture, written):
     with pytest.raises(ModelError) as error:
         load(written(write_refused_model, architecture))
     assert str(error.value) == refused.sentence
-
-
-def rewrite(folder, **fields):
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-    return folder
 
 
 def retensor(folder, change):

@@ -61,6 +61,7 @@ def check(scene, window, variant, softcap=None, expected=None):
     output = attend(scene, window, variant, softcap)
     assert output.dtype == scene.query.dtype
     expected = scene.expected(window, softcap) if expected is None else expected
+    assert output.shape == expected.shape
     assert (output.double() - expected).abs().max() <= TOLERANCES[output.dtype]
 
 

@@ -65,7 +65,7 @@ def run(code):
         pytest.param("torch", "torch.get_num_threads()", marks=pytest.mark.nightly),
     ],
 )
-def test_pin_sets_affinity_and_threads_of_torch(module, num_threads):
+def test_pin_sets_affinity_and_the_number_of_threads_for_what_is_imported_later(module, num_threads):
     cpu = max(os.sched_getaffinity(0))
     code = f"""
 import os

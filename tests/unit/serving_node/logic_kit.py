@@ -112,6 +112,10 @@ class Node:
             tier=tier,
         )
         self.tier_kv = {}  # what each slot of the second tier holds
+        self.tier_names = {}  # by slot: what the pool called what was copied there
+        self.tells_lost = True  # of what could not be copied
+        self._evicted = {}  # by block: its name when the pool gave it up last
+        self._note_evictions()
         self.most_spilled = num_blocks  # blocks that are copied at once
         self.loads = {}  # that have begun
         self.num_loads = 0
@@ -472,10 +476,21 @@ class Node:
     def _spill(self, copies):
         for source, target in copies.demotions:
             self.tier_kv[target] = self.tier_kv.get(source)
+            self.tier_names[target] = self.tier_names.pop(source)
         num_lost = max(0, len(copies.slots) - self.most_spilled)
         for index, (block_id, slot) in enumerate(zip(copies.block_ids, copies.slots, strict=True)):
             self.tier_kv[slot] = None if index < num_lost else self.kv.content(block_id)
-        self.logic.lost([slot for slot in self.tier_kv if self.tier_kv[slot] is None])
+            self.tier_names[slot] = self._evicted[block_id]
+        if self.tells_lost:
+            lost = [slot for slot in self.tier_kv if self.tier_kv[slot] is None]
+            self.logic.lost(lost)
+            self._forget(lost)
+
+    def _forget(self, slots):
+        """Nothing is in these slots any more, but for those that are being read."""
+        for slot in slots:
+            if not any(slot in load.slots for load in self.loads.values()):
+                self.tier_names.pop(slot, None)
 
     def load_ends(self, load_id, num_good=None):
         """The leading blocks of a load are there: all that it can find, unless it is said how many."""
@@ -485,8 +500,18 @@ class Node:
         for slot, block_id in list(zip(load.slots, load.block_ids, strict=True))[:num_good]:
             self.kv.put(block_id, self.tier_kv[slot])
         self.kv.spoil_blocks(load.block_ids[num_good:])
+        self._forget(load.slots[num_good:])
         self.logic.loaded(load_id, num_good, self.now)
         self.settle()
+
+    def _note_evictions(self):
+        put = self.allocator.on_evict
+
+        def note(name, block_id):
+            self._evicted[block_id] = name
+            put(name, block_id)
+
+        self.allocator.on_evict = put and note
 
     # ---- proof ----
 
@@ -511,12 +536,13 @@ class Node:
         load = self.load
         assert (load.num_running, load.num_waiting, load.num_waiting_tokens) == (0, 0, 0)
         assert not self.loads
-        hints = set(self.hints)
-        assert hints.issuperset(map(hint_of, self.allocator.blocks_by_name))
-        self.logic.attached()  # to be told everything anew
+        held = {hint_of(name) for name in (*self.allocator.blocks_by_name, *self.tier_names.values())}
+        assert self.hints == held
         self.hints.clear()
-        assert self.load
-        assert self.hints == hints
+        self.logic.attached()
+        self.logic.describe(inference_pb2.NodeLoad())  # which tells everything anew
+        self.settle()
+        assert self.hints == held
 
 
 def token_of(tail):

@@ -111,8 +111,7 @@ def test_what_could_not_be_copied_is_copied_another_time(is_told):
     what another rank lacks, a read finds out, and then of all that it does not find."""
     node = Node(num_blocks=14, tier=TierPlan(num_host=40, host_s=0.001, reads_always=True))
     node.most_spilled = 4
-    if not is_told:
-        node.logic.lost = lambda slots: None
+    node.tells_lost = is_told
     for turn in range(10):
         before = node.load.num_cached_tokens
         ask(node, str(turn), prompt_of(50, first=turn % 2))

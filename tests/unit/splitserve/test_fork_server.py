@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from splitserve.launch.fork_server import NUMBER, ForkServer, preloading
+from splitserve.launch.fork_server import PID_OR_CODE, ForkServer, preloading
 
 DEADLINE_S = 60.0
 PRELOADED = "colorsys"  # of the standard library, and imported by nothing else here
@@ -62,7 +62,7 @@ def start(server, tmp_path):
 
 
 def next_number(numbers):
-    return NUMBER.unpack(numbers.recv(NUMBER.size))[0]
+    return PID_OR_CODE.unpack(numbers.recv(PID_OR_CODE.size))[0]
 
 
 def test_a_child_has_its_own_surroundings_and_the_imports(start, tmp_path):
@@ -106,6 +106,80 @@ def test_an_exception_is_a_traceback_and_code_1(start, tmp_path):
     assert (tmp_path / "err").read_text().endswith("ZeroDivisionError: division by zero\n")
 
 
+def test_an_exception_goes_to_the_hook_that_logs_it(start, tmp_path):
+    _, numbers = start("import sys; sys.excepthook = lambda *error: sys.stderr.write(repr(error[1])); 1 / 0")
+    assert next_number(numbers) == 1
+    assert (tmp_path / "err").read_text() == "ZeroDivisionError('division by zero')"
+
+
+def test_whoever_knows_a_child_can_signal_its_group(start):
+    for _ in range(20):
+        pid, numbers = start("import signal; signal.pause()", process_group=0)
+        os.killpg(pid, signal.SIGTERM)
+        assert next_number(numbers) == -signal.SIGTERM
+
+
+def test_an_order_that_is_too_long_names_the_limit(start):
+    with pytest.raises(OSError, match=r"environment of 131\d{3} bytes, more than the 131072 of a fork"):
+        start("", env={"LONG": "x" * 131_000})
+
+
+FULL = """
+import os
+fork, calls = os.fork, []
+def refuse_the_second():
+    calls.append(1)
+    if len(calls) == 2:
+        raise BlockingIOError("no process is left")
+    return fork()
+os.fork = refuse_the_second
+"""
+
+
+def order(server, folder):
+    """Have the server fork a child that waits."""
+    with open(os.devnull, "r+") as nothing:
+        numbers = server.start(["told"], [nothing.fileno()] * 3, env={}, cwd=str(folder))
+    numbers.settimeout(DEADLINE_S)
+    return numbers
+
+
+@pytest.fixture
+def waiting(tmp_path):
+    (tmp_path / "told.py").write_text("import signal; signal.pause()")
+    return tmp_path
+
+
+def test_where_nothing_can_be_forked_the_others_go_on(waiting):
+    (waiting / "full.py").write_text(FULL)
+    server = ForkServer(["full"], {**os.environ, "PYTHONPATH": f"{waiting}:{os.getcwd()}"})
+    with order(server, waiting) as first, order(server, waiting) as second, order(server, waiting) as third:
+        pids = next_number(first), next_number(third)
+        assert second.recv(PID_OR_CODE.size) == b""
+        assert all(psutil.Process(pid).is_running() for pid in pids)
+        server.stop()
+
+
+def test_a_start_that_is_given_up_leaves_no_child(waiting):
+    server = ForkServer([], os.environ)
+    with order(server, waiting) as first:
+        next_number(first)
+        os.kill(server.pid, signal.SIGSTOP)
+        order(server, waiting).close()
+        os.kill(server.pid, signal.SIGCONT)
+        with order(server, waiting) as last:
+            next_number(last)
+            wait_until(lambda: len(psutil.Process(server.pid).children()) == 2)
+        server.stop()
+
+
+def wait_until(condition):
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_several_children_run_at_once(start):
     waiting = "import signal; signal.pause()"
     started = [start(waiting) for _ in range(3)]
@@ -114,40 +188,32 @@ def test_several_children_run_at_once(start):
         assert next_number(numbers) == -signal.SIGTERM
 
 
-def test_children_end_with_their_server(tmp_path):
-    (tmp_path / "told.py").write_text("import signal; signal.pause()")
+def test_children_end_with_their_server(waiting):
     server = ForkServer([], os.environ)
-    with open(os.devnull, "r+") as nothing:
-        numbers = server.start(["told"], [nothing.fileno()] * 3, env={}, cwd=str(tmp_path))
-        numbers.settimeout(DEADLINE_S)
+    with order(server, waiting) as numbers:
         child = psutil.Process(next_number(numbers))
-    server.stop()
-    with numbers:
+        server.stop()
         child.wait(DEADLINE_S)
-        assert numbers.recv(NUMBER.size) == b""
+        assert numbers.recv(PID_OR_CODE.size) == b""
 
 
 STARTER = """
 import os, sys, time
-from splitserve.launch.fork_server import NUMBER, ForkServer
+from splitserve.launch.fork_server import PID_OR_CODE, ForkServer
 server = ForkServer([], os.environ)
 numbers = server.start(["told"], [0, 1, 2], env={}, cwd=sys.argv[1])
-print(NUMBER.unpack(numbers.recv(NUMBER.size))[0], flush=True)
+print(PID_OR_CODE.unpack(numbers.recv(PID_OR_CODE.size))[0], flush=True)
 time.sleep(600)
 """
 
 
-def test_nothing_is_left_when_the_starter_is_killed(tmp_path):
-    (tmp_path / "told.py").write_text("import signal; signal.pause()")
-    command = [sys.executable, "-c", STARTER, str(tmp_path)]
+def test_nothing_is_left_when_the_starter_is_killed(waiting):
+    command = [sys.executable, "-c", STARTER, str(waiting)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
         child = psutil.Process(int(starter.stdout.readline()))
         server = child.parent()
         starter.kill()
-    end = time.monotonic() + DEADLINE_S
-    while child.is_running() or server.is_running():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: not child.is_running() and not server.is_running())
 
 
 def test_where_nothing_is_to_be_preloaded_there_is_no_server():

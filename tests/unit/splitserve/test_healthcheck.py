@@ -34,6 +34,7 @@ def check(*arguments, **environment):
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
         patch.setattr(sys, "argv", ["splitserve.healthcheck", *arguments])
+        patch.delitem(sys.modules, "splitserve.healthcheck", raising=False)  # else runpy warns
         for name, value in environment.items():
             patch.setenv(name, value)
         with pytest.raises(SystemExit) as ended:

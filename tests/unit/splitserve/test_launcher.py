@@ -74,11 +74,11 @@ class Up:
         return self.process.wait(DEADLINE_S)
 
     def children(self) -> dict[str, psutil.Process]:
-        """The coordinator and the nodes, which the fork server has started, by their names."""
+        """The coordinator and the nodes, which the fork server has started where there is one, by their names."""
         children = psutil.Process(self.process.pid).children()
-        (server,) = (child for child in children if "splitserve.launch.fork_server" in child.cmdline())
-        others = [child for child in children if child != server]
-        return {child.name(): child for child in (*others, *server.children())}
+        servers = [child for child in children if "splitserve.launch.fork_server" in child.cmdline()]
+        forked = [child for server in servers for child in server.children()]
+        return {child.name(): child for child in (*children, *forked) if child not in servers}
 
 
 @pytest.fixture

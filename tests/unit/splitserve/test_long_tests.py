@@ -1,4 +1,4 @@
-"""`.ci/long_tests.py`: which nightly tests CI runs for which commits."""
+"""`.ci/long_tests.py`: which tests CI runs beside the gate for which commits."""
 
 import importlib.util
 import os
@@ -17,8 +17,8 @@ spec.loader.exec_module(long_tests)
 
 @pytest.fixture
 def table(monkeypatch):
-    tests = {"one": [("a", 2.0), ("b", 3.0), ("c", 1.0)], "other": [("d", 4.0), ("a", 2.0)]}
-    monkeypatch.setattr(long_tests, "TESTS", tests)
+    monkeypatch.setattr(long_tests, "MINUTES", {"a": 2.0, "b": 3.0, "c": 1.0, "d": 4.0})
+    monkeypatch.setattr(long_tests, "TESTS", {"one": ["a", "b", "c"], "other": ["d", "a"]})
 
 
 @pytest.mark.parametrize(
@@ -26,31 +26,30 @@ def table(monkeypatch):
     [
         (["README.md", "oneself/file.py"], 9.0, [], []),
         (["one/deep/file.py"], 6.0, ["a", "b", "c"], []),
-        (["one/file.py"], 5.5, ["a", "b"], ["c"]),
-        (["one/file.py"], 4.0, ["a", "c"], ["b"]),
+        (["tests/unit/one/file.py"], 5.5, ["a", "b"], ["c"]),
+        (["tests/one/file.py"], 4.0, ["a", "c"], ["b"]),
         (["other/file.py", "one/file.py", "one/file2.py"], 8.0, ["a", "d", "c"], ["b"]),  # the first of each at first
     ],
 )
-def test_those_of_the_touched_folders_as_far_as_they_fit(files, budget_minutes, chosen, left, table):
+def test_those_of_the_touched_packages_as_far_as_they_fit(files, budget_minutes, chosen, left, table):
     assert long_tests.choose(files, budget_minutes) == (chosen, left)
 
 
-@pytest.mark.parametrize("folder", long_tests.TESTS)
-def test_the_table_names_what_there_is(folder):
-    assert (ROOT / folder).is_dir()
-    for name, minutes in long_tests.TESTS[folder]:
-        files = [ROOT / name] if name.endswith(".py") else [*(ROOT / name).glob("test_*.py")]
-        assert name.startswith(long_tests.SIMULATED) or any(
-            word in file.read_text() for file in files for word in ("nightly", "few(", "pairwise(")
-        )
-        assert 0 < minutes <= long_tests.BUDGET_MINUTES, name
+def test_every_package_has_tests_that_there_are_and_that_fit():
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"} | {"deploy"}
+    assert set(long_tests.TESTS) >= packages
+    assert {test for tests in long_tests.TESTS.values() for test in tests} == set(long_tests.MINUTES)
+    assert all((ROOT / test).exists() for test in long_tests.MINUTES)
+    assert max(long_tests.MINUTES.values()) <= long_tests.BUDGET_MINUTES
 
 
 def git(folder, *arguments, date=None):
     who = {f"GIT_{role}_{what}": "who@where" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     own = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
     dates = {f"GIT_{role}_DATE": f"{date} +0000" for role in ("AUTHOR", "COMMITTER")} if date else {}
-    return subprocess.check_output(["git", *arguments], cwd=folder, env={**os.environ, **who, **own, **dates}, text=True)
+    return subprocess.check_output(
+        ["git", *arguments], cwd=folder, env={**os.environ, **who, **own, **dates}, text=True
+    )
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def commit(repository, name):
 
 
 def test_commits_are_new_after_the_last_that_is_a_day_older(repository):
-    assert listed(repository)[0] == f"since {commit(repository, '2026-01-01')}: no nightly tests"
+    assert listed(repository)[0] == f"since {commit(repository, '2026-01-01')}: no more tests"
 
 
 def test_commits_are_new_after_the_remotes_main(repository, tmp_path_factory):
@@ -87,6 +86,11 @@ def test_commits_are_new_after_the_remotes_main(repository, tmp_path_factory):
 
 def test_a_commit_can_be_named(repository):
     assert listed(repository, "HEAD~1") == [
-        "since HEAD~1: no nightly tests",
-        "left to the nightly: nothing that is of these folders",
+        "since HEAD~1: no more tests",
+        "left to the nightly: none of these packages",
     ]
+
+
+def test_a_commit_that_is_not_there_is_an_error(repository):
+    with pytest.raises(subprocess.CalledProcessError):
+        listed(repository, "nowhere")

@@ -83,14 +83,14 @@ def project(tmp_path):
     return folder
 
 
-def set_up(project, index, index_timeout_s=DEADLINE_S):
+def set_up(project, index, index_timeout_s=DEADLINE_S, **env):
     own = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PIP_FIND_LINKS": str(project.parent / "packages")}
     own |= {"PIP_INDEX_URL": (project.parent / "packages").as_uri(), "PIP_EXTRA_INDEX_URL": ""}
     own |= {"PYTHON": sys.executable, "TORCH": "torch==2.13.0", "CPU_INDEX": index}
     own |= {"CPU_INDEX_TIMEOUT_S": str(index_timeout_s)}
     return subprocess.run(
         [str(project / ".ci" / "setup"), ".venv", "node", "dev"],
-        env={**os.environ, **own},
+        env={**os.environ, **own, **env},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -127,7 +127,7 @@ def test_an_index_that_does_not_answer_is_given_up(project):
     assert "does not answer (given up after" in given_up
     assert torch.startswith("== torch ...")
     assert packages.startswith("== packages (node dev) ...")
-    assert package.startswith("== SplitServe and its CPU kernels ")
+    assert package.startswith("== the rest of building SplitServe ")
     assert no_kernels.startswith("== WITHOUT CPU KERNELS, as ")
     assert (version_of(project, "torch"), version_of(project, "needed")) == ("2.13.0", "1")
 
@@ -141,7 +141,7 @@ def test_torch_comes_from_the_index_that_has_it_without_cuda(project, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     _, torch, *_, last = done.stdout.splitlines()
     assert torch.startswith("== torch, the build for CPUs, as there is no NVIDIA driver (200 MB) ...")
-    assert last.startswith("== SplitServe and its CPU kernels ")  # nothing to tell of the kernels
+    assert last.startswith("== the rest of building SplitServe ")  # nothing to tell of the kernels
     assert version_of(project, "torch") == "2.13.0+cpu"
 
 
@@ -167,19 +167,28 @@ def test_what_fails_shows_the_end_of_the_log_and_names_it(project):
 
 @pytest.mark.nightly
 def test_what_is_built_is_built_once(project):
-    def stages():
-        done = set_up(project, "http://127.0.0.1:1")
+    def stages(**env):
+        done = set_up(project, "http://127.0.0.1:1", **env)
         assert done.returncode == 0, done.stdout + done.stderr
         return [line.split(" ...")[0] for line in done.stdout.splitlines() if " ... " in line]
 
-    package = "== SplitServe and its CPU kernels (since the beginning; log: .venv/build.log)"
+    package = "== the rest of building SplitServe and its CPU kernels (log: .venv/build.log)"
     kernels = project / "engine" / "native" / "kernels.cpython-311-x86_64-linux-gnu.so"
     kernels.touch()
     assert stages() == ["== torch", "== packages (node dev)", package]
     assert stages() == ["== packages (node dev)"]
+    assert stages(FORCE="1") == ["== packages (node dev)", package]
     kernels.unlink()  # such as where there was no C compiler
     assert stages() == ["== packages (node dev)", package]
     kernels.touch()
     later = (project / ".venv" / ".built").stat().st_mtime + 1
     os.utime(project / "pyproject.toml", (later, later))
     assert stages() == ["== packages (node dev)", package]
+
+
+@pytest.mark.nightly
+def test_a_build_that_fails_shows_the_end_of_its_own_log(project):
+    (project / "backend.py").write_text("raise RuntimeError('no compiler to be had')")
+    done = set_up(project, "http://127.0.0.1:1")
+    assert done.returncode == 1
+    assert "RuntimeError: no compiler to be had" in done.stdout

@@ -70,10 +70,10 @@ def test_a_childs_words_are_logged_and_its_death_is_told(tmp_path):
 def test_nodes_are_forked_and_without_the_server_started(tmp_path):
     (tmp_path / "told.py").write_text("import os, sys; print(os.getppid(), flush=True); sys.exit(int(sys.argv[1]))")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    server = ForkServer([], environment)
+    server, reported = ForkServer([], environment), []
 
     async def scenario(_):
-        supervisor = Supervisor(tmp_path, str, server)
+        supervisor = Supervisor(tmp_path, reported.append, server)
         for code, role in enumerate(["prefill", "coordinator", "decode"]):
             await supervisor.start(Process(role, role, (sys.executable, "-m", "told", str(code)), environment))
             yield (await supervisor.next_death()).returncode, int((tmp_path / f"{role}.log").read_text())
@@ -87,6 +87,7 @@ def test_nodes_are_forked_and_without_the_server_started(tmp_path):
     assert [code for code, _ in (of_prefill, of_coordinator, of_decode)] == [0, 1, 2]
     parents = [parent for _, parent in (of_prefill, of_coordinator, of_decode)]
     assert parents == [server.pid, os.getpid(), os.getpid()]
+    assert [line.split(":")[0] for line in reported] == ["Nodes start more slowly"]
 
 
 def test_a_forked_node_is_stopped_and_its_end_is_told(tmp_path):

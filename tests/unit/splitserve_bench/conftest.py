@@ -7,12 +7,14 @@ import pytest
 
 from tests.unit.splitserve_bench.stand_ins import fork_process, run_crew_here
 
+create_ssl_context_once = functools.cache(httpx2.create_ssl_context)
 
-@pytest.fixture(autouse=True, scope="session")
+
+@pytest.fixture(autouse=True, scope="module")
 def certificates_read_once():
     """Each client reads the system's certificates, which takes longer than most of its requests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("httpx2.create_ssl_context", functools.cache(httpx2.create_ssl_context))
+        patch.setattr("httpx2.create_ssl_context", create_ssl_context_once)
         yield
 
 

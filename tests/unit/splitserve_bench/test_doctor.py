@@ -60,7 +60,7 @@ def test_what_follows_from_figures():
     lengths = [(each.prompt_tokens, each.output_tokens) for each in figures.comparisons]
     assert lengths == [(100, 50), (100, 1), (200, 50), (200, 1), (300, 50), (300, 1)]
     assert [each.output_tokens for each in figures.pays] == [50, 1]
-    assert 161 <= figures.pays[0].least_prompt_tokens <= 169  # as in test_splitserve_split_model.py
+    assert 161 <= figures.pays[0].least_prompt_tokens <= 169  # as in test_split_model.py
     assert figures.pays[1].least_prompt_tokens is figures.pays[1].most_prompt_tokens is None
 
 

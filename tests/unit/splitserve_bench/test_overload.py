@@ -241,7 +241,7 @@ async def run(target, *words):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["splitserve", pytest.param("openai", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["splitserve", "openai"])
 async def test_a_server_is_loaded_in_stages(kind, tmp_path):
     script = Script()
     async with SERVERS[kind](script) as target:
