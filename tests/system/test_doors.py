@@ -40,9 +40,10 @@ def doors(start_cluster, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _whole(doors):
+    wait_until(lambda: num_listening(doors) == 2, "both doors listen", DEADLINE_S)
     yield
     doors.heal()
-    wait_until(lambda: len(pids(doors)) == 2, "both doors run", DEADLINE_S)
+    wait_until(lambda: num_listening(doors) == 2, "both doors listen again", DEADLINE_S)
     doors.wait_all_free()
 
 
@@ -58,10 +59,19 @@ def pids(cluster):
     return [pid for _, pid in sorted(found.items())]
 
 
-def num_connections(cluster, pid):
+def num_connections(cluster, pid, status=psutil.CONN_ESTABLISHED):
     """Of gRPC clients, at a door."""
     everyone = psutil.Process(pid).net_connections("tcp")
-    return sum(each.status == psutil.CONN_ESTABLISHED and each.laddr.port == cluster.port for each in everyone)
+    return sum(each.status == status and each.laddr.port == cluster.port for each in everyone)
+
+
+def num_listening(cluster):
+    """Return how many doors listen for gRPC clients."""
+    found = 0
+    for pid in pids(cluster):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            found += num_connections(cluster, pid, psutil.CONN_LISTEN) > 0
+    return found
 
 
 class Asked:
