@@ -11,42 +11,48 @@ import os
 import subprocess
 import sys
 
-BUDGET_MINUTES = 6.0
+NUM_WORKERS = 3
+BUDGET_MINUTES = 15.0  # of all workers together, on two cores of an EPYC of 2022
 
-# On two cores of an EPYC of 2022, three tests at a time.
 MINUTES = {
-    "tests/fuzz/test_corpus.py": 0.5,
-    "tests/gpu": 1.0,
-    "tests/schedules": 1.0,
-    "tests/system/test_base_install.py": 0.5,
-    "tests/system/test_bench_serve.py": 0.5,
-    "tests/system/test_bench_simulate.py": 1.0,
-    "tests/system/test_dashboards.py": 0.5,
-    "tests/system/test_doors.py": 0.5,
-    "tests/system/test_moves.py": 1.5,
-    "tests/system/test_openai_api.py": 0.5,
-    "tests/system/test_prefix_reuse.py": 0.5,
-    "tests/system/test_resume.py": 0.5,
-    "tests/system/test_same_tokens.py": 0.5,
-    "tests/system/test_speculation.py": 0.5,
-    "tests/system/test_start.py": 0.5,
-    "tests/system/test_tensor_parallel.py": 1.5,
+    "tests/faults/test_matrix.py": 5.8,
+    "tests/fuzz/test_corpus.py": 0.2,
+    "tests/gpu/test_cuda_engine.py": 0.4,
+    "tests/gpu/test_cuda_transfer.py": 0.1,
+    "tests/schedules": 1.2,
+    "tests/system/test_base_install.py": 0.4,
+    "tests/system/test_bench_serve.py": 0.3,
+    "tests/system/test_bench_simulate.py": 0.5,
+    "tests/system/test_dashboards.py": 0.2,
+    "tests/system/test_doors.py": 1.1,
+    "tests/system/test_moves.py": 1.2,
+    "tests/system/test_openai_api.py": 0.4,
+    "tests/system/test_prefix_reuse.py": 0.3,
+    "tests/system/test_resume.py": 1.2,
+    "tests/system/test_same_tokens.py": 0.3,
+    "tests/system/test_speculation.py": 0.4,
+    "tests/system/test_start.py": 0.2,
+    "tests/system/test_tensor_parallel.py": 1.2,
     "tests/system/test_tls.py": 0.5,
-    "tests/system/test_ui.py": 0.5,
-    "tests/faults": 2.0,
-    "tests/unit/coordinator": 1.0,
+    "tests/system/test_ui.py": 1.0,
+    "tests/unit/coordinator": 3.6,
     "tests/unit/decode_node": 0.1,
-    "tests/unit/deploy": 0.5,
-    "tests/unit/engine/test_foreign.py": 1.0,
-    "tests/unit/engine/test_foreign_ranks.py": 1.0,
-    "tests/unit/engine/test_native_decode.py": 1.0,
-    "tests/unit/engine/test_tensor_parallel.py": 1.0,
-    "tests/unit/kv_transfer": 1.0,
+    "tests/unit/deploy": 0.3,
+    "tests/unit/engine/test_foreign.py": 0.4,
+    "tests/unit/engine/test_foreign_ranks.py": 1.8,
+    "tests/unit/engine/test_invariant.py": 0.8,
+    "tests/unit/engine/test_native_decode.py": 1.9,
+    "tests/unit/engine/test_tensor_parallel.py": 0.9,
+    "tests/unit/kv_transfer": 3.5,
     "tests/unit/prefill_node": 0.1,
-    "tests/unit/serving_core": 0.5,
-    "tests/unit/serving_node": 1.0,
-    "tests/unit/splitserve": 2.0,
-    "tests/unit/splitserve_bench": 2.0,
+    "tests/unit/serving_core": 0.8,
+    "tests/unit/serving_node": 6.4,
+    "tests/unit/splitserve/test_launcher.py": 1.6,
+    "tests/unit/splitserve/test_signals.py": 0.1,
+    "tests/unit/splitserve_bench/test_doctor.py": 0.6,
+    "tests/unit/splitserve_bench/test_load.py": 0.5,
+    "tests/unit/splitserve_bench/test_overload.py": 0.4,
+    "tests/unit/splitserve_bench/test_simulate_fleets.py": 2.3,
 }
 TESTS = {  # the most telling first
     "coordinator": [
@@ -65,25 +71,35 @@ TESTS = {  # the most telling first
     "deploy": ["tests/unit/deploy", "tests/system/test_dashboards.py"],
     "engine": [
         "tests/unit/engine/test_foreign.py",
-        "tests/gpu",
+        "tests/gpu/test_cuda_engine.py",
+        "tests/gpu/test_cuda_transfer.py",
+        "tests/unit/engine/test_invariant.py",
         "tests/unit/engine/test_tensor_parallel.py",
         "tests/unit/engine/test_native_decode.py",
         "tests/unit/engine/test_foreign_ranks.py",
         "tests/system/test_same_tokens.py",
     ],
-    "kv_transfer": ["tests/unit/kv_transfer", "tests/faults", "tests/system/test_moves.py"],
+    "kv_transfer": ["tests/unit/kv_transfer", "tests/system/test_moves.py", "tests/faults/test_matrix.py"],
     "prefill_node": ["tests/unit/prefill_node", "tests/schedules", "tests/system/test_prefix_reuse.py"],
     "protos": ["tests/system/test_openai_api.py"],
     "serving_core": ["tests/unit/serving_core", "tests/fuzz/test_corpus.py", "tests/system/test_tls.py"],
     "serving_node": [
-        "tests/unit/serving_node",
         "tests/schedules",
-        "tests/faults",
         "tests/system/test_tensor_parallel.py",
+        "tests/unit/serving_node",
+        "tests/faults/test_matrix.py",
     ],
-    "splitserve": ["tests/unit/splitserve", "tests/system/test_start.py", "tests/system/test_base_install.py"],
+    "splitserve": [
+        "tests/unit/splitserve/test_launcher.py",
+        "tests/unit/splitserve/test_signals.py",
+        "tests/system/test_start.py",
+        "tests/system/test_base_install.py",
+    ],
     "splitserve_bench": [
-        "tests/unit/splitserve_bench",
+        "tests/unit/splitserve_bench/test_load.py",
+        "tests/unit/splitserve_bench/test_overload.py",
+        "tests/unit/splitserve_bench/test_doctor.py",
+        "tests/unit/splitserve_bench/test_simulate_fleets.py",
         "tests/system/test_bench_serve.py",
         "tests/system/test_bench_simulate.py",
     ],
@@ -121,7 +137,17 @@ def choose(files: list[str], budget_minutes: float = BUDGET_MINUTES) -> tuple[li
 
 def run(tests: list[str], *flags: str) -> bool:
     """Return whether these tests passed, of which there may be none."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        f"{NUM_WORKERS}",
+        "--dist",
+        "loadfile",
+        "--no-loadscope-reorder",
+    ]
     command += ["--durations=15", "--hypothesis-profile=ci", *flags, *tests]
     return not tests or subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode == 0
 
