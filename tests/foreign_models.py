@@ -254,10 +254,11 @@ def greedy_answers(
     `drafts` are the answers that a test hopes for. They change the cost alone: one forward pass verifies a draft, and
     transformers' own `generate` answers where there is none or it is not the model's.
     """
+    endless = {"min_new_tokens": max_tokens, "eos_token_id": None} if ignore_eos else {}
     answers = []
     for prompt, draft in itertools.zip_longest(prompts, drafts, fillvalue=[]):
         is_answer = is_greedy_answer(model, prompt, draft, max_tokens, ignore_eos=ignore_eos)
-        answers.append(draft if is_answer else _generate(model, prompt, max_tokens, ignore_eos))
+        answers.append(draft if is_answer else generate(model, prompt, max_tokens, **endless))
     return answers
 
 
@@ -278,17 +279,17 @@ def is_greedy_answer(
     return logits.argmax(-1).tolist() == answer
 
 
-def _generate(model: Any, prompt: list[int], max_tokens: int, ignore_eos: bool) -> list[int]:
+def generate(model: Any, prompt: Sequence[int], max_tokens: int, **options: Any) -> list[int]:
+    """Return the greedy answer of a transformers model's own `generate`, which takes the options."""
     import torch
 
-    ids = torch.tensor([prompt])
-    ends = {"min_new_tokens": max_tokens, "eos_token_id": None} if ignore_eos else {}
+    ids = torch.tensor([list(prompt)])
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_tokens,
         do_sample=False,
         pad_token_id=0,
-        **ends,
+        **options,
     )
     return output[0, len(prompt) :].tolist()

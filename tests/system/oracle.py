@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import transformers
 
+from tests.foreign_models import generate
+
 Adjust = Callable[[torch.Tensor, list[int]], torch.Tensor]
 """Takes the logits [vocabulary] and the answer so far; returns the logits to choose from."""
 
@@ -25,17 +27,8 @@ class Reference:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
     def greedy(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> list[int]:
-        """The answer of transformers' own `generate`."""
-        ids = torch.tensor([list(prompt)])
-        output = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            pad_token_id=0,
-            **options,
-        )
-        return output[0, len(prompt) :].tolist()
+        """Return the answer of transformers' own `generate`, which takes the options."""
+        return generate(self.model, prompt, max_tokens, **options)
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
