@@ -90,7 +90,18 @@ def test_the_environment_has_nothing_of_an_extra(base_python):
 
 
 def test_it_asks(cluster, run):
-    done = run("splitserve", "generate", "hello", "--raw", "--max-tokens", 5, "--json", "--server", cluster.target)
+    done = run(
+        "splitserve",
+        "generate",
+        "hello",
+        "--raw",
+        "--max-tokens",
+        5,
+        "--ignore-eos",
+        "--json",
+        "--server",
+        cluster.target,
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["completion"]["completion_tokens"] == 5
     done = run("splitserve", "status", "--server", cluster.target)
