@@ -13,21 +13,25 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I.
 MESSAGES := protos/doors.proto protos/fleet.proto protos/inference.proto protos/ranks.proto
 SERVICES := protos/doors.proto protos/fleet.proto protos/inference.proto
 
-.PHONY: demo test test-nightly coverage faults fuzz soak compose-demo check format tables setup model protos check-protos clean
+.PHONY: demo test test-nightly coverage faults fuzz atheris soak compose-demo check format tables setup model protos check-protos clean
 
 demo: $(READY_TO_RUN)
 	@$(BIN)/splitserve demo
 
 # Each file's tests run in one worker, as they share what its fixtures start. Each process computes with one thread.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -q --dist loadfile --no-loadscope-reorder --durations=15
+ENVIRONMENT := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1
+OPTIONS := -q --dist loadfile --no-loadscope-reorder --durations=15
+PYTEST := $(ENVIRONMENT) $(BIN)/pytest $(OPTIONS)
+GATE := -n 4 -m "not nightly"
+GATE_ON_DEVICE := -n 2 -m smoke --simulate-cuda tests/gpu
 
 # `make test ROOM=kv_transfer` runs the tests of one folder alone.
 ROOM ?=
 
 test: setup model
 ifeq ($(ROOM),)
-	$(PYTEST) -n 4 -m "not nightly"
-	$(PYTEST) -n 2 -m smoke --simulate-cuda tests/gpu
+	$(PYTEST) $(GATE)
+	$(PYTEST) $(GATE_ON_DEVICE)
 else
 	$(PYTEST) -n 2 -m "not nightly" $(or $(wildcard tests/$(ROOM) tests/unit/$(ROOM)),$(error ROOM=$(ROOM): tests/ and tests/unit/ have no such folder))
 endif
@@ -37,8 +41,8 @@ endif
 COVERAGE := COVERAGE_FILE=$(CURDIR)/$(VENV)/coverage/data $(BIN)/coverage
 coverage: setup model
 	@rm -rf $(VENV)/coverage && mkdir $(VENV)/coverage
-	-OMP_NUM_THREADS=1 $(COVERAGE) run -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not nightly"
-	-OMP_NUM_THREADS=1 $(COVERAGE) run -m pytest -q -n 2 -m smoke --simulate-cuda tests/gpu
+	-$(ENVIRONMENT) $(COVERAGE) run -m pytest $(OPTIONS) $(GATE)
+	-$(ENVIRONMENT) $(COVERAGE) run -m pytest $(OPTIONS) $(GATE_ON_DEVICE)
 	@$(COVERAGE) combine -q && $(COVERAGE) report
 
 # All tests, with many more examples. SHARD=2/4 runs the second of four parts, each of which takes less than an hour.
@@ -50,9 +54,7 @@ NIGHTLY = $(PYTEST) -n 3 --shard $(SHARD) --hypothesis-profile=nightly
 TRITON := $(VENV)/triton
 TRITON_TESTS := $(addprefix tests/gpu/test_cuda_,triton.py mixed.py few_bits.py steps.py)
 
-test-nightly: setup model
-	@$(BIN)/python -c "import atheris" 2>/dev/null \
-		|| $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt atheris
+test-nightly: setup model atheris
 	@[ -d $(TRITON) ] || $(BIN)/python -m pip --disable-pip-version-check install -q --no-deps -t $(TRITON) triton==3.8.0
 	failed=0; \
 	$(NIGHTLY) || failed=1; \
@@ -68,10 +70,13 @@ faults: setup
 FUZZ_SECONDS ?= 30
 SOAK_SECONDS ?= 1200
 
-fuzz: setup
+fuzz: setup atheris
+	$(BIN)/python -m tests.fuzz.run --seconds $(FUZZ_SECONDS)
+
+# Searches decoders, for `make fuzz` and the nightly alone.
+atheris: setup
 	@$(BIN)/python -c "import atheris" 2>/dev/null \
 		|| $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt atheris
-	$(BIN)/python -m tests.fuzz.run --seconds $(FUZZ_SECONDS)
 
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.system.soak --seconds $(SOAK_SECONDS)

@@ -137,18 +137,8 @@ def choose(files: list[str], budget_minutes: float = BUDGET_MINUTES) -> tuple[li
 
 def run(tests: list[str], *flags: str) -> bool:
     """Return whether these tests passed, of which there may be none."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        f"{NUM_WORKERS}",
-        "--dist",
-        "loadfile",
-        "--no-loadscope-reorder",
-    ]
-    command += ["--durations=15", "--hypothesis-profile=ci", *flags, *tests]
+    options = f"-q -n {NUM_WORKERS} --dist loadfile --no-loadscope-reorder --durations=15 --hypothesis-profile=ci"
+    command = [sys.executable, "-m", "pytest", *options.split(), *flags, *tests]
     return not tests or subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode == 0
 
 

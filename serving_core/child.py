@@ -12,11 +12,16 @@ import sys
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>; kept over exec
 
 
-def main() -> None:
-    parent, *argv = sys.argv[1:]
+def die_with(parent: int) -> bool:
+    """Have Linux kill this process when its parent ends. Return whether that is still the one expected."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):
+    return os.getppid() == parent
+
+
+def main() -> None:
+    parent, *argv = sys.argv[1:]
+    if not die_with(int(parent)):
         sys.exit("the launcher is gone")
     os.execv(argv[0], argv)
 

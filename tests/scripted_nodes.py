@@ -241,6 +241,13 @@ async def hand_over(c, attempt, text="a", index=0, *, num_cached_tokens=0, **num
     await c.until_heard(p0, d0)
 
 
+async def begin_to_write(c, text="a", **fields):
+    """Start an answer and hand it over with its first token, as `begin` and `hand_over` do; return its attempt."""
+    attempt, _ = await begin(c)
+    await hand_over(c, attempt, text, **fields)
+    return attempt
+
+
 async def step(node, attempt, index, text, finish_reason=0):
     """One step with one token for each character."""
     tokens = [events.sampled(attempt, index + offset, ord(char)) for offset, char in enumerate(text)]

@@ -6,7 +6,6 @@ its forks are safe. A child runs its module as `python -m` does, with the enviro
 given. It dies with the server, which ends when the process that started it does.
 """
 
-import ctypes
 import errno
 import importlib
 import json
@@ -24,9 +23,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NoReturn
 
+from serving_core.child import die_with
+
 MAX_ORDER_BYTES: Final = 128 * 1024  # of arguments and environment
 NUM_STREAMS: Final = 3  # stdin, stdout, stderr
-PR_SET_PDEATHSIG: Final = 1  # <linux/prctl.h>
 NODE_MODULES: Final = ("serving_node.process", "serving_node.serve", "serving_core.needs")
 FORCED_ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1"}  # of the server: NumPy would start threads
 PID_OR_CODE: Final = struct.Struct("i")
@@ -192,9 +192,7 @@ def _tell(numbers: socket.socket, number: int) -> bool:
 
 def _become(order: Mapping[str, Any], streams: Sequence[int], server: int) -> None:
     """Give this process the surroundings of its order."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:
+    if not die_with(server):
         os._exit(1)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

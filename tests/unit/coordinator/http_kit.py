@@ -8,7 +8,7 @@ import httpx2
 import pytest
 
 from tests import fleet_events as events
-from tests.scripted_nodes import DEADLINE_S, begin, cluster, hand_over, step
+from tests.scripted_nodes import DEADLINE_S, begin, begin_to_write, cluster, hand_over, step
 from tests.tiny_models import EOS
 from tests.unit.coordinator.later import openai
 
@@ -90,8 +90,7 @@ def error_of(reply):
 
 async def answer_in_steps(c):
     """Have the nodes answer ab, ended by EOS."""
-    attempt, _ = await begin(c)
-    await hand_over(c, attempt, "a", num_cached_tokens=4)
+    attempt = await begin_to_write(c, "a", num_cached_tokens=4)
     await step(c.nodes["d0"], attempt, 1, "b")
     end = events.sampled(attempt, 2, EOS, STOP)
     await c.nodes["d0"].send(events.step_tokens(end))
@@ -99,8 +98,7 @@ async def answer_in_steps(c):
 
 async def fail_after_a_token(c):
     """Have the decode node fail behind the first token of the next answer."""
-    attempt, _ = await begin(c)
-    await hand_over(c, attempt, "a")
+    attempt = await begin_to_write(c, "a")
     await c.nodes["d0"].send(events.failed(attempt, "ENGINE_ERROR"))
 
 

@@ -11,8 +11,8 @@ from tests import fleet_events as events
 from tests.scripted_nodes import (
     DEADLINE_S,
     begin,
+    begin_to_write,
     cluster,
-    hand_over,
     health_changes,
     read_all,
     read_to_end,
@@ -195,8 +195,7 @@ async def next_left(call):
 async def write(c, request_id="r"):
     """An answer of TEXT that d0 has begun to write: its call and attempt."""
     call = c.generate("hi", request_id=request_id, max_tokens=len(TEXT))
-    attempt, _ = await begin(c)
-    await hand_over(c, attempt, TEXT[0], num_bytes=100)
+    attempt = await begin_to_write(c, TEXT[0], num_bytes=100)
     await step(c.nodes["d0"], attempt, 1, TEXT[1])
     await c.until_loads(lambda loads: loads.num_live_requests == 1)
     assert (await call.read()).chunk.text == TEXT[0]
@@ -282,8 +281,7 @@ def test_a_second_drain_waits_for_the_same_end(tmp_path):
     async def scenario():
         async with cluster(tmp_path, nodes=("p0", "d0", "d1")) as c:
             call = c.generate("hi", max_tokens=4)
-            attempt, _ = await begin(c)
-            await hand_over(c, attempt)
+            attempt = await begin_to_write(c)
             first, second = drain(c, "d0"), drain(c, "d0")
             assert [await next_left(first), await next_left(second)] == [1, 1]
             first.cancel()  # which changes nothing
@@ -299,8 +297,7 @@ def test_a_role_ends_a_drain_and_tells_who_waits_for_it(tmp_path):
     async def scenario():
         async with cluster(tmp_path, nodes=("p0", "d0", "d1")) as c:
             call = c.generate("hi", max_tokens=4)
-            attempt, _ = await begin(c)
-            await hand_over(c, attempt)
+            attempt = await begin_to_write(c)
             draining = drain(c, "d0")
             assert await next_left(draining) == 1
             role = await inference_pb2_grpc.AdminStub(c.channel).SetRole(

@@ -11,6 +11,7 @@ from tests import fleet_events as events
 from tests.faults.stalled_reader import StalledReader
 from tests.scripted_nodes import (
     begin,
+    begin_to_write,
     cluster,
     faults_of,
     first_message,
@@ -110,8 +111,7 @@ def test_a_stop_string_ends_the_answer_and_the_decode_node_lets_go(tmp_path):
     async def scenario():
         async with cluster(tmp_path) as c:
             call = c.generate(max_tokens=50, stop=["</s>"])
-            attempt, _ = await begin(c)
-            await hand_over(c, attempt)
+            attempt = await begin_to_write(c)
             await step(c.nodes["d0"], attempt, 1, "bc</")
             await step(c.nodes["d0"], attempt, 5, "s>de")
             await c.nodes["d0"].answer_cancel(attempt)
@@ -146,8 +146,7 @@ def test_abort_completes_the_answer_as_aborted(tmp_path):
     async def scenario():
         async with cluster(tmp_path) as c:
             call = c.generate()
-            attempt, _ = await begin(c)
-            await hand_over(c, attempt)
+            await begin_to_write(c)
             await first_message(call)
             response = await c.stub.Abort(inference_pb2.AbortRequest(request_ids=["r", "other"]))
             assert (list(response.aborted), list(response.unknown)) == (["r"], ["other"])
@@ -200,8 +199,7 @@ def test_the_last_node_of_a_role_ends_the_answer_with_how_far_it_came(tmp_path):
     async def scenario():
         async with cluster(tmp_path) as c:
             call = c.generate()
-            attempt, _ = await begin(c)
-            await hand_over(c, attempt)
+            await begin_to_write(c)
             await first_message(call)
             await c.nodes["d0"].close()
             code, info, _ = await refusal_of(call)
@@ -223,8 +221,7 @@ async def stalled_reader(c, num_tokens):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{c.server.port}", options=narrow) as channel:
         c.stub = inference_pb2_grpc.InferenceStub(channel)
         call = c.generate(max_tokens=3000, logprobs=20)
-        attempt, _ = await begin(c)
-        await hand_over(c, attempt)
+        attempt = await begin_to_write(c)
         await first_message(call)
         top = [inference_pb2.TopLogprob(token_id=token_id, logprob=-1.0) for token_id in range(20)]
         for start in range(1, num_tokens, 20):

@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from tests import fleet_events as events
-from tests.scripted_nodes import DEADLINE_S, begin, hand_over, run, step
+from tests.scripted_nodes import DEADLINE_S, begin, begin_to_write, hand_over, run, step
 from tests.tiny_models import ASSISTANT, BOS, EOS, USER
 from tests.unit.coordinator.http_kit import (
     KEY,
@@ -36,8 +36,7 @@ def test_the_events_of_a_completion(tmp_path):
     async def scenario():
         async with http_cluster(tmp_path) as (c, client):
             call = post(client, stream=True)
-            attempt, _ = await begin(c)
-            await hand_over(c, attempt, "a")
+            attempt = await begin_to_write(c, "a")
             await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
             first, *rest = events_of(await call)
             if len(rest) == 3:  # a and b came one by one, and not joined while the client was away
@@ -398,8 +397,7 @@ def test_stopping_ends_live_streams_with_an_error_and_cuts_off_who_dawdles(tmp_p
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(completion_bytes()[:-1])
             call = post(client, stream=True)
-            attempt, _ = await begin(c)
-            await hand_over(c, attempt, "a")
+            await begin_to_write(c, "a")
             await c.server.stop()
             *_, last = events_of(await call)
             assert last["error"]["code"] == "DRAINING"

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.doors.http import bodies, serving
 from coordinator.doors.http.serving import HttpServer
-from tests.scripted_nodes import DEADLINE_S, begin, hand_over, run, step
+from tests.scripted_nodes import DEADLINE_S, begin, begin_to_write, hand_over, run, step
 from tests.tiny_models import CHAT_TEMPLATE
 from tests.unit.coordinator.http_kit import (
     HI,
@@ -172,8 +172,7 @@ def test_a_client_that_does_not_read_is_cut_off(tmp_path, monkeypatch):
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 client.connect(("127.0.0.1", c.server.http_port))
                 client.sendall(completion_bytes(max_tokens=900, stream=True))
-                attempt, _ = await begin(c)
-                await hand_over(c, attempt, "a")
+                attempt = await begin_to_write(c, "a")
                 for index in range(1, 800):  # each an event of its own, some 170 bytes long
                     await step(c.nodes["d0"], attempt, index, "x")
                     await asyncio.sleep(0)

@@ -11,7 +11,7 @@ from coordinator.doors.validation import MAX_PROMPT_LOGPROBS
 from coordinator.text.tokenizer import read_tokenizer
 from protos import inference_pb2
 from tests import fleet_events as events
-from tests.scripted_nodes import begin, hand_over, run, step
+from tests.scripted_nodes import begin, begin_to_write, hand_over, run, step
 from tests.tiny_models import BOS, EOS, USER, write_fake_model
 from tests.unit.coordinator.http_kit import HI, LENGTH, events_of, http_cluster, in_module_loop, post
 
@@ -33,8 +33,7 @@ def test_usage_in_every_event_begins_with_no_tokens_and_all_that_was_cached(tmp_
     async def scenario():
         async with http_cluster(tmp_path) as (c, client):
             call = post(client, "/v1/chat/completions", stream=True, stream_options=USAGE)
-            attempt, _ = await begin(c)
-            await hand_over(c, attempt, "a", num_cached_tokens=4)
+            attempt = await begin_to_write(c, "a", num_cached_tokens=4)
             await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
             opening, *others, done = events_of(await call)
             assert (opening["usage"], done) == (usage(0), "[DONE]")

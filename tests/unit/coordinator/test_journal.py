@@ -14,7 +14,7 @@ from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.telemetry import JsonFormatter
 from tests import fleet_events as events
-from tests.scripted_nodes import begin, cluster, hand_over, read_all, refusal_of, run, step
+from tests.scripted_nodes import begin, begin_to_write, cluster, hand_over, read_all, refusal_of, run, step
 from tests.unit.coordinator.http_kit import plain_client, url_of
 
 pytestmark = pytest.mark.usefixtures("programs_here")
@@ -39,8 +39,7 @@ def test_a_finished_request(tmp_path, caplog):
     async def scenario():
         async with cluster(tmp_path) as c:
             call = c.generate(SECRET, max_tokens=20)
-            attempt, _ = await begin(c)
-            await hand_over(c, attempt, "s", num_cached_tokens=4, num_bytes=800)
+            attempt = await begin_to_write(c, "s", num_cached_tokens=4, num_bytes=800)
             await step(c.nodes["d0"], attempt, 1, "wordfish", events.LENGTH)
             assert (await read_all(call))[0] == SECRET
 
@@ -75,8 +74,7 @@ def test_a_stop_string_is_the_reason_whatever_the_nodes_say(tmp_path, caplog):
     async def scenario():
         async with cluster(tmp_path) as c:
             call = c.generate(stop=["b"])
-            attempt, _ = await begin(c)
-            await hand_over(c, attempt, "a")
+            attempt = await begin_to_write(c, "a")
             await step(c.nodes["d0"], attempt, 1, "bcd", events.LENGTH)
             assert (await read_all(call))[0] == "a"
 

@@ -26,6 +26,7 @@ from tests.scripted_nodes import (
     DEADLINE_S,
     ScriptedNode,
     begin,
+    begin_to_write,
     cluster,
     hand_over,
     read_all,
@@ -282,8 +283,7 @@ async def test_answers_refusals_and_stops_pass_through_the_doors(doors):
     assert completes[0].finish_reason == inference_pb2.FINISH_REASON_LENGTH
 
     call = c.generate("hello", request_id="s", max_tokens=10, stop=["de"])
-    attempt, _ = await begin(c)
-    await hand_over(c, attempt, "a")
+    attempt = await begin_to_write(c, "a")
     await step(c.nodes["d0"], attempt, 1, "bcde")
     await c.nodes["d0"].answer_cancel(attempt)
     text, _, (complete,) = await read_all(call)
@@ -304,8 +304,7 @@ async def test_a_call_ends_with_its_client_at_whatever_door(doors):
         stub = inference_pb2_grpc.InferenceStub(channel)
         await until_serving(stub)
         call = stub.Generate(inference_pb2.GenerateRequest(request_id="r", text="hello"))
-        attempt, _ = await begin(c)
-        await hand_over(c, attempt, "a")
+        attempt = await begin_to_write(c, "a")
         assert (await call.read()).chunk.text == "a"
         call.cancel()
     await c.nodes["d0"].answer_cancel(attempt)
@@ -322,8 +321,7 @@ async def test_a_later_call_takes_the_place_of_one_at_whatever_door(doors):
         return c.stub.Generate(request, timeout=DEADLINE_S)
 
     before = go_on(0)
-    attempt, _ = await begin(c)
-    await hand_over(c, attempt, "a")
+    attempt = await begin_to_write(c, "a")
     assert (await before.read()).chunk.text == "a"
     so_far = inference_pb2.AnswerSoFar(token_ids=b"a", num_chars=1)
     later = go_on(2, so_far)

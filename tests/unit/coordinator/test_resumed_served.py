@@ -15,6 +15,7 @@ from tests.effort import few
 from tests.scripted_nodes import (
     DEADLINE_S,
     begin,
+    begin_to_write,
     cluster,
     first_message,
     hand_over,
@@ -166,8 +167,7 @@ def test_a_later_call_takes_the_place_of_one_that_the_server_takes_for_live(tmp_
             await until_serving(c.stub)
             nodes = [c.nodes["p0"], c.nodes["d0"]]
             first = go_on(c)
-            attempt, _ = await begin(c)
-            await hand_over(c, attempt, "a")
+            attempt = await begin_to_write(c, "a")
             assert (await first_message(first)).chunk.text == "a"
 
             [(dispatcher, before)] = begun

@@ -18,7 +18,7 @@ from protos import inference_pb2
 from protos.convert import job_to_wire, request_from_wire
 from serving_core.requests import SamplingParams
 from tests import fleet_events as events
-from tests.scripted_nodes import begin, cluster, hand_over, read_all, refusal_of, run, step
+from tests.scripted_nodes import begin, begin_to_write, cluster, read_all, refusal_of, run, step
 from tests.unit.coordinator.tracker_kit import World
 
 TOKENS = list(range(1, 41))  # two full blocks of 16 and eight tokens
@@ -360,8 +360,7 @@ def test_the_end_of_an_answer_tells_what_was_reused(tmp_path):
     async def scenario():
         async with cluster(tmp_path) as c:
             call = c.generate(TEXT, max_tokens=2)
-            attempt, _ = await begin(c)
-            await hand_over(c, attempt, num_cached_tokens=32, num_bytes=800, num_bytes_saved=3200)
+            attempt = await begin_to_write(c, num_cached_tokens=32, num_bytes=800, num_bytes_saved=3200)
             await step(c.nodes["d0"], attempt, 1, "b", events.LENGTH)
             _, _, [complete] = await read_all(call)
             assert (complete.prompt_tokens, complete.cached_tokens) == (40, 32)

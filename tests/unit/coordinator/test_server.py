@@ -16,6 +16,7 @@ from tests import fleet_events as events
 from tests.scripted_nodes import (
     ScriptedNode,
     begin,
+    begin_to_write,
     cluster,
     faults_of,
     hand_over,
@@ -393,8 +394,7 @@ def test_a_draining_server_finishes_its_answers_and_takes_no_more(tmp_path):
             following = await health_changes(c)
             await following("SERVING")
             call = c.generate(request_id="live", max_tokens=2)
-            attempt, _ = await begin(c)
-            await hand_over(c, attempt)
+            attempt = await begin_to_write(c)
             draining = asyncio.create_task(c.server.drain())
             await following("NOT_SERVING")
             code, info, _ = await refusal_of(c.generate(request_id="late"))

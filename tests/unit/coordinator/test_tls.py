@@ -21,7 +21,7 @@ from serving_core.tls_settings import TlsSettings
 from splitserve import AsyncClient
 from splitserve.client.errors import Unavailable
 from tests import fleet_events as events
-from tests.scripted_nodes import DEADLINE_S, begin, cluster, hand_over, read_all, run, step
+from tests.scripted_nodes import DEADLINE_S, begin, begin_to_write, cluster, read_all, run, step
 from tests.tls_kit import authority, files_of, flags_of, serial_of, shown_at, with_dates
 from tests.unit.coordinator.later import openai
 
@@ -69,8 +69,7 @@ def url_of(c):
 
 async def answered(c, call):
     """Answers a call in two tokens."""
-    attempt, _ = await begin(c)
-    await hand_over(c, attempt, "a")
+    attempt = await begin_to_write(c, "a")
     await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
     return await call
 
@@ -234,8 +233,7 @@ def test_an_exchanged_certificate_counts_for_new_connections_and_running_answers
         async with tls_cluster(tmp_path, certs) as c:
             call = c.generate(max_tokens=3)
             reading = asyncio.create_task(read_all(call))
-            attempt, _ = await begin(c)
-            await hand_over(c, attempt, "a")
+            attempt = await begin_to_write(c, "a")
             ports = ((c.server.port, "h2"), (c.server.http_port, "http/1.1"))
             before = serial_of(certs / "coordinator.crt")
             for port, protocol in ports:

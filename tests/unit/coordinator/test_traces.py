@@ -20,7 +20,7 @@ from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
 from tests import fleet_events as events
 from tests.otlp_receiver import AT_ONCE, DEADLINE_S, receiving
-from tests.scripted_nodes import begin, cluster, hand_over, read_all, refusal_of, run, step
+from tests.scripted_nodes import begin_to_write, cluster, read_all, refusal_of, run, step
 from tests.unit.coordinator.http_kit import plain_client, url_of
 from tests.unit.coordinator.tracker_kit import MovingWorld, World
 
@@ -264,8 +264,7 @@ async def answer_over_grpc(c, request_id="r", metadata=(), prompt=SECRET):
 
 
 async def write(c):
-    attempt, _ = await begin(c)
-    await hand_over(c, attempt, "s", num_bytes=800)
+    attempt = await begin_to_write(c, "s", num_bytes=800)
     await step(c.nodes["d0"], attempt, 1, "w", events.LENGTH)
 
 

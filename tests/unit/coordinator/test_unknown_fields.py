@@ -15,7 +15,7 @@ from protos import inference_pb2
 from protos.inference_pb2 import ChatInput, ChatMessage, Choice, GenerateRequest, SamplingParams, TokenizedInput
 from serving_core.errors import RequestError
 from tests import fleet_events as events
-from tests.scripted_nodes import DEADLINE_S, begin, cluster, hand_over, read_to_end, refusal_of, run
+from tests.scripted_nodes import DEADLINE_S, begin_to_write, cluster, read_to_end, refusal_of, run
 from tests.tiny_models import EOS
 from tests.unit.coordinator.http_kit import HI, http_cluster
 
@@ -74,8 +74,7 @@ def test_the_log_has_each_warning_once_and_ends(caplog):
 
 
 async def answer(c):
-    attempt, _ = await begin(c)
-    await hand_over(c, attempt, "a")
+    attempt = await begin_to_write(c, "a")
     await c.nodes["d0"].send(events.step_tokens(events.sampled(attempt, 1, EOS, events.STOP)))
 
 

@@ -10,7 +10,7 @@ from coordinator.control.so_far import SoFar
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from tests import fleet_events as events
-from tests.scripted_nodes import begin, cluster, first_message, hand_over, read_all, read_to_end, run, step
+from tests.scripted_nodes import begin, begin_to_write, cluster, first_message, read_all, read_to_end, run, step
 from tests.unit.coordinator.tracker_kit import PROMPT, World
 
 WAIT_S = 5.0
@@ -273,8 +273,7 @@ def test_a_stream_goes_on_when_its_only_decode_node_is_back(tmp_path):
     async def scenario():
         async with cluster(tmp_path, node_wait_s=60.0) as c:
             call = c.generate(max_tokens=3)
-            attempt, _ = await begin(c)
-            await hand_over(c, attempt)
+            attempt = await begin_to_write(c)
             await first_message(call)
             await c.nodes["d0"].close()
             await c.until_loads(lambda loads: len(loads.nodes) == 1)

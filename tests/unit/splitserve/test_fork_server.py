@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 from splitserve.launch.fork_server import PID_OR_CODE, ForkServer, preloading
+from tests.system.cluster import wait_until
 
 DEADLINE_S = 60.0
 PRELOADED = "colorsys"  # of the standard library, and imported by nothing else here
@@ -169,15 +169,8 @@ def test_a_start_that_is_given_up_leaves_no_child(waiting):
         os.kill(server.pid, signal.SIGCONT)
         with order(server, waiting) as last:
             next_number(last)
-            wait_until(lambda: len(psutil.Process(server.pid).children()) == 2)
+            wait_until(lambda: len(psutil.Process(server.pid).children()) == 2, "two children are left", DEADLINE_S)
         server.stop()
-
-
-def wait_until(condition):
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_several_children_run_at_once(start):
@@ -213,7 +206,7 @@ def test_nothing_is_left_when_the_starter_is_killed(waiting):
         child = psutil.Process(int(starter.stdout.readline()))
         server = child.parent()
         starter.kill()
-    wait_until(lambda: not child.is_running() and not server.is_running())
+    wait_until(lambda: not child.is_running() and not server.is_running(), "both are gone", DEADLINE_S)
 
 
 def test_where_nothing_is_to_be_preloaded_there_is_no_server():
