@@ -2,9 +2,8 @@
 
 import os
 
+import serving_core.grpc_environment  # noqa: F401  # before gRPC
 from serving_core.interrupts import end_at_once, leave_to_system
-
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported: it tells of connections that idled away
 
 
 def run() -> None:

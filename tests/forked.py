@@ -16,12 +16,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from serving_core.grpc_environment import GRPC_ENVIRONMENT
 from splitserve.launch.fork_server import FORCED_ENVIRONMENT, NODE_MODULES, PID_OR_CODE, ForkServer
 
 PRELOADED = *NODE_MODULES, "coordinator.process", "splitserve.cli"
 READ_ON_IMPORT = "LD_", "OMP_", "GRPC_", "PYTHONPATH", "PYTHONWARNINGS"
 """Beginnings of the names of environment variables that count before a module runs."""
-OURS = {"OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE", **FORCED_ENVIRONMENT}
+OURS = {"OMP_NUM_THREADS": "1", **GRPC_ENVIRONMENT, **FORCED_ENVIRONMENT}
 AT_START = {**os.environ, **OURS}  # the server's environment
 START_S = 300.0
 SLICE_S = 0.05  # of a wait, after which another thread has its turn

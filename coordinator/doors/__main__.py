@@ -1,10 +1,7 @@
 """python -m coordinator.doors: one door of a coordinator that has several. Control starts it, and ends it."""
 
 import asyncio
-import os
 import signal
-
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported; what matters is in our own log lines
 
 import grpc
 from grpc_health.v1 import health
