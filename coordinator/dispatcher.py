@@ -27,6 +27,7 @@ from coordinator.doors.validation import AnswerPlan
 from coordinator.text.answers import Answer, AnswerText
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
+from serving_core.numbering import MessageLost
 from serving_core.reasons import ABORTED, DRAIN_ENDED, DRAINING, DUPLICATE_REQUEST_ID, NAME_TAKEN, WORKER_LOST
 from serving_core.shapes import Shape
 
@@ -133,6 +134,10 @@ class Dispatcher:
         self._tracker.attached_again(hello.session)
         return link
 
+    def message_lost(self, link: NodeLink, error: MessageLost) -> None:
+        """Lose the node of a stream in which a message of it did not arrive; `detach` follows."""
+        self._apply(self._lose(link.node, RequestError(WORKER_LOST, f"its stream is given up: {error}")))
+
     def detach(self, link: NodeLink) -> None:
         """The node's stream has ended."""
         node = link.node
@@ -145,6 +150,7 @@ class Dispatcher:
             return
         if event.HasField("heartbeat"):
             self._heartbeat(node, event.heartbeat, now)
+            self._apply([Send(node, fleet_pb2.NodeCommand(heartbeat_ack=fleet_pb2.HeartbeatAck()))])
             return
         if event.HasField("cache_changed"):
             self._cache_changed(node, event.cache_changed)

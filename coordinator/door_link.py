@@ -10,6 +10,7 @@ from coordinator.doors.messages import error_to_wire
 from protos import doors_pb2, fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.figures import Figure, counter, gauge
+from serving_core.numbering import Numbering
 
 if TYPE_CHECKING:  # what it imports is of an extra
     from coordinator.traces.export import Trace
@@ -28,6 +29,7 @@ class DoorLink:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.numbering = Numbering()
         self.calls: dict[int, DoorCall] = {}
         self.cpu_s = 0.0  # of CPU time, that the door has used
         self._batch = doors_pb2.ControlBatch()

@@ -29,6 +29,7 @@ from coordinator.traces.carrier import Carrier
 from protos import doors_pb2, doors_pb2_grpc
 from serving_core.errors import RequestError
 from serving_core.figures import Figure
+from serving_core.numbering import MessageLost
 from serving_core.reasons import ENGINE_ERROR, WORKER_LOST
 from serving_core.waiting import first_to_end
 
@@ -95,15 +96,17 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
         """Speaks with one door until the stream ends."""
         async with asyncio.timeout(HELLO_DEADLINE_S):
             hello = await read_frame(reader)
-        number = doors_pb2.DoorEvent.FromString(hello or b"").hello.number
+        event = doors_pb2.DoorEvent.FromString(hello or b"")
+        number = event.hello.number
         link = self._links[number] = DoorLink(number)
+        link.numbering.check(event)
         link.fleet(self._state())
         try:
             await first_to_end(self._read(link, reader), self._write(link, writer))
         except DoorLost as error:
             logger.error("door %d is given up: %s", number, error)
             self.lose(number)
-        except ConnectionError as error:
+        except (ConnectionError, MessageLost) as error:
             logger.warning("the stream of door %d has broken: %s", number, error)
         except Exception:
             logger.exception("the stream of door %d has failed", number)
@@ -116,6 +119,7 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
 
     async def _write(self, link: DoorLink, writer: asyncio.StreamWriter) -> None:
         while (batch := await link.next()) is not None:
+            link.numbering.stamp(batch)
             writer.write(framed(batch.SerializeToString()))
             if writer.transport.get_write_buffer_size():
                 await link.within(writer.drain())
@@ -123,6 +127,7 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
     async def _read(self, link: DoorLink, reader: asyncio.StreamReader) -> None:
         while (message := await read_frame(reader)) is not None:
             event = doors_pb2.DoorEvent.FromString(message)
+            link.numbering.check(event)
             kind = event.WhichOneof("event")
             if kind == "taken":
                 link.taken(event.taken.cpu_s)

@@ -10,7 +10,8 @@ from coordinator.doors.statuses import failures_as_statuses, parse
 from protos import fleet_pb2
 from serving_core.errors import RequestError
 from serving_core.failpoints import reach
-from serving_core.reasons import DEADLINE_EXCEEDED, MALFORMED_REQUEST
+from serving_core.numbering import MessageLost, Numbering
+from serving_core.reasons import DEADLINE_EXCEEDED, MALFORMED_REQUEST, WORKER_LOST
 from serving_core.waiting import first_to_end
 
 HELLO_DEADLINE_S: Final = 10.0
@@ -32,53 +33,72 @@ class FleetService:
         return grpc.method_handlers_generic_handler(service, {"Attach": attach})
 
     async def _attach(self, _: Any, context: Any) -> None:
+        stream = _Stream(context)
         async with failures_as_statuses(context):
-            hello = await _read_hello(context)
+            hello = await _read_hello(stream)
             try:
                 link = self._dispatcher.attach(hello)
             except RequestError as error:
                 refusal = fleet_pb2.Refusal(reason=error.reason, message=str(error))
-                await context.write(fleet_pb2.NodeCommand(refusal=refusal))
+                await stream.write(fleet_pb2.NodeCommand(refusal=refusal))
                 return
             try:
                 welcome = fleet_pb2.Welcome(heartbeat_s=self._heartbeat_s, session=link.node.session)
-                await context.write(fleet_pb2.NodeCommand(welcome=welcome))
-                await first_to_end(self._read_events(link, context), self._write_commands(link, context))
+                await stream.write(fleet_pb2.NodeCommand(welcome=welcome))
+                await first_to_end(self._read_events(link, stream), self._write_commands(link, stream))
+            except MessageLost as error:
+                self._dispatcher.message_lost(link, error)
+                raise RequestError(WORKER_LOST, str(error)) from error
             finally:
                 self._dispatcher.detach(link)
 
-    async def _read_events(self, link: NodeLink, context: Any) -> None:
-        while (event := await _read(context)) is not None:
+    async def _read_events(self, link: NodeLink, stream: "_Stream") -> None:
+        while (event := await stream.read()) is not None:
             if event.HasField("hello"):
                 raise RequestError(MALFORMED_REQUEST, "hello came twice")
             reach("on", event)
             self._dispatcher.receive(link, event)
 
-    async def _write_commands(self, link: NodeLink, context: Any) -> None:
+    async def _write_commands(self, link: NodeLink, stream: "_Stream") -> None:
         while True:
             command = await link.next()
             reach("before", command)
-            await context.write(command)
+            await stream.write(command)
             reach("after", command)
 
 
-async def _read_hello(context: Any) -> fleet_pb2.Hello:
+class _Stream:
+    """The coordinator's end of a node's stream, whose messages are numbered both ways."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._numbering = Numbering()
+
+    async def read(self) -> fleet_pb2.NodeEvent | None:
+        """Return the next event; None when the node has no more to say. Raises MessageLost, and RequestError for what
+        is not an event."""
+        message = await self._context.read()
+        if message is grpc.aio.EOF:
+            return None
+        event: fleet_pb2.NodeEvent = parse(fleet_pb2.NodeEvent.FromString, message)
+        if event.WhichOneof("event") is None:
+            raise RequestError(MALFORMED_REQUEST, "an event is empty or of an unknown kind")
+        self._numbering.check(event)
+        return event
+
+    async def write(self, command: fleet_pb2.NodeCommand) -> None:
+        self._numbering.stamp(command)
+        await self._context.write(command)
+
+
+async def _read_hello(stream: _Stream) -> fleet_pb2.Hello:
     try:
         async with asyncio.timeout(HELLO_DEADLINE_S):
-            event = await _read(context)
+            event = await stream.read()
     except TimeoutError as error:
         raise RequestError(DEADLINE_EXCEEDED, f"no hello within {HELLO_DEADLINE_S:g} s") from error
+    except MessageLost as error:
+        raise RequestError(MALFORMED_REQUEST, str(error)) from error
     if event is None or not event.HasField("hello"):
         raise RequestError(MALFORMED_REQUEST, "the first event must be hello")
     return event.hello
-
-
-async def _read(context: Any) -> fleet_pb2.NodeEvent | None:
-    """The next event; None when the node has no more to say. Raises RequestError for anything else."""
-    message = await context.read()
-    if message is grpc.aio.EOF:
-        return None
-    event: fleet_pb2.NodeEvent = parse(fleet_pb2.NodeEvent.FromString, message)
-    if event.WhichOneof("event") is None:
-        raise RequestError(MALFORMED_REQUEST, "an event is empty or of an unknown kind")
-    return event

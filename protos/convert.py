@@ -13,7 +13,7 @@ from serving_core.prefix import MAKER_BYTES
 from serving_core.requests import FinishReason, Pooling, Request, SampledToken, SamplingParams
 from serving_core.shapes import Shape
 
-PROTOCOL_VERSION = "20"
+PROTOCOL_VERSION = "21"
 # In the headers of an answer's stream, which come when the request is taken.
 MODEL_HEADER: Final = "x-splitserve-model-bin"
 MAX_TOKENS_HEADER: Final = "x-splitserve-max-tokens"

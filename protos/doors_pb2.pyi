@@ -19,7 +19,7 @@ class MetricsResponse(_message.Message):
     def __init__(self, text: _Optional[bytes] = ...) -> None: ...
 
 class DoorEvent(_message.Message):
-    __slots__ = ("hello", "opened", "taken", "begin", "over", "stopped", "failed", "refused", "http_call")
+    __slots__ = ("hello", "opened", "taken", "begin", "over", "stopped", "failed", "refused", "http_call", "number")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class DoorEvent(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     HTTP_CALL_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     hello: DoorHello
     opened: Opened
     taken: BatchTaken
@@ -38,7 +39,8 @@ class DoorEvent(_message.Message):
     failed: CallFailed
     refused: Refused
     http_call: HttpCall
-    def __init__(self, hello: _Optional[_Union[DoorHello, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., taken: _Optional[_Union[BatchTaken, _Mapping]] = ..., begin: _Optional[_Union[NewCall, _Mapping]] = ..., over: _Optional[_Union[CallOver, _Mapping]] = ..., stopped: _Optional[_Union[Stopped, _Mapping]] = ..., failed: _Optional[_Union[CallFailed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., http_call: _Optional[_Union[HttpCall, _Mapping]] = ...) -> None: ...
+    number: int
+    def __init__(self, hello: _Optional[_Union[DoorHello, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., taken: _Optional[_Union[BatchTaken, _Mapping]] = ..., begin: _Optional[_Union[NewCall, _Mapping]] = ..., over: _Optional[_Union[CallOver, _Mapping]] = ..., stopped: _Optional[_Union[Stopped, _Mapping]] = ..., failed: _Optional[_Union[CallFailed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., http_call: _Optional[_Union[HttpCall, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class DoorHello(_message.Message):
     __slots__ = ("number",)
@@ -186,18 +188,20 @@ class DoorError(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ControlBatch(_message.Message):
-    __slots__ = ("fleet", "admitted", "runs", "ended", "failed")
+    __slots__ = ("fleet", "admitted", "runs", "ended", "failed", "number")
     FLEET_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     fleet: FleetState
     admitted: _containers.RepeatedCompositeFieldContainer[Admitted]
     runs: _containers.RepeatedCompositeFieldContainer[TokenRun]
     ended: _containers.RepeatedCompositeFieldContainer[AnswerEnded]
     failed: _containers.RepeatedCompositeFieldContainer[CallEnded]
-    def __init__(self, fleet: _Optional[_Union[FleetState, _Mapping]] = ..., admitted: _Optional[_Iterable[_Union[Admitted, _Mapping]]] = ..., runs: _Optional[_Iterable[_Union[TokenRun, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[AnswerEnded, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[CallEnded, _Mapping]]] = ...) -> None: ...
+    number: int
+    def __init__(self, fleet: _Optional[_Union[FleetState, _Mapping]] = ..., admitted: _Optional[_Iterable[_Union[Admitted, _Mapping]]] = ..., runs: _Optional[_Iterable[_Union[TokenRun, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[AnswerEnded, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[CallEnded, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class FleetState(_message.Message):
     __slots__ = ("is_serving", "why_not_ready", "max_model_len", "prefill_pool_tokens", "decode_pool_tokens", "knows_adapters", "adapters", "ready_nodes", "num_live", "own_pool_tokens")

@@ -1,9 +1,10 @@
 """The node's end of Fleet.Attach: dial the coordinator, say hello, then events up and commands down.
 
-The link re-attaches by itself when the stream breaks, and asks again while another process has the node's name. A
-broken stream means that the coordinator has given up every attempt on this node, so the node is told (`detached`) and
-gives up what it holds before the next hello. A node that is stuck in a step leaves by itself, so that its requests go
-on elsewhere, and is not back before that step has ended. Where it never ends, the process does.
+The link attaches again by itself when the stream breaks or a command was lost, and asks again while another process
+has the node's name. Without the stream the coordinator gives up every attempt on this node, so the node is told
+(`detached`) and gives up what it holds before the next hello. A node that is stuck in a step
+leaves by itself, so that its requests go on elsewhere, and is not back before that step has ended. Where it never ends,
+the process does.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from serving_core.descriptors import Spares
 from serving_core.errors import SettingsError
 from serving_core.failpoints import reach
 from serving_core.flags import flag
+from serving_core.numbering import MessageLost, Numbering
 from serving_core.reasons import NAME_TAKEN
 from serving_core.reminder import Reminder
 from serving_core.telemetry import LogSettings, about
@@ -39,6 +41,7 @@ RETRY_MAX_S: Final = 2.0
 MAX_UNSENT_EVENTS: Final = 10_000
 MAX_JOINED_BYTES: Final = 256 * 1024  # of steps that wait, in one message
 TAKEN_S: Final = 0.1  # at most, for the coordinator to be told that a suspect is here
+_BROKEN: Final = (grpc.aio.AioRpcError, asyncio.InvalidStateError, ConnectionError, TimeoutError, MessageLost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,7 @@ class FleetLink:
             try:
                 async with self._channel() as channel:
                     await self._attach(fleet_pb2_grpc.FleetStub(channel), node)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, ConnectionError, TimeoutError, TlsError) as error:
+            except (*_BROKEN, TlsError) as error:
                 self._check_secret(error)
                 why = why_not_attached(error, self._settings.coordinator, over_tls=bool(self._settings.tls.tls_ca))
                 if self._reminder.is_due(why, time.monotonic()):
@@ -186,10 +189,11 @@ class FleetLink:
         hello = node.hello()
         hello.session = self._session
         call = stub.Attach(metadata=metadata)
+        stream = _Stream(call)
         try:
             async with asyncio.timeout(WELCOME_DEADLINE_S):
-                await call.write(fleet_pb2.NodeEvent(hello=hello))
-                answer = await call.read()
+                await stream.write(fleet_pb2.NodeEvent(hello=hello))
+                answer = await stream.read()
             welcome = _welcome(answer)
             self._session = welcome.session
             self._attached = True
@@ -199,7 +203,7 @@ class FleetLink:
                 self._unsent.end()
             logger.info("attached to the coordinator, session %d", self._session)
             beating = self._beat(node, welcome.heartbeat_s)
-            await first_to_end(beating, self._write(call), self._read(call, node), self._leave_when_stuck(node))
+            await first_to_end(beating, self._write(stream), self._read(stream, node), self._leave_when_stuck(node))
         finally:
             call.cancel()
 
@@ -221,17 +225,18 @@ class FleetLink:
             self.send(heartbeat=node.heartbeat())
             await asyncio.sleep(heartbeat_s)
 
-    async def _write(self, call: Any) -> None:
+    async def _write(self, stream: "_Stream") -> None:
         while (event := await self._unsent.get()) is not None:
             reach("before", event)
-            await call.write(event)
+            await stream.write(event)
             self._unsent.written()
             reach("after", event)
-        await call.done_writing()
-        await call.code()  # to leave at once would throw away what the coordinator has not read yet
+        await stream.all_read()
 
-    async def _read(self, call: Any, node: Node) -> None:
-        while (command := await call.read()) is not grpc.aio.EOF:
+    async def _read(self, stream: "_Stream", node: Node) -> None:
+        while (command := await stream.read()) is not grpc.aio.EOF:
+            if command.HasField("heartbeat_ack"):
+                continue
             reach("on", command)
             _note(f"asked: {command.WhichOneof('command')}", command)
             if (attempt := _suspected(command)) is not None:
@@ -250,6 +255,30 @@ class FleetLink:
         self.send(taken=fleet_pb2.Taken(attempt=attempt))
         with contextlib.suppress(TimeoutError):  # a death may then go uncounted: one more node is risked
             await asyncio.wait_for(self._unsent.all_written(), TAKEN_S)
+
+
+class _Stream:
+    """The node's end of its stream, whose messages are numbered both ways."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._numbering = Numbering()
+
+    async def write(self, event: fleet_pb2.NodeEvent) -> None:
+        self._numbering.stamp(event)
+        await self._call.write(event)
+
+    async def read(self) -> Any:
+        """Return the next command, or grpc.aio.EOF. Raises MessageLost where it does not follow the one before."""
+        command = await self._call.read()
+        if command is not grpc.aio.EOF:
+            self._numbering.check(command)
+        return command
+
+    async def all_read(self) -> None:
+        """Write nothing more, and return when the coordinator has read everything."""
+        await self._call.done_writing()
+        await self._call.code()
 
 
 def _note(event: str, body: Any) -> None:

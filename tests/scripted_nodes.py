@@ -15,6 +15,7 @@ from coordinator.dispatcher import Dispatcher
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
 from protos import fleet_pb2, inference_pb2, inference_pb2_grpc
+from serving_core.numbering import Numbering
 from tests import fleet_events as events
 from tests.tiny_models import write_fake_model
 
@@ -46,6 +47,7 @@ class ScriptedNode:
     def __init__(self, channel, call):
         self._channel = channel
         self._call = call
+        self._numbering = Numbering()
         self.session = 0
         self.num_sent = 0
 
@@ -60,16 +62,30 @@ class ScriptedNode:
 
     async def send(self, event):
         self.num_sent += 1
-        await self._call.write(event if isinstance(event, bytes) else event.SerializeToString())
+        if not isinstance(event, bytes):
+            numbered = fleet_pb2.NodeEvent.FromString(event.SerializeToString())
+            self._numbering.stamp(numbered)
+            event = numbered.SerializeToString()
+        await self._call.write(event)
+
+    def lose(self):
+        """Number an event that never comes."""
+        self._numbering.stamp(fleet_pb2.NodeEvent())
 
     async def command(self, kind):
-        """The next command, which must be of this kind."""
+        """The next command that answers no heartbeat, which must be of this kind."""
         async with asyncio.timeout(DEADLINE_S):
-            message = await self._call.read()
-        assert message is not grpc.aio.EOF, f"the stream ended before {kind}"
-        command = fleet_pb2.NodeCommand.FromString(message)
+            while (command := await self._next(kind)).HasField("heartbeat_ack"):
+                pass
         assert command.WhichOneof("command") == kind, command
         return getattr(command, kind)
+
+    async def _next(self, kind):
+        message = await self._call.read()
+        assert message is not grpc.aio.EOF, f"the stream ended before {kind}"
+        command = fleet_pb2.NodeCommand.FromString(message)
+        self._numbering.check(command)
+        return command
 
     async def end_of_stream(self):
         """The status with which the coordinator ends the stream, after whatever it had still to say."""

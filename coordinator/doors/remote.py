@@ -32,6 +32,7 @@ from coordinator.text.answers import Answer, AnswerText
 from coordinator.traces.carrier import CARRIER
 from protos import doors_pb2, fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
+from serving_core.numbering import Numbering
 from serving_core.reasons import DRAINING
 from serving_core.waiting import first_to_end
 
@@ -62,14 +63,16 @@ class RemoteControl:
         self.changed = asyncio.Event()  # set when the fleet has changed; whoever waits for it clears it
         self._unsent: asyncio.Queue[doors_pb2.DoorEvent] = asyncio.Queue()
         self._is_overrun = asyncio.Event()
+        self._numbering = Numbering()
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
         self._by_generation: dict[Generation, int] = {}
 
     async def run(self) -> None:
-        """Speaks with control until it ends the stream. Raises ConnectionError when it breaks."""
+        """Speaks with control until it ends the stream. Raises ConnectionError when it breaks, MessageLost when a
+        message has not come."""
         reader, writer = await asyncio.open_unix_connection(self._path)
-        writer.write(_framed(doors_pb2.DoorEvent(hello=doors_pb2.DoorHello(number=self._number))))
+        writer.write(self._framed(doors_pb2.DoorEvent(hello=doors_pb2.DoorHello(number=self._number))))
         try:
             await first_to_end(self._read(reader), self._write(writer), self._is_overrun.wait())
         finally:
@@ -175,16 +178,22 @@ class RemoteControl:
 
     async def _write(self, writer: asyncio.StreamWriter) -> None:
         while True:
-            writer.write(_framed(await self._unsent.get()))
+            writer.write(self._framed(await self._unsent.get()))
             while not self._unsent.empty():
-                writer.write(_framed(self._unsent.get_nowait()))
+                writer.write(self._framed(self._unsent.get_nowait()))
             await writer.drain()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while (message := await read_frame(reader)) is not None:
-            self._take(doors_pb2.ControlBatch.FromString(message))
+            batch = doors_pb2.ControlBatch.FromString(message)
+            self._numbering.check(batch)
+            self._take(batch)
             await asyncio.sleep(0)  # those who wait for what has come go on first
             self._send(taken=doors_pb2.BatchTaken(cpu_s=time.process_time()))
+
+    def _framed(self, event: doors_pb2.DoorEvent) -> bytes:
+        self._numbering.stamp(event)
+        return framed(event.SerializeToString())
 
     def _take(self, batch: doors_pb2.ControlBatch) -> None:
         if batch.HasField("fleet"):
@@ -243,10 +252,6 @@ class RemoteControl:
         if answer.matched_stop is not None:
             stop, num_tokens = answer.matched_stop, answer.num_tokens
             self._send(stopped=doors_pb2.Stopped(number=number, index=index, stop=stop, num_tokens=num_tokens))
-
-
-def _framed(event: doors_pb2.DoorEvent) -> bytes:
-    return framed(event.SerializeToString())
 
 
 def _refuse(call: _Call, error: RequestError) -> None:

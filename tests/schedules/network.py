@@ -34,6 +34,7 @@ class Network:
         self.num_streams = 0  # that coordinators have ever taken
         self._most_s = random.choice([0.0005, 0.003, 0.02])
         self._blocked_until_s = {}
+        self._spoils = {}
         self._server = None
         self._streams = []
         self._listeners = {}
@@ -58,6 +59,14 @@ class Network:
         self._blocked_until_s[source, target] = max(until_s, self._blocked_until_s.get((source, target), 0.0))
         if seconds > GIVES_UP_S:
             self.loop.plan(self.loop.outside, self.loop.now + GIVES_UP_S, self.reset, source, target)
+
+    def spoil(self, source, target, how):
+        """The next message of the control plane that goes this way is lost, doubled or overtaken by the one behind."""
+        self._spoils[source, target] = how
+
+    def spoiling(self, source, target):
+        """Return how the message that is sent now fares, once; None as a rule."""
+        return self._spoils.pop((source, target), None)
 
     def reset(self, one, other):
         """The connections between these two break."""

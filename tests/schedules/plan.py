@@ -22,8 +22,8 @@ ROLES = ("prefill", "decode", "both")
 PATIENCE_S = 300.0  # of most clients: longer than anything may take, so that a deadline hides nothing
 FAULTS = {
     "kill": 3, "reset": 3, "block": 2, "pause": 2, "pause_coordinator": 1, "restart_coordinator": 1,
-    "noise": 4, "reset_data": 2, "block_data": 2, "move": 6, "begin_again": 3, "drain": 3, "reshape": 2,
-    "leave": 4, "abort": 1, "fail_step": 1, "stall_step": 1, "break_off": 6,
+    "noise": 6, "reset_data": 2, "block_data": 2, "move": 8, "begin_again": 3, "drain": 3, "reshape": 2,
+    "leave": 4, "abort": 1, "fail_step": 1, "stall_step": 1, "break_off": 6, "spoil": 4,
 }  # fmt: skip
 """By how often they come."""
 ASKS_S, FAULTS_S = 1.5, 1.5  # in which requests come, and faults begin
@@ -139,6 +139,7 @@ def _fault(random, kinds, nodes, asks):
         "pause": (node,),
         "block": (node, random.choice(["up", "down", "both"])),
         "reset": (node,),
+        "spoil": (node, random.choice(["up", "down"]), random.choice(["lost", "doubled", "overtaken"])),
         "block_data": (node, other, random.choice(["up", "both"])),
         "reset_data": (node, other),
         "noise": tuple(random.choice([0.0, 0.1, 0.5]) for _ in range(4)),

@@ -1,6 +1,7 @@
 """The control plane between simulated processes: one stream a node, as gRPC has it.
 
-Messages come late, in order, until the stream breaks, which may lose its tail; each end hears of that by itself.
+Messages come late, in order, until the stream breaks, which may lose its tail; each end hears of that by itself. Where
+the schedule spoils one (Network.spoil), the stream lives on without a word.
 """
 
 import asyncio
@@ -19,12 +20,21 @@ class _Direction:
         self.arrived = asyncio.Queue()
         self.is_broken = False
         self._network, self._source, self._target = network, source, target
+        self._overtaken = []  # a message, by the next one
         self.last_s = 0.0
 
     def send(self, message):
-        network = self._network
-        self.last_s = network.arrival_s(self._source.name, self._target.name, self.last_s)
-        network.loop.plan(self._target, self.last_s, self._arrive, message)
+        source, target = self._source.name, self._target.name
+        how = None if message is grpc.aio.EOF else self._network.spoiling(source, target)
+        if how == "overtaken" and not self._overtaken:
+            self._overtaken.append(message)
+            return
+        if how == "lost":
+            return
+        for each in (message, *self._overtaken, *([message] if how == "doubled" else [])):
+            self.last_s = self._network.arrival_s(source, target, self.last_s)
+            self._network.loop.plan(self._target, self.last_s, self._arrive, each)
+        self._overtaken.clear()
 
     def fail(self, error):
         """What is under way is lost; the reader hears of it a little later."""

@@ -11,6 +11,7 @@ from coordinator.control.moves import Moves
 from decode_node.credit import Credit
 from kv_transfer.payload import HostPayload
 from protos import fleet_pb2
+from serving_core.numbering import Numbering
 from serving_node.endings import Endings
 from tests.schedules.history import problems_of
 from tests.schedules.plan import FAULTS
@@ -81,6 +82,11 @@ def credit_counted_twice(monkeypatch):
     monkeypatch.setattr(Credit, "take_back", take_back_and_again)
 
 
+def lost_message_not_noticed(monkeypatch):
+    """Messages of the control plane are taken in whatever their numbers are."""
+    monkeypatch.setattr(Numbering, "check", lambda self, message: None)
+
+
 # What the checker says of each, by which faults it is found soonest, and the seed that the search begins with: one that
 # has found it, so that the search is short. From another one it takes some twenty seeds.
 BUGS = {
@@ -90,6 +96,7 @@ BUGS = {
     double_token_at_migration: ("doubled, at index", FAULTS, 9),
     cancel_lost_between_halves: ("still holds", FAULTS, 16),
     credit_counted_twice: ("attempts held", FAULTS, 12),
+    lost_message_not_noticed: ("still", {"spoil": 1}, 0),
 }
 
 

@@ -175,6 +175,11 @@ class World:
         if direction == "both":
             self.network.block(other, name, seconds)
 
+    def _spoil_it(self, name, direction, how, seconds):
+        """One message between a node and the coordinator, whose connection lives."""
+        ends = (name, COORDINATOR) if direction == "up" else (COORDINATOR, name)
+        self.network.spoil(*ends, how)
+
     def _reset_it(self, name, seconds):
         self.network.reset(name, COORDINATOR)
 

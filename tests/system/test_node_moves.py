@@ -8,6 +8,7 @@ import pytest
 
 from protos import convert, fleet_pb2, fleet_pb2_grpc
 from serving_core.channels import SERVER_OPTIONS
+from serving_core.numbering import Numbering
 from tests.system.cluster import START_DEADLINE_S, Child
 from tests.system.oracle import Reference
 from tests.tiny_models import write_tiny_model
@@ -70,7 +71,7 @@ class Fleet(fleet_pb2_grpc.FleetServicer):
     async def Attach(self, _, context):
         hello = await context.read()
         node = self.nodes[hello.hello.node.name]
-        await context.write(fleet_pb2.NodeCommand(welcome=fleet_pb2.Welcome(heartbeat_s=0.2, session=1)))
+        node.commands.put_nowait(fleet_pb2.NodeCommand(welcome=fleet_pb2.Welcome(heartbeat_s=0.2, session=1)))
         node.take(hello)
         writing = asyncio.create_task(self._write(node, context))
         try:
@@ -82,8 +83,11 @@ class Fleet(fleet_pb2_grpc.FleetServicer):
             writing.cancel()
 
     async def _write(self, node, context):
+        numbering = Numbering()
         while True:
-            await context.write(await node.commands.get())
+            command = await node.commands.get()
+            numbering.stamp(command)
+            await context.write(command)
 
     async def until(self, condition, deadline_s):
         async with asyncio.timeout(deadline_s):

@@ -29,6 +29,7 @@ from coordinator.doors.validation import AnswerPlan, Limits, plan_answers
 from coordinator.text.answers import TextOptions
 from protos import doors_pb2, fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
+from serving_core.numbering import MessageLost
 from serving_core.reasons import DRAINING
 from serving_core.requests import Pooling, SamplingParams
 from tests import fleet_events as events
@@ -278,11 +279,12 @@ LIMITS = Limits(("m",), 260, 1000, 20, 900, 900)
 
 
 @asynccontextmanager
-async def door(tmp_path):
-    """Attached to a control that takes everything and says nothing."""
+async def door(tmp_path, said=b""):
+    """Attached to a control that takes everything and says nothing else."""
     taken = asyncio.Event()
 
     async def control(reader, writer):
+        writer.write(said)
         while await reader.read(2**16):
             taken.set()
         writer.close()
@@ -313,6 +315,13 @@ async def test_a_call_that_is_not_admitted_ends_by_itself(tmp_path, monkeypatch)
         for _ in range(2):  # the id is free again
             with pytest.raises(RequestError, match=r"control has not answered within 0.05 s"):
                 await asked(control)
+
+
+async def test_a_door_whose_control_has_lost_a_batch_ends(tmp_path):
+    second = doors_pb2.ControlBatch(number=2)
+    async with door(tmp_path, framed(second.SerializeToString())) as (_, running):
+        with pytest.raises(MessageLost, match="message 1 was lost"):
+            await running
 
 
 async def test_nothing_is_kept_of_a_client_that_leaves_before(tmp_path):

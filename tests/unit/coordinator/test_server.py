@@ -14,6 +14,7 @@ from protos import inference_pb2
 from serving_core.errors import ModelError, SettingsError
 from tests import fleet_events as events
 from tests.scripted_nodes import (
+    DEADLINE_S,
     ScriptedNode,
     begin,
     begin_to_write,
@@ -285,6 +286,23 @@ def test_a_node_that_talks_nonsense_is_cut_off(tmp_path, garbage):
                 assert (await c.nodes["p0"].end_of_stream())[0] is grpc.StatusCode.INVALID_ARGUMENT
                 loads = await c.stub.GetLoads(inference_pb2.GetLoadsRequest())
                 assert [load.name for load in loads.nodes] == ["d0"]
+
+    run(scenario())
+
+
+def test_a_lost_event_ends_the_stream_and_the_answer_goes_on_when_the_node_is_back(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, node_wait_s=DEADLINE_S) as c:
+            call = c.generate("hi", max_tokens=1)
+            await begin(c)
+            old = c.nodes["p0"]
+            old.lose()
+            await old.send(events.heartbeat())
+            assert await old.end_of_stream() == (grpc.StatusCode.UNAVAILABLE, "message 2 was lost on the way")
+            new = await c.attach("p0", session=old.session)
+            job = (await new.command("prefill")).job
+            await new.send(events.first_token(events.sampled(job.attempt, 0, ord("a"), LENGTH)))
+            assert (await read_all(call))[0] == "a"
 
     run(scenario())
 

@@ -14,11 +14,31 @@ from coordinator.doors.http.serving import HttpServer
 from protos import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from serving_core.channels import SERVER_OPTIONS
 from serving_core.errors import SettingsError
+from serving_core.numbering import Numbering
 from serving_core.tls_settings import TlsSettings
 from serving_node.link import MAX_JOINED_BYTES, RETRY_MIN_S, FleetLink, LinkSettings
 from tests.tls_kit import authority, flags_of
 
 DEADLINE_S = 60.0
+
+
+class Numbered:
+    """The context of a call of Attach that numbers what is written."""
+
+    def __init__(self, context):
+        self._context = context
+        self._numbering = Numbering()
+
+    def __getattr__(self, name):
+        return getattr(self._context, name)
+
+    async def write(self, command):
+        self._numbering.stamp(command)
+        await self._context.write(command)
+
+    def lose(self):
+        """Number a command that never comes."""
+        self._numbering.stamp(fleet_pb2.NodeCommand())
 
 
 class Coordinator(fleet_pb2_grpc.FleetServicer):
@@ -32,7 +52,7 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
 
     async def Attach(self, _, context):
         self.secrets.append(dict(context.invocation_metadata()).get("authorization"))
-        await self.scripts.pop(0)(self, context)
+        await self.scripts.pop(0)(self, Numbered(context))
 
     async def read(self, context):
         event = await context.read()
@@ -217,6 +237,24 @@ async def test_a_broken_stream_detaches_the_node_and_it_attaches_again():
         link.stop()
         await running
     assert shown_sessions(coordinator) == [0, 101, 102]
+
+
+async def test_a_lost_command_ends_the_attachment_and_the_node_attaches_again():
+    async def lose_one(coordinator, context):
+        await welcome(coordinator, context)
+        context.lose()
+        await context.write(fleet_pb2.NodeCommand(cancel=fleet_pb2.Cancel()))
+        while await coordinator.read(context) is not grpc.aio.EOF:
+            continue
+
+    coordinator, node = Coordinator(lose_one, stay), Node()
+    async with asyncio.timeout(DEADLINE_S), serving(coordinator) as link:
+        running = asyncio.create_task(link.run(node))
+        while coordinator.num_welcomes < 2:
+            await asyncio.sleep(0.01)
+        assert (node.commands, node.num_detached) == ([], 1)
+        link.stop()
+        await running
 
 
 async def test_no_proxy_is_asked_for_the_coordinator(monkeypatch):

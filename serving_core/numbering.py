@@ -1,0 +1,40 @@
+"""Number the messages of a stream, and notice a lost, repeated or overtaken one. Pure.
+
+A connection that lives does not prove that each message has come: a process that shares its sockets may have read some.
+"""
+
+from typing import Protocol
+
+from serving_core.errors import SplitServeError
+
+
+class MessageLost(SplitServeError):
+    """A message of a stream has not come: what its sender believes of the other side no longer holds."""
+
+
+class _Message(Protocol):
+    number: int
+
+
+class Numbering:
+    """One side's numbers of one stream: from 1, in each direction."""
+
+    def __init__(self) -> None:
+        self._num_sent = 0
+        self._num_received = 0
+
+    def stamp(self, message: _Message) -> None:
+        """Number a message that is sent next."""
+        self._num_sent += 1
+        message.number = self._num_sent
+
+    def check(self, message: _Message) -> None:
+        """Take the number of a received message. Raises MessageLost unless it follows the one before."""
+        expected, number = self._num_received + 1, message.number
+        if number > expected:
+            last = number - 1
+            missing = f"message {last} was" if last == expected else f"messages {expected} to {last} were"
+            raise MessageLost(f"{missing} lost on the way")
+        if number < expected:
+            raise MessageLost(f"message {number} came after message {expected - 1}")
+        self._num_received = number
