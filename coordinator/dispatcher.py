@@ -12,9 +12,11 @@ from typing import Final, NamedTuple, Protocol
 
 from coordinator.control import drains
 from coordinator.control.calls import CallRecord
+from coordinator.control.capacity import Capacity, RecentCapacity
 from coordinator.control.instructions import Embedded, Emit, End, Instruction, MoveEnded, Send
 from coordinator.control.journal import Journal
 from coordinator.control.kinds import Kinds
+from coordinator.control.node_health import LossCause
 from coordinator.control.outcomes import MAX_MESSAGE_CHARS
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
@@ -96,10 +98,18 @@ class Dispatcher:
     """The hub between clients, nodes and the pure parts: registry, tracker and roles."""
 
     def __init__(
-        self, registry: Registry, tracker: Tracker, roles: Roles, journal: Journal, *, stream_interval: int = 1
+        self,
+        registry: Registry,
+        tracker: Tracker,
+        roles: Roles,
+        journal: Journal,
+        *,
+        node_wait_s: float = 0.0,
+        stream_interval: int = 1,
     ) -> None:
         self._stream_interval = stream_interval
         self._registry = registry
+        self._capacity = RecentCapacity(registry, node_wait_s)
         self._tracker = tracker
         self._roles = roles
         self._journal = journal
@@ -130,18 +140,20 @@ class Dispatcher:
             logger.warning(sentence)
         self.nodes_changed.set()
         if namesake is not None:
-            self._apply(self._lose(namesake, RequestError(WORKER_LOST, "its process has attached again")))
+            self._apply(self._lose(namesake, LossCause.CONNECTION, "its process has attached again"))
         self._tracker.attached_again(hello.session)
         return link
 
     def message_lost(self, link: NodeLink, error: MessageLost) -> None:
         """Lose the node of a stream in which a message of it did not arrive; `detach` follows."""
-        self._apply(self._lose(link.node, RequestError(WORKER_LOST, f"its stream is given up: {error}")))
+        self._apply(self._lose(link.node, LossCause.MESSAGE, str(error)))
 
     def detach(self, link: NodeLink) -> None:
         """The node's stream has ended."""
         node = link.node
-        self._apply(self._lose(node, RequestError(WORKER_LOST, "the stream has ended"), has_died=not node.is_stopping))
+        if node.is_stopping and node in self._links:
+            logger.info("%s %s has stopped", node.kind, node.name)
+        self._apply(self._lose(node, LossCause.CONNECTION, "the stream has ended", has_died=not node.is_stopping))
 
     def receive(self, link: NodeLink, event: fleet_pb2.NodeEvent) -> None:
         """Handles an event of a node; those of a node that is lost already are ignored."""
@@ -237,15 +249,25 @@ class Dispatcher:
             message = "another process wants to be node %s too, and waits for the end of session %d"
             logger.warning(message, link.node.name, link.node.session)
 
-    def _lose(self, node: Node, error: RequestError, *, has_died: bool = False) -> list[Instruction]:
-        link = self._links.pop(node, None)
-        if link is None:
+    def _lose(self, node: Node, cause: LossCause, why: str, *, has_died: bool = False) -> list[Instruction]:
+        """Lose a node, if it is not lost already. `has_died`: in the middle of its work."""
+        if node not in self._links:
             return []
-        logger.warning("%s %s lost: %s", node.kind, node.name, error)
-        link.end(error)
+        if not node.is_stopping:
+            node.health.lost(time.monotonic())
+            self._journal.node_lost(node, cause, why)
+        return self._give_up(node, RequestError(WORKER_LOST, why), has_died=has_died)
+
+    def _give_up(self, node: Node, error: RequestError, *, has_died: bool = False) -> list[Instruction]:
+        """End a node's stream with an error; its requests go on elsewhere."""
+        self._links.pop(node).end(error)
         self._registry.lose(node)
         self.nodes_changed.set()
         return self._tracker.lose(node, time.monotonic(), has_died=has_died)
+
+    def capacity(self) -> Capacity:
+        """What can be asked for at this moment."""
+        return self._capacity.at(time.monotonic())
 
     # ---- clients ----
 
@@ -374,8 +396,9 @@ class Dispatcher:
     def tick(self) -> None:
         """Loses silent nodes, ends late answers, asks nodes to change. To be called several times per node timeout."""
         now = time.monotonic()
-        for node, why in self._registry.expired(now):
-            self._apply(self._lose(node, RequestError(WORKER_LOST, why)))
+        self._capacity.note(now)
+        for node, cause, why in self._registry.expired(now):
+            self._apply(self._lose(node, cause, why))
         self._apply(self._tracker.tick(now))
         self._reshape(self._roles.tick(now))
         self._shapes_changed.set()  # what was asked for may have expired
@@ -394,7 +417,7 @@ class Dispatcher:
         for live in self._calls.values():
             self._apply(self._fail(live.call, error))
         for node in list(self._links):
-            self._apply(self._lose(node, error))
+            self._apply(self._give_up(node, error))
 
     def _apply(self, instructions: Iterable[Instruction]) -> None:
         work = deque(instructions)
@@ -405,8 +428,8 @@ class Dispatcher:
                 case Send(node, command):
                     link = self._links.get(node)
                     if link is not None and not link.send(command):
-                        unread = RequestError(WORKER_LOST, f"{MAX_UNSENT_COMMANDS} commands are unread")
-                        work.extend(self._lose(node, unread))
+                        unread = f"{MAX_UNSENT_COMMANDS} commands are unread"
+                        work.extend(self._lose(node, LossCause.COMMANDS, unread))
                 case Embedded(answer_id, embedding):
                     if (answer := self._answers.get(answer_id)) is not None:
                         answer.generation.embedding = embedding

@@ -20,9 +20,9 @@ HELLO_DEADLINE_S: Final = 10.0
 class FleetService:
     """Serves Fleet.Attach. The end of the stream, by whatever side, is the loss of the node."""
 
-    def __init__(self, dispatcher: Dispatcher, *, heartbeat_s: float) -> None:
+    def __init__(self, dispatcher: Dispatcher, *, heartbeat_s: float, node_timeout_s: float) -> None:
         self._dispatcher = dispatcher
-        self._heartbeat_s = heartbeat_s
+        self._heartbeat_s, self._node_timeout_s = heartbeat_s, node_timeout_s
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What to register with a server. Events stay bytes until `_read`, so garbage gets its proper status."""
@@ -43,7 +43,9 @@ class FleetService:
                 await stream.write(fleet_pb2.NodeCommand(refusal=refusal))
                 return
             try:
-                welcome = fleet_pb2.Welcome(heartbeat_s=self._heartbeat_s, session=link.node.session)
+                welcome = fleet_pb2.Welcome(
+                    heartbeat_s=self._heartbeat_s, session=link.node.session, timeout_s=self._node_timeout_s
+                )
                 await stream.write(fleet_pb2.NodeCommand(welcome=welcome))
                 await first_to_end(self._read_events(link, stream), self._write_commands(link, stream))
             except MessageLost as error:

@@ -85,7 +85,12 @@ class CoordinatorServer:
         )
         roles = Roles(self._registry, ledger, policy=settings.roles)
         self._dispatcher = Dispatcher(
-            self._registry, self._tracker, roles, self._journal, stream_interval=settings.stream_interval
+            self._registry,
+            self._tracker,
+            roles,
+            self._journal,
+            node_wait_s=settings.node_wait_s,
+            stream_interval=settings.stream_interval,
         )
         self._overview = Overview(
             self._registry,
@@ -212,7 +217,10 @@ class CoordinatorServer:
         secret = self._settings.fleet_secret
         interceptors = [BearerAuthentication(BearerSecrets({secret: ""}), NO_FLEET_SECRET)] if secret else []
         server = grpc.aio.server(interceptors=interceptors, options=fleet_options(self._caps.fleet))
-        service = FleetService(self._dispatcher, heartbeat_s=self._settings.heartbeat_s)
+        settings = self._settings
+        service = FleetService(
+            self._dispatcher, heartbeat_s=settings.heartbeat_s, node_timeout_s=settings.node_timeout_s
+        )
         server.add_generic_rpc_handlers((service.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)  # where clients cannot crowd it out
         return server

@@ -158,7 +158,12 @@ class CoordinatorSettings:
         2.0, "Seconds a prompt that is read waits for room elsewhere before its own node answers it.", minimum=0.1
     )
     heartbeat_s: float = flag(1.0, "Seconds between two heartbeats of a node.", minimum=0.01)
-    node_timeout_s: float = flag(3.0, "Seconds without a heartbeat after which a node counts as lost.", minimum=0.02)
+    node_timeout_s: float = flag(
+        4.0,
+        "Seconds without a heartbeat after which a node counts as lost; three times the longest recent gap between its "
+        "heartbeats where that is more, and at most five times this.",
+        minimum=0.02,
+    )
     step_timeout_s: float = flag(120.0, "Seconds one step may take before its node counts as stuck.", minimum=1.0)
     request_timeout_s: float = flag(600.0, "Most seconds for one answer, from arrival to its end.", minimum=0.1)
     drain_s: float = flag(30.0, "Seconds a stopping coordinator waits for answers to finish.", minimum=0.0)

@@ -86,7 +86,7 @@ class NodeCommand(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., deliver: _Optional[_Union[Deliver, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reshape: _Optional[_Union[Reshape, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., lend: _Optional[_Union[Lend, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("node", "num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_queued", "tp_size", "session", "max_num_batched_tokens", "shape", "home", "kv_keys", "pp_size", "num_tier_blocks", "annexes")
+    __slots__ = ("node", "num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_queued", "tp_size", "session", "max_num_batched_tokens", "shape", "home", "kv_keys", "pp_size", "num_tier_blocks", "annexes", "starved_share")
     NODE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,7 @@ class Hello(_message.Message):
     PP_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_TIER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ANNEXES_FIELD_NUMBER: _ClassVar[int]
+    STARVED_SHARE_FIELD_NUMBER: _ClassVar[int]
     node: _inference_pb2.NodeInfo
     num_blocks: int
     block_size: int
@@ -117,7 +118,8 @@ class Hello(_message.Message):
     pp_size: int
     num_tier_blocks: int
     annexes: AnnexOffer
-    def __init__(self, node: _Optional[_Union[_inference_pb2.NodeInfo, _Mapping]] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_queued: _Optional[int] = ..., tp_size: _Optional[int] = ..., session: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., shape: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., home: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., kv_keys: _Optional[_Iterable[bytes]] = ..., pp_size: _Optional[int] = ..., num_tier_blocks: _Optional[int] = ..., annexes: _Optional[_Union[AnnexOffer, _Mapping]] = ...) -> None: ...
+    starved_share: float
+    def __init__(self, node: _Optional[_Union[_inference_pb2.NodeInfo, _Mapping]] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_queued: _Optional[int] = ..., tp_size: _Optional[int] = ..., session: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., shape: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., home: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., kv_keys: _Optional[_Iterable[bytes]] = ..., pp_size: _Optional[int] = ..., num_tier_blocks: _Optional[int] = ..., annexes: _Optional[_Union[AnnexOffer, _Mapping]] = ..., starved_share: _Optional[float] = ...) -> None: ...
 
 class AnnexHost(_message.Message):
     __slots__ = ("address", "key")
@@ -294,12 +296,14 @@ class CacheChanged(_message.Message):
     def __init__(self, stored: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ..., makers: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("heartbeat_s", "session")
+    __slots__ = ("heartbeat_s", "session", "timeout_s")
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     heartbeat_s: float
     session: int
-    def __init__(self, heartbeat_s: _Optional[float] = ..., session: _Optional[int] = ...) -> None: ...
+    timeout_s: float
+    def __init__(self, heartbeat_s: _Optional[float] = ..., session: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("reason", "message")

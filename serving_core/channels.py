@@ -22,7 +22,9 @@ def _keepalive(time_s: int, timeout_s: int) -> tuple[Option, ...]:
     )
 
 
-_IN_FLEET: Final = _keepalive(2, 2)
+# Heartbeats and their acknowledgements find what stands still much earlier, and know how slow the other side is: this
+# ends connections that hang beside them.
+_IN_FLEET: Final = _keepalive(10, 20)
 
 # Not for clients: a server that is too busy to shake hands at once would be one that does not answer, deadline or not.
 _WITHOUT_CALLS: Final[Option] = ("grpc.keepalive_permit_without_calls", 1)

@@ -23,6 +23,7 @@ from serving_core.channels import FLEET_CHANNEL_OPTIONS, channel_credentials
 from serving_core.descriptors import Spares
 from serving_core.errors import SettingsError
 from serving_core.failpoints import reach
+from serving_core.failure_detector import AwakeClock, FailureDetector
 from serving_core.flags import flag
 from serving_core.numbering import MessageLost, Numbering
 from serving_core.reasons import NAME_TAKEN
@@ -32,6 +33,7 @@ from serving_core.tls import TlsError
 from serving_core.tls_settings import TlsSettings
 from serving_core.waiting import first_to_end
 from serving_node.outage import why_not_attached
+from serving_node.starvation import Starvation
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 2.0
 MAX_UNSENT_EVENTS: Final = 10_000
 MAX_JOINED_BYTES: Final = 256 * 1024  # of steps that wait, in one message
+LOOK: Final = 1 / 16  # of the coordinator's timeout, between two looks at its acknowledgements
 TAKEN_S: Final = 0.1  # at most, for the coordinator to be told that a suspect is here
 _BROKEN: Final = (grpc.aio.AioRpcError, asyncio.InvalidStateError, ConnectionError, TimeoutError, MessageLost)
 
@@ -137,6 +140,7 @@ class FleetLink:
         self._stopping = asyncio.Event()
         self._retry_s = RETRY_MIN_S
         self._reminder = Reminder()
+        self._starvation = Starvation()
         self._session = 0  # of the last attachment; shows the coordinator that this is the same process, and well
 
     @property
@@ -187,7 +191,7 @@ class FleetLink:
     async def _attach(self, stub: fleet_pb2_grpc.FleetStub, node: Node) -> None:
         metadata = (("authorization", f"Bearer {self._settings.fleet_secret}"),)
         hello = node.hello()
-        hello.session = self._session
+        hello.session, hello.starved_share = self._session, self._starvation.look()
         call = stub.Attach(metadata=metadata)
         stream = _Stream(call)
         try:
@@ -202,8 +206,14 @@ class FleetLink:
             if self._stopping.is_set():
                 self._unsent.end()
             logger.info("attached to the coordinator, session %d", self._session)
-            beating = self._beat(node, welcome.heartbeat_s)
-            await first_to_end(beating, self._write(stream), self._read(stream, node), self._leave_when_stuck(node))
+            acks = _Acks(welcome.timeout_s)
+            await first_to_end(
+                self._beat(node, welcome.heartbeat_s),
+                self._write(stream),
+                self._read(stream, node, acks),
+                self._leave_when_stuck(node),
+                acks.miss(),
+            )
         finally:
             call.cancel()
 
@@ -223,6 +233,7 @@ class FleetLink:
     async def _beat(self, node: Node, heartbeat_s: float) -> None:
         while self._attached:
             self.send(heartbeat=node.heartbeat())
+            self._starvation.look()
             await asyncio.sleep(heartbeat_s)
 
     async def _write(self, stream: "_Stream") -> None:
@@ -233,9 +244,10 @@ class FleetLink:
             reach("after", event)
         await stream.all_read()
 
-    async def _read(self, stream: "_Stream", node: Node) -> None:
+    async def _read(self, stream: "_Stream", node: Node, acks: "_Acks") -> None:
         while (command := await stream.read()) is not grpc.aio.EOF:
             if command.HasField("heartbeat_ack"):
+                acks.heard()
                 continue
             reach("on", command)
             _note(f"asked: {command.WhichOneof('command')}", command)
@@ -255,6 +267,30 @@ class FleetLink:
         self.send(taken=fleet_pb2.Taken(attempt=attempt))
         with contextlib.suppress(TimeoutError):  # a death may then go uncounted: one more node is risked
             await asyncio.wait_for(self._unsent.all_written(), TAKEN_S)
+
+
+class _Acks:
+    """The acknowledgements of heartbeats, by which a coordinator that stands still is found."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._look_s = timeout_s * LOOK
+        self._clock = AwakeClock(2 * self._look_s)
+        self._detector = FailureDetector(timeout_s, time.monotonic())
+
+    def heard(self) -> None:
+        self._detector.heard(self._now())
+
+    async def miss(self) -> None:
+        """Raises ConnectionError when they stay away."""
+        while True:
+            if (why := self._detector.why_suspected(self._now())) is not None:
+                raise ConnectionError(f"the coordinator has acknowledged {why}")
+            await asyncio.sleep(self._look_s)
+
+    def _now(self) -> float:
+        now = time.monotonic()
+        self._clock.note(now)
+        return self._clock.read(now)
 
 
 class _Stream:

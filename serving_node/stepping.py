@@ -21,12 +21,14 @@ from serving_node.drafting import write_ahead
 from serving_node.logic import NodeLogic
 from serving_node.ranks.leading import Followers, die, end_at_once
 from serving_node.ranks.transfers import NodeTransfers
+from serving_node.starvation import Starvation
 from serving_node.stuck import CALM_S, FIRST_PAUSE_S, LEAST_S, LONGEST_PAUSE_S, check_hope, why_stuck
 
 logger = logging.getLogger(__name__)
 
 MAX_NAMED: Final = 16  # requests in a line about many
 CHECK_S: Final = 0.1  # between two looks at the running step
+WATCHED_FROM_S: Final = 0.5  # its age from which on it is asked whether it has a core
 
 
 class Stepping:
@@ -55,6 +57,7 @@ class Stepping:
         self._looks_ahead: Final = engine.builds_ahead and not len(followers)
         self._works: list[Work] = []  # of the running step; none between two
         self._num_failed_steps = 0  # since the last good one
+        self._starvation: Starvation | None = None  # of the running step, once it is long
         self._absences = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
         self._work = asyncio.Event()
 
@@ -167,15 +170,16 @@ class Stepping:
 
     async def stuck(self) -> str:
         while True:
+            self._look_for_starvation()
             if (why := self._why_stuck()) is not None:
                 return why
             await asyncio.sleep(CHECK_S)
 
     async def recovered(self) -> None:
-        was_stuck = self.stepper.step_age_s > LEAST_S
+        was_stuck = self._why_stuck() is not None
         while self._works or self.stepper.step_age_s:  # a draft model may be what is stuck
-            expected_s = self._logic.expected_step_s(self._works)
-            check_hope(self.stepper.step_age_s, expected_s, self._stuck_exit_s)
+            self._look_for_starvation()
+            check_hope(self._computing_s, self._logic.expected_step_s(self._works), self._stuck_exit_s)
             await asyncio.sleep(CHECK_S)
         if was_stuck:
             await asyncio.sleep(self._absences.next_s(time.monotonic()))
@@ -186,10 +190,24 @@ class Stepping:
         return self._why_stuck() is not None
 
     def _why_stuck(self) -> str | None:
-        step_age_s = self.stepper.step_age_s
+        step_age_s = self._computing_s
         if step_age_s <= LEAST_S:
             return None
         return why_stuck(step_age_s, self._logic.expected_step_s(self._works))
+
+    @property
+    def _computing_s(self) -> float:
+        """The age of the running step, without the time in which it had no core."""
+        return self.stepper.step_age_s - (self._starvation.seconds if self._starvation else 0.0)
+
+    def _look_for_starvation(self) -> None:
+        """Watch a step that is long already; short ones are not worth the look."""
+        if self.stepper.step_age_s <= WATCHED_FROM_S:
+            self._starvation = None
+        elif self._starvation is None:
+            self._starvation = Starvation()
+        else:
+            self._starvation.look()
 
 
 def _naming(works: Sequence[Work]) -> dict[str, Any]:

@@ -42,6 +42,7 @@ def hello(
     pp_size=0,
     traits=None,
     kv_keys=(),
+    starved_share=0.0,
     **fingerprint,
 ):
     role = role or ROLES[name[0]]
@@ -68,6 +69,7 @@ def hello(
             shape=shape_to_wire(shape),
             home=shape_to_wire(home or shape),
             kv_keys=kv_keys,
+            starved_share=starved_share,
         )
     )
 

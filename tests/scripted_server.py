@@ -60,6 +60,7 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
         self.broken_off = None
         self.later = []
         self.cancelled = threading.Event()
+        self.num_losses, self.heartbeat_gap_s = 0, 1.0
         self.nodes = [
             inference_pb2.NodeInfo(
                 name="p0",
@@ -125,6 +126,7 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
                 rank(rank=0, rss_bytes=9 * MIB, kv_pool_bytes=MIB, weight_bytes=3 * MIB),
                 rank(rank=1, rss_bytes=8 * MIB),
             ],
+            num_losses=self.num_losses,
         )  # fmt: skip
         d0 = inference_pb2.NodeLoad(
             name="d0",
@@ -134,6 +136,7 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
             num_blocks_free=6,
             ranks=[rank()],
             shape=inference_pb2.Shape(seats=64, takes_handovers=True),
+            longest_heartbeat_gap_s=self.heartbeat_gap_s,
         )
         chat = inference_pb2.SloClassLoad(
             slo_class="chat", limits="ttft:500", num_answers=8, num_ttft_met=7, num_tpot_met=6, num_met=5

@@ -74,14 +74,16 @@ class AttemptEvents:
             self._live.handover.moved(attempt, now - step_s, now)
         return [] if num_early else self._live.emit(request, token, now)
 
-    def lose_part(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
+    def lose_part(
+        self, request: TrackedRequest, node: Node, error: RequestError, now: float, *, is_loss: bool = False
+    ) -> list[Instruction]:
         """A node of the current attempt has lost its part, or is gone. No other one is risked at a request that may be
         to blame for some."""
         if len(request.deaths) >= MAX_DEATHS:
             request.attempt.let_go(node)
             message = f"{MAX_DEATHS} nodes were lost or failed while they computed the request: no other one is tried"
             return self._live.end(request, with_progress(RequestError(reasons.ENGINE_ERROR, message), request), now)
-        return self._live.carry_on(request, node, error, now)
+        return self._live.carry_on(request, node, error, now, is_loss=is_loss)
 
     def _on_reserved(
         self, request: TrackedRequest, node: Node, event: fleet_pb2.Reserved, now: float

@@ -15,6 +15,7 @@ from protos.convert import due_to_wire, job_to_wire
 from serving_core.due import Due
 from serving_core.requests import Pooling, Request, SamplingParams
 
+ONE_EVENT_S: Final = 5.0  # within which losses of nodes count as one
 NUM_TOKENS_FURTHER: Final = 8  # more than a node that dies has written without a word
 
 
@@ -174,7 +175,8 @@ class TrackedRequest:
     output: list[int] = field(default_factory=list)  # token ids emitted so far, over all attempts and calls
     num_resumed: int = 0  # of these, those that came with the call
     num_restarts: int = 0
-    num_excused: int = 0  # of these, those that nobody is to blame for
+    num_excused: int = 0  # of these, those that nobody is to blame for, and losses beside one that counts
+    loss_s: float = -math.inf  # when the last loss of a node that counts was
     num_cached_tokens: int = 0  # of the prompt, on the node that gave the first token; later attempts read more
     num_kv_bytes: int = 0  # that travelled, over all attempts
     num_kv_bytes_saved: int = 0
@@ -246,6 +248,14 @@ class TrackedRequest:
         if self.deaths and len(self.output) > self.deaths[-1].num_tokens + NUM_TOKENS_FURTHER:
             self.deaths.clear()
         self.deaths.append(Death(session, len(self.output)))
+
+    def counts_loss(self, now: float) -> bool:
+        """Return whether a loss of its node now counts. What is lost soon after another node has the same cause, such
+        as a host or a switch."""
+        if now - self.loss_s < ONE_EVENT_S:
+            return False
+        self.loss_s = now
+        return True
 
     def take_back_death(self, session: int) -> None:
         """The node of this session lives."""

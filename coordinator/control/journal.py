@@ -6,6 +6,7 @@ from typing import Any, Final
 from coordinator.control.calls import AnswerRecord, CallRecord, answer_index
 from coordinator.control.instructions import End, MoveEnded, MoveOutcome
 from coordinator.control.metrics import Metrics
+from coordinator.control.node_health import LossCause
 from coordinator.control.outcomes import FINISH_REASONS, MAX_MESSAGE_CHARS
 from coordinator.control.registry import Node
 from coordinator.control.timeline import Phase
@@ -81,6 +82,12 @@ class Journal:
         fields = {"failed_node": node.name, "reason": event.reason, "message": event.message[:MAX_MESSAGE_CHARS]}
         request_id = event.attempt.request_id.rpartition("/")[0]
         self._write(logging.WARNING, "transfer failed" if is_transfer else "attempt failed", request_id, fields)
+
+    def node_lost(self, node: Node, cause: LossCause, why: str) -> None:
+        """The coordinator has lost a node that did not stop in good order."""
+        self._metrics.node_losses[cause] += 1
+        fields = {"lost_node": node.name, "cause": cause.value, "message": why}
+        logger.warning("%s %s lost: %s", node.kind, node.name, why, extra={"fields": fields})
 
     def _write(self, level: int, event: str, request_id: str, fields: dict[str, Any]) -> None:
         _write(level, event, self._records.get(request_id) or CallRecord(request_id), fields)

@@ -229,21 +229,26 @@ class LiveAnswers:
         placed = self._place(request, now)  # its own load is out of its way now
         return instructions + self._try_on(request, placed, now)
 
-    def carry_on(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
-        """The node has dropped its part: nothing to do if that was over, else a new attempt."""
+    def carry_on(
+        self, request: TrackedRequest, node: Node, error: RequestError, now: float, *, is_loss: bool = False
+    ) -> list[Instruction]:
+        """The node has dropped its part: nothing to do if that was over, else a new attempt. `is_loss`: the node itself
+        is lost; losses that come together count as one."""
         request.attempt.let_go(node)
         if node is request.attempt.prefill and request.attempt.is_handed_over:
             self.ledger.let_go(request.request_id, node)
             return []
-        return self.restart(request, node, error, now)
+        return self.restart(request, node, error, now, counts=not is_loss or request.counts_loss(now))
 
-    def restart(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
-        """A new attempt, away from the node; the error becomes the end when there were enough. Those that come of a
-        pause of this process do not count."""
+    def restart(
+        self, request: TrackedRequest, node: Node, error: RequestError, now: float, *, counts: bool = True
+    ) -> list[Instruction]:
+        """A new attempt, away from the node; the error becomes the end when there were enough that count. Those that
+        come of a pause of this process do not."""
         error = with_progress(error, request)
         instructions = self._let_go(request, now)
         request.timeline.failed(error.reason)
-        is_excused = self.registry.pauses.is_recent(now)
+        is_excused = self.registry.pauses.is_recent(now) or not counts
         if not is_excused and request.num_restarts - request.num_excused >= self._max_restarts:
             return instructions + self.end(request, error, now)
         request.num_restarts += 1

@@ -47,6 +47,7 @@ class Metrics:
         self.num_lent_kv_bytes = 0
         self.loan = Histogram()
         self.num_restarts = 0
+        self.node_losses = Counter[str]()  # by LossCause
         self.num_kept = 0
         self.moves = Counter[str]()  # by outcome
         self.loans = Counter[str]()  # by outcome

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from coordinator.control.node_health import LossCause, NodeHealth
 from coordinator.control.pauses import Pauses
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_from_wire, shape_to_wire
@@ -21,6 +22,10 @@ READY: Final = "ready"  # states of a node
 DRAINING: Final = "draining"
 MAX_NAME_CHARS: Final = 80  # of a name that nobody has
 MAX_NODES: Final = 1024
+MAX_NAMES: Final = 2 * MAX_NODES  # that health is kept of, after their nodes have gone
+# Of --node-timeout-s: by how much this process may be late before it leaves the time out, and what is a pause of it.
+MAX_LAG: Final = 1 / 8
+PAUSE: Final = 1 / 2
 MAX_TP_SIZE: Final = 64
 KV_KEY_BYTES: Final = 32
 MAX_FIRST_SESSION: Final = 2**63  # what is left of 64 bits no coordinator can use up
@@ -34,7 +39,7 @@ class Node:
 
     hello: fleet_pb2.Hello
     session: int
-    last_seen_s: float
+    health: NodeHealth
     load: inference_pb2.NodeLoad
     shape: Shape  # that the node has confirmed
     home: Shape  # that it has unless the coordinator lends it: what an operator has made of it, or what it has begun as
@@ -135,7 +140,8 @@ class Registry:
         self._nodes: dict[str, Node] = {}
         self._by_name: list[Node] = []
         self._sessions = itertools.count(first_session)
-        self.pauses = Pauses(node_timeout_s / 2)
+        self._health: dict[str, NodeHealth] = {}  # by name, the one that attached last at the end
+        self.pauses = Pauses(MAX_LAG * node_timeout_s, PAUSE * node_timeout_s)
 
     def __contains__(self, node: Node) -> bool:
         return self._nodes.get(node.name) is node
@@ -170,15 +176,19 @@ class Registry:
         self._check_name(hello)
         shape, home = _checked(hello.shape, hello), _checked(hello.home, hello)
         load = inference_pb2.NodeLoad(state=READY, num_blocks=hello.num_blocks, num_blocks_free=hello.num_blocks)
-        node = self._nodes[hello.node.name] = Node(hello, next(self._sessions), now, load, shape, home)
+        session, name = next(self._sessions), hello.node.name
+        health = self._health_of(name)
+        health.attached(session, hello, self.pauses.awake_s(now))
+        node = self._nodes[name] = Node(hello, session, health, load, shape, home)
         self.adapters = adapters
         self._sort()
-        _complete(node)
+        _complete(node, now)
         return node
 
     def heartbeat(self, node: Node, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:
         before = node.is_ready, node.shape
-        node.last_seen_s = now
+        self.pauses.note(now)
+        node.health.heard(self.pauses.awake_s(now))
         node.step_age_s = heartbeat.step_age_s
         node.load, node.has_told = heartbeat.load, True
         node.step_weights = _weights(heartbeat.load)
@@ -187,14 +197,14 @@ class Registry:
             node.shape = shape_from_wire(heartbeat.load.shape)
         if node.shape == node.asked:
             node.asked = None
-        _complete(node)
+        _complete(node, now)
         if (node.is_ready, node.shape) != before:
             self._reckon_reaches()
 
     def drain(self, node: Node, *, is_drained: bool = True) -> None:
         """The node is to be given nothing more, as long as it is attached; or is given work again, unless it stops."""
         node.is_drained = is_drained
-        _complete(node)
+        _set_state(node)
         self._reckon_reaches()
 
     def cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> int:
@@ -217,11 +227,18 @@ class Registry:
             del self._nodes[node.name]
             self._sort()
 
-    def expired(self, now: float) -> list[tuple[Node, str]]:
-        """Nodes that must count as lost, with the reason in words. Call it several times per node_timeout_s: after
-        a longer pause it was this process that slept, and nodes get a fresh chance."""
+    def expired(self, now: float) -> list[tuple[Node, LossCause, str]]:
+        """Nodes that must count as lost, with the cause, also in words. Call it many times per node_timeout_s: the time
+        in which this process does not run counts for no silence."""
         self.pauses.note(now)
-        return [(node, why) for node in self.nodes if (why := self._why_expired(node, now))]
+        return [(node, *why) for node in self.nodes if (why := self._why_expired(node, now))]
+
+    def _health_of(self, name: str) -> NodeHealth:
+        health = self._health.pop(name) if name in self._health else NodeHealth(self._node_timeout_s)
+        self._health[name] = health
+        for gone in [each for each in self._health if each not in self._nodes][: len(self._health) - MAX_NAMES]:
+            del self._health[gone]
+        return health
 
     def _sort(self) -> None:
         self._by_name = [self._nodes[name] for name in sorted(self._nodes)]
@@ -269,19 +286,24 @@ class Registry:
                 raise RequestError(BAD_PARAM, f"the name of adapter {name!r:.80} of node {info.name} {why}")
         return adapters
 
-    def _why_expired(self, node: Node, now: float) -> str | None:
-        silent_s = now - max(node.last_seen_s, self.pauses.over_s)
-        if silent_s > self._node_timeout_s:
-            return f"no heartbeat for {silent_s:.1f} s (limit {self._node_timeout_s:g} s)"
+    def _why_expired(self, node: Node, now: float) -> tuple[LossCause, str] | None:
+        if (why := node.health.why_silent(self.pauses.awake_s(now))) is not None:
+            return LossCause.SILENCE, why
         if node.step_age_s > self._step_timeout_s:
-            return f"one step has taken {node.step_age_s:.1f} s (limit {self._step_timeout_s:g} s)"
+            return LossCause.STEP, f"one step has taken {node.step_age_s:.1f} s (limit {self._step_timeout_s:g} s)"
         return None
 
 
-def _complete(node: Node) -> None:
+def _complete(node: Node, now: float) -> None:
     """Puts what is known of the node into its load, whether it has told it itself or not."""
-    node.load.name, node.load.role = node.name, node.role
-    node.load.shape.CopyFrom(shape_to_wire(node.shape))
+    load, health = node.load, node.health
+    load.name, load.role = node.name, node.role
+    load.shape.CopyFrom(shape_to_wire(node.shape))
+    load.num_losses, load.longest_heartbeat_gap_s = health.num_losses(now), health.longest_gap_s
+    _set_state(node)
+
+
+def _set_state(node: Node) -> None:
     node.load.state = DRAINING if node.is_drained or node.is_stopping else READY
 
 

@@ -250,7 +250,7 @@ class Tracker:
             instructions += self._lending.lose(request, node, now)
             if request in self._live and node in (request.attempt.prefill, request.attempt.decode):
                 error = RequestError(reasons.WORKER_LOST, f"the {node.kind} was lost")
-                instructions += self._attempt_events.lose_part(request, node, error, now)
+                instructions += self._attempt_events.lose_part(request, node, error, now, is_loss=True)
         return instructions
 
     def attached_again(self, session: int) -> None:

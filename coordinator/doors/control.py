@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from coordinator.control.calls import CallRecord
-from coordinator.control.capacity import Capacity, capacity
+from coordinator.control.capacity import Capacity
 from coordinator.control.journal import Journal
 from coordinator.control.registry import Registry
 from coordinator.control.router import has_path, why_no_path
@@ -94,7 +94,7 @@ class LocalControl:
         return is_path and not self._dispatcher.is_draining
 
     def capacity(self) -> Capacity:
-        return capacity(self._registry)
+        return self._dispatcher.capacity()
 
     def why_not_ready(self) -> str:
         if self._dispatcher.is_draining:

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from coordinator.control.attempt_events import RESTART_REASONS
 from coordinator.control.instructions import MoveOutcome
 from coordinator.control.metrics import LENT, NOT_LENT, Metrics
+from coordinator.control.node_health import LossCause
 from coordinator.control.outcomes import FINISH_REASONS
 from coordinator.control.registry import Registry
 from coordinator.control.router import has_path
@@ -127,6 +128,8 @@ def _totals(metrics: Metrics) -> Iterator[Figure]:
     yield total("blocks_lent", "Of prompts, that came from other nodes which held them.", metrics.num_blocks_lent)
     yield total("lent_kv_bytes", "KV of those blocks.", metrics.num_lent_kv_bytes)
     yield total("answers_kept", "Answers written where their prompts were read, for want of room.", metrics.num_kept)
+    help = "Nodes lost that did not stop in good order."
+    yield totals("node_losses", help, "cause", LossCause, metrics.node_losses)
     yield total("request_restarts", "Answers that began again on other nodes, after a failure.", metrics.num_restarts)
     finish_reasons, failures = FINISH_REASONS.values(), metrics.transfers_failed
     help = "Answers that ended well."

@@ -37,6 +37,10 @@ def _gauges(nodes: Sequence[Node]) -> Iterator[Figure]:
     yield one("kv_blocks_leaked", "In use, but by no request: always 0.", lambda node: node.load.num_blocks_leaked)
     yield one("resident_memory_bytes", "Memory of the first process.", lambda node: node.load.rss_bytes)
     yield one("step_seconds", "Median of the recent steps.", lambda node: node.load.step_s)
+    help = "Longest of the last 64 gaps between two heartbeats: a node that is slow to tell is waited for longer."
+    yield one("longest_heartbeat_gap_seconds", help, lambda node: node.load.longest_heartbeat_gap_s)
+    help = "Times that it was lost in the last 10 minutes; 3 and more: it flaps."
+    yield one("recent_losses", help, lambda node: node.load.num_losses)
     yield one("step_age_seconds", "Of the step that runs; 0 when idle.", lambda node: node.step_age_s)
     help = "Prompt tokens a second in steps that do nothing else."
     yield one("prefill_tokens_per_second", help, lambda node: node.load.prefill_tokens_per_s)

@@ -232,7 +232,8 @@ class NodeLoad:
     step_tokens are steps by how many tokens they computed, and num_step_tokens all of these; num_blocks_leaked,
     blocks in use by no request, are always 0. num_blocks_hosted are in use by requests of other nodes, num_annexes
     what requests of this one have had there. num_annexes_recalled were other nodes' here, and were taken back for older
-    requests.
+    requests. num_losses are those of the last 10 minutes in which the coordinator lost the node without a stop, and
+    longest_heartbeat_gap_s the longest of its last 64 gaps between two heartbeats.
     """
 
     name: str
@@ -262,6 +263,8 @@ class NodeLoad:
     num_blocks_hosted: int
     num_annexes: int
     num_annexes_recalled: int
+    num_losses: int
+    longest_heartbeat_gap_s: float
     ranks: tuple[RankLoad, ...]
     tier: TierLoad | None = None  # None without a second tier
 

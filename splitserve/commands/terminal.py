@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from coordinator.control.node_health import FLAP_WINDOW_S, MIN_FLAPS
 from serving_core.shapes import Shape
 from serving_core.units import MIB, size_of
 from splitserve.client.answers import (
@@ -26,6 +27,7 @@ from splitserve.client.answers import (
 
 BAR_WIDTH: Final = 60
 FILE_WIDTH: Final = 160
+SLOW_HEARTBEAT_S: Final = 2.0
 
 # Phase, the timeline's field, and its part of the bar with and without colours.
 PHASES: Final = (
@@ -108,7 +110,8 @@ def status_view(model: ModelInfo, server: ServerInfo, loads: Loads) -> Group:
     if not nodes:
         return Group(*lines, "no node is attached")
     classes: list[str | Table] = ["", _class_table(loads.slo_classes)] if loads.slo_classes else []
-    return Group(*lines, _node_table(nodes, server), *_kinds(server), "", _cache_table(nodes), *classes)
+    warnings = (*_kinds(server), *_troubles(nodes))
+    return Group(*lines, _node_table(nodes, server), *warnings, "", _cache_table(nodes), *classes)
 
 
 def _kinds(server: ServerInfo) -> list[Text]:
@@ -121,6 +124,18 @@ def _kinds(server: ServerInfo) -> list[Text]:
         return []
     names = " | ".join(", ".join(names) for names in kinds.values())
     return [Text(f"unlike nodes, whose answers may differ in bits: {names}", style="yellow")]
+
+
+def _troubles(nodes: list[NodeLoad]) -> list[Text]:
+    """Return a line for each node that comes and goes, or whose heartbeats come late."""
+    lines = []
+    for load in nodes:
+        if load.num_losses >= MIN_FLAPS:
+            lines.append(f"{load.name} flaps: lost {load.num_losses} times in the last {FLAP_WINDOW_S / 60:g} minutes")
+        if load.longest_heartbeat_gap_s >= SLOW_HEARTBEAT_S:
+            gap_s = load.longest_heartbeat_gap_s
+            lines.append(f"{load.name} is slow: up to {gap_s:.1f} s lately between two heartbeats")
+    return [Text(line, style="yellow") for line in lines]
 
 
 def _node_table(nodes: list[NodeLoad], server: ServerInfo) -> Table:

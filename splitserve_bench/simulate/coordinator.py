@@ -192,7 +192,7 @@ class SimulatedCoordinator:
     def _tick(self) -> None:
         now = self._agenda.now
         self.catch_up()
-        for known, _ in self.registry.expired(now):
+        for known, *_ in self.registry.expired(now):
             node = self._attachments[known].node
             self._apply(self._lose(known), now)
             node.detached()

@@ -93,7 +93,9 @@ class SimulatedCoordinator:
         roles = Roles(self.registry, self._ledger, policy=settings.roles)
         self.dispatcher = _Dispatcher(self.registry, self.tracker, roles, Journal(self.metrics))
         self._clients = {}  # who waits, in a dict for its order
-        service = FleetService(self.dispatcher, heartbeat_s=settings.heartbeat_s)
+        service = FleetService(
+            self.dispatcher, heartbeat_s=settings.heartbeat_s, node_timeout_s=settings.node_timeout_s
+        )
         network.serve(process, service.handler().service(SimpleNamespace(method=METHOD)).stream_stream)
 
     def start(self, loop):

@@ -11,7 +11,8 @@ from tests.schedules.processes import Process
 from tests.schedules.streams import Stream
 
 COORDINATOR = "coordinator"
-GIVES_UP_S = 4.0  # a connection of which one direction is blocked
+GIVES_UP_S = 30.0  # a node's stream of which one direction is blocked, as gRPC's keepalive does
+DATA_GIVES_UP_S = 4.0  # a connection of the data plane likewise
 
 
 @dataclass(slots=True)
@@ -57,8 +58,9 @@ class Network:
         """Nothing comes this way for so long."""
         until_s = self.loop.now + seconds
         self._blocked_until_s[source, target] = max(until_s, self._blocked_until_s.get((source, target), 0.0))
-        if seconds > GIVES_UP_S:
-            self.loop.plan(self.loop.outside, self.loop.now + GIVES_UP_S, self.reset, source, target)
+        gives_up_s = GIVES_UP_S if COORDINATOR in (source, target) else DATA_GIVES_UP_S
+        if seconds > gives_up_s:
+            self.loop.plan(self.loop.outside, self.loop.now + gives_up_s, self.reset, source, target)
 
     def spoil(self, source, target, how):
         """The next message of the control plane that goes this way is lost, doubled or overtaken by the one behind."""

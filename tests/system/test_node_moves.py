@@ -71,7 +71,8 @@ class Fleet(fleet_pb2_grpc.FleetServicer):
     async def Attach(self, _, context):
         hello = await context.read()
         node = self.nodes[hello.hello.node.name]
-        node.commands.put_nowait(fleet_pb2.NodeCommand(welcome=fleet_pb2.Welcome(heartbeat_s=0.2, session=1)))
+        welcome = fleet_pb2.Welcome(heartbeat_s=0.2, timeout_s=3600.0, session=1)  # nobody acknowledges heartbeats
+        node.commands.put_nowait(fleet_pb2.NodeCommand(welcome=welcome))
         node.take(hello)
         writing = asyncio.create_task(self._write(node, context))
         try:

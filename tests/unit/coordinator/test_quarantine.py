@@ -113,7 +113,7 @@ def test_nodes_that_do_not_compute_it_do_not_count(world):
 @pytest.mark.parametrize("why", ["lost otherwise", "after a pause of the coordinator"])
 def test_what_is_no_death_does_not_count(world, why):
     if why != "lost otherwise":
-        world.registry.pauses = Pauses(1.5)
+        world.registry.pauses = Pauses(1.5, 1.5)
         world.registry.pauses.note(0.0)
     world.submit()
     for _ in range(2):
@@ -174,7 +174,7 @@ def test_the_client_hears_of_it_as_no_status_to_try_again_at(tmp_path, is_stoppi
             code, info, message = await refusal_of(call)
             assert info.metadata["tokens_emitted"] == str(len(names))
             if is_stopping:
-                assert (code, info.reason) == (grpc.StatusCode.UNAVAILABLE, "WORKER_LOST")
+                assert (code, info.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_DECODE_WORKER")
             else:
                 assert (code, info.reason) == (grpc.StatusCode.INTERNAL, "ENGINE_ERROR")
                 assert message.startswith("2 nodes were lost or failed while they computed the request")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.control.capacity import capacity
+from coordinator.control.capacity import RecentCapacity, capacity
 from coordinator.control.drains import num_left
 from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
@@ -55,6 +55,21 @@ def test_a_node_reaches_as_far_as_those_that_would_hold_blocks_for_it(registry):
     writes = shape_to_wire(preset(DECODE, **limits))
     registry.heartbeat(first, events.heartbeat(shape=writes).heartbeat, 1.0)  # it reads no more
     assert (first.reach_tokens, second.reach_tokens) == (POOL, POOL + 112)
+
+
+def test_what_a_node_could_hold_counts_for_a_while_after_it_has_gone(registry):
+    recent = RecentCapacity(registry, wait_s=5.0)
+    recent.note(0.0)
+    assert recent.at(0.0).decode_pool_tokens is None
+    admit(registry, "a", num_tokens=0)
+    second = admit(registry, "b", num_tokens=0, num_blocks=20, max_model_len=800)
+    recent.note(1.0)
+    registry.lose(second)
+    for now, length, pool in ((5.9, 800, 2 * POOL), (6.1, 400, POOL)):
+        recent.note(now)
+        there = recent.at(now)
+        assert (there.max_model_len, there.decode_pool_tokens, there.prefill_pool_tokens) == (length, pool, pool)
+        assert there.own_pool_tokens == POOL, "an answer without a length is to begin now"
 
 
 def test_a_node_that_drains_is_given_no_blocks_of_others(registry):

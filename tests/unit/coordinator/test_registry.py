@@ -131,7 +131,7 @@ def test_a_name_is_taken_until_its_holder_is_lost_however_old_the_other_is(regis
             registry.admit(hello("d0", incarnation=incarnation, session=session), 2.9)
         assert error.value.reason == "NAME_TAKEN"
     assert registry.nodes == [holder]
-    [(expired, _)] = registry.expired(3.1)
+    [(expired, *_)] = registry.expired(3.1)
     registry.lose(expired)
     new = registry.admit(hello("d0", incarnation=incarnation), 3.1)
     assert registry.nodes == [new]
@@ -197,8 +197,7 @@ def test_nobody_takes_a_name_from_a_live_process(happenings):
             registry.lose(node)
             del holders[name]
         elif what == "wait":
-            now += 1.0
-            for lost, _ in registry.expired(now):
+            for lost, *_ in look_until(registry, now, now := now + 1.0):
                 assert now - holders[lost.name][2] > 3.0
                 registry.lose(lost)
                 del holders[lost.name]
@@ -232,19 +231,69 @@ def test_silent_and_stuck_nodes_expire(registry):
         registry.heartbeat(stuck, heartbeat(step_age_s=58.5 + now), now)
         registry.heartbeat(well, heartbeat(step_age_s=59.0), now)
         expired = registry.expired(now)
-        assert [node for node, _ in expired] == ([stuck] if now >= 2.0 else [])
-    expired = dict(registry.expired(3.5))
-    assert expired[silent] == "no heartbeat for 3.5 s (limit 3 s)"
-    assert expired[stuck] == "one step has taken 61.5 s (limit 60 s)"
+        assert [node for node, *_ in expired] == ([stuck] if now >= 2.0 else [])
+    expired = {node: why for node, *why in look_until(registry, 3.0, 3.5)}
+    assert expired[stuck] == ["step", "one step has taken 61.5 s (limit 60 s)"]
+    assert silent not in expired, "the coordinator was seen once a second, and may have missed what it said"
+    expired = {node: why for node, *why in look_until(registry, 3.5, 4.5)}
+    assert expired[silent] == ["silence", "no heartbeat for 3.2 s (limit 3.0 s)"]
     assert well not in expired
 
 
-def test_a_coordinator_that_slept_blames_nobody(registry):
+def test_a_coordinator_that_does_not_run_blames_nobody(registry):
     registry.admit(hello("d0"), 0.0)
-    assert registry.expired(1.0) == []
+    assert look_until(registry, 0.0, 1.0) == []
     assert registry.expired(100.0) == []
-    assert [registry.expired(100.0 + second) for second in (1.0, 2.0, 3.0)] == [[]] * 3
-    assert len(registry.expired(103.5)) == 1
+    assert look_until(registry, 100.0, 101.5) == []
+    assert len(look_until(registry, 101.5, 102.0)) == 1
+
+
+def test_a_coordinator_that_is_late_gives_nodes_the_time_that_it_lacks(registry):
+    registry.admit(hello("d0"), 0.0)
+    times = [1.5 * number for number in range(12)]  # each four times later than it may be
+    assert [len(registry.expired(now)) for now in times] == [0] * 9 + [1] * 3
+
+
+def test_a_node_whose_heartbeats_are_slow_is_waited_for_longer(registry):
+    node = registry.admit(hello("d0"), 0.0)
+    look_until(registry, 0.0, 2.5)
+    registry.heartbeat(node, heartbeat(), 2.5)
+    assert node.load.longest_heartbeat_gap_s == 2.5
+    assert look_until(registry, 2.5, 9.75) == []
+    [(lost, cause, why)] = look_until(registry, 9.75, 10.25)
+    assert (lost, cause, why) == (node, "silence", "no heartbeat for 7.8 s (limit 7.5 s)")
+
+
+@pytest.mark.parametrize(("starved_share", "gap_s"), [(0.0, 1.0), (0.5, 3.0)])
+def test_a_process_that_was_silent_for_want_of_a_core_is_waited_for_longer_when_it_is_back(
+    registry, starved_share, gap_s
+):
+    first = registry.admit(hello("d0"), 0.0)
+    look_until(registry, 0.0, 1.0)
+    registry.heartbeat(first, heartbeat(), 1.0)
+    look_until(registry, 1.0, 4.25)
+    registry.lose(first)
+    second = registry.admit(hello("d0", session=first.session, starved_share=starved_share), 5.0)
+    assert second.load.longest_heartbeat_gap_s == gap_s
+    registry.lose(second)
+    another_process = registry.admit(hello("d0"), 5.0)
+    assert another_process.load.longest_heartbeat_gap_s == 0.0
+
+
+def test_losses_count_for_ten_minutes(registry):
+    for now in (0.0, 100.0, 200.0):
+        node = registry.admit(hello("d0"), now)
+        node.health.lost(now)
+        registry.lose(node)
+    node = registry.admit(hello("d0"), 300.0)
+    assert node.load.num_losses == 3
+    registry.heartbeat(node, heartbeat(), 650.0)
+    assert node.load.num_losses == 2
+
+
+def look_until(registry, since, until):
+    """Look at the nodes as often as a coordinator does, and return what it finds last."""
+    return [registry.expired(since + 0.25 * number) for number in range(1, 1 + round(4 * (until - since)))][-1]
 
 
 @pytest.mark.parametrize("kv_keys", [[b"short"], [bytes(33)], [bytes(32)] * 65])

@@ -307,6 +307,25 @@ def test_a_lost_event_ends_the_stream_and_the_answer_goes_on_when_the_node_is_ba
     run(scenario())
 
 
+def test_what_fits_a_node_that_is_away_waits_for_it_and_what_fits_none_is_refused(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, nodes=("p0", "d1"), node_wait_s=DEADLINE_S) as c:
+            large = await c.attach("d0", num_blocks=100)
+            small = await c.attach("d2", num_blocks=10)
+            await c.nodes["d1"].close()
+            c.server._dispatcher.tick()
+            await large.close()
+            await c.until_loads(lambda loads: {load.name for load in loads.nodes} == {"p0", "d2"})
+            assert (await refusal_of(c.generate("x" * 1001, max_tokens=1)))[1].reason == "PROMPT_TOO_LONG"
+            call = c.generate("x" * 900, max_tokens=1)
+            again = await c.attach("d0", num_blocks=100)
+            assert len((await again.command("reserve")).job.token_ids) == 900
+            call.cancel()
+            await small.close()
+
+    run(scenario())
+
+
 async def name_is_taken(c, hello):
     """Asks to attach; the answer is that another has the name."""
     namesake = await ScriptedNode.dial(c.server.fleet_port, hello)

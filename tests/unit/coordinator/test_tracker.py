@@ -3,6 +3,7 @@
 import pytest
 
 from coordinator.control.attempt_events import MAX_EARLY_TOKENS
+from coordinator.control.attempts import ONE_EVENT_S
 from coordinator.control.releases import RESEND_S
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
@@ -319,8 +320,8 @@ def test_each_asker_may_have_its_share_of_the_live_answers():
         assert error.value.reason == "QUEUE_FULL"
     world.submit("e/0", asker="bob")
     world.tracker.finish("a/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
-    for name in ("p0", "d0"):
-        world.lose(name)  # whatever was theirs is let go
+    for name, now in (("p0", 0.0), ("d0", ONE_EVENT_S)):
+        world.lose(name, now)  # whatever was theirs is let go
     world.submit("f/0", asker="ann")
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from coordinator.control.attempts import ONE_EVENT_S
 from coordinator.control.live import ASK_AGAIN_S
 from coordinator.control.lives import life_of
 from coordinator.control.pauses import RECOVERY_S, Pauses
@@ -209,7 +210,7 @@ def test_whoever_would_be_late_by_now_is_refused_with_the_wait():
 def world():
     """Of a coordinator that is to run every 1.5 s at least, and whose answers begin again once."""
     world = world_of("p0", "p1", "d0", "d1")
-    world.registry.pauses = Pauses(1.5)
+    world.registry.pauses = Pauses(1.5, 1.5)
     world.registry.pauses.note(0.0)
     return world
 
@@ -233,16 +234,29 @@ def test_nodes_that_have_given_a_stopped_coordinator_up_cost_its_answers_nothing
     world.lose("d0", now=12.0 + RECOVERY_S)  # its own fault, and the first one
     world.attach("d0")
     assert world.tick(18.0) == ["reserve d0", "prefill p0"]
-    world.registry.pauses.note(18.0)
-    assert world.lose("d0", now=18.5)[-1] == "end WORKER_LOST"
+    for now in (18.0, 19.0, 20.0, 21.0, 22.0):
+        world.registry.pauses.note(now)
+    assert world.lose("d0", now=12.0 + RECOVERY_S + ONE_EVENT_S)[-1] == "end WORKER_LOST"
     assert world.outcome.metadata["tokens_emitted"] == "2"
 
 
-def test_without_a_pause_losses_count(world):
+def test_losses_of_one_event_count_once_and_then_nodes_are_waited_for(world):
     world.submit()
     world.registry.pauses.note(1.0)
     lose_all(world, now=1.5)
-    assert world.outcome.reason == "WORKER_LOST"
+    assert world.outcome is None
+    world.attach("p2")
+    world.attach("d2")
+    assert world.tick(2.0) == ["reserve d2", "prefill p2"]
+
+
+def test_without_a_pause_losses_of_different_times_count(world):
+    world.submit()
+    world.registry.pauses.note(1.0)
+    assert world.lose("d0", now=1.5) == ["cancel p0", "reserve d1", "prefill p0"]
+    for now in (2.0, 3.0, 4.0, 5.0, 6.0):
+        world.registry.pauses.note(now)
+    assert world.lose("d1", now=1.5 + ONE_EVENT_S)[-1] == "end WORKER_LOST"
 
 
 def test_the_wait_for_nodes_stands_still_with_the_coordinator(world):
@@ -256,12 +270,12 @@ def test_the_wait_for_nodes_stands_still_with_the_coordinator(world):
 
 
 def test_a_pause_is_what_is_longer_than_the_time_between_two_calls_can_be():
-    pauses = Pauses(1.5)
+    pauses = Pauses(1.5, 1.5)
     for now in (10.0, 11.5, 13.0):
         pauses.note(now)
     assert (pauses.awake_s(13.0), pauses.is_recent(13.0)) == (13.0, False)
     pauses.note(20.0)
-    assert pauses.awake_s(20.0) == 13.0
+    assert pauses.awake_s(20.0) == 14.5
     assert pauses.is_recent(20.0 + RECOVERY_S - 0.1)
     assert not pauses.is_recent(20.0 + RECOVERY_S)
 

@@ -94,7 +94,7 @@ async def welcome(coordinator, context):
     event = await coordinator.read(context)
     assert event.HasField("hello")
     coordinator.num_welcomes += 1
-    welcome = fleet_pb2.Welcome(heartbeat_s=60.0, session=100 + coordinator.num_welcomes)
+    welcome = fleet_pb2.Welcome(heartbeat_s=60.0, timeout_s=10 * DEADLINE_S, session=100 + coordinator.num_welcomes)
     await context.write(fleet_pb2.NodeCommand(welcome=welcome))
 
 

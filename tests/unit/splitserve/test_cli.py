@@ -95,6 +95,14 @@ def test_status_shows_nodes_and_load(run):
     ]
 
 
+def test_status_tells_of_nodes_that_flap_or_are_slow(run, script):
+    assert not re.search("flaps|slow", run("status").stdout)
+    script.num_losses, script.heartbeat_gap_s = 3, 2.5
+    lines = run("status").stdout.splitlines()
+    assert "p0 flaps: lost 3 times in the last 10 minutes" in lines
+    assert "d0 is slow: up to 2.5 s lately between two heartbeats" in lines
+
+
 def test_status_shows_how_limits_are_kept(run):
     rows = [line.split() for line in run("status").stdout.splitlines()]
     assert [row for row in rows if row[:1] == ["chat"]] == [["chat", "ttft:500", "8", "62.5%", "87.5%", "75.0%"]]

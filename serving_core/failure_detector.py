@@ -1,0 +1,69 @@
+"""Suspect a peer by how long it has been silent, given how its heartbeats came before. Pure.
+
+A silence that is long for one machine is normal for another, so the limit is learnt, as in accrual detectors
+(Hayashibara et al., SRDS 2004). Load comes in bursts, which a normal distribution does not foresee: the limit is a
+multiple of the longest recent gap. Detectors read an `AwakeClock`, so that no process blames others for its own delay.
+"""
+
+import math
+from collections import deque
+from typing import Final
+
+NUM_GAPS: Final = 64  # between heartbeats, of which the longest counts
+MAX_GROWTH: Final = 3.0  # a peer may be silent for so many times its longest recent gap
+MAX_PATIENCE: Final = 5.0  # the limit is at most so many times the configured one
+
+
+class AwakeClock:
+    """The time during which this process ran. Told the time often, it leaves out what is beyond `max_lag_s` of a gap:
+    the process was stopped, starved or suspended with its machine."""
+
+    def __init__(self, max_lag_s: float) -> None:
+        self._max_lag_s = max_lag_s
+        self._noted_s = math.inf
+        self._left_out_s = 0.0
+
+    def note(self, now: float) -> float:
+        """The process runs now. Return the seconds since the call before."""
+        gap_s = max(0.0, now - self._noted_s)
+        self._left_out_s += max(0.0, gap_s - self._max_lag_s)
+        self._noted_s = now
+        return gap_s
+
+    def read(self, now: float) -> float:
+        """Return `now` less what was left out."""
+        return now - self._left_out_s
+
+
+class FailureDetector:
+    """One peer that sends heartbeats. All times are those of one AwakeClock."""
+
+    def __init__(self, timeout_s: float, now: float) -> None:
+        """`timeout_s`: the limit on the silence of a peer whose heartbeats are regular."""
+        self._timeout_s = timeout_s
+        self._last_s = now
+        self._gaps_s: deque[float] = deque(maxlen=NUM_GAPS)
+
+    def heard(self, now: float, *, learns: bool = True) -> None:
+        """A heartbeat has come, of which the limit is to learn. A gap beyond the limit counts as the limit."""
+        if learns:
+            self._gaps_s.append(min(max(0.0, now - self._last_s), self.limit_s))
+        self._last_s = now
+
+    @property
+    def longest_gap_s(self) -> float:
+        """Return the longest of the recent gaps between two heartbeats, 0 before there is one."""
+        return max(self._gaps_s, default=0.0)
+
+    @property
+    def limit_s(self) -> float:
+        """Return the silence after which the peer is suspected."""
+        learnt_s = MAX_GROWTH * self.longest_gap_s
+        return min(max(self._timeout_s, learnt_s), MAX_PATIENCE * self._timeout_s)
+
+    def why_suspected(self, now: float) -> str | None:
+        """Return why the peer counts as lost, in words; None while it does not."""
+        silent_s, limit_s = now - self._last_s, self.limit_s
+        if silent_s <= limit_s:
+            return None
+        return f"no heartbeat for {silent_s:.1f} s (limit {limit_s:.1f} s)"
