@@ -108,7 +108,7 @@ class Overview:
         account, latest = self._ledger.of(node), _sample_of(node, now)
         first = self._node_samples.get(node, [latest])[0]
         return inference_pb2.NodeOverview(
-            load=node.load,
+            load=self._tracker.load_of(node),
             num_tokens_to_compute=account.tokens_to_compute,
             num_answers=account.num_answers,
             num_to_come=account.num_to_come,

@@ -20,6 +20,7 @@ from serving_core.shapes import BOTH, ROLES, Shape, check_shape, common, role_of
 
 READY: Final = "ready"  # states of a node
 DRAINING: Final = "draining"
+DRAINED: Final = "drained"  # it drains, and has no part in any request: as clients see it
 MAX_NAME_CHARS: Final = 80  # of a name that nobody has
 MAX_NODES: Final = 1024
 MAX_NAMES: Final = 2 * MAX_NODES  # that health is kept of, after their nodes have gone

@@ -42,7 +42,7 @@ from coordinator.control.outcomes import completion, ended_before, with_progress
 from coordinator.control.placement.policies import AUTO, POLICIES
 from coordinator.control.placement.policy import Policy
 from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Node, Registry
+from coordinator.control.registry import DRAINED, Node, Registry
 from coordinator.control.slo import Slo
 from coordinator.control.so_far import NOTHING, SoFar
 from coordinator.control.suspects import at_work
@@ -142,6 +142,15 @@ class Tracker:
     def num_left(self, node: Node) -> int:
         """Answers that the node still has a part in."""
         return drains.num_left(node, self._live, self._live.releases)
+
+    def load_of(self, node: Node) -> inference_pb2.NodeLoad:
+        """Return the load of a node as clients see it: its state becomes DRAINED when a drain has finished."""
+        if node.is_ready or self.num_left(node):
+            return node.load
+        load = inference_pb2.NodeLoad()
+        load.CopyFrom(node.load)
+        load.state = DRAINED
+        return load
 
     def check_room(self, num_answers: int, now: float, asker: str = "") -> None:
         """Raises RequestError where so many more cannot all begin now."""

@@ -67,7 +67,7 @@ class Exposition(Collector):
         nodes = self._registry.nodes
         is_path = has_path(nodes, embeds=self._registry.embeds)
         own = (_times(self._metrics), _totals(self._metrics), _by_class(self._metrics), _live(self._tracker))
-        figures = list(chain(*own, self._doors(), node_figures(nodes, is_path=is_path)))
+        figures = list(chain(*own, self._doors(), node_figures(nodes, self._tracker, is_path=is_path)))
         yield from families(figures)
         for figure in figures:
             for name in figure.vllm:

@@ -3,20 +3,23 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from coordinator.control.kinds import num_kinds
-from coordinator.control.registry import Node
+from coordinator.control.registry import DRAINED, Node
+from coordinator.control.tracker import Tracker
 from protos.inference_pb2 import NodeLoad, TierLoad
 from serving_core.figures import Figure, Labels, counter, gauge, histogram
 from serving_core.histograms import BATCH, Histogram
 from serving_core.shapes import ROLES
 
 
-def node_figures(nodes: Sequence[Node], *, is_path: bool) -> Iterator[Figure]:
+def node_figures(nodes: Sequence[Node], tracker: Tracker, *, is_path: bool) -> Iterator[Figure]:
     """Counters of a node begin with its process, and are told once it has told them: a node that has just attached
     again would seem to begin anew."""
     yield gauge("nodes", "Attached nodes.", [({"role": role}, sum(n.role == role for n in nodes)) for role in ROLES])
     yield gauge("ready", "1 while there are nodes for a request.", [({}, is_path)])
     help = "Kinds of attached nodes: with more than one, answers may differ in bits between nodes."
     yield gauge("node_kinds", help, [({}, num_kinds(nodes))])
+    drained = [(_labels(node), tracker.load_of(node).state == DRAINED) for node in nodes]
+    yield gauge("node_drained", "1 once a drain of the node has finished.", drained)
     yield from _gauges(nodes)
     yield from _totals([node for node in nodes if node.has_told])
 

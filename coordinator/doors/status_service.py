@@ -48,7 +48,7 @@ class StatusService(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
 
     async def GetLoads(self, _request: Any, _context: Any) -> inference_pb2.GetLoadsResponse:
         # Live are also answers that have ended but that nodes have yet to let go of: at 0 the fleet holds nothing.
-        loads = [node.load for node in self._registry.nodes]
+        loads = [self._tracker.load_of(node) for node in self._registry.nodes]
         return inference_pb2.GetLoadsResponse(
             nodes=loads, num_live_requests=self._tracker.num_open, slo_classes=self._metrics.attainment.to_wire()
         )

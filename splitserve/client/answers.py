@@ -225,10 +225,11 @@ class NodeLoad:
     num_blocks_cached are free blocks that still hold the KV of an earlier request. num_prompt_tokens and what follows
     count from the start of the node: num_cached_tokens of the prompt tokens had their KV there already, num_kv_bytes
     were sent or received. prefill_tokens_per_s is what the node computes when it does nothing else, 0 while that is not
-    known. role is what its shape amounts to. lone_step_s is what an answer's token takes when it is the only one, 0
-    while that is not known. step_weights are what a step takes, as the node has learnt it, in seconds: of a step, of
-    each answer in it, of each token before those; of chunks of prompts, of each of their tokens, of each pair of a
-    token and one before it; of several answers, beyond one. They are empty while no request has had limits.
+    known. role is what its shape amounts to; state is ready, draining, or drained when a drain has finished.
+    lone_step_s is what an answer's token takes when it is the only one, 0 while that is not known. step_weights are
+    what a step takes, as the node has learnt it, in seconds: of a step, of each answer in it, of each token before
+    those; of chunks of prompts, of each of their tokens, of each pair of a token and one before it; of several answers,
+    beyond one. They are empty while no request has had limits.
     step_tokens are steps by how many tokens they computed, and num_step_tokens all of these; num_blocks_leaked,
     blocks in use by no request, are always 0. num_blocks_hosted are in use by requests of other nodes, num_annexes
     what requests of this one have had there. num_annexes_recalled were other nodes' here, and were taken back for older

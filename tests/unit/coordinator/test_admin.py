@@ -230,6 +230,15 @@ async def move(c, attempt):
     return target
 
 
+async def states(c):
+    """The states of the nodes, which two calls tell alike."""
+    loads = await c.stub.GetLoads(inference_pb2.GetLoadsRequest())
+    overview = await inference_pb2_grpc.AdminStub(c.channel).GetOverview(inference_pb2.GetOverviewRequest())
+    told = {load.name: load.state for load in loads.nodes}
+    assert {node.load.name: node.load.state for node in overview.nodes} == told
+    return told
+
+
 @pytest.mark.parametrize("is_back", [False, True])
 def test_a_node_that_is_lost_drains_no_more(tmp_path, is_back):
     """It would take work again; and what it held for others is not told any more."""
@@ -259,6 +268,7 @@ def test_a_drain_moves_the_answers_and_tells_what_is_left(tmp_path):
             await c.attach("d1")
             draining = drain(c, "d0")
             assert await next_left(draining) == 1
+            assert await states(c) == {"p0": "ready", "d0": "draining", "d1": "ready"}
             target = await move(c, attempt)
             await step(c.nodes["d1"], target, 3, TEXT[3:], events.LENGTH)
             complete = await rest_of(call)
@@ -268,8 +278,7 @@ def test_a_drain_moves_the_answers_and_tells_what_is_left(tmp_path):
             assert (complete.kv_bytes, complete.moved_kv_bytes, complete.kv_bytes_saved) == (160, 60, 5)
             timeline = complete.timeline
             assert (timeline.num_moves, timeline.num_restarts, timeline.decode_node) == (1, 0, "d1")
-            states = {load.name: load.state for load in (await c.stub.GetLoads(inference_pb2.GetLoadsRequest())).nodes}
-            assert states == {"p0": "ready", "d0": "draining", "d1": "ready"}
+            assert await states(c) == {"p0": "ready", "d0": "drained", "d1": "ready"}
             another = c.generate("hi")
             await c.nodes["d1"].command("reserve")  # nothing new comes to d0
             another.cancel()

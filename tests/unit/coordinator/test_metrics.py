@@ -76,6 +76,7 @@ GAUGES = {
     "splitserve_nodes_needed": None,
     "splitserve_node_kinds": None,
     "splitserve_node_ready": None,
+    "splitserve_node_drained": None,
     "splitserve_node_requests_running": None,
     "splitserve_node_requests_waiting": None,
     "splitserve_node_waiting_tokens": None,
@@ -374,6 +375,7 @@ def test_figures_of_nodes_are_those_of_attached_ones(world):
     of_p1 = {key.partition("{")[0]: value for key, value in found.items() if "{node=p1" in key}
     assert {name.removeprefix("splitserve_node_"): value for name, value in of_p1.items()} == {
         "ready": 0,
+        "drained": 1,
         "requests_running": 3,
         "requests_waiting": 2,
         "waiting_tokens": 70,

@@ -212,4 +212,4 @@ async def hand_over_to(c, name, attempt, index):
 
 async def say_it_stops(c, name):
     await c.nodes[name].send(events.heartbeat("draining"))
-    await c.until_loads(lambda loads: any((load.name, load.state) == (name, "draining") for load in loads.nodes))
+    await c.until_loads(lambda loads: any(load.name == name and load.state != "ready" for load in loads.nodes))
