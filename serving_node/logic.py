@@ -448,12 +448,12 @@ class NodeLogic:
         num_more = sum(nums_given) - len(works) if has_candidates else 0
         self.steps.add(load, step_s, num_more)
 
-    def step_failed(self, works: Sequence[Work], error: Exception, now: float) -> None:
-        """The step gave nothing."""
+    def step_failed(self, works: Sequence[Work], cause: str, now: float) -> None:
+        """The step gave nothing. The clients of its requests may read the cause."""
         residents = [self._residents.of(work.request) for work in works]
         for resident in residents:
             resident.in_step, resident.num_candidates = False, 0
-            self._endings.fail(resident, reasons.STEP_FAILED, f"the step failed ({type(error).__name__})")
+            self._endings.fail(resident, reasons.STEP_FAILED, cause)
         self._settle_step(residents)
 
     def _advance(self, resident: Resident, work: Work, goes_on: bool, *, is_good: bool) -> None:

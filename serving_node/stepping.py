@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from engine.drafting import Drafter
 from engine.engine import Engine
-from engine.fatal import MOST_FAILED_STEPS, is_fatal
 from engine.step_clock import AFTER, DRAFT, HAND_OVER, IDLE, PLAN, SEND, StepClock
+from engine.step_errors import MOST_FAILED_STEPS, cause_of, is_fatal
 from engine.stepper import Ahead, Step, Stepper
 from serving_core.backoff import Backoff
 from serving_core.errors import RankLost
@@ -163,7 +163,7 @@ class Stepping:
             if self._num_failed_steps == MOST_FAILED_STEPS:
                 end_at_once(f"{MOST_FAILED_STEPS} steps in a row have failed, and this node ends: {error}")
             self._followers.fail_step(error)
-            self._logic.step_failed(works, error, time.monotonic())
+            self._logic.step_failed(works, cause_of(error), time.monotonic())
             self._carry_out()
 
     # ---- whether it is stuck ----

@@ -9,7 +9,14 @@ from coordinator.control.attempts import TrackedRequest
 from coordinator.control.instructions import Embedded, Instruction, Send
 from coordinator.control.live import LiveAnswers
 from coordinator.control.moves import Moves
-from coordinator.control.outcomes import completion, end_error, restart_error, with_progress
+from coordinator.control.outcomes import (
+    MAX_MESSAGE_CHARS,
+    completion,
+    end_error,
+    quarantine_error,
+    restart_error,
+    with_progress,
+)
 from coordinator.control.registry import Node
 from coordinator.control.suspects import MAX_DEATHS
 from coordinator.control.timeline import Phase
@@ -81,8 +88,7 @@ class AttemptEvents:
         to blame for some."""
         if len(request.deaths) >= MAX_DEATHS:
             request.attempt.let_go(node)
-            message = f"{MAX_DEATHS} nodes were lost or failed while they computed the request: no other one is tried"
-            return self._live.end(request, with_progress(RequestError(reasons.ENGINE_ERROR, message), request), now)
+            return self._live.end(request, with_progress(quarantine_error(request.deaths), request), now)
         return self._live.carry_on(request, node, error, now, is_loss=is_loss)
 
     def _on_reserved(
@@ -170,7 +176,7 @@ class AttemptEvents:
             return self._live.carry_on(request, node, restart_error(node, event), now)
         error = end_error(node, event)
         if event.reason == reasons.STEP_FAILED:  # of the node's doing, or of the request's, or of one beside it
-            request.note_death(None)
+            request.note_death(None, event.message[:MAX_MESSAGE_CHARS])
             return self.lose_part(request, node, error, now)
         attempt.let_go(node)
         if event.reason == reasons.QUEUE_FULL:

@@ -156,6 +156,7 @@ class Death(NamedTuple):
 
     session: int | None  # of the node whose stream has ended; None of one that has failed, and said so
     num_tokens: int
+    cause: str  # in words for the client
 
 
 @dataclass(slots=True, eq=False)
@@ -243,11 +244,11 @@ class TrackedRequest:
         self.output += token_ids
         self.num_resumed = len(token_ids)
 
-    def note_death(self, session: int | None) -> None:
+    def note_death(self, session: int | None, cause: str) -> None:
         """As Death says. What has come further since another one was no reason for that."""
         if self.deaths and len(self.output) > self.deaths[-1].num_tokens + NUM_TOKENS_FURTHER:
             self.deaths.clear()
-        self.deaths.append(Death(session, len(self.output)))
+        self.deaths.append(Death(session, len(self.output), cause))
 
     def counts_loss(self, now: float) -> bool:
         """Return whether a loss of its node now counts. What is lost soon after another node has the same cause, such

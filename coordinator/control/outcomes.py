@@ -1,9 +1,10 @@
 """How answers end: the Complete message, and the errors that take its place. Pure."""
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
-from coordinator.control.attempts import TrackedRequest
+from coordinator.control.attempts import Death, TrackedRequest
 from coordinator.control.registry import Node
 from coordinator.control.slo import MS
 from protos import fleet_pb2, inference_pb2
@@ -90,7 +91,20 @@ def end_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
     if event.reason == reasons.PAIRING_MISMATCH:
         differ = f"node {node.name} and the coordinator differ: {event.message[:MAX_MESSAGE_CHARS]}"
         return RequestError(event.reason, differ)
-    return RequestError(reasons.ENGINE_ERROR, f"the engine of the {node.kind} failed")
+    failed = f"the engine of the {node.kind} failed"
+    if event.reason == reasons.STEP_FAILED:  # of which a node words the cause for clients
+        failed += f": {event.message[:MAX_MESSAGE_CHARS]}"
+    return RequestError(reasons.ENGINE_ERROR, failed)
+
+
+def quarantine_error(deaths: Sequence[Death]) -> RequestError:
+    """Return what the client hears when its request is tried no more, as it may be to blame for these deaths."""
+    causes = "; ".join(dict.fromkeys(death.cause for death in deaths))
+    return RequestError(
+        reasons.ENGINE_ERROR,
+        f"nodes were lost or failed {len(deaths)} times in a row while they computed the request, "
+        f"and it is not tried again: {causes}",
+    )
 
 
 def restart_error(node: Node, event: fleet_pb2.Failed) -> RequestError:

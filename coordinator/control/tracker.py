@@ -249,16 +249,16 @@ class Tracker:
         """The node is gone, from the registry too, with all it held. `has_died`: in the middle of its work."""
         pauses = self._registry.pauses
         pauses.note(now)
+        error = RequestError(reasons.WORKER_LOST, f"the {node.kind} was lost")
         if has_died and not pauses.is_recent(now):
             for request in at_work(node, self._live):
-                request.note_death(node.session)
+                request.note_death(node.session, str(error))
         self._live.releases.lose(node)
         instructions: list[Instruction] = []
         for request in self._live:
             instructions += self._moves.lose(request, node, now)
             instructions += self._lending.lose(request, node, now)
             if request in self._live and node in (request.attempt.prefill, request.attempt.decode):
-                error = RequestError(reasons.WORKER_LOST, f"the {node.kind} was lost")
                 instructions += self._attempt_events.lose_part(request, node, error, now, is_loss=True)
         return instructions
 

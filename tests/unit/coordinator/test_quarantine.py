@@ -9,6 +9,8 @@ from tests import fleet_events as events
 from tests.scripted_nodes import DEADLINE_S, cluster, hand_over, read_all, refusal_of, run, step
 from tests.unit.coordinator.tracker_kit import World
 
+TWICE = "nodes were lost or failed 2 times in a row while they computed the request, and it is not tried again: "
+
 
 @pytest.fixture
 def world():
@@ -51,7 +53,7 @@ def test_a_prompt_that_kills_its_readers_gets_no_third_one(world):
     take(world)
     ended = die(world, reader(world))
     assert ended == ["cancel d0", "end ENGINE_ERROR"]
-    assert str(world.outcome) == "2 nodes were lost or failed while they computed the request: no other one is tried"
+    assert str(world.outcome) == TWICE + "the prefill node was lost"
     assert world.outcome.metadata == {"phase": "prefill_queue", "tokens_emitted": "0"}
 
 
@@ -142,6 +144,7 @@ def test_a_node_that_attaches_again_has_failed_all_the_same(world):
     die(world, failed)
     world.tracker.attached_again(lives)
     assert die(world, reader(world))[-1] == "end ENGINE_ERROR"
+    assert str(world.outcome) == TWICE + "what happened; the prefill node was lost"
 
 
 def test_after_the_end_nothing_is_held(world):
@@ -177,7 +180,7 @@ def test_the_client_hears_of_it_as_no_status_to_try_again_at(tmp_path, is_stoppi
                 assert (code, info.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_DECODE_WORKER")
             else:
                 assert (code, info.reason) == (grpc.StatusCode.INTERNAL, "ENGINE_ERROR")
-                assert message.startswith("2 nodes were lost or failed while they computed the request")
+                assert message == TWICE + "the decode node was lost"
 
     run(scenario())
 

@@ -202,6 +202,14 @@ def test_a_request_whose_step_failed_is_tried_elsewhere_and_no_third_time(world)
     assert world.tell("p0", events.failed(world.attempt, "STEP_FAILED")) == ["cancel d0", "reserve d0", "prefill p1"]
     world.tell("p1", events.first_token(events.sampled(world.attempt, 0, 7)))
     assert world.tell("d0", events.failed(world.attempt, "STEP_FAILED")) == ["cancel p1", "end ENGINE_ERROR"]
+    assert str(world.outcome).endswith("and it is not tried again: what happened"), "one cause of both"
+
+
+def test_a_request_that_is_tried_nowhere_else_ends_with_the_cause_of_its_failed_step():
+    world = World(max_restarts=0)
+    world.submit()
+    assert world.tell("p0", events.failed(world.attempt, "STEP_FAILED"))[-1] == "end ENGINE_ERROR"
+    assert str(world.outcome) == "the engine of the prefill node failed: what happened"
 
 
 def test_all_requests_survive_a_node_whose_steps_fail():

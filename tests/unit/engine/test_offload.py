@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.engine import Engine
-from engine.fatal import is_fatal
 from engine.native.dense_linear import best_variant
 from engine.offload import layers_on_disk
 from engine.offload.layer_file import PIECE_BYTES, LayerFile, LayerMemory, folder_on_disk
 from engine.offload.layers_on_disk import WeightsLost
 from engine.offload.residence import ROOM, Residence, layers_elsewhere
+from engine.step_errors import cause_of, is_fatal
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
@@ -269,7 +269,15 @@ def test_what_cannot_be_read_any_more_is_fatal(offloading, tmp_path):
     assert is_fatal(raised.value)
     assert not is_fatal(ValueError("odd"))
     assert is_fatal(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
-    assert not is_fatal(RuntimeError("Triton Error [CUDA]: out of memory"))
+
+
+def test_the_cause_of_a_failed_step_is_told_in_words_that_hold_no_path():
+    out_of_memory = RuntimeError("Triton Error [CUDA]: out of memory")
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**60)
+    for error in (out_of_memory, refused.value, torch.OutOfMemoryError("20 MiB"), MemoryError()):
+        assert (is_fatal(error), cause_of(error)) == (False, "the node is out of memory")
+    assert cause_of(OSError(5, "I/O error", "/a/path")) == "the step failed (OSError)"
 
 
 def test_a_disk_that_gives_nothing_is_waited_for_a_while(offloading, monkeypatch):

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from engine.fatal import MOST_FAILED_STEPS
 from engine.offload.layers_on_disk import WeightsLost
+from engine.step_errors import MOST_FAILED_STEPS
 from engine.stepper import Stepper
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
