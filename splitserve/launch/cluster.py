@@ -45,7 +45,10 @@ class ClusterSettings:
     host: str = flag(LOOPBACK, "Address of the public gRPC port.")
     grpc_port: int = flag(50051, "Public gRPC port.", minimum=1, maximum=65535)
     http_port: int = flag(8000, "OpenAI-compatible HTTP port; 0 takes a free one, -1 none.", minimum=-1, maximum=65535)
-    log_dir: str = flag("", "Folder for the processes' logs; empty makes one under the temporary folder.")
+    log_dir: str = flag(
+        "",
+        "Folder for the processes' logs; empty makes one below that for temporary files, where the latest runs' stay.",
+    )
     start_timeout_s: float = flag(300.0, "Seconds until every node must be ready.", minimum=1.0)
     drain_s: float = flag(10.0, "Seconds running requests get to finish when the cluster stops.", minimum=0.0)
     node_wait_s: float = flag(

@@ -4,8 +4,8 @@
    health service says that the cluster serves.
 2. `Cluster.watch` starts nodes that die again, after a pause that grows while one dies again and again. It ends only
    by LaunchError: when the coordinator is gone.
-3. Leaving the `async with` stops the coordinator, which lets its answers finish, then the nodes. After a clean end,
-   to which every process has lived, their logs are removed unless a folder was given for them.
+3. Leaving the `async with` stops the coordinator, which lets its answers finish, then the nodes. Their logs stay:
+   splitserve/launch/log_folder.py.
 """
 
 import asyncio
@@ -13,10 +13,8 @@ import math
 import os
 import random
 import secrets
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -35,6 +33,7 @@ from splitserve.client.clients import AsyncClient
 from splitserve.client.errors import ClientError, Unavailable
 from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, Place, Process, num_nodes, plan_cluster
 from splitserve.launch.fork_server import ForkServer
+from splitserve.launch.log_folder import keep_latest, log_folder
 from splitserve.launch.models import LocalModel, Report
 from splitserve.launch.preflight import check_processes, cuda_devices, missing_kernels
 from splitserve.launch.rooms import COORDINATOR
@@ -93,10 +92,10 @@ class Cluster:
         """How many nodes begin in each role."""
         self._processes = plan_cluster(settings, passed, model, place, embeds=embeds)
         check_processes(self._processes, are_here=not settings.ray)
-        self.log_dir = _log_dir(settings.log_dir)
+        self.log_dir = log_folder(settings.log_dir)
+        self._kept_logs = keep_latest(self.log_dir)
         self._sockets.make()
         self._supervisor = self._make_supervisor()
-        self._has_lost_any = False
         if settings.ray:
             return
         if len(cpus) < len(self.nodes):
@@ -146,15 +145,13 @@ class Cluster:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        is_clean = kind in (None, asyncio.CancelledError) and self._supervisor.all_live and not self._has_lost_any
+    async def __aexit__(self, *_: object) -> None:
         try:
             await self._stop()
         finally:
             self._sockets.remove()
-            if is_clean and not self._settings.log_dir:
-                shutil.rmtree(self.log_dir, ignore_errors=True)
-            elif not self._settings.log_dir:
+            if self._kept_logs is not None:
+                os.close(self._kept_logs)
                 self._report(f"Logs are kept in {self.log_dir}")
 
     async def _stop(self) -> None:
@@ -202,7 +199,6 @@ class Cluster:
 
         while True:
             if (death := await self._next_death(min(due_s.values(), default=None))) is not None:
-                self._has_lost_any = True
                 if death.process.role == COORDINATOR.role:
                     raise LaunchError(f"{death} (log: {self._log_of(death)}); no coordinator is left")
                 due_s[death.process.name] = again(death.process.name, f"{death} (log: {self._log_of(death)})")
@@ -269,17 +265,6 @@ def free_port(host: str = LOOPBACK) -> int:
 def _key_in(file: str | None) -> str | None:
     """One of the API keys in a file."""
     return next(iter(read_api_keys(Path(file)))) if file else None
-
-
-def _log_dir(given: str) -> Path:
-    if not given:
-        return Path(tempfile.mkdtemp(prefix="splitserve-logs-"))
-    try:
-        Path(given).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=given).close()
-    except OSError as error:
-        raise SettingsError(f"--log-dir {given} cannot be made, or written to: {error.strerror}") from error
-    return Path(given).resolve()  # on Ray, ranks run in other folders
 
 
 def _reachable(host: str) -> str:

@@ -71,10 +71,6 @@ class RaySupervisor(Supervisor):
         self._actors: dict[str, list[Any]] = {}  # of each node, by rank
         self._lives: dict[str, asyncio.Task[None]] = {}
 
-    @property
-    def all_live(self) -> bool:
-        return super().all_live and not any(life.done() for life in self._lives.values())
-
     async def start(self, process: Process) -> None:
         """Raises SettingsError where the hosts have no room for all nodes together."""
         if process.role == COORDINATOR.role:

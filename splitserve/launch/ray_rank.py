@@ -16,6 +16,7 @@ from serving_core.errors import SplitServeError
 from serving_core.flags import build, environment_of
 from splitserve.launch.cluster import LOOPBACK, Process
 from splitserve.launch.launcher import free_port
+from splitserve.launch.log_folder import keep_latest
 from splitserve.launch.models import resolve
 from splitserve.launch.rooms import ROOMS, command_of
 from splitserve.launch.supervisor import Supervisor
@@ -35,6 +36,7 @@ class RankActor:
         self._address = address or _address()
         self._log_dir = Path(log_dir)
         self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        keep_latest(self._log_dir)  # as long as this process lives
         self._said: deque[str] = deque(maxlen=MAX_LINES)
         self._supervisor = Supervisor(self._log_dir, self._said.append)
         self._loop = asyncio.new_event_loop()

@@ -25,6 +25,7 @@ from splitserve.launch.rooms import COORDINATOR
 
 CHUNK_BYTES: Final = 2**16
 LONGEST_LINE_BYTES: Final = 2**16
+MAX_LOG_BYTES: Final = 32 * 2**20
 LAST_WORDS_S: Final = 1.0  # to read what a dead child has left in its pipe
 FORK_DEADLINE_S: Final = 60.0  # the server may still import
 ECHOED_LEVEL: Final = "error"
@@ -134,11 +135,6 @@ class Supervisor:
         """Of all that were started."""
         return tuple(self._children)
 
-    @property
-    def all_live(self) -> bool:
-        """Whether no child has ended."""
-        return all(child.handle.returncode is None for child in self._children.values())
-
     async def start(self, process: Process) -> None:
         """Starts a child and watches it until it ends. Raises OSError where the system has no room for one."""
         output, child_end = os.pipe()
@@ -207,8 +203,9 @@ class Supervisor:
 
 
 class LogFile:
-    """Where a child's lines go. What it does not take is lost, which is said once: a child whose pipe nobody empties
-    would stand still."""
+    """Where a child's lines go. At MAX_LOG_BYTES the file becomes NAME.log.1, in place of an earlier one, and a new
+    one begins. What it does not take is lost, which is said once: a child whose pipe nobody empties would stand
+    still."""
 
     def __init__(self, path: Path, report: Report) -> None:
         self._path = path
@@ -219,6 +216,11 @@ class LogFile:
     def write(self, line: bytes) -> None:
         try:
             self._file = self._file or FileIO(self._path, "ab")
+            size = self._file.tell()
+            if size and size + len(line) > MAX_LOG_BYTES:
+                self._path.replace(f"{self._path}.1")
+                self.close()
+                self._file = FileIO(self._path, "ab")
             self._file.write(line)
         except OSError as error:
             if not self._has_lost:

@@ -189,7 +189,7 @@ def test_a_cluster_serves_and_survives_a_node_but_not_its_coordinator(up, tmp_pa
         ),
     ],
 )
-def test_a_clean_end_leaves_nothing(up, hangups, tmp_path, when, number, exit_code):
+def test_a_clean_end_leaves_the_logs_and_nothing_else(up, hangups, tmp_path, when, number, exit_code):
     cluster = up()
     cluster.read_until(when)
     children = cluster.children()
@@ -199,7 +199,9 @@ def test_a_clean_end_leaves_nothing(up, hangups, tmp_path, when, number, exit_co
     assert (cluster.end(), cluster.said.splitlines()[-1]) == (exit_code, "Stopped.")
     assert ("Stopping: answers have 10 s to end; a second Ctrl-C ends them." in cluster.said) == (when == "Ready")
     assert_gone(children.values())
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list((tmp_path / "tmp").iterdir()) == [cluster.log_dir]
+    assert cluster.said.splitlines()[-2] == f"Logs are kept in {cluster.log_dir}"
+    assert {log.name for log in cluster.log_dir.iterdir()} <= {"coordinator.log", "prefill-0.log", "decode-0.log"}
     assert "Traceback" not in cluster.said
 
 

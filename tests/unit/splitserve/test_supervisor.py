@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from serving_core.telemetry import parse_line
+from splitserve.launch import supervisor as supervisor_module
 from splitserve.launch.cluster import Process
 from splitserve.launch.fork_server import ForkServer
 from splitserve.launch.supervisor import LastWords, LogFile, Supervisor
@@ -100,11 +101,11 @@ def test_a_forked_node_is_stopped_and_its_end_is_told(tmp_path):
         await supervisor.start(Process("decode-0", "decode", (sys.executable, "-m", "told"), environment))
         await until_it_says(tmp_path / "decode-0.log", "started")
         await supervisor.stop(["decode-0"], deadline_s=DEADLINE_S)
-        return (await supervisor.next_death()).returncode, supervisor.all_live
+        return (await supervisor.next_death()).returncode
 
     ended, _ = supervised(tmp_path, scenario)
     server.stop()
-    assert ended == (-signal.SIGTERM, False)
+    assert ended == -signal.SIGTERM
 
 
 def test_a_failure_nobody_expected_is_told_by_its_exception(tmp_path):
@@ -181,6 +182,17 @@ def test_a_log_goes_on_once_it_can_be_written(tmp_path):
     log.close()
     assert (tmp_path / "logs" / "a.log").read_bytes() == b"two\nthree\n"
     assert len(reported) == 1
+
+
+def test_a_log_is_bounded_and_its_last_lines_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "MAX_LOG_BYTES", 8)
+    log = LogFile(tmp_path / "a.log", pytest.fail)
+    for line in (b"one\n", b"two\n", b"three\n", b"four\n", b"longer than the limit\n", b"six\n"):
+        log.write(line)
+    log.close()
+    assert (tmp_path / "a.log").read_bytes() == b"six\n"
+    assert (tmp_path / "a.log.1").read_bytes() == b"longer than the limit\n"
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_killed_child_is_told_with_its_signal(tmp_path):
