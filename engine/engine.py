@@ -490,7 +490,9 @@ def _build_model(
         require("transformers")
         from engine.foreign.loading import load_foreign  # here, as it takes seconds to import
 
-        return load_foreign(folder, config, layout, dtype, device, shard, of_stage, pipeline, settings)
+        is_leader = group.rank == LEADER
+        of_rank = (device, shard, of_stage, pipeline)
+        return load_foreign(folder, config, layout, dtype, *of_rank, settings, shows_progress=is_leader)
     with torch.device("meta"):
         decoder = LlamaDecoder(config, device, shard, of_stage, pipeline, settings.sequence_parallel_min_tokens)
     placement = None
@@ -498,6 +500,8 @@ def _build_model(
         store = choose_store(settings, device)
         placement = Placement(decoder.own_layers, settings.weights_memory_bytes, store)
     what = (settings.quantization, config.stored_quantization, placement)
-    num_bytes = load_weights(decoder, folder, dtype, device, *what, is_text_part=config.is_text_part)
+    num_bytes = load_weights(
+        decoder, folder, dtype, device, *what, is_text_part=config.is_text_part, shows_progress=group.rank == LEADER
+    )
     decoder.offloaded = placement.finish() if placement else None
     return decoder, num_bytes

@@ -1,7 +1,7 @@
 """Logging of a process: one line an event on stderr, with the role, the node and, where there is one, the request.
 
-As JSON or to be read by people; what libraries log, Python's warnings and failures that nobody caught come in the same
-form. No line of ours holds a word of a prompt or an answer.
+As JSON, or in a terminal as text for people; what libraries log, Python's warnings and failures that nobody caught come
+in the same form. No line of ours holds a word of a prompt or an answer.
 """
 
 import json
@@ -18,12 +18,12 @@ from typing import Any, Final
 
 from serving_core.flags import flag
 
-JSON, HUMAN = "json", "human"
+AUTO, JSON, TEXT = "auto", "json", "text"
 LEVELS: Final = ("debug", "info", "warning", "error")
 MAX_ID_CHARS: Final = 128  # of ids that were refused, too
 CURRENT_REQUEST: Final = ContextVar("current_request", default="")  # the id of the call at hand, for lines about it
 
-_HUMAN_LINE: Final = re.compile(r"\S+Z (debug|info|warning|error|critical) \S+: (.*?)(?: exception=.*)?")
+_TEXT_LINE: Final = re.compile(r"\S+Z (debug|info|warning|error|critical) \S+: (.*?)(?: exception=.*)?")
 _PLAIN: Final = re.compile(r"[^\s\"=]+")
 
 
@@ -32,7 +32,11 @@ class LogSettings:
     """What a process writes of what it does."""
 
     log_level: str = flag("info", "Least severe log line to write.", choices=LEVELS)
-    log_format: str = flag(JSON, "How log lines are written: as JSON, or for people.", choices=(JSON, HUMAN))
+    log_format: str = flag(
+        AUTO,
+        "How log lines are written: as JSON, or as text for people. auto: as text to a terminal, as JSON elsewhere.",
+        choices=(AUTO, JSON, TEXT),
+    )
 
 
 class JsonFormatter(logging.Formatter):
@@ -47,7 +51,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line | _details(record, self), default=str)
 
 
-class HumanFormatter(logging.Formatter):
+class TextFormatter(logging.Formatter):
     """One line as `TIME level NAME: event key=value ...`, with the keys of the JSON form."""
 
     def __init__(self, name: str) -> None:
@@ -66,7 +70,7 @@ def parse_line(line: str) -> tuple[str, str]:
         fields = json.loads(line)
         return str(fields["level"]), str(fields["event"])
     except (ValueError, TypeError, KeyError):
-        found = _HUMAN_LINE.fullmatch(line.rstrip())
+        found = _TEXT_LINE.fullmatch(line.rstrip())
         return (found[1], found[2]) if found else ("", line.rstrip())
 
 
@@ -74,12 +78,19 @@ def configure_logging(role: str, name: str, settings: LogSettings) -> None:
     """Sends every logger of this process to stderr, with Python's warnings and failures that nobody caught. Only mains
     call it."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(HumanFormatter(name) if settings.log_format == HUMAN else JsonFormatter(role, name))
+    is_text = settings.log_format == TEXT or (settings.log_format == AUTO and sys.stderr.isatty())
+    handler.setFormatter(TextFormatter(name) if is_text else JsonFormatter(role, name))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(capture=True)
     sys.excepthook = partial(_log_uncaught, logging.CRITICAL)
     threading.excepthook = _log_failed
     sys.unraisablehook = _log_failed
+
+
+def is_read_in_terminal() -> bool:
+    """Whether this process logs text to a terminal, where a progress bar may be drawn."""
+    is_text = any(isinstance(handler.formatter, TextFormatter) for handler in logging.getLogger().handlers)
+    return is_text and sys.stderr.isatty()
 
 
 def _log_failed(failed: "threading.ExceptHookArgs | sys.UnraisableHookArgs") -> None:

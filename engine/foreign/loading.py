@@ -38,6 +38,7 @@ from engine.parallel import RankGroup
 from engine.pipeline import Pipeline
 from serving_core.errors import ModelError
 from serving_core.layout import KVLayout
+from serving_core.load_progress import LoadProgress
 from serving_core.model_config import ModelConfig
 from serving_core.settings import EngineSettings
 from serving_core.sharding import Extent, Shard
@@ -64,11 +65,13 @@ def load_foreign(
     group: RankGroup,
     pipeline: Pipeline | None,
     settings: EngineSettings,
+    *,
+    shows_progress: bool = True,
 ) -> tuple[ForeignDecoder, int]:
     """One rank's part of a model and the bytes of its weights. `layout` is that of the rank's pool, `group` are the
-    ranks that compute the same layers, `pipeline` leads to other stages, if there are any. Raises ModelError
-    with one sentence for what transformers does not know, and where the model does not do what our attention and our
-    cache can; SettingsError for ranks that cannot divide it."""
+    ranks that compute the same layers, `pipeline` leads to other stages, if there are any; `shows_progress`: as
+    LoadProgress has it. Raises ModelError with one sentence for what transformers does not know, and where the model
+    does not do what our attention and our cache can; SettingsError for ranks that cannot divide it."""
     if pipeline is not None and settings.verify_model:
         check_staged(config)
     disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -87,7 +90,12 @@ def load_foreign(
     if quantizes:
         check_quantizable(model, settings.quantization)
     try:
-        _fill(model, open_checkpoint(folder), names, cuts, dtype, device)
+        stored = _stored(model, open_checkpoint(folder), names, cuts)
+        num_bytes = sum(each.num_bytes for each in stored.values())
+        with LoadProgress(num_bytes, len(stored), is_shown=shows_progress) as progress:
+            for each in stored.values():
+                each.progress = progress
+            _fill(model, stored, dtype, device)
     except UNREADABLE as error:
         raise ModelError(f"transformers cannot fill {config.architecture}: {in_a_line(error)}") from error
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
@@ -155,16 +163,26 @@ class _Stored:
         """Of one dimension these runs; None: all."""
         self._checkpoint, self._name, self._lock = checkpoint, name, lock
         self._dim, self._runs = dim, runs
+        self._part = whole_tensor(name, checkpoint.describe(name)[0], FLOATS)
+        self.progress: LoadProgress | None = None  # that hears of its bytes when they are read
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in the file."""
+        of_all = self._checkpoint.stored_bytes(self._part)
+        return of_all if self._runs is None else of_all * sum(map(len, self._runs)) // self._part.shape[self._dim]
 
     def __getitem__(self, key: EllipsisType) -> torch.Tensor:
         """A copy of it."""
         with self._lock:
-            shape, _ = self._checkpoint.describe(self._name)
-            part = whole_tensor(self._name, shape, FLOATS)
-            self._checkpoint.check(part)
+            self._checkpoint.check(self._part)
             if self._runs is None:
-                return self._checkpoint.read_all(part)
-            return torch.cat([self._read(part, run) for run in self._runs], dim=self._dim)
+                tensor = self._checkpoint.read_all(self._part)
+            else:
+                tensor = torch.cat([self._read(self._part, run) for run in self._runs], dim=self._dim)
+            if self.progress is not None:
+                self.progress.add(self.num_bytes)
+            return tensor
 
     def _read(self, part: Part, run: range) -> torch.Tensor:
         extents = list(part.extents)
@@ -174,7 +192,7 @@ class _Stored:
 
 def _stored(
     model: PreTrainedModel, checkpoint: Checkpoint, names: dict[str, Any], cuts: Mapping[str, Cut]
-) -> dict[str, Any]:
+) -> "dict[str, _Stored]":
     """All tensors of the checkpoint, less what other ranks hold. `names` are those of the whole model."""
     lock = Lock()
     conversions = get_model_conversion_mapping(model)
@@ -201,14 +219,7 @@ def _stored(
     return stored
 
 
-def _fill(
-    model: PreTrainedModel,
-    checkpoint: Checkpoint,
-    names: dict[str, Any],
-    cuts: Mapping[str, Cut],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
+def _fill(model: PreTrainedModel, stored: dict[str, _Stored], dtype: torch.dtype, device: torch.device) -> None:
     conversions: list[Any] = list(get_model_conversion_mapping(model))
     load_config = LoadStateDictConfig(
         dtype=dtype,
@@ -216,7 +227,7 @@ def _fill(
         device_map={"": device},
         weight_mapping=conversions,
     )
-    found, _ = model._load_pretrained_model(model, _stored(model, checkpoint, names, cuts), None, load_config)
+    found, _ = model._load_pretrained_model(model, stored, None, load_config)
     model._adjust_missing_and_unexpected_keys(found)
     if missing := sorted(found.missing_keys - model.all_tied_weights_keys.keys()):
         raise ModelError(f"the weights lack {spell(missing)}")

@@ -57,6 +57,10 @@ class Checkpoint(ABC):
         """What of which files `read` will read, where that is known."""
         yield from ()
 
+    def stored_bytes(self, part: Part) -> int:
+        """How many bytes `read` will read, where that is known."""
+        return sum(span.stop - span.start for span in self.spans(part))
+
     def check(self, part: Part) -> None:
         """Raises ModelError unless a tensor that is there has the shape and one of the dtypes."""
         shape, dtype = self.describe(part.name)

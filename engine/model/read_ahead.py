@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
     def of_rows(self, rows: Extent) -> "Span":
         """Those of the rows that are held, if these are the bytes of all."""
-        row_bytes = (self.stop - self.start) // rows.total
+        row_bytes = (self.stop - self.start) // max(1, rows.total)
         return Span(self.file, self.start + rows.held.start * row_bytes, self.start + rows.held.stop * row_bytes)
 
 

@@ -13,13 +13,14 @@ from torch import nn
 from engine.model.checkpoint import Checkpoint, Part, SafetensorsCheckpoint, TextPart
 from engine.model.layers import Layer, Linear
 from engine.model.llama import LlamaDecoder
-from engine.model.read_ahead import read_ahead
+from engine.model.read_ahead import Span, read_ahead
 from engine.native.linear_library import best_variant
 from engine.offload.placement import Placement
 from engine.quantization import awq, gptq, w8a8
 from engine.quantization.fp8 import Fp8Checkpoint
 from engine.quantization.grouped_weight import join, matrix_of
 from serving_core.errors import ModelError
+from serving_core.load_progress import LoadProgress
 from serving_core.needs import TIED_HEAD
 from serving_core.sharding import Extent
 from serving_core.stored_quantization import StoredQuantization
@@ -64,10 +65,12 @@ def load_weights(
     placement: Placement | None = None,
     *,
     is_text_part: bool = False,
+    shows_progress: bool = True,
 ) -> int:
     """Gives every parameter of a model built on the meta device its values, cast to dtype, and packs them; gives
     the bytes they take. `quantization` is a value of --quantization, `stored` how the checkpoint is quantized,
-    `placement` where they go if not all into memory; `is_text_part`: the checkpoint has more than text.
+    `placement` where they go if not all into memory; `is_text_part`: the checkpoint has more than text;
+    `shows_progress`: as LoadProgress has it.
 
     Reads of the files what the parameters take, and takes little memory beyond them. Raises ModelError, before
     anything is loaded, when a tensor is missing, unknown, of another shape or of a dtype that is not a float of 16
@@ -81,7 +84,9 @@ def load_weights(
     _check(checkpoint, parts, model.is_elsewhere)
     input_bits = INPUT_BITS.get(quantization if stored is None else stored.method, 16)
     num_bytes = num_dense = 0
-    with closing(_coming(targets, checkpoint)) as coming:
+    sizes = [sum(map(checkpoint.stored_bytes, target.parts)) for target in targets]
+    progress = LoadProgress(sum(sizes), len(parts), is_shown=shows_progress)
+    with progress, closing(_coming(targets, sizes, checkpoint, progress)) as coming:
         for module, of_module in itertools.groupby(coming, key=lambda target: target.module):
             with nullcontext() if placement is None else placement.of(module):
                 for target in of_module:
@@ -115,9 +120,18 @@ def open_checkpoint(folder: Path, root: str = "") -> Checkpoint:
     return GgufCheckpoint(folder)
 
 
-def _coming(targets: Sequence[_Target], checkpoint: Checkpoint) -> Generator[_Target]:
-    """The targets, while what fills the next ones is read ahead."""
-    return read_ahead(targets, lambda target: itertools.chain.from_iterable(map(checkpoint.spans, target.parts)))
+def _coming(
+    targets: Sequence[_Target], sizes: Sequence[int], checkpoint: Checkpoint, progress: LoadProgress
+) -> Generator[_Target]:
+    """The targets, while what fills the next ones is read ahead. A target is loaded when the next one is asked for."""
+
+    def spans_of(target: _Target) -> Iterator[Span]:
+        return itertools.chain.from_iterable(map(checkpoint.spans, target.parts))
+
+    with closing(read_ahead(targets, spans_of)) as coming:
+        for target, size in zip(coming, sizes, strict=True):
+            yield target
+            progress.add(size)
 
 
 def _fill(target: _Target, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:

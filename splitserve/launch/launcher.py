@@ -162,7 +162,8 @@ class Cluster:
             await self._supervisor.stop(self.nodes, deadline_s=deadline_s)
 
     async def start(self, on_progress: Callable[[list[str]], None]) -> None:
-        """Starts every process and waits until all are ready; `on_progress` is told which nodes are not yet.
+        """Starts every process and waits until all are ready; `on_progress` is told which nodes are not yet, and how
+        far the load of their weights has come.
 
         Raises SettingsError with the sentence of one that refuses to start; LaunchError when one dies or the system has
         no room for it, the time is up or another server answers in the coordinator's place.
@@ -226,7 +227,8 @@ class Cluster:
     async def _wait_until_ready(self, on_progress: Callable[[list[str]], None]) -> None:
         async with self.client() as client:
             while missing := await self._missing(client):
-                on_progress(missing)
+                loading = self._supervisor.loading
+                on_progress([f"{name} ({loading[name]})" if name in loading else name for name in missing])
                 await asyncio.sleep(POLL_S)
             await client.wait_until_healthy(deadline_s=self._settings.start_timeout_s)
 

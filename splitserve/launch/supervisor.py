@@ -17,6 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Final, Protocol, Self
 
+from serving_core.load_progress import progress_in
 from serving_core.telemetry import parse_line
 from splitserve.launch.cluster import Process
 from splitserve.launch.fork_server import PID_OR_CODE, ForkServer
@@ -125,6 +126,8 @@ class Supervisor:
         self._report = report
         self._fork_server = fork_server
         self._children: dict[str, _Child] = {}
+        self.loading: Final[dict[str, str]] = {}
+        """How far the load of weights has come, in words, by the names of children that have told of it."""
         self._deaths: asyncio.Queue[Death] = asyncio.Queue()
 
     def pid(self, name: str) -> int:
@@ -137,6 +140,7 @@ class Supervisor:
 
     async def start(self, process: Process) -> None:
         """Starts a child and watches it until it ends. Raises OSError where the system has no room for one."""
+        self.loading.pop(process.name, None)
         output, child_end = os.pipe()
         try:
             handle = await self._spawn(process, child_end)
@@ -198,6 +202,8 @@ class Supervisor:
                 log.write(line + b"\n")
                 level, text = parse_line(line.decode(errors="replace"))
                 words.hear(level, text)
+                if progress := progress_in(text):
+                    self.loading[name] = progress
                 if level == ECHOED_LEVEL:
                     self._report(f"{name}: {text}")
 

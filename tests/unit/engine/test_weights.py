@@ -1,4 +1,5 @@
 import json
+import logging
 import subprocess
 
 import pytest
@@ -11,6 +12,7 @@ from engine.model.llama import LlamaDecoder
 from engine.model.weights import load_weights
 from engine.native.library import ENVIRONMENT, OFF
 from engine.parallel import alone
+from serving_core import load_progress
 from serving_core.errors import ModelError
 from serving_core.model_config import read_model_config
 from serving_core.settings import EngineSettings
@@ -47,6 +49,20 @@ def test_shards_hold_the_same_model(tmp_path):
     assert len(list(sharded.glob("*.safetensors"))) > 2
     answers = [run_all(load(folder), [[1, 2, 3]], greedy(12)) for folder in (single, sharded)]
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("model_impl", ["splitserve", "transformers"])
+def test_the_log_tells_how_much_is_loaded(tmp_path, caplog, monkeypatch, model_impl):
+    for limit in ("LOG_SHARE", "LOG_EVERY_S"):
+        monkeypatch.setattr(load_progress, limit, 0.0)
+    caplog.set_level(logging.INFO)
+    folder = write_tiny_model(tmp_path / "model", max_shard_size="60KB")
+    tensors = [tensor for file in folder.glob("*.safetensors") for tensor in load_file(file).values()]
+    Engine(EngineSettings(model=str(folder), num_kv_blocks=8, model_impl=model_impl))
+    begin, *_, last, end = (record for record in caplog.records if record.name == load_progress.__name__)
+    assert begin.fields == {"num_bytes": sum(tensor.nbytes for tensor in tensors), "num_tensors": len(tensors)}
+    assert last.getMessage().startswith("loading weights: 100% of ")
+    assert end.getMessage().startswith("weights loaded in ")
 
 
 def test_one_file_saved_over_several_is_the_model(tmp_path):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from serving_core.telemetry import CURRENT_REQUEST, HumanFormatter, JsonFormatter, about, parse_line
+from serving_core.telemetry import CURRENT_REQUEST, JsonFormatter, TextFormatter, about, parse_line
 
 
 def line(**extra):
@@ -31,14 +31,14 @@ def test_a_line_needs_neither():
     assert line().keys() == {"ts", "level", "role", "node", "event"}
 
 
-def human(**extra):
+def text(**extra):
     record = logging.makeLogRecord({"levelno": 30, "levelname": "WARNING", "msg": "no\nroom", "created": 0.25, **extra})
     record.msecs = 250.0
-    return HumanFormatter("d0").format(record)
+    return TextFormatter("d0").format(record)
 
 
 def test_a_line_for_people_is_one_line_with_the_same_keys():
-    written = human(request_id="r", fields={"num_tokens": 3, "message": 'a "b"\n', "node": "d 1"})
+    written = text(request_id="r", fields={"num_tokens": 3, "message": 'a "b"\n', "node": "d 1"})
     assert written == (
         '1970-01-01T00:00:00.250Z warning d0: no\\nroom request_id=r num_tokens=3 message="a \\"b\\"\\n" node="d 1"'
     )
@@ -76,7 +76,7 @@ raise ValueError("at the end\\nof all")
 """
 
 
-@pytest.mark.parametrize("log_format", ["json", "human"])
+@pytest.mark.parametrize("log_format", ["auto", "json", "text"])
 def test_what_others_write_is_a_line_of_ours(log_format):
     done = subprocess.run(
         [sys.executable, "-W", "always", "-c", PROGRAM, log_format], capture_output=True, text=True, timeout=240

@@ -195,6 +195,35 @@ def test_a_log_is_bounded_and_its_last_lines_stay(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_how_far_a_load_is_is_read_from_the_log(tmp_path):
+    """Of the process that runs now: one that starts again has loaded nothing."""
+    code = """
+        import sys, time
+        from serving_core.telemetry import LogSettings, configure_logging
+        from serving_core import load_progress
+        load_progress.LOG_EVERY_S = 0.0
+        configure_logging("decode", "decode-0", LogSettings())
+        with load_progress.LoadProgress(1000, 2) as progress:
+            progress.add(450)
+            print("half", file=sys.stderr, flush=True)
+            time.sleep(600)
+    """
+
+    async def scenario(supervisor):
+        child = python("decode-0", textwrap.dedent(code))
+        await supervisor.start(child)
+        await until_it_says(tmp_path / "decode-0.log", "half")
+        told = dict(supervisor.loading)
+        await supervisor.stop(["decode-0"], deadline_s=DEADLINE_S)
+        await supervisor.start(python("decode-0", FOREVER))
+        told_again = dict(supervisor.loading)
+        await supervisor.stop(["decode-0"], deadline_s=DEADLINE_S)
+        return told, told_again
+
+    told, _ = supervised(tmp_path, scenario)
+    assert told == ({"decode-0": "45% of 1000 B"}, {})
+
+
 def test_a_killed_child_is_told_with_its_signal(tmp_path):
     async def scenario(supervisor):
         await supervisor.start(python("decode-1", FOREVER))

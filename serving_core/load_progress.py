@@ -1,0 +1,77 @@
+"""How far the load of a model's weights has come: in the log, or as a bar where people read the log in a terminal."""
+
+import logging
+import re
+import time
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Final, Self
+
+from serving_core.telemetry import is_read_in_terminal
+from serving_core.units import size_of
+
+logger = logging.getLogger(__name__)
+
+LOG_SHARE: Final = 0.05  # of the weights, between two lines, which are
+LOG_EVERY_S: Final = 1.0  # apart at least
+_PROGRESS: Final = re.compile(r"loading weights: (\d+% of [\d.]+ \w+)|(weights loaded) in ")
+
+
+def progress_in(event: str) -> str:
+    """Return how far a load is by this event, as in `45% of 14.2 GiB` or `weights loaded`; nothing for other events."""
+    found = _PROGRESS.match(event)
+    return found[1] or found[2] if found else ""
+
+
+class LoadProgress:
+    """The load of some tensors, a context: logs their size and number, the progress, and how long the load took."""
+
+    def __init__(self, num_bytes: int, num_tensors: int, *, is_shown: bool = True) -> None:
+        """`num_bytes` are those to be read. Without `is_shown` the progress is not logged: one rank shows that of all
+        of its node."""
+        self._num_bytes = num_bytes
+        self._num_tensors = num_tensors
+        self._is_shown = is_shown
+        self._num_loaded = self._num_logged = 0
+        self._begun_s = self._logged_s = 0.0
+        self._bar: Any = None  # of tqdm, once drawn
+        self._resources = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._begun_s = self._logged_s = time.monotonic()
+        size = {"num_bytes": self._num_bytes, "num_tensors": self._num_tensors}
+        logger.info("loading %s of weights", size_of(self._num_bytes), extra={"fields": size})
+        if self._is_shown and is_read_in_terminal():
+            self._draw_bar()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._resources.close()
+        if error is None:
+            logger.info("weights loaded in %.1f s", time.monotonic() - self._begun_s)
+
+    def add(self, num_bytes: int) -> None:
+        """So many bytes more are loaded."""
+        self._num_loaded += num_bytes
+        if self._bar is not None:
+            self._bar.update(num_bytes)
+        elif self._is_shown and self._is_due():
+            self._num_logged, self._logged_s = self._num_loaded, time.monotonic()
+            percent = 100 * self._num_loaded // self._num_bytes
+            logger.info("loading weights: %d%% of %s", percent, size_of(self._num_bytes))
+
+    def _is_due(self) -> bool:
+        is_far = self._num_loaded - self._num_logged >= LOG_SHARE * self._num_bytes
+        return is_far and self._num_bytes > 0 and time.monotonic() - self._logged_s >= LOG_EVERY_S
+
+    def _draw_bar(self) -> None:
+        """Draw a bar, above which log lines appear."""
+        from tqdm import tqdm  # here, as nothing else in a process needs it
+        from tqdm.contrib.logging import logging_redirect_tqdm
+
+        tqdm.monitor_interval = 0  # it would start a thread that stays
+        self._resources.enter_context(logging_redirect_tqdm())
+        sizes = {"unit": "iB", "unit_scale": True, "unit_divisor": 1024}
+        self._bar = self._resources.enter_context(
+            tqdm(total=self._num_bytes, desc="loading weights", leave=False, **sizes)
+        )
