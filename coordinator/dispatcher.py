@@ -151,8 +151,6 @@ class Dispatcher:
     def detach(self, link: NodeLink) -> None:
         """The node's stream has ended."""
         node = link.node
-        if node.is_stopping and node in self._links:
-            logger.info("%s %s has stopped", node.kind, node.name)
         self._apply(self._lose(node, LossCause.CONNECTION, "the stream has ended", has_died=not node.is_stopping))
 
     def receive(self, link: NodeLink, event: fleet_pb2.NodeEvent) -> None:
@@ -181,7 +179,7 @@ class Dispatcher:
         if not node.is_drained:
             drains.check_target(node, self._registry.nodes, embeds=self._registry.embeds)
             self._registry.drain(node)
-            logger.info("%s %s drains", node.kind, node.name)
+            logger.info("%s %s is draining", node.kind, node.name)
             self.nodes_changed.set()
             self._apply(self._tracker.tick(time.monotonic()))
         return node
@@ -253,7 +251,9 @@ class Dispatcher:
         """Lose a node, if it is not lost already. `has_died`: in the middle of its work."""
         if node not in self._links:
             return []
-        if not node.is_stopping:
+        if node.is_stopping:
+            logger.info("%s %s has left: %s", node.kind, node.name, why)
+        else:
             node.health.lost(time.monotonic())
             self._journal.node_lost(node, cause, why)
         return self._give_up(node, RequestError(WORKER_LOST, why), has_died=has_died)

@@ -152,7 +152,7 @@ class CoordinatorServer:
 
     async def drain(self) -> None:
         """Refuses new calls and returns when the live ones have ended, or after drain_s."""
-        logger.info("draining")
+        logger.info("draining: new calls are refused, and live ones have %g s to end", self._settings.drain_s)
         self._dispatcher.drain()
         await self._public.report()
         try:

@@ -112,12 +112,13 @@ async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
                 await asyncio.gather(*tasks, return_exceptions=True)
         except TimeoutError:
             end_at_once(f"this node ends: its last step has not ended within {LAST_STEP_S:g} s")
+    logger.info("stopped")
 
 
 async def _drain(node: ServedNode, link: FleetLink, stopping: asyncio.Event, drain_s: float) -> None:
     """Waits for the signal, then for the requests."""
     await stopping.wait()
-    logger.info("draining")
+    logger.info("draining: requests have %g s to end here or to move to other nodes", drain_s)
     node.drain()
     link.send(heartbeat=node.heartbeat())
     await asyncio.sleep(IN_FLIGHT_S)

@@ -1,6 +1,7 @@
 """The gRPC service for operators, on the public port."""
 
 import asyncio
+import logging
 import time
 from typing import Any, Final
 
@@ -12,6 +13,8 @@ from protos import inference_pb2, inference_pb2_grpc
 from protos.convert import shape_from_wire
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM, DEADLINE_EXCEEDED
+
+logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 0.1  # between two looks at what a node that drains has left
 
@@ -52,6 +55,7 @@ class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
                 await write(context, inference_pb2.DrainProgress(num_left=num_left))
             else:
                 await asyncio.sleep(LOOK_S)
+        logger.info("%s %s is drained", node.kind, node.name)
 
     async def GetOverview(self, request: inference_pb2.GetOverviewRequest, _: Any) -> inference_pb2.Overview:
         after = request.after if request.HasField("after") else None

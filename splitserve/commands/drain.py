@@ -23,5 +23,5 @@ def drain(node: str, server: Server, deadline_s: float) -> None:
     left. To drain it again is to wait for the same end."""
     with server.client() as client, waiting(f"Asking {node} to drain") as show:
         for num_left in client.drain(node, deadline_s=deadline_s):
-            show(f"{node} drains: {num_left} {'answer' if num_left == 1 else 'answers'} left")
-    stdout.print(f"{node} is drained: it has no part in any answer", markup=False, soft_wrap=True)
+            show(f"{node} is draining: {num_left} {'request' if num_left == 1 else 'requests'} left")
+    stdout.print(f"{node} is drained: it has no part in any request", markup=False, soft_wrap=True)

@@ -76,7 +76,7 @@ def _serve(settings: ClusterSettings, given: dict[str, Any], fork_server: ForkSe
             try:
                 await cluster.watch()
             except asyncio.CancelledError:
-                report(f"Stopping: answers have {settings.drain_s:g} s to end; a second Ctrl-C ends them.")
+                report(f"Stopping: running requests have {settings.drain_s:g} s to end; a second Ctrl-C ends them.")
                 raise
 
     with _hosts(settings.ray) as fleet_host:

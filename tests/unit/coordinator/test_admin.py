@@ -261,7 +261,9 @@ def test_a_node_that_is_lost_drains_no_more(tmp_path, is_back):
     run(scenario())
 
 
-def test_a_drain_moves_the_answers_and_tells_what_is_left(tmp_path):
+def test_a_drain_moves_the_answers_and_tells_what_is_left(tmp_path, caplog):
+    caplog.set_level("INFO")
+
     async def scenario():
         async with cluster(tmp_path) as c:
             call, attempt = await write(c)
@@ -275,6 +277,10 @@ def test_a_drain_moves_the_answers_and_tells_what_is_left(tmp_path):
             await c.nodes["d0"].answer_cancel(attempt)
             assert await next_left(draining) == 0
             assert await draining.read() is grpc.aio.EOF
+            assert [line for line in caplog.messages if " d0 is " in line] == [
+                "decode node d0 is draining",
+                "decode node d0 is drained",
+            ]
             assert (complete.kv_bytes, complete.moved_kv_bytes, complete.kv_bytes_saved) == (160, 60, 5)
             timeline = complete.timeline
             assert (timeline.num_moves, timeline.num_restarts, timeline.decode_node) == (1, 0, "d1")
@@ -325,7 +331,9 @@ def test_a_role_ends_a_drain_and_tells_who_waits_for_it(tmp_path):
     run(scenario())
 
 
-def test_a_node_that_drains_itself_is_emptied_in_the_same_way(tmp_path):
+def test_a_node_that_drains_itself_is_emptied_in_the_same_way(tmp_path, caplog):
+    caplog.set_level("INFO")
+
     async def scenario():
         async with cluster(tmp_path) as c:
             call, attempt = await write(c)
@@ -334,6 +342,9 @@ def test_a_node_that_drains_itself_is_emptied_in_the_same_way(tmp_path):
             target = await move(c, attempt)
             await c.nodes["d0"].answer_cancel(attempt)
             await c.nodes["d0"].hang_up()  # it has nothing to stay for
+            await c.until_loads(lambda loads: all(node.name != "d0" for node in loads.nodes))
+            [left] = [record for record in caplog.records if record.getMessage().startswith("decode node d0 has left")]
+            assert left.levelname == "INFO", "it is no trouble"
             await step(c.nodes["d1"], target, 3, TEXT[3:], events.LENGTH)
             await rest_of(call)
 

@@ -35,12 +35,12 @@ def script():
 def test_drain_tells_what_is_left_and_ends_with_one_line(run, script):
     script.drained = [2, 1, 1, 0]
     result = run("drain", "decode-0")
-    assert (result.exit_code, result.stdout) == (0, "decode-0 is drained: it has no part in any answer\n")
+    assert (result.exit_code, result.stdout) == (0, "decode-0 is drained: it has no part in any request\n")
     assert result.stderr.splitlines() == [
         "Asking decode-0 to drain",
-        "decode-0 drains: 2 answers left",
-        "decode-0 drains: 1 answer left",
-        "decode-0 drains: 0 answers left",
+        "decode-0 is draining: 2 requests left",
+        "decode-0 is draining: 1 request left",
+        "decode-0 is draining: 0 requests left",
     ]
     assert script.requests[-1] == inference_pb2.DrainRequest(node="decode-0")
 

@@ -141,7 +141,7 @@ def test_a_cluster_serves_survives_a_node_and_ends_by_ctrl_c(up, tmp_path):
     children |= cluster.children()
     cluster.process.send_signal(signal.SIGINT)
     assert (cluster.end(), cluster.said.splitlines()[-1]) == (130, "Stopped.")
-    assert "Stopping: answers have 10 s to end; a second Ctrl-C ends them." in cluster.said
+    assert "Stopping: running requests have 10 s to end; a second Ctrl-C ends them." in cluster.said
     assert_gone(children.values())
     assert list((tmp_path / "tmp").iterdir()) == [cluster.log_dir]  # which says why a node has died
     assert "Traceback" not in cluster.said
@@ -197,7 +197,9 @@ def test_a_clean_end_leaves_the_logs_and_nothing_else(up, hangups, tmp_path, whe
     assert cluster.log_dir.is_dir()
     cluster.process.send_signal(number)
     assert (cluster.end(), cluster.said.splitlines()[-1]) == (exit_code, "Stopped.")
-    assert ("Stopping: answers have 10 s to end; a second Ctrl-C ends them." in cluster.said) == (when == "Ready")
+    assert ("Stopping: running requests have 10 s to end; a second Ctrl-C ends them." in cluster.said) == (
+        when == "Ready"
+    )
     assert_gone(children.values())
     assert list((tmp_path / "tmp").iterdir()) == [cluster.log_dir]
     assert cluster.said.splitlines()[-2] == f"Logs are kept in {cluster.log_dir}"
