@@ -92,7 +92,7 @@ def end_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
         differ = f"node {node.name} and the coordinator differ: {event.message[:MAX_MESSAGE_CHARS]}"
         return RequestError(event.reason, differ)
     failed = f"the engine of the {node.kind} failed"
-    if event.reason == reasons.STEP_FAILED:  # of which a node words the cause for clients
+    if event.reason in (reasons.STEP_FAILED, reasons.ENGINE_ERROR):  # of which a node words the cause for clients
         failed += f": {event.message[:MAX_MESSAGE_CHARS]}"
     return RequestError(reasons.ENGINE_ERROR, failed)
 
@@ -113,7 +113,7 @@ def restart_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
         return RequestError(
             reasons.KV_CHECKSUM_MISMATCH, "the KV cache arrived damaged, and recomputing it was given up"
         )
-    return RequestError(reasons.WORKER_LOST, f"the {node.kind} gave the request up")
+    return RequestError(reasons.WORKER_LOST, f"the {node.kind} gave the request up: its KV could not be transferred")
 
 
 def too_late(request: TrackedRequest) -> RequestError:

@@ -170,7 +170,7 @@ def test_a_stream_that_fails_says_so(tmp_path):
             await fail_after_a_token(c)
             with pytest.raises(anthropic.APIStatusError) as caught:
                 await asking
-            told = {"type": "api_error", "message": "the engine of the decode node failed"}
+            told = {"type": "api_error", "message": "the engine of the decode node failed: what happened"}
             assert caught.value.body == {"type": "error", "error": told}
 
     run(scenario())

@@ -202,7 +202,7 @@ def test_one_input_that_fails_fails_the_call_and_gives_the_others_up(tmp_path):
             await c.nodes["p0"].answer_cancel(first.attempt)
             reply = await call
             assert reply.status_code == 500
-            assert reply.json()["error"]["message"] == "the engine of the prefill node failed"
+            assert reply.json()["error"]["message"] == "the engine of the prefill node failed: what happened"
             await c.until_nothing_is_live()
 
     run(scenario())

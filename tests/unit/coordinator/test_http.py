@@ -301,7 +301,7 @@ def test_a_failure_after_the_first_token_is_an_event_and_nothing_is_done(tmp_pat
             assert "".join(event["choices"][0]["text"] for event in before) == "a"
             assert last == {
                 "error": {
-                    "message": "the engine of the decode node failed",
+                    "message": "the engine of the decode node failed: what happened",
                     "type": "server_error",
                     "param": None,
                     "code": "ENGINE_ERROR",

@@ -122,7 +122,7 @@ def test_a_failed_request_has_one_line_for_each_of_its_answers(tmp_path, caplog)
         "attempt failed", "warning", "d0", "ENGINE_ERROR", "out of luck", "r",
     ]  # fmt: skip
     assert {(line["event"], line["level"], line["reason"], line["message"]) for line in failed} == {
-        ("request failed", "warning", "ENGINE_ERROR", "the engine of the decode node failed")
+        ("request failed", "warning", "ENGINE_ERROR", "the engine of the decode node failed: out of luck")
     }
     assert sorted((line["index"], line["tokens_emitted"]) for line in failed) == [(0, "1"), (1, "0")]
 

@@ -178,7 +178,7 @@ def test_a_stream_that_fails_says_so(tmp_path):
             *_, last = await asking
             assert (last.type, last.response.status) == ("response.failed", "failed")
             told = last.response.error
-            assert (told.code, told.message) == ("server_error", "the engine of the decode node failed")
+            assert (told.code, told.message) == ("server_error", "the engine of the decode node failed: what happened")
 
     run(scenario())
 

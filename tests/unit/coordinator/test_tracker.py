@@ -229,7 +229,7 @@ def test_all_requests_survive_a_node_whose_steps_fail():
     ("failure", "reason", "text"),
     [
         ("PROMPT_TOO_LONG", "PROMPT_TOO_LONG", "what happened"),
-        ("ENGINE_ERROR", "ENGINE_ERROR", "the engine of the decode node failed"),
+        ("ENGINE_ERROR", "ENGINE_ERROR", "the engine of the decode node failed: what happened"),
         ("a new reason", "ENGINE_ERROR", "the engine of the decode node failed"),
         ("PAIRING_MISMATCH", "PAIRING_MISMATCH", "node d0 and the coordinator differ: what happened"),
     ],
