@@ -417,6 +417,7 @@ class Dispatcher:
         for live in self._calls.values():
             self._apply(self._fail(live.call, error))
         for node in list(self._links):
+            logger.info("%s %s has left: %s", node.kind, node.name, error)
             self._apply(self._give_up(node, error))
 
     def _apply(self, instructions: Iterable[Instruction]) -> None:

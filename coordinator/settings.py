@@ -159,8 +159,8 @@ class CoordinatorSettings:
     )
     heartbeat_s: float = flag(1.0, "Seconds between two heartbeats of a node.", minimum=0.01)
     node_timeout_s: float = flag(
-        4.0,
-        "Seconds without a heartbeat after which a node counts as lost; three times the longest recent gap between its "
+        4.5,
+        "Seconds without a heartbeat after which a node counts as lost; four times the longest recent gap between its "
         "heartbeats where that is more, and at most five times this.",
         minimum=0.02,
     )

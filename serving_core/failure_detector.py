@@ -10,7 +10,7 @@ from collections import deque
 from typing import Final
 
 NUM_GAPS: Final = 64  # between heartbeats, of which the longest counts
-MAX_GROWTH: Final = 3.0  # a peer may be silent for so many times its longest recent gap
+MAX_GROWTH: Final = 4.0  # a peer may be silent for so many times its longest recent gap
 MAX_PATIENCE: Final = 5.0  # the limit is at most so many times the configured one
 
 

@@ -31,10 +31,10 @@ class Numbering:
     def check(self, message: _Message) -> None:
         """Take the number of a received message. Raises MessageLost unless it follows the one before."""
         expected, number = self._num_received + 1, message.number
+        if number == expected + 1:
+            raise MessageLost(f"message {expected} was lost on the way")
         if number > expected:
-            last = number - 1
-            missing = f"message {last} was" if last == expected else f"messages {expected} to {last} were"
-            raise MessageLost(f"{missing} lost on the way")
+            raise MessageLost(f"messages {expected} to {number - 1} were lost on the way")
         if number < expected:
             raise MessageLost(f"message {number} came after message {expected - 1}")
         self._num_received = number

@@ -5,39 +5,48 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 TASKS: Final = Path("/proc/self/task")
-STARVED: Final = 0.5  # of the time, that one thread waits for a core
 NS: Final = 1e-9
 
 
+class _Wait(NamedTuple):
+    """A thread's time in which it was ready to run and had no core."""
+
+    seconds: float
+    is_ours: bool  # gRPC and ZeroMQ name their threads; those that compute bear the process's name
+
+
 class Starvation:
-    """How much one of the threads of this process waited for a core, and the time in which it mostly did."""
+    """How much the threads of this process have waited for a core since it was made."""
 
     def __init__(self) -> None:
         self._looked_s = time.monotonic()
-        self._waits_s = _waits_s()
+        self._waits = _waits()
         self.seconds = 0.0
+        """Time in which a thread of ours waited, as of the last look: what these threads do together is held up by it
+        whichever of them it is."""
 
     def look(self) -> float:
-        """Return the share of the time since the last look in which a thread waited for a core. Where that is STARVED
-        or more, the time is added to `seconds`."""
-        now, waits_s = time.monotonic(), _waits_s()
+        """Return the share of the time since the last look in which one thread, of whomever, waited the longest."""
+        now, waits = time.monotonic(), _waits()
         elapsed_s, self._looked_s = now - self._looked_s, now
-        longest_s = max((wait_s - self._waits_s.get(thread, 0.0) for thread, wait_s in waits_s.items()), default=0.0)
-        self._waits_s = waits_s
-        if longest_s >= STARVED * elapsed_s:
-            self.seconds += elapsed_s
-        return min(1.0, longest_s / elapsed_s) if elapsed_s else 0.0
+        added_s = {
+            each: wait.seconds - self._waits[each].seconds for each, wait in waits.items() if each in self._waits
+        }
+        self.seconds += min(elapsed_s, sum(added_s[each] for each in added_s if waits[each].is_ours))
+        self._waits = waits
+        return min(1.0, max(added_s.values(), default=0.0) / elapsed_s) if elapsed_s else 0.0
 
 
-def _waits_s() -> dict[str, float]:
-    """By thread, the seconds that it was ready to run and had no core."""
+def _waits() -> dict[str, _Wait]:
+    """By thread."""
     found = {}
     with suppress(OSError):
+        name = (TASKS / str(os.getpid()) / "comm").read_text()
         for thread in os.listdir(TASKS):
             with suppress(OSError):  # the thread has ended
                 _, wait_ns, _ = (TASKS / thread / "schedstat").read_text().split()
-                found[thread] = int(wait_ns) * NS
+                found[thread] = _Wait(int(wait_ns) * NS, (TASKS / thread / "comm").read_text() == name)
     return found

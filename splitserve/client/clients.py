@@ -222,6 +222,7 @@ class Client:
                 with closing(responses):
                     for response in responses:
                         yield course.take(response, time.monotonic())
+                course.check_end()
                 return
             except ClientError as error:
                 pause_s = course.pause_after(error, time.monotonic())
@@ -411,6 +412,7 @@ class AsyncClient:
                 async with aclosing(responses):
                     async for response in responses:
                         yield course.take(response, time.monotonic())
+                course.check_end()
                 return
             except ClientError as error:
                 pause_s = course.pause_after(error, time.monotonic())

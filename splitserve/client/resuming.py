@@ -81,17 +81,18 @@ class Course:
         return request
 
     def take(self, response: inference_pb2.GenerateResponse, now: float) -> Chunk:
-        """The next message of a call. Raises ServerFault when it does not follow those before."""
+        """The next message of a call. Raises Unavailable when messages before it did not come, which a later call makes
+        good, and ServerFault when that does not go on where it should."""
         chunk = to_chunk(response)
-        if not self._resumes:
-            return chunk
         self._was_taken, self._num_tries = True, 0
         self._num_resumes += self._is_going_on
-        self._is_going_on = False
         answer = self._answers.setdefault(chunk.index, _Progress())
-        if self._num_resumes and chunk.token_ids and chunk.first_token_index != len(answer.token_ids):
+        if chunk.token_ids and chunk.first_token_index != len(answer.token_ids):
             message = f"the server goes on at token {chunk.first_token_index} instead of {len(answer.token_ids)}"
-            raise ServerFault(f"{message}: is it of an older version?", code=grpc.StatusCode.INTERNAL)
+            if self._is_going_on:
+                raise ServerFault(f"{message}: is it of an older version?", code=grpc.StatusCode.INTERNAL)
+            raise Unavailable(f"{message}: a message was lost on the way", code=grpc.StatusCode.UNAVAILABLE)
+        self._is_going_on = False
         if chunk.token_ids and not answer.token_ids:
             answer.first_s = now
         answer.token_ids += chunk.token_ids
@@ -101,12 +102,22 @@ class Course:
             return chunk
         return replace(chunk, completion=replace(chunk.completion, num_resumes=self._num_resumes))
 
+    def check_end(self) -> None:
+        """A call has ended well. Raises Unavailable where an answer has not: its end was lost on the way."""
+        if self._num_ended < self._num_answers:
+            message = "the stream ended before the answer: a message was lost on the way"
+            raise Unavailable(message, code=grpc.StatusCode.UNAVAILABLE)
+
+    @property
+    def _num_ended(self) -> int:
+        return sum(answer.has_ended for answer in self._answers.values())
+
     def pause_after(self, error: ClientError, now: float) -> float | None:
         """A call has failed: how long to wait before the next one, or None where all answers have their ends. Raises
         the error where there is to be no other call."""
         if not self._resumes:
             raise error
-        if sum(answer.has_ended for answer in self._answers.values()) == self._num_answers:
+        if self._num_ended == self._num_answers:
             return None
         self._note_terms(error)
         is_break = isinstance(error, Unavailable) and error.reason in _BREAKS

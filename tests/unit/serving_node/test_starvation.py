@@ -40,7 +40,8 @@ def test_a_process_beside_others_on_its_core_is_starved():
 
 
 def test_a_process_that_waits_for_something_else_is_not():
+    """However busy the machine is: a thread that sleeps waits for a core for a moment alone."""
     starvation = Starvation()
-    time.sleep(0.5)
+    time.sleep(1.0)
     starvation.look()
-    assert starvation.seconds == 0.0
+    assert starvation.seconds < 0.5

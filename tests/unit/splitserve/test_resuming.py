@@ -291,3 +291,20 @@ def test_the_time_since_the_first_token_is_told():
 def test_a_seed_is_drawn_where_one_matters(params, is_drawn):
     assert course(**params).question(0.0).sampling_params.HasField("seed") == is_drawn
     assert course(seed=5, **params).question(0.0).sampling_params.seed == 5
+
+
+@pytest.mark.parametrize(
+    "first_call",
+    [
+        [TAKEN, chunk("h", 0, [104]), chunk("llo", 3, [108, 108, 111]), complete(completion_tokens=6)],
+        [TAKEN, chunk("h", 0, [104])],
+    ],
+    ids=["a chunk is lost", "the end is lost"],
+)
+def test_an_answer_of_which_a_message_was_lost_goes_on_behind_what_has_come(asked, first_call):
+    script = Breaking(first_call, [chunk("éllo", 1, [195, 169, 108, 108, 111]), complete(completion_tokens=6)])
+    assert text_of(asked(script, temperature=0)) == "héllo"
+    [so_far] = script.requests[1].so_far
+    assert list(so_far.token_ids) == [104]
+    with pytest.raises(Unavailable, match="a message was lost on the way"):
+        asked(Breaking(first_call), resume=False)
