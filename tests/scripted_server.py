@@ -89,6 +89,8 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
         while self.endless and not self.cancelled.is_set():
             yield chunk("x")
             self.cancelled.wait(0.001)
+        if not any(reply.HasField("complete") for reply in self.replies):
+            yield complete()
 
     def SetRole(self, request, context):
         """Nodes have 512 tokens a step and 64 seats."""

@@ -279,7 +279,7 @@ def test_an_adapter_is_asked_for_as_a_model(run, script):
 def test_several_answers_are_shown_one_after_the_other(run, script):
     other = chunk("Lyon", 0, [9])
     other.index = 1
-    script.replies = [chunk("Par"), other, chunk("is"), complete()]
+    script.replies = [chunk("Par"), other, chunk("is"), complete(), complete(1)]
     assert run("generate", "hi", "--n", "2").stdout == "Paris\n--- answer 2\nLyon\n"
 
 
