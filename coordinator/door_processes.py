@@ -174,7 +174,7 @@ class Doors:
             await asyncio.sleep(pause_s)
 
     async def _spawn(self, number: int, path: Path) -> asyncio.subprocess.Process:
-        given = dataclasses.replace(self._settings, port=self.port, http_port=self.http_port)
+        given = dataclasses.replace(self._settings, port=self.port, http_port=self.http_port, fleet_secret="")
         settings = DoorSettings(given, str(path), number)
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "serving_core.child", str(os.getpid())),

@@ -10,6 +10,14 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>; kept over exec
+READ_BY_PYTHON = ("PYTHON", "LC_", "LD_", "MALLOC_", "GLIBC_")  # beginnings of names
+READ_BY_ALL = {"HOME", "LANG", "PATH", "TZ"}
+
+
+def bare_environment() -> dict[str, str]:
+    """Return the variables that Python and the C library read: the environment of a helper that is told all else, and
+    that is to hold no secret, not even in /proc."""
+    return {name: value for name, value in os.environ.items() if name in READ_BY_ALL or name.startswith(READ_BY_PYTHON)}
 
 
 def die_with(parent: int) -> bool:

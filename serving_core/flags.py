@@ -164,8 +164,12 @@ def to_argv(settings: Any) -> list[str]:
 def environment_of(settings: Any) -> dict[str, str]:
     """The environment that goes with `to_argv`: secrets in it, those by their files that came from there, and no
     variable that would change a flag."""
-    kept = {name: value for name, value in os.environ.items() if name in NO_FLAGS or not name.startswith(ENV_PREFIX)}
-    return kept | dict(_secret_variable(name, value) for name, value in _secrets(settings))
+    return without_flags() | dict(_secret_variable(name, value) for name, value in _secrets(settings))
+
+
+def without_flags() -> dict[str, str]:
+    """Return the environment without the variables of flags, and so without secrets of ours."""
+    return {name: value for name, value in os.environ.items() if name in NO_FLAGS or not name.startswith(ENV_PREFIX)}
 
 
 def _secret_variable(name: str, secret: str) -> tuple[str, str]:

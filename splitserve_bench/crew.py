@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final, TypeVar
 
 from serving_core.errors import SplitServeError
+from serving_core.flags import without_flags
 from splitserve_bench.errors import BenchError
 
 START_S: Final = 120.0  # until it has read model, profile and trace
@@ -108,6 +109,7 @@ async def _worker(module: str, asked: str) -> AsyncIterator[Worker]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
         *(sys.executable, "-m", module, asked),
+        env=without_flags(),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=MOST_LINE_BYTES,

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from coordinator.text.answering import line
+from serving_core.child import bare_environment
 from serving_core.errors import RequestError
 from serving_core.reasons import QUEUE_FULL
 
@@ -75,7 +76,7 @@ class _Process:
     def __init__(self, module: str, first: Mapping[str, object]) -> None:
         """`first`: what it is told before any question."""
         command = [sys.executable, "-m", "serving_core.child", str(os.getpid()), sys.executable, "-m", module]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(command, env=bare_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._end = weakref.finalize(self, _end, self._process)
         self._unsent = line(first)
         self.is_given_up = False

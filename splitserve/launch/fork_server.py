@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final, NoReturn
 
 from serving_core.child import die_with
+from serving_core.flags import without_flags
 
 MAX_ORDER_BYTES: Final = 128 * 1024  # of arguments and environment
 NUM_STREAMS: Final = 3  # stdin, stdout, stderr
@@ -102,7 +103,7 @@ def preloading(*, is_wanted: bool = True) -> Iterator[ForkServer | None]:
     server = None
     if is_wanted and sys.platform == "linux":
         with suppress(OSError):
-            server = ForkServer(NODE_MODULES, os.environ)
+            server = ForkServer(NODE_MODULES, without_flags())  # /proc shows it of each child, too
     try:
         yield server
     finally:

@@ -15,6 +15,7 @@ from typing import Final
 
 from serving_core.embedders import MODULES_FILE
 from serving_core.errors import ModelError
+from serving_core.flags import without_flags
 from serving_core.gguf_parts import model_name
 from splitserve.gguf.folder import gguf_folder
 
@@ -117,7 +118,12 @@ def _from_hub(model: str, report: Report) -> Path:
 
 def _run(arguments: list[str], failure: str) -> None:
     done = subprocess.run(
-        [sys.executable, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        [sys.executable, *arguments],
+        env=without_flags(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode != 0:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

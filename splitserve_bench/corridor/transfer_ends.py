@@ -19,6 +19,7 @@ from kv_transfer.transports.loopback import LoopbackNetwork
 from kv_transfer.transports.transport import Dialer
 from kv_transfer.transports.zmq import ZmqDialer
 from serving_core.cpus import confined
+from serving_core.flags import without_flags
 from serving_core.layout import KVLayout
 from splitserve_bench.corridor.transfer_peer import (
     CPU,
@@ -205,7 +206,7 @@ async def peer_process(folder: str) -> AsyncIterator[tuple[PeerProcess, int]]:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
             *(sys.executable, "-m", "splitserve_bench.corridor.transfer_peer", folder),
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**without_flags(), "OMP_NUM_THREADS": "1"},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=MAX_LINE_BYTES,

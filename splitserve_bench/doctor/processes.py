@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
 
 from serving_core.errors import SettingsError
+from serving_core.flags import without_flags
 from splitserve.launch.models import Report
 from splitserve_bench.errors import BenchError
 
@@ -34,6 +35,7 @@ async def figures_of(
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
         *(sys.executable, "-m", module, json.dumps(dataclasses.asdict(task))),
+        env=without_flags(),
         stdout=asyncio.subprocess.PIPE,
         limit=MAX_LINE_BYTES,
         process_group=0,  # Ctrl-C is for this process, which ends the child

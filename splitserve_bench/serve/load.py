@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
+from serving_core.flags import without_flags
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve import wire
 from splitserve_bench.serve.records import Outcome, PlannedRequest
@@ -82,6 +83,7 @@ async def _generator() -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
         *(sys.executable, "-m", "splitserve_bench.serve.generator"),
+        env=without_flags(),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=wire.MOST_LINE_BYTES,

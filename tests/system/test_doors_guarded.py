@@ -46,7 +46,7 @@ def keys_file(tmp_path_factory):
 def doors(start_cluster, tmp_path_factory, certs, keys_file):
     model = write_fake_model(tmp_path_factory.mktemp("model") / "fake", step_s=0.1)
     coordinator = {"doors": 2, "tls_verify_clients": True, "api_keys_file": keys_file, "drain_s": 2}
-    env = {"SPLITSERVE_API_KEY": "root"}
+    env = {"SPLITSERVE_API_KEY": "root", "SPLITSERVE_FLEET_SECRET": "of-the-fleet"}
     return start_cluster(
         model, http=True, certs=certs, coordinator=coordinator, node={"block_size": 8, "drain_s": 2}, env=env
     )
@@ -54,6 +54,13 @@ def doors(start_cluster, tmp_path_factory, certs, keys_file):
 
 def bearer(key):
     return {"authorization": f"Bearer {key}"}
+
+
+def test_a_door_is_told_the_secrets_of_clients_alone(doors):
+    coordinator = psutil.Process(doors.children["coordinator"].process.pid)
+    environments = [child.environ() for child in coordinator.children() if "coordinator.doors" in child.cmdline()]
+    assert [each["SPLITSERVE_API_KEY"] for each in environments] == ["root", "root"]
+    assert not [each for each in environments if "of-the-fleet" in each.values()]
 
 
 def asking(doors, certs, role="client"):

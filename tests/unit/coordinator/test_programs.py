@@ -111,6 +111,30 @@ async def test_a_long_conversation_comes_through(folder):
     assert await read_tokenizer(folder).encode_chat(messages, ENOUGH) == [*"".join(contents).encode()]
 
 
+# ---- what they are told ----
+
+
+async def test_programs_hold_no_secret_of_the_server(folder, tokenizer_folder, processes, monkeypatch):
+    secrets = {
+        "SPLITSERVE_API_KEY": "s1",
+        "SPLITSERVE_ADMIN_KEY": "s2",
+        "SPLITSERVE_FLEET_SECRET": "s3",
+        "HF_TOKEN": "s4",
+    }
+    for name, value in {**secrets, "SPLITSERVE_API_KEY_FILE": "s5", "TZ": "UTC"}.items():
+        monkeypatch.setenv(name, value)
+    edit_config(folder, chat_template="a")
+    tokenizer, structures = read_tokenizer(folder), Structures(tokenizer_folder, (EOS,))
+    await tokenizer.encode_chat(HI, ENOUGH)
+    await structures.grammar(SamplingParams(regex="a"))
+    running = processes.running()
+    assert running.keys() == {RENDERING, COMPILING}
+    for [process] in running.values():
+        environment = process.environ()  # of /proc
+        assert environment["TZ"] == "UTC"
+        assert not [name for name in environment if name.startswith("SPLITSERVE_") or name in secrets]
+
+
 # ---- grammars: several at a time, and a busy machine ----
 
 

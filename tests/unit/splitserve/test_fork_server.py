@@ -9,6 +9,7 @@ import sys
 import psutil
 import pytest
 
+from splitserve.launch import fork_server
 from splitserve.launch.fork_server import PID_OR_CODE, ForkServer, preloading
 from tests.system.cluster import wait_until
 
@@ -207,6 +208,19 @@ def test_nothing_is_left_when_the_starter_is_killed(waiting):
         server = child.parent()
         starter.kill()
     wait_until(lambda: not child.is_running() and not server.is_running(), "both are gone", DEADLINE_S)
+
+
+def test_neither_the_server_nor_its_children_hold_the_launchers_secrets(waiting, monkeypatch):
+    """But for what a child is given: /proc shows the environment that the server was started with for both."""
+    monkeypatch.setattr(fork_server, "NODE_MODULES", [PRELOADED])
+    for name in ("SPLITSERVE_API_KEY", "SPLITSERVE_ADMIN_KEY", "SPLITSERVE_FLEET_SECRET_FILE"):
+        monkeypatch.setenv(name, "secret")
+    with preloading() as server, order(server, waiting) as numbers:
+        child = psutil.Process(next_number(numbers))
+        for process in (child, psutil.Process(server.pid)):
+            names = process.environ().keys()
+            assert "PATH" in names
+            assert not [name for name in names if name.startswith("SPLITSERVE_")]
 
 
 def test_where_nothing_is_to_be_preloaded_there_is_no_server():
