@@ -75,7 +75,13 @@ def sampling_from_wire(wire: inference_pb2.SamplingParams, grammar: str = "") ->
 
 
 def job_to_wire(
-    request: Request, age: int = 0, due: fleet_pb2.Due | None = None, priority: int = 0, *, is_suspect: bool = False
+    request: Request,
+    age: int = 0,
+    due: fleet_pb2.Due | None = None,
+    priority: int = 0,
+    *,
+    is_suspect: bool = False,
+    asker: str = "",
 ) -> fleet_pb2.Job:
     """What both nodes need to know of an attempt."""
     return fleet_pb2.Job(
@@ -90,6 +96,7 @@ def job_to_wire(
         adapter=request.adapter,
         grammar=request.sampling.grammar,
         is_suspect=is_suspect,
+        asker=asker,
         pooling=None if request.pooling is None else pooling_to_wire(request.pooling),
     )
 

@@ -318,7 +318,7 @@ class HeartbeatAck(_message.Message):
     def __init__(self) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("attempt", "token_ids", "num_prompt_tokens", "sampling_params", "cache_salt", "age", "due", "priority", "adapter", "grammar", "is_suspect", "pooling", "borrow", "hosts")
+    __slots__ = ("attempt", "token_ids", "num_prompt_tokens", "sampling_params", "cache_salt", "age", "due", "priority", "adapter", "grammar", "is_suspect", "pooling", "borrow", "hosts", "asker")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -333,6 +333,7 @@ class Job(_message.Message):
     POOLING_FIELD_NUMBER: _ClassVar[int]
     BORROW_FIELD_NUMBER: _ClassVar[int]
     HOSTS_FIELD_NUMBER: _ClassVar[int]
+    ASKER_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -347,7 +348,8 @@ class Job(_message.Message):
     pooling: Pooling
     borrow: Borrow
     hosts: _containers.RepeatedCompositeFieldContainer[AnnexHost]
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., age: _Optional[int] = ..., due: _Optional[_Union[Due, _Mapping]] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., grammar: _Optional[str] = ..., is_suspect: _Optional[bool] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., borrow: _Optional[_Union[Borrow, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[AnnexHost, _Mapping]]] = ...) -> None: ...
+    asker: str
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., age: _Optional[int] = ..., due: _Optional[_Union[Due, _Mapping]] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., grammar: _Optional[str] = ..., is_suspect: _Optional[bool] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., borrow: _Optional[_Union[Borrow, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[AnnexHost, _Mapping]]] = ..., asker: _Optional[str] = ...) -> None: ...
 
 class Borrow(_message.Message):
     __slots__ = ("epoch", "num_tokens", "tp_size", "pp_size", "sender_keys", "patience_s")

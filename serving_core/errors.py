@@ -11,6 +11,11 @@ Messages name the limit and the value, and never a path, an address or a traceba
 reach clients as they stand. (SettingsError and ModelError reach only the person who starts the process.)
 """
 
+import re
+from typing import Final
+
+ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, where Python shows one: it tells where code lies
+
 
 class SplitServeError(Exception):
     """Base of all exceptions raised on purpose."""
@@ -26,10 +31,11 @@ class ModelError(SplitServeError):
 
 class RequestError(SplitServeError):
     """A request that cannot be served as asked. `reason` is UPPER_SNAKE, one of the public statuses' reasons;
-    `metadata` tells more to programs, such as the name of the field that is wrong."""
+    `metadata` tells more to programs, such as the name of the field that is wrong. The message may quote a library:
+    addresses of objects are left out of it."""
 
     def __init__(self, reason: str, message: str, **metadata: str) -> None:
-        super().__init__(message)
+        super().__init__(ADDRESS.sub("", message))
         self.reason = reason
         self.metadata = metadata
 

@@ -6,6 +6,7 @@ tokens alone, so an answer goes on after a hand-over, a move or a restart as if 
 given names the door's vocabulary, since with another one masks would let other tokens come.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -21,8 +22,15 @@ from serving_core.tokenizer_files import read_tokenizer_files, vocabulary_digest
 MAX_LEXER_STATES: Final = 25_000  # of one answer, at 1 to 2 kB each
 MAX_PROBLEM_CHARS: Final = 160
 MAX_KNOWN: Final = 16  # grammars, each ready to begin: a hundredth of the time that it takes to compile one
-LIMITS: Final = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-"""The others are the library's own, with which a mask takes some 20 ms at the worst."""
+LIMITS: Final = LLParserLimits(
+    max_lexer_states=MAX_LEXER_STATES,
+    initial_lexer_fuel=200_000,  # expressions of a grammar, all repeats and references written out
+    max_items_in_row=1000,  # ways to read an answer that end at the same byte
+    step_max_items=10_000,  # of one mask
+    verbose_errors=False,
+)
+MASKS_S: Final = 0.2  # of processor time that the masks of an answer may take
+MASK_S: Final = 0.001  # more for each token: 50 times as much as schemas that are in use take
 
 
 class GrammarGuide:
@@ -34,17 +42,24 @@ class GrammarGuide:
         self._matcher = matcher
         self._num_tokens = num_tokens  # of the vocabulary
         self._num_taken = 0  # of the answer
+        self._spent_s = 0.0
         self._check("cannot be compiled")
 
     def allowed(self, output: Sequence[int]) -> bytes:
         """As of serving_core.requests.Guide."""
         assert self._num_taken <= len(output), "an answer only grows"
+        begun_s = time.thread_time()
         if new := list(output[self._num_taken :]):
             self._matcher.consume_tokens(new)
             self._check(f"does not allow of the {len(output)} tokens so far")
         self._num_taken = len(output)
         mask = self._matcher.compute_bitmask()
         self._check(f"goes no further after {len(output)} tokens")
+        self._spent_s += time.thread_time() - begun_s
+        if self._spent_s > MASKS_S + MASK_S * len(output):
+            spent = f"{self._spent_s:.1f} s of processor time in {len(output)} tokens"
+            limit = f"{MASKS_S:g} s and {1000 * MASK_S:g} ms a token"
+            raise RequestError(BAD_PARAM, f"the grammar has taken {spent}, the limit is {limit}")
         return _first_bits(mask, self._num_tokens)
 
     def another(self) -> "GrammarGuide":

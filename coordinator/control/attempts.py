@@ -291,7 +291,7 @@ class TrackedRequest:
         )
         due = self.due
         due_left = due_to_wire(due, now) if due else None
-        return job_to_wire(request, self.age, due_left, self.priority, is_suspect=bool(self.deaths))
+        return job_to_wire(request, self.age, due_left, self.priority, is_suspect=bool(self.deaths), asker=self.asker)
 
     def commands(self, prompt: Prompt, now: float) -> Iterator[tuple[Node, fleet_pb2.NodeCommand]]:
         """What the nodes of the current attempt, which reads this prompt, are to be told now."""

@@ -171,7 +171,7 @@ class Front:
 
     async def _grammar(self, params: inference_pb2.SamplingParams, leeway: Leeway, prompt: Sequence[int]) -> str:
         prompt_end = self.model.tokenizer.end_of(prompt)
-        return await self.model.structures.grammar(params, leeway, prompt_end)
+        return await self.model.structures.grammar(params, leeway, prompt_end, ASKER.get())
 
     def _limits_of(self, terms: Terms) -> Limits:
         limits = self.limits()

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from coordinator.doors.authentication import ASKER
 from coordinator.doors.truncation import uncut_limit
 from coordinator.doors.validation import Limits
 from coordinator.text.chat_template import RenderOptions
@@ -33,7 +34,7 @@ async def _tokenize_chat(tokenizer: Tokenizer, chat: inference_pb2.ChatInput, li
         else not chat.continue_final_message,
         continue_final_message=chat.continue_final_message,
     )
-    return await tokenizer.encode_chat(messages, limit, options)
+    return await tokenizer.encode_chat(messages, limit, options, ASKER.get())
 
 
 async def tokenize_cut(

@@ -8,7 +8,8 @@ from coordinator.text.answer_format import NONE
 from coordinator.text.calls.reader import MAX_CALLS
 from coordinator.text.reasoning import Thoughts
 
-MAX_CPU_S: Final = 1.0  # for one grammar
+MAX_CPU_S: Final = 0.5  # for one grammar
+MAX_BYTES: Final = 2**26  # likewise
 
 
 @dataclass(frozen=True, slots=True)

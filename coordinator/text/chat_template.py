@@ -8,13 +8,15 @@ from typing import Final
 import jinja2
 
 from coordinator.text.program import Program
-from coordinator.text.rendering import MAX_CPU_S, make_environment
+from coordinator.text.rendering import MAX_BYTES, MAX_CPU_S, make_environment
 from serving_core.errors import ModelError, RequestError
 from serving_core.reasons import BAD_PARAM, ENGINE_ERROR
 
 logger = logging.getLogger(__name__)
 
 PROGRAM: Final = "coordinator.text.rendering"
+MAX_CHARS: Final = 2**17  # of a template
+MAX_NODES: Final = 10_000  # of its blocks, names and constants: what compiling takes may grow with their square
 
 Messages = Sequence[Mapping[str, str]]
 """Each with role and content, and extra_json: what else the template is to know of it, a JSON object if not empty."""
@@ -52,15 +54,16 @@ class ChatTemplate:
             "variables": dict(variables),
             "kwargs_json": kwargs_json,
         }
-        self._program = Program(PROGRAM, given, MAX_CPU_S)
+        self._program = Program(PROGRAM, given, MAX_CPU_S, MAX_BYTES)
 
     def begin(self) -> None:
         """Starts its program in the background, so that the first conversation need not wait for that."""
         self._program.begin()
 
-    async def render(self, messages: Messages, options: RenderOptions) -> str:
-        """Raises RequestError when the template refuses what it is given, or fails, which is no fault of a client's."""
-        answer = await self._program.ask({"messages": list(messages), **asdict(options)})
+    async def render(self, messages: Messages, options: RenderOptions, asker: str = "") -> str:
+        """The text of a conversation of this asker. Raises RequestError when the template refuses what it is given, or
+        fails, which is no fault of a client's."""
+        answer = await self._program.ask({"messages": list(messages), **asdict(options)}, asker)
         if "text" in answer:
             return answer["text"]
         if "refused" in answer:
@@ -75,9 +78,15 @@ class ChatTemplate:
 
 
 def _check(source: str) -> None:
+    """Raise ModelError for what is no template, or a larger one than compiles in the time of a conversation."""
+    if len(source) > MAX_CHARS:
+        raise ModelError(f"the chat template has {len(source)} characters, the limit is {MAX_CHARS}")
     try:
-        make_environment().parse(source)  # no more: compiling it would work out what is constant, however large
+        template = make_environment().parse(source)  # no more: compiling it would work out what is constant
+        num_nodes = sum(1 for _ in template.find_all(jinja2.nodes.Node))
     except jinja2.TemplateSyntaxError as error:
         raise ModelError(f"the chat template is broken: {error.message}, in its line {error.lineno}") from error
     except (RecursionError, ValueError) as error:  # of what is nested too deeply; of numbers with too many digits
         raise ModelError(f"the chat template cannot be read: {str(error)[:100]}") from error
+    if num_nodes > MAX_NODES:
+        raise ModelError(f"the chat template has {num_nodes} blocks, names and constants, the limit is {MAX_NODES}")

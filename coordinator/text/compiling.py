@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from coordinator.text.answering import answer_lines, line
 from coordinator.text.asked import NO_LEEWAY, Asked, Leeway
-from coordinator.text.constraints import spelled, to_grammar
+from coordinator.text.constraints import to_grammar
 from coordinator.text.enforceable import Unenforceable
 from coordinator.text.leeway import with_leeway
 from coordinator.text.loosening import freed, loosened
@@ -27,7 +27,6 @@ from coordinator.text.vocabulary import tokens_alone
 from serving_core.errors import RequestError
 from serving_core.grammars import LIMITS, Grammars
 
-MAX_MEMORY_BYTES: Final = 2**31
 STACK_BYTES: Final = 2**20
 MAX_KNOWN_PARTS: Final = 256  # of schemas, since many are alike
 
@@ -74,10 +73,7 @@ class Compiler:
         form = to_grammar(asked.kind, asked.value, asked.whitespace)
         if asked.kind == "grammar":
             self._check_named(str(asked.value))
-        texts = [spelled(asked.kind, asked.value)]
-        texts += [spelled("json_schema", schema) for _, schema in asked.leeway.tools if schema]
-        is_free = any(each in text for each in self._special for text in texts)
-        grammar = with_leeway(form, asked, self._special, is_free=is_free)
+        grammar = with_leeway(form, asked, self._special)
         for each in dict.fromkeys((form, grammar)):  # of no text there may be thoughts all the same
             self._grammars.compiled(each)
         return self._grammars.for_nodes(grammar)
@@ -118,7 +114,7 @@ def _special_tokens(tokenizer: LLTokenizer) -> dict[str, int]:
 def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, most))
-    answer_lines(lambda given: Compiler(**given).answer, max_memory_bytes=MAX_MEMORY_BYTES)
+    answer_lines(lambda given: Compiler(**given).answer)
 
 
 if __name__ == "__main__":

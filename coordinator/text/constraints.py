@@ -10,6 +10,9 @@ from llguidance import LLMatcher, grammar_from
 from coordinator.text.enforceable import Unenforceable, read_schema
 
 ESCAPES: Final = 'nrbtf"\\'  # and no \uXXXX, which would spell a property's name so that its schema does not see it
+FREE: Final = '%llguidance {"no_forcing": true}\n'
+"""What has to come may be spelled by any tokens. Else the library looks, before each token through all that is to come,
+however long, to have it come as the tokenizer reads it: as special tokens where it looks like them."""
 TEXT: Final = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/')  # in Lark: strings and regular expressions
 
 
@@ -23,9 +26,9 @@ def to_grammar(kind: str, value: Any, whitespace: str | None) -> str:
         case "json_object":
             return _alone(of_schema({"type": "object"}, whitespace))
         case "regex":
-            return str(LLMatcher.grammar_from_regex(value))
+            return _of_lark(json.loads(LLMatcher.grammar_from_regex(value))["grammars"][0]["lark_grammar"])
         case "choice":
-            return _of_lark("start: " + " | ".join(map(_in_lark, value)))
+            return _of_lark("start: CHOICE\nCHOICE: " + " | ".join(map(_in_lark, value)))
         case "grammar":
             return _of_lark(_read_grammar(value))
     raise AssertionError(f"{kind} is no constraint")
@@ -39,20 +42,8 @@ def may_begin_blank(kind: str, value: Any) -> bool:
     return kind in ("regex", "grammar")
 
 
-def spelled(kind: str, value: Any) -> str:
-    """All text that an answer may have to spell, and more; what is escaped in it stands for itself."""
-    match kind:
-        case "json_schema":
-            text = json.dumps(json.loads(value), ensure_ascii=False)
-        case "choice":
-            text = "\n".join(value)
-        case _:
-            text = str(value)
-    return text.replace("\\", "")
-
-
 def _alone(form: Mapping[str, Any]) -> str:
-    return json.dumps({"grammars": [form]})
+    return json.dumps({"grammars": [{"lark_grammar": FREE + "start: @form\n"}, {**form, "name": "form"}]})
 
 
 def _of_lark(text: str) -> str:

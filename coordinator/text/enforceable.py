@@ -31,6 +31,7 @@ IDLE: Final[Mapping[str, Sequence[Any]]] = {
 }
 DRAFT: Final = re.compile(r"https?://json-schema\.org/(draft[-/][\w-]+/)?schema#?")
 LAST_DRAFT: Final = "draft/2020-12/"
+MOST_REMAINDERS: Final = 2**12  # of a multiple, each a state
 MOST_MULTIPLE: Final = 2**32 - 1  # of what the library joins multiples to
 
 
@@ -128,10 +129,13 @@ def _check_items(part: Mapping[str, Any]) -> None:
 
 def _check_multiples(parts: Sequence[Mapping[str, Any]]) -> None:
     """Several of one number, which meet where schemas are joined, are joined to their least common multiple."""
-    if not any("allOf" in part or "$ref" in part for part in parts):
-        return
     given = {each for part in parts if is_number(each := part.get("multipleOf"))}
     decimals = [abs(number) for number in map(Decimal, map(str, given)) if number.is_finite()]
+    for number in decimals:
+        if (remainders := int("".join(map(str, number.normalize().as_tuple().digits)))) > MOST_REMAINDERS:
+            raise Unenforceable(f"multipleOf ({number}) has {remainders} remainders, the limit is {MOST_REMAINDERS}")
+    if not any("allOf" in part or "$ref" in part for part in parts):
+        return
     places = max((-min(0, int(each.as_tuple().exponent)) for each in decimals), default=0)
     if len(decimals) > 1 and math.prod(int(each.scaleb(places)) for each in decimals) > MOST_MULTIPLE:
         raise Unenforceable("the multiples (multipleOf) of a schema with allOf or $ref are too large together")

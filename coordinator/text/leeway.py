@@ -9,19 +9,17 @@ from coordinator.text import reasoning
 from coordinator.text.answer_format import TAGS
 from coordinator.text.asked import Asked
 from coordinator.text.calls.rules import BLANKS, Tag, rules
-from coordinator.text.constraints import may_begin_blank, of_schema
+from coordinator.text.constraints import FREE, may_begin_blank, of_schema
 from coordinator.text.enforceable import read_schema
 from coordinator.text.reasoning import Thoughts
 
 CLOSE: Final = reasoning.CLOSE.replace("/", r"\/")  # in a regular expression of Lark
 ANY: Final = '{"type": "object"}'
-FREE: Final = '%llguidance {"no_forcing": true}\n'
 
 
-def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int], *, is_free: bool) -> str:
+def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int]) -> str:
     """The grammar of an answer with leeway; `grammar` is that of its form alone. `special` are tokens that no text
-    spells. With `is_free`, what has to come may be spelled by any tokens: else the library has it come as a tokenizer
-    reads it, as special tokens where it looks like them. Raises Unenforceable."""
+    spells. Raises Unenforceable."""
 
     def tag(text: str) -> str:
         return f"<[{special[text]}]>" if text in special else json.dumps(text)
@@ -29,20 +27,20 @@ def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int], *, is_fr
     tools, thoughts = asked.leeway.tools, asked.thoughts
     arguments = {name: f"@arguments{index}" if schema else "@object" for index, (name, schema) in enumerate(tools)}
     calls = rules(asked.leeway.calls, arguments, tag, asked.leeway.most_calls) if arguments else ""
-    if not (is_free or calls or thoughts is not Thoughts.NONE):
+    if not calls and thoughts is Thoughts.NONE:
         return grammar
-    [form] = json.loads(grammar)["grammars"]
+    [_, form] = json.loads(grammar)["grammars"]
     openings = [reasoning.OPEN] if thoughts is Thoughts.POSSIBLE else []
     openings += [TAGS[asked.leeway.calls]] if calls and asked.leeway.calls in TAGS else []
     if asked.kind == "regex" and openings:
-        form = {"lark_grammar": _beginning_otherwise(form["lark_grammar"], openings)}
+        form = {"name": "form", "lark_grammar": _beginning_otherwise(form["lark_grammar"], openings)}
     is_next = may_begin_blank(asked.kind, asked.value)  # to thoughts, else nobody could tell whose the blanks are
     start = f"start: {_before(thoughts, is_next)}{_either(is_next) if calls else '@form'}\n"
-    lark = (FREE if is_free else "") + start + _thoughts(thoughts, tag) + calls + BLANKS
+    lark = FREE + start + _thoughts(thoughts, tag) + calls + BLANKS
     schemas = {place: schema or ANY for place, (_, schema) in zip(arguments.values(), tools, strict=True)}
     named = {place: read_schema(schemas[place]) for place in set(re.findall(r"@\w+", calls)) & schemas.keys()}
     others = [{**of_schema(schema, asked.whitespace), "name": place[1:]} for place, schema in sorted(named.items())]
-    return json.dumps({"grammars": [{"lark_grammar": lark}, {**form, "name": "form"}, *others]})
+    return json.dumps({"grammars": [{"lark_grammar": lark}, form, *others]})
 
 
 def _before(thoughts: Thoughts, is_next: bool) -> str:

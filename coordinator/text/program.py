@@ -2,14 +2,14 @@
 whatever it does.
 
 Lines of JSON go in and come out: what the program is given, then one question after the other, each answered by a line
-(answering.py). The system ends it when one question takes too much processor time.
+(answering.py). The system ends it when one question takes too much processor time. Askers have their turns one after
+the other.
 """
 
 import asyncio
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -19,33 +19,37 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from coordinator.text.answering import line
+from coordinator.text.answering import ended, line
 from serving_core.child import bare_environment
 from serving_core.errors import RequestError
 from serving_core.reasons import QUEUE_FULL
+from serving_core.turns import Turns
 
 logger = logging.getLogger(__name__)
 
-KILLED: Final = "killed"  # by the system, or by hand
-ANSWER_S: Final = 30.0  # until a process that does not even start, or is kept from working, is given up
+START_S: Final = 20.0  # more that a process has for its first answer
+CLOCK_PER_CPU_S: Final = 10.0  # of an answer, before a process that is kept from working is given up
 
 
 class Program:
-    """One of them, started when it is needed and again when it has ended. It has one question at a time, in order of
-    arrival."""
+    """One of them, started when it is needed and again when it has ended. It has one question at a time."""
 
-    def __init__(self, module: str, given: Mapping[str, object], max_cpu_s: float) -> None:
+    def __init__(self, module: str, given: Mapping[str, object], max_cpu_s: float, max_bytes: int) -> None:
+        """`max_cpu_s` and `max_bytes` of a question."""
         self._module = module
-        self._given = given
         self._max_cpu_s = max_cpu_s
+        self._max_bytes = max_bytes
+        self._first = {"given": given, "max_cpu_s": max_cpu_s, "max_bytes": max_bytes}
         self._process: _Process | None = None
         self._thread = ThreadPoolExecutor(1, module)
+        self._turns = Turns()
 
-    async def ask(self, question: object) -> dict[str, str]:
-        """Its answer, or as "ended" what of the question has made it end instead, with KILLED where it may have been
-        something else. A client that leaves meanwhile changes nothing: it is soon done, or ended. Raises RequestError
-        where the machine had no time for it."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, question)
+    async def ask(self, question: object, asker: str = "") -> dict[str, str]:
+        """Its answer, or what answering.ended says. Questions of one asker wait for each other, and for one of each
+        other asker at most. A client that leaves meanwhile changes nothing: it is soon done, or ended. Raises
+        RequestError where the machine had no time for it."""
+        async with self._turns.turn(asker):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, question)
 
     def begin(self) -> None:
         """Starts it in the background, so that the first question need not wait for that."""
@@ -53,21 +57,19 @@ class Program:
 
     def _running(self) -> "_Process":
         if self._process is None or not self._process.is_running:
-            self._process = _Process(self._module, {"max_cpu_s": self._max_cpu_s, "given": self._given})
+            self._process = _Process(self._module, self._first)
         return self._process
 
     def _ask(self, question: object) -> dict[str, str]:
         process = self._running()
-        answer = process.ask(question)
+        patience_s = CLOCK_PER_CPU_S * self._max_cpu_s + (0 if process.has_answered else START_S)
+        answer = process.ask(question, patience_s)
         if answer is not None:
             return answer
         if process.is_given_up:
-            logger.error("%s has not answered within %g s, and was ended", self._module, ANSWER_S)
-            raise RequestError(QUEUE_FULL, f"the machine is too busy: a question took more than {ANSWER_S:g} s")
-        returncode = process.returncode
-        is_late, killed = returncode == -signal.SIGPROF, {KILLED: ""} if returncode == -signal.SIGKILL else {}
-        ended = f"takes more than {self._max_cpu_s:g} s" if is_late else "takes more room than there is"
-        return {"ended": ended, **killed}
+            logger.error("%s has not answered within %g s, and was ended", self._module, patience_s)
+            raise RequestError(QUEUE_FULL, f"the machine is too busy: a question took more than {patience_s:g} s")
+        return ended(process.returncode, self._max_cpu_s, self._max_bytes)
 
 
 class _Process:
@@ -78,7 +80,9 @@ class _Process:
         command = [sys.executable, "-m", "serving_core.child", str(os.getpid()), sys.executable, "-m", module]
         self._process = subprocess.Popen(command, env=bare_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._end = weakref.finalize(self, _end, self._process)
-        self._unsent = line(first)
+        given = line(first)
+        self._unsent = b"%d\n" % len(given) + given
+        self.has_answered = False
         self.is_given_up = False
 
     @property
@@ -86,32 +90,33 @@ class _Process:
         return self._process.poll() is None
 
     @property
-    def returncode(self) -> int | None:
+    def returncode(self) -> int:
         """Of one that has ended."""
-        return self._process.returncode
+        return self._process.wait()
 
     def begin(self) -> None:
         """Sends what it is given. One that ends instead is found when it is asked."""
-        with self._watched():
+        with self._watched(START_S):
             self._send(b"")
 
-    def ask(self, question: object) -> dict[str, str] | None:
+    def ask(self, question: object, patience_s: float) -> dict[str, str] | None:
         """Its answer; None when it has ended instead."""
         assert self._process.stdout is not None, "it has pipes"
         answer = b""
-        with self._watched():
+        with self._watched(patience_s):
             self._send(line(question))
             answer = self._process.stdout.readline()
         if answer.endswith(b"\n"):
+            self.has_answered = True
             answered: dict[str, str] = json.loads(answer)
             return answered
         self._end()
         return None
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _watched(self, patience_s: float) -> Iterator[None]:
         """Around what may wait for it, and ends where it has ended."""
-        watchdog = threading.Timer(ANSWER_S, self._give_up)
+        watchdog = threading.Timer(patience_s, self._give_up)
         watchdog.start()
         try:
             with suppress(BrokenPipeError):

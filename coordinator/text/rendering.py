@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from coordinator.text.answering import answer_lines, line
 
 MAX_CPU_S: Final = 2.0  # for one conversation, and not of the clock: a busy machine changes nothing
-MAX_MEMORY_BYTES: Final = 2**30
+MAX_BYTES: Final = 2**30
 MAX_TEXT_CHARS: Final = 2**23  # twice what a request may bring
 MAX_ERROR_CHARS: Final = 200
 RESERVED: Final = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # fields of requests
@@ -173,7 +173,7 @@ def _shown(error: jinja2.TemplateError) -> str:
 
 
 def main() -> None:
-    answer_lines(lambda given: Renderer(**given).answer, max_memory_bytes=MAX_MEMORY_BYTES)
+    answer_lines(lambda given: Renderer(**given).answer)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.text import constraints
-from coordinator.text.asked import MAX_CPU_S, NO_LEEWAY, Asked, Leeway
-from coordinator.text.program import KILLED, Program
+from coordinator.text.answering import KILLED
+from coordinator.text.asked import MAX_BYTES, MAX_CPU_S, NO_LEEWAY, Asked, Leeway
+from coordinator.text.program import Program
 from coordinator.text.reasoning import Thoughts, thoughts_behind
 from protos import inference_pb2
 from serving_core.errors import RequestError
@@ -35,19 +36,25 @@ class Structures:
     """Makes grammars for answers of one model, one at a time, in a process of its own."""
 
     def __init__(self, folder: Path, eos_token_ids: Sequence[int]) -> None:
-        self._program = Program(PROGRAM, {"folder": str(folder), "eos_token_ids": list(eos_token_ids)}, MAX_CPU_S)
+        given = {"folder": str(folder), "eos_token_ids": list(eos_token_ids)}
+        self._program = Program(PROGRAM, given, MAX_CPU_S, MAX_BYTES)
         self._known: dict[Asked, dict[str, str]] = {}  # the program's answers, that which was asked for last behind
-        self._begun: dict[Asked, _Compilation] = {}
+        self._begun: dict[tuple[str, Asked], _Compilation] = {}  # by who has asked for it
 
     def begin(self) -> None:
         """Starts the program in the background, where it reads the tokenizer: the first form need not wait for that."""
         self._program.begin()
 
     async def grammar(
-        self, params: inference_pb2.SamplingParams, leeway: Leeway = NO_LEEWAY, prompt_end: str = ""
+        self,
+        params: inference_pb2.SamplingParams,
+        leeway: Leeway = NO_LEEWAY,
+        prompt_end: str = "",
+        asker: str = "",
     ) -> str:
         """The grammar of the answers to a prompt that ends so, in the form of serving_core/grammars.py; empty where
-        they may be anything. Raises RequestError where it cannot be enforced."""
+        they may be anything. Waits for other grammars of this asker, and for one of each other asker at most. Raises
+        RequestError where it cannot be enforced."""
         kind = constraint_of(params)
         if kind is None:
             return ""
@@ -55,7 +62,7 @@ class Structures:
         thoughts = thoughts_behind(prompt_end) if leeway.thinks else Thoughts.NONE
         given = None if params.disable_any_whitespace else whitespace
         asked = Asked(kind, _value(params, kind), given, leeway, thoughts)
-        answer = self._known.pop(asked, None) or await self._compiled(asked)
+        answer = self._known.pop(asked, None) or await self._compiled(asker, asked)
         if KILLED not in answer:
             self._known[asked] = answer
         if len(self._known) > MAX_KNOWN:
@@ -66,10 +73,13 @@ class Structures:
         reason, field = why.partition("\n")[0][:MAX_REASON_CHARS], answer.get("field", kind)
         raise RequestError(BAD_PARAM, f"{field} cannot be enforced: {reason}", field=field)
 
-    async def _compiled(self, asked: Asked) -> dict[str, str]:
-        """The program's answer, for all who ask the same meanwhile; it is not waited for when all of them have left."""
-        if (compilation := self._begun.get(asked)) is None:
-            compilation = self._begun[asked] = _Compilation(asyncio.create_task(self._program.ask(asdict(asked))))
+    async def _compiled(self, asker: str, asked: Asked) -> dict[str, str]:
+        """The program's answer, for all requests of the asker for the same meanwhile; it is not waited for when all of
+        them have left."""
+        key = asker, asked
+        if (compilation := self._begun.get(key)) is None:
+            task = asyncio.create_task(self._program.ask(asdict(asked), asker))
+            compilation = self._begun[key] = _Compilation(task)
         compilation.num_waiting += 1
         try:
             answer = await asyncio.shield(compilation.task)
@@ -80,7 +90,7 @@ class Structures:
             compilation.num_waiting -= 1
             if not compilation.num_waiting:
                 compilation.task.cancel()
-                del self._begun[asked]
+                del self._begun[key]
 
 
 def constraint_of(params: inference_pb2.SamplingParams) -> str | None:

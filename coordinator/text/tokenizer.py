@@ -88,12 +88,14 @@ class Tokenizer:
             await self._check_pieces(text, limit)
         return await self._in_turn_if_long(len(text), self._encode, text, add_special_tokens)
 
-    async def encode_chat(self, messages: Messages, limit: TokenLimit, options: RenderOptions = USUAL) -> list[int]:
-        """Token ids of a conversation. Raises RequestError when the model has no chat template or its template refuses
-        what it is given, and as `encode` does."""
+    async def encode_chat(
+        self, messages: Messages, limit: TokenLimit, options: RenderOptions = USUAL, asker: str = ""
+    ) -> list[int]:
+        """Token ids of a conversation, which waits for others of this asker. Raises RequestError when the model has no
+        chat template or its template refuses what it is given, and as `encode` does."""
         if self._chat_template is None:
             raise RequestError(BAD_PARAM, "the model has no chat template: send text or token ids", field="chat")
-        text = await self._chat_template.render(messages, options)
+        text = await self._chat_template.render(messages, options, asker)
         return await self.encode(text, limit, add_special_tokens=False)  # the template wrote them already
 
     async def decode(self, token_ids: Sequence[int]) -> str:

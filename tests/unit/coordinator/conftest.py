@@ -22,13 +22,13 @@ WORK = {chat_template.PROGRAM: Renderer, structures.PROGRAM: Compiler}
 class ProgramHere:
     """A `Program` that does its work in this process, from and to the same lines of JSON."""
 
-    def __init__(self, module, given, max_cpu_s):
+    def __init__(self, module, given, max_cpu_s, max_bytes):
         self._worker = WORK[module](**json.loads(line(given)))
 
     def begin(self):
         """Do nothing: no process is to be started."""
 
-    async def ask(self, question):
+    async def ask(self, question, asker=""):
         await asyncio.sleep(0)
         return json.loads(self._worker.answer(json.loads(line(question))))
 

@@ -220,12 +220,27 @@ def failure_of(folder, template, content="a"):
         ("{{ messages[0].content + 1 }}", "TypeError"),
         ("{{ messages[0].nothing.deeper }}", "'dict object' has no attribute 'nothing'"),
         ("{{ messages | unheard_of }}", "No filter named 'unheard_of'."),
+        ("{{ [1] | map('{0}'.format) | list }}", "No filter named <function str.format>."),
         ("{% set x = 'x' * 10**7 %}{{ x }}", "its text has 10000000 characters, the limit is 8388608"),
         ("{{ '\\ud800' }}", "UnicodeEncodeError"),
     ],
 )
 def test_a_template_that_fails_is_no_fault_of_the_messages(folder, template, message):
     assert failure_of(folder, template) == ("ENGINE_ERROR", f"the model's chat template fails: {message}")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% if a %}b{% endif %}" * 20_000, "has 440000 characters, the limit is 131072"),
+        ("{% set a = 1 %}{% if a %}{% endif %}" * 3000, "has 15000 blocks, names and constants, the limit is 10000"),
+        ("{% if a %}" * 900 + "{% endif %}" * 900, "cannot be read: maximum recursion depth exceeded"),
+    ],
+)
+def test_a_template_that_would_take_long_to_compile_is_refused_at_once(folder, template, message):
+    edit_config(folder, chat_template=template)
+    with pytest.raises(ModelError, match=f"the chat template {message}"):
+        read_tokenizer(folder)
 
 
 def test_a_model_without_a_template_takes_no_chat(folder):

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.doors import public
 from coordinator.text import chat_template, program, structures
-from coordinator.text.answering import line
+from coordinator.text.answering import MAX_ANSWERS, line
 from coordinator.text.structures import MAX_KNOWN, Structures
 from coordinator.text.tokenizer import read_tokenizer
 from protos.inference_pb2 import ChatInput, ChatMessage, GenerateRequest, SamplingParams
@@ -23,6 +23,7 @@ from tests.unit.coordinator.http_kit import until
 from tests.unit.coordinator.tokenizer_kit import ENOUGH, edit_config
 
 RENDERING, COMPILING = chat_template.PROGRAM, structures.PROGRAM
+SLOW = "start: A\nA: " + " & ".join(f"/(.*{chr(97 + each)}.{{{each + 5}}})*/" for each in range(12))  # minutes
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -54,12 +55,17 @@ class Processes:
 
     def stop(self, module):
         """Keep the module's process from working until it may `go_on`."""
-        [stopped] = self.running()[module]
-        stopped.suspend()
+        for each in self._family(module):
+            each.suspend()
 
     def go_on(self, module):
-        [stopped] = self.running()[module]
-        stopped.resume()
+        for each in self._family(module):
+            each.resume()
+
+    def _family(self, module):
+        """Return the module's process and its fork, which answers."""
+        [process] = self.running()[module]
+        return [process, *process.children()]
 
 
 @pytest.fixture
@@ -182,7 +188,7 @@ async def test_what_the_system_has_ended_is_tried_again(grammars, processes, mon
     await grammars.grammar(SamplingParams(regex="a"))
     with monkeypatch.context() as patched:
         patched.setattr(program, "line", lambda said: [processes.kill(COMPILING), line(said)][1])  # as it is asked
-        with pytest.raises(RequestError, match="takes more room than there is"):
+        with pytest.raises(RequestError, match="takes more memory than the machine has"):
             await grammars.grammar(SamplingParams(regex="b"))
     assert await grammars.grammar(SamplingParams(regex="b"))
 
@@ -200,6 +206,43 @@ async def test_what_nobody_waits_for_any_more_is_not_compiled(grammars, processe
     assert asked == ["a", "b", "c"]
 
 
+async def test_each_asker_has_a_turn_before_any_has_a_second(grammars, processes, asked):
+    await grammars.grammar(SamplingParams(regex="a"))
+    processes.stop(COMPILING)
+    first = [asyncio.create_task(grammars.grammar(SamplingParams(regex=f"b{each}"), asker="ann")) for each in range(4)]
+    await until(lambda: asked[1:])
+    same = asyncio.create_task(grammars.grammar(SamplingParams(regex="b3"), asker="bob"))  # and waits for none of ann's
+    last = asyncio.create_task(grammars.grammar(SamplingParams(regex="c")))
+    await asyncio.sleep(0)
+    processes.go_on(COMPILING)
+    await asyncio.gather(*first, same, last)
+    assert asked == ["a", "b0", "b1", "b3", "c", "b2", "b3"]
+
+
+async def test_a_grammar_that_is_ended_costs_the_next_no_start(grammars, processes):
+    await grammars.grammar(SamplingParams(regex="a"))
+    begun = processes.running()
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"compiling it takes more than 0\.5 s of processor time"):
+            await grammars.grammar(SamplingParams(grammar=SLOW))
+        assert await grammars.grammar(SamplingParams(regex="b"))
+    assert processes.running() == begun
+
+
+async def test_a_grammar_that_takes_too_much_memory_is_refused(tokenizer_folder, monkeypatch):
+    monkeypatch.setattr(structures, "MAX_BYTES", 2**22)
+    grammars = Structures(tokenizer_folder, (EOS,))
+    with pytest.raises(RequestError, match=r"compiling it takes more than 4\.0 MiB of memory"):
+        await grammars.grammar(SamplingParams(json_schema=json.dumps({"enum": [str(each) for each in range(9000)]})))
+    assert await grammars.grammar(SamplingParams(regex="a"))
+
+
+async def test_a_fork_is_replaced_when_it_has_answered_enough(grammars, processes):
+    for number in range(MAX_ANSWERS + 2):
+        assert await grammars.grammar(SamplingParams(regex=f"a{number}"))
+    assert len(processes.running()[COMPILING]) == 1
+
+
 async def test_what_was_asked_for_last_is_known_longest(grammars, asked):
     for text in ["first", *map(str, range(MAX_KNOWN - 1)), "first", "new", "first", "0"]:
         await grammars.grammar(SamplingParams(regex=text))
@@ -210,7 +253,7 @@ async def test_a_machine_that_is_too_busy_is_no_fault_of_the_grammar(grammars, p
     await grammars.grammar(SamplingParams(regex="a"))
     processes.stop(COMPILING)
     with monkeypatch.context() as patched:
-        patched.setattr(program, "ANSWER_S", 0.05)
+        patched.setattr(program, "CLOCK_PER_CPU_S", 0.1)
         with pytest.raises(RequestError, match="the machine is too busy: ") as error:
             await grammars.grammar(SamplingParams(regex="b"))
     assert error.value.reason == "QUEUE_FULL"

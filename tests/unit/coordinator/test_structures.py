@@ -457,6 +457,35 @@ def test_what_would_take_for_ever_or_too_much_room_ends(structures, params):
     assert grammar(structures, regex="a"), "the next one is not served"
 
 
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"regex": "(" * 48 + "a7" + "){2}" * 48}, "a7" * 60),
+        (schema(type="string", pattern="^" + "(" * 48 + "a7" + "){2}" * 48 + "$"), '"' + "a7" * 60),
+        ({"grammar": "start: /" + "(" * 60 + "a7" + "){2}" * 60 + "/"}, "a7" * 60),
+        (schema(const="lorem " * 15_000), '"' + "lorem " * 20),
+        ({"choice": Choice(choices=["lorem " * 20_000, "b"])}, "lorem " * 20),
+        ({"choice": Choice(choices=[f"{each}" for each in range(1024)])}, "102"),
+        (schema(type="array", items={"const": "a"}, minItems=20_000), '["a","a"'),
+    ],
+    ids=["regex", "pattern", "lark", "const", "long choice", "choices", "items"],
+)
+def test_what_is_far_ahead_costs_nothing_now(structures, tokenizer_folder, params, text):
+    """However much has to come: the automaton grows with the answer alone."""
+    answer = Grammars(tokenizer_folder, (EOS,)).guide_of(grammar(structures, **params, disable_any_whitespace=True))
+    token_ids = [*text.encode()]
+    for count, token_id in enumerate(token_ids):
+        assert answer.allowed(token_ids[:count])[token_id // 8] >> token_id % 8 & 1
+    assert any(answer.allowed(token_ids))
+
+
+@pytest.mark.parametrize(("multiple", "remainders"), [(65521, 65521), (0.65521, 65521), (-4099, 4099)])
+def test_multiples_with_more_remainders_than_there_may_be_states(structures, multiple, remainders):
+    _, message = refusal(structures, **schema(type="number", multipleOf=multiple))
+    assert message.endswith(f"multipleOf ({abs(multiple)}) has {remainders} remainders, the limit is 4096")
+    assert grammar(structures, **schema(type="number", multipleOf=4_000_000))
+
+
 def test_the_worst_are_refused_in_a_sentence(structures):
     assert refusal(structures, **schema(**product(30, 20)))
     assert refusal(structures, json_schema='{"items":' * 10_000 + "{}" + "}" * 10_000)

@@ -112,6 +112,38 @@ def test_a_grammar_is_compiled_once_while_it_is_in_use(tokenizer_folder, monkeyp
     assert compiled == [*forms, forms[1]]
 
 
+def test_what_has_to_come_is_not_looked_through(tmp_path):
+    """Any tokens may spell it: the library would else read all of it before each token, to have it come as the
+    tokenizer cuts it."""
+    write_tokenizer(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(
+        json.dumps({**json.loads(config.read_text()), "added_tokens_decoder": {"260": {"content": "ab"}}})
+    )
+    answer = guide(Grammars(tmp_path, (EOS,)), "choice", ["abab"])
+    assert tokens(answer.allowed([])) == {A, 260}
+
+
+def test_a_grammar_may_take_so_much_time_a_token(grammars, monkeypatch):
+    monkeypatch.setattr(module, "MASKS_S", 0.0)
+    answer = guide(grammars, "regex", "a*")
+    monkeypatch.setattr(module, "MASK_S", 0.0)
+    with pytest.raises(RequestError, match=r"the grammar has taken 0\.0 s of processor time in 1 tokens, the limit is"):
+        answer.allowed([A])
+
+
+def test_a_grammar_with_too_many_ways_to_read_an_answer(grammars, monkeypatch):
+    monkeypatch.setattr(module, "MASKS_S", 1e6)
+    answer = guide(grammars, "grammar", 'start: s\ns: s s s | s s | "a" | ""')
+
+    def grow():
+        for count in range(400):
+            answer.allowed([A] * count)
+
+    with pytest.raises(RequestError, match="max is 1000"):
+        grow()
+
+
 def test_a_mask_has_bits_for_the_vocabulary_alone(grammars):
     mask = guide(grammars, "regex", "(?s:.*)").allowed([])
     assert len(mask) == -(-VOCAB_SIZE // 8)

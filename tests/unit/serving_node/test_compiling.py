@@ -33,12 +33,12 @@ class World:
     def _refuse(self, attempt, error):
         self.heard.append(("refused", attempt.request_id, (error.reason, str(error))))
 
-    def take(self, kind, name, grammar=""):
+    def take(self, kind, name, grammar="", asker=""):
         attempt = fleet_pb2.Attempt(request_id=name, epoch=7)
         command = fleet_pb2.NodeCommand(attempt=attempt)
         getattr(command, kind).SetInParent()
         if kind in ("prefill", "reserve"):
-            getattr(command, kind).job.CopyFrom(fleet_pb2.Job(attempt=attempt, grammar=grammar))
+            getattr(command, kind).job.CopyFrom(fleet_pb2.Job(attempt=attempt, grammar=grammar, asker=asker))
         self.compiling.take(command)
 
     async def until_idle(self):
@@ -71,6 +71,15 @@ async def test_what_follows_for_the_same_attempt_waits_behind_it():
         ("reserve", "b", "H"),
         ("begun", "b", None),
     ]
+
+
+async def test_each_asker_has_a_turn_before_any_has_a_second():
+    world = World()
+    for number in range(3):
+        world.take("prefill", f"a{number}", "g", asker="ann")
+    world.take("prefill", "b", "g", asker="bob")
+    await world.until_idle()
+    assert [name for _, name, _ in world.heard] == ["a0", "a1", "b", "a2"]
 
 
 async def test_what_comes_twice_comes_with_its_guide_both_times():

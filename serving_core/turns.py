@@ -1,0 +1,49 @@
+"""One at a time, and of those who wait each asker in turn, so that one with much to do holds up nobody else."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class Turns:
+    """Turns at what only one can do at a time. Owned by one event loop."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the asker whose turn is next is first
+
+    @asynccontextmanager
+    async def turn(self, asker: str) -> AsyncIterator[None]:
+        """Wait for a turn of this asker, and hold it within the block. Each asker that waits has one turn before any
+        has a second; turns of one asker come in order of arrival."""
+        if self._is_taken:
+            await self._next_of(asker)
+        self._is_taken = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _next_of(self, asker: str) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(asker, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it had come at the same moment
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        """Give the turn to who is next; one who has left meanwhile is passed over."""
+        while self._waiting:
+            asker = next(iter(self._waiting))
+            turns = self._waiting.pop(asker)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[asker] = turns  # behind the others
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._is_taken = False
