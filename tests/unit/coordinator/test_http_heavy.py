@@ -158,7 +158,7 @@ def test_a_text_that_waits_too_long_is_given_up_with_the_limit(tmp_path, gate):
 
 
 class NeverDone(Program):
-    async def ask(self, question):
+    async def ask(self, question, asker=""):
         await asyncio.Event().wait()
 
 

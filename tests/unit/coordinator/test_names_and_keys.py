@@ -10,10 +10,12 @@ import pytest
 
 from coordinator.control.journal import Journal
 from coordinator.settings import CoordinatorSettings, check_settings
+from coordinator.text import chat_template, structures
 from protos import inference_pb2
 from serving_core.errors import SettingsError
 from tests import fleet_events as events
 from tests.scripted_nodes import DEADLINE_S, begin, cluster, read_all, run
+from tests.unit.coordinator.conftest import ProgramHere
 from tests.unit.coordinator.http_kit import plain_client, url_of
 
 pytestmark = pytest.mark.usefixtures("programs_here")
@@ -150,6 +152,37 @@ def test_one_key_cannot_take_every_place(tmp_path):
             assert [(await call).status_code for call in (first, others)] == [200, 200]
 
     run(scenario())
+
+
+def test_whoever_compiles_and_renders_is_told_for_which_key(tmp_path, monkeypatch):
+    (tmp_path / "keys").write_text(f"ann {ANN}\n{ALONE}\n")
+    told = []
+
+    class Noting(ProgramHere):
+        async def ask(self, question, asker=""):
+            told.append(asker)
+            return await super().ask(question, asker)
+
+    for module in (chat_template, structures):
+        monkeypatch.setattr(module, "Program", Noting)
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "structured_outputs": {"regex": "a"}}
+
+    async def scenario():
+        async with (
+            cluster(tmp_path / "m", http_port=0, api_keys_file=str(tmp_path / "keys")) as c,
+            client_of(c) as client,
+        ):
+            for key, name in ((ANN, "ann"), (ALONE, "")):
+                headers = {"authorization": f"Bearer {key}"}
+                body["structured_outputs"]["regex"] += "?"
+                asked = asyncio.create_task(client.post("/v1/chat/completions", json=body, headers=headers))
+                attempt, job = await begin(c)
+                assert job.asker == name
+                await end(c, attempt)
+                assert (await asked).status_code == 200
+
+    run(scenario())
+    assert told == ["ann", "ann", "", ""]
 
 
 OPERATORS = "key-of-operators"
