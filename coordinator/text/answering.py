@@ -69,13 +69,13 @@ def answer_lines(begin: Callable[[Any], Answer]) -> None:
 
 
 def _first() -> Any:
-    """What the first line holds, and not a byte behind it is read: that is for the forks."""
+    """What the first line holds. Its length stands before it, so that not a byte behind it is read: that is for the
+    forks."""
     with open(0, "rb", buffering=0, closefd=False) as given:
-        num_left, parts = int(given.readline()), []
-        while num_left > 0:
-            parts.append(given.read(num_left))
-            num_left -= len(parts[-1])
-    return json.loads(b"".join(parts))
+        num_left, first = int(given.readline() or 0), b""
+        while part := given.read(num_left):
+            first, num_left = first + part, num_left - len(part)
+    return json.loads(first) if first else sys.exit(DONE)
 
 
 def _answer_some(answer: Answer, is_busy: mmap.mmap, parent: int, max_cpu_s: float, max_bytes: int) -> NoReturn:
@@ -94,6 +94,8 @@ def _answer_some(answer: Answer, is_busy: mmap.mmap, parent: int, max_cpu_s: flo
             _say(answered)
             num_left -= 1
         code = DONE if num_left else LASTED
+    except MemoryError:
+        pass  # which the code says
     except Exception:  # noqa: BLE001 - none may reach the parent's code
         traceback.print_exc()
     finally:
