@@ -19,8 +19,9 @@ import grpc
 
 from coordinator.door_service import DoorService
 from coordinator.door_settings import DoorSettings
+from coordinator.doors.health import HealthService
 from coordinator.doors.messages import ASKED
-from coordinator.doors.public import STOP_GRACE_S, set_health
+from coordinator.doors.public import STOP_GRACE_S
 from coordinator.doors.statuses import StatusInterceptor
 from coordinator.settings import CoordinatorSettings
 from protos import doors_pb2_grpc, inference_pb2_grpc
@@ -44,7 +45,7 @@ class Doors:
     """All of them. Must be made on a running event loop; `stop` gives everything back."""
 
     def __init__(
-        self, settings: CoordinatorSettings, service: DoorService, status: Any, admin: Any, health: Any
+        self, settings: CoordinatorSettings, service: DoorService, status: Any, admin: Any, health: HealthService
     ) -> None:
         self._settings = settings
         self._service = service
@@ -124,7 +125,7 @@ class Doors:
 
     async def report(self) -> None:
         """Tells health watchers of the fleet's port, and the doors, what is so now."""
-        await set_health(self._health, is_serving=self._service.is_serving)
+        await self._health.report(is_serving=self._service.is_serving)
         self._service.tell()
 
     def reread_api_keys(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from coordinator.control.journal import Journal
 from coordinator.control.ledger import Ledger
@@ -28,9 +28,11 @@ from coordinator.doors.admin_service import AdminService
 from coordinator.doors.authentication import NO_FLEET_SECRET, BearerAuthentication, BearerSecrets
 from coordinator.doors.control import LocalControl
 from coordinator.doors.exposition import Exposition
+from coordinator.doors.health import HealthService
 from coordinator.doors.http.counting import HttpCounts
 from coordinator.doors.public import STOP_GRACE_S, Behind, PublicDoor, caps
 from coordinator.doors.status_service import StatusService
+from coordinator.doors.statuses import StatusInterceptor
 from coordinator.doors.tls import ServerTls
 from coordinator.fleet_service import FleetService
 from coordinator.served_model import read_served_model
@@ -106,7 +108,7 @@ class CoordinatorServer:
         files, verifies = settings.tls.files, settings.tls_verify_clients
         self._tls = ServerTls(files, verifies_clients=verifies) if files.cert else None
         self._caps = caps(settings)
-        self._health = health.aio.HealthServicer()
+        self._health = HealthService()
         self._fleet = self._fleet_server()
         self._public: PublicDoor | Doors = self._door() if settings.doors == 1 else self._doors()
         self._supervision: asyncio.Task[None] | None = None
@@ -215,7 +217,9 @@ class CoordinatorServer:
 
     def _fleet_server(self) -> grpc.aio.Server:
         secret = self._settings.fleet_secret
-        interceptors = [BearerAuthentication(BearerSecrets({secret: ""}), NO_FLEET_SECRET)] if secret else []
+        interceptors: list[grpc.aio.ServerInterceptor] = [StatusInterceptor()]
+        if secret:
+            interceptors.insert(0, BearerAuthentication(BearerSecrets({secret: ""}), NO_FLEET_SECRET))
         server = grpc.aio.server(interceptors=interceptors, options=fleet_options(self._caps.fleet))
         settings = self._settings
         service = FleetService(

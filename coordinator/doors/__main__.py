@@ -4,10 +4,10 @@ import asyncio
 import signal
 
 import grpc
-from grpc_health.v1 import health
 
 from coordinator.door_settings import DoorSettings
 from coordinator.doors.forwarding import ForwardedAdmin, ForwardedStatus, asked
+from coordinator.doors.health import HealthService
 from coordinator.doors.messages import ASKED
 from coordinator.doors.public import Behind, PublicDoor
 from coordinator.doors.remote import RemoteControl
@@ -60,7 +60,7 @@ class Door:
             overview=self._overview,
             count_call=self._control.count_call,
         )
-        self._public = PublicDoor(given, read_served_model(given), behind, self._tls, health.aio.HealthServicer())
+        self._public = PublicDoor(given, read_served_model(given), behind, self._tls, HealthService())
         if given.api_keys_file:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._public.reread_api_keys)
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH
 
 from coordinator.doors.authentication import NO_ADMIN_KEY, NO_API_KEY, BearerAuthentication, BearerSecrets
 from coordinator.doors.caps import SPARE, Caps, connection_caps
 from coordinator.doors.control import Control
 from coordinator.doors.front import Front, ServedModel
+from coordinator.doors.health import INFERENCE, HealthService
 from coordinator.doors.http.app import Metrics, make_app
 from coordinator.doors.http.counting import CountCall
 from coordinator.doors.http.page import AskOverview, Page
@@ -30,7 +30,6 @@ from serving_core.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
-INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN: Final = inference_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 OPERATOR: Final = "operator"  # the name of who holds the admin key
 IDLE_CONNECTIONS_PER_CALL: Final = 2
@@ -61,7 +60,7 @@ class PublicDoor:
         model: ServedModel,
         behind: Behind,
         tls: ServerTls | None,
-        health: HealthServicer,
+        health: HealthService,
     ) -> None:
         self._settings = settings
         self._behind = behind
@@ -115,7 +114,7 @@ class PublicDoor:
     async def report(self) -> None:
         """Has the health service say what is so now."""
         is_serving = self._behind.control.is_serving
-        await set_health(self._health, is_serving=is_serving)
+        await self._health.report(is_serving=is_serving)
         if is_serving:
             self._serves.set()
 
@@ -182,8 +181,7 @@ class PublicDoor:
 
     async def _is_serving(self) -> bool:
         """What the health service says."""
-        reply = await self._health.Check(health_pb2.HealthCheckRequest(service=INFERENCE), None)
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+        return self._health.is_serving
 
 
 def caps(settings: CoordinatorSettings) -> Caps:
@@ -199,9 +197,3 @@ def caps(settings: CoordinatorSettings) -> Caps:
         wanted=wanted // doors,
         wanted_per_peer=max(1, per_peer // doors) if per_peer else 0,
     )
-
-
-async def set_health(health: HealthServicer, *, is_serving: bool) -> None:
-    """What the health service says from now on."""
-    status = health_pb2.HealthCheckResponse
-    await health.set(INFERENCE, status.SERVING if is_serving else status.NOT_SERVING)
