@@ -25,6 +25,7 @@ from coordinator.doors.messages import (
     plan_from_wire,
     situation_to_wire,
 )
+from coordinator.doors.sheds import Sheds
 from coordinator.traces.carrier import Carrier
 from protos import doors_pb2, doors_pb2_grpc
 from serving_core.errors import RequestError
@@ -52,6 +53,7 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
         slo_classes: SloClasses,
         *,
         count_call: CountCall,
+        sheds: Sheds,
         metrics: Callable[[], bytes],
         traces: "Traces | None",
     ) -> None:
@@ -60,6 +62,7 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
         self._journal = journal
         self._slo_classes = slo_classes
         self._count_call = count_call
+        self._sheds = sheds
         self._metrics = metrics
         self._traces = traces
         self._control = LocalControl(registry, dispatcher, journal, slo_classes)
@@ -131,6 +134,8 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
             kind = event.WhichOneof("event")
             if kind == "taken":
                 link.taken(event.taken.cpu_s)
+                for shed in event.taken.sheds:
+                    self._sheds.count(shed.port, shed.reason, shed.number)
             elif kind == "opened":
                 self.opened[link.number].set()
             else:

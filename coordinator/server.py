@@ -28,9 +28,11 @@ from coordinator.doors.admin_service import AdminService
 from coordinator.doors.authentication import NO_FLEET_SECRET, BearerAuthentication, BearerSecrets
 from coordinator.doors.control import LocalControl
 from coordinator.doors.exposition import Exposition
+from coordinator.doors.grpc_port import GrpcPort
 from coordinator.doors.health import HealthService
 from coordinator.doors.http.counting import HttpCounts
 from coordinator.doors.public import STOP_GRACE_S, Behind, PublicDoor, caps
+from coordinator.doors.sheds import FLEET, Sheds
 from coordinator.doors.status_service import StatusService
 from coordinator.doors.statuses import StatusInterceptor
 from coordinator.doors.tls import ServerTls
@@ -38,7 +40,7 @@ from coordinator.fleet_service import FleetService
 from coordinator.served_model import read_served_model
 from coordinator.settings import ADMIT_ALL, CoordinatorSettings, check_settings
 from protos import inference_pb2
-from serving_core.channels import fleet_options, listen
+from serving_core.channels import fleet_options
 from serving_core.figures import Figure
 from serving_core.fingerprint import model_facts
 from serving_core.ports import Port, check_ports
@@ -109,7 +111,8 @@ class CoordinatorServer:
         self._tls = ServerTls(files, verifies_clients=verifies) if files.cert else None
         self._caps = caps(settings)
         self._health = HealthService()
-        self._fleet = self._fleet_server()
+        self._sheds = Sheds()
+        self._fleet = self._fleet_port()
         self._public: PublicDoor | Doors = self._door() if settings.doors == 1 else self._doors()
         self._supervision: asyncio.Task[None] | None = None
         self.port = self.fleet_port = 0  # the ports listened on, once started
@@ -125,10 +128,9 @@ class CoordinatorServer:
                 Port("--http-port", settings.http_host, settings.http_port),
             ]
         )
-        tls = self._tls
-        fleet_tls = tls.grpc_credentials(verifies=True) if tls and settings.tls.tls_ca else None
+        fleet_tls = self._tls if settings.tls.tls_ca else None
         self._public.listen()
-        self.fleet_port = listen(self._fleet, settings.fleet_host, settings.fleet_port, fleet_tls)
+        self.fleet_port = self._fleet.listen(settings.fleet_host, settings.fleet_port, fleet_tls, verifies=True)
         self.port, self.http_port = self._public.port, self._public.http_port
         await self._public.report()
         await self._fleet.start()
@@ -141,7 +143,7 @@ class CoordinatorServer:
         logger.info(dialled, self.port, self.fleet_port, self.http_port if self.http_port >= 0 else "none")
         caps = self._caps
         capped = "at most %d connections of gRPC clients, %d of HTTP clients (%d of one address) and %d of nodes"
-        logger.info(capped, caps.public, caps.http, caps.http_per_peer, caps.fleet)
+        logger.info(capped, caps.public, caps.http, caps.per_peer, caps.fleet)
 
     async def wait(self) -> None:
         """Waits as long as the server runs, after `start`; raises when it has failed."""
@@ -186,7 +188,7 @@ class CoordinatorServer:
             return self._overview.to_wire(time.monotonic(), after=after)
 
         control = LocalControl(self._registry, self._dispatcher, self._journal, self._slo_classes, self._traces)
-        behind = Behind(control, self._status(), self._admin(), metrics, overview, counts.ended)
+        behind = Behind(control, self._status(), self._admin(), metrics, overview, counts.ended, self._sheds)
         return PublicDoor(self._settings, self._model, behind, self._tls, self._health)
 
     def _doors(self) -> Doors:
@@ -198,6 +200,7 @@ class CoordinatorServer:
             self._journal,
             self._slo_classes,
             count_call=counts.ended,
+            sheds=self._sheds,
             metrics=lambda: exposition.render(),
             traces=self._traces,
         )
@@ -205,7 +208,7 @@ class CoordinatorServer:
         return Doors(self._settings, service, self._status(), self._admin(), self._health)
 
     def _exposition(self, counts: HttpCounts, doors: Callable[[], Iterable[Figure]] = tuple) -> Exposition:
-        return Exposition(self._metrics, self._tracker, self._registry, self._model.name, counts, doors)
+        return Exposition(self._metrics, self._tracker, self._registry, self._model.name, counts, doors, self._sheds)
 
     def _status(self) -> StatusService:
         return StatusService(
@@ -215,11 +218,12 @@ class CoordinatorServer:
     def _admin(self) -> AdminService:
         return AdminService(self._dispatcher, self._overview)
 
-    def _fleet_server(self) -> grpc.aio.Server:
+    def _fleet_port(self) -> GrpcPort:
         secret = self._settings.fleet_secret
+        keys = BearerSecrets({secret: ""}) if secret else None
         interceptors: list[grpc.aio.ServerInterceptor] = [StatusInterceptor()]
-        if secret:
-            interceptors.insert(0, BearerAuthentication(BearerSecrets({secret: ""}), NO_FLEET_SECRET))
+        if keys is not None:
+            interceptors.insert(0, BearerAuthentication(keys, NO_FLEET_SECRET))
         server = grpc.aio.server(interceptors=interceptors, options=fleet_options(self._caps.fleet))
         settings = self._settings
         service = FleetService(
@@ -227,7 +231,8 @@ class CoordinatorServer:
         )
         server.add_generic_rpc_handlers((service.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)  # where clients cannot crowd it out
-        return server
+        most = self._caps.fleet
+        return GrpcPort(FLEET, server, keys, self._sheds, max_connections=most, max_per_peer=most)
 
     async def _supervise(self) -> None:
         """Lets time pass for nodes and answers, and keeps the health service and the certificates up to date."""

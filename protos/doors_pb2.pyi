@@ -53,10 +53,22 @@ class Opened(_message.Message):
     def __init__(self) -> None: ...
 
 class BatchTaken(_message.Message):
-    __slots__ = ("cpu_s",)
+    __slots__ = ("cpu_s", "sheds")
     CPU_S_FIELD_NUMBER: _ClassVar[int]
+    SHEDS_FIELD_NUMBER: _ClassVar[int]
     cpu_s: float
-    def __init__(self, cpu_s: _Optional[float] = ...) -> None: ...
+    sheds: _containers.RepeatedCompositeFieldContainer[Shed]
+    def __init__(self, cpu_s: _Optional[float] = ..., sheds: _Optional[_Iterable[_Union[Shed, _Mapping]]] = ...) -> None: ...
+
+class Shed(_message.Message):
+    __slots__ = ("port", "reason", "number")
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    port: str
+    reason: str
+    number: int
+    def __init__(self, port: _Optional[str] = ..., reason: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class NewCall(_message.Message):
     __slots__ = ("number", "info", "prompt", "cache_salt", "adapter", "pooling", "sampling_params", "grammar", "seeds", "so_far", "limits", "deadline_s", "begun_s", "num_behind", "call_number")

@@ -84,6 +84,26 @@ def _why(error: OSError, port: Port, earlier: Sequence[Port]) -> str:
     return f"is in use on {port.host:.80}"
 
 
+def listening_sockets(host: str, port: int, *, shares_port: bool, backlog: int) -> list[socket.socket]:
+    """Sockets that listen on every address of the host, all at one port; 0 takes a free one. Others of this user may
+    share it, if they say so too. Raises SettingsError."""
+    found: list[socket.socket] = []
+    for family, (address, *others) in _addresses(Port("", host, port)):
+        number = found[0].getsockname()[1] if found else port
+        dualstack = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        options: dict[str, Any] = {"family": family, "backlog": backlog, "dualstack_ipv6": dualstack}
+        try:
+            found.append(socket.create_server((address, number, *others[1:]), reuse_port=shares_port, **options))
+        except OSError as error:
+            if error.errno not in _NOT_OURS:
+                for each in found:
+                    each.close()
+                raise SettingsError(f"cannot listen on {before_port(host)}:{port}: port {port} is in use") from error
+    if not found:
+        raise SettingsError(f"cannot listen on {before_port(host)}:{port}: it is not an address of this machine")
+    return found
+
+
 class SharedPort:
     """A port that processes of one owner listen on together, each with SO_REUSEPORT. Its lock ends with the owner's
     process; no other owner gets the port meanwhile, even while none of the processes lives. Linux only."""

@@ -10,12 +10,13 @@ MAX_SENTENCES: Final = 16  # remembered
 class Reminder:
     """Says when to repeat what stays true: at once, then after a pause that doubles each time."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_pause_s: float = FIRST_PAUSE_S) -> None:
+        self._first_pause_s = first_pause_s
         self._said: dict[str, tuple[float, float]] = {}  # sentence to when it is due again, and the pause after that
 
     def is_due(self, sentence: str, now: float) -> bool:
         """Whether to say it now. Each sentence has pauses of its own, so two that take turns are not always news."""
-        due_s, pause_s = self._said.pop(sentence, (now, FIRST_PAUSE_S))
+        due_s, pause_s = self._said.pop(sentence, (now, self._first_pause_s))
         is_due = now >= due_s
         self._said[sentence] = (now + pause_s, min(2 * pause_s, LONGEST_PAUSE_S)) if is_due else (due_s, pause_s)
         if len(self._said) > MAX_SENTENCES:

@@ -59,6 +59,7 @@ class Door:
             metrics=self._metrics,
             overview=self._overview,
             count_call=self._control.count_call,
+            sheds=self._control.sheds,
         )
         self._public = PublicDoor(given, read_served_model(given), behind, self._tls, HealthService())
         if given.api_keys_file:

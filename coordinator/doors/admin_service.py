@@ -8,7 +8,7 @@ from typing import Any, Final
 from coordinator.control.overview import Overview
 from coordinator.control.roles import CONFIRM_S
 from coordinator.dispatcher import Dispatcher
-from coordinator.doors.inference_service import write
+from coordinator.doors.exchange import write
 from protos import inference_pb2, inference_pb2_grpc
 from protos.convert import shape_from_wire
 from serving_core.errors import RequestError

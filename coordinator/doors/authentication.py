@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import grpc
 
+from coordinator.doors.health import OPEN_METHODS
 from coordinator.doors.statuses import Continuation, Handler, abort
 from serving_core.errors import RequestError
 from serving_core.reasons import UNAUTHENTICATED
 
-OPEN_METHODS: Final = {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List"}
 ASKER: Final = ContextVar("asker", default="")  # whose secret the call at hand has brought, where it has a name
 NO_API_KEY: Final = (
     "the API key is missing or wrong: --api-key or SPLITSERVE_API_KEY, sent as authorization: Bearer KEY"
@@ -45,7 +45,7 @@ class BearerSecrets:
 
 class BearerAuthentication(grpc.aio.ServerInterceptor):
     """Asks every call for the metadata `authorization: Bearer SECRET`, and refuses others with the sentence. Health
-    checks are exempt, but for Watch, which lasts: strangers could have all calls that there may be. A method that is
+    checks are exempt, but for Watch, which lasts. A method that is
     not there is UNIMPLEMENTED for everyone, since the secret would not help."""
 
     def __init__(self, secrets: BearerSecrets, sentence: str, service: str = "") -> None:
@@ -63,14 +63,14 @@ class BearerAuthentication(grpc.aio.ServerInterceptor):
         is_open = handler is None or not is_ours or details.method in OPEN_METHODS
         if is_open or self._admits(details.invocation_metadata):
             return handler
-        return grpc.unary_unary_rpc_method_handler(self._refuse)
+        return grpc.stream_stream_rpc_method_handler(self._refuse)  # at once: nobody waits for the request
 
     def _admits(self, metadata: Any) -> bool:
         holder = self._secrets.holder([value for key, value in metadata if key == "authorization"])
         ASKER.set(holder or "")
         return holder is not None
 
-    async def _refuse(self, _: bytes, context: Any) -> None:
+    async def _refuse(self, _: Any, context: Any) -> None:
         await abort(context, RequestError(UNAUTHENTICATED, self._sentence))
 
 

@@ -10,6 +10,7 @@ RESERVE: Final = 256
 FLEET_SHARE: Final = 8  # one in so many of the others is for nodes
 MAX_FLEET: Final = 1024
 LEAST_DESCRIPTORS: Final = 512
+GUARDED: Final = 3  # descriptors of one connection that goes through a guard (doors/guard.py)
 SPARE: Final = 16  # connections at the HTTP port that calls may not take: somebody asks for /health
 
 
@@ -19,20 +20,29 @@ class Caps:
 
     public: int  # of gRPC clients
     http: int
-    http_per_peer: int  # of one address
+    per_peer: int  # of one address, at either of these
     fleet: int
 
 
-def connection_caps(num_descriptors: int, *, useful: int, wanted: int, wanted_per_peer: int) -> Caps:
+def connection_caps(
+    num_descriptors: int,
+    *,
+    useful: int,
+    wanted: int,
+    wanted_per_peer: int,
+    guards_clients: bool = False,
+    guards_nodes: bool = False,
+) -> Caps:
     """The caps within so many descriptors: as many for clients as are useful, unless a number is wanted (0: none is).
-    Raises SettingsError when that is not possible."""
+    Guards stand before ports whose calls take a secret. Raises SettingsError when that is not possible."""
     if num_descriptors < LEAST_DESCRIPTORS:
         raise SettingsError(
             f"the limit of {num_descriptors} open files (ulimit -n) is too low: at least {LEAST_DESCRIPTORS} are needed"
         )
     room = num_descriptors - RESERVE
-    fleet = min(MAX_FLEET, room // FLEET_SHARE)
-    most = (room - fleet) // 2
+    per_client, per_node = (GUARDED if guards else 1 for guards in (guards_clients, guards_nodes))
+    fleet = min(MAX_FLEET, room // FLEET_SHARE // per_node)
+    most = (room - fleet * per_node) // (per_client + 1)
     if wanted and not SPARE < wanted <= most:
         raise SettingsError(
             f"max_connections ({wanted}) must be above {SPARE}, which are kept for health checks, and at most {most}, "

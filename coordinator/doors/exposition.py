@@ -24,6 +24,7 @@ from coordinator.control.timeline import Phase
 from coordinator.control.tracker import Tracker
 from coordinator.doors.http.counting import HttpCounts
 from coordinator.doors.node_figures import node_figures
+from coordinator.doors.sheds import Sheds
 from coordinator.doors.statuses import CODES
 from coordinator.doors.vllm_figures import vllm_figures
 from serving_core.figures import Figure, Labels, counter, families, family, gauge, histogram
@@ -49,6 +50,7 @@ class Exposition(Collector):
         model_name: str,
         http: HttpCounts | None = None,
         doors: Callable[[], Iterable[Figure]] = tuple,
+        sheds: Sheds | None = None,
     ) -> None:
         """`doors` tells the figures of each, where there are several."""
         self._metrics = metrics
@@ -57,6 +59,7 @@ class Exposition(Collector):
         self._model_name = model_name
         self._http = http or HttpCounts()
         self._doors = doors
+        self._sheds = sheds or Sheds()
         self._process = ProcessCollector(registry=None)
 
     def render(self) -> bytes:
@@ -67,7 +70,8 @@ class Exposition(Collector):
         nodes = self._registry.nodes
         is_path = has_path(nodes, embeds=self._registry.embeds)
         own = (_times(self._metrics), _totals(self._metrics), _by_class(self._metrics), _live(self._tracker))
-        figures = list(chain(*own, self._doors(), node_figures(nodes, self._tracker, is_path=is_path)))
+        of_nodes = node_figures(nodes, self._tracker, is_path=is_path)
+        figures = list(chain(*own, self._sheds.figures(), self._doors(), of_nodes))
         yield from families(figures)
         for figure in figures:
             for name in figure.vllm:

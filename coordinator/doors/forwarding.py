@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import grpc
 
-from coordinator.doors.inference_service import write
+from coordinator.doors.exchange import write
 from protos import inference_pb2_grpc
 from serving_core.errors import RequestError
 from serving_core.reasons import DEADLINE_EXCEEDED, DRAINING

@@ -5,7 +5,6 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Final
 
 from coordinator.control.calls import CallRecord
 from coordinator.control.so_far import NOTHING, SoFar
@@ -29,8 +28,6 @@ from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.model_config import ModelConfig
 from serving_core.reasons import ABORTED
-
-WRITE_TIMEOUT_S: Final = 30.0  # for a client that has stopped reading, at every door
 
 
 @dataclass(frozen=True, slots=True)

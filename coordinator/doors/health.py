@@ -7,6 +7,7 @@ from grpc_health.v1 import health, health_pb2
 from protos import inference_pb2
 
 INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+OPEN_METHODS: Final = {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List"}  # that need no key
 OVERALL: Final = ""  # the name of the whole server
 _Reply: Final = health_pb2.HealthCheckResponse
 

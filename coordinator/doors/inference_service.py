@@ -1,18 +1,15 @@
 """The public gRPC service."""
 
-import asyncio
-import logging
 import secrets
 from typing import Any, Protocol
 
-from coordinator.doors.front import WRITE_TIMEOUT_S, Call, Front
+from coordinator.doors.exchange import write
+from coordinator.doors.front import Call, Front
 from coordinator.doors.unknown_fields import WARNING_HEADER, unknown_in_message
 from coordinator.traces.carrier import CARRIER, carrier_of
 from protos import inference_pb2
 from protos.convert import MAX_TOKENS_HEADER, MODEL_HEADER
 from serving_core.telemetry import CURRENT_REQUEST
-
-logger = logging.getLogger(__name__)
 
 
 class Status(Protocol):
@@ -78,14 +75,3 @@ class InferenceService:
             adapters=self._front.adapters,
             embedding_size=0 if model.config.embedder is None else model.config.hidden_size,
         )
-
-
-async def write(context: Any, response: Any) -> None:
-    """Hands a message to gRPC, which has room for it unless the client has stopped reading. Raises CancelledError when
-    it has for too long: gRPC still holds the message, and no status can follow it but the end of the connection."""
-    try:
-        async with asyncio.timeout(WRITE_TIMEOUT_S):
-            await context.write(response)
-    except TimeoutError:
-        logger.warning("a client has read nothing for %g s", WRITE_TIMEOUT_S)
-        raise asyncio.CancelledError from None

@@ -13,18 +13,21 @@ from coordinator.doors.authentication import NO_ADMIN_KEY, NO_API_KEY, BearerAut
 from coordinator.doors.caps import SPARE, Caps, connection_caps
 from coordinator.doors.control import Control
 from coordinator.doors.front import Front, ServedModel
+from coordinator.doors.grpc_port import GrpcPort
 from coordinator.doors.health import INFERENCE, HealthService
 from coordinator.doors.http.app import Metrics, make_app
 from coordinator.doors.http.counting import CountCall
 from coordinator.doors.http.page import AskOverview, Page
 from coordinator.doors.http.serving import HttpServer
 from coordinator.doors.inference_service import InferenceService, Status
+from coordinator.doors.places import Places
 from coordinator.doors.reflection import add_reflection
+from coordinator.doors.sheds import GRPC, Sheds
 from coordinator.doors.statuses import StatusInterceptor
 from coordinator.doors.tls import ServerTls
 from coordinator.settings import CoordinatorSettings, api_keys, origins
 from protos import inference_pb2, inference_pb2_grpc
-from serving_core.channels import listen, public_options
+from serving_core.channels import public_options
 from serving_core.descriptors import num_descriptors
 from serving_core.errors import SettingsError
 
@@ -49,6 +52,7 @@ class Behind:
     metrics: Metrics
     overview: AskOverview
     count_call: CountCall
+    sheds: Sheds
 
 
 class PublicDoor:
@@ -79,7 +83,14 @@ class PublicDoor:
         holders = self._key_holders()
         self._api_keys = BearerSecrets(holders) if holders else None
         self._admin_key = BearerSecrets({settings.admin_key: OPERATOR}) if settings.admin_key else None
-        self._public = self._public_server()
+        self._public = GrpcPort(
+            GRPC,
+            self._public_server(),
+            self._api_keys,
+            behind.sheds,
+            max_connections=self._caps.public,
+            max_per_peer=self._caps.per_peer,
+        )
         self._http = self._http_server() if settings.http_port >= 0 else None
         self._serves = asyncio.Event()
         self._warming: asyncio.Task[None] | None = None
@@ -89,10 +100,9 @@ class PublicDoor:
     def listen(self) -> None:
         """Has both ports. Raises SettingsError."""
         settings, tls = self._settings, self._tls
-        credentials = tls.grpc_credentials(verifies=settings.tls_verify_clients) if tls else None
-        self.port = listen(self._public, settings.host, settings.port, credentials)
+        shares, verifies = settings.doors > 1, settings.tls_verify_clients
+        self.port = self._public.listen(settings.host, settings.port, tls, verifies=verifies, shares_port=shares)
         if self._http is not None:
-            shares = settings.doors > 1
             self.http_port = self._http.listen(settings.http_host, settings.http_port, shares_port=shares)
 
     async def start(self) -> None:
@@ -144,7 +154,8 @@ class PublicDoor:
         return {**holders, admin_key: OPERATOR} if holders and admin_key else holders
 
     def _public_server(self) -> grpc.aio.Server:
-        interceptors: list[grpc.aio.ServerInterceptor] = [StatusInterceptor()]
+        places = Places(self._max_calls, self._front.noting_refusal)
+        interceptors: list[grpc.aio.ServerInterceptor] = [StatusInterceptor(places.taken)]
         if self._api_keys is not None:
             interceptors.insert(0, BearerAuthentication(self._api_keys, NO_API_KEY))
         if self._admin_key is not None:
@@ -155,7 +166,6 @@ class PublicDoor:
             options=public_options(
                 self._caps.public, longest_call_s=settings.request_timeout_s, shares_port=settings.doors > 1
             ),
-            maximum_concurrent_rpcs=self._max_calls,
         )
         service = InferenceService(self._front, self._behind.status)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
@@ -177,7 +187,13 @@ class PublicDoor:
             max_calls=min(self._max_calls, self._caps.http - SPARE),
         )
         context = self._tls.http_context() if self._tls else None
-        return HttpServer(app, max_connections=self._caps.http, max_per_peer=self._caps.http_per_peer, tls=context)
+        return HttpServer(
+            app,
+            self._behind.sheds,
+            max_connections=self._caps.http,
+            max_per_peer=self._caps.per_peer,
+            tls=context,
+        )
 
     async def _is_serving(self) -> bool:
         """What the health service says."""
@@ -193,6 +209,8 @@ def caps(settings: CoordinatorSettings) -> Caps:
         )
     return connection_caps(
         num_descriptors(),
+        guards_clients=bool(api_keys(settings)),
+        guards_nodes=bool(settings.fleet_secret),
         useful=IDLE_CONNECTIONS_PER_CALL * (settings.max_num_queued_reqs + SPARE_CALLS),
         wanted=wanted // doors,
         wanted_per_peer=max(1, per_peer // doors) if per_peer else 0,

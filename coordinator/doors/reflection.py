@@ -6,7 +6,7 @@ from typing import Any, Final
 import grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from coordinator.doors.inference_service import write
+from coordinator.doors.exchange import write
 from coordinator.doors.statuses import failures_as_statuses, parse
 
 V1: Final = "grpc.reflection.v1.ServerReflection"

@@ -27,6 +27,7 @@ from coordinator.doors.messages import (
     info_to_wire,
     situation_from_wire,
 )
+from coordinator.doors.sheds import Sheds
 from coordinator.doors.validation import AnswerPlan
 from coordinator.text.answers import Answer, AnswerText
 from coordinator.traces.carrier import CARRIER
@@ -67,6 +68,7 @@ class RemoteControl:
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
         self._by_generation: dict[Generation, int] = {}
+        self.sheds = Sheds()  # that control has yet to hear of
 
     async def run(self) -> None:
         """Speaks with control until it ends the stream. Raises ConnectionError when it breaks, MessageLost when a
@@ -189,7 +191,7 @@ class RemoteControl:
             self._numbering.check(batch)
             self._take(batch)
             await asyncio.sleep(0)  # those who wait for what has come go on first
-            self._send(taken=doors_pb2.BatchTaken(cpu_s=time.process_time()))
+            self._send(taken=doors_pb2.BatchTaken(cpu_s=time.process_time(), sheds=_sheds_to_wire(self.sheds)))
 
     def _framed(self, event: doors_pb2.DoorEvent) -> bytes:
         self._numbering.stamp(event)
@@ -252,6 +254,10 @@ class RemoteControl:
         if answer.matched_stop is not None:
             stop, num_tokens = answer.matched_stop, answer.num_tokens
             self._send(stopped=doors_pb2.Stopped(number=number, index=index, stop=stop, num_tokens=num_tokens))
+
+
+def _sheds_to_wire(sheds: Sheds) -> list[doors_pb2.Shed]:
+    return [doors_pb2.Shed(port=port, reason=reason, number=n) for (port, reason), n in sheds.taken().items()]
 
 
 def _refuse(call: _Call, error: RequestError) -> None:

@@ -7,7 +7,7 @@ wrong, RetryInfo where trying again can help. Anything else becomes INTERNAL wit
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Any, Final, TypeAlias, cast
 
 import grpc
@@ -16,6 +16,8 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from coordinator.doors.exchange import read, write
+from coordinator.doors.health import OPEN_METHODS
 from coordinator.doors.wire_fields import check_num_fields
 from serving_core import reasons
 from serving_core.errors import RequestError
@@ -109,17 +111,26 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     gRPC itself answers what does not parse with UNKNOWN and the text of the exception.
     """
 
+    def __init__(self, place: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Every call holds a place while it lasts, but those that need no key."""
+        self._place = place
+
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
         handler: Any = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return cast("Handler", handler)
-        if handler.response_streaming:
-            behaviour = _guarded(handler.unary_stream, handler.request_deserializer, check_num_fields)
-            return grpc.unary_stream_rpc_method_handler(behaviour, response_serializer=handler.response_serializer)
-        behaviour = _guarded(handler.unary_unary, handler.request_deserializer, _check_size)
-        return grpc.unary_unary_rpc_method_handler(behaviour, response_serializer=handler.response_serializer)
+        details: Any = handler_call_details
+        place = nullcontext if details.method in OPEN_METHODS else self._place
+        behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        check = check_num_fields if handler.response_streaming else _check_size
+        # As streams on both sides, which look the same on the wire: so both have deadlines, and the place is held
+        # from the beginning.
+        return grpc.stream_stream_rpc_method_handler(
+            _guarded(behaviour, handler.request_deserializer, check, place),
+            response_serializer=handler.response_serializer,
+        )
 
 
 def parse(parser: Callable[[bytes], Any], message: bytes) -> Any:
@@ -132,13 +143,21 @@ def parse(parser: Callable[[bytes], Any], message: bytes) -> Any:
         ) from error
 
 
-def _guarded(behaviour: Callable[..., Any], parser: Callable[[bytes], Any], check: Callable[[bytes], None]) -> Any:
-    async def call(message: bytes, context: Any) -> Any:
+def _guarded(
+    behaviour: Callable[..., Any],
+    parser: Callable[[bytes], Any],
+    check: Callable[[bytes], None],
+    place: Callable[[], AbstractContextManager[None]],
+) -> Any:
+    async def call(_messages: Any, context: Any) -> None:
         async with failures_as_statuses(context):
-            check(message)
-            request = parse(parser, message)
-        async with failures_as_statuses(context, request):
-            return await behaviour(request, context)
+            with place():
+                message = await read(context)
+                check(message)
+                request = parse(parser, message)
+                async with failures_as_statuses(context, request):
+                    if (response := await behaviour(request, context)) is not None:
+                        await write(context, response)
 
     return call
 

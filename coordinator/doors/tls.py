@@ -2,6 +2,7 @@
 
 import logging
 import ssl
+from collections.abc import Iterable
 from typing import Any, Final
 
 import grpc
@@ -11,6 +12,10 @@ from serving_core.tls import Pems, TlsError, TlsFiles, read_tls
 logger = logging.getLogger(__name__)
 
 HTTP: Final = ("http/1.1",)
+HTTP2: Final = ("h2",)
+
+Kind = tuple[tuple[str, ...], bool]
+"""Of a port: the protocols that it speaks, and whether it asks every client for a certificate of the CA."""
 
 
 class ServerTls:
@@ -21,7 +26,7 @@ class ServerTls:
         self._files = files
         self._verifies_clients = verifies_clients
         self._stamps = files.stamps()
-        self._pems, self._newest = self._read()
+        self._pems, self._newest = self._read([(HTTP, verifies_clients)])
 
     def refresh(self) -> None:
         """To be called now and then. What does not fit together, as while files are being exchanged, is not taken."""
@@ -29,7 +34,7 @@ class ServerTls:
             return
         self._stamps = stamps
         try:
-            self._pems, self._newest = self._read()
+            self._pems, self._newest = self._read(self._newest)
         except TlsError as error:
             logger.warning("the certificate stays what it was: %s", error)
         else:
@@ -51,24 +56,33 @@ class ServerTls:
         return grpc.dynamic_ssl_server_credentials(_configuration(in_use, verifies), fetch, verifies)
 
     def http_context(self) -> ssl.SSLContext:
-        """For a port; each of its handshakes goes on with the newest context."""
-        context = self._context()
+        """For a port that speaks HTTP/1.1; each of its handshakes goes on with the newest context."""
+        return self._following((HTTP, self._verifies_clients))
+
+    def http2_context(self, *, verifies: bool) -> ssl.SSLContext:
+        """The same for a port that speaks HTTP/2; `verifies` has it ask every client for a certificate of the CA."""
+        return self._following((HTTP2, verifies))
+
+    def _following(self, kind: Kind) -> ssl.SSLContext:
+        context = self._context(kind)
+        self._newest.setdefault(kind, context)
 
         def take_newest(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            connection.context = self._newest
+            connection.context = self._newest[kind]
 
         context.sni_callback = take_newest  # called for every client, whether it names a server or not
         return context
 
-    def _read(self) -> tuple[Pems, ssl.SSLContext]:
-        return read_tls(self._files), self._context()
+    def _read(self, kinds: Iterable[Kind]) -> tuple[Pems, dict[Kind, ssl.SSLContext]]:
+        return read_tls(self._files), {kind: self._context(kind) for kind in kinds}
 
-    def _context(self) -> ssl.SSLContext:
+    def _context(self, kind: Kind) -> ssl.SSLContext:
+        protocols, verifies = kind
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.set_alpn_protocols(HTTP)
+        context.set_alpn_protocols(protocols)
         try:
             context.load_cert_chain(self._files.cert, self._files.key)
-            if self._verifies_clients:
+            if verifies:
                 context.load_verify_locations(self._files.ca)
                 context.verify_mode = ssl.CERT_REQUIRED
         except OSError as error:  # ssl.SSLError too: the files have changed since they were read

@@ -15,7 +15,7 @@ KEY = "key-of-the-test"
 @pytest.fixture(scope="module")
 def cluster(start_cluster, tmp_path_factory, num_doors):
     model = write_fake_model(tmp_path_factory.mktemp("model"))
-    return start_cluster(model, env={"SPLITSERVE_API_KEY": KEY}, coordinator={"doors": num_doors})
+    return start_cluster(model, env={"SPLITSERVE_API_KEY": KEY}, coordinator={"doors": num_doors, "log_level": "debug"})
 
 
 CALLS = {

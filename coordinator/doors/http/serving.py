@@ -11,9 +11,10 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from coordinator.doors.front import WRITE_TIMEOUT_S
-from coordinator.doors.http.connections import Connections, peer_of
+from coordinator.doors.connections import Connections, peer_of
+from coordinator.doors.exchange import WRITE_TIMEOUT_S
 from coordinator.doors.http.errors import error_response
+from coordinator.doors.sheds import CROWDED, HTTP, SLOW, UNREAD, Sheds
 from serving_core.errors import RequestError, SettingsError
 from serving_core.ports import listened_on
 from serving_core.reasons import MALFORMED_REQUEST
@@ -30,18 +31,19 @@ PROBE_S: Final = 0.1  # between the first two probes of a client that has ended 
 MAX_BACKLOG: Final = 2048
 BACKLOG_SHARE: Final = 4  # of the connections it may have, one in so many may come at once: each is open for a moment
 PROBE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"  # which every client skips
-CROWDED: Final = "the HTTP port has all the connections it may have, of one address or in all (%d): the idle make room"
+REMIND_S: Final = 60.0
+SHED: Final = "connections are closed at the HTTP port (%s), so that others can come in: see /metrics"
 
 
 class HttpServer:
     """Serves one application on one port, with `tls` over TLS. Start it at most once; stop it in any case."""
 
     def __init__(
-        self, app: ASGIApp, *, max_connections: int, max_per_peer: int, tls: ssl.SSLContext | None = None
+        self, app: ASGIApp, sheds: Sheds, *, max_connections: int, max_per_peer: int, tls: ssl.SSLContext | None = None
     ) -> None:
         config = uvicorn.Config(
             app,
-            http=_connection_class(Connections(max_connections, max_per_peer)),
+            http=_connection_class(Connections(max_connections, max_per_peer), sheds),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -100,6 +102,7 @@ class _Connection(H11Protocol):
     stop reading. It may end its side when it has asked, and wait for the answer."""
 
     kept: "Connections[_Connection]"
+    sheds: Sheds
     reminder: Reminder
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
@@ -109,11 +112,9 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         # So that whatever a client leaves unread counts as a pause; over TLS a limit is one already when it is reached.
         transport.set_write_buffer_limits(1 if self.scheme == "https" else 0)
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, transport.abort)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.shed, SLOW)
         if (closed := self.kept.add(self, peer_of(self.client[0] if self.client else ""))) is not None:
-            closed.transport.abort()
-            if self.reminder.is_due(CROWDED, time.monotonic()):
-                logger.warning(CROWDED, len(self.kept))
+            closed.shed(CROWDED)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -122,7 +123,7 @@ class _Connection(H11Protocol):
             self._head_timer = None
             self._listen_on()
         elif self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.shed, SLOW)
         self._tell_whether_idle()
 
     def _tell_whether_idle(self) -> None:
@@ -198,7 +199,14 @@ class _Connection(H11Protocol):
             self._watch_reader()
         else:
             logger.warning("a client has read nothing for %g s", WRITE_TIMEOUT_S)
-            self.transport.abort()
+            self.shed(UNREAD)
+
+    def shed(self, reason: str) -> None:
+        """Close the connection for the sake of others."""
+        self.sheds.count(HTTP, reason)
+        if reason != UNREAD and self.reminder.is_due(reason, time.monotonic()):
+            logger.warning(SHED, reason)
+        self.transport.abort()
 
     @staticmethod
     def _cancel_timers(*timers: asyncio.TimerHandle | None) -> None:
@@ -213,8 +221,9 @@ def _bad_request(message: str) -> bytes:
     return b"\r\n".join([*head, b"connection: close", b"", bytes(response.body)])
 
 
-def _connection_class(kept: "Connections[_Connection]") -> type[Any]:
-    return type("Connection", (_Connection,), {"kept": kept, "reminder": Reminder()})
+def _connection_class(kept: "Connections[_Connection]", sheds: Sheds) -> type[Any]:
+    shared = {"kept": kept, "sheds": sheds, "reminder": Reminder(first_pause_s=REMIND_S)}
+    return type("Connection", (_Connection,), shared)
 
 
 def _listening_socket(host: str, port: int, shares_port: bool = False) -> socket.socket:

@@ -5,7 +5,7 @@ import contextlib
 import grpc
 import pytest
 
-from coordinator.doors import inference_service
+from coordinator.doors import exchange
 from protos import inference_pb2, inference_pb2_grpc
 from tests import fleet_events as events
 from tests.faults.stalled_reader import StalledReader
@@ -244,7 +244,7 @@ def test_a_reader_that_stops_reading_is_dropped(tmp_path):
 
 def test_a_reader_without_any_room_is_let_go_of(tmp_path, caplog, monkeypatch):
     """Its first message never leaves, and so no status can; the nodes and the log are spared all the same."""
-    monkeypatch.setattr(inference_service, "WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(exchange, "WRITE_TIMEOUT_S", 0.2)
 
     async def scenario():
         async with cluster(tmp_path) as c:

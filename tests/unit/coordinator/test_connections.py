@@ -5,23 +5,23 @@ import random
 import pytest
 
 from coordinator.doors.caps import LEAST_DESCRIPTORS, RESERVE, Caps, connection_caps
-from coordinator.doors.http.connections import Connections, peer_of
+from coordinator.doors.connections import Connections, peer_of
 from serving_core.errors import SettingsError
 from tests.effort import effort
 
 # ---- how many ----
 
 
-def caps(num_descriptors, *, useful=2560, wanted=0, wanted_per_peer=0):
-    return connection_caps(num_descriptors, useful=useful, wanted=wanted, wanted_per_peer=wanted_per_peer)
+def caps(num_descriptors, *, useful=2560, wanted=0, wanted_per_peer=0, **guards):
+    return connection_caps(num_descriptors, useful=useful, wanted=wanted, wanted_per_peer=wanted_per_peer, **guards)
 
 
 def test_where_there_are_plenty_each_port_has_what_is_useful():
-    assert caps(2**20) == Caps(public=2560, http=2560, http_per_peer=1280, fleet=1024)
+    assert caps(2**20) == Caps(public=2560, http=2560, per_peer=1280, fleet=1024)
 
 
 def test_where_there_are_few_no_port_takes_what_others_need():
-    assert caps(1024) == Caps(public=336, http=336, http_per_peer=168, fleet=96)  # of 768, one in eight for nodes
+    assert caps(1024) == Caps(public=336, http=336, per_peer=168, fleet=96)  # of 768, one in eight for nodes
 
 
 @pytest.mark.parametrize("useful", [40, 2560, 10**6])
@@ -29,14 +29,16 @@ def test_all_ports_full_leave_the_reserve(useful):
     for num_descriptors in (512, 513, 1000, 1024, 4096, 6000, 20_000, 2**31):
         found = caps(num_descriptors, useful=useful)
         assert found.public + found.http + found.fleet <= num_descriptors - RESERVE
-        assert 1 <= found.http_per_peer <= found.http
+        assert 1 <= found.per_peer <= found.http
         assert found.fleet >= 32
+        guarded = caps(num_descriptors, useful=useful, guards_clients=True, guards_nodes=True)
+        assert 3 * guarded.public + guarded.http + 3 * guarded.fleet <= num_descriptors - RESERVE
 
 
 def test_what_is_wanted_is_had():
-    assert caps(1024, wanted=100) == Caps(public=100, http=100, http_per_peer=50, fleet=96)
-    assert caps(1024, wanted=100, wanted_per_peer=20).http_per_peer == 20
-    assert caps(1024, wanted=100, wanted_per_peer=1000).http_per_peer == 100
+    assert caps(1024, wanted=100) == Caps(public=100, http=100, per_peer=50, fleet=96)
+    assert caps(1024, wanted=100, wanted_per_peer=20).per_peer == 20
+    assert caps(1024, wanted=100, wanted_per_peer=1000).per_peer == 100
     assert caps(2**20, wanted=100_000).http == 100_000
 
 

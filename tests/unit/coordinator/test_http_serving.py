@@ -9,6 +9,7 @@ import uvloop
 
 from coordinator.doors.http import serving
 from coordinator.doors.http.serving import HttpServer
+from coordinator.doors.sheds import Sheds
 from coordinator.doors.tls import ServerTls
 from serving_core.tls import TlsFiles, client_context
 from tests.tls_kit import authority, files_of
@@ -20,7 +21,7 @@ REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 @contextlib.asynccontextmanager
 async def serving_app(app, *, num_buffer_bytes=None, **options):
     """The port of a server of this application."""
-    server = HttpServer(app, **options)
+    server = HttpServer(app, Sheds(), **options)
     port = server.listen("127.0.0.1", 0)
     if num_buffer_bytes is not None:  # inherited by its connections
         server.listening_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_buffer_bytes)
@@ -167,7 +168,7 @@ def test_the_connection_that_was_idle_for_longest_makes_room(loop, caplog):
                     assert await answer(each) == b"HTTP/1.1 204 No Content"
 
     loop(scenario())
-    assert caplog.text.count("the HTTP port has all the connections it may have") == 1
+    assert caplog.text.count("connections are closed at the HTTP port (crowded)") == 1
 
 
 def test_an_answer_under_way_keeps_its_connection():

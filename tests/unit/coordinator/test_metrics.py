@@ -50,6 +50,7 @@ COUNTERS = {
     "splitserve_proposed_tokens_total": None,
     "splitserve_accepted_tokens_total": None,
     "splitserve_node_losses_total": None,
+    "splitserve_connections_shed_total": None,
     "splitserve_loans_total": None,
     "splitserve_blocks_lent_total": None,
     "splitserve_lent_kv_bytes_total": None,

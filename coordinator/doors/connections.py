@@ -1,4 +1,4 @@
-"""Which connections the HTTP server keeps: so many in all, and of one peer. Pure."""
+"""Which connections a port keeps: so many in all, and of one peer. Pure."""
 
 import ipaddress
 from collections.abc import Hashable

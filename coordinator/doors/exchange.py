@@ -1,0 +1,39 @@
+"""Reads and writes the messages of a gRPC call, neither of which may take forever."""
+
+import asyncio
+import logging
+from typing import Any, Final
+
+import grpc
+
+from serving_core.errors import RequestError
+from serving_core.reasons import DEADLINE_EXCEEDED, MALFORMED_REQUEST
+
+logger = logging.getLogger(__name__)
+
+READ_TIMEOUT_S: Final = 30.0  # for the one message of a request, as for the body of an HTTP call
+WRITE_TIMEOUT_S: Final = 30.0  # for a client that has stopped reading, at every door
+
+
+async def read(context: Any) -> bytes:
+    """Return the one message of a call. Raises RequestError where it does not come in time, or there is none."""
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            message = await context.read()
+    except TimeoutError as error:
+        raise RequestError(DEADLINE_EXCEEDED, f"the request was not there within {READ_TIMEOUT_S:g} s") from error
+    if message is grpc.aio.EOF:
+        raise RequestError(MALFORMED_REQUEST, "the call has no message")
+    request: bytes = message
+    return request
+
+
+async def write(context: Any, response: Any) -> None:
+    """Hands a message to gRPC, which has room for it unless the client has stopped reading. Raises CancelledError when
+    it has for too long: gRPC still holds the message, and no status can follow it but the end of the connection."""
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await context.write(response)
+    except TimeoutError:
+        logger.warning("a client has read nothing for %g s", WRITE_TIMEOUT_S)
+        raise asyncio.CancelledError from None

@@ -1,0 +1,83 @@
+"""A port that a gRPC server has: its own where nobody needs a key, else behind a guard."""
+
+import ssl
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from coordinator.doors.authentication import BearerSecrets
+from coordinator.doors.guard import Guard
+from coordinator.doors.sheds import Sheds
+from coordinator.doors.tls import ServerTls
+from serving_core.channels import listen
+from serving_core.socket_folder import SocketFolder
+
+SOCKET: Final = "grpc"
+CLOSE_GRACE_S: Final = 1.0
+
+
+class GrpcPort:
+    """`listen`, then `start`; `stop` in any case."""
+
+    def __init__(
+        self,
+        name: str,
+        server: grpc.aio.Server,
+        keys: BearerSecrets | None,
+        sheds: Sheds,
+        *,
+        max_connections: int,
+        max_per_peer: int,
+    ) -> None:
+        """With keys, which the server itself asks for too, what has none is held to the limits of the guard."""
+        self._name = name
+        self._server = server
+        self._keys = keys
+        self._sheds = sheds
+        self._max_connections = max_connections
+        self._max_per_peer = max_per_peer
+        self._guard: Guard | None = None
+        self._folder: SocketFolder | None = None
+
+    def listen(
+        self, host: str, port: int, tls: ServerTls | None, *, verifies: bool = False, shares_port: bool = False
+    ) -> int:
+        """The port listened on; 0 takes a free one. `verifies` has TLS ask every client for a certificate. Raises
+        SettingsError."""
+        if self._keys is None:
+            return listen(self._server, host, port, tls.grpc_credentials(verifies=verifies) if tls else None)
+        self._folder = SocketFolder()
+        self._folder.make()
+        path = self._folder.path / SOCKET
+        self._guard = self._made_guard(path, self._keys, tls.http2_context(verifies=verifies) if tls else None)
+        number = self._guard.listen(host, port, shares_port=shares_port)
+        self._server.add_insecure_port(f"unix:{path}")
+        return number
+
+    async def start(self) -> None:
+        """Serve from now on."""
+        await self._server.start()
+        if self._guard is not None:
+            self._guard.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Close the port, and after a grace end all calls."""
+        if self._guard is not None:
+            self._guard.close()
+        await self._server.stop(grace_s)
+        if self._guard is not None:
+            await self._guard.wait_closed(CLOSE_GRACE_S)
+        if self._folder is not None:
+            self._folder.remove()
+
+    def _made_guard(self, path: Path, keys: BearerSecrets, context: ssl.SSLContext | None) -> Guard:
+        return Guard(
+            self._name,
+            path,
+            keys,
+            self._sheds,
+            max_connections=self._max_connections,
+            max_per_peer=self._max_per_peer,
+            tls=context,
+        )
