@@ -20,7 +20,7 @@ from typing import Any, Final
 from coordinator.doors.allowances import Allowances
 from coordinator.doors.authentication import BearerSecrets
 from coordinator.doors.connections import Connections, peer_of
-from coordinator.doors.http2_heads import BadHead, HeadReader
+from coordinator.doors.http2_heads import EMPTY_SETTINGS, MAX_HEAD_BYTES, BadHead, HeadReader
 from coordinator.doors.sheds import CROWDED, MALFORMED, OVER_ALLOWANCE, SLOW, Sheds
 from serving_core.descriptors import NONE_LEFT
 from serving_core.ports import listening_sockets
@@ -33,8 +33,11 @@ REQUEST_TIMEOUT_S: Final = 10.0  # for what a stranger has begun to send
 ALLOWED_BYTES: Final = 2**18  # of strangers of one address at once
 ALLOWED_BYTES_PER_S: Final = 2**15
 BYTES_PER_HEAD, BYTES_PER_FRAME = 2**12, 2**7  # which each counts beside its own: so 8 calls a second
-FREE_BYTES: Final = 2**13  # of each connection until its first head has ended, whatever its address has left
+FREE_BYTES: Final = (
+    MAX_HEAD_BYTES + 2**11
+)  # of each connection before its first call, whatever its address has left
 PIECE_BYTES: Final = 2**11  # of what a stranger sends, that are read before the next look at its allowance
+IDLE_DIAL_S: Final = 1.0  # until gRPC takes a connection without a call, which most of a flood do not live for
 DIAL_TIMEOUT_S: Final = 5.0
 FLUSH_S: Final = 10.0  # for a client to read what was sent to it last
 BACKLOG: Final = 2048
@@ -179,8 +182,13 @@ class _End(asyncio.Protocol):
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if self.other is not None and self.other.transport is not None:
-            self.other.transport.write(data)
+        if self.other is not None:
+            self.other.send(data)
+
+    def send(self, data: bytes) -> None:
+        """Send this to the other side, unless the connection is at its end."""
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(data)
 
     def pause_writing(self) -> None:
         if self.other is not None and self.other.transport is not None:
@@ -220,7 +228,8 @@ class _Client(_End):
         self.peer = peer
         self.making: asyncio.Task[None] | None = None  # until there is a transport
         self._guard = guard
-        self._reader: HeadReader | None = HeadReader()  # of a stranger
+        self._reader: HeadReader | None = HeadReader()  # of a stranger, and as long as there is something to leave out
+        self._is_known = False
         self._num_bytes = 0  # that a stranger has sent, with what its frames count
         self._unsent: list[bytes] = []  # until gRPC has taken the connection
         self._is_dialing = False
@@ -231,16 +240,26 @@ class _Client(_End):
         self._set_timer(PREFACE_TIMEOUT_S)
 
     def data_received(self, data: bytes) -> None:
-        for start in range(0, len(data), PIECE_BYTES):
-            if self._reader is None:
-                break
-            if not self._admits(data[start : start + PIECE_BYTES], self._reader):
-                return
-        if self.other is not None:
-            super().data_received(data)
+        if self._reader is None:
+            self._pass_on(data)
             return
-        self._unsent.append(data)
-        if not self._is_dialing and self.transport is not None and (self._reader is None or self._reader.has_preface):
+        for start in range(0, len(data), PIECE_BYTES):
+            if not self._read(data[start : start + PIECE_BYTES], self._reader):
+                return
+        if self._is_known and self._reader.has_acknowledged:
+            self._pass_on(self._reader.rest())
+            self._reader = None
+
+    def _pass_on(self, data: bytes) -> None:
+        """Send this to gRPC, or keep it for later where gRPC has yet to take the connection."""
+        if self.other is not None:
+            self.other.send(data)
+        else:
+            self._unsent.append(data)
+
+    def _dial_once(self) -> None:
+        """Have gRPC take the connection."""
+        if not self._is_dialing and self.transport is not None and not self.transport.is_closing():
             self._is_dialing = True
             self.transport.pause_reading()
             self._guard.begin(self._dial())
@@ -257,22 +276,34 @@ class _Client(_End):
             self.making.cancel()
         self.abort()
 
-    def _admits(self, data: bytes, reader: HeadReader) -> bool:
-        """Whether a stranger may send this. A connection that is closed is read no further."""
+    def _read(self, data: bytes, reader: HeadReader) -> bool:
+        """Pass on what the client may send; whether that is all. A connection that is closed is read no further."""
         if self.transport is None or self.transport.is_closing():
             return False
-        before = _cost(reader)
+        had_preface, before = reader.has_preface, _cost(reader)
         try:
-            values = reader.feed(data)
+            passed, values = reader.feed(data)
         except BadHead:
             self.shed(MALFORMED)
             return False
-        if values and self._guard.secrets.holder(values) is not None:
-            self._reader = None
+        if values and not self._is_known and self._guard.secrets.holder(values) is not None:
+            self._is_known = True
+            reader.trust()
             self._guard.connections.set_busy(self)
             self._set_timer(None)
-            return True
-        amount = len(data) + _cost(reader) - before
+        if not self._is_known and not self._admits(len(data), reader, before):
+            return False
+        self._pass_on(passed)
+        if reader.has_preface and not had_preface:
+            self.send(EMPTY_SETTINGS)
+            asyncio.get_running_loop().call_later(IDLE_DIAL_S, self._dial_once)
+        if reader.num_heads:
+            self._dial_once()
+        return True
+
+    def _admits(self, num_bytes: int, reader: HeadReader, before: int) -> bool:
+        """Whether a stranger may have sent this."""
+        amount = num_bytes + _cost(reader) - before
         self._num_bytes += amount
         has_enough = self._guard.allowances.take(self.peer, amount, time.monotonic())
         if not has_enough and (reader.num_heads or self._num_bytes > FREE_BYTES):
@@ -302,7 +333,7 @@ class _Client(_End):
             return
         self.other = server
         for data in self._unsent:
-            super().data_received(data)
+            server.send(data)
         self._unsent.clear()
         self.transport.resume_reading()
 

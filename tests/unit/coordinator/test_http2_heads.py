@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.doors.allowances import MAX_PEERS, Allowances
-from coordinator.doors.http2_heads import MAX_HEAD_BYTES, MAX_OPEN_CALLS, PREFACE, BadHead, HeadReader
+from coordinator.doors.http2_heads import EMPTY_SETTINGS, MAX_HEAD_BYTES, MAX_OPEN_CALLS, PREFACE, BadHead, HeadReader
 from tests.strangers import CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, frame, greeting, head
 
 PATH = "/splitserve.v1.Inference/Generate"
@@ -19,41 +19,63 @@ PADDED, WITH_PRIORITY = 0x8, 0x20
 
 
 def sent_by_h2(calls):
-    """What a client sends: calls with these values of `authorization` each, and data, pings and a reset between."""
+    """What a client sends: what is first, its word that it has the guard's settings, and calls with these values of
+    `authorization` each, with data, pings and resets between them."""
     client = H2Connection(H2Configuration(client_side=True, header_encoding="utf-8"))
     client.initiate_connection()
+    sent = client.data_to_send()
+    client.receive_data(EMPTY_SETTINGS)
+    acknowledgement = client.data_to_send()
     for values, is_whole in calls:
         stream = client.get_next_available_stream_id()
         client.send_headers(stream, [*USUAL, *(("authorization", value) for value in values), ("x-id", str(stream))])
         client.send_data(stream, b"x" * 100)
         client.ping(b"12345678")
         client.end_stream(stream) if is_whole else client.reset_stream(stream)
-    return client.data_to_send()
+    return sent, acknowledgement, client.data_to_send()
 
 
 @given(calls=st.lists(st.tuples(VALUES, st.booleans()), max_size=4), sizes=st.lists(st.integers(1, 400), min_size=1))
 def test_every_key_is_read_however_the_bytes_arrive(calls, sizes):
-    reader, data, found = HeadReader(), sent_by_h2(calls), []
+    first, acknowledgement, others = sent_by_h2(calls)
+    reader, data, found, passed = HeadReader(), first + acknowledgement + others, [], b""
     while data:
         for size in sizes:
-            found += reader.feed(data[:size])
+            read = reader.feed(data[:size])
             data = data[size:]
+            found += read.authorizations
+            passed += read.passed
     assert found == [value for values, _ in calls for value in values]
     assert (reader.num_heads, reader.has_preface, reader.is_between_calls) == (len(calls), True, True)
+    assert reader.has_acknowledged
+    assert passed == first + others
+
+
+@given(calls=st.lists(st.tuples(VALUES, st.booleans()), max_size=3), size=st.integers(1, 400), is_late=st.booleans())
+def test_who_is_trusted_sends_all_but_the_acknowledgement(calls, size, is_late):
+    first, acknowledgement, others = sent_by_h2(calls)
+    reader, data, passed = HeadReader(), others + acknowledgement if is_late else acknowledgement + others, b""
+    passed += reader.feed(first).passed
+    reader.trust()
+    while data and not reader.has_acknowledged:
+        read, data = reader.feed(data[:size]), data[size:]
+        passed += read.passed
+        assert not read.authorizations
+    assert passed + reader.rest() + data == first + others
 
 
 def test_padding_and_priority_are_no_part_of_a_head():
     payload = b"\x04" + struct.pack("!IB", 0, 16) + head(PATH, ("authorization", "Bearer k")) + b"\0" * 4
     flags = END_HEADERS | END_STREAM | PADDED | WITH_PRIORITY
-    assert HeadReader().feed(greeting() + frame(HEADERS, flags, 1, payload)) == ["Bearer k"]
+    assert HeadReader().feed(greeting() + frame(HEADERS, flags, 1, payload)).authorizations == ["Bearer k"]
 
 
 def test_a_head_in_parts_is_one_head():
     whole, reader = head(PATH, ("authorization", "Bearer k")), HeadReader()
-    assert reader.feed(greeting() + frame(HEADERS, END_STREAM, 1, whole[:20])) == []
+    assert reader.feed(greeting() + frame(HEADERS, END_STREAM, 1, whole[:20])).authorizations == []
     assert not reader.is_between_calls
-    assert reader.feed(frame(CONTINUATION, 0, 1, whole[20:30])) == []
-    assert reader.feed(frame(CONTINUATION, END_HEADERS, 1, whole[30:])) == ["Bearer k"]
+    assert reader.feed(frame(CONTINUATION, 0, 1, whole[20:30])).authorizations == []
+    assert reader.feed(frame(CONTINUATION, END_HEADERS, 1, whole[30:])).authorizations == ["Bearer k"]
     assert reader.is_between_calls
 
 
@@ -76,7 +98,7 @@ BAD = {
     "nearly the preface": PREFACE[:-1] + b"x",
     "a long head": greeting() + frame(HEADERS, 0, 1, b"\0" * (MAX_HEAD_BYTES + 1)),
     "a head that is long to read": greeting() + frame(HEADERS, END_HEADERS, 1, b"\x82" * MAX_HEAD_BYTES),
-    "a head without end": greeting() + frame(HEADERS, 0, 1) + frame(CONTINUATION, 0, 1, b"\0\1a\1b" * 100) * 20,
+    "a head without end": greeting() + frame(HEADERS, 0, 1) + frame(CONTINUATION, 0, 1, b"\0\1a\1b" * 100) * 40,
     "empty parts": greeting() + frame(HEADERS, 0, 1, head(PATH)) + frame(CONTINUATION, 0, 1),
     "a part of no head": greeting() + frame(CONTINUATION, 0, 1, b"x"),
     "something within a head": greeting() + frame(HEADERS, 0, 1, head(PATH)) + frame(DATA, 0, 1),
