@@ -32,16 +32,14 @@ PREFACE_TIMEOUT_S: Final = 5.0  # from connecting to the end of the TLS handshak
 REQUEST_TIMEOUT_S: Final = 10.0  # for what a stranger has begun to send
 ALLOWED_BYTES: Final = 2**18  # of strangers of one address at once
 ALLOWED_BYTES_PER_S: Final = 2**15
-BYTES_PER_HEAD, BYTES_PER_FRAME = 2**12, 2**7  # which each counts beside its own: so 8 calls a second
-FREE_BYTES: Final = (
-    MAX_HEAD_BYTES + 2**11
-)  # of each connection before its first call, whatever its address has left
-PIECE_BYTES: Final = 2**11  # of what a stranger sends, that are read before the next look at its allowance
+BYTES_PER_HEAD, BYTES_PER_FRAME = 2**12, 2**9  # which each counts beside its own: so 8 calls a second
+FREE_BYTES: Final = MAX_HEAD_BYTES + 2**11  # of each connection before its first call, whatever its address has left
+PIECE_BYTES: Final = 2**10  # of what a stranger sends, that are read before the next look at its allowance
 IDLE_DIAL_S: Final = 1.0  # until gRPC takes a connection without a call, which most of a flood do not live for
 DIAL_TIMEOUT_S: Final = 5.0
 FLUSH_S: Final = 10.0  # for a client to read what was sent to it last
 BACKLOG: Final = 2048
-ACCEPTS_AT_ONCE: Final = 32
+ACCEPTS_AT_ONCE: Final = 8
 ACCEPT_AGAIN_S: Final = 0.5  # where no descriptors were left
 REMIND_S: Final = 60.0
 SHED: Final = "connections without a key are closed at the %s port (%s), so that others can come in: see /metrics"
