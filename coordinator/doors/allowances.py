@@ -14,10 +14,11 @@ class Allowances:
         self._left: dict[str, tuple[float, float]] = {}  # what a peer had at which time; who sent last is last
 
     def take(self, peer: str, amount: float, now: float) -> bool:
-        """Return whether the peer has this much. It is taken in any case, as far as there is any."""
+        """Return whether the peer has this much, which is taken then, and else nothing."""
         left, then = self._left.pop(peer, (self._most, now))
         left = min(self._most, left + self._per_s * (now - then))
-        self._left[peer] = max(0.0, left - amount), now
+        has_enough = left >= amount
+        self._left[peer] = left - amount if has_enough else left, now
         if len(self._left) > MAX_PEERS:
             del self._left[next(iter(self._left))]
-        return left >= amount
+        return has_enough

@@ -128,10 +128,10 @@ def test_no_bytes_do_more_than_be_refused(data):
 def test_an_allowance_is_used_up_and_fills_again():
     allowances = Allowances(100, 10)
     assert allowances.take("a", 60, 0.0)
-    assert not allowances.take("a", 60, 0.0)  # of 40
+    assert not allowances.take("a", 60, 0.0)  # of 40, which stay: who comes again and again has its turn
     assert allowances.take("b", 100, 0.0)
-    assert not allowances.take("a", 60, 5.0)  # of 50
-    assert allowances.take("a", 60, 11.0)
+    assert not allowances.take("a", 60, 1.0)  # of 50
+    assert allowances.take("a", 60, 2.0)
     assert not allowances.take("a", 101, 1000.0)  # never more than all of it
 
 
