@@ -1,8 +1,8 @@
 """One call of a generating endpoint, from its requests to the last byte of its response.
 
 A failure before the first message of an answer is an HTTP status: the headers of a stream wait for that message. A
-later one is an event with an error object, and then the stream ends without [DONE]. A client that leaves ends its
-answers.
+later one is an event with an error object, and then the stream breaks off, without [DONE] and without the last chunk of
+a whole response. A client that leaves ends its answers.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class Answering:
             async with AsyncExitStack() as stack:
                 calls = await self._begin(stack)
                 if self._asked.stream:
-                    await self._stream(calls, sse.EventStream(send))
+                    await self._stream(calls, sse.EventStream(scope, send))
                     return
                 response = await self._collect(calls)
         except RequestError as error:
@@ -99,16 +99,16 @@ class Answering:
     async def _stream(self, calls: Sequence[Call], stream: sse.EventStream) -> None:
         try:
             await self._write_events(calls, stream)
+            await stream.end()
         except RequestError as error:
             if not stream.has_begun:
                 raise
-            await stream.write(self._dialect.failure(self._named(error)))
+            await stream.break_off(self._dialect.failure(self._named(error)))
         except Exception:
             if not stream.has_begun:
                 raise
             logger.exception("a stream failed", extra={"request_id": self._request_id})
-            await stream.write(self._dialect.failure(internal_error()))
-        await stream.end()
+            await stream.break_off(self._dialect.failure(internal_error()))
 
     def _named(self, error: RequestError) -> RequestError:
         return self._dialect.named(renamed(error, self._names))

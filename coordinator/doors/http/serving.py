@@ -14,6 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from coordinator.doors.connections import Connections, peer_of
 from coordinator.doors.exchange import WRITE_TIMEOUT_S
 from coordinator.doors.http.errors import error_response
+from coordinator.doors.http.sse import BREAK_OFF
 from coordinator.doors.sheds import CROWDED, HTTP, SLOW, UNREAD, Sheds
 from serving_core.errors import RequestError, SettingsError
 from serving_core.ports import listened_on
@@ -108,6 +109,10 @@ class _Connection(H11Protocol):
     _write_timer: asyncio.TimerHandle | None = None
     _probe_timer: asyncio.TimerHandle | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.app_state = {**self.app_state, BREAK_OFF: self._break_off}  # the `state` of every call's scope
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         # So that whatever a client leaves unread counts as a pause; over TLS a limit is one already when it is reached.
@@ -162,6 +167,12 @@ class _Connection(H11Protocol):
         self._tell_whether_idle()
         if self._probe_timer is not None and self.cycle.response_complete:  # not if another call was sent ahead
             self.transport.close()
+
+    def _break_off(self) -> None:
+        """Close the connection after what was sent, without the end that a whole response has."""
+        self.cycle.disconnected = True
+        self.cycle.message_event.set()
+        self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is answered at once, unless an answer is under way already."""

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from starlette.types import Send
+from starlette.types import Scope, Send
 
 from coordinator.doors.http.json_text import dumped
 
+BREAK_OFF: Final = "break_off"  # of the state of a call's scope: what ends its response as one that is not whole
 DONE: Final = b"data: [DONE]\n\n"
 HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -28,7 +29,8 @@ def named_event(value: Mapping[str, Any]) -> bytes:
 class EventStream:
     """The events of one response. The headers go out with the first."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
         self._send = send
         self.has_begun = False
 
@@ -39,5 +41,12 @@ class EventStream:
             await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
+    async def break_off(self, events: bytes) -> None:
+        """End a response that is not whole with these events. As the last chunk is missing, a client that knows none of
+        them does not take it for a whole one either."""
+        await self.write(events)
+        self._scope["state"][BREAK_OFF]()
+
     async def end(self) -> None:
+        """End a response that is whole."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -43,6 +44,24 @@ def post(client, path="/v1/completions", headers=(), **fields):
     """Begin a call."""
     body = {"prompt": "hello", "max_tokens": 5} if path == "/v1/completions" else {"messages": [HI]}
     return asyncio.create_task(client.post(path, json=body | fields, headers={"x-request-id": "r", **dict(headers)}))
+
+
+def post_broken_off(client, path="/v1/completions", **fields):
+    """Begin a call whose response breaks off: what has come by then, as a client sees it that counts the chunks."""
+
+    async def read(reply, told):
+        async for text in reply.aiter_text():
+            told.text += text
+
+    async def call():
+        body = {"prompt": "hello", "max_tokens": 5, "stream": True}
+        async with client.stream("POST", path, json=body | fields) as reply:
+            told = SimpleNamespace(headers=reply.headers, text="")
+            with pytest.raises(httpx2.RemoteProtocolError, match="incomplete chunked read"):
+                await read(reply, told)
+        return told
+
+    return asyncio.create_task(call())
 
 
 def completion_bytes(**fields):

@@ -19,6 +19,7 @@ from tests.unit.coordinator.http_kit import (
     http_cluster,
     in_module_loop,
     post,
+    post_broken_off,
 )
 
 pytestmark = pytest.mark.usefixtures("programs_here")
@@ -288,7 +289,7 @@ def test_a_call_too_many_is_counted_as_refused(tmp_path):
 def test_a_failure_after_the_first_token_is_an_event_and_nothing_is_done(tmp_path, num_prompts):
     async def scenario():
         async with http_cluster(tmp_path) as (c, client):
-            call = post(client, stream=True, prompt=["a", "b"][:num_prompts])
+            call = post_broken_off(client, prompt=["a", "b"][:num_prompts])
             attempt, _ = await begin(c)
             if num_prompts == 2:
                 other, _ = await begin(c)
@@ -396,7 +397,7 @@ def test_stopping_ends_live_streams_with_an_error_and_cuts_off_who_dawdles(tmp_p
             port = c.server.http_port
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(completion_bytes()[:-1])
-            call = post(client, stream=True)
+            call = post_broken_off(client)
             await begin_to_write(c, "a")
             await c.server.stop()
             *_, last = events_of(await call)
