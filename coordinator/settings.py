@@ -119,7 +119,10 @@ class CoordinatorSettings:
         minimum=0,
     )
     max_connections_per_peer: int = flag(
-        0, "Most connections of one address at the HTTP port, such as a proxy's; 0 takes half of all.", minimum=0
+        0,
+        "Most connections of one address at the HTTP port, and at the gRPC port where there are API keys, such as "
+        "a proxy's; 0 takes half of all.",
+        minimum=0,
     )
     max_logprobs: int = flag(20, "Most top logprobs a request may ask for.", minimum=0, maximum=MOST_LOGPROBS)
     roles: str = flag(

@@ -282,7 +282,10 @@ class _Client(_End):
         try:
             passed, values = reader.feed(data)
         except BadHead:
-            self.shed(MALFORMED)
+            if reader.has_preface:
+                self.shed(MALFORMED)
+            else:
+                self._turn_away()
             return False
         if values and not self._is_known and self._guard.secrets.holder(values) is not None:
             self._is_known = True
@@ -298,6 +301,12 @@ class _Client(_End):
         if reader.num_heads:
             self._dial_once()
         return True
+
+    def _turn_away(self) -> None:
+        """Tell a client that speaks something else what is spoken here: one that wants TLS hears that there is none."""
+        self._guard.count(MALFORMED)
+        self.send(EMPTY_SETTINGS)
+        self.finish()
 
     def _admits(self, num_bytes: int, reader: HeadReader, before: int) -> bool:
         """Whether a stranger may have sent this."""

@@ -15,7 +15,7 @@ from coordinator.doors.connections import Connections, peer_of
 from coordinator.doors.exchange import WRITE_TIMEOUT_S
 from coordinator.doors.http.errors import error_response
 from coordinator.doors.http.sse import BREAK_OFF
-from coordinator.doors.sheds import CROWDED, HTTP, SLOW, UNREAD, Sheds
+from coordinator.doors.sheds import CROWDED, HTTP, MALFORMED, SLOW, UNREAD, Sheds
 from serving_core.errors import RequestError, SettingsError
 from serving_core.ports import listened_on
 from serving_core.reasons import MALFORMED_REQUEST
@@ -48,7 +48,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="warning",
+            log_level="error",  # its warnings are one for each bad request, whoever sends how many
             access_log=False,
             proxy_headers=False,
             server_header=False,
@@ -176,6 +176,7 @@ class _Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is answered at once, unless an answer is under way already."""
+        self._count(MALFORMED)
         if (num_bytes := len(self.conn.trailing_data[0])) > MAX_HEAD_BYTES:
             msg = f"the headers have {num_bytes} bytes or more, the limit is {MAX_HEAD_BYTES}"
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
@@ -209,15 +210,20 @@ class _Connection(H11Protocol):
         if self.transport.get_write_buffer_size() < num_unread_bytes:
             self._watch_reader()
         else:
-            logger.warning("a client has read nothing for %g s", WRITE_TIMEOUT_S)
-            self.shed(UNREAD)
+            self.sheds.count(HTTP, UNREAD)
+            if self.reminder.is_due(UNREAD, time.monotonic()):
+                logger.warning("a client has read nothing for %g s", WRITE_TIMEOUT_S)
+            self.transport.abort()
 
     def shed(self, reason: str) -> None:
         """Close the connection for the sake of others."""
-        self.sheds.count(HTTP, reason)
-        if reason != UNREAD and self.reminder.is_due(reason, time.monotonic()):
-            logger.warning(SHED, reason)
+        self._count(reason)
         self.transport.abort()
+
+    def _count(self, reason: str) -> None:
+        self.sheds.count(HTTP, reason)
+        if self.reminder.is_due(reason, time.monotonic()):
+            logger.warning(SHED, reason)
 
     @staticmethod
     def _cancel_timers(*timers: asyncio.TimerHandle | None) -> None:
