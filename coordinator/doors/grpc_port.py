@@ -48,10 +48,10 @@ class GrpcPort:
         if self._keys is None:
             return listen(self._server, host, port, tls.grpc_credentials(verifies=verifies) if tls else None)
         self._folder = SocketFolder()
-        self._folder.make()
         path = self._folder.path / SOCKET
         self._guard = self._made_guard(path, self._keys, tls.http2_context(verifies=verifies) if tls else None)
         number = self._guard.listen(host, port, shares_port=shares_port)
+        self._folder.make()
         self._server.add_insecure_port(f"unix:{path}")
         return number
 

@@ -11,6 +11,7 @@ import pytest
 from starlette.applications import Starlette
 
 from coordinator.doors.http.serving import HttpServer
+from coordinator.doors.sheds import Sheds
 from protos import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from serving_core.channels import SERVER_OPTIONS
 from serving_core.errors import SettingsError
@@ -420,7 +421,7 @@ async def a_port(answer=b"", **options):
 
 @asynccontextmanager
 async def an_http_port():
-    server = HttpServer(Starlette(), max_connections=10, max_per_peer=10)
+    server = HttpServer(Starlette(), Sheds(), max_connections=10, max_per_peer=10)
     port = server.listen("127.0.0.1", 0)
     await server.start()
     yield port
