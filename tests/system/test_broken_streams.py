@@ -96,7 +96,8 @@ def test_no_unfinished_answer_looks_like_a_whole_one(tmp_path, struck):
         strike(cluster)
         for path, stream in streams.items():
             stream.join(DEADLINE_S)
-            assert isinstance(stream.error, httpx2.RemoteProtocolError | httpx2.ReadError), path
+            if not (is_told and path == "/v1/responses"):  # of which the failure is a regular last event
+                assert isinstance(stream.error, httpx2.RemoteProtocolError | httpx2.ReadError), path
             assert "[DONE]" not in stream.text, path
             if is_told:
                 assert FAILURES[path] in (stream.last.get("type"), *stream.last), path

@@ -2,7 +2,7 @@
 
 A failure before the first message of an answer is an HTTP status: the headers of a stream wait for that message. A
 later one is an event with an error object, and then the stream breaks off, without [DONE] and without the last chunk of
-a whole response. A client that leaves ends its answers.
+a whole response, unless the API has a last event of its own for it. A client that leaves ends its answers.
 """
 
 import asyncio
@@ -103,12 +103,20 @@ class Answering:
         except RequestError as error:
             if not stream.has_begun:
                 raise
-            await stream.break_off(self._dialect.failure(self._named(error)))
+            await self._fail(stream, self._named(error))
         except Exception:
             if not stream.has_begun:
                 raise
             logger.exception("a stream failed", extra={"request_id": self._request_id})
-            await stream.break_off(self._dialect.failure(internal_error()))
+            await self._fail(stream, internal_error())
+
+    async def _fail(self, stream: sse.EventStream, error: RequestError) -> None:
+        events = self._dialect.failure(error)
+        if not self._dialect.failure_is_end:
+            await stream.break_off(events)
+            return
+        await stream.write(events)
+        await stream.end()
 
     def _named(self, error: RequestError) -> RequestError:
         return self._dialect.named(renamed(error, self._names))

@@ -44,6 +44,9 @@ _TEXTS: Final = {Kind.REASONING: "reasoning_content", Kind.TEXT: "content"}  # i
 class Dialect:
     """How the answer of one call is written: here as OpenAI writes completions."""
 
+    failure_is_end = False
+    """Whether `failure` is the regular last event of a stream in this API, after which its response ends as a whole."""
+
     def named(self, error: RequestError) -> RequestError:
         """An error in the words of the API."""
         return error

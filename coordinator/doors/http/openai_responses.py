@@ -107,6 +107,8 @@ class ResponsesCall(Translation):
         details = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         return self._response(self._status, incomplete_details=details, usage=_usage(self._usage))
 
+    failure_is_end = True
+
     def failure(self, error: RequestError) -> bytes:
         told = error_object(error)["error"]
         code = told["code"] if told["code"] == "rate_limit_exceeded" else "server_error"
