@@ -35,7 +35,18 @@ KILL, RAISE, SLEEP = "kill", "raise", "sleep"
 MAX_SLEEP_S: Final = 600.0
 RULE: Final = "a rule is POINT=ACTION or POINT:N=ACTION, and an action kill, raise or sleep:SECONDS"
 
-COMMANDS: Final = ("reserve", "prefill", "deliver", "cancel", "reshape", "migrate", "keep", "begun", "lend")
+COMMANDS: Final = (
+    "reserve",
+    "prefill",
+    "deliver",
+    "cancel",
+    "reshape",
+    "migrate",
+    "keep",
+    "begun",
+    "lend",
+    "heartbeat_ack",
+)
 EVENTS: Final = (
     *("heartbeat", "first_token", "reserved", "transferred", "committed", "step_tokens", "embedded"),
     *("failed", "cancelled", "cache_changed", "revoked", "move_failed", "taken", "borrowing", "borrowed"),

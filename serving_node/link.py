@@ -246,10 +246,10 @@ class FleetLink:
 
     async def _read(self, stream: "_Stream", node: Node, acks: "_Acks") -> None:
         while (command := await stream.read()) is not grpc.aio.EOF:
+            reach("on", command)
             if command.HasField("heartbeat_ack"):
                 acks.heard()
                 continue
-            reach("on", command)
             _note(f"asked: {command.WhichOneof('command')}", command)
             if (attempt := _suspected(command)) is not None:
                 await self._say_taken(attempt)
