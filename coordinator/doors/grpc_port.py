@@ -1,7 +1,12 @@
-"""A port that a gRPC server has: its own where nobody needs a key, else behind a guard."""
+"""A port that a gRPC server has: its own where nobody needs a key, else behind a guard.
 
+Behind a guard it listens at an abstract socket: it is there whatever becomes of the folder for temporary files. Only
+Linux has those; elsewhere there is no guard.
+"""
+
+import secrets
 import ssl
-from pathlib import Path
+import sys
 from typing import Final
 
 import grpc
@@ -11,9 +16,7 @@ from coordinator.doors.guard import Guard
 from coordinator.doors.sheds import Sheds
 from coordinator.doors.tls import ServerTls
 from serving_core.channels import listen
-from serving_core.socket_folder import SocketFolder
 
-SOCKET: Final = "grpc"
 CLOSE_GRACE_S: Final = 1.0
 
 
@@ -38,21 +41,18 @@ class GrpcPort:
         self._max_connections = max_connections
         self._max_per_peer = max_per_peer
         self._guard: Guard | None = None
-        self._folder: SocketFolder | None = None
 
     def listen(
         self, host: str, port: int, tls: ServerTls | None, *, verifies: bool = False, shares_port: bool = False
     ) -> int:
         """The port listened on; 0 takes a free one. `verifies` has TLS ask every client for a certificate. Raises
         SettingsError."""
-        if self._keys is None:
+        if self._keys is None or sys.platform != "linux":
             return listen(self._server, host, port, tls.grpc_credentials(verifies=verifies) if tls else None)
-        self._folder = SocketFolder()
-        path = self._folder.path / SOCKET
-        self._guard = self._made_guard(path, self._keys, tls.http2_context(verifies=verifies) if tls else None)
+        name = f"splitserve-{secrets.token_hex(16)}"
+        self._guard = self._made_guard(f"\0{name}", self._keys, tls.http2_context(verifies=verifies) if tls else None)
         number = self._guard.listen(host, port, shares_port=shares_port)
-        self._folder.make()
-        self._server.add_insecure_port(f"unix:{path}")
+        self._server.add_insecure_port(f"unix-abstract:{name}")
         return number
 
     async def start(self) -> None:
@@ -68,10 +68,8 @@ class GrpcPort:
         await self._server.stop(grace_s)
         if self._guard is not None:
             await self._guard.wait_closed(CLOSE_GRACE_S)
-        if self._folder is not None:
-            self._folder.remove()
 
-    def _made_guard(self, path: Path, keys: BearerSecrets, context: ssl.SSLContext | None) -> Guard:
+    def _made_guard(self, path: str, keys: BearerSecrets, context: ssl.SSLContext | None) -> Guard:
         return Guard(
             self._name,
             path,

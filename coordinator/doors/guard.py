@@ -14,7 +14,6 @@ import ssl
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final
 
 from coordinator.doors.allowances import Allowances
@@ -52,7 +51,7 @@ class Guard:
     def __init__(
         self,
         port: str,
-        server_path: Path,
+        server_path: str,
         secrets: BearerSecrets,
         sheds: Sheds,
         *,
@@ -60,14 +59,14 @@ class Guard:
         max_per_peer: int,
         tls: ssl.SSLContext | None,
     ) -> None:
-        """`port` is its name in figures; the gRPC server listens at the path."""
+        """`port` is its name in figures; the gRPC server listens at the path of a unix socket."""
         self.secrets = secrets
         self.allowances = Allowances(ALLOWED_BYTES, ALLOWED_BYTES_PER_S)
         self.connections: Connections[_Client] = Connections(max_connections, max_per_peer)
         self._port = port
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self._server_path = str(server_path)
+        self._server_path = server_path
         self._sheds = sheds
         self._reminder = Reminder(first_pause_s=REMIND_S)
         self._sockets: list[socket.socket] = []
@@ -165,8 +164,15 @@ class Guard:
 
     async def dial(self, client: "_Client") -> "_Server":
         """A connection to the gRPC server for the client. Raises OSError or TimeoutError."""
-        async with asyncio.timeout(DIAL_TIMEOUT_S):
-            _, server = await self._loop.create_unix_connection(lambda: _Server(client), self._server_path)
+        ours = socket.socket(socket.AF_UNIX)
+        try:
+            ours.setblocking(False)
+            ours.connect(self._server_path)  # at once, or not at all: uvloop itself knows no abstract sockets
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                _, server = await self._loop.create_unix_connection(lambda: _Server(client), sock=ours)
+        except BaseException:
+            ours.close()
+            raise
         return server
 
 

@@ -78,7 +78,7 @@ def test_pings_end_no_connection_of_a_process_that_stands_still_for_a_while():
     """As the coordinator does in the matrix of faults. Of nodes, heartbeats tell sooner, and know how slow they are."""
     client, node = dict(public_options(3, longest_call_s=1.0)), dict(fleet_options(3))
     for option in ("grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"):
-        assert 1000 * STOPPED_S < min(client[option], node[option])
+        assert min(client[option], node[option]) > 1000 * STOPPED_S
 
 
 def test_nodes_stay_for_as_long_as_they_live():
