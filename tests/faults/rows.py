@@ -250,7 +250,7 @@ ROWS = (
     ),
     Row("F17", "no log can be written (disk full)", strikes.fill_disk, may_retry=False),
     Row("F18", "two processes of one name", strikes.two_of_a_name, sign="decode-0 lost", must_retry=True),
-    Row("F19", "a node of each role restarted in order", strikes.roll, sign="decode-0 lost", may_retry=False),
+    Row("F19", "a node of each role restarted in order", strikes.roll, sign="decode-0 has left", may_retry=False),
     Row(
         "F20",
         "overload: 13 times as many clients",
