@@ -235,10 +235,13 @@ class Registry:
         return [(node, *why) for node in self.nodes if (why := self._why_expired(node, now))]
 
     def _health_of(self, name: str) -> NodeHealth:
+        """What is known of the node of this name, which attaches now. Forgets those that have been gone for longest,
+        where there are too many."""
         health = self._health.pop(name) if name in self._health else NodeHealth(self._node_timeout_s)
-        self._health[name] = health
-        for gone in [each for each in self._health if each not in self._nodes][: len(self._health) - MAX_NAMES]:
+        num_too_many = max(0, len(self._health) + 1 - MAX_NAMES)
+        for gone in [each for each in self._health if each not in self._nodes][:num_too_many]:
             del self._health[gone]
+        self._health[name] = health
         return health
 
     def _sort(self) -> None:

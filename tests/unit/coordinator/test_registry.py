@@ -291,6 +291,21 @@ def test_losses_count_for_ten_minutes(registry):
     assert node.load.num_losses == 2
 
 
+def test_losses_are_forgotten_of_those_that_have_been_gone_for_longest_and_only_where_there_are_too_many(
+    registry, monkeypatch
+):
+    monkeypatch.setattr("coordinator.control.registry.MAX_NAMES", 6)
+    for name in "abcdef":
+        node = registry.admit(hello(name, "prefill"), 0.0)
+        node.health.lost(0.0)
+        registry.lose(node)
+    assert [registry.admit(hello(name, "prefill"), 1.0).load.num_losses for name in "abcdef"] == [1] * 6
+    for name in "abc":
+        registry.lose(registry.find(name))
+    assert registry.admit(hello("g", "prefill"), 1.0).load.num_losses == 0
+    assert [registry.admit(hello(name, "prefill"), 1.0).load.num_losses for name in "cba"] == [1, 1, 0]
+
+
 def look_until(registry, since, until):
     """Look at the nodes as often as a coordinator does, and return what it finds last."""
     return [registry.expired(since + 0.25 * number) for number in range(1, 1 + round(4 * (until - since)))][-1]
