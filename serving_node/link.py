@@ -2,9 +2,8 @@
 
 The link attaches again by itself when the stream breaks or a command was lost, and asks again while another process
 has the node's name. Without the stream the coordinator gives up every attempt on this node, so the node is told
-(`detached`) and gives up what it holds before the next hello. A node that is stuck in a step
-leaves by itself, so that its requests go on elsewhere, and is not back before that step has ended. Where it never ends,
-the process does.
+(`detached`) and gives up what it holds before the next hello. A node that is stuck in a step leaves by itself, so that
+its requests go on elsewhere, and is not back before that step has ended. Where it never ends, the process does.
 """
 
 import asyncio
@@ -44,7 +43,14 @@ MAX_UNSENT_EVENTS: Final = 10_000
 MAX_JOINED_BYTES: Final = 256 * 1024  # of steps that wait, in one message
 LOOK: Final = 1 / 16  # of the coordinator's timeout, between two looks at its acknowledgements
 TAKEN_S: Final = 0.1  # at most, for the coordinator to be told that a suspect is here
-_BROKEN: Final = (grpc.aio.AioRpcError, asyncio.InvalidStateError, ConnectionError, TimeoutError, MessageLost)
+_NOT_ATTACHED: Final = (
+    grpc.aio.AioRpcError,
+    asyncio.InvalidStateError,
+    ConnectionError,
+    TimeoutError,
+    TlsError,
+    MessageLost,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +182,7 @@ class FleetLink:
             try:
                 async with self._channel() as channel:
                     await self._attach(fleet_pb2_grpc.FleetStub(channel), node)
-            except (*_BROKEN, TlsError) as error:
+            except _NOT_ATTACHED as error:
                 self._check_secret(error)
                 why = why_not_attached(error, self._settings.coordinator, over_tls=bool(self._settings.tls.tls_ca))
                 if self._reminder.is_due(why, time.monotonic()):

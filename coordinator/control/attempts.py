@@ -250,8 +250,8 @@ class TrackedRequest:
             self.deaths.clear()
         self.deaths.append(Death(session, len(self.output), cause))
 
-    def counts_loss(self, now: float) -> bool:
-        """Return whether a loss of its node now counts. What is lost soon after another node has the same cause, such
+    def note_loss(self, now: float) -> bool:
+        """Its node is lost. Return whether that counts: what is lost soon after another node has the same cause, such
         as a host or a switch."""
         if now - self.loss_s < ONE_EVENT_S:
             return False

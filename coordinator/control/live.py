@@ -238,7 +238,7 @@ class LiveAnswers:
         if node is request.attempt.prefill and request.attempt.is_handed_over:
             self.ledger.let_go(request.request_id, node)
             return []
-        return self.restart(request, node, error, now, counts=not is_loss or request.counts_loss(now))
+        return self.restart(request, node, error, now, counts=not is_loss or request.note_loss(now))
 
     def restart(
         self, request: TrackedRequest, node: Node, error: RequestError, now: float, *, counts: bool = True

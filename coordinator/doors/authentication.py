@@ -45,8 +45,8 @@ class BearerSecrets:
 
 class BearerAuthentication(grpc.aio.ServerInterceptor):
     """Asks every call for the metadata `authorization: Bearer SECRET`, and refuses others with the sentence. Health
-    checks are exempt, but for Watch, which lasts. A method that is
-    not there is UNIMPLEMENTED for everyone, since the secret would not help."""
+    checks are exempt, but for Watch, which lasts. A method that is not there is UNIMPLEMENTED for everyone, since the
+    secret would not help."""
 
     def __init__(self, secrets: BearerSecrets, sentence: str, service: str = "") -> None:
         """With a service, of the calls of that one alone."""

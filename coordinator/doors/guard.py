@@ -20,10 +20,9 @@ from coordinator.doors.allowances import Allowances
 from coordinator.doors.authentication import BearerSecrets
 from coordinator.doors.connections import Connections, peer_of
 from coordinator.doors.http2_heads import EMPTY_SETTINGS, MAX_HEAD_BYTES, BadHead, HeadReader
-from coordinator.doors.sheds import CROWDED, MALFORMED, OVER_ALLOWANCE, SLOW, Sheds
+from coordinator.doors.sheds import CROWDED, MALFORMED, OVER_ALLOWANCE, SLOW, PortSheds, Sheds
 from serving_core.descriptors import NONE_LEFT
 from serving_core.ports import listening_sockets
-from serving_core.reminder import Reminder
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +39,7 @@ FLUSH_S: Final = 10.0  # for a client to read what was sent to it last
 BACKLOG: Final = 2048
 ACCEPTS_AT_ONCE: Final = 8
 ACCEPT_AGAIN_S: Final = 0.5  # where no descriptors were left
-REMIND_S: Final = 60.0
-SHED: Final = "connections without a key are closed at the %s port (%s), so that others can come in: see /metrics"
+SHED: Final = "connections without a key are closed at the {} port (%s), so that others can come in: see /metrics"
 
 
 class Guard:
@@ -63,12 +61,10 @@ class Guard:
         self.secrets = secrets
         self.allowances = Allowances(ALLOWED_BYTES, ALLOWED_BYTES_PER_S)
         self.connections: Connections[_Client] = Connections(max_connections, max_per_peer)
-        self._port = port
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._server_path = server_path
-        self._sheds = sheds
-        self._reminder = Reminder(first_pause_s=REMIND_S)
+        self._sheds = PortSheds(sheds, port, SHED.format(port))
         self._sockets: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()  # connections in the making
         self._open: set[_Client] = set()
@@ -151,9 +147,7 @@ class Guard:
 
     def count(self, reason: str) -> None:
         """A connection is closed for this reason."""
-        self._sheds.count(self._port, reason)
-        if self._reminder.is_due(reason, time.monotonic()):
-            logger.warning(SHED, self._port, reason)
+        self._sheds.count(reason)
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Do this beside everything else."""

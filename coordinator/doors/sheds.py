@@ -1,11 +1,17 @@
-"""Counts the connections that ports have closed for others' sake. Pure."""
+"""Counts the connections that ports have closed for others' sake, and logs that they do."""
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
 from serving_core.figures import Figure, counter
+from serving_core.reminder import Reminder
 
+logger = logging.getLogger(__name__)
+
+REMIND_S: Final = 60.0  # between two lines of one reason at least
 GRPC, HTTP, FLEET = "grpc", "http", "fleet"
 PORTS: Final = (GRPC, HTTP, FLEET)
 CROWDED: Final = "crowded"  # the port had all the connections that it may have
@@ -37,3 +43,20 @@ class Sheds:
         values = [({"port": port, "reason": reason}, self._counts[port, reason]) for port, reason in known]
         help = "Connections that were closed before their end, so that they take nothing from others."
         yield counter("connections_shed", help, values)
+
+
+class PortSheds:
+    """Of one port. Logs each reason at once, and then ever more rarely."""
+
+    def __init__(self, sheds: Sheds, port: str, sentence: str) -> None:
+        """`sentence` has a place for the reason."""
+        self._sheds = sheds
+        self._port = port
+        self._sentence = sentence
+        self._reminder = Reminder(first_pause_s=REMIND_S)
+
+    def count(self, reason: str, sentence: str = "") -> None:
+        """One connection more is closed; `sentence` says so where the port's own does not fit."""
+        self._sheds.count(self._port, reason)
+        if self._reminder.is_due(reason, time.monotonic()):
+            logger.warning(sentence or self._sentence % reason)

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import socket
 import ssl
-import time
 from typing import Any, Final
 
 import uvicorn
@@ -15,11 +14,10 @@ from coordinator.doors.connections import Connections, peer_of
 from coordinator.doors.exchange import WRITE_TIMEOUT_S
 from coordinator.doors.http.errors import error_response
 from coordinator.doors.http.sse import BREAK_OFF
-from coordinator.doors.sheds import CROWDED, HTTP, MALFORMED, SLOW, UNREAD, Sheds
+from coordinator.doors.sheds import CROWDED, HTTP, MALFORMED, SLOW, UNREAD, PortSheds, Sheds
 from serving_core.errors import RequestError, SettingsError
 from serving_core.ports import listened_on
 from serving_core.reasons import MALFORMED_REQUEST
-from serving_core.reminder import Reminder
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +30,6 @@ PROBE_S: Final = 0.1  # between the first two probes of a client that has ended 
 MAX_BACKLOG: Final = 2048
 BACKLOG_SHARE: Final = 4  # of the connections it may have, one in so many may come at once: each is open for a moment
 PROBE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"  # which every client skips
-REMIND_S: Final = 60.0
 SHED: Final = "connections are closed at the HTTP port (%s), so that others can come in: see /metrics"
 
 
@@ -103,8 +100,7 @@ class _Connection(H11Protocol):
     stop reading. It may end its side when it has asked, and wait for the answer."""
 
     kept: "Connections[_Connection]"
-    sheds: Sheds
-    reminder: Reminder
+    sheds: PortSheds
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _probe_timer: asyncio.TimerHandle | None = None
@@ -176,7 +172,7 @@ class _Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is answered at once, unless an answer is under way already."""
-        self._count(MALFORMED)
+        self.sheds.count(MALFORMED)
         if (num_bytes := len(self.conn.trailing_data[0])) > MAX_HEAD_BYTES:
             msg = f"the headers have {num_bytes} bytes or more, the limit is {MAX_HEAD_BYTES}"
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
@@ -210,20 +206,13 @@ class _Connection(H11Protocol):
         if self.transport.get_write_buffer_size() < num_unread_bytes:
             self._watch_reader()
         else:
-            self.sheds.count(HTTP, UNREAD)
-            if self.reminder.is_due(UNREAD, time.monotonic()):
-                logger.warning("a client has read nothing for %g s", WRITE_TIMEOUT_S)
+            self.sheds.count(UNREAD, f"a client has read nothing for {WRITE_TIMEOUT_S:g} s")
             self.transport.abort()
 
     def shed(self, reason: str) -> None:
         """Close the connection for the sake of others."""
-        self._count(reason)
+        self.sheds.count(reason)
         self.transport.abort()
-
-    def _count(self, reason: str) -> None:
-        self.sheds.count(HTTP, reason)
-        if self.reminder.is_due(reason, time.monotonic()):
-            logger.warning(SHED, reason)
 
     @staticmethod
     def _cancel_timers(*timers: asyncio.TimerHandle | None) -> None:
@@ -239,8 +228,7 @@ def _bad_request(message: str) -> bytes:
 
 
 def _connection_class(kept: "Connections[_Connection]", sheds: Sheds) -> type[Any]:
-    shared = {"kept": kept, "sheds": sheds, "reminder": Reminder(first_pause_s=REMIND_S)}
-    return type("Connection", (_Connection,), shared)
+    return type("Connection", (_Connection,), {"kept": kept, "sheds": PortSheds(sheds, HTTP, SHED)})
 
 
 def _listening_socket(host: str, port: int, shares_port: bool = False) -> socket.socket:
