@@ -7,14 +7,13 @@ line, {"done": result}; or {"error": text}, its last one.
 import asyncio
 import gc
 import json
-import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final, TypeVar
 
 from serving_core.errors import SplitServeError
-from serving_core.flags import without_flags
+from splitserve_bench.child import start_child
 from splitserve_bench.errors import BenchError
 
 START_S: Final = 120.0  # until it has read model, profile and trace
@@ -106,15 +105,7 @@ def _say(**line: Any) -> None:
 
 @asynccontextmanager
 async def _worker(module: str, asked: str) -> AsyncIterator[Worker]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
-        *(sys.executable, "-m", module, asked),
-        env=without_flags(),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=MOST_LINE_BYTES,
-        process_group=0,  # Ctrl-C is for this process, which ends the child
-    )
+    process = await start_child(module, asked, limit=MOST_LINE_BYTES)
     try:
         yield Worker(process)
     finally:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -19,8 +18,8 @@ from kv_transfer.transports.loopback import LoopbackNetwork
 from kv_transfer.transports.transport import Dialer
 from kv_transfer.transports.zmq import ZmqDialer
 from serving_core.cpus import confined
-from serving_core.flags import without_flags
 from serving_core.layout import KVLayout
+from splitserve_bench.child import start_child
 from splitserve_bench.corridor.transfer_peer import (
     CPU,
     DEADLINE_S,
@@ -203,15 +202,8 @@ async def peer_process(folder: str) -> AsyncIterator[tuple[PeerProcess, int]]:
     own CPU until the end."""
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     with confined(cpus[1:2] or cpus):  # the child inherits it
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
-            *(sys.executable, "-m", "splitserve_bench.corridor.transfer_peer", folder),
-            env={**without_flags(), "OMP_NUM_THREADS": "1"},
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=MAX_LINE_BYTES,
-            process_group=0,  # Ctrl-C is for this process, which ends the child
-        )
+        module = "splitserve_bench.corridor.transfer_peer"
+        process = await start_child(module, folder, limit=MAX_LINE_BYTES, OMP_NUM_THREADS="1")
     try:
         with confined(cpus[:1]), _one_thread():
             yield PeerProcess(process), min(2, len(cpus))

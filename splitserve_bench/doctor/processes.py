@@ -8,14 +8,12 @@ work then, for others to be measured beside it, until it is killed.
 import asyncio
 import dataclasses
 import json
-import os
-import sys
 from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
 
 from serving_core.errors import SettingsError
-from serving_core.flags import without_flags
 from splitserve.launch.models import Report
+from splitserve_bench.child import start_child
 from splitserve_bench.errors import BenchError
 
 MEASURE_S: Final = 1800.0  # of one node, for the largest of models
@@ -32,14 +30,7 @@ async def figures_of(
     """What the module's process finds; `task` is a dataclass. The process is gone at the end; one that is measured
     `together` with others goes on until the last of them has been. Raises BenchError, and SettingsError for what it
     cannot use."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
-        *(sys.executable, "-m", module, json.dumps(dataclasses.asdict(task))),
-        env=without_flags(),
-        stdout=asyncio.subprocess.PIPE,
-        limit=MAX_LINE_BYTES,
-        process_group=0,  # Ctrl-C is for this process, which ends the child
-    )
+    process = await start_child(module, json.dumps(dataclasses.asdict(task)), limit=MAX_LINE_BYTES, stdin=None)
     try:
         async with asyncio.timeout(MEASURE_S):
             figures = await _figures(process, name, report)

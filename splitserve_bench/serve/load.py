@@ -1,13 +1,11 @@
 """Sends a planned load to a server, from a process of its own, and collects what becomes of it."""
 
 import asyncio
-import os
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
-from serving_core.flags import without_flags
+from splitserve_bench.child import start_child
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve import wire
 from splitserve_bench.serve.records import Outcome, PlannedRequest
@@ -80,15 +78,7 @@ def _whole_s(planned: Sequence[PlannedRequest], max_concurrency: int | None, req
 @asynccontextmanager
 async def _generator() -> AsyncIterator[asyncio.subprocess.Process]:
     """The process, which is killed unless it has ended."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
-        *(sys.executable, "-m", "splitserve_bench.serve.generator"),
-        env=without_flags(),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=wire.MOST_LINE_BYTES,
-        process_group=0,  # Ctrl-C is for this process, which ends the child
-    )
+    process = await start_child("splitserve_bench.serve.generator", limit=wire.MOST_LINE_BYTES)
     try:
         yield process
         async with asyncio.timeout(STOP_S):
