@@ -51,7 +51,7 @@ MINUTES = {
     "tests/unit/splitserve/test_signals.py": 0.1,
     "tests/unit/splitserve_bench/test_doctor.py": 0.6,
     "tests/unit/splitserve_bench/test_load.py": 0.5,
-    "tests/unit/splitserve_bench/test_overload.py": 0.4,
+    "tests/unit/splitserve_bench/test_serve_stages.py": 0.4,
     "tests/unit/splitserve_bench/test_simulate_fleets.py": 2.3,
 }
 TESTS = {  # the most telling first
@@ -97,7 +97,7 @@ TESTS = {  # the most telling first
     ],
     "splitserve_bench": [
         "tests/unit/splitserve_bench/test_load.py",
-        "tests/unit/splitserve_bench/test_overload.py",
+        "tests/unit/splitserve_bench/test_serve_stages.py",
         "tests/unit/splitserve_bench/test_doctor.py",
         "tests/unit/splitserve_bench/test_simulate_fleets.py",
         "tests/system/test_bench_serve.py",

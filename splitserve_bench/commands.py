@@ -21,7 +21,6 @@ from splitserve_bench.engine.command import engine_command
 from splitserve_bench.engine.prompts_command import prompts_command
 from splitserve_bench.models import writing_model
 from splitserve_bench.options import ListOf
-from splitserve_bench.overload.command import overload_command
 from splitserve_bench.serve.serve_command import serve_command
 from splitserve_bench.simulate.reality_command import reality_command
 from splitserve_bench.speculation.command import speculation_command
@@ -55,7 +54,6 @@ bench.add_command(device_command)
 bench.add_command(prompts_command)
 bench.add_command(serve_command)
 bench.add_command(compare_command)
-bench.add_command(overload_command)
 bench.add_command(dominance_command)
 bench.add_command(reality_command)
 bench.add_command(speculation_command)

@@ -23,6 +23,8 @@ from splitserve_bench.serve.results import (
 )
 from splitserve_bench.serve.serve_options import ServeOptions
 from splitserve_bench.serve.serve_report import serve_view
+from splitserve_bench.serve.stages_report import plot_stages, stages_view
+from splitserve_bench.serve.windows import StageFindings, findings_of
 from splitserve_bench.serve.workloads import Workload
 
 
@@ -42,8 +44,8 @@ class Reporting:
         for folder in ([results.parent] if self._is_saved else []) + ([options.plots] if options.plots else []):
             _make(folder)
 
-    def begin(self, model: str, workload: Workload) -> Run:
-        """The run that starts now. A file that has less than was asked for is told."""
+    def begin(self, model: str, workload: Workload, request_rate_per_s: float) -> Run:
+        """The run that starts now, at this rate or at stages of it. A file that has less than was asked for is told."""
         options = self._options
         if len(workload.planned) < (options.num_prompts or 0):
             report(f"the data set has {len(workload.planned)} requests, not the {options.num_prompts} of --num-prompts")
@@ -53,9 +55,10 @@ class Reporting:
             model_id=model,
             tokenizer_id=str(options.tokenizer) if options.tokenizer else None,
             label=options.label,
-            request_rate_per_s=options.request_rate,
+            request_rate_per_s=request_rate_per_s,
             burstiness=options.burstiness,
             ramp=options.ramp,
+            stages=workload.stages,
             max_concurrency=options.max_concurrency,
             num_gpus=options.num_gpus,
             num_clipped=workload.num_clipped,
@@ -65,45 +68,58 @@ class Reporting:
     def show(self, outcomes: Sequence[Outcome], run: Run) -> None:
         """On stdout, and wherever it is asked for. Raises SettingsError for a file that cannot be written."""
         summary = summarize(outcomes, self._limits)
+        findings = findings_of(outcomes, run.stages, self._limits, self._options.attainment) if run.stages else None
         try:
             if self._is_saved:
-                self._save(summary, run)
+                self._save(summary, run, findings)
             if self._options.plots is not None:
-                self._draw(outcomes, self._options.plots)
+                self._draw(outcomes, findings, self._options.plots)
         finally:
-            self._print(summary, run)
+            self._print(summary, run, findings)
 
     def show_stopped(self, outcomes: Sequence[Outcome], num_planned: int, run: Run) -> None:
-        """What came before the load was stopped, or broke off; nothing is saved."""
+        """What came before the load was stopped, or broke off, without its stages; nothing is saved."""
         report(
             f"stopped: {num_planned - len(outcomes)} of {num_planned} requests have no outcome, and do not count here"
         )
         if outcomes and not self._options.as_json:
-            self._print(summarize(outcomes, self._limits), run)
+            self._print(summarize(outcomes, self._limits), run, None)
 
-    def _print(self, summary: Summary, run: Run) -> None:
+    def _print(self, summary: Summary, run: Run, findings: StageFindings | None) -> None:
         if self._options.as_json:
-            click.echo(json.dumps(self._json(summary, run, detailed=self._options.save_detailed)))
-        else:
-            stdout.print(serve_view(summary, run, metrics=self._metrics, percentiles=self._percentiles))
+            click.echo(json.dumps(self._json(summary, run, findings)))
+            return
+        stdout.print(serve_view(summary, run, metrics=self._metrics, percentiles=self._percentiles))
+        if findings is not None:
+            stdout.print("", stages_view(findings), sep="\n")
 
-    def _json(self, summary: Summary, run: Run, *, detailed: bool) -> dict[str, object]:
-        return result_json(summary, run, detailed=detailed, metrics=self._metrics, percentiles=self._percentiles)
+    def _json(self, summary: Summary, run: Run, findings: StageFindings | None) -> dict[str, object]:
+        return result_json(
+            summary,
+            run,
+            detailed=self._options.save_detailed,
+            metrics=self._metrics,
+            percentiles=self._percentiles,
+            findings=findings,
+        )
 
-    def _save(self, summary: Summary, run: Run) -> None:
+    def _save(self, summary: Summary, run: Run, findings: StageFindings | None) -> None:
         path = self._options.result_dir / (self._options.result_filename or file_name(run))
-        _write(path, [json.dumps(self._json(summary, run, detailed=self._options.save_detailed))])
+        _write(path, [json.dumps(self._json(summary, run, findings))])
         if self._options.save_detailed:
             lines = [json.dumps(line) for line in request_lines(summary.outcomes)]
             _write(path.with_name(f"{path.stem}.requests.jsonl"), lines)
 
-    def _draw(self, outcomes: Sequence[Outcome], folder: Path) -> None:
+    def _draw(self, outcomes: Sequence[Outcome], findings: StageFindings | None, folder: Path) -> None:
+        paths = [folder / name for name in ("latencies.png", "timeline.png", "stages.png")]
         try:
-            plot_latencies(outcomes, self._limits, folder / "latencies.png")
-            plot_timeline(outcomes, folder / "timeline.png")
+            plot_latencies(outcomes, self._limits, paths[0])
+            plot_timeline(outcomes, paths[1])
+            if findings is not None:
+                plot_stages(findings, paths[2])
         except OSError as error:
             raise SettingsError(f"{folder}: {error.strerror}") from error
-        report(f"pictures: {folder / 'latencies.png'}, {folder / 'timeline.png'}")
+        report(f"pictures: {', '.join(map(str, paths if findings is not None else paths[:2]))}")
 
 
 def _make(folder: Path) -> None:

@@ -21,6 +21,8 @@ from splitserve_bench.serve.metrics import (
 )
 from splitserve_bench.serve.misses import frequent_errors
 from splitserve_bench.serve.records import Outcome, TierUse
+from splitserve_bench.serve.stages import Stage
+from splitserve_bench.serve.windows import StageFindings
 
 DEFAULT_METRICS: Final = ("ttft", "tpot", "itl")
 DEFAULT_PERCENTILES: Final = (99.0,)
@@ -30,9 +32,10 @@ DEFAULT_PERCENTILES: Final = (99.0,)
 class Run:
     """What was run. An infinite request rate is everything at once, or a trace at its own times, or that of a ramp.
 
-    num_gpus are those of all nodes, None where nobody said; num_clipped the requests cut to what the model takes; tier
-    what the second tiers of a simulated fleet did, None where it has none. metadata is written as it stands. digest is
-    of what a simulation was asked, which names its file instead of the time.
+    stages are those of a load in stages, which are multiples of the request rate. num_gpus are those of all nodes, None
+    where nobody said; num_clipped the requests cut to what the model takes; tier what the second tiers of a simulated
+    fleet did, None where it has none. metadata is written as it stands. digest is of what a simulation was asked, which
+    names its file instead of the time.
     """
 
     started_at: datetime
@@ -43,6 +46,7 @@ class Run:
     request_rate_per_s: float = math.inf
     burstiness: float = 1.0
     ramp: Ramp | None = None
+    stages: tuple[Stage, ...] = ()
     max_concurrency: int | None = None
     num_gpus: int | None = None
     num_clipped: int = 0
@@ -84,6 +88,8 @@ def file_name(run: Run) -> str:
     rate, ramp = f"{run.request_rate_per_s}qps", run.ramp
     if ramp is not None:
         rate = f"ramp-up-{ramp.strategy}-{ramp.start_per_s}qps-{ramp.end_per_s}qps"
+    if run.stages:
+        rate = f"stages-{run.request_rate_per_s:.4g}qps"
     return f"{label}-{rate}{concurrency}-{model}-{run.digest or run.date}.json"
 
 
@@ -94,9 +100,10 @@ def result_json(
     detailed: bool = False,
     metrics: Sequence[str] = DEFAULT_METRICS,
     percentiles: Sequence[float] = DEFAULT_PERCENTILES,
+    findings: StageFindings | None = None,
 ) -> dict[str, Any]:
     """One JSON object: vLLM's keys with vLLM's meaning, then ours. Metrics are names of LATENCIES; ttst is there
-    always.
+    always. The findings are those of a load in stages.
 
     Where nothing was measured there is null. `detailed` adds the lists of all requests in the order of the load, with
     0 for the latencies of those without tokens, as in vLLM.
@@ -105,6 +112,8 @@ def result_json(
     for name in dict.fromkeys((*metrics, "ttst")):
         result |= _statistics(name, summary.latencies_s[name], percentiles)
     result |= _attainments(summary, run)
+    if findings is not None:
+        result["stages"] = findings.to_json()
     if detailed:
         result |= _details(summary.outcomes)
     return result

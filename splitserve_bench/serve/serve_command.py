@@ -1,6 +1,7 @@
 """`splitserve bench serve`: an open-loop load on a running server, and what of it was good."""
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +15,7 @@ from splitserve_bench.serve.serve_options import (
     load_options,
     result_options,
     send_limits_option,
+    stages_options,
     where_options,
 )
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:  # imported when the command runs, so that help is quick
 @where_options
 @ignore_eos_option
 @load_options
+@stages_options
 @send_limits_option(default=False)
 @result_options
 def serve_command(**flags: Any) -> None:
@@ -44,9 +47,11 @@ async def _serve(options: ServeOptions) -> None:
     options.check_pace()
     reporting = Reporting(options)
     session = await connect(options)
+    if options.wants_capacity:
+        options = replace(options, request_rate=await session.capacity_per_s())
     workload = workload_of(options, session.max_model_len, session.vocab_size)
     await session.warm_up(workload)
-    run, limits = reporting.begin(session.model, workload), parse_goodput(options.goodput)
+    run, limits = reporting.begin(session.model, workload, options.request_rate), parse_goodput(options.goodput)
     planned = told(workload.planned, lambda each: limits) if options.send_limits else workload.planned
     came: list[Outcome] = []
     try:

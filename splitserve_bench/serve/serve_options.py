@@ -16,6 +16,7 @@ from serving_core.tls import TlsFiles
 from splitserve.commands.server_options import SERVER_VARIABLE, api_key_option, tls_options
 from splitserve_bench.options import Command, NumberRange, RepeatingCommand, options_of
 from splitserve_bench.serve.arrivals import RAMPS, Ramp
+from splitserve_bench.serve.stages import parse_stages
 from splitserve_bench.serve.target import BACKENDS, COMPLETIONS, LIMITS, OPENAI, SPLITSERVE, Target
 
 RANDOM, AZURE, MOONCAKE, SHAREGPT, CUSTOM = "random", "azure", "mooncake", "sharegpt", "custom"
@@ -23,6 +24,8 @@ TRACES: Final = (AZURE, MOONCAKE)
 TEXTS: Final = (SHAREGPT, CUSTOM)
 DATASETS: Final = (RANDOM, *TRACES, *TEXTS)
 NUM_PROMPTS: Final = 1000  # of a trace all
+CAPACITY_REQUESTS: Final = 40
+CAPACITY_CONCURRENCY: Final = 8  # of them, and so many requests go before as a warm-up
 LOOPBACK: Final = "127.0.0.1"
 PORTS: Final = {SPLITSERVE: 50051, OPENAI: 8000}
 SCHEME: Final = "://"
@@ -64,6 +67,8 @@ class ServeOptions:
     ramp_up_strategy: str | None
     ramp_up_start_rps: float | None
     ramp_up_end_rps: float | None
+    stages: str | None
+    attainment: float
     time_scale: float
     length_scale: float
     max_concurrency: int | None
@@ -95,6 +100,9 @@ class ServeOptions:
 
     def check_pace(self) -> None:
         """Raises SettingsError for what says when requests are sent, and would say nothing."""
+        if self.stages is not None:
+            self._check_stages()
+            return
         check_burstiness(self.dataset_name, self.burstiness)
         self._check_ramp()
         if self.time_scale != 1 and self.dataset_name not in TRACES:
@@ -110,6 +118,25 @@ class ServeOptions:
         """None for a load of one rate."""
         strategy, start, end = self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps
         return None if strategy is None or start is None or end is None else Ramp(strategy, start, end)
+
+    @property
+    def wants_capacity(self) -> bool:
+        """Whether the stages are multiples of a rate that is to be measured."""
+        return self.stages is not None and math.isinf(self.request_rate)
+
+    def _check_stages(self) -> None:
+        """Raises SettingsError for flags that say something else than the stages of when requests are sent."""
+        others = {
+            "--num-prompts": self.num_prompts is not None,
+            "--ramp-up-strategy": (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps) != (None,) * 3,
+            "--time-scale": self.time_scale != 1,
+            "--max-concurrency": self.max_concurrency is not None,
+        }
+        if given := [flag for flag, is_given in others.items() if is_given]:
+            raise SettingsError(f"--stages say when requests are sent, and how many: {given[0]} does not go with them")
+        if not self.goodput:
+            raise SettingsError("--stages without limits: nothing is late. Give --goodput, such as ttft:500 tpot:40")
+        parse_stages(self.stages or "")
 
     def _check_ramp(self) -> None:
         given = (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps)
@@ -332,6 +359,22 @@ pace_options = options_of(
     length_scale_option,
     click.option("--max-concurrency", type=LENGTH, help="Requests at the same time; the rest wait."),
     client_options,
+)
+stages_options = options_of(
+    click.option(
+        "--stages",
+        metavar="TIMESxSECONDS,...",
+        help="Multiples of --request-rate, and for how long, such as 0.7x20,3x30,0.7x40. Needs --goodput. Without "
+        f"--request-rate they are multiples of the capacity, which is measured first: {CAPACITY_REQUESTS} requests, "
+        f"{CAPACITY_CONCURRENCY} at a time.",
+    ),
+    click.option(
+        "--attainment",
+        default=0.9,
+        show_default=True,
+        type=NumberRange(0, 1, min_open=True),
+        help="Share of good requests from which goodput is back after the highest of the --stages.",
+    ),
 )
 warm_up_option = click.option(
     "--num-warmups", default=0, show_default=True, type=COUNT, help="Requests before, which do not count."

@@ -54,7 +54,10 @@ def serve_view(
 def load_line(run: Run) -> str:
     """What was sent where, and how."""
     rate, ramp = run.request_rate_per_s, run.ramp
-    if ramp is not None:
+    if run.stages:
+        parts = ", ".join(f"{stage.times:g} times for {stage.seconds:g} s" for stage in run.stages)
+        how = [f"stages of {rate:.4g} requests/s: {parts}, burstiness {run.burstiness:g}"]
+    elif ramp is not None:
         how = [f"{ramp.start_per_s:g} to {ramp.end_per_s:g} requests/s, {ramp.strategy}, burstiness {run.burstiness:g}"]
     else:
         how = ["no fixed rate" if math.isinf(rate) else f"{rate:g} requests/s, burstiness {run.burstiness:g}"]

@@ -11,27 +11,43 @@ from typing import Final
 from tokenizers import Tokenizer
 
 from serving_core.errors import SettingsError
+from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.arrivals import ramp_times_s, send_times_s
 from splitserve_bench.serve.datasets import FittedLoad, Shape, fit, ordinary_ids, plan, random_load
-from splitserve_bench.serve.records import PlannedRequest
-from splitserve_bench.serve.serve_options import AZURE, NUM_PROMPTS, RANDOM, TEXTS, ServeOptions
+from splitserve_bench.serve.misses import frequent_errors, is_complete
+from splitserve_bench.serve.records import Outcome, PlannedRequest
+from splitserve_bench.serve.serve_options import (
+    AZURE,
+    CAPACITY_REQUESTS,
+    NUM_PROMPTS,
+    RANDOM,
+    TEXTS,
+    ServeOptions,
+)
+from splitserve_bench.serve.stages import Stage, stage_times_s, stages_of
 from splitserve_bench.serve.target import ServedModel
 from splitserve_bench.serve.texts import Texts
 from splitserve_bench.serve.traces import at_rate, read_azure_trace, read_mooncake_trace, trace_load
 
+CAPACITY_SEED: Final = 1_000_003  # beside --seed, so that no prompt of the load has been sent before
 UNKNOWN_VOCAB_SIZE: Final = 32_000  # few models have a smaller vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that the model can take, and how many had to be clipped for that."""
+    """Requests that the model can take, and how many had to be clipped for that; and the stages that they are sent
+    in."""
 
     planned: tuple[PlannedRequest, ...]
     num_clipped: int
+    stages: tuple[Stage, ...] = ()
 
 
 def workload_of(options: ServeOptions, max_model_len: int | None, vocab_size: int) -> Workload:
-    """Raises SettingsError or BenchError for what cannot be sent."""
+    """Return the load of the data set, in stages of a finite --request-rate where there are some. Raises SettingsError
+    or BenchError for what cannot be sent."""
+    if options.stages is not None:
+        return _staged(options, stages_of(options.stages, options.request_rate), max_model_len, vocab_size)
     if options.dataset_name == RANDOM:
         shapes, send_at_s = _random(options, vocab_size)
     elif options.dataset_name in TEXTS:
@@ -40,6 +56,24 @@ def workload_of(options: ServeOptions, max_model_len: int | None, vocab_size: in
         shapes, send_at_s = _trace(options, vocab_size)
     fitted = FittedLoad(tuple(shapes), 0) if max_model_len is None else fit(shapes, max_model_len)
     return Workload(tuple(plan(fitted.shapes, send_at_s, ignore_eos=options.ignore_eos)), fitted.num_clipped)
+
+
+def capacity_load(options: ServeOptions, max_model_len: int | None, vocab_size: int) -> Workload:
+    """Return the requests that the capacity is measured with, all due at once: those of the data set, but of another
+    seed. Raises SettingsError or BenchError for what cannot be sent."""
+    options = replace(options, seed=options.seed + CAPACITY_SEED)
+    return _of_any_length(options, [0.0] * CAPACITY_REQUESTS, max_model_len, vocab_size)
+
+
+def capacity_per_s(outcomes: Sequence[Outcome]) -> float:
+    """Return how many of the requests of a closed loop ended a second. Raises BenchError when some failed."""
+    if errors := frequent_errors(outcomes):
+        num_failed = sum(not is_complete(outcome) for outcome in outcomes)
+        raise BenchError(
+            f"the capacity cannot be measured: {num_failed} of {len(outcomes)} requests failed ({errors[0][0]}); give "
+            "--request-rate"
+        )
+    return len(outcomes) / (max(each.ended_s for each in outcomes) - min(each.sent_s for each in outcomes))
 
 
 def warm_up_of(workload: Workload, count: int, vocab_size: int, seed: int) -> list[PlannedRequest]:
@@ -65,6 +99,27 @@ def vocab_size_of(options: ServeOptions, served: ServedModel, report: Callable[[
         f"the server does not tell its vocabulary: prompts are of token ids below {UNKNOWN_VOCAB_SIZE} (--tokenizer)"
     )
     return UNKNOWN_VOCAB_SIZE
+
+
+def _staged(options: ServeOptions, stages: tuple[Stage, ...], max_model_len: int | None, vocab_size: int) -> Workload:
+    times_s = stage_times_s(stages, options.burstiness, options.seed)
+    return replace(_of_any_length(options, times_s, max_model_len, vocab_size), stages=stages)
+
+
+def _of_any_length(
+    options: ServeOptions, times_s: Sequence[float], max_model_len: int | None, vocab_size: int
+) -> Workload:
+    """Requests at these times. A trace gives lengths; where the data set ends before the times do it begins anew, with
+    other tokens unless it says itself which prompts share theirs."""
+    planned: list[PlannedRequest] = []
+    num_clipped, lap = 0, 0
+    while missing := len(times_s) - len(planned):
+        part = replace(options, stages=None, request_rate=math.inf, num_prompts=missing, seed=options.seed + lap)
+        workload = workload_of(part, max_model_len, vocab_size)
+        planned += workload.planned
+        num_clipped, lap = num_clipped + workload.num_clipped, lap + 1
+    timed = [replace(each, index=i, send_at_s=times_s[i]) for i, each in enumerate(planned)]
+    return Workload(tuple(timed), num_clipped)
 
 
 def _random(options: ServeOptions, vocab_size: int) -> tuple[Sequence[Shape], list[float]]:

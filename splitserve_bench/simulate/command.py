@@ -15,11 +15,13 @@ from serving_core.errors import SettingsError
 from splitserve.commands.terminal import report
 from splitserve_bench.options import ListOf, options_of
 from splitserve_bench.serve.serve_options import (
+    CAPACITY_CONCURRENCY,
     ServeCommand,
     ServeOptions,
     dataset_options,
     pace_options,
     result_options,
+    stages_options,
     tokenizer_option,
 )
 
@@ -37,6 +39,7 @@ NO_SERVER: Final[dict[str, Any]] = {
     "tls_ca": "", "tls_cert": "", "tls_key": "",
     "tokenizer": None, "vocab_size": None, "ignore_eos": True, "num_warmups": 0,
     "percentile_metrics": "", "metric_percentiles": "", "send_limits": False,
+    "stages": None, "attainment": 0.9,
     "label": None, "num_gpus": None, "metadata": (), "save_result": False, "save_detailed": False,
     "result_dir": Path(), "result_filename": None, "plots": None, "as_json": False,
 }  # fmt: skip
@@ -140,6 +143,7 @@ fleet_options = options_of(
 @tokenizer_of_texts
 @rates_option
 @pace_options
+@stages_options
 @result_options
 def simulate_command(
     profile_path: Path,
@@ -180,11 +184,14 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions, *, t
     options.check()
     options.check_pace()
     reporting = Reporting(options)
+    if options.wants_capacity:
+        options = replace(options, request_rate=_capacity_per_s(profile, size, options))
     workload = workload_of(options, profile.node.max_model_len, profile.node.vocab_size)
     limits = parse_goodput(options.goodput)
     planned = told(workload.planned, lambda each: limits) if tells_limits else workload.planned
-    digest = _digest_of((profile, size, limits, options.max_concurrency, options.request_timeout_s), planned)
-    run = replace(reporting.begin(profile.model, workload), started_at=CLOCK_START, digest=digest)
+    asked = (profile, size, limits, options.max_concurrency, options.request_timeout_s, workload.stages)
+    digest = _digest_of((*asked, options.attainment), planned)
+    run = replace(reporting.begin(profile.model, workload, options.request_rate), started_at=CLOCK_START, digest=digest)
     began_s = perf_counter()
     played = play(
         profile,
@@ -196,6 +203,20 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions, *, t
     seconds, num_tokens = perf_counter() - began_s, sum(outcome.num_output_tokens for outcome in played.outcomes)
     report(f"{num_tokens} answer tokens simulated in {seconds:.1f} s, {num_tokens / seconds:.0f} a second")
     reporting.show(played.outcomes, replace(run, tier=played.tier))
+
+
+def _capacity_per_s(profile: "Profile", size: "FleetSize", options: ServeOptions) -> float:
+    from splitserve_bench.serve.stages_report import capacity_line
+    from splitserve_bench.serve.workloads import capacity_load, capacity_per_s
+    from splitserve_bench.simulate.fleet import simulate
+
+    planned = capacity_load(options, profile.node.max_model_len, profile.node.vocab_size).planned
+    outcomes = simulate(
+        profile, size, planned, max_concurrency=CAPACITY_CONCURRENCY, request_timeout_s=options.request_timeout_s
+    )
+    rate = capacity_per_s(outcomes)
+    report(capacity_line(rate))
+    return rate
 
 
 def _digest_of(asked: object, planned: "Sequence[PlannedRequest]") -> str:

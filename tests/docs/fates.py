@@ -134,6 +134,10 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     (r"splitserve doctor .*--check-bits", By(_SYSTEM + "test_bits.py::test_doctor_shows_a_line_for_each_history")),
     (r"splitserve doctor --save", By(_BENCH + "test_doctor_save.py::test_the_command_saves_what_a_simulation_reads")),
     (r"splitserve doctor", By(_BENCH + "test_doctor.py::test_the_command_measures_a_model")),
+    (
+        r"splitserve simulate .*--stages",
+        By(_BENCH + "test_serve_stages.py::test_a_simulated_fleet_takes_as_long_to_recover_as_its_queue_is_long"),
+    ),
     (r"splitserve simulate", By(_BENCH + "test_simulate.py::test_it_says_what_bench_serve_says")),
     (r"splitserve plan ", By(_BENCH + "test_plan_search.py::test_the_command_finds_a_plan_and_says_how_to_run_it")),
     (r"splitserve bench device", By(_BENCH + "test_device.py::test_every_step_can_be_done_in_tiny_sizes")),
@@ -150,13 +154,13 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     (r"splitserve bench reuse", By(_SYSTEM + "test_bench_reuse.py::test_what_was_read_or_written_is_not_read_again")),
     (r"splitserve bench speculation", By(_BENCH + "test_speculation.py::test_the_command")),
     (r"splitserve bench compare", By(_SYSTEM + "test_bench_compare.py::test_each_contender_answers_the_same_requests")),
-    (
-        r"splitserve bench overload --profile",
-        By(_BENCH + "test_overload.py::test_a_simulated_fleet_takes_as_long_to_recover_as_its_queue_is_long"),
-    ),
-    (r"splitserve bench overload", By(_BENCH + "test_overload.py::test_a_server_is_loaded_in_stages")),
     (r"splitserve bench dominance", By(_BENCH + "test_dominance.py::test_it_is_printed_and_drawn")),
     (r"splitserve bench simulate", By(_SYSTEM + "test_bench_simulate.py::test_both_serve_the_same_load")),
+    (r"splitserve bench serve .*--stages", By(_BENCH + "test_serve_stages.py::test_a_server_is_loaded_in_stages")),
+    (
+        r"python -c .*write_fake_model|splitserve up fake ",
+        By(_SYSTEM + "test_bench_serve.py::test_more_than_a_cluster_can_answer_is_counted_by_stages"),
+    ),
     (r"splitserve bench serve .*--plots", By(_BENCH + "test_serve_command.py::test_files_and_pictures")),
     (
         r"splitserve bench serve --dataset-name (sharegpt|custom)",

@@ -32,7 +32,6 @@ IN_BASE = {
     "simulate",
     "bench serve",
     "bench dominance",
-    "bench overload",
     "plan profile",
 }
 WITHOUT_MODEL = {"bench device"}

@@ -77,6 +77,25 @@ def test_both_sides_count_the_tokens_of_texts_alike(cluster, where, tmp_path):
 
 
 @pytest.mark.nightly
+def test_more_than_a_cluster_can_answer_is_counted_by_stages(start_cluster, tmp_path):
+    """A prompt of 100 tokens takes 220 ms, so that of twenty a second most cannot have their first token in time: they
+    are refused with the time to come back."""
+    model = write_fake_model(tmp_path / "fake", step_s=0.02, token_s=0.002)
+    cluster = start_cluster(model, coordinator={"admission": "timely"})
+    words = ["--random-input-len", 100, "--random-output-len", 10, "--goodput", "ttft:2000", "--send-limits", "--json"]
+    words += ["--request-rate", 4, "--stages", "0.5x4,5x5,0.5x4"]
+    result = run(["--server", cluster.target], *words, cwd=tmp_path)
+    before, highest, after = result["stages"]["by_stage"]
+    assert [each["num_offered"] for each in (before, highest, after)] == [8, 100, 8]
+    assert (result["num_prompts"], result["misses"]["failed"]) == (116, 0)
+    assert highest["num_refused_until"] > 20
+    told = result["stages"]["highest"]
+    assert told["num_admitted"] + told["num_refused_until"] == told["num_offered"] == 100
+    assert told["refusal_ms"]["median"] is not None
+    cluster.wait_all_free()
+
+
+@pytest.mark.nightly
 def test_ctrl_c_frees_the_cluster(cluster, where, tmp_path):
     words = ["--num-prompts", 400, "--random-input-len", 30, "--random-output-len", 900, "--vocab-size", 250]
     process = subprocess.Popen(

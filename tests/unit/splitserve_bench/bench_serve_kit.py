@@ -1,6 +1,10 @@
-"""Outcomes of requests, written by hand."""
+"""Outcomes of requests, written by hand, and what `bench serve` is asked for."""
+
+from dataclasses import fields
 
 from splitserve_bench.serve.records import Outcome
+from splitserve_bench.serve.serve_command import serve_command
+from splitserve_bench.serve.serve_options import ServeOptions
 
 PHASES = ("prefill_queue_s", "prefill_s", "credit_wait_s", "transfer_s", "decode_queue_s", "decode_s")
 
@@ -34,3 +38,11 @@ def failed(index=0, sent_s=0.0, ended_s=1.0, error="lost", **fields):
 def timeline(*seconds):
     """Seconds of the six phases in their order; those left out are 0."""
     return dict(zip(PHASES, (*seconds, *[0.0] * (len(PHASES) - len(seconds))), strict=True))
+
+
+def staged_options(stages, request_rate=1.0, **flags):
+    """The command's own defaults with these stages."""
+    params = serve_command.make_context("serve", []).params
+    usual = {each.name: params[each.name] for each in fields(ServeOptions)}
+    few = {"random_input_len": 8, "random_output_len": 3, "goodput": ("ttft:1",)}
+    return ServeOptions(**{**usual, **few, "stages": stages, "request_rate": request_rate, **flags})

@@ -48,6 +48,7 @@ class Script:
         self.hold = hold  # an async function, called with a request's key before its first token
         self.seen: dict[int, Seen] = {}
         self.order: list[int] = []
+        self.asked: list[dict] = []  # all that came, of which some may begin alike
         self.num_live = self.most_live = 0
 
     async def play(self, asked):
@@ -55,6 +56,7 @@ class Script:
         key = asked["prompt"][0]
         seen = self.seen[key] = Seen(asked, time.perf_counter())
         self.order.append(key)
+        self.asked.append(asked)
         self.num_live += 1
         self.most_live = max(self.most_live, self.num_live)
         try:

@@ -15,9 +15,9 @@ from coordinator.settings import ADMIT_ALL, ADMIT_TIMELY
 from prefill_node.order import FLOOR
 from serving_core.errors import RequestError
 from serving_core.reasons import WOULD_BE_LATE
-from splitserve_bench.overload.findings import findings_of
-from splitserve_bench.overload.stages import parse_stages
 from splitserve_bench.serve.metrics import Limits, ttft_s
+from splitserve_bench.serve.stages import stages_of
+from splitserve_bench.serve.windows import findings_of
 from splitserve_bench.simulate.costs import ProfileCosts
 from splitserve_bench.simulate.fleet import FleetSize
 from splitserve_bench.simulate.profile import CorridorProfile, read_profile
@@ -172,10 +172,10 @@ fleets = pytest.mark.parametrize(
 
 def staged(text, counts, seed):
     """Stages by multiples of the knee, and their requests."""
-    stages, planned = parse_stages(text, KNEES[counts]), []
+    stages, planned = stages_of(text, KNEES[counts]), []
     for number, stage in enumerate(stages):
         times = {"start_s": stage.start_s, "first_index": len(planned)}
-        planned += load(stage.rate, stage.num_requests, f"{seed} {number}", **times)
+        planned += load(stage.rate_per_s, stage.num_requests, f"{seed} {number}", **times)
     return stages, planned
 
 

@@ -30,7 +30,6 @@ from tests.unit.splitserve_bench.load_servers import (
     Script,
     http_server,
 )
-from tests.unit.splitserve_bench.stand_ins import run_load_here
 
 FEW = ("--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "4")
 most_of_one = pytest.mark.parametrize(
@@ -53,27 +52,6 @@ async def start(target, *words):
     )
 
 
-@pytest.fixture
-def run(monkeypatch, tmp_path):
-    """Runs the command in the folder `tmp_path`, until it exits with this code. Returns its output, and what was said
-    beside it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("splitserve_bench.serve.session.run_load", run_load_here)
-
-    async def run(target, *words, exit_code=0):
-        loop = asyncio.get_running_loop()
-        monkeypatch.setattr(
-            "splitserve_bench.serve.serve_command.run_to_end",
-            lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(),
-        )
-        words = ["bench", "serve", "--server", target.address, *words]
-        ended = await asyncio.to_thread(CliRunner().invoke, main, words)
-        assert ended.exit_code == exit_code, ended.output
-        return ended.stdout, ended.stderr
-
-    return run
-
-
 @most_of_one
 async def test_json_has_vllms_keys(serving):
     script = Script()
@@ -94,22 +72,24 @@ async def test_json_has_vllms_keys(serving):
     assert all(seen.asked["model"] == MODEL for seen in script.seen.values())
 
 
-async def test_prompts_are_of_the_servers_vocabulary(run):
+async def test_prompts_are_of_the_servers_vocabulary(serve_here):
     script = Script()
     async with SERVERS["splitserve"](script) as target:
-        await run(target, *FEW)
+        await serve_here(target, *FEW)
     assert max(token for seen in script.seen.values() for token in seen.asked["prompt"]) < VOCAB_SIZE
 
 
 @most_of_one
-async def test_what_failed_is_a_miss_in_the_table(run, serving):
+async def test_what_failed_is_a_miss_in_the_table(serve_here, serving):
     seed = ["--seed", "5"]
     script = Script()
     async with serving(script) as target:
-        await run(target, *FEW, *seed)
+        await serve_here(target, *FEW, *seed)
         first, *_ = script.order
         script.does[first] = FAIL
-        output, _ = await run(target, *FEW, *seed, "--goodput", "ttft:60000 e2el:90000", "--max-concurrency", "2")
+        output, _ = await serve_here(
+            target, *FEW, *seed, "--goodput", "ttft:60000 e2el:90000", "--max-concurrency", "2"
+        )
     assert "attainment 83.3%" in output
     assert "failed 1" in output
     assert output.count("  1 x ") == 1
@@ -117,14 +97,14 @@ async def test_what_failed_is_a_miss_in_the_table(run, serving):
 
 
 @most_of_one
-async def test_a_load_of_which_nothing_is_complete_fails_and_says_why(run, serving):
+async def test_a_load_of_which_nothing_is_complete_fails_and_says_why(serve_here, serving):
     script = Script()
     async with serving(script) as target:
-        await run(target, *FEW)
+        await serve_here(target, *FEW)
         script.does = dict.fromkeys(script.order, FAIL)
         script.does[script.order[0]] = REFUSE
-        output, errors = await run(target, *FEW, exit_code=1)
-        result, _ = await run(target, *FEW, "--json", exit_code=1)
+        output, errors = await serve_here(target, *FEW, exit_code=1)
+        result, _ = await serve_here(target, *FEW, "--json", exit_code=1)
     assert "none of the 6 requests has a complete answer: " in errors
     frequent = json.loads(result)["frequent_errors"]
     assert list(frequent.values()) == [5, 1]
@@ -132,11 +112,11 @@ async def test_a_load_of_which_nothing_is_complete_fails_and_says_why(run, servi
 
 
 @most_of_one
-async def test_files_and_pictures(run, serving, tmp_path):
+async def test_files_and_pictures(serve_here, serving, tmp_path):
     detailed = ["--save-detailed", "--plots", "pictures", "--metadata", "chips=2", "where=here", "--label", "mine"]
     async with serving(Script()) as target:
-        await run(target, *FEW, *detailed, "--request-rate", "50", "--result-dir", "results")
-        await run(target, *FEW, "--save-result", "--result-filename", "plain.json")
+        await serve_here(target, *FEW, *detailed, "--request-rate", "50", "--result-dir", "results")
+        await serve_here(target, *FEW, "--save-result", "--result-filename", "plain.json")
     (result_file,) = (tmp_path / "results").glob("mine-50.0qps-scripted-*.json")
     result = json.loads(result_file.read_text())
     assert (result["chips"], result["where"], result["request_rate"]) == ("2", "here", 50)
@@ -148,14 +128,14 @@ async def test_files_and_pictures(run, serving, tmp_path):
     assert "ttfts" not in json.loads((tmp_path / "plain.json").read_text())
 
 
-async def test_a_trace_keeps_its_times(run, tmp_path):
+async def test_a_trace_keeps_its_times(serve_here, tmp_path):
     rows = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
     rows += [f"2023-11-16 18:15:46.{millis:03}0000,{10 + millis},{1 + millis // 100}" for millis in (0, 100, 400)]
     (tmp_path / "trace.csv").write_text("\n".join(rows))
     words = ["--dataset-name", "azure", "--dataset-path", "trace.csv", "--time-scale", "0.5", "--length-scale", "2"]
     script = Script()
     async with http_server(script) as target:
-        await run(target, *words, "--vocab-size", "5000", "--save-detailed")
+        await serve_here(target, *words, "--vocab-size", "5000", "--save-detailed")
     (lines,) = (path.read_text().splitlines() for path in tmp_path.glob("*.requests.jsonl"))
     requests = [json.loads(line) for line in lines]
     assert [request["scheduled_s"] for request in requests] == pytest.approx([0, 0.05, 0.2])
@@ -164,11 +144,11 @@ async def test_a_trace_keeps_its_times(run, tmp_path):
     assert max(token for seen in script.seen.values() for token in seen.asked["prompt"]) < 5000
 
 
-async def test_a_ramp_sends_ever_faster(run, tmp_path):
+async def test_a_ramp_sends_ever_faster(serve_here, tmp_path):
     ramp = ["--ramp-up-strategy", "exponential", "--ramp-up-start-rps", "10", "--ramp-up-end-rps", "320"]
     script = Script()
     async with http_server(script) as target:
-        await run(target, *FEW, *ramp, "--burstiness", "inf", "--save-detailed")
+        await serve_here(target, *FEW, *ramp, "--burstiness", "inf", "--save-detailed")
     (result_file,) = tmp_path.glob("openai-ramp-up-exponential-10.0qps-320.0qps-scripted-*.json")
     result = json.loads(result_file.read_text())
     ramp_keys = ("request_rate", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
@@ -179,7 +159,7 @@ async def test_a_ramp_sends_ever_faster(run, tmp_path):
 
 
 @most_of_one
-async def test_texts_are_sent_as_they_stand(run, serving, tmp_path):
+async def test_texts_are_sent_as_they_stand(serve_here, serving, tmp_path):
     write_tokenizer(tmp_path)
     rows = [{"prompt": text, "output_tokens": count} for text, count in {"ab": 3, "cde": 2, "äö": 1}.items()]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -187,7 +167,7 @@ async def test_texts_are_sent_as_they_stand(run, serving, tmp_path):
     words += ["--skip-chat-template"]
     script = Script()
     async with serving(script) as target:
-        output, errors = await run(target, *words, "--num-warmups", "1", "--json")
+        output, errors = await serve_here(target, *words, "--num-warmups", "1", "--json")
     asked = {
         seen.asked["prompt"]: seen.asked["max_tokens"] for key, seen in script.seen.items() if isinstance(key, str)
     }
@@ -198,47 +178,47 @@ async def test_texts_are_sent_as_they_stand(run, serving, tmp_path):
 
 
 @most_of_one
-async def test_answers_may_end_early_where_that_is_wanted(run, serving):
+async def test_answers_may_end_early_where_that_is_wanted(serve_here, serving):
     script = Script()
     async with serving(script) as target:
-        await run(target, *FEW)
+        await serve_here(target, *FEW)
         assert all(seen.asked["ignore_eos"] for seen in script.seen.values())
         script.does = dict.fromkeys(script.order[:2], SHORT)
-        output, _ = await run(target, *FEW, "--no-ignore-eos", "--json")
+        output, _ = await serve_here(target, *FEW, "--no-ignore-eos", "--json")
     assert not any(seen.asked["ignore_eos"] for seen in script.seen.values())
     result = json.loads(output)
     assert (result["completed"], result["total_output_tokens"]) == (6, 6 * 4 - 2)
 
 
-async def test_warm_ups_do_not_count_and_share_no_prompt(run):
+async def test_warm_ups_do_not_count_and_share_no_prompt(serve_here):
     script = Script()
     async with http_server(script) as target:
-        output, _ = await run(target, *FEW, "--num-warmups", "3", "--json")
+        output, _ = await serve_here(target, *FEW, "--num-warmups", "3", "--json")
     assert json.loads(output)["num_prompts"] == 6
     assert len(script.order) == 9
     assert len({tuple(seen.asked["prompt"]) for seen in script.seen.values()}) == len(script.seen)
 
 
 @pytest.mark.parametrize(("words", "limits"), [(["--send-limits"], (500.0, 40.0)), ([], (None, None))])
-async def test_limits_are_told_when_that_is_wanted(run, words, limits):
+async def test_limits_are_told_when_that_is_wanted(serve_here, words, limits):
     script = Script()
     async with SERVERS["splitserve"](script) as target:
-        await run(target, *FEW, "--goodput", "ttft:500", "tpot:40", *words)
+        await serve_here(target, *FEW, "--goodput", "ttft:500", "tpot:40", *words)
     assert {(seen.asked.get("ttft_ms"), seen.asked.get("tpot_ms")) for seen in script.seen.values()} == {limits}
 
 
-async def test_more_fields_in_the_body(run):
+async def test_more_fields_in_the_body(serve_here):
     script = Script()
     async with http_server(script) as target:
-        await run(target, *FEW, "--extra-body", '{"top_k": 3}')
+        await serve_here(target, *FEW, "--extra-body", '{"top_k": 3}')
     assert {seen.asked["top_k"] for seen in script.seen.values()} == {3}
 
 
-async def test_what_the_model_cannot_take_is_clipped(run):
+async def test_what_the_model_cannot_take_is_clipped(serve_here):
     words = ["--num-prompts", "1", "--random-input-len", str(MAX_MODEL_LEN), "--random-output-len", "8"]
     script = Script()
     async with http_server(script) as target:
-        output, errors = await run(target, *words, "--json")
+        output, errors = await serve_here(target, *words, "--json")
     (seen,) = script.seen.values()
     assert len(seen.asked["prompt"]) + seen.asked["max_tokens"] == MAX_MODEL_LEN
     assert json.loads(output)["clipped"] == 1
@@ -246,10 +226,10 @@ async def test_what_the_model_cannot_take_is_clipped(run):
 
 
 @most_of_one
-async def test_ctrl_c_tells_what_came_and_leaves_no_process(run, serving):
+async def test_ctrl_c_tells_what_came_and_leaves_no_process(serve_here, serving):
     script = Script()
     async with serving(script) as target:
-        await run(target, *FEW)
+        await serve_here(target, *FEW)
         last = script.order[-1]
         script.does[last] = HANG
         process = await start(target, *FEW)
@@ -271,10 +251,10 @@ async def test_ctrl_c_tells_what_came_and_leaves_no_process(run, serving):
 
 @pytest.mark.nightly
 @most_of_one
-async def test_what_came_is_told_when_the_generator_dies(run, serving):
+async def test_what_came_is_told_when_the_generator_dies(serve_here, serving):
     script = Script()
     async with serving(script) as target:
-        await run(target, *FEW)
+        await serve_here(target, *FEW)
         script.does[script.order[-1]] = HANG
         process = await start(target, *FEW)
         said = ""
@@ -346,7 +326,7 @@ REFUSED = {
     [
         ("serve", "--request-rate"),
         ("serve", "--random-range-ratio"),
-        ("overload", "--attainment"),
+        ("serve", "--attainment"),
         ("compare", "--seconds"),
         ("compare", "--first-rate"),
         ("simulate", "--request-timeout-s"),

@@ -10,14 +10,12 @@ import pytest
 from coordinator.text.tokenizer import TokenLimit, read_tokenizer
 from splitserve_bench.compare.workload import Dataset, Workload
 from splitserve_bench.errors import BenchError
-from splitserve_bench.overload.command import STAGED
-from splitserve_bench.overload.stages import parse_stages, staged_load
 from splitserve_bench.serve.datasets import fit
-from splitserve_bench.serve.serve_options import ServeOptions
 from splitserve_bench.serve.target import ServedModel
 from splitserve_bench.serve.texts import Texts
-from splitserve_bench.simulate.command import NO_SERVER
+from splitserve_bench.serve.workloads import workload_of
 from tests.tiny_models import write_tokenizer
+from tests.unit.splitserve_bench.bench_serve_kit import staged_options
 
 
 @pytest.fixture(scope="module")
@@ -173,10 +171,6 @@ def test_a_comparison_draws_other_texts_for_every_seed(folder, tmp_path):
 
 def test_stages_begin_texts_anew(folder, tmp_path):
     path = lines_of(tmp_path / "p", [{"prompt": word} for word in "abc"])
-    flags = {"dataset_name": "custom", "dataset_path": path, "tokenizer": folder, "goodput": ("ttft:1",), "seed": 0}
-    lengths = {"random_input_len": 1, "random_output_len": 1, "random_range_ratio": 0.0, "random_prefix_len": 0}
-    others = {"text_output_len": None, "burstiness": 1.0, "length_scale": 1.0, "request_timeout_s": 1.0}
-    others |= {"skip_chat_template": True}
-    options = ServeOptions(backend=None, **{**NO_SERVER, **STAGED, **lengths, **others, **flags})
-    planned = staged_load(parse_stages("1x7", 1.0), options, 1000, 260).planned
+    options = staged_options("1x7", dataset_name="custom", dataset_path=path, tokenizer=folder, skip_chat_template=True)
+    planned = workload_of(options, 1000, 260).planned
     assert [sorted(each.text for each in planned[i : i + 3]) for i in (0, 3)] == [["a", "b", "c"]] * 2
