@@ -2,7 +2,8 @@
 
 It reads an order and its requests from stdin, connects, sends every request when it is due whether or not earlier ones
 are answered, and writes what becomes of them to stdout, both as `wire` says. With a bound on concurrency, what is due
-waits for a free place and its `sent_s` is when it got one.
+waits for a free place and its `sent_s` is when it got one. Each sending of a request that is sent again after a refusal
+has an outcome of its own.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, BinaryIO, Final
 
 import msgpack
@@ -21,6 +23,7 @@ import uvloop
 from serving_core.errors import SplitServeError
 from splitserve_bench.serve import wire
 from splitserve_bench.serve.backends import Backend, open_backend
+from splitserve_bench.serve.records import Outcome, returns_at_s
 from splitserve_bench.serve.reply import Reply, RequestFailed
 from splitserve_bench.serve.target import Progress
 from splitserve_bench.serve.wire import Order, OrderedRequest
@@ -70,8 +73,20 @@ class Load:
             await asyncio.sleep(wait_s)
 
     async def _send(self, request: OrderedRequest, body: bytes) -> None:
+        """Sends the request, and again after a refusal as often as the order says."""
+        outcome = await self._send_once(request, body)
+        most_repeats, patience_s = self._order.obey_retry_after, self._order.request_timeout_s
+        while (again_s := returns_at_s(outcome, most_repeats, patience_s)) is not None:
+            await self._until(again_s)
+            num_before = outcome.num_refusals_before + 1
+            outcome = await self._send_once(replace(request, send_at_s=again_s, num_refusals_before=num_before), body)
+        self._num_completed += not outcome.error
+        self._num_failed += bool(outcome.error)
+        self._num_output_tokens += outcome.num_output_tokens
+
+    async def _send_once(self, request: OrderedRequest, body: bytes) -> Outcome:
         async with self._places:
-            self._num_sent += 1
+            self._num_sent += not request.num_refusals_before
             reply = Reply(request, self._now_s)
             timeout_s = self._order.request_timeout_s
             error, is_refused, retry_after_s = "", False, None
@@ -83,10 +98,8 @@ class Load:
             except TimeoutError:
                 error = f"no complete answer within {timeout_s:g} s"
             outcome = reply.outcome(error, is_refused=is_refused, retry_after_s=retry_after_s)
-        self._num_completed += not error
-        self._num_failed += bool(error)
-        self._num_output_tokens += outcome.num_output_tokens
         self._write(wire.outcome_line(outcome))
+        return outcome
 
     async def _report(self) -> None:
         while True:

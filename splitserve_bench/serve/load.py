@@ -8,7 +8,7 @@ from typing import Final
 from splitserve_bench.child import start_child
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve import wire
-from splitserve_bench.serve.records import Outcome, PlannedRequest
+from splitserve_bench.serve.records import Outcome, PlannedRequest, returns_at_s
 from splitserve_bench.serve.target import OPENAI, Progress, ServedModel, Target
 
 __all__ = ["Progress", "ServedModel", "Target", "describe", "run_load"]
@@ -27,34 +27,39 @@ async def run_load(
     request_timeout_s: float,
     on_progress: Callable[[Progress], None],
     on_outcome: Callable[[Outcome], None] | None = None,
+    obey_retry_after: int = 0,
 ) -> list[Outcome]:
     """Sends every request when it is due; the outcomes in the order of `planned`, whose indices must differ.
 
     With max_concurrency, what is due waits until fewer are under way. request_timeout_s counts from when a request is
-    sent. `on_progress` is told four times a second how far it is, `on_outcome` each outcome as it comes. Cancelling
-    ends the generator, and with it every request. Raises BenchError when the server cannot be reached at the start, or
-    the generator fails.
+    sent. A request that is refused, and told to come back within request_timeout_s, is sent again then, at most
+    obey_retry_after times, and has an outcome of each sending, which follow each other. `on_progress` is told four
+    times a second how far it is, `on_outcome` each outcome as it comes. Cancelling ends the generator, and with it
+    every request. Raises BenchError when the server cannot be reached at the start, or the generator fails.
     """
     assert len({request.index for request in planned}) == len(planned)
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, list[Outcome]] = {request.index: [] for request in planned}
     async with _generator() as process:
-        order = wire.Order(target, len(planned), max_concurrency, request_timeout_s)
+        order = wire.Order(target, len(planned), max_concurrency, request_timeout_s, obey_retry_after)
         await _send_plan(process, order, planned)
-        deadline_s = _whole_s(planned, max_concurrency, request_timeout_s)
+        deadline_s = _whole_s(planned, max_concurrency, request_timeout_s, obey_retry_after)
         try:
             async with asyncio.timeout(deadline_s):
                 async for said in _lines(process):
                     if isinstance(said, Progress):
                         on_progress(said)
                         continue
-                    outcomes[said.index] = said
+                    outcomes[said.index].append(said)
                     if on_outcome is not None:
                         on_outcome(said)
         except TimeoutError as error:
             raise BenchError(f"the load was not over after {deadline_s:.0f} s") from error
-    if missing := len(planned) - len(outcomes):
+    ended = [
+        bool(each) and returns_at_s(each[-1], obey_retry_after, request_timeout_s) is None for each in outcomes.values()
+    ]
+    if missing := ended.count(False):
         raise BenchError(f"the load generator ended without the outcomes of {missing} requests")
-    return [outcomes[request.index] for request in planned]
+    return [outcome for each in outcomes.values() for outcome in each]
 
 
 async def describe(target: Target) -> ServedModel:
@@ -68,11 +73,15 @@ async def describe(target: Target) -> ServedModel:
     return await describe_grpc(target, DESCRIBE_S)
 
 
-def _whole_s(planned: Sequence[PlannedRequest], max_concurrency: int | None, request_timeout_s: float) -> float:
-    """The longest that a load may take: all are sent, and then every one in its turn takes all its time."""
+def _whole_s(
+    planned: Sequence[PlannedRequest], max_concurrency: int | None, request_timeout_s: float, obey_retry_after: int
+) -> float:
+    """The longest that a load may take: all are sent, and then every one in its turn takes all its time; as often as it
+    is sent again it waits for that first."""
     last_s = max((request.send_at_s for request in planned), default=0.0)
     turns = 1 if max_concurrency is None else -(-len(planned) // max_concurrency)
-    return START_S + last_s + turns * request_timeout_s + SILENCE_S
+    num_times = turns * (1 + obey_retry_after) + obey_retry_after
+    return START_S + last_s + num_times * request_timeout_s + SILENCE_S
 
 
 @asynccontextmanager

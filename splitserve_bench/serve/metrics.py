@@ -71,6 +71,15 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True)
+class Returned:
+    """How many requests were sent again when they had been told to, and what became of their last sending."""
+
+    num: int
+    num_admitted: int  # not refused again
+    num_good: int
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """A load in figures. Latencies, tokens and phases are those of the complete answers.
 
@@ -100,6 +109,7 @@ class Summary:
     phases_s: dict[str, float]
     cached_share: float | None
     misses: Misses
+    returned: Returned
 
     @property
     def num_offered(self) -> int:
@@ -211,7 +221,8 @@ def is_good(outcome: Outcome, limits: Limits) -> bool:
 
 
 def summarize(outcomes: Sequence[Outcome], limits: Limits, duration_s: float | None = None) -> Summary:
-    """All figures of a load. duration_s is until its last request ended, unless given."""
+    """All figures of a load, of which each request has one outcome. duration_s is until its last request ended, unless
+    given."""
     complete = [outcome for outcome in outcomes if is_complete(outcome)]
     in_order = sorted(outcomes, key=lambda outcome: (outcome.scheduled_s, outcome.index))
     are_good = [is_good(outcome, limits) for outcome in in_order]
@@ -237,7 +248,13 @@ def summarize(outcomes: Sequence[Outcome], limits: Limits, duration_s: float | N
         phases_s=phase_means(complete),
         cached_share=_cached_share(complete),
         misses=count_misses([(outcome, missed(outcome, limits)) for outcome in outcomes]),
+        returned=_returned([outcome for outcome in outcomes if outcome.num_refusals_before], limits),
     )
+
+
+def _returned(outcomes: Sequence[Outcome], limits: Limits) -> Returned:
+    num_admitted = sum(not outcome.is_refused for outcome in outcomes)
+    return Returned(len(outcomes), num_admitted, sum(is_good(outcome, limits) for outcome in outcomes))
 
 
 def _attainment(outcomes: Sequence[Outcome], one: Limits) -> float | None:

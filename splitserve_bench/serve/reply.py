@@ -74,6 +74,7 @@ class Reply:
             retry_after_s=retry_after_s if is_refused else None,
             timeline=self.timeline,
             num_cached_tokens=self.num_cached_tokens,
+            num_refusals_before=self._request.num_refusals_before,
         )
 
 

@@ -12,7 +12,7 @@ from serving_core.extras import require
 from splitserve.commands.terminal import report, stdout
 from splitserve_bench.serve.metrics import Summary, parse_goodput, summarize
 from splitserve_bench.serve.plots import plot_latencies, plot_timeline
-from splitserve_bench.serve.records import Outcome
+from splitserve_bench.serve.records import Outcome, last_sendings
 from splitserve_bench.serve.results import (
     Run,
     file_name,
@@ -67,11 +67,11 @@ class Reporting:
 
     def show(self, outcomes: Sequence[Outcome], run: Run) -> None:
         """On stdout, and wherever it is asked for. Raises SettingsError for a file that cannot be written."""
-        summary = summarize(outcomes, self._limits)
+        summary = summarize(last_sendings(outcomes), self._limits)
         findings = findings_of(outcomes, run.stages, self._limits, self._options.attainment) if run.stages else None
         try:
             if self._is_saved:
-                self._save(summary, run, findings)
+                self._save(outcomes, summary, run, findings)
             if self._options.plots is not None:
                 self._draw(outcomes, findings, self._options.plots)
         finally:
@@ -79,11 +79,10 @@ class Reporting:
 
     def show_stopped(self, outcomes: Sequence[Outcome], num_planned: int, run: Run) -> None:
         """What came before the load was stopped, or broke off, without its stages; nothing is saved."""
-        report(
-            f"stopped: {num_planned - len(outcomes)} of {num_planned} requests have no outcome, and do not count here"
-        )
-        if outcomes and not self._options.as_json:
-            self._print(summarize(outcomes, self._limits), run, None)
+        last = last_sendings(outcomes)
+        report(f"stopped: {num_planned - len(last)} of {num_planned} requests have no outcome, and do not count here")
+        if last and not self._options.as_json:
+            self._print(summarize(last, self._limits), run, None)
 
     def _print(self, summary: Summary, run: Run, findings: StageFindings | None) -> None:
         if self._options.as_json:
@@ -103,17 +102,17 @@ class Reporting:
             findings=findings,
         )
 
-    def _save(self, summary: Summary, run: Run, findings: StageFindings | None) -> None:
+    def _save(self, outcomes: Sequence[Outcome], summary: Summary, run: Run, findings: StageFindings | None) -> None:
         path = self._options.result_dir / (self._options.result_filename or file_name(run))
         _write(path, [json.dumps(self._json(summary, run, findings))])
         if self._options.save_detailed:
-            lines = [json.dumps(line) for line in request_lines(summary.outcomes)]
+            lines = [json.dumps(line) for line in request_lines(outcomes)]
             _write(path.with_name(f"{path.stem}.requests.jsonl"), lines)
 
     def _draw(self, outcomes: Sequence[Outcome], findings: StageFindings | None, folder: Path) -> None:
         paths = [folder / name for name in ("latencies.png", "timeline.png", "stages.png")]
         try:
-            plot_latencies(outcomes, self._limits, paths[0])
+            plot_latencies(last_sendings(outcomes), self._limits, paths[0])
             plot_timeline(outcomes, paths[1])
             if findings is not None:
                 plot_stages(findings, paths[2])

@@ -198,6 +198,7 @@ def _attainments(summary: Summary, run: Run) -> dict[str, Any]:
         "rejected": summary.num_refused,
         "clipped": run.num_clipped,
         "misses": asdict(summary.misses),
+        "returned": asdict(summary.returned),
         "frequent_errors": dict(frequent_errors(summary.outcomes)),
         "cached_share": summary.cached_share,
         "tier": None if run.tier is None else _tier(run.tier, summary),

@@ -13,6 +13,7 @@ from splitserve_bench.serve.serve_options import (
     ServeOptions,
     ignore_eos_option,
     load_options,
+    obey_retry_after_option,
     result_options,
     send_limits_option,
     stages_options,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # imported when the command runs, so that help is quick
 @ignore_eos_option
 @load_options
 @stages_options
+@obey_retry_after_option
 @send_limits_option(default=False)
 @result_options
 def serve_command(**flags: Any) -> None:

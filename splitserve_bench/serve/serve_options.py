@@ -23,6 +23,7 @@ RANDOM, AZURE, MOONCAKE, SHAREGPT, CUSTOM = "random", "azure", "mooncake", "shar
 TRACES: Final = (AZURE, MOONCAKE)
 TEXTS: Final = (SHAREGPT, CUSTOM)
 DATASETS: Final = (RANDOM, *TRACES, *TEXTS)
+MOST_REPEATS: Final = 10
 NUM_PROMPTS: Final = 1000  # of a trace all
 CAPACITY_REQUESTS: Final = 40
 CAPACITY_CONCURRENCY: Final = 8  # of them, and so many requests go before as a warm-up
@@ -75,6 +76,7 @@ class ServeOptions:
     num_warmups: int
     request_timeout_s: float
     seed: int
+    obey_retry_after: int
     goodput: tuple[str, ...]
     send_limits: bool
     percentile_metrics: str
@@ -375,6 +377,16 @@ stages_options = options_of(
         type=NumberRange(0, 1, min_open=True),
         help="Share of good requests from which goodput is back after the highest of the --stages.",
     ),
+)
+obey_retry_after_option = click.option(
+    "--obey-retry-after",
+    is_flag=False,
+    flag_value=1,
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, MOST_REPEATS),
+    help="Send a request again that is refused and told when to come back within --request-timeout-s: so many times, 1 "
+    "without a number. The last sending is judged.",
 )
 warm_up_option = click.option(
     "--num-warmups", default=0, show_default=True, type=COUNT, help="Requests before, which do not count."

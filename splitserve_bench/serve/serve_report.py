@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from splitserve.commands.terminal import PHASE_NAMES, plain_table
-from splitserve_bench.serve.metrics import Distribution, Limits, Summary
+from splitserve_bench.serve.metrics import Distribution, Limits, Returned, Summary
 from splitserve_bench.serve.misses import frequent_errors
 from splitserve_bench.serve.records import TierUse
 from splitserve_bench.serve.results import DEFAULT_METRICS, DEFAULT_PERCENTILES, Run, read_share
@@ -43,6 +43,8 @@ def serve_view(
     parts += [*map(escape, errors_lines(summary)), latency_table(summary, metrics, percentiles), MEANING]
     if summary.limits.by_name():
         parts += ["", attainment_line(summary), *misses_lines(summary)]
+    if summary.returned.num:
+        parts += [returned_line(summary.returned)]
     if summary.phases_s:
         parts += ["", phases_line(summary.phases_s)]
     if run.tier is not None:
@@ -146,6 +148,14 @@ def misses_lines(summary: Summary) -> list[str]:
             each = ", ".join(f"{PHASE_NAMES[field]} {count}" for field, count in phases.items())
             lines.append(f"  {name} misses by the phase furthest beyond the median of the good requests: {each}")
     return lines
+
+
+def returned_line(returned: Returned) -> str:
+    """What became of the requests that were sent again."""
+    return (
+        f"sent again when they had been told to: {returned.num}, of which {returned.num_admitted} were admitted, and "
+        f"{returned.num_good} of these were good"
+    )
 
 
 def phases_line(phases_s: Mapping[str, float]) -> str:

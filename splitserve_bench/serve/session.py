@@ -41,7 +41,13 @@ class Session:
 
     async def send(self, planned: Sequence[PlannedRequest], on_outcome: Callable[[Outcome], None]) -> list[Outcome]:
         """What becomes of a load; `on_outcome` is told each as it comes. Raises BenchError when it breaks off."""
-        return await self._send(planned, self.model, on_outcome, max_concurrency=self.options.max_concurrency)
+        return await self._send(
+            planned,
+            self.model,
+            on_outcome,
+            max_concurrency=self.options.max_concurrency,
+            obey_retry_after=self.options.obey_retry_after,
+        )
 
     async def _warm_up(self, workload: Workload, count: int) -> None:
         planned = warm_up_of(workload, count, self.vocab_size, self.options.seed)
@@ -58,6 +64,7 @@ class Session:
         on_outcome: Callable[[Outcome], None] | None = None,
         *,
         max_concurrency: int | None,
+        obey_retry_after: int = 0,
     ) -> list[Outcome]:
         with shown_progress(label) as on_progress:
             return await run_load(
@@ -67,6 +74,7 @@ class Session:
                 request_timeout_s=self.options.request_timeout_s,
                 on_progress=on_progress,
                 on_outcome=on_outcome,
+                obey_retry_after=obey_retry_after,
             )
 
 

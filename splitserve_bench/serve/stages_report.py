@@ -15,7 +15,8 @@ from splitserve_bench.serve.windows import HighestStage, StageFindings, Window
 
 COUNTS: Final = ("offered", "good", "good/s", "share", "late", "refused until", "refused", "failed")
 MEANING: Final = (
-    "requests count where they were due; late ones are complete; refused until: turned away, and told when to come back"
+    "requests count where they were due, and again where they came back; late ones are complete; refused until: turned "
+    "away, and told when to come back"
 )
 # What becomes of requests, from the bottom of a bar to its top: name, field of Window, colour.
 PARTS: Final = (

@@ -16,7 +16,7 @@ WINDOW_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Requests by when they were due. Each of them is counted once: good, complete but late, turned away with or
+    """Requests by when they were due. Each sending is counted once: good, complete but late, turned away with or
     without a word about when to come back, or failed."""
 
     start_s: float

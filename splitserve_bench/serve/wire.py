@@ -32,6 +32,7 @@ class Order:
     num_requests: int
     max_concurrency: int | None
     request_timeout_s: float
+    obey_retry_after: int = 0  # how often at most a refused request is sent again
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class OrderedRequest:
     tpot_ms: float | None = None
     text: str = ""
     ignore_eos: bool = True
+    num_refusals_before: int = 0
 
 
 def pack_order(order: Order) -> bytes:
@@ -64,7 +66,8 @@ def pack_request(request: PlannedRequest) -> bytes:
     prompt = array(TOKEN_TYPE, request.prompt)
     if sys.byteorder == "big":
         prompt.byteswap()
-    others = (request.output_tokens, request.ttft_ms, request.tpot_ms, request.text, request.ignore_eos)
+    limits = (request.ttft_ms, request.tpot_ms)
+    others = (request.output_tokens, *limits, request.text, request.ignore_eos, request.num_refusals_before)
     packed = msgpack.packb([request.index, request.send_at_s, prompt.tobytes(), *others])
     assert isinstance(packed, bytes)
     return packed

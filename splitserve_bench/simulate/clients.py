@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from coordinator.control.live import TokenRow
@@ -13,7 +13,7 @@ from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
 from splitserve_bench.serve.grpc_backend import REFUSALS
-from splitserve_bench.serve.records import Outcome, PlannedRequest
+from splitserve_bench.serve.records import Outcome, PlannedRequest, returns_at_s
 from splitserve_bench.serve.reply import Reply
 from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.toy_model import ToyModel
@@ -39,22 +39,29 @@ class LoadClients:
         door_s: float,
         max_concurrency: int | None,
         request_timeout_s: float,
+        obey_retry_after: int = 0,
     ) -> None:
-        """`door_s`: from a client to the coordinator and back. Every answer is checked."""
+        """`door_s`: from a client to the coordinator and back. Every answer is checked. Requests are sent again after a
+        refusal as `run_load` does."""
         self._agenda, self._planned = agenda, planned
         self._model = model
         self._half_s = door_s / 2
         self._num_free = max_concurrency or len(planned)
-        self._timeout_s = request_timeout_s
+        self._timeout_s, self._most_repeats = request_timeout_s, obey_retry_after
         self._waiting: deque[PlannedRequest] = deque()
         self._answers: dict[str, _Answer] = {}
-        self._outcomes: dict[int, Outcome] = {}
-        self.is_over = not planned
+        self._outcomes: dict[int, list[Outcome]] = {each.index: [] for each in planned}
+        self._num_left = len(planned)
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """In the order of the load, when all is over."""
-        return [self._outcomes[each.index] for each in self._planned]
+        """In the order of the load, when all is over; those of the sendings of a request follow each other."""
+        return [outcome for each in self._outcomes.values() for outcome in each]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is under way, and nothing comes back."""
+        return not self._num_left
 
     def start(self, server: Server) -> None:
         """Sends everything when it is due."""
@@ -72,7 +79,7 @@ class LoadClients:
             self._send(self._waiting.popleft())
 
     def _send(self, planned: PlannedRequest) -> None:
-        request_id = f"{planned.index}/0"
+        request_id = f"{planned.index}/{planned.num_refusals_before}"
         self._answers[request_id] = _Answer(planned, Reply(planned, lambda: self._agenda.now))
         sampling = SamplingParams(max_tokens=planned.output_tokens, temperature=0.0, ignore_eos=True)
         prompt, deadline_s, slo = Prompt(planned.prompt), self._agenda.now + self._timeout_s, slo_of(planned)
@@ -108,15 +115,21 @@ class LoadClients:
         self._model.check_answer(answer.planned.prompt, answer.token_ids)
         if isinstance(outcome, RequestError):
             is_refused = outcome.reason in REFUSALS
-            again_s = retry_after_s(outcome) if is_refused else None
-            result = answer.reply.outcome(str(outcome), is_refused=is_refused, retry_after_s=again_s)
+            wait_s = retry_after_s(outcome) if is_refused else None
+            result = answer.reply.outcome(str(outcome), is_refused=is_refused, retry_after_s=wait_s)
         else:
             answer.reply.num_output_tokens = outcome.completion_tokens
             answer.reply.timeline = _seconds_of(outcome.timeline)
             answer.reply.num_cached_tokens = outcome.cached_tokens
             result = answer.reply.outcome()
-        self._outcomes[answer.planned.index] = result
-        self.is_over = len(self._outcomes) == len(self._planned)
+        self._outcomes[result.index].append(result)
+        again_s = returns_at_s(result, self._most_repeats, self._timeout_s)
+        if again_s is None:
+            self._num_left -= 1
+        else:
+            num_before = result.num_refusals_before + 1
+            again = replace(answer.planned, send_at_s=again_s, num_refusals_before=num_before)
+            self._agenda.at(again_s, lambda: self._due(again))
         self._num_free += 1
         self._send_waiting()
 

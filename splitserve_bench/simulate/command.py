@@ -19,6 +19,7 @@ from splitserve_bench.serve.serve_options import (
     ServeCommand,
     ServeOptions,
     dataset_options,
+    obey_retry_after_option,
     pace_options,
     result_options,
     stages_options,
@@ -39,7 +40,7 @@ NO_SERVER: Final[dict[str, Any]] = {
     "tls_ca": "", "tls_cert": "", "tls_key": "",
     "tokenizer": None, "vocab_size": None, "ignore_eos": True, "num_warmups": 0,
     "percentile_metrics": "", "metric_percentiles": "", "send_limits": False,
-    "stages": None, "attainment": 0.9,
+    "stages": None, "attainment": 0.9, "obey_retry_after": 0,
     "label": None, "num_gpus": None, "metadata": (), "save_result": False, "save_detailed": False,
     "result_dir": Path(), "result_filename": None, "plots": None, "as_json": False,
 }  # fmt: skip
@@ -144,6 +145,7 @@ fleet_options = options_of(
 @rates_option
 @pace_options
 @stages_options
+@obey_retry_after_option
 @result_options
 def simulate_command(
     profile_path: Path,
@@ -190,7 +192,7 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions, *, t
     limits = parse_goodput(options.goodput)
     planned = told(workload.planned, lambda each: limits) if tells_limits else workload.planned
     asked = (profile, size, limits, options.max_concurrency, options.request_timeout_s, workload.stages)
-    digest = _digest_of((*asked, options.attainment), planned)
+    digest = _digest_of((*asked, options.attainment, options.obey_retry_after), planned)
     run = replace(reporting.begin(profile.model, workload, options.request_rate), started_at=CLOCK_START, digest=digest)
     began_s = perf_counter()
     played = play(
@@ -199,6 +201,7 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions, *, t
         planned,
         max_concurrency=options.max_concurrency,
         request_timeout_s=options.request_timeout_s,
+        obey_retry_after=options.obey_retry_after,
     )
     seconds, num_tokens = perf_counter() - began_s, sum(outcome.num_output_tokens for outcome in played.outcomes)
     report(f"{num_tokens} answer tokens simulated in {seconds:.1f} s, {num_tokens / seconds:.0f} a second")

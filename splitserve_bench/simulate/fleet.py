@@ -142,8 +142,9 @@ def play(
     *,
     max_concurrency: int | None,
     request_timeout_s: float,
+    obey_retry_after: int = 0,
 ) -> Played:
-    """As simulate, and what else there is to tell."""
+    """As simulate, and what else there is to tell. Requests are sent again after a refusal as `run_load` does."""
     agenda, model = Agenda(), ToyModel(profile.node.vocab_size)
     clients = LoadClients(
         agenda,
@@ -152,6 +153,7 @@ def play(
         door_s=profile.control.door_s,
         max_concurrency=max_concurrency,
         request_timeout_s=request_timeout_s,
+        obey_retry_after=obey_retry_after,
     )
     fleet = Fleet(agenda, clients, profile.node, model, size.settings)
     start_nodes(fleet, profile, size)

@@ -25,7 +25,8 @@ MAX_MODEL_LEN = 4096
 ANSWER, SHORT, DROP, REFUSE, FAIL, BREAK, HANG = "answer", "short", "drop", "refuse", "fail", "break", "hang"
 NO_NODE, LOST = "no node", "lost"  # before the first token
 CROWDED = "crowded"  # after it
-RETRY_AFTER_S = 3  # of a full queue
+REFUSE_ONCE = "refuse once"  # and answer afterwards
+RETRY_AFTER_S = 1  # of a full queue
 TIMELINE = {"prefill_queue_s": 0.25, "prefill_s": 0.5, "decode_s": 1.0, "e2e_s": 1.75, "ttft_s": 0.75}
 
 
@@ -70,6 +71,8 @@ class Script:
             self.num_live -= 1
 
     async def _tokens(self, does, key, max_tokens):
+        if does == REFUSE_ONCE:
+            self.does[key], does = ANSWER, REFUSE
         if does in (REFUSE, FAIL, NO_NODE, LOST):
             raise Fault(does)
         if does == HANG:

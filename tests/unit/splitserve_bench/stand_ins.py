@@ -22,19 +22,21 @@ from splitserve_bench.serve.target import Progress
 from tests import forked
 
 
-async def run_load_here(target, planned, *, max_concurrency, request_timeout_s, on_progress, on_outcome=None):
+async def run_load_here(
+    target, planned, *, max_concurrency, request_timeout_s, on_progress, on_outcome=None, obey_retry_after=0
+):
     """Do as `run_load`, with the load generator in this event loop. Plan, progress and outcomes are packed and unpacked
     as between two processes."""
-    order = wire.Order(target, len(planned), max_concurrency, request_timeout_s)
+    order = wire.Order(target, len(planned), max_concurrency, request_timeout_s, obey_retry_after)
     plan = b"".join([wire.pack_order(order), *map(wire.pack_request, planned)])
-    outcomes = {}
+    outcomes = {request.index: [] for request in planned}
 
     def write(line):
         match wire.read_line(line):
             case Progress() as progress:
                 on_progress(progress)
             case Outcome() as outcome:
-                outcomes[outcome.index] = outcome
+                outcomes[outcome.index].append(outcome)
                 if on_outcome is not None:
                     on_outcome(outcome)
 
@@ -42,7 +44,7 @@ async def run_load_here(target, planned, *, max_concurrency, request_timeout_s, 
         await run_order(*read_plan(io.BytesIO(plan)), write)
     except SplitServeError as error:
         raise BenchError(wire.read_line(wire.failure_line(str(error)))) from error
-    return [outcomes[request.index] for request in planned]
+    return [outcome for each in outcomes.values() for outcome in each]
 
 
 async def run_crew_here(module, asked, num_workers, next_job, on_done):

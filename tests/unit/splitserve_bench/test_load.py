@@ -16,10 +16,11 @@ from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.load import Target, describe, run_load
 from splitserve_bench.serve.metrics import Limits, summarize, tpot_s
 from splitserve_bench.serve.openai_backend import read_answer
-from splitserve_bench.serve.records import PlannedRequest
+from splitserve_bench.serve.records import PlannedRequest, returns_at_s
 from splitserve_bench.serve.reply import Reply
 from splitserve_bench.serve.told import told
 from tests.effort import few
+from tests.unit.splitserve_bench.bench_serve_kit import failed
 from tests.unit.splitserve_bench.load_servers import (
     BREAK,
     CROWDED,
@@ -31,6 +32,7 @@ from tests.unit.splitserve_bench.load_servers import (
     MODEL,
     NO_NODE,
     REFUSE,
+    REFUSE_ONCE,
     RETRY_AFTER_S,
     SERVERS,
     SHORT,
@@ -251,6 +253,34 @@ async def test_whatever_is_not_complete_is_a_miss(send, serving):
     assert script.num_live == 0
 
 
+async def test_who_is_told_when_to_come_back_comes_back_then(send, serving):
+    """With the same content, as often as was asked for, and whatever it is told then. It has no place meanwhile."""
+    script = Script({0: REFUSE_ONCE, 1: REFUSE, 2: NO_NODE})
+    async with serving(script) as target:
+        outcomes = await send(target, plan(4), obey_retry_after=1, max_concurrency=1)
+    assert [outcome.index for outcome in outcomes] == [0, 0, 1, 1, 2, 3]
+    assert [outcome.num_refusals_before for outcome in outcomes] == [0, 1, 0, 1, 0, 0]
+    assert [outcome.is_refused for outcome in outcomes] == [True, False, True, True, True, False]
+    first, again, *_ = outcomes
+    assert again.scheduled_s == pytest.approx(first.ended_s + RETRY_AFTER_S)
+    assert again.sent_s >= again.scheduled_s
+    assert again.error == ""
+    assert len(script.asked) == len(outcomes)
+    asked = [each for each in script.asked if each["prompt"][0] == 0]
+    assert asked[0] == asked[1]
+    assert sorted(script.order[:4]) == [0, 1, 2, 3]  # the others did not wait for those that were to come back
+
+
+def test_who_would_have_to_wait_too_long_does_not_come_back():
+    refused = failed(0, 2.0, 2.5, is_refused=True, retry_after_s=7.0)
+    assert returns_at_s(refused, 1, 7.0) == 9.5
+    assert returns_at_s(refused, 1, 6.9) is None
+    assert returns_at_s(refused, 0, 7.0) is None
+    assert returns_at_s(replace(refused, num_refusals_before=2), 2, 7.0) is None
+    assert returns_at_s(replace(refused, retry_after_s=None), 1, 7.0) is None
+    assert returns_at_s(replace(refused, is_refused=False), 1, 7.0) is None
+
+
 async def test_an_answer_that_is_too_late_is_a_miss_and_ends_on_the_server_too(send, serving):
     script = Script({0: HANG, 1: HANG})
     async with serving(script) as target:
@@ -404,6 +434,18 @@ def generator():
         return process
 
     return find
+
+
+@of_one_server
+async def test_a_generator_that_dies_before_a_request_has_come_back_is_an_error(serving, generator):
+    async with serving(Script({0: REFUSE})) as target:
+        refused = asyncio.Event()
+        options = {"obey_retry_after": 9, "on_outcome": lambda _: refused.set()}
+        load = asyncio.create_task(send_from_process(target, plan(1), **options))
+        await refused.wait()
+        generator().kill()
+        with pytest.raises(BenchError, match="ended without the outcomes of 1 requests"):
+            await load
 
 
 @of_one_server

@@ -56,6 +56,7 @@ VLLM_KEYS = {
 VLLM_DETAILS = {"input_lens", "output_lens", "ttfts", "itls", "start_times", "errors"}
 OUR_KEYS = {
     "cached_share",
+    "returned",
     "tier",
     "slo_limits_ms",
     "slo_attainment",

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from itertools import pairwise
 
 import pytest
 from click.testing import CliRunner
@@ -21,7 +22,7 @@ from splitserve_bench.serve.stages_report import PARTS, plot_stages, stages_view
 from splitserve_bench.serve.windows import back_after_s, findings_of, windows_of
 from splitserve_bench.serve.workloads import capacity_load, capacity_per_s, workload_of
 from tests.unit.splitserve_bench.bench_serve_kit import answered, failed, staged_options
-from tests.unit.splitserve_bench.load_servers import FAIL, REFUSE, SERVERS, Script
+from tests.unit.splitserve_bench.load_servers import FAIL, REFUSE, REFUSE_ONCE, SERVERS, Script
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, chunk_s
 
 LIMITS = Limits(ttft_s=1.0)
@@ -288,6 +289,23 @@ async def test_without_a_rate_stages_are_multiples_of_the_capacity(serve_here):
     assert told == [False] * num_before + [True] * result["num_prompts"]
 
 
+@pytest.mark.parametrize("kind", ["splitserve", pytest.param("openai", marks=pytest.mark.nightly)])
+async def test_who_comes_back_is_judged_by_the_last_sending(kind, serve_here, tmp_path):
+    few = ("--num-prompts", "6", *FEW)
+    script = Script()
+    async with SERVERS[kind](script) as target:
+        await serve_here(target, *few)
+        script.does = {script.order[0]: REFUSE_ONCE, script.order[1]: REFUSE}
+        words = ["--obey-retry-after", "--save-detailed", "--result-filename", "found.json"]
+        output, _ = await serve_here(target, *few, *words)
+    assert "sent again when they had been told to: 2, of which 1 were admitted, and 1 of these were good" in output
+    saved = json.loads((tmp_path / "found.json").read_text())
+    assert (saved["num_prompts"], saved["completed"], saved["rejected"]) == (6, 5, 1)
+    assert saved["returned"] == {"num": 2, "num_admitted": 1, "num_good": 1}
+    lines = [json.loads(line) for line in (tmp_path / "found.requests.jsonl").read_text().splitlines()]
+    assert sorted(line["num_refusals_before"] for line in lines) == [0] * 6 + [1] * 2
+
+
 SIMULATED = ("--prefill", "1", "--decode", "1", "--random-input-len", "100", "--random-output-len", "2")
 RECOVERY = (*SIMULATED, "--goodput", "ttft:1000", "--stages", "1x10,4x10,0.5x30", "--request-rate", "5", "--json")
 
@@ -326,6 +344,32 @@ def test_a_simulated_fleet_that_refuses_says_when_to_come_back_and_recovers_soon
     assert found["by_stage"][1]["num_refused_until"] > 50
     assert [stage["num_refused"] for stage in found["by_stage"]] == [0, 0, 0]
     assert found["back_s"] <= 5
+
+
+def test_a_simulated_client_comes_back_when_it_is_told_to(simulate, tmp_path):
+    words = ["--admission", "timely", "--save-detailed", "--result-filename", str(tmp_path / "found.json")]
+    result = simulate(*RECOVERY, *words, "--obey-retry-after", "2")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    sendings = {}
+    for line in map(json.loads, (tmp_path / "found.requests.jsonl").read_text().splitlines()):
+        sendings.setdefault(line["index"], []).append(line)
+    assert len(sendings) == told["num_prompts"]
+    again = [(first, second) for each in sendings.values() for first, second in pairwise(each)]
+    assert len(again) > 50
+    for first, second in again:
+        assert first["is_refused"]
+        assert second["sent_s"] == second["scheduled_s"] == pytest.approx(first["ended_s"] + first["retry_after_s"])
+    assert {len(each) for each in sendings.values()} == {1, 2, 3}
+    last = [each[-1] for each in sendings.values() if len(each) > 1]
+    assert told["returned"] == {
+        "num": len(last),
+        "num_admitted": sum(not each["is_refused"] for each in last),
+        "num_good": sum(not each["error"] and each["ttft_s"] <= 1.0 for each in last),
+    }
+    # Every sending counts where it was due, and those after the last stage nowhere.
+    due = [line for each in sendings.values() for line in each if line["scheduled_s"] < 50]
+    assert sum(stage["num_offered"] for stage in told["stages"]["by_stage"]) == len(due)
 
 
 def test_the_capacity_of_a_simulated_fleet_is_that_of_its_prefill_node(simulate):
