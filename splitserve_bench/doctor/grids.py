@@ -1,8 +1,9 @@
 """Steps of one node by what is in them, as `splitserve doctor --save` measures them: an engine in a process of its own.
 
 `python -m splitserve_bench.doctor.grids TASK` takes a JSON object with the fields of GridTask, and talks as
-processes.py says. Of repeats the fastest counts, which others on the machine disturb least. When all is measured it
-goes on with steps until it is killed, so that another one is beside a busy one all the time.
+processes.py says. Of repeats the fastest counts, which others on the machine disturb least; how far equal steps spread
+is measured at one place of the grid. When all is measured it goes on with steps until it is killed, so that another one
+is beside a busy one all the time.
 """
 
 import dataclasses
@@ -24,7 +25,8 @@ ANSWERS, PROMPTS = "answers", "prompts"
 @dataclass(frozen=True, slots=True)
 class GridTask:
     """What to measure, all of it ascending: steps of `rows` answers, or of prompts in chunks of `rows` tokens, with
-    `columns` tokens before them."""
+    `columns` tokens before them; and how far `num_spread` steps spread that have the row in the middle and the fewest
+    tokens before them."""
 
     settings: dict[str, Any]  # of EngineSettings, but for the size of the pool
     cpus: str
@@ -32,13 +34,20 @@ class GridTask:
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     repeats: int
+    num_spread: int = 0
+
+    @property
+    def spread_row(self) -> int:
+        """The one in the middle."""
+        return self.rows[(len(self.rows) - 1) // 2]
 
 
 @dataclass(frozen=True, slots=True)
 class GridFigures:
-    """seconds[row][column]."""
+    """seconds[row][column]; and those of the equal steps whose spread was asked for."""
 
     seconds: tuple[tuple[float, ...], ...]
+    equal_s: tuple[float, ...] = ()
 
 
 Step = Callable[[], object]
@@ -67,11 +76,16 @@ def _answers(engine: Any, task: GridTask) -> tuple[GridFigures, Step]:
 
     run = DecodeRun(engine, max(task.rows), max(task.columns))
     columns: list[list[float]] = []
+    equal_s: list[float] = []
     for context_tokens in task.columns:
         _say(progress=f"answers with {context_tokens} tokens before them ...")
         run.extend(context_tokens)
         columns.append([_step_s(run, batch, task.repeats) for batch in task.rows])
-    return GridFigures(tuple(zip(*columns, strict=True))), lambda: _step_s(run, task.rows[-1], 1)
+        while context_tokens == task.columns[0] and len(equal_s) < task.num_spread:
+            run.rewind(task.spread_row)
+            equal_s += run.steps_s(task.spread_row)
+    figures = GridFigures(tuple(zip(*columns, strict=True)), tuple(equal_s))
+    return figures, lambda: _step_s(run, task.rows[-1], 1)
 
 
 def _step_s(run: Any, batch: int, repeats: int) -> float:
@@ -90,24 +104,28 @@ def _prompts(engine: Any, task: GridTask) -> tuple[GridFigures, Step]:
 
     run = DecodeRun(engine, 1, max(task.columns) + max(task.rows))
     seconds: dict[tuple[int, int], float] = {}
+    equal_s: list[float] = []
     for context_tokens in task.columns:
         _say(progress=f"prompts with {context_tokens} tokens before the chunk ...")
         for chunk in task.rows:
             run.extend(context_tokens + chunk - 1)
-            seconds[chunk, context_tokens] = _fastest(engine, [run.work(0, context_tokens, chunk)], task.repeats)
+            works = [run.work(0, context_tokens, chunk)]
+            engine.step(works)  # the first of its shapes
+            seconds[chunk, context_tokens] = min(_steps_s(engine, works, task.repeats))
+            if (chunk, context_tokens) == (task.spread_row, task.columns[0]):
+                equal_s = _steps_s(engine, works, task.num_spread)
     last = run.work(0, task.columns[-1], task.rows[-1])
     rows = tuple(tuple(seconds[chunk, context] for context in task.columns) for chunk in task.rows)
-    return GridFigures(rows), lambda: engine.step([last])
+    return GridFigures(rows, tuple(equal_s)), lambda: engine.step([last])
 
 
-def _fastest(engine: Any, works: Sequence[Any], repeats: int) -> float:
-    engine.step(works)  # the first of its shapes
+def _steps_s(engine: Any, works: Sequence[Any], num_steps: int) -> list[float]:
     samples_s: list[float] = []
-    for _ in range(repeats):
+    for _ in range(num_steps):
         start_s = time.perf_counter()
         engine.step(works)
         samples_s.append(time.perf_counter() - start_s)
-    return min(samples_s)
+    return samples_s
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """What `splitserve doctor --save` measures beyond what it shows: a profile for `splitserve simulate`.
 
 1. Steps by what is in them, on a node that reads and one that writes, at the same time where there are cores for both:
-   each beside a busy one from its first step to its last.
+   each beside a busy one from its first step to its last; and how far equal ones of them spread.
 2. A few of them once more on each node alone: what share of that time they take while the other one rests.
 3. A cluster is asked one request after the other: what a message, the door, the corridor and a node's own work around a
    step take is what remains of its timelines when the steps are taken away. Its nodes have the cores of those above:
@@ -34,11 +34,14 @@ from splitserve_bench.serve.metrics import tpot_s, ttft_s
 from splitserve_bench.serve.records import Outcome, PlannedRequest
 from splitserve_bench.simulate.grid import Grid
 from splitserve_bench.simulate.profile import ControlProfile, CorridorProfile, NodeSizes, Profile, StepProfile
+from splitserve_bench.simulate.spread import Spread
 
 GRIDS_MODULE: Final = "splitserve_bench.doctor.grids"
 CHUNKS: Final = (1, 16, 64, 128, 256, 512)
 CONTEXTS: Final = (0, 512, 1536)  # before a chunk
 ANSWER_CONTEXTS: Final = (32, 256, 1024)  # before a token of an answer
+NUM_SPREAD: Final = 96  # equal steps, of prompts and of answers
+SPREAD_PERCENTS: Final = (1, 5, 25, 50, 75, 95, 99)
 LONE_PROMPT_TOKENS: Final = 256  # one chunk, in a model of some context
 LONE_OUTPUT_TOKENS: Final = 32
 LONE_REQUESTS: Final = 12
@@ -129,8 +132,8 @@ def _tasks(
     chunks = tuple(each for each in CHUNKS if each <= room)
     before, before_answers = (tuple(each for each in places if each <= room) for places in (CONTEXTS, ANSWER_CONTEXTS))
     return (
-        GridTask(fields, parts[1], ANSWERS, batches_of(sizes.running), before_answers, sizes.repeats),
-        GridTask(fields, parts[0], PROMPTS, chunks, before, sizes.repeats),
+        GridTask(fields, parts[1], ANSWERS, batches_of(sizes.running), before_answers, sizes.repeats, NUM_SPREAD),
+        GridTask(fields, parts[0], PROMPTS, chunks, before, sizes.repeats, NUM_SPREAD),
     )
 
 
@@ -144,6 +147,8 @@ async def measure_steps(answers: GridTask, prompts: GridTask, report: Report, *,
         answers=Grid(answers.rows, answers.columns, of_answers.seconds),
         prompts=Grid(prompts.rows, prompts.columns, of_prompts.seconds),
         overhead_s=0.0,
+        answers_spread=spread_of(of_answers.equal_s),
+        prompts_spread=spread_of(of_prompts.equal_s),
     )
     if not at_once:
         return steps
@@ -159,7 +164,14 @@ async def measure_steps(answers: GridTask, prompts: GridTask, report: Report, *,
 
 def few_of(task: GridTask) -> GridTask:
     """Every second row of it, with the fewest tokens before them."""
-    return dataclasses.replace(task, rows=task.rows[::-2][::-1], columns=task.columns[:1])
+    return dataclasses.replace(task, rows=task.rows[::-2][::-1], columns=task.columns[:1], num_spread=0)
+
+
+def spread_of(equal_s: Sequence[float]) -> Spread:
+    """Return the quantiles of the seconds of equal steps as shares of their median."""
+    median_s, percentiles_s = statistics.median(equal_s), statistics.quantiles(equal_s, n=100, method="inclusive")
+    factors = tuple(percentiles_s[percent - 1] / median_s for percent in SPREAD_PERCENTS)
+    return Spread(tuple(percent / 100 for percent in SPREAD_PERCENTS), factors)
 
 
 def alone_factor(beside: Grid, task: GridTask, alone: GridFigures) -> float:
@@ -172,7 +184,7 @@ def alone_factor(beside: Grid, task: GridTask, alone: GridFigures) -> float:
 
 async def _grid(task: GridTask, name: str, report: Report, together: asyncio.Barrier | None = None) -> GridFigures:
     figures = await figures_of(GRIDS_MODULE, task, name, report, together)
-    return GridFigures(tuple(map(tuple, figures["seconds"])))
+    return GridFigures(tuple(map(tuple, figures["seconds"])), tuple(figures["equal_s"]))
 
 
 async def _lone_requests(

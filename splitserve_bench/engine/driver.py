@@ -115,7 +115,11 @@ class DecodeRun:
 
     def run_s(self, batch: int, num_steps: int = NUM_STEPS) -> float:
         """Mean seconds of the steps that follow a rewind of the first `batch` requests."""
-        return statistics.fmean(self._step_s(batch, self._context_tokens + step) for step in range(num_steps))
+        return statistics.fmean(self.steps_s(batch, num_steps))
+
+    def steps_s(self, batch: int, num_steps: int = NUM_STEPS) -> list[float]:
+        """Return the seconds of each of the steps that follow a rewind of the first `batch` requests."""
+        return [self._step_s(batch, self._context_tokens + step) for step in range(num_steps)]
 
     def _step_s(self, batch: int, position: int) -> float:
         requests = self.requests[:batch]

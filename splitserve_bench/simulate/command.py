@@ -191,7 +191,7 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions, *, t
     workload = workload_of(options, profile.node.max_model_len, profile.node.vocab_size)
     limits = parse_goodput(options.goodput)
     planned = told(workload.planned, lambda each: limits) if tells_limits else workload.planned
-    asked = (profile, size, limits, options.max_concurrency, options.request_timeout_s, workload.stages)
+    asked = (profile, size, limits, options.max_concurrency, options.request_timeout_s, workload.stages, options.seed)
     digest = _digest_of((*asked, options.attainment, options.obey_retry_after), planned)
     run = replace(reporting.begin(profile.model, workload, options.request_rate), started_at=CLOCK_START, digest=digest)
     began_s = perf_counter()
@@ -202,6 +202,7 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions, *, t
         max_concurrency=options.max_concurrency,
         request_timeout_s=options.request_timeout_s,
         obey_retry_after=options.obey_retry_after,
+        seed=options.seed,
     )
     seconds, num_tokens = perf_counter() - began_s, sum(outcome.num_output_tokens for outcome in played.outcomes)
     report(f"{num_tokens} answer tokens simulated in {seconds:.1f} s, {num_tokens / seconds:.0f} a second")

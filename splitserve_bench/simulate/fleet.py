@@ -18,6 +18,7 @@ from splitserve_bench.simulate.corridor import Corridor
 from splitserve_bench.simulate.costs import Costs, ProfileCosts
 from splitserve_bench.simulate.machine import Machine
 from splitserve_bench.simulate.node import SimulatedNode
+from splitserve_bench.simulate.noise import Noise
 from splitserve_bench.simulate.profile import NodeSizes, Profile
 from splitserve_bench.simulate.toy_model import ToyModel
 
@@ -97,7 +98,13 @@ class Fleet:
         self.nodes: dict[str, SimulatedNode] = {}
 
     def start(
-        self, name: str, role: str, costs: Costs, sizes: NodeSizes | None = None, machine: Machine | None = None
+        self,
+        name: str,
+        role: str,
+        costs: Costs,
+        sizes: NodeSizes | None = None,
+        machine: Machine | None = None,
+        noise: Noise | None = None,
     ) -> SimulatedNode:
         """One more node, or one in the place of a lost one; of the fleet's sizes unless it has others."""
         node = SimulatedNode(
@@ -109,6 +116,7 @@ class Fleet:
             self._agenda,
             self.corridor,
             machine=machine,
+            noise=noise,
             takes_streaks=self._takes_streaks,
         )
         self.nodes[name] = node
@@ -130,9 +138,14 @@ def simulate(
     *,
     max_concurrency: int | None,
     request_timeout_s: float,
+    seed: int = 0,
 ) -> list[Outcome]:
-    """What becomes of a load on such a fleet. The same arguments give the same outcomes."""
-    return play(profile, size, planned, max_concurrency=max_concurrency, request_timeout_s=request_timeout_s).outcomes
+    """What becomes of a load on such a fleet. The same arguments give the same outcomes; `seed` draws the noise of the
+    profile's spread."""
+    played = play(
+        profile, size, planned, max_concurrency=max_concurrency, request_timeout_s=request_timeout_s, seed=seed
+    )
+    return played.outcomes
 
 
 def play(
@@ -143,6 +156,7 @@ def play(
     max_concurrency: int | None,
     request_timeout_s: float,
     obey_retry_after: int = 0,
+    seed: int = 0,
 ) -> Played:
     """As simulate, and what else there is to tell. Requests are sent again after a refusal as `run_load` does."""
     agenda, model = Agenda(), ToyModel(profile.node.vocab_size)
@@ -156,7 +170,7 @@ def play(
         obey_retry_after=obey_retry_after,
     )
     fleet = Fleet(agenda, clients, profile.node, model, size.settings)
-    start_nodes(fleet, profile, size)
+    start_nodes(fleet, profile, size, seed)
     clients.start(fleet.coordinator)
     agenda.run(lambda: clients.is_over)
     return Played(clients.outcomes, _tier_use(fleet, profile.node))
@@ -175,13 +189,15 @@ def _tier_use(fleet: Fleet, sizes: NodeSizes) -> TierUse | None:
     )
 
 
-def start_nodes(fleet: Fleet, profile: Profile, size: FleetSize) -> None:
+def start_nodes(fleet: Fleet, profile: Profile, size: FleetSize, seed: int = 0) -> None:
     """Those that share a machine follow each other. Who shares none, or where that makes no difference, needs none."""
+    steps = profile.steps
     beside, alone = ProfileCosts(profile), ProfileCosts(profile, is_alone=True)
     nodes = size.nodes()
     for first in range(0, len(nodes), size.nodes_per_machine):
         on_machine = nodes[first : first + size.nodes_per_machine]
         has_company = len(on_machine) > 1
-        machine = Machine(alone) if has_company and profile.steps.knows_neighbours else None
+        machine = Machine(alone) if has_company and steps.knows_neighbours else None
         for name, role in on_machine:
-            fleet.start(name, role, beside if has_company else alone, machine=machine)
+            noise = Noise(steps.answers_spread, steps.prompts_spread, f"{seed} {name}") if steps.spreads else None
+            fleet.start(name, role, beside if has_company else alone, machine=machine, noise=noise)

@@ -46,6 +46,7 @@ from splitserve_bench.simulate.corridor import Corridor
 from splitserve_bench.simulate.costs import Costs, StepLoad, load_of
 from splitserve_bench.simulate.line import EventLine
 from splitserve_bench.simulate.machine import Machine, Progress
+from splitserve_bench.simulate.noise import Noise
 from splitserve_bench.simulate.profile import NodeSizes
 from splitserve_bench.simulate.stretch import Stretch
 from splitserve_bench.simulate.toy_model import ToyModel
@@ -69,15 +70,16 @@ class SimulatedNode:
         corridor: Corridor,
         *,
         machine: Machine | None = None,
+        noise: Noise | None = None,
         takes_streaks: bool = True,
     ) -> None:
-        """`machine`: that it shares with nodes whose steps bear on its own. `takes_streaks`: whether steps that allow
-        it are taken in for less, which changes nothing else."""
+        """`machine`: that it shares with nodes whose steps bear on its own. Without `noise`, equal steps take equally
+        long. `takes_streaks`: whether steps that allow it are taken in for less, which changes nothing else."""
         self.name, self.costs = name, costs
         self.line: EventLine  # to the coordinator, once it is attached
         self.is_lost = False
         self._sizes, self._model, self._agenda, self._corridor = sizes, model, agenda, corridor
-        self._machine, self._takes_streaks = machine, takes_streaks
+        self._machine, self._noise, self._takes_streaks = machine, noise, takes_streaks
         self._pace = costs  # of the running step, as the other nodes of its machine are
         self.allocator = BlockAllocator(sizes.num_blocks)
         self.logic = _logic(self.allocator, sizes, role, costs)
@@ -193,7 +195,12 @@ class SimulatedNode:
         if streak is not None and num_ahead > 1:
             self._start_stretch(streak, num_ahead)
         else:
-            self._begin_alone(self._pace.step_s(self._load))
+            self._begin_alone(self._step_s(self.num_steps, self._load))
+
+    def _step_s(self, step: int, load: StepLoad) -> float:
+        """What the node's step of this number takes, as its neighbours are now."""
+        seconds = self._pace.step_s(load)
+        return seconds if self._noise is None else seconds * self._noise.factor(step, load)
 
     def _begin_alone(self, seconds: float) -> None:
         """The running step is one by itself, and would take so long as its neighbours are now."""
@@ -215,7 +222,7 @@ class SimulatedNode:
         self._do_all()
         assert self._progress is not None, "who rests is told nothing"
         planned_s = self._progress.ends_s
-        self._progress.go_on(self._agenda.now, pace.step_s(self._load))
+        self._progress.go_on(self._agenda.now, self._step_s(self.num_steps, self._load))
         if self._progress.ends_s != planned_s:
             self._end_at(self._progress.ends_s)
 
@@ -244,8 +251,8 @@ class SimulatedNode:
     def _start_stretch(self, streak: Streak, num_steps: int) -> None:
         """All that comes of these steps is known, unless something else happens before they are over."""
         ends_s, seconds, end_s, load = list[float](), list[float](), self._started_s, replace(self._load)
-        for _ in range(num_steps):
-            seconds.append(self._pace.step_s(load))
+        for step in range(self.num_steps, self.num_steps + num_steps):
+            seconds.append(self._step_s(step, load))
             end_s += seconds[-1]
             ends_s.append(end_s)
             load.num_cached += load.num_answers

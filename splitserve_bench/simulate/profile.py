@@ -11,6 +11,7 @@ from serving_core.errors import ModelError, SettingsError
 from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.layout import KVLayout
 from splitserve_bench.simulate.grid import Grid
+from splitserve_bench.simulate.spread import NO_SPREAD, Spread
 
 FORMAT: Final = 1
 MOST_PLACES: Final = 1000  # of a grid, in either direction
@@ -67,7 +68,8 @@ class StepProfile:
     What a step of both takes follows from the two grids; beside prompts, what the tokens before answers cost is
     attention_beside_factor times as much. overhead_s is what a node takes for a step beyond its engine, and
     prompt_overhead_s what it takes beyond that for one with prompts that it has waited for: doctor measures it with
-    requests that are alone.
+    requests that are alone. Steps spread around all of that, those with prompts as prompts do; without a spread, equal
+    steps take equally long.
     """
 
     answers: Grid
@@ -77,6 +79,13 @@ class StepProfile:
     answers_alone_factor: float = 1.0
     prompts_alone_factor: float = 1.0
     attention_beside_factor: float = 1.0
+    answers_spread: Spread = NO_SPREAD
+    prompts_spread: Spread = NO_SPREAD
+
+    @property
+    def spreads(self) -> bool:
+        """Whether equal steps take different times."""
+        return len({*self.answers_spread.factors}) > 1 or len({*self.prompts_spread.factors}) > 1
 
     @property
     def knows_neighbours(self) -> bool:
@@ -160,6 +169,8 @@ def _steps(fields: JsonFields) -> StepProfile:
         answers_alone_factor=_alone_factor(fields, "answers_alone_factor"),
         prompts_alone_factor=_alone_factor(fields, "prompts_alone_factor"),
         attention_beside_factor=fields.positive("attention_beside_factor", 1.0),
+        answers_spread=_spread(fields.nested("answers_spread")),
+        prompts_spread=_spread(fields.nested("prompts_spread")),
     )
 
 
@@ -194,6 +205,18 @@ def _grid(fields: JsonFields) -> Grid:
     if not isinstance(seconds, list) or len(seconds) != len(rows):
         raise fields.error("seconds", f"{len(rows)} lists, one for each row")
     return Grid(rows, columns, tuple(_numbers(fields, "seconds", row, len(columns)) for row in seconds))
+
+
+def _spread(fields: JsonFields | None) -> Spread:
+    if fields is None:
+        return NO_SPREAD
+    shares = _places(fields, "shares")
+    if shares[-1] > 1:
+        raise fields.error("shares", "ascending numbers from 0 to 1")
+    factors = _numbers(fields, "factors", fields.raw("factors"), len(shares))
+    if factors[0] <= 0 or list(factors) != sorted(factors):
+        raise fields.error("factors", "numbers above 0, none below the one before it")
+    return Spread(shares, factors)
 
 
 def _places(fields: JsonFields, name: str) -> tuple[float, ...]:

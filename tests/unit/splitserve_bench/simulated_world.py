@@ -14,6 +14,8 @@ from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.clients import LoadClients
 from splitserve_bench.simulate.fleet import Fleet
 from splitserve_bench.simulate.machine import Machine
+from splitserve_bench.simulate.noise import Noise
+from splitserve_bench.simulate.spread import Spread
 from splitserve_bench.simulate.toy_model import ToyModel
 from tests.unit.splitserve_bench.simulate_kit import SIZES
 
@@ -21,6 +23,7 @@ BLOCK_SIZE = 4
 VOCAB_SIZE = 97
 TIMEOUT_S = 200.0
 SETTLE_S = 60.0
+ANSWERS_SPREAD, PROMPTS_SPREAD = Spread((0.1, 0.9), (0.5, 2.0)), Spread((0.0, 0.9, 1.0), (0.9, 1.0, 4.0))
 ROLES = ("prefill", "decode", "both")
 FLEETS = (
     ("prefill", "decode"), ("both",), ("both", "both"), ("prefill", "both"), ("decode", "both"),
@@ -119,7 +122,8 @@ class World:
                 self.agenda.at(self.random.random() * 1.2, getattr(self, trouble))
 
     def _start(self, name, role):
-        self.fleet.start(name, role, self.costs, machine=self.machine)
+        noise = Noise(ANSWERS_SPREAD, PROMPTS_SPREAD, name)
+        self.fleet.start(name, role, self.costs, machine=self.machine, noise=noise)
 
     def _request(self, index):
         """Of any size that fits; many begin alike."""

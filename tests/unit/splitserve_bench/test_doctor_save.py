@@ -28,6 +28,7 @@ from splitserve_bench.doctor.saving import (
     measure_profile,
     node_sizes,
     profile_of,
+    spread_of,
 )
 from splitserve_bench.engine.random_models import Shape, write_random_model
 from splitserve_bench.serve.records import Outcome
@@ -132,10 +133,11 @@ async def test_lone_requests_go_to_nodes_of_as_many_cores_as_the_steps_were_meas
 
 def test_the_share_that_steps_take_alone_is_the_median_of_a_few():
     """Of every second row up to the last one, with the fewest tokens before them."""
-    task = GridTask({}, "", ANSWERS, (1, 2, 4, 8, 16), (32, 256), 3)
+    task = GridTask({}, "", ANSWERS, (1, 2, 4, 8, 16), (32, 256), 3, 9)
     few = few_of(task)
+    assert (task.spread_row, few.num_spread) == (4, 0)
     assert (few.rows, few.columns) == ((1, 4, 16), (32,))
-    assert dataclasses.replace(few, rows=task.rows, columns=task.columns) == task
+    assert dataclasses.replace(few, rows=task.rows, columns=task.columns, num_spread=9) == task
     seconds = ((1.0, 9.0), (2.0, 9.0), (3.0, 9.0), (4.0, 9.0), (5.0, 9.0))
     beside = Grid(task.rows, task.columns, seconds)
     assert alone_factor(beside, few, GridFigures(((0.9,), (1.8,), (2.5,)))) == pytest.approx(0.6)
@@ -158,14 +160,22 @@ def test_the_sizes_of_a_node(tiny):
 @pytest.mark.parametrize("kv_cache_dtype", few(["auto", "int8"], "int8"))
 def test_steps_of_a_tiny_model(tiny, kv_cache_dtype):
     settings = dataclasses.asdict(EngineSettings(model=str(tiny), device="cpu", kv_cache_dtype=kv_cache_dtype))
-    answers, another_answer = measure_grid(GridTask(settings, "", ANSWERS, (1, 3), (8, 40), 1))
-    prompts, another_chunk = measure_grid(GridTask(settings, "", PROMPTS, (1, 5, 64), (0, 33), 1))
+    answers, another_answer = measure_grid(GridTask(settings, "", ANSWERS, (1, 3), (8, 40), 1, 20))
+    prompts, another_chunk = measure_grid(GridTask(settings, "", PROMPTS, (1, 5, 64), (0, 33), 1, 3))
     for _ in range(3):  # as often as the other node needs
         another_answer()
         another_chunk()
     assert [len(row) for row in answers.seconds] == [2, 2]
     assert [len(row) for row in prompts.seconds] == [2, 2, 2]
     assert all(seconds > 0 for row in (*answers.seconds, *prompts.seconds) for seconds in row)
+    assert (len(answers.equal_s), len(prompts.equal_s)) == (32, 3)  # answers in rows of 16 steps
+    assert min(*answers.equal_s, *prompts.equal_s) > 0
+
+
+def test_a_spread_has_shares_of_the_median():
+    spread = spread_of([2.0 + index / 50 for index in range(-50, 51)])
+    assert spread.shares == (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+    assert spread.factors == pytest.approx([0.51, 0.55, 0.75, 1.0, 1.25, 1.45, 1.49])
 
 
 @pytest.mark.nightly
@@ -223,6 +233,7 @@ def test_the_command_saves_what_a_simulation_reads(tiny, tmp_path, monkeypatch, 
     assert profile.corridor.latency_s == 0.0 or not has_all_cores
     assert 0 < profile.steps.answers_alone_factor <= 1
     assert 0 < profile.steps.prompts_alone_factor <= 1
+    assert profile.steps.spreads
     planned = [request(0, 40, 5)]
     (outcome,) = simulate(profile, FleetSize(1, 1), planned, max_concurrency=None, request_timeout_s=60.0)
     assert outcome.num_output_tokens == 5
