@@ -86,6 +86,7 @@ class CoordinatorServer:
             lends=settings.kv_lending,
             policy=POLICIES[settings.policy],
             admits_late=settings.admission == ADMIT_ALL,
+            max_queue_wait_s=settings.max_queue_wait_s,
         )
         roles = Roles(self._registry, ledger, policy=settings.roles)
         self._dispatcher = Dispatcher(

@@ -148,6 +148,12 @@ class CoordinatorSettings:
         "(timely), and the others are refused with the wait that is expected.",
         choices=(ADMIT_ALL, ADMIT_TIMELY),
     )
+    max_queue_wait_s: float = flag(
+        30.0,
+        "Seconds that a request may have to wait for its first token: one that would wait longer is refused when it "
+        "comes, and told when to come again; 0 for any.",
+        minimum=0.0,
+    )
     slo_class: tuple[str, ...] = flag(
         (),
         "Limits of requests that name this class, in ms or as multiples of what they take alone, and their priority, "

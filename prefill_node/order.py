@@ -1,7 +1,8 @@
 """Which prompt is read first, where some have a limit on their first token, or another priority. No I/O, no clock.
 
 Of those with a limit, as many as can be in time come first, the most urgent one before the others: where one would be
-late, the longest so far steps back (Moore and Hodgson: no order has more in time). Nobody steps back for a less
+late, the longest so far steps back (Moore and Hodgson: no order has more in time). In time is who would be even if
+steps took as long as they rarely do (serving_core/margin.py). Nobody steps back for a less
 important one: as many of the most important ones are in time as ever can be, then as many of the next as there is time
 for beside those, and so on. Behind them come, by priority and of equal ones the oldest first, those without a limit and
 those that would be late.
@@ -13,11 +14,11 @@ Without limits and priorities the oldest comes first.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 from operator import le
-from typing import Final
+from typing import Final, NamedTuple
 
 from serving_core.costs import StepCosts
 from serving_core.requests import Request, Work
@@ -26,19 +27,30 @@ from serving_core.residents import Resident
 FLOOR: Final = 0.05  # of the prompt tokens that are computed, for those that others are read before
 
 
+class Pace(NamedTuple):
+    """What a node's steps are: each takes bare_s without prompts and computes at most num_tokens of them, and rarely
+    takes longer than `factor` times what is expected."""
+
+    bare_s: float
+    num_tokens: int
+    factor: float
+
+
 class Order:
     """Puts the prompts of one node in order: `of`, then `took` what the step takes of them."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
+        self.hopeless: list[Resident] = []  # of the last order, those to refuse: they cannot be in time any more
         self._num_owed = 0.0  # tokens, to the oldest of those that others are read before; at most what it lacks
         self._oldest: Request | None = None
         self._first: frozenset[Request] = frozenset()  # that are read before it
 
-    def of(self, prompts: list[Resident], now: float) -> list[Resident]:
-        """These prompts, which come oldest first, in the order in which they are to be read."""
-        first = self._timely(prompts, now)
-        chosen = set(first)
+    def of(self, prompts: list[Resident], now: float, pace: Callable[[], Pace]) -> list[Resident]:
+        """These prompts, which come oldest first, in the order in which they are to be read, without those that are
+        `hopeless`. `pace` is asked where any has a limit."""
+        first = self._timely(prompts, now, pace)
+        chosen = {*first, *self.hopeless}
         back = [each for each in prompts if each not in chosen]
         if not back:
             self._num_owed, self._oldest, self._first = 0.0, None, frozenset()
@@ -60,13 +72,19 @@ class Order:
             elif work.request in self._first:
                 self._num_owed += FLOOR * work.num_tokens
 
-    def _timely(self, prompts: list[Resident], now: float) -> list[Resident]:
+    def _timely(self, prompts: list[Resident], now: float, pace: Callable[[], Pace]) -> list[Resident]:
+        self.hopeless = []
         limited = [(each, at_s) for each in prompts if (at_s := due_s(each)) < math.inf]
         if not limited:
             return []
-        of_chunk = self._costs.weights.of_chunk
-        seconds = [of_chunk(each.num_computed, each.num_to_compute, is_first=True) for each, _ in limited]
-        found = timely(seconds, [at_s - now for _, at_s in limited], [each.priority for each, _ in limited])
+        bare_s, most_tokens, factor = pace()
+        of_prompt = self._costs.weights.of_prompt
+        expected_s = [of_prompt(each.num_computed, each.num_to_compute, most_tokens, bare_s) for each, _ in limited]
+        for (each, at_s), seconds in zip(limited, expected_s, strict=True):
+            if _is_refusable(each) and now + seconds > at_s:
+                self.hopeless.append(each)
+        high_s = [factor * seconds for seconds in expected_s]
+        found = timely(high_s, [at_s - now for _, at_s in limited], [each.priority for each, _ in limited])
         return [limited[index][0] for index in found]
 
 
@@ -91,6 +109,14 @@ def timely(seconds: Sequence[float], dues_s: Sequence[float], priorities: Sequen
                 passed_s += heappop(longest)[0]
         chosen.update(-index for _, index in longest)
     return [index for index in by_due if index in chosen]
+
+
+def _is_refusable(prompt: Resident) -> bool:
+    """Whether less than half of it is computed and no token has been told, so that it is refused when it would be
+    late."""
+    due, num_tokens = prompt.due, prompt.num_computed + prompt.num_to_compute
+    is_new = 2 * prompt.num_computed < num_tokens and not prompt.request.num_output_tokens
+    return due is not None and due.refuses_late and is_new and not prompt.in_step
 
 
 def due_s(prompt: Resident) -> float:

@@ -89,7 +89,7 @@ class Reading:
         prompts = [each for each in self._residents.in_stage(Stage.QUEUED, Stage.READING) if not each.is_ending]
         self._slack.begin(answers, prompts, now)
         step = _Step(budget, least_shared=max(self._leases.block_size, int(budget * SHARED)))
-        for resident in self._order.of(prompts, now):
+        for resident in self._order.of(prompts, now, lambda: self._slack.pace(budget)):
             if step.budget == 0 or step.num_passable == 0:
                 break
             if resident.stage is Stage.READING or self._starts(resident, step, may_start, start):
@@ -130,9 +130,9 @@ class Reading:
             step.works.append(resident.work(num_tokens))
         step.budget = step.budget - num_tokens if num_tokens == num_asked else 0
 
-    def took(self, load: StepLoad, step_s: float) -> None:
-        """What a step has taken, whatever it was of."""
-        self._slack.took(load, step_s)
+    def took(self, load: StepLoad, step_s: float, now: float | None = None) -> None:
+        """What a step has taken that is done now, or when it had computed, whatever it was of."""
+        self._slack.took(load, step_s, now)
 
     def start(self, resident: Resident, *, num_spare: int) -> bool:
         """Gives a prompt the blocks for all of it, if that leaves num_spare free. Tells whether it did."""
@@ -170,6 +170,16 @@ class Reading:
             and self._leases.may_share(resident, other)
             and self._num_held(resident) <= start
         )
+
+    @property
+    def hopeless(self) -> Sequence[Resident]:
+        """Return the prompts that the last plan has left out, since they are to be refused."""
+        return self._order.hopeless
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Return the margins of steps with prompts and without."""
+        return self._slack.factor, self._slack.decode_factor
 
     @property
     def oldest_age(self) -> float:

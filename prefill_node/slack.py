@@ -1,14 +1,17 @@
 """How long the chunks of prompts may make a step, so that the answers in it keep their limits. No I/O, no clock.
 
 An answer that is ahead of its limit has time in the bank: until its next token is due. What the step takes without
-chunks is not to be spent, nor a part for what the costs get wrong; the rest may be, of the answer that has the least.
+chunks is not to be spent; the rest may be, of the answer that has the least.
 An answer that is late, and would be for its next tokens without any chunks, is lost, and holds nobody up; one that
 would catch up is let. Prompts that are held back so have a floor: they earn a share of the time, and what they have
 earned they get, whoever is late for it. Few tokens at a time would pay again and again for what every chunk costs
 whatever its length: they wait until at least half of its time is theirs.
 
 A prompt whose last tokens are in a step has its first token when that ends: what it has until then is all that others
-may add.
+may add, and it does not join a step that would make it late where one of its own would not. While prompts come with
+limits on their first token no step takes long, since who comes meanwhile waits for its end.
+
+All seconds are taken times the margin of such steps (serving_core/margin.py).
 
 Where nobody has a limit nothing is held back.
 """
@@ -19,16 +22,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from prefill_node.order import due_s
+from prefill_node.order import Pace, due_s
 from serving_core.costs import StepCosts, StepLoad
+from serving_core.margin import Margin
 from serving_core.residents import Resident
 
-SPENT: Final = 0.9  # of what there is: messages and the work between steps take time too
 FLOOR: Final = 0.05  # of the time, for prompts that are held back
 LEAST_TOKENS: Final = 16  # of a chunk, unless it is the last of its prompt
 CATCH_UP_TOKENS: Final = 64  # that one which is late may take to be in time again
-NUM_RECENT: Final = 64  # steps
-HIGH: Final = 0.95  # of them have taken no longer, by what they were to take, than is reckoned with
+BLOCKING_SHARE: Final = 0.25  # of the time to their first token that prompts come with, for a step before them
+LOW: Final = 0.1  # of these prompts have less time than is counted on
+NUM_RECENT: Final = 32  # prompts
+DECODE_RUN: Final = 4  # steps without prompts whose errors count together
+WEIGHED_EVERY: Final = 2  # steps without prompts, of which one is predicted so that its error is known
+SHORT_TOKENS: Final = 64  # that a step may compute however short it is to be
+FIXED_SHARE: Final = 0.2  # of a step's time that may go to what it costs without chunks, to keep it short
 
 
 @dataclass(slots=True)
@@ -37,12 +45,17 @@ class _Step:
 
     answers: Sequence[Resident]
     now: float
-    planned_s: float = 0.0  # with the chunks so far; 0: nobody has asked yet
-    left_s: float = 0.0  # for more chunks, before the answers' next tokens are due
-    beside_s: float = math.inf  # for more chunks, before the prompts that end in it are due
-    error: float = 1.0  # that is reckoned with: what it takes, by what it is to take
+    is_weighed: bool = False  # whether anyone has asked for what follows
+    bare_s: float = 0.0  # without chunks
     chunks_s: float = 0.0
+    factor: float = 1.0  # from what it is to take to what it rarely exceeds
+    left_s: float = 0.0  # for more chunks, before the answers' next tokens are due
+    beside_s: float = math.inf  # for more chunks, before the prompts that end in it are due, or it is too long
     is_short: bool = False  # whether a prompt was held back
+
+    @property
+    def planned_s(self) -> float:
+        return self.bare_s + self.chunks_s
 
 
 class Slack:
@@ -50,23 +63,51 @@ class Slack:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._errors: deque[float] = deque(maxlen=NUM_RECENT)  # what steps took, by what they were to take
+        self._margin = Margin()  # of a step with chunks
+        self._decode_margin = Margin()  # of DECODE_RUN steps without, together
+        self._run_s: list[tuple[float, float]] = []  # of those that are to be one sample: predicted, actual
         self._owed_s = 0.0  # to prompts that were held back
         self._step: _Step | None = None
+        self._num_steps = 0
+        self._newest_age = -1
+        self._given_s: deque[float] = deque(maxlen=NUM_RECENT)  # until their first token, to prompts when they came
+
+    def pace(self, budget: int) -> Pace:
+        """Return what the steps are in which prompts are computed, `budget` tokens of them at most. To be asked after
+        `begin`, where anyone has limits."""
+        step = self._step
+        if step is None:
+            return Pace(0.0, budget, 1.0)
+        self._weigh(step)
+        longest = self._costs.num_tokens_within(step.beside_s, 0, is_first=True)
+        return Pace(step.bare_s, max(1, int(min(budget, longest))), step.factor)
+
+    @property
+    def factor(self) -> float:
+        """Return the margin of a step with chunks of prompts."""
+        return self._margin.factor
+
+    @property
+    def decode_factor(self) -> float:
+        """Return the margin of the mean of steps without."""
+        return self._decode_margin.factor
 
     def begin(self, answers: Sequence[Resident], prompts: Sequence[Resident], now: float) -> None:
         """A step is planned, in which these answers get a token each, and chunks of these prompts may be computed."""
+        self._note_new(prompts, now)
         is_limited = any(each.due is not None and each.due.tpot_s < math.inf for each in answers)
         is_limited = is_limited or any(due_s(each) < math.inf for each in prompts)
         self._step = _Step(answers, now) if is_limited else None
+        self._num_steps += 1
+        if self._step is not None and not prompts and self._num_steps % WEIGHED_EVERY == 0:
+            self._weigh(self._step)
 
     def afford(self, prompt: Resident, num_tokens: int) -> int:
         """How many of these next tokens of a prompt the step may compute; they count as planned."""
         step = self._step
         if step is None:
             return num_tokens
-        if not step.planned_s:
-            self._weigh(step)
+        self._weigh(step)
         is_first, start = not step.chunks_s, prompt.num_computed
         most = self._costs.num_tokens_within(step.left_s, start, is_first=is_first)
         step.is_short |= most < num_tokens
@@ -75,36 +116,86 @@ class Slack:
         least = max(LEAST_TOKENS, self._costs.num_tokens_worth_it if is_first else 0)
         if num_afforded < min(num_tokens, least):
             return 0
-        self._add(step, prompt, num_afforded, self._costs.chunk_s(start, num_afforded, is_first=is_first))
+        if not is_first and num_afforded < num_tokens and self._fits_alone(step, prompt):
+            return 0
+        chunk_s = self._costs.chunk_s(start, num_afforded, is_first=is_first)
+        if num_afforded == prompt.num_to_compute and not self._ends_in_time(step, prompt, chunk_s):
+            return 0
+        step.left_s -= chunk_s
+        step.beside_s -= chunk_s
+        step.chunks_s += chunk_s
         return num_afforded
 
-    def took(self, load: StepLoad, step_s: float) -> None:
-        """A step is done."""
+    def _ends_in_time(self, step: _Step, prompt: Resident, chunk_s: float) -> bool:
+        """Whether the last chunk of a prompt may be in the step: not if that makes it late, and a step of its own would
+        not. Others may then add to the step what it leaves them."""
+        has_s = (due_s(prompt) - step.now) / step.factor
+        if step.planned_s + chunk_s <= has_s:
+            if has_s < math.inf:
+                step.beside_s = min(step.beside_s, has_s - step.planned_s)
+            return True
+        return not step.chunks_s or step.bare_s + chunk_s > has_s
+
+    def _fits_alone(self, step: _Step, prompt: Resident) -> bool:
+        """Whether a step of its own could compute all of a prompt: to begin it behind others would win nothing, and
+        would have spent something on it should it step back for more urgent ones."""
+        num_tokens = prompt.num_to_compute
+        return (
+            self._costs.num_tokens_within(self._longest_s(step.bare_s), prompt.num_computed, is_first=True)
+            >= num_tokens
+        )
+
+    def took(self, load: StepLoad, step_s: float, now: float | None) -> None:
+        """A step is done now, which has computed for so long; None: when it had."""
         step, self._step = self._step, None
-        if step is not None and step.planned_s:
-            self._errors.append(step_s / step.planned_s)
+        if step is not None and step.is_weighed:
+            self._learn(load, step.planned_s, step_s if now is None else now - step.now)
         if step is not None and step.is_short:
             self._owed_s = max(0.0, self._owed_s + FLOOR * step_s - step.chunks_s)
         else:
             self._owed_s = 0.0
         self._costs.add(load, step_s)
 
-    def _add(self, step: _Step, prompt: Resident, num_tokens: int, chunk_s: float) -> None:
-        """A chunk of a prompt, to the plan."""
-        step.left_s -= chunk_s
-        step.beside_s -= chunk_s
-        step.chunks_s += chunk_s
-        step.planned_s += chunk_s
-        has_s = due_s(prompt) - step.now
-        if num_tokens == prompt.num_to_compute and step.planned_s <= has_s < math.inf:
-            step.beside_s = min(step.beside_s, max(0.0, SPENT * (has_s / step.error - step.planned_s)))
+    def _learn(self, load: StepLoad, planned_s: float, actual_s: float) -> None:
+        """An answer gets a token in each of many steps, whose errors are small in the mean."""
+        if load.num_prompt_tokens:
+            self._margin.note(planned_s, actual_s)
+            return
+        self._run_s.append((planned_s, actual_s))
+        if len(self._run_s) == DECODE_RUN:
+            planned, actual = zip(*self._run_s, strict=True)
+            self._decode_margin.note(sum(planned), sum(actual))
+            self._run_s.clear()
 
     def _weigh(self, step: _Step) -> None:
+        """Work out what there is to give, once a step."""
+        if step.is_weighed:
+            return
+        step.is_weighed = True
         num_cached = sum(each.num_computed for each in step.answers)
-        step.planned_s = self._costs.step_s(StepLoad(len(step.answers), num_cached))
-        step.error = _high(self._errors)
-        bank_s = least_bank_s(step.answers, step.now, step.planned_s)
-        step.left_s = max(SPENT * (bank_s / step.error - step.planned_s), self._owed_s)
+        step.bare_s = self._costs.step_s(StepLoad(len(step.answers), num_cached))
+        step.factor = self.factor
+        bank_s = least_bank_s(step.answers, step.now, step.bare_s)
+        step.left_s = max(bank_s / step.factor - step.bare_s, self._owed_s)
+        step.beside_s = self._longest_s(step.bare_s)
+
+    def _longest_s(self, bare_s: float) -> float:
+        """Seconds that the chunks of a step may take, so that who comes meanwhile waits only so long for its end."""
+        if not self._given_s:
+            return math.inf
+        given_s = sorted(self._given_s)[int(LOW * len(self._given_s))]
+        fixed_s = bare_s + self._costs.chunk_s(0, 0, is_first=True)
+        least_s = max(fixed_s * (1 / FIXED_SHARE - 1), self._costs.chunk_s(0, SHORT_TOKENS, is_first=True))
+        return max(BLOCKING_SHARE * given_s - bare_s, least_s)
+
+    def _note_new(self, prompts: Sequence[Resident], now: float) -> None:
+        """Prompts come oldest first."""
+        for each in reversed(prompts):
+            if each.age <= self._newest_age:
+                break
+            if not each.request.num_output_tokens and now < (at_s := due_s(each)) < math.inf:
+                self._given_s.append(at_s - now)
+        self._newest_age = prompts[-1].age if prompts else -1
 
 
 def least_bank_s(answers: Sequence[Resident], now: float, step_s: float) -> float:
@@ -120,7 +211,3 @@ def least_bank_s(answers: Sequence[Resident], now: float, step_s: float) -> floa
         if not is_lost:
             banks_s.append(bank_s)
     return min(banks_s)
-
-
-def _high(errors: Sequence[float]) -> float:
-    return sorted(errors)[int(HIGH * len(errors))] if errors else 1.0

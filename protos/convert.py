@@ -13,7 +13,7 @@ from serving_core.prefix import MAKER_BYTES
 from serving_core.requests import FinishReason, Pooling, Request, SampledToken, SamplingParams
 from serving_core.shapes import Shape
 
-PROTOCOL_VERSION = "21"
+PROTOCOL_VERSION = "22"
 # In the headers of an answer's stream, which come when the request is taken.
 MODEL_HEADER: Final = "x-splitserve-model-bin"
 MAX_TOKENS_HEADER: Final = "x-splitserve-max-tokens"
@@ -130,6 +130,7 @@ def due_to_wire(due: Due, now: float) -> fleet_pb2.Due:
         ttft_left_s=due.first_s - now if due.began_s is None and math.isfinite(due.first_s) else None,
         tpot_s=due.tpot_s if math.isfinite(due.tpot_s) else None,
         since_first_s=None if due.began_s is None else now - due.began_s,
+        refuses_late=due.refuses_late,
     )
 
 
@@ -139,6 +140,7 @@ def due_from_wire(wire: fleet_pb2.Due, now: float) -> Due:
         now + wire.ttft_left_s if wire.HasField("ttft_left_s") else math.inf,
         wire.tpot_s if wire.HasField("tpot_s") else math.inf,
         now - wire.since_first_s if wire.HasField("since_first_s") else None,
+        wire.refuses_late,
     )
 
 

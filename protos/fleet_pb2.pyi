@@ -378,14 +378,16 @@ class Pooling(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., normalizes: _Optional[bool] = ..., num_dimensions: _Optional[int] = ...) -> None: ...
 
 class Due(_message.Message):
-    __slots__ = ("ttft_left_s", "tpot_s", "since_first_s")
+    __slots__ = ("ttft_left_s", "tpot_s", "since_first_s", "refuses_late")
     TTFT_LEFT_S_FIELD_NUMBER: _ClassVar[int]
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIRST_S_FIELD_NUMBER: _ClassVar[int]
+    REFUSES_LATE_FIELD_NUMBER: _ClassVar[int]
     ttft_left_s: float
     tpot_s: float
     since_first_s: float
-    def __init__(self, ttft_left_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., since_first_s: _Optional[float] = ...) -> None: ...
+    refuses_late: bool
+    def __init__(self, ttft_left_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., since_first_s: _Optional[float] = ..., refuses_late: _Optional[bool] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("job", "prefill_tp_size", "local_prefill", "num_tokens_ahead", "sender_keys", "prefill_pp_size", "is_whole")

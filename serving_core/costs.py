@@ -9,7 +9,7 @@ least-squares fit of relative errors, in which what is old counts ever less.
 
 from collections import deque
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import ceil, inf, sqrt
 from typing import Final, NamedTuple
 
 MEMORY: Final = 256  # steps, after which one counts for a third
@@ -73,6 +73,12 @@ class StepWeights(NamedTuple):
     def of_chunk(self, start: int, num_tokens: int, *, is_first: bool) -> float:
         """What a chunk adds to a step, which has others already unless it is the first."""
         return is_first * self.chunks_s + num_tokens * self.token_s + num_pairs(start, num_tokens) * self.pair_s
+
+    def of_prompt(self, start: int, num_tokens: int, most_tokens: int, bare_s: float) -> float:
+        """Return the seconds of all steps that compute these tokens, at most most_tokens in a step, alone but for what
+        each takes without prompts, bare_s."""
+        num_steps = ceil(num_tokens / most_tokens)
+        return num_steps * (bare_s + self.chunks_s) + self.of_chunk(start, num_tokens, is_first=False)
 
 
 class StepCosts:

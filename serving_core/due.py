@@ -14,6 +14,7 @@ class Due:
     first_s: float = math.inf  # of the first token
     tpot_s: float = math.inf  # that each later one has: token k after the first is due k times this after the first
     began_s: float | None = None  # when the first token came
+    refuses_late: bool = False  # a prompt that cannot be in time any more is refused, unless half of it is computed
 
     def token_s(self, index: int) -> float:
         """When a token is due, 0 for the first; inf also while nobody knows when the first came."""

@@ -222,6 +222,7 @@ class NodeLogic:
         self._tier.fill(load)
         if self._knows_limits:
             load.step_weights.extend(self._costs.weights)
+            load.prefill_margin, load.decode_margin = self._reading.factors
 
     # ---- commands ----
 
@@ -367,6 +368,8 @@ class NodeLogic:
         budget = 1 if is_full else min(self._shape.prompt_tokens or num_left, num_left)
         may_start = self._room.gate(lambda resident, num_spare: self._holds_up(resident, num_spare, now))
         chunks = self._reading.plan(budget, may_start, self._start, answers, now)
+        for resident in self._reading.hopeless:
+            self._endings.fail(resident, reasons.WOULD_BE_LATE, "the prompt cannot be read before its deadline")
         if is_full and chunks:
             works.pop()  # an older prompt never waits for all answers that come and go
         works += chunks
@@ -410,7 +413,7 @@ class NodeLogic:
         sampled = iter(tokens)
         taken_by = [(resident, work.take(sampled)) for resident, work in zip(residents, works, strict=True)]
         given = [(each, [] if each.request.annex_error else taken) for each, taken in taken_by]
-        self._count_step(residents, works, [len(taken) for _, taken in given], step_s)
+        self._count_step(residents, works, [len(taken) for _, taken in given], step_s, now)
         for work, (resident, taken) in zip(works, given, strict=True):
             self._advance(resident, work, goes_on, is_good=not (taken and taken[-1].error))
         step_tokens = fleet_pb2.StepTokens(step_s=step_s)
@@ -435,14 +438,19 @@ class NodeLogic:
         self._settle_step(residents)
 
     def _count_step(
-        self, residents: Sequence[Resident], works: Sequence[Work], nums_given: Sequence[int], step_s: float
+        self,
+        residents: Sequence[Resident],
+        works: Sequence[Work],
+        nums_given: Sequence[int],
+        step_s: float,
+        now: float,
     ) -> None:
         """A step is done. What one with candidates takes says nothing of what answers and prompts cost."""
         load = _load_of(residents, works)
         has_candidates = any(work.candidates for work in works)
         if not has_candidates:
             self._rates.add(load.num_prompt_tokens, load.num_answers, step_s)
-            self._reading.took(load, step_s)
+            self._reading.took(load, step_s, now)
         if not load.num_prompt_tokens:
             self.speculation.took(works, nums_given, step_s)
         num_more = sum(nums_given) - len(works) if has_candidates else 0

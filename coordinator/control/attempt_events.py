@@ -181,4 +181,6 @@ class AttemptEvents:
         attempt.let_go(node)
         if event.reason == reasons.QUEUE_FULL:
             return self._live.turned_away(request, node, error, now)
+        if event.reason == reasons.WOULD_BE_LATE:
+            return self._live.refused(request, now)
         return self._live.end(request, with_progress(error, request), now)

@@ -196,6 +196,9 @@ class TrackedRequest:
     full_nodes: set[Node] = field(default_factory=set)  # of those, the ones that had no room for it
     asks_again_s: float = 0.0  # while it waits for nodes: not before this
     waits_until_s: float | None = None  # for nodes, by Pauses.awake_s; None while nodes have it
+    refuses_late: bool = False  # a node that has computed nothing of its prompt is to refuse it once it would be late
+    is_late: bool = False  # its first token: it goes behind all others
+    predicted_first_s: float | None = None  # when its first token was expected, in time; None: not at all
     is_held: bool = False  # before it is placed for the first time: coordinator/control/holding.py
     attempt: Attempt = field(init=False)  # the current one, or the last one while it waits for nodes after some
 
@@ -232,7 +235,7 @@ class TrackedRequest:
             return None
         first_s = math.inf if slo.ttft_s is None else self.timeline.start_s + slo.ttft_s
         tpot_s = math.inf if slo.tpot_s is None else slo.tpot_s
-        return Due(first_s, tpot_s, self.timeline.first_token_s)
+        return Due(first_s, tpot_s, self.timeline.first_token_s, self.refuses_late and not self.output)
 
     @property
     def priority(self) -> int:
@@ -290,6 +293,8 @@ class TrackedRequest:
             pooling=self.pooling,
         )
         due = self.due
+        if self.is_late and due is not None and now > due.first_s and not self.output:
+            due = Due(math.inf, due.tpot_s)  # nothing is to be hurried for it
         due_left = due_to_wire(due, now) if due else None
         return job_to_wire(request, self.age, due_left, self.priority, is_suspect=bool(self.deaths), asker=self.asker)
 

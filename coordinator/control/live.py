@@ -10,6 +10,7 @@ from itertools import islice
 from math import inf
 from typing import Final, NamedTuple
 
+from coordinator.control.admission import Admission
 from coordinator.control.attempts import Attempt, Move, MoveStage, TrackedRequest
 from coordinator.control.demand import Demand, Ended
 from coordinator.control.handover import Handover
@@ -27,13 +28,14 @@ from coordinator.control.registry import Node, Registry
 from coordinator.control.releases import Releases
 from coordinator.control.router import has_path
 from coordinator.control.timeline import Phase
-from coordinator.control.turns import Turns
 from protos import fleet_pb2, inference_pb2
 from serving_core import reasons, residents
 from serving_core.errors import RequestError
 
 NUM_EPOCHS: Final = 2**32
 ASK_AGAIN_S: Final = 1.0  # after every node has turned one away
+REFUSALS: Final = (reasons.QUEUE_FULL, reasons.WOULD_BE_LATE)
+SPARE_SEATS: Final = 1  # that late requests leave on a node for those that come and can be in time
 MOST_PLACED: Final = 16  # at one moment, of those that can wait: beside hundreds with limits each takes milliseconds
 
 
@@ -59,7 +61,7 @@ class LiveAnswers:
         node_wait_s: float,
         lends: str,
         policy: Policy,
-        admits_late: bool,
+        admission: Admission,
     ) -> None:
         self.registry = registry
         self.ledger = ledger
@@ -67,14 +69,15 @@ class LiveAnswers:
         self.handover = Handover(lends)
         self.lives = Lives()
         self.harmless = Pace()  # of new requests that could be late in their first token, and make nobody late
-        self.turns = Turns()
+        self.admission = admission
         self.holding = Holding()
         self.demand = Demand()
         self.releases = Releases()
         self._epoch = first_epoch
         self._max_restarts, self._node_wait_s = max_restarts, node_wait_s
-        self._policy, self._admits_late = policy, admits_late
+        self._policy = policy
         self._requests: dict[str, TrackedRequest] = {}
+        self.num_without_token = 0  # of these
         self._moment, self._num_placed = -inf, 0  # of the last event, and how many it has placed
 
     def __len__(self) -> int:
@@ -126,10 +129,9 @@ class LiveAnswers:
             if self._holds(request, placed, now):
                 instructions = []
             else:
-                self._note_harmless(request, placed, now)
-                self._check_admission(request, placed)
-                instructions = self._try_on(request, placed, now, since_s=request.timeline.start_s)
+                instructions = self._begin(request, placed, now, since_s=request.timeline.start_s)
         self._requests[request.request_id] = request
+        self.num_without_token += not request.output
         return instructions
 
     def let_in(self, now: float) -> list[Instruction]:
@@ -139,7 +141,7 @@ class LiveAnswers:
         while self._may_place(now) and (request := self.holding.first) is not None:
             try:
                 placed = self._place(request, now)
-                if not (placed.is_easy or self._is_idle(placed)):
+                if not (placed.is_timely or self._is_idle(placed)):
                     num_readers = sum(node.usable.reads for node in self.registry.nodes if node.is_ready)
                     if (urgent := self.holding.urgent(placed, num_readers, now)) is None:
                         break
@@ -147,11 +149,28 @@ class LiveAnswers:
                         request = urgent
                         placed = self._place(request, now)
             except RequestError as no_node:
-                instructions += self._wait(request, now) if self._node_wait_s else self._end(request, no_node, now)
+                instructions += self._without_node(request, no_node, now)
             else:
-                self._note_harmless(request, placed, now)
                 instructions += self._begin_late(request, placed, now)
-            self.holding.let_go(request)
+        return instructions + self._let_late_in(now)
+
+    def _let_late_in(self, now: float) -> list[Instruction]:
+        instructions: list[Instruction] = []
+        while self._may_place(now) and (request := self.holding.first_late) is not None:
+            try:
+                placed = self._place(request, now)
+            except RequestError as no_node:
+                instructions += self._without_node(request, no_node, now)
+                continue
+            if not (self._is_idle(placed) or self.holding.may_late_begin(placed)):
+                break
+            instructions += self._try_on(request, placed, now)
+        return instructions
+
+    def _without_node(self, request: TrackedRequest, no_node: RequestError, now: float) -> list[Instruction]:
+        """One that is held waits for nodes, or ends."""
+        instructions = self._wait(request, now) if self._node_wait_s else self._end(request, no_node, now)
+        self.holding.let_go(request)
         return instructions
 
     def retry(self, waiting: Sequence[TrackedRequest], now: float) -> list[Instruction]:
@@ -180,17 +199,53 @@ class LiveAnswers:
         return instructions
 
     def _holds(self, request: TrackedRequest, placed: Placed, now: float) -> bool:
-        """Whether it is held, where it could be placed like this. Nodes that have nothing to do hold nobody."""
-        return not self._is_idle(placed) and self.holding.takes(request, placed, now)
+        """Whether it is held, where it could be placed like this. Nodes that have nothing to do hold nobody, and a wait
+        for the same deadline helps nobody whose prompt could not be read by then. Raises RequestError for one that
+        would wait too long."""
+        if self._is_idle(placed):
+            return False
+        if self._is_new(request) and not placed.reads_in_time:
+            if self.admission.admits_late:
+                self._take_late(request, placed, now)
+            return self.admission.admits_late
+        if request.due is None or request.due.first_s == inf:
+            self._check_wait(placed, now)
+        return self.holding.takes(request, placed, now, in_time=not self.admission.admits_late)
+
+    def _take_late(self, request: TrackedRequest, placed: Placed, now: float) -> None:
+        """Raises RequestError for one that would wait too long."""
+        self._check_wait(placed, now)
+        self.holding.take_late(request)
+
+    def _check_wait(self, placed: Placed, now: float) -> None:
+        is_queue = placed.is_full or len(self.holding) > 0
+        self.admission.check_wait(placed.queue_s, self.num_without_token if is_queue else 0, now)
+
+    def _is_new(self, request: TrackedRequest) -> bool:
+        """Whether it has limits, and no node has had it."""
+        return request.due is not None and not request.output and not request.avoid
 
     def _begin_late(self, request: TrackedRequest, placed: Placed, now: float) -> list[Instruction]:
         """The first attempt of one that has waited, or its end if it is not admitted."""
+        self.holding.waited(request, now)
         try:
-            self._check_admission(request, placed)
+            instructions = self._begin(request, placed, now)
         except RequestError as late:
             return self._end(request, late, now)
         request.waits_until_s = None
-        return self._try_on(request, placed, now)
+        return instructions
+
+    def _begin(
+        self, request: TrackedRequest, placed: Placed, now: float, since_s: float | None = None
+    ) -> list[Instruction]:
+        """The first attempt, unless it would make running answers late: then it is late itself. Raises RequestError for
+        one that is not admitted."""
+        self._note_harmless(request, placed, now)
+        self._check_limits(request, placed, now)
+        if self._is_new(request) and placed.crowding > 1 and not self._is_idle(placed):
+            self._take_late(request, placed, now)
+            return []
+        return self._try_on(request, placed, now, since_s=since_s)
 
     def _note_harmless(self, request: TrackedRequest, placed: Placed, now: float) -> None:
         if placed.is_timely and request.due is not None and request.due.first_s < inf:
@@ -202,17 +257,22 @@ class LiveAnswers:
         request.timeline.placed(now)
         return []
 
-    def _check_admission(self, request: TrackedRequest, placed: Placed) -> None:
+    def refused(self, request: TrackedRequest, now: float) -> list[Instruction]:
+        """A node has refused a request that cannot be in time any more."""
+        self.admission.refused_late(request, now)
+        return self.end(request, self._late_refusal(now), now)
+
+    def _late_refusal(self, now: float, least_s: float = 0.0) -> RequestError:
+        message = "the limits of the request cannot be kept beside those of others"
+        return self.admission.refusal(reasons.WOULD_BE_LATE, message, now, least_s)
+
+    def _check_limits(self, request: TrackedRequest, placed: Placed, now: float) -> None:
         """Raises RequestError for a new request that is not admitted. On nodes that have nothing to do no other time
         would be better; and as they are told nothing else, what they take there shows whether they are believed to be
         slower than they are."""
-        if self._admits_late or placed.is_timely or request.due is None or request.num_restarts or request.output:
+        if self.admission.may_begin(request, placed) or self._is_idle(placed):
             return
-        if self._is_idle(placed):
-            return
-        wait_s = max(1.0, placed.wait_s)
-        message = f"the limits of the request cannot be kept beside those of others: try again in {wait_s:.1f} s"
-        raise RequestError(reasons.WOULD_BE_LATE, message, retry_after_s=f"{wait_s:.3f}")
+        raise self._late_refusal(now, placed.wait_s)
 
     def _is_idle(self, placed: Placed) -> bool:
         """Whether these nodes have nothing to do."""
@@ -286,20 +346,18 @@ class LiveAnswers:
         request.asks_again_s = now + ASK_AGAIN_S
         return instructions + self._wait(request, now)
 
-    def full(self, message: str, now: float) -> RequestError:
-        """For one that is turned away, with when it is its turn."""
-        return RequestError(reasons.QUEUE_FULL, message, retry_after_s=f"{self.turns.wait_s(now):.3f}")
-
     def _place(self, request: TrackedRequest, now: float) -> Placed:
         """Raises RequestError when there are no nodes for it."""
         wanted = Wanted(
             request.known,
             request.max_tokens,
             request.avoid,
-            request.due,
+            self.admission.planned_due(request),
             len(request.output),
             self.ledger.lengths.left(len(request.output), request.num_tokens_left),
             self.harmless.per_s(now),
+            self.holding.num_ahead(request) // max(1, sum(node.usable.writes for node in self.registry.nodes)),
+            SPARE_SEATS if request.is_late else 0,
         )
         there = self.registry.nodes, self.ledger, wanted, self.handover.costs(now)
         if request.pooling is not None:
@@ -330,6 +388,7 @@ class LiveAnswers:
         self, request: TrackedRequest, placed: Placed, now: float, *, since_s: float | None = None
     ) -> list[Instruction]:
         """Gives the request to these nodes; its timeline has it there since_s, if not since now."""
+        self.holding.begins(request)
         prefill, decode, prompt = placed.reader, placed.writer, request.known
         epoch, loan = self.next_epoch(), placed.loan
         if loan is not None:
@@ -337,7 +396,8 @@ class LiveAnswers:
         hosts = self.registry.hosts_of(decode) if request.max_tokens > decode.pool_tokens else ()
         request.attempt = Attempt(epoch, prefill, decode, len(request.output), now, loan, hosts)
         request.timeline.placed(now if since_s is None else since_s, prefill.name, decode.name, begins=True)
-        if (due := request.due) is not None:
+        self.admission.predict(request, placed, now)
+        if (due := self.admission.planned_due(request)) is not None:
             self.ledger.owe(request.request_id, due, len(request.output), request.num_tokens_left)
         num_to_compute = self._num_to_compute(prompt, placed)
         self.ledger.read(request.request_id, prefill, num_to_compute, prompt.marks(prefill.block_size))
@@ -363,6 +423,9 @@ class LiveAnswers:
                 request.num_accepted += min(each.num_accepted, each.num_proposed)
         gap_s, is_first = request.timeline.tokens(now), len(output) == len(tokens)
         self.metrics.tokens_came(len(tokens), gap_s, is_first=is_first)
+        if is_first:
+            self.num_without_token -= 1
+            self.admission.first_token(request, self.num_without_token, now)
         if request.move is not None:
             self._note_pause(request, request.move, tokens, gap_s, now)
         self.ledger.tokens_came(request.request_id, attempt.decode, len(tokens))
@@ -449,11 +512,12 @@ class LiveAnswers:
         self, request: TrackedRequest, outcome: inference_pb2.Complete | RequestError, now: float
     ) -> list[Instruction]:
         del self._requests[request.request_id]
+        self.num_without_token -= not request.output
         self.lives.ended(request, outcome, now)
         if request.slo is not None and request.slo.has_limits:
             self.metrics.attainment.ended(request.slo, outcome)
-        if not (isinstance(outcome, RequestError) and outcome.reason == reasons.QUEUE_FULL):
-            self.turns.ended(now)
+        if not (isinstance(outcome, RequestError) and outcome.reason in REFUSALS):
+            self.admission.ended(request, now)
         instructions = [] if request.is_waiting else self._let_go(request, now)
         self.holding.let_go(request)
         return [*instructions, End(request.request_id, outcome, request.timeline, now)]

@@ -14,6 +14,7 @@ from protos.convert import PROTOCOL_VERSION, shape_from_wire, shape_to_wire
 from serving_core.adapter_names import ADAPTER_NAME, MOST_ADAPTERS, adapters_in
 from serving_core.costs import StepWeights
 from serving_core.errors import RequestError
+from serving_core.margin import PRIOR_FACTOR
 from serving_core.prefix import MAX_MAKERS
 from serving_core.reasons import BAD_PARAM, NAME_TAKEN, NODE_NOT_FOUND, PAIRING_MISMATCH, QUEUE_FULL
 from serving_core.shapes import BOTH, ROLES, Shape, check_shape, common, role_of
@@ -46,6 +47,8 @@ class Node:
     home: Shape  # that it has unless the coordinator lends it: what an operator has made of it, or what it has begun as
     asked: Shape | None = None  # of the node, which has not confirmed it yet
     step_weights: StepWeights = field(default_factory=StepWeights)  # as far as they are known
+    prefill_factor: float = PRIOR_FACTOR  # from what a step with prompts is to take to what it rarely exceeds
+    decode_factor: float = PRIOR_FACTOR  # from the mean of steps without prompts to what it rarely exceeds
     step_age_s: float = 0.0
     has_told: bool = False  # what its load is
     is_stopping: bool = False  # as the node says of itself
@@ -193,6 +196,7 @@ class Registry:
         node.step_age_s = heartbeat.step_age_s
         node.load, node.has_told = heartbeat.load, True
         node.step_weights = _weights(heartbeat.load)
+        node.prefill_factor, node.decode_factor = _factors(heartbeat.load)
         node.is_stopping = heartbeat.load.state != READY
         if heartbeat.load.HasField("shape"):
             node.shape = shape_from_wire(heartbeat.load.shape)
@@ -318,6 +322,12 @@ def _weights(load: inference_pb2.NodeLoad) -> StepWeights:
         return StepWeights(*told)
     rate = load.prefill_tokens_per_s
     return StepWeights(step_s=load.lone_step_s, token_s=1 / rate if rate > 0 else 0.0)
+
+
+def _factors(load: inference_pb2.NodeLoad) -> tuple[float, float]:
+    """The margins of the node's steps; before it tells some, those of a node that has learnt nothing."""
+    told = load.prefill_margin, load.decode_margin
+    return told if all(1 <= each < math.inf for each in told) else (PRIOR_FACTOR, PRIOR_FACTOR)
 
 
 def _checked(wire: inference_pb2.Shape, hello: fleet_pb2.Hello) -> Shape:

@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any
 
 from coordinator.control import balance, drains, relief
+from coordinator.control.admission import Admission
 from coordinator.control.attempt_events import AttemptEvents
 from coordinator.control.attempts import TrackedRequest
 from coordinator.control.instructions import End, Instruction, Send
@@ -70,11 +71,12 @@ class Tracker:
         lends: str = NEVER,
         policy: Policy = POLICIES[AUTO],
         admits_late: bool = True,
+        max_queue_wait_s: float = 0.0,
         max_live_per_asker: int = 0,
     ) -> None:
         """`first_epoch` is to be random: nodes may still be at attempts of a coordinator that ran before this one.
         `max_live_per_asker`: most answers of one asker, 0 without a limit.
-        `admits_late`: whether requests are taken whose limits, or those of others, would be missed."""
+        `admits_late` and `max_queue_wait_s` as Admission has them."""
         self._registry = registry
         self._ledger = ledger
         self._metrics = metrics
@@ -87,7 +89,7 @@ class Tracker:
             node_wait_s=node_wait_s,
             lends=lends,
             policy=policy,
-            admits_late=admits_late,
+            admission=Admission(admits_late=admits_late, max_queue_wait_s=max_queue_wait_s),
         )
         self._moves = Moves(self._live)
         self._lending = Lending(self._live)
@@ -160,7 +162,8 @@ class Tracker:
             return
         for _ in range(num_answers):
             self._live.demand.arrived(now)
-        raise self._live.full(f"{asked}{self.num_open} answers are in flight, the limit is {self._max_live}", now)
+        message = f"{asked}{self.num_open} answers are in flight, the limit is {self._max_live}"
+        raise self._live.admission.refusal(reasons.QUEUE_FULL, message, now)
 
     def submit(
         self,
@@ -187,6 +190,7 @@ class Tracker:
         first_token_s = arrived_s - so_far.since_first_s if so_far.token_ids else None
         timeline = Timeline(arrived_s, first_token_s)
         request = TrackedRequest(request_id, self._age, prompt, sampling, deadline_s, timeline, slo, pooling, asker)
+        request.refuses_late = not self._live.admission.admits_late
         request.resume(so_far.token_ids)
         if so_far.finish_reason:
             return [End(request_id, ended_before(request, so_far.finish_reason, now), timeline, now)]

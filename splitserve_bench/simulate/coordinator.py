@@ -70,6 +70,7 @@ class SimulatedCoordinator:
             lends=settings.kv_lending,
             policy=POLICIES[settings.policy],
             admits_late=settings.admission == ADMIT_ALL,
+            max_queue_wait_s=settings.max_queue_wait_s,
         )
         self._roles = Roles(self.registry, self.ledger, policy=settings.roles)
         self._attachments: dict[Node, Attachment] = {}

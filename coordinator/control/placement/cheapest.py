@@ -15,7 +15,7 @@ from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
 from coordinator.control.placement.costs import Costs
 from coordinator.control.placement.lateness import Lateness, spared
-from coordinator.control.placement.policy import CROWDED, Placed, Wanted, within_pools
+from coordinator.control.placement.policy import Placed, Wanted, within_pools
 from coordinator.control.registry import Node
 from coordinator.control.router import candidates
 from serving_core.errors import RequestError
@@ -82,15 +82,27 @@ class _Weighing:
         self._nums_late: dict[Pair, int] = {}  # of those that were asked for: a pair that is chosen is so again
 
     def placed(self, reader: Node, writer: Node) -> Placed:
-        loan = self._costs.reading(reader).loan
+        placed = Placed(
+            reader,
+            writer,
+            loan=self._costs.reading(reader).loan,
+            queue_s=self._costs.queue_s(reader),
+            is_full=self._costs.writing(writer).is_full,
+        )
         if self._lateness is None:
-            return Placed(reader, writer, loan=loan)
+            return placed
         read, write = self._lateness.on(reader), self._lateness.on(writer)
         num_late, crowding, wait_s = self._num_late(reader, writer), write.crowding(reads=reader is writer), 0.0
-        if num_late or crowding > CROWDED:
+        if num_late or crowding > 1:
             wait_s = max(read.reading_wait_s(), write.room_s or write.writing_wait_s())
-        begins_s = math.inf if write.is_beyond else read.own_begins_s
-        return Placed(reader, writer, num_late, crowding, wait_s, read.own_reads_s, begins_s, loan)
+        return placed._replace(
+            num_late=num_late,
+            crowding=crowding,
+            wait_s=wait_s,
+            reads_s=read.own_reads_s,
+            begins_s=math.inf if write.is_beyond else read.own_begins_s,
+            reads_in_time=read.reads_in_time,
+        )
 
     def order(self, pair: Pair) -> _Order:
         reader, writer = pair

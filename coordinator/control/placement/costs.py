@@ -89,6 +89,10 @@ class Costs:
             self._readings[node] = self._read(node)
         return self._readings[node]
 
+    def queue_s(self, node: Node) -> float:
+        """Return the seconds of prompts that the node has to compute; 0 while no rate is known."""
+        return self._ledger.of(node).tokens_to_compute / self._rate[node] if self.are_known else 0.0
+
     def num_lent(self, node: Node) -> int:
         """Tokens of the prompt that the node would have from another one; 0 of one that is none of these."""
         loan = self.reading(node).loan if node in self._rate and node.usable.reads else None

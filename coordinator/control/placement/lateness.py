@@ -12,7 +12,8 @@ its steps take, as it has learnt it itself. Then
 Where a node has no seat, or no room in its pool, the answer waits until enough of those with limits have ended, or as
 long as others waited lately.
 
-What is expected is not what will be: of an answer's time KEPT is reckoned with, and SPENT of a prompt's beside answers.
+What is expected is not what will be: steps count as long as they rarely are, by the margins that each node has learnt
+from its own errors (serving_core/margin.py), and tokens are due before their limits (coordinator/control/admission.py).
 
 Where the node writes answers too, its prompts get the time that these leave: at once what they are ahead of their
 limits, and then of each step what the tightest limit that can be kept has left beside the answers; at least FLOOR of
@@ -37,17 +38,15 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property, partial
 from heapq import heappop, heappush
-from statistics import median
 from typing import Final, NamedTuple
 
 from coordinator.control.ledger import Ledger, Owed
 from coordinator.control.placement.policy import Wanted
 from coordinator.control.registry import Node
 from prefill_node.order import timely
-from prefill_node.slack import FLOOR, SPENT
+from prefill_node.slack import FLOOR
 from serving_core.costs import StepLoad
 
-KEPT: Final = 0.96  # of the time that answers have, for what steps take more than is expected
 BEGUN: Final = 0.4  # of the answers whose prompts wait are written while these are read; found in simulation
 LOST: Final = 2  # for each request that is expected meanwhile; found in simulation
 
@@ -154,6 +153,7 @@ class NodeLateness:
         begins_s: Callable[[Owed], float],
     ) -> None:
         self._weights, self._chunk_tokens, self._now = node.step_weights, node.usable.prompt_tokens, now
+        self._prefill_factor, self._decode_factor = node.prefill_factor, node.decode_factor
         self._begins_s = begins_s
         account = ledger.of(node)
         self._num_prompt_tokens = account.tokens_to_compute
@@ -174,6 +174,7 @@ class NodeLateness:
         self._num_unlimited = account.num_answers - account.num_unread - num_read
         self._cached_each = (account.tokens_held + len(wanted.prompt)) / (account.num_answers + 1)
         self._requests_per_s = wanted.requests_per_s
+        self._num_ahead, self._num_spare = wanted.num_ahead, wanted.num_spare
         self._most_left = max((each.num_left for each in self._written), default=0)
         num_left = wanted.num_tokens - len(wanted.prompt) if wanted.num_left is None else wanted.num_left
         self._own_num_left = num_left - 1  # once its prompt is read
@@ -187,6 +188,19 @@ class NodeLateness:
         """More that are late when it reads the prompt."""
         num_late = self._late_answers(num_prompt_tokens=self._own_tokens)
         return num_late + self._late_prompts([*self._jobs, self._own_job]) - self._num_late
+
+    @property
+    def reads_in_time(self) -> bool:
+        """Whether the prompt would be read in time if prompts got all of the time, one after the other with all that
+        are due, and those that are due later are in time all the same. That of two prompts one is late does not make
+        room for a third here: neither is refused yet."""
+        own, work_s = self._own_job, 0.0
+        jobs = [each for each in self._jobs if each.seconds and each.due_s < math.inf]
+        for job in sorted([*jobs, own], key=lambda job: (job.due_s, job is own)):
+            work_s += job.seconds
+            if job.due_s >= own.due_s and 0 < job.due_s < work_s:
+                return False
+        return own.due_s > 0
 
     def writing(self, waits_s: float, begins_s: float = 0.0) -> int:
         """More that are late when it writes the answer, which another node has read by then, and which waits so long
@@ -233,11 +247,13 @@ class NodeLateness:
     def num_lost(self) -> int:
         """Requests to come that are late because it writes the answer."""
         added_s = (self._own_num_left - self._most_left) * self._steps_s[1]
-        return max(0, int(LOST * self._requests_per_s * added_s))
+        work = self._requests_per_s * self._weights.of_chunk(0, self._own_tokens, is_first=False)
+        lost_share = 1 - self._pace(1).share / work if work else 0.0  # of requests like this one
+        return max(0, int(LOST * self._requests_per_s * lost_share * added_s))
 
     def crowding(self, *, reads: bool) -> float:
-        """What a step would take of all answers that it would have with this one, whose prompt it reads too or another
-        node, by the tightest limit that can be kept; 0 without limits."""
+        """What a step would rarely exceed of all answers that it would have with this one, whose prompt it reads too or
+        another node, by the tightest limit that can be kept; 0 without limits."""
         alone_s = self._step_s(1)
         limits_s = [each.due.tpot_s for each in self._written] + ([] if self._own is None else [self._own])
         limit_s = min((each for each in limits_s if each >= alone_s), default=math.inf)
@@ -247,7 +263,7 @@ class NodeLateness:
         num_begun = self._num_unlimited + len(self._written) + 1 - len(waiting)
         work_s = sum(each.seconds for each in self._jobs) + reads * self._own_job.seconds
         num_waiting = sum(min(1.0, num_left * limit_s / work_s) for num_left in waiting) if work_s else len(waiting)
-        return self._step_s(num_begun + round(num_waiting)) / limit_s
+        return self._decode_factor * self._step_s(num_begun + round(num_waiting) + self._num_spare) / limit_s
 
     def reading_wait_s(self) -> float:
         """Seconds after which it could read the prompt in time behind all that are due, with what it has now."""
@@ -255,10 +271,10 @@ class NodeLateness:
         return max(0.0, self._pace(0).seconds(work_s) - self._own_job.due_s)
 
     def writing_wait_s(self) -> float:
-        """Seconds after which half of the answers with limits that have begun have ended; 0 where none has. Who comes
-        back when the first one has ended finds others who were told the same."""
-        nums_left = [each.num_left for each in self._written if each.num_output]
-        return self._steps_s[0] * median(nums_left) if nums_left else 0.0
+        """Seconds after which those that are ahead, and this one, have found the seats of answers with limits that have
+        begun; all of these where they are fewer, and 0 where none has."""
+        nums_left = sorted(each.num_left for each in self._written if each.num_output)
+        return self._steps_s[0] * nums_left[min(self._num_ahead, len(nums_left) - 1)] if nums_left else 0.0
 
     @cached_property
     def room_s(self) -> float:
@@ -275,8 +291,11 @@ class NodeLateness:
         return num_left * self._steps_s[0]
 
     def _job(self, num_tokens: int, due_s: float) -> Job:
-        seconds = self._weights.of_chunk(0, num_tokens, is_first=True) if num_tokens else 0.0
-        return Job(seconds, due_s - self._now)
+        if not num_tokens:
+            return Job(0.0, due_s - self._now)
+        weights = self._weights
+        seconds = weights.of_prompt(0, num_tokens, max(1, self._chunk_tokens), weights.step_s)
+        return Job(self._prefill_factor * seconds, due_s - self._now)
 
     @property
     def _num_late(self) -> int:
@@ -312,7 +331,7 @@ class NodeLateness:
         longest_s = self._step_s(self._num_unlimited + len(answers))
 
         def is_late(answer: _Answer, elapsed_s: float) -> bool:
-            return elapsed_s + answer.is_to_come * chunk_s > KEPT * (answer.due_s - answer.begins_s)
+            return self._decode_factor * elapsed_s + answer.is_to_come * chunk_s > answer.due_s - answer.begins_s
 
         if not any(is_late(each, each.num_left * longest_s) for each in answers):
             return 0  # even if they all went on until the last one ends
@@ -352,8 +371,7 @@ class NodeLateness:
         if not due:
             return 0
         pace = self._pace(num_more)
-        left_s = [each.due_s * (SPENT if pace.share < 1 else 1) for each in due]
-        found = timely([each.seconds for each in due], [pace.work_s(each) for each in left_s])
+        found = timely([each.seconds for each in due], [pace.work_s(each.due_s) for each in due])
         return len(due) - len(found)
 
     def _is_overdue(self, owed: Owed) -> bool:
@@ -379,5 +397,5 @@ class NodeLateness:
             return Pace(0.0, share)
         next_s = [each.due.token_s(each.num_output) for each in dues if not self._is_overdue(each)]
         bank_s = min((each for each in next_s if each < math.inf), default=self._now) - self._now - step_s
-        share = max(FLOOR, min(share, SPENT * (1 - step_s / tightest_s)))
-        return Pace(max(0.0, SPENT * bank_s), share, num_left * step_s)
+        share = max(FLOOR, min(share, 1 - step_s / tightest_s))
+        return Pace(max(0.0, bank_s), share, num_left * step_s)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from coordinator.control.attempts import Loan
 from coordinator.control.handover import HandoverCosts
@@ -11,16 +11,13 @@ from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
 from serving_core.due import Due
 
-# Of the tightest limit, a step of all answers on the node that writes; found in simulation.
-CROWDED: Final = 1.03
-EASY: Final = 0.96  # on a node that only writes, where every step is one of answers, and its seconds are guessed
-
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What an attempt asks for: the prompt that it begins with, and room for num_tokens, those of prompt and answer
     together. Nodes of `avoid` come last. num_output tokens of the answer are there already, and num_left are expected
-    at most; None: all that there is room for. So many requests that make nobody late come a second, lately."""
+    at most; None: all that there is room for. So many requests that make nobody late come a second, lately. num_ahead
+    are held for each node that writes, and get its next seats first; num_spare seats are to be left for who comes."""
 
     prompt: Prompt
     num_tokens: int
@@ -29,6 +26,8 @@ class Wanted:
     num_output: int = 0
     num_left: int | None = None
     requests_per_s: float = 0.0
+    num_ahead: int = 0
+    num_spare: int = 0
 
 
 class Placed(NamedTuple):
@@ -38,8 +37,11 @@ class Placed(NamedTuple):
     a step of the answers on the node that writes, this one's too, by the tightest of their limits on TPOT; wait_s:
     seconds after which its first token would be in time, and there is room or half of the answers there have ended, as
     far as that is known; reads_s: seconds that its prompt takes by itself; begins_s: seconds after which it is read,
-    inf where no time is better for it; loan: what the node that reads is lent. The four that follow num_late are worked
-    out where somebody has limits.
+    inf where no time is better for it; reads_in_time: whether its prompt is read in time, and those that are due later
+    too. All these are worked out where somebody has limits.
+
+    loan: what the node that reads is lent; queue_s: seconds of work that the reader has before it, 0 where its rate is
+    not known; is_full: the answer has to wait for others to end.
     """
 
     reader: Node
@@ -49,17 +51,15 @@ class Placed(NamedTuple):
     wait_s: float = 0.0
     reads_s: float = 0.0
     begins_s: float = 0.0
+    reads_in_time: bool = True
     loan: Loan | None = None
+    queue_s: float = 0.0
+    is_full: bool = False
 
     @property
     def is_timely(self) -> bool:
         """Whether all answers are expected to keep their limits beside it."""
-        return not self.num_late and self.crowding <= CROWDED
-
-    @property
-    def is_easy(self) -> bool:
-        """Whether they are without risk, so that there is no reason to wait."""
-        return not self.num_late and self.crowding <= (CROWDED if self.writer.usable.reads else EASY)
+        return not self.num_late and self.crowding <= 1
 
 
 class Policy(Protocol):

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from prefill_node import order
-from prefill_node.order import Order, timely
+from prefill_node.order import Order, Pace, timely
 from serving_core.costs import StepCosts
 from serving_core.due import Due
 from serving_core.residents import Stage
@@ -102,6 +102,7 @@ class Prompts:
         self.house = House(100)
         self.order = Order(StepCosts(1 / TOKEN_S))
         self.by_name = {}
+        self.pace = Pace(0.0, 1000, 1.0)
 
     def add(self, name, first_s=None, *, length=4, stage=Stage.QUEUED, **fields):
         resident = self.house.add(name, len(self.by_name), stage, length, hands_over=True, **fields)
@@ -114,7 +115,7 @@ class Prompts:
 
     def ordered(self, now=0.0):
         prompts = [each for each in self.by_name.values() if each.num_to_compute]
-        return self.order.of(prompts, now)
+        return self.order.of(prompts, now, lambda: self.pace)
 
     def read(self, resident, num_tokens=4):
         """A step computes so much of it."""

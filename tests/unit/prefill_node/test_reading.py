@@ -3,6 +3,7 @@
 from prefill_node.reading import MAX_SCORED_TOKENS, Reading, num_cacheable
 from serving_core.costs import StepCosts
 from serving_core.due import Due
+from serving_core.margin import PRIOR_FACTOR
 from serving_core.requests import SampledToken, SamplingParams
 from serving_core.residents import Stage
 from tests.unit.serving_node.residents_kit import House
@@ -68,11 +69,12 @@ def limited(*dues_s, num_tokens=20):
 
 
 def test_a_step_takes_on_nothing_that_makes_a_prompt_late_which_ends_in_it():
-    assert limited(25.0, 100.0) == [("a", 0, 20)]
-    assert limited(50.0, 100.0) == [("a", 0, 20), ("b", 0, 20)]  # at its end, both
-    assert limited(20.0, 40.0, 60.0) == [("a", 0, 20)]
-    assert limited(90.0, 25.0) == [("b", 0, 20)]  # the most urgent comes first
-    assert limited(42.0, None) == [("a", 0, 20), ("b", 0, 19)]  # nine tenths of what is left
+    margin = PRIOR_FACTOR  # of a node that has computed nothing yet
+    assert limited(25.0 * margin, 100.0) == [("a", 0, 20)]
+    assert limited(40.0 * margin, 100.0) == [("a", 0, 20), ("b", 0, 20)]  # at its end, both
+    assert limited(20.0 * margin, 39.0 * margin, 70.0 * margin) == [("a", 0, 20)]
+    assert limited(90.0 * margin, 25.0 * margin) == [("b", 0, 20)]  # the most urgent comes first
+    assert limited(38.5 * margin, None) == [("a", 0, 20), ("b", 0, 18)]  # all that is left
 
 
 def test_who_has_no_limit_or_is_late_anyway_lets_others_share_its_step():

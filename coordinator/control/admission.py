@@ -1,0 +1,123 @@
+"""Admission control: which new requests are taken, deferred or refused, and when a refused one is to come back. Pure.
+
+A request with a limit on TTFT is planned to have its first token some time before the limit. How long before is learnt
+from how far the first tokens of requests that were expected in time came after what was expected, as a share of their
+limits (serving_core/margin.py). So the planned deadline is the same whether a long queue or a single step was to be
+predicted, and a wider spread of errors never admits more. A limit on TPOT is planned for as the part of it with which
+those that were planned to keep it did so.
+
+Where late requests are refused, one whose prompt cannot be read in time, or whose reading would make other prompts
+late, is refused at once: to wait for the same deadline never helps. One that is too many for the running answers is
+deferred if enough of these are expected to end in time, and refused at once if not.
+
+Whatever its limits, a request is refused that would wait longer than max_queue_wait_s for the first token.
+"""
+
+from collections import deque
+from math import inf
+from typing import Final
+
+from coordinator.control.attempts import TrackedRequest
+from coordinator.control.placement.policy import Placed
+from coordinator.control.turns import Turns
+from serving_core import reasons
+from serving_core.due import Due
+from serving_core.errors import RequestError
+from serving_core.margin import Margin
+
+LATE_SHARE: Final = 0.05  # of its limit that a request which is refused late would have been late by, at least
+MOST_SPARE: Final = 0.5  # of a limit: with more, hardly anybody would be admitted from whom to learn
+FEWEST_TOKENS: Final = 8  # of an output whose TPOT tells something
+NUM_FIRST_TOKENS: Final = 32
+FEWEST_FIRST_TOKENS: Final = 8  # that tell how fast a queue moves
+
+
+class Admission:
+    """Decides on new requests, and learns from those that it has admitted."""
+
+    def __init__(self, *, admits_late: bool, max_queue_wait_s: float) -> None:
+        """`admits_late`: whether requests are taken whose limits, or those of others, would be missed.
+        `max_queue_wait_s`: the longest wait before the first token; 0 for any."""
+        self.admits_late: Final = admits_late
+        self._max_queue_wait_s = max_queue_wait_s
+        self._ttft_margin = Margin()  # of first tokens, as a share of their limits
+        self._tpot_margin = Margin(prior_factor=1.0)  # of TPOT, by the limits that it was planned to keep
+        self._turns = Turns()
+        self._queue = _Queue()
+
+    def planned_due(self, request: TrackedRequest) -> Due | None:
+        """Return the deadlines of a request as decisions plan for them, with their margins; one that is late has none
+        on its first token."""
+        due, slo = request.due, request.slo
+        if due is None or slo is None or request.output:
+            return due
+        tpot_s = due.tpot_s / min(1 + MOST_SPARE, self._tpot_margin.factor)
+        if request.is_late or slo.ttft_s is None:
+            return Due(inf, tpot_s)
+        return Due(due.first_s - slo.ttft_s * min(MOST_SPARE, self._ttft_margin.factor - 1), tpot_s)
+
+    def predict(self, request: TrackedRequest, placed: Placed, now: float) -> None:
+        """Note when the first token of a request is expected that begins now, if that is in time."""
+        is_timely = placed.is_timely and placed.reads_in_time and not request.output and not request.num_restarts
+        request.predicted_first_s = now + placed.begins_s if is_timely else None
+
+    def first_token(self, request: TrackedRequest, num_waiting: int, now: float) -> None:
+        """The first token of a request came, and so many others wait for theirs."""
+        self._queue.moved(num_waiting, now)
+        self._learn(request, now)
+
+    def refused_late(self, request: TrackedRequest, now: float) -> None:
+        """A node has refused a request, whose first token would have come after its limit."""
+        if request.slo is not None and (limit_s := request.slo.ttft_s) is not None:
+            self._learn(request, max(now, request.timeline.start_s + limit_s * (1 + LATE_SHARE)))
+
+    def _learn(self, request: TrackedRequest, first_s: float) -> None:
+        predicted_s, slo = request.predicted_first_s, request.slo
+        if predicted_s is not None and slo is not None and slo.ttft_s is not None:
+            self._ttft_margin.note(slo.ttft_s, slo.ttft_s + first_s - predicted_s)
+
+    def ended(self, request: TrackedRequest, now: float) -> None:
+        """A request that was admitted has ended."""
+        self._turns.ended(now)
+        slo, num_tokens = request.slo, len(request.output)
+        if request.predicted_first_s is None or slo is None or slo.tpot_s is None or num_tokens < FEWEST_TOKENS:
+            return
+        self._tpot_margin.note(slo.tpot_s, request.timeline.tpot_s(num_tokens))
+
+    def check_wait(self, queue_s: float, num_waiting: int, now: float) -> None:
+        """Raise RequestError where a request would wait too long behind prompts that take queue_s, and num_waiting
+        requests without a first token."""
+        most_s, wait_s = self._max_queue_wait_s, max(queue_s, self._queue.wait_s(num_waiting, now))
+        if most_s and wait_s > most_s:
+            message = f"the first token would come after {wait_s:.1f} s, the limit is {most_s:g} s"
+            raise self.refusal(reasons.QUEUE_FULL, message, now, wait_s - most_s)
+
+    def may_begin(self, request: TrackedRequest, placed: Placed) -> bool:
+        """Return whether a request may begin where it could be placed like this, as far as limits are concerned."""
+        is_new = request.due is not None and not request.num_restarts and not request.output
+        return self.admits_late or not is_new or (placed.is_timely and placed.reads_in_time)
+
+    def refusal(self, reason: str, message: str, now: float, least_s: float = 0.0) -> RequestError:
+        """Return the error of a request that is refused, with when it is its turn, least_s from now or later."""
+        wait_s = self._turns.wait_s(now, least_s)
+        return RequestError(reason, f"{message}: try again in {wait_s:.1f} s", retry_after_s=f"{wait_s:.3f}")
+
+
+class _Queue:
+    """How fast requests get their first tokens while others wait for theirs."""
+
+    def __init__(self) -> None:
+        self._times_s: deque[float] = deque(maxlen=NUM_FIRST_TOKENS)
+
+    def moved(self, num_waiting: int, now: float) -> None:
+        """A first token came, and so many others wait; without any, requests come more slowly than they could."""
+        if num_waiting:
+            self._times_s.append(now)
+        else:
+            self._times_s.clear()
+
+    def wait_s(self, num_ahead: int, now: float) -> float:
+        """Return the seconds until the first token of a request behind so many; 0 while it is not known."""
+        if len(self._times_s) < FEWEST_FIRST_TOKENS:
+            return 0.0
+        return num_ahead * (now - self._times_s[0]) / (len(self._times_s) - 1)
