@@ -186,15 +186,7 @@ def _highest(
 ) -> HighestStage:
     due = _due(outcomes, [start_s, end_s])[0]
     before = next((stage for stage in stages if stage.end_s == start_s), None)
-    mean_per_s = best_per_s = None
-    if before is not None:
-        mean_per_s = _windows_between(outcomes, limits, [before.start_s, before.end_s])[0].goodput_per_s
-        whole = [
-            window
-            for window in windows_of(outcomes, limits, before.start_s, before.end_s)
-            if window.end_s - window.start_s == WINDOW_S
-        ]
-        best_per_s = max((window.goodput_per_s for window in whole), default=mean_per_s)
+    mean_per_s, best_per_s = (None, None) if before is None else _goodputs(outcomes, limits, before)
     return HighestStage(
         window=window_of(due, limits, start_s, end_s),
         mean_before_per_s=mean_per_s,
@@ -202,6 +194,13 @@ def _highest(
         refusal_s=Distribution(tuple(e2el_s(each) for each in due if each.is_refused)),
         ttft_s=Distribution(tuple(first_s for each in due if (first_s := ttft_s(each)) is not None)),
     )
+
+
+def _goodputs(outcomes: Sequence[Outcome], limits: Limits, stage: Stage) -> tuple[float, float]:
+    """Return good requests/s of the stage, and of its best window of full length; of a shorter stage twice its own."""
+    (whole,) = _windows_between(outcomes, limits, [stage.start_s, stage.end_s])
+    full = windows_of(outcomes, limits, stage.start_s, stage.end_s)[: int(stage.seconds // WINDOW_S)]
+    return whole.goodput_per_s, max((window.goodput_per_s for window in full), default=whole.goodput_per_s)
 
 
 def _windows_between(outcomes: Sequence[Outcome], limits: Limits, edges_s: Sequence[float]) -> list[Window]:

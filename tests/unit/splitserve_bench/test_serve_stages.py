@@ -202,20 +202,21 @@ def test_what_was_found_is_shown_and_drawn(tmp_path, monkeypatch):
 
 
 def test_the_highest_stage_is_judged_by_the_one_before_and_by_its_own_requests():
-    before = [good(0.0), good(1.0), good(2.0), good(7.0)]  # 0.4 a second, 0.6 in the better window
-    refusals = [failed(0, 13.0, 13.02, is_refused=True), failed(0, 13.0, 13.06, is_refused=True, retry_after_s=1.0)]
-    highest = [good(10.0), good(11.0), late(12.0), failed(0, 13.0), *refusals]
-    after = [good(15.0), refused(16.0)]
-    findings = found("1x10,2x5,1x5", [*before, *highest, *after])
+    first = [good(0.1 * number) for number in range(40)]
+    before = [good(10.0), good(11.0), good(12.0), good(17.0)]  # 0.4 a second, 0.6 in the better window
+    refusals = [failed(0, 23.0, 23.02, is_refused=True), failed(0, 23.0, 23.06, is_refused=True, retry_after_s=1.0)]
+    highest = [good(20.0), good(21.0), late(22.0), failed(0, 23.0), *refusals]
+    after = [good(25.0), refused(26.0)]
+    findings = found("1x10,1x10,2x5,1x5", [*first, *before, *highest, *after])
     told = findings.to_json()["highest"]
-    assert (told["start_s"], told["end_s"], told["num_offered"], told["num_admitted"]) == (10, 15, 6, 4)
+    assert (told["start_s"], told["end_s"], told["num_offered"], told["num_admitted"]) == (20, 25, 6, 4)
     assert (told["goodput_per_s"], told["admitted_good"]) == (0.4, 0.5)
     assert (told["mean_before_per_s"], told["best_before_per_s"]) == (0.4, 0.6)
     assert (told["of_mean_before"], told["of_best_before"]) == (1.0, pytest.approx(2 / 3))
     assert told["refusal_ms"] == {"median": pytest.approx(40), "max": pytest.approx(60)}
     assert told["ttft_ms"] == {"median": 500, "p90": pytest.approx(1300), "max": 1500}
     lines = shown(findings)
-    assert "10 to 15 s: 0.40 good requests/s: 100% of the 0.40 of the stage before, 67% of the 0.60 of its" in lines
+    assert "20 to 25 s: 0.40 good requests/s: 100% of the 0.40 of the stage before, 67% of the 0.60 of its" in lines
     assert "admitted: 4 of 6, 50% of them good; TTFT median 500 ms, p90 1300 ms, max 1500 ms" in lines
     assert "refused: 2; from sending to refusal median 40 ms, max 60 ms" in lines
 
