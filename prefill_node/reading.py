@@ -177,9 +177,9 @@ class Reading:
         return self._order.hopeless
 
     @property
-    def factors(self) -> tuple[float, float]:
-        """Return the margins of steps with prompts and without."""
-        return self._slack.factor, self._slack.decode_factor
+    def decode_margin(self) -> float:
+        """Return what the mean of steps without prompts rarely exceeds, by the expected one."""
+        return self._slack.decode_factor
 
     @property
     def oldest_age(self) -> float:

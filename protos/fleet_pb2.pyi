@@ -16,7 +16,7 @@ class Attempt(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class NodeEvent(_message.Message):
-    __slots__ = ("hello", "heartbeat", "first_token", "reserved", "transferred", "committed", "step_tokens", "failed", "cancelled", "cache_changed", "revoked", "move_failed", "taken", "embedded", "borrowing", "borrowed", "number")
+    __slots__ = ("hello", "heartbeat", "first_token", "reserved", "transferred", "committed", "step_tokens", "failed", "cancelled", "cache_changed", "revoked", "move_failed", "taken", "embedded", "borrowing", "borrowed", "progress", "number")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class NodeEvent(_message.Message):
     EMBEDDED_FIELD_NUMBER: _ClassVar[int]
     BORROWING_FIELD_NUMBER: _ClassVar[int]
     BORROWED_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
@@ -50,8 +51,9 @@ class NodeEvent(_message.Message):
     embedded: Embedded
     borrowing: Borrowing
     borrowed: Borrowed
+    progress: Progress
     number: int
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., transferred: _Optional[_Union[Transferred, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., step_tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., cancelled: _Optional[_Union[Cancelled, _Mapping]] = ..., cache_changed: _Optional[_Union[CacheChanged, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., move_failed: _Optional[_Union[MoveFailed, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., embedded: _Optional[_Union[Embedded, _Mapping]] = ..., borrowing: _Optional[_Union[Borrowing, _Mapping]] = ..., borrowed: _Optional[_Union[Borrowed, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., transferred: _Optional[_Union[Transferred, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., step_tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., cancelled: _Optional[_Union[Cancelled, _Mapping]] = ..., cache_changed: _Optional[_Union[CacheChanged, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., move_failed: _Optional[_Union[MoveFailed, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., embedded: _Optional[_Union[Embedded, _Mapping]] = ..., borrowing: _Optional[_Union[Borrowing, _Mapping]] = ..., borrowed: _Optional[_Union[Borrowed, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class NodeCommand(_message.Message):
     __slots__ = ("welcome", "refusal", "reserve", "prefill", "deliver", "cancel", "reshape", "migrate", "keep", "begun", "lend", "heartbeat_ack", "attempt", "number")
@@ -150,6 +152,14 @@ class Taken(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("attempt", "num_left")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEFT_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    num_left: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., num_left: _Optional[int] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("attempt", "token", "prefill_s", "num_cached_tokens")

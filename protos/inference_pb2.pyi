@@ -641,7 +641,7 @@ class Shape(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., seats: _Optional[int] = ..., takes_handovers: _Optional[bool] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("name", "role", "state", "num_running", "num_waiting", "num_waiting_tokens", "num_blocks", "num_blocks_free", "num_steps", "step_s", "rss_bytes", "num_preemptions", "num_blocks_cached", "num_prompt_tokens", "num_cached_tokens", "num_kv_bytes", "num_transfers_failed", "ranks", "prefill_tokens_per_s", "shape", "lone_step_s", "step_weights", "prefill_margin", "decode_margin", "num_blocks_leaked", "step_tokens", "num_step_tokens", "tier", "num_blocks_hosted", "num_annexes", "num_annexes_recalled", "num_losses", "longest_heartbeat_gap_s")
+    __slots__ = ("name", "role", "state", "num_running", "num_waiting", "num_waiting_tokens", "num_blocks", "num_blocks_free", "num_steps", "step_s", "rss_bytes", "num_preemptions", "num_blocks_cached", "num_prompt_tokens", "num_cached_tokens", "num_kv_bytes", "num_transfers_failed", "ranks", "prefill_tokens_per_s", "shape", "lone_step_s", "step_weights", "decode_margin", "num_blocks_leaked", "step_tokens", "num_step_tokens", "tier", "num_blocks_hosted", "num_annexes", "num_annexes_recalled", "num_losses", "longest_heartbeat_gap_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -664,7 +664,6 @@ class NodeLoad(_message.Message):
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     LONE_STEP_S_FIELD_NUMBER: _ClassVar[int]
     STEP_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_MARGIN_FIELD_NUMBER: _ClassVar[int]
     DECODE_MARGIN_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_LEAKED_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -697,7 +696,6 @@ class NodeLoad(_message.Message):
     shape: Shape
     lone_step_s: float
     step_weights: _containers.RepeatedScalarFieldContainer[float]
-    prefill_margin: float
     decode_margin: float
     num_blocks_leaked: int
     step_tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -708,7 +706,7 @@ class NodeLoad(_message.Message):
     num_annexes_recalled: int
     num_losses: int
     longest_heartbeat_gap_s: float
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_kv_bytes: _Optional[int] = ..., num_transfers_failed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., prefill_tokens_per_s: _Optional[float] = ..., shape: _Optional[_Union[Shape, _Mapping]] = ..., lone_step_s: _Optional[float] = ..., step_weights: _Optional[_Iterable[float]] = ..., prefill_margin: _Optional[float] = ..., decode_margin: _Optional[float] = ..., num_blocks_leaked: _Optional[int] = ..., step_tokens: _Optional[_Iterable[int]] = ..., num_step_tokens: _Optional[int] = ..., tier: _Optional[_Union[TierLoad, _Mapping]] = ..., num_blocks_hosted: _Optional[int] = ..., num_annexes: _Optional[int] = ..., num_annexes_recalled: _Optional[int] = ..., num_losses: _Optional[int] = ..., longest_heartbeat_gap_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_kv_bytes: _Optional[int] = ..., num_transfers_failed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., prefill_tokens_per_s: _Optional[float] = ..., shape: _Optional[_Union[Shape, _Mapping]] = ..., lone_step_s: _Optional[float] = ..., step_weights: _Optional[_Iterable[float]] = ..., decode_margin: _Optional[float] = ..., num_blocks_leaked: _Optional[int] = ..., step_tokens: _Optional[_Iterable[int]] = ..., num_step_tokens: _Optional[int] = ..., tier: _Optional[_Union[TierLoad, _Mapping]] = ..., num_blocks_hosted: _Optional[int] = ..., num_annexes: _Optional[int] = ..., num_annexes_recalled: _Optional[int] = ..., num_losses: _Optional[int] = ..., longest_heartbeat_gap_s: _Optional[float] = ...) -> None: ...
 
 class TierLoad(_message.Message):
     __slots__ = ("host_bytes", "disk_bytes", "num_hits", "num_misses", "num_damaged", "num_late", "read_bytes", "read_s", "written_bytes", "write_s", "num_unwritten", "saved_s")

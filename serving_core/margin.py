@@ -2,8 +2,8 @@
 
 A prediction of seconds is an expectation: half of what is planned to end exactly on a deadline ends after it. So each
 kind of prediction has a Margin, which learns from that kind's own errors, and decisions use the predicted seconds times
-its factor: the 97th percentile of actual / predicted over the latest predictions. The factor grows within some samples
-when a machine becomes slower or less even, and shrinks when those samples have left the window.
+its factor: a high quantile of actual / predicted over the latest predictions. The factor grows within some samples when
+a machine becomes slower or less even, and shrinks when those samples have left the window.
 """
 
 from collections import deque
@@ -11,14 +11,16 @@ from typing import Final
 
 QUANTILE: Final = 0.97
 WINDOW: Final = 64  # predictions
-PRIOR_FACTOR: Final = 1.1  # counts as the first sample
+NUM_PRIOR: Final = 32  # samples that the window begins with, so that of the first ones a rare one is known as such
+PRIOR_FACTOR: Final = 1.1
 
 
 class Margin:
     """The latest errors of one kind of prediction."""
 
-    def __init__(self, prior_factor: float = PRIOR_FACTOR) -> None:
-        self._ratios: deque[float] = deque([prior_factor], maxlen=WINDOW)
+    def __init__(self, prior_factor: float = PRIOR_FACTOR, quantile: float = QUANTILE) -> None:
+        self._quantile = quantile
+        self._ratios: deque[float] = deque([prior_factor] * NUM_PRIOR, maxlen=WINDOW)
         self._factor: float | None = prior_factor  # None: to be worked out anew
 
     def note(self, predicted_s: float, actual_s: float) -> None:
@@ -32,9 +34,5 @@ class Margin:
         """Return the factor from a prediction to the seconds that it rarely exceeds, at least 1."""
         if self._factor is None:
             ordered = sorted(self._ratios)
-            self._factor = max(1.0, ordered[int(QUANTILE * len(ordered))])
+            self._factor = max(1.0, ordered[int(self._quantile * len(ordered))])
         return self._factor
-
-    def high_s(self, predicted_s: float) -> float:
-        """Return the seconds that such a prediction rarely exceeds."""
-        return predicted_s * self.factor

@@ -222,7 +222,7 @@ class NodeLogic:
         self._tier.fill(load)
         if self._knows_limits:
             load.step_weights.extend(self._costs.weights)
-            load.prefill_margin, load.decode_margin = self._reading.factors
+            load.decode_margin = self._reading.decode_margin
 
     # ---- commands ----
 
@@ -425,6 +425,7 @@ class NodeLogic:
         if step_tokens.tokens:
             self._endings.tell(step_tokens=step_tokens)
         self._hand_overs.note_read(residents, now)
+        self._tell_progress(residents)
         for resident in ended:
             self._endings.end(resident)
         for resident in residents:
@@ -436,6 +437,13 @@ class NodeLogic:
                 self._answers.end_without_token(resident, taken[-1], now)
         self._moves.note_written(resident for resident, taken in given if taken and taken[-1].is_token)
         self._settle_step(residents)
+
+    def _tell_progress(self, residents: Sequence[Resident]) -> None:
+        """The coordinator plans by what is left of prompts with limits."""
+        for each in residents:
+            if each.stage is Stage.READING and each.due is not None and each.num_to_compute and not each.is_ending:
+                progress = fleet_pb2.Progress(attempt=convert.attempt_of(each.request), num_left=each.num_to_compute)
+                self._endings.tell(progress=progress)
 
     def _count_step(
         self,

@@ -76,7 +76,7 @@ def hello(
 
 def heartbeat(state="ready", step_age_s=0.0, **load):
     """Of a node whose steps take what is expected, unless it tells other margins."""
-    load = inference_pb2.NodeLoad(**{"state": state, "prefill_margin": 1.0, "decode_margin": 1.0, **load})
+    load = inference_pb2.NodeLoad(**{"state": state, "decode_margin": 1.0, **load})
     return fleet_pb2.NodeEvent(heartbeat=fleet_pb2.Heartbeat(load=load, step_age_s=step_age_s))
 
 

@@ -25,6 +25,7 @@ from serving_core.due import Due
 from serving_core.errors import RequestError
 from serving_core.margin import Margin
 
+QUANTILE: Final = 0.95  # of those that are admitted keep their limits
 LATE_SHARE: Final = 0.05  # of its limit that a request which is refused late would have been late by, at least
 MOST_SPARE: Final = 0.5  # of a limit: with more, hardly anybody would be admitted from whom to learn
 FEWEST_TOKENS: Final = 8  # of an output whose TPOT tells something
@@ -40,8 +41,8 @@ class Admission:
         `max_queue_wait_s`: the longest wait before the first token; 0 for any."""
         self.admits_late: Final = admits_late
         self._max_queue_wait_s = max_queue_wait_s
-        self._ttft_margin = Margin()  # of first tokens, as a share of their limits
-        self._tpot_margin = Margin(prior_factor=1.0)  # of TPOT, by the limits that it was planned to keep
+        self._ttft_margin = Margin(quantile=QUANTILE)  # of first tokens, as a share of their limits
+        self._tpot_margin = Margin(prior_factor=1.0, quantile=QUANTILE)  # of TPOT, by the limits that it was planned to keep
         self._turns = Turns()
         self._queue = _Queue()
 
@@ -56,10 +57,16 @@ class Admission:
             return Due(inf, tpot_s)
         return Due(due.first_s - slo.ttft_s * min(MOST_SPARE, self._ttft_margin.factor - 1), tpot_s)
 
+    def is_hopeless(self, request: TrackedRequest, placed: Placed, now: float) -> bool:
+        """Return whether a new request that could be placed like this cannot have its first token in time as planned,
+        whatever it waits for."""
+        due = self.planned_due(request)
+        return due is not None and not request.output and now + placed.least_read_s > due.first_s
+
     def predict(self, request: TrackedRequest, placed: Placed, now: float) -> None:
         """Note when the first token of a request is expected that begins now, if that is in time."""
-        is_timely = placed.is_timely and placed.reads_in_time and not request.output and not request.num_restarts
-        request.predicted_first_s = now + placed.begins_s if is_timely else None
+        is_timely = placed.is_timely and not request.num_restarts and not self.is_hopeless(request, placed, now)
+        request.predicted_first_s = now + placed.begins_s if is_timely and not request.output else None
 
     def first_token(self, request: TrackedRequest, num_waiting: int, now: float) -> None:
         """The first token of a request came, and so many others wait for theirs."""
@@ -92,10 +99,10 @@ class Admission:
             message = f"the first token would come after {wait_s:.1f} s, the limit is {most_s:g} s"
             raise self.refusal(reasons.QUEUE_FULL, message, now, wait_s - most_s)
 
-    def may_begin(self, request: TrackedRequest, placed: Placed) -> bool:
+    def may_begin(self, request: TrackedRequest, placed: Placed, now: float) -> bool:
         """Return whether a request may begin where it could be placed like this, as far as limits are concerned."""
         is_new = request.due is not None and not request.num_restarts and not request.output
-        return self.admits_late or not is_new or (placed.is_timely and placed.reads_in_time)
+        return self.admits_late or not is_new or (placed.is_timely and not self.is_hopeless(request, placed, now))
 
     def refusal(self, reason: str, message: str, now: float, least_s: float = 0.0) -> RequestError:
         """Return the error of a request that is refused, with when it is its turn, least_s from now or later."""

@@ -42,6 +42,10 @@ class AttemptEvents:
             case "taken":
                 request.attempt.is_taken = node is request.attempt.prefill
                 return []
+            case "progress":
+                if node is request.attempt.prefill and not request.attempt.has_first_token:
+                    self._live.ledger.progressed(request.request_id, node, body.num_left)
+                return []
             case "reserved":
                 return self._on_reserved(request, node, body, now)
             case "revoked":

@@ -216,6 +216,12 @@ class Ledger:
         part.is_to_come = not part.tokens_to_compute and not has_first_token
         self._put(request_id, node, part)
 
+    def progressed(self, request_id: str, node: Node, num_left: int) -> None:
+        """The node has computed some of the prompt, and so many tokens are left, one at least."""
+        part = self._take(request_id, node)
+        part.tokens_to_compute = min(part.tokens_to_compute, max(1, num_left))
+        self._put(request_id, node, part)
+
     def first_token(self, request_id: str, now: float) -> None:
         """The prompt is read. A node that was to do nothing else holds it until it lets go."""
         request = self._requests[request_id]

@@ -204,11 +204,10 @@ class LiveAnswers:
         would wait too long."""
         if self._is_idle(placed):
             return False
-        if self._is_new(request) and not placed.reads_in_time:
-            if self.admission.admits_late:
-                self._take_late(request, placed, now)
-            return self.admission.admits_late
-        if request.due is None or request.due.first_s == inf:
+        is_hopeless = self._is_new(request) and self.admission.is_hopeless(request, placed, now)
+        if is_hopeless and not self.admission.admits_late:
+            return False
+        if is_hopeless or request.due is None or request.due.first_s == inf:
             self._check_wait(placed, now)
         return self.holding.takes(request, placed, now, in_time=not self.admission.admits_late)
 
@@ -270,7 +269,7 @@ class LiveAnswers:
         """Raises RequestError for a new request that is not admitted. On nodes that have nothing to do no other time
         would be better; and as they are told nothing else, what they take there shows whether they are believed to be
         slower than they are."""
-        if self.admission.may_begin(request, placed) or self._is_idle(placed):
+        if self.admission.may_begin(request, placed, now) or self._is_idle(placed):
             return
         raise self._late_refusal(now, placed.wait_s)
 

@@ -47,8 +47,7 @@ class Node:
     home: Shape  # that it has unless the coordinator lends it: what an operator has made of it, or what it has begun as
     asked: Shape | None = None  # of the node, which has not confirmed it yet
     step_weights: StepWeights = field(default_factory=StepWeights)  # as far as they are known
-    prefill_factor: float = PRIOR_FACTOR  # from what a step with prompts is to take to what it rarely exceeds
-    decode_factor: float = PRIOR_FACTOR  # from the mean of steps without prompts to what it rarely exceeds
+    decode_margin: float = PRIOR_FACTOR  # what the mean of steps without prompts rarely exceeds, by the expected one
     step_age_s: float = 0.0
     has_told: bool = False  # what its load is
     is_stopping: bool = False  # as the node says of itself
@@ -196,7 +195,8 @@ class Registry:
         node.step_age_s = heartbeat.step_age_s
         node.load, node.has_told = heartbeat.load, True
         node.step_weights = _weights(heartbeat.load)
-        node.prefill_factor, node.decode_factor = _factors(heartbeat.load)
+        told = heartbeat.load.decode_margin
+        node.decode_margin = told if 1 <= told < math.inf else PRIOR_FACTOR
         node.is_stopping = heartbeat.load.state != READY
         if heartbeat.load.HasField("shape"):
             node.shape = shape_from_wire(heartbeat.load.shape)
@@ -322,12 +322,6 @@ def _weights(load: inference_pb2.NodeLoad) -> StepWeights:
         return StepWeights(*told)
     rate = load.prefill_tokens_per_s
     return StepWeights(step_s=load.lone_step_s, token_s=1 / rate if rate > 0 else 0.0)
-
-
-def _factors(load: inference_pb2.NodeLoad) -> tuple[float, float]:
-    """The margins of the node's steps; before it tells some, those of a node that has learnt nothing."""
-    told = load.prefill_margin, load.decode_margin
-    return told if all(1 <= each < math.inf for each in told) else (PRIOR_FACTOR, PRIOR_FACTOR)
 
 
 def _checked(wire: inference_pb2.Shape, hello: fleet_pb2.Hello) -> Shape:

@@ -92,7 +92,7 @@ class _Weighing:
         if self._lateness is None:
             return placed
         read, write = self._lateness.on(reader), self._lateness.on(writer)
-        num_late, crowding, wait_s = self._num_late(reader, writer), write.crowding(reads=reader is writer), 0.0
+        num_late, crowding, wait_s = self._num_late(reader, writer), write.crowding(read.least_read_s), 0.0
         if num_late or crowding > 1:
             wait_s = max(read.reading_wait_s(), write.room_s or write.writing_wait_s())
         return placed._replace(
@@ -101,7 +101,7 @@ class _Weighing:
             wait_s=wait_s,
             reads_s=read.own_reads_s,
             begins_s=math.inf if write.is_beyond else read.own_begins_s,
-            reads_in_time=read.reads_in_time,
+            least_read_s=read.least_read_s,
         )
 
     def order(self, pair: Pair) -> _Order:
@@ -161,6 +161,8 @@ class _Weighing:
     def _harm(self, reader: Node, writer: Node) -> int:
         """How many are late, those among them that are yet to come."""
         num_late = self._num_late(reader, writer)
+        if self._lateness is not None and not num_late:
+            num_late = int(self._lateness.on(reader).is_own_late)
         if self._lateness is None or writer is not self._spared:
             return num_late
         return num_late + self._lateness.on(writer).num_lost()

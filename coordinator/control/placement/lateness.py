@@ -12,8 +12,9 @@ its steps take, as it has learnt it itself. Then
 Where a node has no seat, or no room in its pool, the answer waits until enough of those with limits have ended, or as
 long as others waited lately.
 
-What is expected is not what will be: steps count as long as they rarely are, by the margins that each node has learnt
-from its own errors (serving_core/margin.py), and tokens are due before their limits (coordinator/control/admission.py).
+What is expected is not what will be: tokens are due before their limits, by margins that the coordinator has learnt from
+its own errors (coordinator/control/admission.py), and decode steps count as long as they rarely are in the mean, by those
+of the nodes (serving_core/margin.py).
 
 Where the node writes answers too, its prompts get the time that these leave: at once what they are ahead of their
 limits, and then of each step what the tightest limit that can be kept has left beside the answers; at least FLOOR of
@@ -22,9 +23,9 @@ Answers without limits leave it a chunk with each of their steps. So a node itse
 (prefill_node/slack.py, prefill_node/order.py): what is expected here is what it will try. How long answers become is
 guessed from those that ended (coordinator/control/lengths.py).
 
-An answer that makes nobody late as things stand is too many where a step of all that its node would then write takes
-longer than the tightest limit (`crowding`): prompts would get no time, whatever is expected of those that wait. An
-answer whose prompt waits counts there as far as it outlasts the reading of all that wait.
+An answer that makes nobody late as things stand is too many where, at any time while it is written, a step of all
+answers takes longer than the tightest limit (`crowding`): prompts would get no time, and whoever gets more tokens than
+is expected would be late.
 
 An answer also costs prompts that are not there yet: while it is being written its node reads little. Where answers are
 being written anyway one more hardly matters; so they do no harm if they leave one node alone (`spared`). On that one an
@@ -116,12 +117,16 @@ class Lateness:
         if node not in self._nodes:
             coming = self._ledger.marks_read(node)
             num_tokens = self._wanted.prompt.tokens_to_compute(node, coming) - self._num_lent(node)
-            self._nodes[node] = NodeLateness(node, self._ledger, self._wanted, num_tokens, self._now, self._begins_s)
+            self._nodes[node] = NodeLateness(node, self._ledger, self._wanted, num_tokens, self._now, self)
         return self._nodes[node]
 
-    def _begins_s(self, owed: Owed) -> float:
+    def begins_s(self, owed: Owed) -> float:
         """Seconds until an answer begins: until its prompt is read, wherever that is."""
         return 0.0 if owed.reader is None else self.on(owed.reader).read_s[id(owed.due)]
+
+    def least_begins_s(self, owed: Owed) -> float:
+        """The same if prompts got all of the reader's time."""
+        return 0.0 if owed.reader is None else self.on(owed.reader).least_read_by_s[id(owed.due)]
 
 
 class _Answer(NamedTuple):
@@ -150,11 +155,11 @@ class NodeLateness:
         wanted: Wanted,
         num_own_tokens: int,
         now: float,
-        begins_s: Callable[[Owed], float],
+        lateness: Lateness,
     ) -> None:
         self._weights, self._chunk_tokens, self._now = node.step_weights, node.usable.prompt_tokens, now
-        self._prefill_factor, self._decode_factor = node.prefill_factor, node.decode_factor
-        self._begins_s = begins_s
+        self._decode_margin = node.decode_margin
+        self._begins_s, self._least_begins_s = lateness.begins_s, lateness.least_begins_s
         account = ledger.of(node)
         self._num_prompt_tokens = account.tokens_to_compute
         self._num_seats_lacking = account.num_answers + 1 - node.usable.seats
@@ -190,17 +195,16 @@ class NodeLateness:
         return num_late + self._late_prompts([*self._jobs, self._own_job]) - self._num_late
 
     @property
-    def reads_in_time(self) -> bool:
-        """Whether the prompt would be read in time if prompts got all of the time, one after the other with all that
-        are due, and those that are due later are in time all the same. That of two prompts one is late does not make
-        room for a third here: neither is refused yet."""
-        own, work_s = self._own_job, 0.0
-        jobs = [each for each in self._jobs if each.seconds and each.due_s < math.inf]
-        for job in sorted([*jobs, own], key=lambda job: (job.due_s, job is own)):
-            work_s += job.seconds
-            if job.due_s >= own.due_s and 0 < job.due_s < work_s:
-                return False
-        return own.due_s > 0
+    def least_read_s(self) -> float:
+        """Seconds after which the prompt would be read if prompts got all of the time, behind those that are due before
+        and not late already."""
+        work_s = sum(each.seconds for each in self._jobs if 0 < each.due_s <= self._own_job.due_s)
+        return work_s + self._own_job.seconds
+
+    @property
+    def is_own_late(self) -> bool:
+        """Whether even so its first token would be late."""
+        return self.least_read_s > self._own_job.due_s
 
     def writing(self, waits_s: float, begins_s: float = 0.0) -> int:
         """More that are late when it writes the answer, which another node has read by then, and which waits so long
@@ -236,6 +240,15 @@ class NodeLateness:
         return self._own is not None and self._own < self._step_s(1)
 
     @cached_property
+    def least_read_by_s(self) -> dict[int, float]:
+        """Of prompts, by the identity of their dues: seconds until it could have read them if they got all its time."""
+        work_s, read_s = 0.0, {}
+        for job, owed in sorted(zip(self._jobs, self._unread, strict=True), key=lambda pair: pair[0].due_s):
+            work_s += job.seconds
+            read_s[id(owed.due)] = work_s
+        return read_s
+
+    @cached_property
     def read_s(self) -> dict[int, float]:
         """Of prompts, by the identity of their dues: seconds until it has read them."""
         pace, work_s, read_s = self._pace(0), 0.0, {}
@@ -251,19 +264,33 @@ class NodeLateness:
         lost_share = 1 - self._pace(1).share / work if work else 0.0  # of requests like this one
         return max(0, int(LOST * self._requests_per_s * lost_share * added_s))
 
-    def crowding(self, *, reads: bool) -> float:
-        """What a step would rarely exceed of all answers that it would have with this one, whose prompt it reads too or
-        another node, by the tightest limit that can be kept; 0 without limits."""
+    def crowding(self, begins_s: float) -> float:
+        """What a step would rarely exceed while this answer is written, which begins no sooner than so many seconds from
+        now, by the tightest limit that can be kept; 0 without limits. Answers that have not begun count from when their
+        prompts can be read at the soonest, and all until they end in steps that take that limit."""
         alone_s = self._step_s(1)
         limits_s = [each.due.tpot_s for each in self._written] + ([] if self._own is None else [self._own])
         limit_s = min((each for each in limits_s if each >= alone_s), default=math.inf)
         if limit_s == math.inf:
             return 0.0
-        waiting = [each.num_left for each in self._written if each.num_to_compute] + [self._own_num_left]
-        num_begun = self._num_unlimited + len(self._written) + 1 - len(waiting)
-        work_s = sum(each.seconds for each in self._jobs) + reads * self._own_job.seconds
-        num_waiting = sum(min(1.0, num_left * limit_s / work_s) for num_left in waiting) if work_s else len(waiting)
-        return self._decode_factor * self._step_s(num_begun + round(num_waiting) + self._num_spare) / limit_s
+        num_answers = self._num_unlimited + self._most_beside(begins_s, limit_s) + 1 + self._num_spare
+        return self._decode_margin * self._step_s(num_answers) / limit_s
+
+    def _most_beside(self, begins_s: float, each_s: float) -> int:
+        """Return the most answers with limits that are written at any time beside one that begins then, in such
+        steps."""
+        ends_s = begins_s + self._own_num_left * each_s
+        moments = []
+        for each in self._written:
+            from_s = 0.0 if each.num_output else self._least_begins_s(each)
+            until_s = from_s + each.num_left * each_s
+            if from_s < ends_s and until_s > begins_s:
+                moments += [(max(from_s, begins_s), 1), (until_s, -1)]
+        most = num_now = 0
+        for _, change in sorted(moments):
+            num_now += change
+            most = max(most, num_now)
+        return most
 
     def reading_wait_s(self) -> float:
         """Seconds after which it could read the prompt in time behind all that are due, with what it has now."""
@@ -295,7 +322,7 @@ class NodeLateness:
             return Job(0.0, due_s - self._now)
         weights = self._weights
         seconds = weights.of_prompt(0, num_tokens, max(1, self._chunk_tokens), weights.step_s)
-        return Job(self._prefill_factor * seconds, due_s - self._now)
+        return Job(seconds, due_s - self._now)
 
     @property
     def _num_late(self) -> int:
@@ -331,7 +358,7 @@ class NodeLateness:
         longest_s = self._step_s(self._num_unlimited + len(answers))
 
         def is_late(answer: _Answer, elapsed_s: float) -> bool:
-            return self._decode_factor * elapsed_s + answer.is_to_come * chunk_s > answer.due_s - answer.begins_s
+            return self._decode_margin * elapsed_s + answer.is_to_come * chunk_s > answer.due_s - answer.begins_s
 
         if not any(is_late(each, each.num_left * longest_s) for each in answers):
             return 0  # even if they all went on until the last one ends

@@ -37,8 +37,8 @@ class Placed(NamedTuple):
     a step of the answers on the node that writes, this one's too, by the tightest of their limits on TPOT; wait_s:
     seconds after which its first token would be in time, and there is room or half of the answers there have ended, as
     far as that is known; reads_s: seconds that its prompt takes by itself; begins_s: seconds after which it is read,
-    inf where no time is better for it; reads_in_time: whether its prompt is read in time, and those that are due later
-    too. All these are worked out where somebody has limits.
+    inf where no time is better for it; least_read_s: the same if prompts got all of the reader's time. All these are
+    worked out where somebody has limits.
 
     loan: what the node that reads is lent; queue_s: seconds of work that the reader has before it, 0 where its rate is
     not known; is_full: the answer has to wait for others to end.
@@ -51,7 +51,7 @@ class Placed(NamedTuple):
     wait_s: float = 0.0
     reads_s: float = 0.0
     begins_s: float = 0.0
-    reads_in_time: bool = True
+    least_read_s: float = 0.0
     loan: Loan | None = None
     queue_s: float = 0.0
     is_full: bool = False
