@@ -41,16 +41,16 @@ class Order:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self.hopeless: list[Resident] = []  # of the last order, those to refuse: they cannot be in time any more
+        self._hopeless: list[Resident] = []  # of the last order, those to refuse: they cannot be in time any more
         self._num_owed = 0.0  # tokens, to the oldest of those that others are read before; at most what it lacks
         self._oldest: Request | None = None
         self._first: frozenset[Request] = frozenset()  # that are read before it
 
     def of(self, prompts: list[Resident], now: float, pace: Callable[[], Pace]) -> list[Resident]:
-        """These prompts, which come oldest first, in the order in which they are to be read, without those that are
-        `hopeless`. `pace` is asked where any has a limit."""
+        """These prompts, which come oldest first, in the order in which they are to be read, without those that
+        `take_hopeless` gives. `pace` is asked where any has a limit."""
         first = self._timely(prompts, now, pace)
-        chosen = {*first, *self.hopeless}
+        chosen = {*first, *self._hopeless}
         back = [each for each in prompts if each not in chosen]
         if not back:
             self._num_owed, self._oldest, self._first = 0.0, None, frozenset()
@@ -64,6 +64,11 @@ class Order:
             ordered.insert(0, ordered.pop(place))
         return ordered
 
+    def take_hopeless(self) -> list[Resident]:
+        """Return, once, the prompts that the last order has left out: they cannot be in time, and are to be refused."""
+        hopeless, self._hopeless = self._hopeless, []
+        return hopeless
+
     def took(self, works: Sequence[Work]) -> None:
         """What the planned step computes of prompts."""
         for work in works:
@@ -73,7 +78,7 @@ class Order:
                 self._num_owed += FLOOR * work.num_tokens
 
     def _timely(self, prompts: list[Resident], now: float, pace: Callable[[], Pace]) -> list[Resident]:
-        self.hopeless = []
+        self._hopeless = []
         limited = [(each, at_s) for each in prompts if (at_s := due_s(each)) < math.inf]
         if not limited:
             return []
@@ -82,7 +87,7 @@ class Order:
         expected_s = [of_prompt(each.num_computed, each.num_to_compute, most_tokens, bare_s) for each, _ in limited]
         for (each, at_s), seconds in zip(limited, expected_s, strict=True):
             if _is_refusable(each) and now + seconds > at_s:
-                self.hopeless.append(each)
+                self._hopeless.append(each)
         high_s = [factor * seconds for seconds in expected_s]
         found = timely(high_s, [at_s - now for _, at_s in limited], [each.priority for each, _ in limited])
         return [limited[index][0] for index in found]

@@ -171,10 +171,9 @@ class Reading:
             and self._num_held(resident) <= start
         )
 
-    @property
-    def hopeless(self) -> Sequence[Resident]:
-        """Return the prompts that the last plan has left out, since they are to be refused."""
-        return self._order.hopeless
+    def take_hopeless(self) -> Sequence[Resident]:
+        """Return, once, the prompts that the last plan has left out, since they are to be refused."""
+        return self._order.take_hopeless()
 
     @property
     def decode_margin(self) -> float:

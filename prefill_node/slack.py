@@ -33,7 +33,8 @@ CATCH_UP_TOKENS: Final = 64  # that one which is late may take to be in time aga
 BLOCKING_SHARE: Final = 0.25  # of the time to their first token that prompts come with, for a step before them
 LOW: Final = 0.1  # of these prompts have less time than is counted on
 NUM_RECENT: Final = 32  # prompts
-DECODE_RUN: Final = 4  # steps without prompts whose errors count together
+DECODE_PRIOR: Final = 1.02  # of the mean of many steps, as an answer has them
+DECODE_RUN: Final = 16  # steps without prompts whose errors count together
 WEIGHED_EVERY: Final = 2  # steps without prompts, of which one is predicted so that its error is known
 SHORT_TOKENS: Final = 64  # that a step may compute however short it is to be
 FIXED_SHARE: Final = 0.2  # of a step's time that may go to what it costs without chunks, to keep it short
@@ -64,7 +65,7 @@ class Slack:
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
         self._margin = Margin()  # of a step with chunks
-        self._decode_margin = Margin()  # of DECODE_RUN steps without, together
+        self._decode_margin = Margin(DECODE_PRIOR)  # of DECODE_RUN steps without, together
         self._run_s: list[tuple[float, float]] = []  # of those that are to be one sample: predicted, actual
         self._owed_s = 0.0  # to prompts that were held back
         self._step: _Step | None = None

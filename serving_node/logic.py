@@ -326,9 +326,11 @@ class NodeLogic:
         if self._claim.recalls():
             self.hosting.recall()
         works = self._plan(now)
-        while not works and (self._room.seat() or self._room.make_way() or self._turn_away()):
+        while self._refuse_hopeless() or (
+            not works and (self._room.seat() or self._room.make_way() or self._turn_away())
+        ):
             self._grant()
-            works = self._plan(now)
+            works = works or self._plan(now)
         for work in works:
             resident = self._residents.of(work.request)
             resident.in_step = True
@@ -336,6 +338,13 @@ class NodeLogic:
             if resident.reading_since_s is None and resident.computes_prompt:
                 resident.reading_since_s = now
         return works
+
+    def _refuse_hopeless(self) -> bool:
+        """Fail the prompts that the last plan has left out since they would be late. Return whether there were any."""
+        refused = self._reading.take_hopeless()
+        for resident in refused:
+            self._endings.fail(resident, reasons.WOULD_BE_LATE, "the prompt cannot be read before its deadline")
+        return bool(refused)
 
     def _turn_away(self) -> bool:
         """Fails what waits for blocks that older requests of other nodes hold here: another node may have some. Younger
@@ -368,8 +377,6 @@ class NodeLogic:
         budget = 1 if is_full else min(self._shape.prompt_tokens or num_left, num_left)
         may_start = self._room.gate(lambda resident, num_spare: self._holds_up(resident, num_spare, now))
         chunks = self._reading.plan(budget, may_start, self._start, answers, now)
-        for resident in self._reading.hopeless:
-            self._endings.fail(resident, reasons.WOULD_BE_LATE, "the prompt cannot be read before its deadline")
         if is_full and chunks:
             works.pop()  # an older prompt never waits for all answers that come and go
         works += chunks

@@ -42,7 +42,9 @@ class Admission:
         self.admits_late: Final = admits_late
         self._max_queue_wait_s = max_queue_wait_s
         self._ttft_margin = Margin(quantile=QUANTILE)  # of first tokens, as a share of their limits
-        self._tpot_margin = Margin(prior_factor=1.0, quantile=QUANTILE)  # of TPOT, by the limits that it was planned to keep
+        self._tpot_margin = Margin(
+            prior_factor=1.0, quantile=QUANTILE
+        )  # of TPOT, by the limits that it was planned to keep
         self._turns = Turns()
         self._queue = _Queue()
 

@@ -39,13 +39,8 @@ class AttemptEvents:
     def handle(self, request: TrackedRequest, node: Node, kind: str, body: Any, now: float) -> list[Instruction]:
         """What a node of the current attempt says of it."""
         match kind:
-            case "taken":
-                request.attempt.is_taken = node is request.attempt.prefill
-                return []
-            case "progress":
-                if node is request.attempt.prefill and not request.attempt.has_first_token:
-                    self._live.ledger.progressed(request.request_id, node, body.num_left)
-                return []
+            case "taken" | "progress":
+                return self._on_reading(request, node, body)
             case "reserved":
                 return self._on_reserved(request, node, body, now)
             case "revoked":
@@ -65,6 +60,16 @@ class AttemptEvents:
                 return self._live.carry_on(request, node, error, now)
             case _:
                 raise AssertionError(f"{kind} is nothing of an attempt")
+
+    def _on_reading(
+        self, request: TrackedRequest, node: Node, event: fleet_pb2.Taken | fleet_pb2.Progress
+    ) -> list[Instruction]:
+        """The node that reads has the prompt, or has computed some of it."""
+        if isinstance(event, fleet_pb2.Taken):
+            request.attempt.is_taken = node is request.attempt.prefill
+        elif node is request.attempt.prefill and not request.attempt.has_first_token:
+            self._live.ledger.progressed(request.request_id, node, event.num_left)
+        return []
 
     def step_token(
         self, request: TrackedRequest, token: fleet_pb2.SampledToken, step_s: float, now: float

@@ -4,8 +4,9 @@ Heartbeats are up to a second old, so whoever decides where work goes counts wha
 keeps the account; placement asks it.
 """
 
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final, NamedTuple
 
 from coordinator.control.lengths import Lengths
@@ -13,6 +14,8 @@ from coordinator.control.marks import Marks, num_leading
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
 from serving_core.due import Due
+
+RECOUNT_S: Final = 0.1
 
 
 @dataclass(slots=True)
@@ -98,6 +101,8 @@ class Ledger:
         self._requests: dict[str, _Request] = {}
         self._accounts: dict[Node, Account] = {}
         self._limited: dict[Node, dict[str, _Request]] = {}  # those with limits that have a part on the node
+        self._most_left: dict[Node, int] = {}
+        self._counted_s = -inf  # when these were
         self._read: dict[Node, Marks] = {}  # of all its parts, as those have them
         self._held: dict[Node, Marks] = {}
 
@@ -179,10 +184,16 @@ class Ledger:
                 node if part.tokens_to_compute else request.reader,
             )
 
-    def most_left(self, node: Node) -> int:
-        """Tokens that are expected of one answer with limits that the node writes: the most."""
-        limited = self._limited.get(node, {}).values()
-        return max((request.num_left for request in limited if request.parts[node].is_written), default=0)
+    def most_left(self, now: float) -> Mapping[Node, int]:
+        """Of the answers with limits that each node writes, the most tokens that are expected of one; recounted every
+        RECOUNT_S, since answers grow by tokens."""
+        if now - self._counted_s >= RECOUNT_S:
+            self._counted_s = now
+            self._most_left = {
+                node: max((each.num_left for each in limited.values() if each.parts[node].is_written), default=0)
+                for node, limited in self._limited.items()
+            }
+        return self._most_left
 
     # ---- what the tracker tells ----
 

@@ -14,7 +14,6 @@ from protos.convert import PROTOCOL_VERSION, shape_from_wire, shape_to_wire
 from serving_core.adapter_names import ADAPTER_NAME, MOST_ADAPTERS, adapters_in
 from serving_core.costs import StepWeights
 from serving_core.errors import RequestError
-from serving_core.margin import PRIOR_FACTOR
 from serving_core.prefix import MAX_MAKERS
 from serving_core.reasons import BAD_PARAM, NAME_TAKEN, NODE_NOT_FOUND, PAIRING_MISMATCH, QUEUE_FULL
 from serving_core.shapes import BOTH, ROLES, Shape, check_shape, common, role_of
@@ -47,7 +46,7 @@ class Node:
     home: Shape  # that it has unless the coordinator lends it: what an operator has made of it, or what it has begun as
     asked: Shape | None = None  # of the node, which has not confirmed it yet
     step_weights: StepWeights = field(default_factory=StepWeights)  # as far as they are known
-    decode_margin: float = PRIOR_FACTOR  # what the mean of steps without prompts rarely exceeds, by the expected one
+    decode_margin: float = 1.0  # what the mean of steps without prompts rarely exceeds, by the expected one
     step_age_s: float = 0.0
     has_told: bool = False  # what its load is
     is_stopping: bool = False  # as the node says of itself
@@ -196,7 +195,7 @@ class Registry:
         node.load, node.has_told = heartbeat.load, True
         node.step_weights = _weights(heartbeat.load)
         told = heartbeat.load.decode_margin
-        node.decode_margin = told if 1 <= told < math.inf else PRIOR_FACTOR
+        node.decode_margin = told if 1 <= told < math.inf else 1.0
         node.is_stopping = heartbeat.load.state != READY
         if heartbeat.load.HasField("shape"):
             node.shape = shape_from_wire(heartbeat.load.shape)

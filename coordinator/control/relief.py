@@ -34,7 +34,7 @@ def departures(
     for source in nodes:
         if source in busy:
             continue
-        look = _Look(ledger, now, requests_per_s, spared(nodes, ledger))
+        look = _Look(ledger, now, requests_per_s, spared(nodes, ledger, now))
         late = look.late(requests, source)
         for request in late:
             free = [node for node in nodes if node is not source and node not in busy]

@@ -8,7 +8,9 @@ holds already count as left. Nodes that have failed the request come last, and f
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from heapq import nsmallest
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from coordinator.control.handover import HandoverCosts
@@ -24,7 +26,7 @@ from serving_core.shapes import DECODE, PREFILL
 
 Pair = tuple[Node, Node]
 
-MOST_WEIGHED: Final = 8  # readers, writers and nodes alone, the cheapest of each, whose lateness is worked out
+MOST_WEIGHED: Final = 8  # pairs, the cheapest ones, whose harm is worked out
 
 
 class Cheapest:
@@ -46,18 +48,36 @@ class Cheapest:
         if lateness is None or not lateness.is_at_stake:
             weighing = _Weighing(costs, None, None, wanted.avoid)
         else:
-            least = spared(readers, ledger)
+            least = spared(readers, ledger, now)
             has_other = any(node is not least and not costs.writing(node).is_full for node in writers)
             weighing = _Weighing(costs, lateness, least if has_other else None, wanted.avoid)
-        alone = list(weighing.alone(readers, writers))
-        two = list(weighing.two(*within_pools(readers, writers, wanted)))
-        allowed = [*(two if self._may_be_two else ()), *(alone if self._may_be_alone else ())]
-        pairs = allowed or [*two, *alone]
+        alone = [(node, node) for node in set(readers).intersection(writers)]
+        two = list(_two(costs, wanted.avoid, *within_pools(readers, writers, wanted)))
+        pairs = [*(two if self._may_be_two else ()), *(alone if self._may_be_alone else ())] or [*two, *alone]
         if not pairs:
             message = "no node that writes answers takes those of prompts that other nodes read"
             raise RequestError(NO_DECODE_WORKER, message)
-        reader, writer = min(pairs, key=weighing.order)
-        return weighing.placed(reader, writer)
+        return weighing.placed(*weighing.best(pairs))
+
+
+def _two(
+    costs: Costs, avoid: Collection[Node], readers: Sequence[Node], writers: Sequence[Node]
+) -> Iterator[Pair]:
+    """Each of the two best readers with each of the best writers: two, since the best one may be the only one that
+    writes."""
+    takers = [node for node in writers if node.usable.takes_handovers]
+    if not takers:
+        return
+    credit_s = min(costs.writing(node).credit_s for node in takers)
+
+    def by_seconds(node: Node) -> tuple[bool, bool, float, str]:
+        reading = costs.reading(node)
+        is_second_choice = node.usable.writes and not costs.are_known
+        return node in avoid, is_second_choice, max(reading.own_s, credit_s) + reading.others_s, node.name
+
+    best = nsmallest(MOST_WEIGHED, takers, lambda node: (node in avoid, costs.writing(node), node.name))
+    for reader in nsmallest(2, readers, by_seconds):
+        yield from ((reader, writer) for writer in best if writer is not reader)
 
 
 class _Order(NamedTuple):
@@ -69,6 +89,8 @@ class _Order(NamedTuple):
     is_full: bool
     seconds: float
     by_kind: int  # of pairs that cost the same
+    part: float  # of the writer's pool that would be taken
+    names: tuple[str, str]
 
 
 class _Weighing:
@@ -104,59 +126,35 @@ class _Weighing:
             least_read_s=read.least_read_s,
         )
 
-    def order(self, pair: Pair) -> _Order:
+    def best(self, pairs: Iterable[Pair]) -> Pair:
+        """The pair that is least in order. What harm one does takes long to work out: that is asked of MOST_WEIGHED at
+        most, those first that cost the fewest seconds, and of none that cannot be better than what is found."""
+        least: tuple[_Order, Pair] | None = None
+        for bound, pair in nsmallest(MOST_WEIGHED, [(self._bound(pair), pair) for pair in pairs], itemgetter(0)):
+            if least is not None and least[0] <= bound:
+                break
+            order = bound
+            if self._lateness is not None:
+                order = bound._replace(harm=self._harm(*pair), seconds=self._seconds(*pair))
+            if least is None or order < least[0]:
+                least = order, pair
+        assert least is not None, "there are pairs"
+        return least[1]
+
+    def _bound(self, pair: Pair) -> _Order:
+        """The order of a pair that did no harm, and whose reader's answers left the prompt all of its time."""
         reader, writer = pair
+        writing = self._costs.writing(writer)
         return _Order(
-            len({reader, writer} & set(self._avoid)),
-            self._is_second_choice(reader),
-            self._harm(reader, writer),
-            self._costs.writing(writer).is_full,
-            self._seconds(reader, writer),
+            sum(node in self._avoid for node in {reader, writer}) if self._avoid else 0,
+            reader.usable.writes and not self._costs.are_known,
+            0,
+            writing.is_full,
+            self._costs.seconds(reader, writer),
             0 if not reader.usable.writes else 1 if reader is writer else 2,
+            writing.part,
+            (reader.name, writer.name),
         )
-
-    def two(self, readers: Sequence[Node], writers: Sequence[Node]) -> Iterator[Pair]:
-        """The two best readers, each with its best writer: two, since the best one may be the only one that writes."""
-        takers = [node for node in writers if node.usable.takes_handovers]
-        if not takers:
-            return
-        for reader in self._best_readers(readers, writers)[:2]:
-            if others := [node for node in takers if node is not reader]:
-                yield reader, self._best_writer(others, reader)
-
-    def alone(self, readers: Sequence[Node], writers: Sequence[Node]) -> Iterator[Pair]:
-        """The best node by itself."""
-        able = set(writers)
-        if both := [node for node in readers if node in able]:
-            node = self._best_writer(both, None)
-            yield node, node
-
-    def _best_readers(self, readers: Sequence[Node], writers: Sequence[Node]) -> list[Node]:
-        """The best first."""
-        credit_s = min(self._costs.writing(node).credit_s for node in writers)
-
-        def by_seconds(node: Node) -> tuple[bool, bool, float, str]:
-            reading = self._costs.reading(node)
-            seconds = max(reading.own_s, credit_s) + reading.others_s
-            return node in self._avoid, self._is_second_choice(node), seconds, node.name
-
-        ordered = sorted(readers, key=by_seconds)
-        if (lateness := self._lateness) is None:
-            return ordered
-        few = ordered[:MOST_WEIGHED]
-        return sorted(few, key=lambda node: (*by_seconds(node)[:2], lateness.on(node).reading))
-
-    def _best_writer(self, able: Sequence[Node], reader: Node | None) -> Node:
-        """Of these, beside this reader or, without one, alone."""
-
-        def by_seconds(node: Node) -> tuple[bool, bool, float, float, str]:
-            writing, seconds = self._costs.writing(node), self._costs.seconds(reader or node, node)
-            return node in self._avoid, writing.is_full, seconds, writing.part, node.name
-
-        if self._lateness is None:
-            return min(able, key=by_seconds)
-        few = sorted(able, key=by_seconds)[:MOST_WEIGHED]
-        return min(few, key=lambda node: (node in self._avoid, self._harm(reader or node, node)))
 
     def _harm(self, reader: Node, writer: Node) -> int:
         """How many are late, those among them that are yet to come."""
@@ -189,6 +187,3 @@ class _Weighing:
         if self._lateness is None:
             return seconds
         return seconds + max(0.0, self._lateness.on(reader).own_begins_s - self._costs.reading(reader).own_s)
-
-    def _is_second_choice(self, reader: Node) -> bool:
-        return reader.usable.writes and not self._costs.are_known

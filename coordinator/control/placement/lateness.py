@@ -12,9 +12,9 @@ its steps take, as it has learnt it itself. Then
 Where a node has no seat, or no room in its pool, the answer waits until enough of those with limits have ended, or as
 long as others waited lately.
 
-What is expected is not what will be: tokens are due before their limits, by margins that the coordinator has learnt from
-its own errors (coordinator/control/admission.py), and decode steps count as long as they rarely are in the mean, by those
-of the nodes (serving_core/margin.py).
+What is expected is not what will be: tokens are due before their limits, by margins that the coordinator has learnt
+from its own errors (coordinator/control/admission.py), and decode steps count as long as they rarely are in the mean,
+by those of the nodes (serving_core/margin.py).
 
 Where the node writes answers too, its prompts get the time that these leave: at once what they are ahead of their
 limits, and then of each step what the tightest limit that can be kept has left beside the answers; at least FLOOR of
@@ -89,9 +89,10 @@ def step_s(node: Node, ledger: Ledger, num_more: int = 0, num_more_cached: int =
     return node.step_weights.of_step(StepLoad(num_answers, account.tokens_held + num_more_cached))
 
 
-def spared(nodes: Collection[Node], ledger: Ledger) -> Node | None:
+def spared(nodes: Collection[Node], ledger: Ledger, now: float) -> Node | None:
     """Of nodes that read, the one on which answers with limits are over first; None where several are equal."""
-    by_left = [(ledger.most_left(node), node) for node in nodes if node.usable.reads and node.is_ready]
+    most_left = ledger.most_left(now)
+    by_left = [(most_left.get(node, 0), node) for node in nodes if node.usable.reads and node.is_ready]
     least = min((num_left for num_left, _ in by_left), default=0)
     first = [node for num_left, node in by_left if num_left == least]
     return first[0] if len(first) == 1 else None
@@ -265,9 +266,9 @@ class NodeLateness:
         return max(0, int(LOST * self._requests_per_s * lost_share * added_s))
 
     def crowding(self, begins_s: float) -> float:
-        """What a step would rarely exceed while this answer is written, which begins no sooner than so many seconds from
-        now, by the tightest limit that can be kept; 0 without limits. Answers that have not begun count from when their
-        prompts can be read at the soonest, and all until they end in steps that take that limit."""
+        """What a step would rarely exceed while this answer is written, which begins so many seconds from now at the
+        soonest, by the tightest limit that can be kept; 0 without limits. Answers that have not begun count from when
+        their prompts can be read at the soonest, and all until they end in steps that take that limit."""
         alone_s = self._step_s(1)
         limits_s = [each.due.tpot_s for each in self._written] + ([] if self._own is None else [self._own])
         limit_s = min((each for each in limits_s if each >= alone_s), default=math.inf)
