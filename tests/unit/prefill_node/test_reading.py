@@ -1,5 +1,6 @@
 """Which tokens of which prompt a step computes."""
 
+from prefill_node import slack
 from prefill_node.reading import MAX_SCORED_TOKENS, Reading, num_cacheable
 from serving_core.costs import StepCosts
 from serving_core.due import Due
@@ -60,11 +61,11 @@ def test_one_without_a_seat_is_passed_over():
     assert plan(house, reading, 64, seats={"seat"}) == ([("seat", 0, 5)], ["seat"])
 
 
-def limited(*dues_s, num_tokens=20):
+def limited(*dues_s, nums_tokens=(20, 20, 20)):
     """What the first step computes of prompts that are due so, at one token a second."""
     house, reading = make(100, tokens_per_s=1.0)
     for age, due_s in enumerate(dues_s):
-        house.add("abcd"[age], age, Stage.QUEUED, num_tokens, hands_over=True).due = due_s and Due(due_s)
+        house.add("abcd"[age], age, Stage.QUEUED, nums_tokens[age], hands_over=True).due = due_s and Due(due_s)
     return plan(house, reading, 60)[0]
 
 
@@ -74,7 +75,14 @@ def test_a_step_takes_on_nothing_that_makes_a_prompt_late_which_ends_in_it():
     assert limited(40.0 * margin, 100.0) == [("a", 0, 20), ("b", 0, 20)]  # at its end, both
     assert limited(20.0 * margin, 39.0 * margin, 70.0 * margin) == [("a", 0, 20)]
     assert limited(90.0 * margin, 25.0 * margin) == [("b", 0, 20)]  # the most urgent comes first
-    assert limited(38.5 * margin, None) == [("a", 0, 20), ("b", 0, 18)]  # all that is left
+
+
+def test_what_is_left_of_a_step_goes_to_a_prompt_that_a_step_of_its_own_would_not_hold():
+    """A step holds SHORT_TOKENS at least, as long as they take."""
+    margin = PRIOR_FACTOR
+    longest = slack.SHORT_TOKENS
+    assert limited(38.5 * margin, None, nums_tokens=(20, longest + 1)) == [("a", 0, 20), ("b", 0, 18)]
+    assert limited(38.5 * margin, None, nums_tokens=(20, longest)) == [("a", 0, 20)]
 
 
 def test_who_has_no_limit_or_is_late_anyway_lets_others_share_its_step():
