@@ -85,7 +85,8 @@ def serve(rates, requests, max_num_seqs=64, roles=FIXED, watch=None):
     agenda, model = Agenda(), ToyModel(VOCAB_SIZE)
     limits = {"max_concurrency": None, "request_timeout_s": NEVER_S, "door_s": 0.0}
     clients = LoadClients(agenda, planned, model=model, **limits)
-    fleet = Fleet(agenda, clients, sizes, model, CoordinatorSettings(roles=roles, max_restarts=0, keep_after_s=NEVER_S))
+    everyone = {"max_restarts": 0, "keep_after_s": NEVER_S, "max_queue_wait_s": 0.0}  # is answered, however late
+    fleet = Fleet(agenda, clients, sizes, model, CoordinatorSettings(roles=roles, **everyone))
     for name, rate in rates.items():
         fleet.start(name, ROLES[name[0]], Rated(rate))
     seen = RolesSeen(agenda, fleet)

@@ -248,7 +248,8 @@ def test_a_full_queue_is_told_with_when_to_come_again(tmp_path):
             reply = await post(client, prompt=["a", "b", "c"], headers={"x-request-id": "more"})
             assert error_of(reply) == (429, "requests", "rate_limit_exceeded")
             assert reply.headers["retry-after"] == "1"
-            assert reply.json()["error"]["message"] == ("3 do not fit: 1 answers are in flight, the limit is 3")
+            message = "3 do not fit: 1 answers are in flight, the limit is 3: try again in 1.0 s"
+            assert reply.json()["error"]["message"] == message
             await hand_over(c, attempt, "a")
             await step(c.nodes["d0"], attempt, 1, "b", LENGTH)  # neither node has heard of anything in between
             assert (await call).status_code == 200

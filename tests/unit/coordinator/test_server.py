@@ -81,7 +81,7 @@ def test_a_call_of_more_answers_than_may_be_in_flight_is_refused_for_good_and_on
             attempt, _ = await begin(c)
             code, info, details = await refusal_of(c.generate(request_id="other", n=2))
             assert (code, info.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
-            assert details == "2 do not fit: 1 answers are in flight, the limit is 2"
+            assert details == "2 do not fit: 1 answers are in flight, the limit is 2: try again in 1.0 s"
             await hand_over(c, attempt, "a")
             await step(c.nodes["d0"], attempt, 1, "b", events.LENGTH)
             await read_all(call)
