@@ -31,7 +31,7 @@ from tests.unit.splitserve_bench.simulate_kit import PROFILE, step_s
 from tests.unit.splitserve_bench.stand_ins import run_crew_here
 
 PASS_S = 300.0
-RATES = effort("4", "2,4", "2,4")
+RATES = effort("3", "2,3", "2,3")  # at which seeds do not agree
 FLEETS = ("--contender", "1P+1B-timely", "--other", "2B-never", "--other", "1P+1D", "--beside", "1P+1B")
 
 
@@ -347,7 +347,8 @@ def test_json_has_every_figure_of_a_cell(found):
     for cell in found["cells"]:
         first, other = (cell["contenders"][name] for name in (found["contender"], cell["best_other"]))
         assert cell["difference"] == pytest.approx(first["attainment"] - other["attainment"])
-        assert cell["interval"][0] <= cell["difference"] <= cell["interval"][1]
+        low, high = cell["interval"] or [cell["difference"]] * 2  # where the seeds agree
+        assert low <= cell["difference"] <= high
         assert first["num_total"] == 20
     worst = min(cell["difference"] for cell in found["cells"])
     assert found["cells"][found["worst"]]["difference"] == worst
