@@ -10,6 +10,7 @@ from prefill_node.order import FLOOR
 from protos import fleet_pb2
 from serving_core.residents import Stage
 from tests.unit.serving_node.logic_kit import BLOCK_SIZE, Node
+from tests.unit.serving_node.slack_kit import ExactCosts
 
 BUDGET = 8
 PROMPT = 12
@@ -115,6 +116,72 @@ def test_another_attempt_counts_from_the_first_token_of_the_one_before():
     node.local("a", 9, num_prompt_tokens=5, max_tokens=20, due=a_due(tpot_s=2.0, since_first_s=10.0))
     node.step()
     assert due_of(node, "a").began_s == 40.0
+
+
+TOKEN_S = 0.1  # as is expected; steps of the kit take half a second
+
+
+def refusing_node(**settings):
+    return Node(budget=BUDGET, costs=ExactCosts([0.0, 0.0, 0.0, 0.0, TOKEN_S, 0.0, 0.0]), **settings)
+
+
+def refusing(ttft_left_s, **fields):
+    return a_due(ttft_left_s=ttft_left_s, refuses_late=True, **fields)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "local"])
+def test_a_prompt_that_cannot_be_in_time_any_more_is_refused_where_the_coordinator_says_so(kind):
+    node = refusing_node()
+    getattr(node, kind)("hopeless", PROMPT, due=refusing(TOKEN_S * PROMPT - 0.01))
+    getattr(node, kind)("can be", PROMPT, due=refusing(TOKEN_S * PROMPT + 0.01))
+    getattr(node, kind)("is served", PROMPT, due=a_due(ttft_left_s=TOKEN_S * PROMPT - 0.01))
+    assert node.step() == [("can be", 0, BUDGET)]
+    failed = node.event("hopeless", "failed")
+    assert (failed.reason, failed.message) == ("WOULD_BE_LATE", "the prompt cannot be read before its deadline")
+    assert node.words("hopeless") == ["failed"]
+    assert node.load.num_waiting + node.load.num_running == 2
+    node.steps()
+    assert node.words("can be")[0] == node.words("is served")[0] == "first_token"
+
+
+def test_a_prompt_that_is_late_for_others_is_refused_when_it_would_be_late_alone():
+    node = refusing_node()
+    node.local("first", 2 * BUDGET, max_tokens=1, due=refusing(2.0))
+    node.local("second", BUDGET, max_tokens=1, due=refusing(1.0))
+    node.local("third", BUDGET, max_tokens=1, due=refusing(1.4))
+    assert node.step() == [("second", 0, BUDGET)], "beside 1.6 s for the first both others would be late"
+    assert node.words("first") == []
+    assert node.step() == [("third", 0, BUDGET)], "0.8 s from 0.5 s on are in time"
+    assert node.words("first") == ["failed"], "1.6 s from 0.5 s on are not"
+    assert node.step() == []
+
+
+@pytest.mark.parametrize(("num_tokens", "is_refused"), [(2 * BUDGET, False), (2 * BUDGET + 1, True)])
+def test_a_prompt_of_which_half_is_computed_is_read_to_the_end(num_tokens, is_refused):
+    node = refusing_node()
+    node.local("begun", num_tokens, max_tokens=1, due=refusing(TOKEN_S * num_tokens + 0.01))
+    assert node.step() == [("begun", 0, BUDGET)]
+    node.tick(10.0)
+    assert node.step() == ([] if is_refused else [("begun", BUDGET, BUDGET)])
+    assert node.words("begun") == ["failed" if is_refused else "first_token"]
+    node.check_empty()
+
+
+def test_an_answer_that_goes_on_is_refused_nowhere():
+    node = refusing_node()
+    node.local("again", 9, num_prompt_tokens=5, max_tokens=20, due=a_due(tpot_s=0.01, since_first_s=10.0, refuses_late=True))
+    node.steps()
+    assert set(node.words("again")) == {"first_token", "step_tokens"}
+
+
+def test_what_is_in_the_cache_is_not_to_be_read_and_makes_nobody_late():
+    """Of 13 tokens 12 are there."""
+    node = refusing_node()
+    node.local("before", 13, salt="alike", max_tokens=1)
+    node.steps()
+    node.local("after", 13, salt="alike", max_tokens=1, due=refusing(3 * TOKEN_S))
+    assert node.step() == [("after", 12, 1)]
+    assert node.words("after") == ["first_token"]
 
 
 @pytest.mark.parametrize("comes_first", ["the word", "the KV"])
