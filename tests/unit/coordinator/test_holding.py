@@ -100,7 +100,7 @@ def test_without_limits_nobody_is_held():
     ids=["little time", "less than a step alone", "none for answers"],
 )
 def test_who_would_gain_nothing_by_a_wait_and_harms_others_is_late_at_once(limits):
-    world, (first, second) = full_world()
+    world, (first, _) = full_world()
     assert submit(world, "r", limits) == []
     assert end_of(world, first, 0.1) == ["emit 2:102", "end complete"], "it leaves a place"
     assert submit(world, "s", slo(), now=0.1) == ["reserve b0"]
@@ -364,7 +364,7 @@ def test_who_would_wait_for_too_long_is_refused_at_once_where_such_are(ttft_s, i
 
 
 def test_who_is_to_wait_behind_others_has_a_later_place_than_they():
-    """The places of answers with 98 and 198 tokens to come are free in 1.96 s and 3.96 s: one of the two can wait 2.7 s."""
+    """The places of answers with 98 and 198 tokens to come are free in 1.96 s and 3.96 s. Both could wait for 2.7 s."""
     world, _ = full_world(nums_tokens=(100, 200), admits_late=False)
     assert submit(world, "r", slo(ttft_s=5.0)) == []
     with pytest.raises(RequestError, match=r"try again in 4\.0 s"):

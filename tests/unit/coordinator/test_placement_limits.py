@@ -7,73 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.control.handover import HandoverCosts
-from coordinator.control.ledger import Ledger
 from coordinator.control.placement.lateness import Lateness, Pace, spared, step_s
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Wanted
 from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Registry
 from serving_core.due import Due
 from tests import fleet_events as events
-
-TOKENS = list(range(1, 101))
-# A step takes 10 ms, 2 ms for each answer, nothing for the tokens before; a token of a prompt takes 1 ms. So the 100
-# tokens take 110 ms, in a step of their own.
-WEIGHTS = [0.010, 0.002, 0.0, 0.0, 0.001, 0.0, 0.0]
-NOW = 50.0
-PER_S = 20.0  # requests that come
-
-
-class Fleet:
-    def __init__(self):
-        self.registry, self.ledger = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9), Ledger()
-        self.num_requests = 0
-
-    def add(self, name, weights=WEIGHTS, margins=(1.0, 1.0), **hello):
-        node = self.registry.admit(events.hello(name, num_blocks=1000, **hello).hello, 0.0)
-        rates = {"prefill_tokens_per_s": 1000.0, "lone_step_s": 0.012, "step_weights": weights}
-        told = events.heartbeat(**rates, prefill_margin=margins[0], decode_margin=margins[1])
-        self.registry.heartbeat(node, told.heartbeat, 0.0)
-        return node
-
-    def reads(self, node, num_tokens, due_in_s=math.inf, writer=None, tpot_s=math.inf):
-        """One more prompt on the node, whose answer another one writes, or itself."""
-        request_id = self._next()
-        if due_in_s < math.inf:
-            self.ledger.owe(request_id, Due(NOW + due_in_s, tpot_s), 0, 10)
-        self.ledger.read(request_id, node, num_tokens)
-        if writer is not None:
-            self.ledger.write(request_id, writer, num_tokens)
-
-    def writes(self, node, tpot_s=math.inf, num_output=1, ago_s=0.0, num_left=1000):
-        """One more answer, which has had its first token so long ago, has so many now and may have so many more."""
-        request_id = self._next()
-        if tpot_s < math.inf:
-            self.ledger.owe(request_id, Due(tpot_s=tpot_s, began_s=NOW - ago_s), num_output, num_left)
-        self.ledger.read(request_id, node, 0)
-        self.ledger.write(request_id, node, 50)
-        self.ledger.first_token(request_id, NOW - ago_s)
-
-    def _next(self):
-        self.num_requests += 1
-        return str(self.num_requests)
-
-    def awaits(self, node, tpot_s, num_tokens):
-        """One more answer of at most so many tokens, whose prompt another node reads."""
-        request_id = self._next()
-        self.ledger.owe(request_id, Due(tpot_s=tpot_s), 0, num_tokens)
-        self.ledger.write(request_id, node, 50)
-
-    def late(self, node, due=None, num_tokens=10, requests_per_s=PER_S, num_ahead=0):
-        wanted = Wanted(
-            Prompt(TOKENS), len(TOKENS) + num_tokens, due=due, requests_per_s=requests_per_s, num_ahead=num_ahead
-        )
-        return Lateness(self.ledger, wanted, NOW).on(node)
-
-    def place(self, due=None, policy="auto", move_s=0.001, num_tokens=10):
-        wanted = Wanted(Prompt(TOKENS), len(TOKENS) + num_tokens, due=due, requests_per_s=PER_S)
-        return POLICIES[policy].place(self.registry.nodes, self.ledger, wanted, HandoverCosts(0.0, move_s), NOW)
+from tests.unit.coordinator.placement_kit import NOW, PER_S, TOKENS, Fleet
 
 
 @pytest.fixture
@@ -305,7 +245,9 @@ def test_what_a_node_would_be_lent_it_need_not_read_beside_answers_either(fleet)
     wanted = Wanted(Prompt(TOKENS), 110, due=Due(NOW + 1))
     whole, lent = (Lateness(fleet.ledger, wanted, NOW, num_lent).on(b1) for num_lent in (lambda _: 0, lambda _: 90))
     assert lent.own_begins_s < whole.own_begins_s / 5
-    assert Lateness(fleet.ledger, wanted, NOW, lambda node: 90 * (node is b1)).on(b0).own_begins_s == pytest.approx(0.11)
+    assert Lateness(fleet.ledger, wanted, NOW, lambda node: 90 * (node is b1)).on(b0).own_begins_s == pytest.approx(
+        0.11
+    )
 
 
 def test_a_long_answer_spares_the_node_whose_answers_are_over_first(fleet):

@@ -169,7 +169,9 @@ def test_a_prompt_of_which_half_is_computed_is_read_to_the_end(num_tokens, is_re
 
 def test_an_answer_that_goes_on_is_refused_nowhere():
     node = refusing_node()
-    node.local("again", 9, num_prompt_tokens=5, max_tokens=20, due=a_due(tpot_s=0.01, since_first_s=10.0, refuses_late=True))
+    node.local(
+        "again", 9, num_prompt_tokens=5, max_tokens=20, due=a_due(tpot_s=0.01, since_first_s=10.0, refuses_late=True)
+    )
     node.steps()
     assert set(node.words("again")) == {"first_token", "step_tokens"}
 
