@@ -194,8 +194,8 @@ def test_prompts_without_limits_that_wait_are_in_no_step(fleet):
 
 
 def test_to_make_an_answer_late_is_no_merit_where_prompts_gain_by_it(fleet):
-    """Steps of 12 ms leave prompts little beside an answer of 13.1 ms. One more makes it late: 599 steps of 14 ms and 401
-    of 12 ms take 13.198 s."""
+    """Steps of 12 ms leave prompts little beside an answer of 13.1 ms. One more makes it late: 599 steps of 14 ms and
+    401 of 12 ms take 13.198 s."""
     p0, b0, d1 = fleet.add("p0"), fleet.add("b0"), fleet.add("d1")
     fleet.writes(b0, 0.0131)
     for index in range(4):
@@ -227,8 +227,8 @@ def test_prompts_that_are_never_due_are_nothing_to_wait_for(fleet):
 
 @pytest.mark.parametrize(("num_ahead", "num_steps"), [(0, 40), (3, 40), (4, 90), (6, 200), (99, 200)])
 def test_a_node_with_too_many_answers_says_when_those_ahead_and_this_one_find_places(fleet, num_ahead, num_steps):
-    """Ten of 30.5 ms, in steps of 30 ms: there is no time for one more, prompt or not. The first to wait has the place of
-    the answer that ends first, and so on."""
+    """Ten of 30.5 ms, in steps of 30 ms: there is no time for one more, prompt or not. The first to wait has the place
+    of the answer that ends first, and so on."""
     b0 = fleet.add("b0", role="both")
     for num_left in (*[40] * 4, 90, 90, *[200] * 4):
         fleet.writes(b0, 0.0305, num_output=1000, ago_s=10.0, num_left=num_left)
@@ -251,8 +251,8 @@ def test_what_a_node_would_be_lent_it_need_not_read_beside_answers_either(fleet)
 
 
 def test_a_long_answer_spares_the_node_whose_answers_are_over_first(fleet):
-    """500 tokens in steps of 14 ms are 7 s, in which 140 requests come: 2 s of prompts a second, of which answers of 100 ms
-    in such steps leave time for 0.86."""
+    """500 tokens in steps of 14 ms are 7 s, in which 140 requests come: 2 s of prompts a second, of which answers of
+    100 ms in such steps leave time for 0.86."""
     b0, b1 = fleet.add("b0"), fleet.add("b1")
     fleet.writes(b0, 0.1, num_left=400)
     fleet.writes(b1, 0.1, num_left=2)

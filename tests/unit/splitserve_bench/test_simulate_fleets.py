@@ -88,8 +88,8 @@ def test_all_kinds_of_trouble_together():
 
 
 def test_nodes_and_coordinator_have_the_same_deadlines_and_priorities():
-    """Later or, of what a node begins itself, earlier by a message at most; over attempts and moves too. A node has none
-    of a first token that was due before it was asked for it, and is owed to nobody."""
+    """Later or, of what a node begins itself, earlier by a message at most; over attempts and moves too. A late request
+    that is placed after its first token was due has no deadline for it any more."""
     seen = Counter()
     for seed in effort((3, 11, 12, 17), range(20), range(60)):  # requests move with 12 and 17
         world = World(seed, troubles=TROUBLES, has_limits=True, priorities=PRIORITIES)
