@@ -11,6 +11,7 @@ from coordinator.control.placement.lateness import Lateness, Pace, spared, step_
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Wanted
 from coordinator.control.prompts import Prompt
+from prefill_node.order import timely
 from serving_core.due import Due
 from tests import fleet_events as events
 from tests.unit.coordinator.placement_kit import NOW, PER_S, TOKENS, Fleet
@@ -214,6 +215,32 @@ def test_a_prompt_that_is_overdue_takes_nothing_of_what_answers_are_ahead(fleet,
     if due_in_s is not None:
         fleet.reads(b0, 100, due_in_s=due_in_s, writer=b0, tpot_s=1.0)
     assert fleet.place(Due(NOW + 0.2, 0.1)).is_timely
+
+
+@pytest.mark.parametrize(("due_in_s", "is_in_time"), [(2.0, False), (-0.01, True), (None, True)])
+def test_a_prompt_that_is_overdue_or_never_due_is_read_behind_those_in_time(fleet, due_in_s, is_in_time):
+    """It takes 3.06 s, in six steps, and the node reads what can be in time first."""
+    p0 = fleet.add("p0")
+    fleet.reads(p0, 3000, due_in_s=math.inf if due_in_s is None else due_in_s)
+    assert timely([3.06, 0.11], [due_in_s or math.inf, 1.0]) == ([1] if due_in_s else [1, 0])
+    assert fleet.late(p0, Due(NOW + 1.0)).reads_in_time is is_in_time
+
+
+@pytest.mark.parametrize(("decode_margin", "num_answers"), [(1.0, 9), (1.2, 7), (1.5, 4)])
+def test_steps_count_as_long_as_they_rarely_are(fleet, decode_margin, num_answers):
+    """Of 30 ms: ten answers in a step of exactly that, eight in one of 26, which is 31.2 at most."""
+    b0 = fleet.add("b0", margins=(1.0, decode_margin))
+    for number in range(num_answers + 1):
+        is_full = decode_margin * (0.010 + 0.002 * (number + 1)) > 0.030 + 1e-9
+        assert (fleet.late(b0, Due(NOW + 9.0)).crowding(reads=True) > 1) is (is_full and number > 0), number
+        fleet.writes(b0, 0.030, num_output=1000, ago_s=10.0, num_left=10)
+
+
+def test_prompts_count_as_long_as_they_rarely_take(fleet):
+    p0 = fleet.add("p0", margins=(1.5, 1.0))
+    assert fleet.late(p0, Due(NOW + 0.165 + 1e-6)).reading == 0  # 1.5 * 110 ms
+    assert fleet.late(p0, Due(NOW + 0.165 - 1e-3)).reading == 1
+    assert fleet.late(p0, Due(NOW + 9.0)).own_begins_s == pytest.approx(0.165)
 
 
 def test_prompts_that_are_never_due_are_nothing_to_wait_for(fleet):
