@@ -167,6 +167,16 @@ def test_a_prompt_of_which_half_is_computed_is_read_to_the_end(num_tokens, is_re
     node.check_empty()
 
 
+def test_what_a_refused_prompt_held_goes_to_the_next_at_once():
+    """Nothing wakes a node that has planned no step."""
+    node = refusing_node(num_blocks=6)
+    node.local("hopeless", 20, max_tokens=1, due=refusing(20 * TOKEN_S + 0.01))
+    assert node.step() == [("hopeless", 0, BUDGET)]
+    node.local("next", BUDGET, max_tokens=1)
+    node.tick(10.0)
+    assert node.step() == [("next", 0, BUDGET)]
+
+
 def test_an_answer_that_goes_on_is_refused_nowhere():
     node = refusing_node()
     node.local(
