@@ -301,6 +301,20 @@ def test_a_late_request_waits_no_longer_than_the_server_lets_either():
     assert (world.tracker.num_open, world.tracker.num_held) == (1, 0)
 
 
+def test_one_that_has_been_deferred_is_not_refused_for_the_longest_wait_any_more():
+    """When it can wait no longer, at 5.75 s, it is behind 2.5 s of prompts on its reader, of the 4.25 s that it has."""
+    world = World((), max_live=100, max_queue_wait_s=2.0)
+    world.attach("b0", num_blocks=10_000, max_model_len=100_000)
+    learn(world, "b0", **CROWDED)
+    for number in range(2):
+        begin(world, f"{number}/0")
+    assert world.submit("deferred/0", max_tokens=200, slo=KEEPS) == []
+    for num_tokens in (1900, 600):
+        assert world.submit(f"{num_tokens}/0", range(num_tokens), now=1.0) == ["reserve b0"]
+    assert world.tick(5.8) == []
+    assert world.tracker.num_held == 1
+
+
 def test_one_that_would_wait_too_long_once_there_are_nodes_stops_nobody():
     """Of three that have waited for nodes the first begins; the others would be behind it for longer than is let."""
     world = World((), node_wait_s=60.0, max_queue_wait_s=2.0)

@@ -1,5 +1,7 @@
 """Which tokens of which prompt a step computes."""
 
+import pytest
+
 from prefill_node import slack
 from prefill_node.reading import MAX_SCORED_TOKENS, Reading, num_cacheable
 from serving_core.costs import StepCosts
@@ -83,6 +85,26 @@ def test_what_is_left_of_a_step_goes_to_a_prompt_that_a_step_of_its_own_would_no
     longest = slack.SHORT_TOKENS
     assert limited(38.5 * margin, None, nums_tokens=(20, longest + 1)) == [("a", 0, 20), ("b", 0, 18)]
     assert limited(38.5 * margin, None, nums_tokens=(20, longest)) == [("a", 0, 20)]
+
+
+@pytest.mark.parametrize(
+    ("dues_s", "num_tokens"),
+    [
+        ((None,), 280),  # nobody waits for its end
+        ((400.0,), 80),  # a quarter of 400 s in all
+        ((400.0, 1000.0), 60),
+        ((100.0,), slack.SHORT_TOKENS - 20),  # and not shorter than that, however urgent
+    ],
+)
+def test_steps_are_short_while_prompts_come_with_limits(dues_s, num_tokens):
+    """Beside prompts of 20 s: the one with the least time counts, of so few. A token takes a second."""
+    house, reading = make(200, tokens_per_s=1.0)
+    for age, due_s in enumerate(dues_s):
+        house.add(f"limited {age}", age, Stage.QUEUED, 20, hands_over=True).due = due_s and Due(due_s)
+    house.add("long", 9, Stage.QUEUED, 500, hands_over=True)
+    works, _ = plan(house, reading, 300)
+    assert works[-1] == ("long", 0, num_tokens)
+    assert len(works) == len(dues_s) + 1
 
 
 def test_who_has_no_limit_or_is_late_anyway_lets_others_share_its_step():
