@@ -389,6 +389,7 @@ def begin(world, request_id, now=0.0):
 
 def test_a_late_request_is_owed_one_of_twenty_that_begin_while_it_waits():
     world, attempts = crowded_world()
+    assert world.submit("later/0", max_tokens=200, slo=Slo("", 1e-3, 0.022)) == []
     num_first = round(1 / FLOOR)
     for number in range(num_first):
         now = number * 1e-3  # so that all are as far as if they had begun at once
@@ -397,6 +398,8 @@ def test_a_late_request_is_owed_one_of_twenty_that_begin_while_it_waits():
     ended = world.step(attempts.pop(0), 1, LENGTH, num_first * 1e-3, node="b0")
     assert ended == ["emit 1:101", "end complete", "reserve b0"]
     assert world.attempt.request_id == "late/0"
+    ended = world.step(attempts.pop(0), 1, LENGTH, num_first * 1e-3, node="b0")
+    assert ended == ["emit 1:101", "end complete"], "one alone was owed"
 
 
 def test_a_late_request_begins_where_it_harms_nobody_and_leaves_a_place():
