@@ -39,8 +39,9 @@ class Pace(NamedTuple):
 class Order:
     """Puts the prompts of one node in order: `of`, then `took` what the step takes of them."""
 
-    def __init__(self, costs: StepCosts) -> None:
-        self._costs = costs
+    def __init__(self, costs: StepCosts, num_held: Callable[[Resident], int] = lambda _: 0) -> None:
+        """`num_held` tells how many leading tokens the pool holds of a prompt that has no blocks yet."""
+        self._costs, self._num_held = costs, num_held
         self._hopeless: list[Resident] = []  # of the last order, those to refuse: they cannot be in time any more
         self._num_owed = 0.0  # tokens, to the oldest of those that others are read before; at most what it lacks
         self._oldest: Request | None = None
@@ -86,11 +87,17 @@ class Order:
         of_prompt = self._costs.weights.of_prompt
         expected_s = [of_prompt(each.num_computed, each.num_to_compute, most_tokens, bare_s) for each, _ in limited]
         for (each, at_s), seconds in zip(limited, expected_s, strict=True):
-            if _is_refusable(each) and now + seconds > at_s:
+            if _is_refusable(each) and now + seconds > at_s and now + self._least_s(each, most_tokens, bare_s) > at_s:
                 self._hopeless.append(each)
         high_s = [factor * seconds for seconds in expected_s]
         found = timely(high_s, [at_s - now for _, at_s in limited], [each.priority for each, _ in limited])
         return [limited[index][0] for index in found]
+
+    def _least_s(self, prompt: Resident, most_tokens: int, bare_s: float) -> float:
+        """Return the seconds that a prompt takes with what the pool holds of it, which is long to look for."""
+        num_held = self._num_held(prompt) if prompt.lease is None else prompt.num_computed
+        num_left = max(1, prompt.num_computed + prompt.num_to_compute - num_held)
+        return self._costs.weights.of_prompt(num_held, num_left, most_tokens, bare_s)
 
 
 def timely(seconds: Sequence[float], dues_s: Sequence[float], priorities: Sequence[int] = ()) -> list[int]:
@@ -117,11 +124,12 @@ def timely(seconds: Sequence[float], dues_s: Sequence[float], priorities: Sequen
 
 
 def _is_refusable(prompt: Resident) -> bool:
-    """Whether less than half of it is computed and no token has been told, so that it is refused when it would be
-    late."""
+    """Whether less than half of it is computed, nothing of it comes from elsewhere and no token has been told, so that
+    it is refused when it would be late."""
     due, num_tokens = prompt.due, prompt.num_computed + prompt.num_to_compute
     is_new = 2 * prompt.num_computed < num_tokens and not prompt.request.num_output_tokens
-    return due is not None and due.refuses_late and is_new and not prompt.in_step
+    is_here = prompt.offer is None and not prompt.is_loading
+    return due is not None and due.refuses_late and is_new and is_here and not prompt.in_step
 
 
 def due_s(prompt: Resident) -> float:

@@ -58,7 +58,7 @@ class Reading:
         self._fit = fit
         self._residents = residents
         self._leases = leases
-        self._slack, self._order = Slack(costs), Order(costs)
+        self._slack, self._order = Slack(costs), Order(costs, self._num_held)
         self._max_num_queued = max_num_queued
         self.num_prompt_tokens = 0  # of all prompts that ever started
         self.num_cached_tokens = 0  # of them, those that were not to be computed

@@ -69,19 +69,19 @@ class Slack:
         self._run_s: list[tuple[float, float]] = []  # of those that are to be one sample: predicted, actual
         self._owed_s = 0.0  # to prompts that were held back
         self._step: _Step | None = None
-        self._num_steps = 0
+        self._is_limited = False  # whether anyone has limits in the running step, or in those of its streak
+        self._num_decode_steps = 0
         self._newest_age = -1
         self._given_s: deque[float] = deque(maxlen=NUM_RECENT)  # until their first token, to prompts when they came
 
     def pace(self, budget: int) -> Pace:
-        """Return what the steps are in which prompts are computed, `budget` tokens of them at most. To be asked after
-        `begin`, where anyone has limits."""
+        """Return what the steps are in which prompts are computed, `budget` tokens of them at most, and what answers
+        leave of a step is not less for long. To be asked after `begin`, where a prompt has limits."""
         step = self._step
-        if step is None:
-            return Pace(0.0, budget, 1.0)
+        assert step is not None, "nobody has limits"
         self._weigh(step)
         longest = self._costs.num_tokens_within(step.beside_s, 0, is_first=True)
-        return Pace(step.bare_s, max(1, int(min(budget, longest))), step.factor)
+        return Pace(step.bare_s, max(SHORT_TOKENS, int(min(budget, longest))), step.factor)
 
     @property
     def factor(self) -> float:
@@ -99,9 +99,7 @@ class Slack:
         is_limited = any(each.due is not None and each.due.tpot_s < math.inf for each in answers)
         is_limited = is_limited or any(due_s(each) < math.inf for each in prompts)
         self._step = _Step(answers, now) if is_limited else None
-        self._num_steps += 1
-        if self._step is not None and not prompts and self._num_steps % WEIGHED_EVERY == 0:
-            self._weigh(self._step)
+        self._is_limited = is_limited
 
     def afford(self, prompt: Resident, num_tokens: int) -> int:
         """How many of these next tokens of a prompt the step may compute; they count as planned."""
@@ -149,20 +147,22 @@ class Slack:
     def took(self, load: StepLoad, step_s: float, now: float | None) -> None:
         """A step is done now, which has computed for so long; None: when it had."""
         step, self._step = self._step, None
-        if step is not None and step.is_weighed:
-            self._learn(load, step.planned_s, step_s if now is None else now - step.now)
+        if not load.num_prompt_tokens and self._is_limited:
+            self._learn_decode(load, step_s)
+        elif step is not None and step.is_weighed:
+            self._margin.note(step.planned_s, step_s if now is None else now - step.now)
         if step is not None and step.is_short:
             self._owed_s = max(0.0, self._owed_s + FLOOR * step_s - step.chunks_s)
         else:
             self._owed_s = 0.0
         self._costs.add(load, step_s)
 
-    def _learn(self, load: StepLoad, planned_s: float, actual_s: float) -> None:
+    def _learn_decode(self, load: StepLoad, step_s: float) -> None:
         """An answer gets a token in each of many steps, whose errors are small in the mean."""
-        if load.num_prompt_tokens:
-            self._margin.note(planned_s, actual_s)
+        self._num_decode_steps += 1
+        if self._num_decode_steps % WEIGHED_EVERY:
             return
-        self._run_s.append((planned_s, actual_s))
+        self._run_s.append((self._costs.step_s(load), step_s))
         if len(self._run_s) == DECODE_RUN:
             planned, actual = zip(*self._run_s, strict=True)
             self._decode_margin.note(sum(planned), sum(actual))

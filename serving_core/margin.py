@@ -13,6 +13,7 @@ QUANTILE: Final = 0.97
 WINDOW: Final = 64  # predictions
 NUM_PRIOR: Final = 32  # samples that the window begins with, so that of the first ones a rare one is known as such
 PRIOR_FACTOR: Final = 1.1
+MAX_FACTOR: Final = 2.0  # with more nothing would be planned from which to learn
 
 
 class Margin:
@@ -31,8 +32,8 @@ class Margin:
 
     @property
     def factor(self) -> float:
-        """Return the factor from a prediction to the seconds that it rarely exceeds, at least 1."""
+        """Return the factor from a prediction to the seconds that it rarely exceeds, from 1 to MAX_FACTOR."""
         if self._factor is None:
             ordered = sorted(self._ratios)
-            self._factor = max(1.0, ordered[int(self._quantile * len(ordered))])
+            self._factor = min(MAX_FACTOR, max(1.0, ordered[int(self._quantile * len(ordered))]))
         return self._factor

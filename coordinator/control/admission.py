@@ -3,8 +3,7 @@
 A request with a limit on TTFT is planned to have its first token some time before the limit. How long before is learnt
 from how far the first tokens of requests that were expected in time came after what was expected, as a share of their
 limits (serving_core/margin.py). So the planned deadline is the same whether a long queue or a single step was to be
-predicted, and a wider spread of errors never admits more. A limit on TPOT is planned for as the part of it with which
-those that were planned to keep it did so.
+predicted. A limit on TPOT is planned for as the part of it with which those that were planned to keep it did so.
 
 Where late requests are refused, one whose prompt cannot be read in time, or whose reading would make other prompts
 late, is refused at once: to wait for the same deadline never helps. One that is too many for the running answers is
@@ -49,15 +48,19 @@ class Admission:
         self._queue = _Queue()
 
     def planned_due(self, request: TrackedRequest) -> Due | None:
-        """Return the deadlines of a request as decisions plan for them, with their margins; one that is late has none
-        on its first token."""
+        """Return the deadlines of a request as decisions plan for them: the first token before its limit, and none for
+        that of one that is late."""
         due, slo = request.due, request.slo
         if due is None or slo is None or request.output:
             return due
-        tpot_s = due.tpot_s / min(1 + MOST_SPARE, self._tpot_margin.factor)
         if request.is_late or slo.ttft_s is None:
-            return Due(inf, tpot_s)
-        return Due(due.first_s - slo.ttft_s * min(MOST_SPARE, self._ttft_margin.factor - 1), tpot_s)
+            return Due(inf, due.tpot_s)
+        return Due(due.first_s - slo.ttft_s * min(MOST_SPARE, self._ttft_margin.factor - 1), due.tpot_s)
+
+    @property
+    def tpot_margin(self) -> float:
+        """Return what the TPOT of answers rarely exceeded, by the limits that they were planned to keep."""
+        return min(1 + MOST_SPARE, self._tpot_margin.factor)
 
     def is_hopeless(self, request: TrackedRequest, placed: Placed, now: float) -> bool:
         """Return whether a new request that could be placed like this cannot have its first token in time as planned,
@@ -66,9 +69,10 @@ class Admission:
         return due is not None and not request.output and now + placed.least_read_s > due.first_s
 
     def predict(self, request: TrackedRequest, placed: Placed, now: float) -> None:
-        """Note when the first token of a request is expected that begins now, if that is in time."""
+        """Note when the first token of a request is expected that begins now, if that is known and in time."""
         is_timely = placed.is_timely and not request.num_restarts and not self.is_hopeless(request, placed, now)
-        request.predicted_first_s = now + placed.begins_s if is_timely and not request.output else None
+        is_new = placed.least_read_s > 0 and not request.output
+        request.predicted_first_s = now + placed.begins_s if is_timely and is_new else None
 
     def first_token(self, request: TrackedRequest, num_waiting: int, now: float) -> None:
         """The first token of a request came, and so many others wait for theirs."""

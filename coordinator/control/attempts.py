@@ -196,7 +196,7 @@ class TrackedRequest:
     full_nodes: set[Node] = field(default_factory=set)  # of those, the ones that had no room for it
     asks_again_s: float = 0.0  # while it waits for nodes: not before this
     waits_until_s: float | None = None  # for nodes, by Pauses.awake_s; None while nodes have it
-    refuses_late: bool = False  # a node that has computed nothing of its prompt is to refuse it once it would be late
+    refuses_late: bool = False  # a node that has computed less than half of its prompt refuses it once it would be late
     is_late: bool = False  # its first token: it goes behind all others
     predicted_first_s: float | None = None  # when its first token was expected, in time; None: not at all
     is_held: bool = False  # before it is placed for the first time: coordinator/control/holding.py

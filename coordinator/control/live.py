@@ -126,6 +126,7 @@ class LiveAnswers:
                 raise
             instructions = self._wait(request, now)
         else:
+            self._check_wait(request, placed, now)
             if self._holds(request, placed, now):
                 instructions = []
             else:
@@ -200,23 +201,21 @@ class LiveAnswers:
 
     def _holds(self, request: TrackedRequest, placed: Placed, now: float) -> bool:
         """Whether it is held, where it could be placed like this. Nodes that have nothing to do hold nobody, and a wait
-        for the same deadline helps nobody whose prompt could not be read by then. Raises RequestError for one that
-        would wait too long."""
+        for the same deadline helps nobody whose prompt could not be read by then."""
         if self._is_idle(placed):
             return False
         is_hopeless = self._is_new(request) and self.admission.is_hopeless(request, placed, now)
         if is_hopeless and not self.admission.admits_late:
             return False
-        if is_hopeless or request.due is None or request.due.first_s == inf:
-            self._check_wait(placed, now)
         return self.holding.takes(request, placed, now, in_time=not self.admission.admits_late)
 
-    def _take_late(self, request: TrackedRequest, placed: Placed, now: float) -> None:
-        """Raises RequestError for one that would wait too long."""
-        self._check_wait(placed, now)
-        self.holding.take_late(request)
-
-    def _check_wait(self, placed: Placed, now: float) -> None:
+    def _check_wait(self, request: TrackedRequest, placed: Placed, now: float) -> None:
+        """Raises RequestError for a request that comes and would wait for its first token for too long."""
+        if request.output:
+            return
+        is_limited = request.due is not None and request.due.first_s < inf
+        if is_limited and not self.admission.is_hopeless(request, placed, now):
+            return  # it has its first token in time, or goes behind all others then
         is_queue = placed.is_full or len(self.holding) > 0
         self.admission.check_wait(placed.queue_s, self.num_without_token if is_queue else 0, now)
 
@@ -237,12 +236,13 @@ class LiveAnswers:
     def _begin(
         self, request: TrackedRequest, placed: Placed, now: float, since_s: float | None = None
     ) -> list[Instruction]:
-        """The first attempt, unless it would make running answers late: then it is late itself. Raises RequestError for
-        one that is not admitted."""
+        """The first attempt, unless it would make other answers late: then it is late itself. Raises RequestError for
+        one that is not admitted, or would be late for too long."""
         self._note_harmless(request, placed, now)
         self._check_limits(request, placed, now)
-        if self._is_new(request) and placed.crowding > 1 and not self._is_idle(placed):
-            self._take_late(request, placed, now)
+        if self._is_new(request) and placed.num_late_beside > 1 and not self._is_idle(placed):
+            self.admission.check_wait(placed.queue_s, self.num_without_token, now)
+            self.holding.take_late(request)
             return []
         return self._try_on(request, placed, now, since_s=since_s)
 
@@ -357,6 +357,7 @@ class LiveAnswers:
             self.harmless.per_s(now),
             self.holding.num_ahead(request) // max(1, sum(node.usable.writes for node in self.registry.nodes)),
             SPARE_SEATS if request.is_late else 0,
+            self.admission.tpot_margin,
         )
         there = self.registry.nodes, self.ledger, wanted, self.handover.costs(now)
         if request.pooling is not None:

@@ -26,6 +26,6 @@ class Turns:
     def wait_s(self, now: float, least_s: float = 0.0) -> float:
         """How long one more is to wait, at least so long."""
         per_s = self._ends.per_s(now)
-        turn_s = max(max(self._last_s, now) + (1 / per_s if per_s else 0.0), now + least_s)
+        turn_s = max(self._last_s, now) + (1 / per_s if per_s else 0.0)
         self._last_s = min(turn_s, now + MOST_S)
-        return max(LEAST_S, self._last_s - now)
+        return max(LEAST_S, least_s, self._last_s - now)

@@ -60,9 +60,7 @@ class Cheapest:
         return weighing.placed(*weighing.best(pairs))
 
 
-def _two(
-    costs: Costs, avoid: Collection[Node], readers: Sequence[Node], writers: Sequence[Node]
-) -> Iterator[Pair]:
+def _two(costs: Costs, avoid: Collection[Node], readers: Sequence[Node], writers: Sequence[Node]) -> Iterator[Pair]:
     """Each of the two best readers with each of the best writers: two, since the best one may be the only one that
     writes."""
     takers = [node for node in writers if node.usable.takes_handovers]
@@ -124,6 +122,7 @@ class _Weighing:
             reads_s=read.own_reads_s,
             begins_s=math.inf if write.is_beyond else read.own_begins_s,
             least_read_s=read.least_read_s,
+            num_late_beside=write.num_late_beside(read.own_begins_s) if crowding > 1 else 0,
         )
 
     def best(self, pairs: Iterable[Pair]) -> Pair:
@@ -159,11 +158,12 @@ class _Weighing:
     def _harm(self, reader: Node, writer: Node) -> int:
         """How many are late, those among them that are yet to come."""
         num_late = self._num_late(reader, writer)
-        if self._lateness is not None and not num_late:
-            num_late = int(self._lateness.on(reader).is_own_late)
-        if self._lateness is None or writer is not self._spared:
+        if self._lateness is None:
             return num_late
-        return num_late + self._lateness.on(writer).num_lost()
+        read, write = self._lateness.on(reader), self._lateness.on(writer)
+        if not num_late:
+            num_late = int(read.is_own_late or write.crowding(read.least_read_s) > 1)
+        return num_late + (write.num_lost() if writer is self._spared else 0)
 
     def _num_late(self, reader: Node, writer: Node) -> int:
         if self._lateness is None:

@@ -159,7 +159,7 @@ class NodeLateness:
         lateness: Lateness,
     ) -> None:
         self._weights, self._chunk_tokens, self._now = node.step_weights, node.usable.prompt_tokens, now
-        self._decode_margin = node.decode_margin
+        self._decode_margin = node.decode_margin * wanted.tpot_margin
         self._begins_s, self._least_begins_s = lateness.begins_s, lateness.least_begins_s
         account = ledger.of(node)
         self._num_prompt_tokens = account.tokens_to_compute
@@ -269,13 +269,17 @@ class NodeLateness:
         """What a step would rarely exceed while this answer is written, which begins so many seconds from now at the
         soonest, by the tightest limit that can be kept; 0 without limits. Answers that have not begun count from when
         their prompts can be read at the soonest, and all until they end in steps that take that limit."""
-        alone_s = self._step_s(1)
+        alone_s = self._decode_margin * self._step_s(1)
         limits_s = [each.due.tpot_s for each in self._written] + ([] if self._own is None else [self._own])
         limit_s = min((each for each in limits_s if each >= alone_s), default=math.inf)
         if limit_s == math.inf:
             return 0.0
         num_answers = self._num_unlimited + self._most_beside(begins_s, limit_s) + 1 + self._num_spare
         return self._decode_margin * self._step_s(num_answers) / limit_s
+
+    def num_late_beside(self, begins_s: float) -> int:
+        """Return how many answers are late, all in all, that it writes with this one, which begins then."""
+        return self._late_answers(self._own_answer(begins_s))
 
     def _most_beside(self, begins_s: float, each_s: float) -> int:
         """Return the most answers with limits that are written at any time beside one that begins then, in such
