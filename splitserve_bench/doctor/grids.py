@@ -10,9 +10,10 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from serving_core.cpus import pin
@@ -36,18 +37,18 @@ class GridTask:
     repeats: int
     num_spread: int = 0
 
-    @property
-    def spread_row(self) -> int:
-        """The one in the middle."""
-        return self.rows[(len(self.rows) - 1) // 2]
+    def num_equal(self, row: int, column: int) -> int:
+        """Return how many equal steps are to be measured at a place beyond the repeats: none but where they spread."""
+        is_middle = (row, column) == (self.rows[(len(self.rows) - 1) // 2], self.columns[0])
+        return self.num_spread if is_middle else 0
 
 
 @dataclass(frozen=True, slots=True)
 class GridFigures:
-    """seconds[row][column]; and those of the equal steps whose spread was asked for."""
+    """seconds[row][column]; and what each of the equal steps took whose spread was asked for, as a multiple of that."""
 
     seconds: tuple[tuple[float, ...], ...]
-    equal_s: tuple[float, ...] = ()
+    factors: tuple[float, ...] = ()
 
 
 Step = Callable[[], object]
@@ -72,30 +73,31 @@ def measure_grid(task: GridTask) -> tuple[GridFigures, Step]:
 
 
 def _answers(engine: Any, task: GridTask) -> tuple[GridFigures, Step]:
-    from splitserve_bench.engine.driver import DecodeRun
+    from splitserve_bench.engine.driver import NUM_STEPS, DecodeRun
 
     run = DecodeRun(engine, max(task.rows), max(task.columns))
-    columns: list[list[float]] = []
-    equal_s: list[float] = []
+    seconds: dict[tuple[int, int], float] = {}
+    factors: list[float] = []
     for context_tokens in task.columns:
         _say(progress=f"answers with {context_tokens} tokens before them ...")
         run.extend(context_tokens)
-        columns.append([_step_s(run, batch, task.repeats) for batch in task.rows])
-        while context_tokens == task.columns[0] and len(equal_s) < task.num_spread:
-            run.rewind(task.spread_row)
-            equal_s += run.steps_s(task.spread_row)
-    figures = GridFigures(tuple(zip(*columns, strict=True)), tuple(equal_s))
-    return figures, lambda: _step_s(run, task.rows[-1], 1)
+        for batch in task.rows:
+            num_equal = task.num_equal(batch, context_tokens)
+            samples_s = _answers_s(run, batch, max(task.repeats, -(-num_equal // NUM_STEPS)))
+            fastest_s = seconds[batch, context_tokens] = min(map(fmean, samples_s))
+            if num_equal:
+                factors = [step_s / fastest_s for steps_s in samples_s for step_s in steps_s]
+    return _figures(task, seconds, factors), lambda: _answers_s(run, task.rows[-1], 1)
 
 
-def _step_s(run: Any, batch: int, repeats: int) -> float:
+def _answers_s(run: Any, batch: int, repeats: int) -> list[list[float]]:
     run.rewind(batch)
     run.run_s(batch, 1)  # the first of its shapes
-    samples_s: list[float] = []
+    samples_s: list[list[float]] = []
     for _ in range(repeats):
         run.rewind(batch)
-        samples_s.append(float(run.run_s(batch)))
-    return min(samples_s)
+        samples_s.append(run.steps_s(batch))
+    return samples_s
 
 
 def _prompts(engine: Any, task: GridTask) -> tuple[GridFigures, Step]:
@@ -104,28 +106,34 @@ def _prompts(engine: Any, task: GridTask) -> tuple[GridFigures, Step]:
 
     run = DecodeRun(engine, 1, max(task.columns) + max(task.rows))
     seconds: dict[tuple[int, int], float] = {}
-    equal_s: list[float] = []
+    factors: list[float] = []
     for context_tokens in task.columns:
         _say(progress=f"prompts with {context_tokens} tokens before the chunk ...")
         for chunk in task.rows:
             run.extend(context_tokens + chunk - 1)
             works = [run.work(0, context_tokens, chunk)]
-            engine.step(works)  # the first of its shapes
-            seconds[chunk, context_tokens] = min(_steps_s(engine, works, task.repeats))
-            if (chunk, context_tokens) == (task.spread_row, task.columns[0]):
-                equal_s = _steps_s(engine, works, task.num_spread)
+            num_equal = task.num_equal(chunk, context_tokens)
+            samples_s = _chunks_s(engine, works, max(task.repeats, num_equal))
+            fastest_s = seconds[chunk, context_tokens] = min(samples_s)
+            if num_equal:
+                factors = [step_s / fastest_s for step_s in samples_s]
     last = run.work(0, task.columns[-1], task.rows[-1])
-    rows = tuple(tuple(seconds[chunk, context] for context in task.columns) for chunk in task.rows)
-    return GridFigures(rows, tuple(equal_s)), lambda: engine.step([last])
+    return _figures(task, seconds, factors), lambda: engine.step([last])
 
 
-def _steps_s(engine: Any, works: Sequence[Any], num_steps: int) -> list[float]:
+def _chunks_s(engine: Any, works: Sequence[Any], num_steps: int) -> list[float]:
+    engine.step(works)  # the first of its shapes
     samples_s: list[float] = []
     for _ in range(num_steps):
         start_s = time.perf_counter()
         engine.step(works)
         samples_s.append(time.perf_counter() - start_s)
     return samples_s
+
+
+def _figures(task: GridTask, seconds: Mapping[tuple[int, int], float], factors: Sequence[float]) -> GridFigures:
+    rows = tuple(tuple(seconds[row, column] for column in task.columns) for row in task.rows)
+    return GridFigures(rows, tuple(factors))
 
 
 def main() -> None:

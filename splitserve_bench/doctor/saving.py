@@ -1,7 +1,7 @@
 """What `splitserve doctor --save` measures beyond what it shows: a profile for `splitserve simulate`.
 
 1. Steps by what is in them, on a node that reads and one that writes, at the same time where there are cores for both:
-   each beside a busy one from its first step to its last; and how far equal ones of them spread.
+   each beside a busy one from its first step to its last; and how far equal ones spread.
 2. A few of them once more on each node alone: what share of that time they take while the other one rests.
 3. A cluster is asked one request after the other: what a message, the door, the corridor and a node's own work around a
    step take is what remains of its timelines when the steps are taken away. Its nodes have the cores of those above:
@@ -34,7 +34,7 @@ from splitserve_bench.serve.metrics import tpot_s, ttft_s
 from splitserve_bench.serve.records import Outcome, PlannedRequest
 from splitserve_bench.simulate.grid import Grid
 from splitserve_bench.simulate.profile import ControlProfile, CorridorProfile, NodeSizes, Profile, StepProfile
-from splitserve_bench.simulate.spread import Spread
+from splitserve_bench.simulate.spread import NO_SPREAD, Spread
 
 GRIDS_MODULE: Final = "splitserve_bench.doctor.grids"
 CHUNKS: Final = (1, 16, 64, 128, 256, 512)
@@ -45,6 +45,8 @@ SPREAD_PERCENTS: Final = (1, 5, 25, 50, 75, 95, 99)
 LONE_PROMPT_TOKENS: Final = 256  # one chunk, in a model of some context
 LONE_OUTPUT_TOKENS: Final = 32
 LONE_REQUESTS: Final = 12
+SHORT_PROMPT_TOKENS: Final = 16
+SHORT_REQUESTS: Final = 48  # of one token, for what varies beside steps
 LONE_TIMEOUT_S: Final = 300.0
 NODE_FLAGS: Final = (
     *("dtype", "quantization", "kv_cache_dtype", "weights_memory_bytes", "weights_disk_path"),
@@ -64,7 +66,8 @@ async def measure_profile(
     flags = {name: getattr(settings, name) for name in NODE_FLAGS}
     contender, num_cpus = lone_cluster(sizes.cores, at_once=at_once)
     outcomes = await _lone_requests(model, contender, cpus[:num_cpus], flags, node, report)
-    profile = profile_of(model.name, sizes.cores, node, steps, bytes_per_s, outcomes)
+    long, short = outcomes[:LONE_REQUESTS], outcomes[LONE_REQUESTS:]
+    profile = profile_of(model.name, sizes.cores, node, steps, bytes_per_s, long, short)
     return dataclasses.replace(profile, flags=given_flags(settings))
 
 
@@ -75,17 +78,21 @@ def given_flags(settings: EngineSettings) -> dict[str, Any]:
 
 
 def profile_of(
-    model: str, cores: int, node: NodeSizes, steps: StepProfile, bytes_per_s: float, outcomes: Sequence[Outcome]
+    model: str,
+    cores: int,
+    node: NodeSizes,
+    steps: StepProfile,
+    bytes_per_s: float,
+    outcomes: Sequence[Outcome],
+    short: Sequence[Outcome],
 ) -> Profile:
     """From steps without overhead, and what became of requests that were alone in a cluster of one node, or of two, one
-    of which rested while the other one worked; all of one length."""
+    of which rested while the other one worked: some of one length, and more of them short, which tell of messages."""
     num_prompt_tokens = outcomes[0].num_prompt_tokens
     answer_s = steps.answers.at(1, num_prompt_tokens + LONE_OUTPUT_TOKENS / 2) * steps.answers_alone_factor
-    overhead_s = _median(outcomes, lambda each: (tpot_s(each) or 0.0) - answer_s)
+    overhead_s = _median(outcomes, lambda each: (tpot_s(each) or 0.0) / steps.answers_spread.mean - answer_s)
     chunk_s = steps.prompts.at(num_prompt_tokens, 0) * steps.prompts_alone_factor + overhead_s
-    prompt_overhead_s = _median(outcomes, lambda each: _phase(each, "prefill_s") - chunk_s)
-    message_s = _median(outcomes, lambda each: _phase(each, "prefill_queue_s") / 2)
-    door_s = _median(outcomes, lambda each: (ttft_s(each) or 0.0) - _phase(each, "ttft_s"))
+    prompt_overhead_s = _median(outcomes, lambda each: _phase(each, "prefill_s") / steps.prompts_spread.mean - chunk_s)
     latency_s = _median(outcomes, lambda each: _phase(each, "transfer_s"))
     return Profile(
         model=model,
@@ -93,7 +100,7 @@ def profile_of(
         node=node,
         steps=dataclasses.replace(steps, overhead_s=overhead_s, prompt_overhead_s=prompt_overhead_s),
         corridor=CorridorProfile(latency_s, bytes_per_s),
-        control=ControlProfile(message_s, door_s),
+        control=control_of(short),
     )
 
 
@@ -147,8 +154,8 @@ async def measure_steps(answers: GridTask, prompts: GridTask, report: Report, *,
         answers=Grid(answers.rows, answers.columns, of_answers.seconds),
         prompts=Grid(prompts.rows, prompts.columns, of_prompts.seconds),
         overhead_s=0.0,
-        answers_spread=spread_of(of_answers.equal_s),
-        prompts_spread=spread_of(of_prompts.equal_s),
+        answers_spread=spread_of(of_answers.factors),
+        prompts_spread=spread_of(of_prompts.factors),
     )
     if not at_once:
         return steps
@@ -167,11 +174,23 @@ def few_of(task: GridTask) -> GridTask:
     return dataclasses.replace(task, rows=task.rows[::-2][::-1], columns=task.columns[:1], num_spread=0)
 
 
-def spread_of(equal_s: Sequence[float]) -> Spread:
-    """Return the quantiles of the seconds of equal steps as shares of their median."""
-    median_s, percentiles_s = statistics.median(equal_s), statistics.quantiles(equal_s, n=100, method="inclusive")
-    factors = tuple(percentiles_s[percent - 1] / median_s for percent in SPREAD_PERCENTS)
-    return Spread(tuple(percent / 100 for percent in SPREAD_PERCENTS), factors)
+def control_of(outcomes: Sequence[Outcome]) -> ControlProfile:
+    """Return the medians of messages and of the way through the door, and how far both spread around them."""
+    messages_s = [_phase(each, "prefill_queue_s") / 2 for each in outcomes]
+    doors_s = [max(0.0, _door_s(each)) for each in outcomes]
+    message_s, door_s = statistics.median(messages_s), statistics.median(doors_s)
+    factors = [each_s / message_s for each_s in messages_s if message_s]
+    factors += [each_s / door_s for each_s in doors_s if door_s]
+    return ControlProfile(message_s, door_s, spread_of(factors))
+
+
+def spread_of(factors: Sequence[float]) -> Spread:
+    """Return the quantiles of these factors; of none, no spread."""
+    if not factors:
+        return NO_SPREAD
+    percentiles = statistics.quantiles(factors, n=100, method="inclusive")
+    shares = tuple(percent / 100 for percent in SPREAD_PERCENTS)
+    return Spread(shares, tuple(percentiles[percent - 1] for percent in SPREAD_PERCENTS))
 
 
 def alone_factor(beside: Grid, task: GridTask, alone: GridFigures) -> float:
@@ -184,7 +203,7 @@ def alone_factor(beside: Grid, task: GridTask, alone: GridFigures) -> float:
 
 async def _grid(task: GridTask, name: str, report: Report, together: asyncio.Barrier | None = None) -> GridFigures:
     figures = await figures_of(GRIDS_MODULE, task, name, report, together)
-    return GridFigures(tuple(map(tuple, figures["seconds"])), tuple(figures["equal_s"]))
+    return GridFigures(tuple(map(tuple, figures["seconds"])), tuple(figures["factors"]))
 
 
 async def _lone_requests(
@@ -197,6 +216,10 @@ async def _lone_requests(
 ) -> list[Outcome]:
     prompts = Prompts(node.vocab_size, min(LONE_PROMPT_TOKENS, node.max_model_len // 2))
     planned = [PlannedRequest(index, 0.0, tuple(prompts.draw()), LONE_OUTPUT_TOKENS) for index in range(LONE_REQUESTS)]
+    planned += [
+        PlannedRequest(LONE_REQUESTS + index, 0.0, tuple(prompts.draw()[:SHORT_PROMPT_TOKENS]), 1)
+        for index in range(SHORT_REQUESTS)
+    ]
     warm_up = [PlannedRequest(index, 0.0, tuple(prompts.draw()), LONE_OUTPUT_TOKENS) for index in range(2)]
     with tempfile.TemporaryDirectory(prefix="splitserve-doctor-") as logs:
         arena = Arena(model, cpus, flags, Path(logs), report)
@@ -216,6 +239,10 @@ async def _lone_requests(
 def _median(outcomes: Sequence[Outcome], seconds_of: Callable[[Outcome], float]) -> float:
     """Not below 0, as noise can make a difference."""
     return max(0.0, statistics.median(map(seconds_of, outcomes)))
+
+
+def _door_s(outcome: Outcome) -> float:
+    return (ttft_s(outcome) or 0.0) - _phase(outcome, "ttft_s")
 
 
 def _phase(outcome: Outcome, name: str) -> float:

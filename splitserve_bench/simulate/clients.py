@@ -16,6 +16,7 @@ from splitserve_bench.serve.grpc_backend import REFUSALS
 from splitserve_bench.serve.records import Outcome, PlannedRequest, returns_at_s
 from splitserve_bench.serve.reply import Reply
 from splitserve_bench.simulate.agenda import Agenda
+from splitserve_bench.simulate.noise import NO_DRAWS, Draws
 from splitserve_bench.simulate.toy_model import ToyModel
 
 
@@ -40,12 +41,13 @@ class LoadClients:
         max_concurrency: int | None,
         request_timeout_s: float,
         obey_retry_after: int = 0,
+        noise: Draws = NO_DRAWS,
     ) -> None:
-        """`door_s`: from a client to the coordinator and back. Every answer is checked. Requests are sent again after a
-        refusal as `run_load` does."""
+        """`door_s`: from a client to the coordinator and back, times a factor of the `noise` for each request. Every
+        answer is checked. Requests are sent again after a refusal as `run_load` does."""
         self._agenda, self._planned = agenda, planned
         self._model = model
-        self._half_s = door_s / 2
+        self._half_s, self._noise = door_s / 2, noise
         self._num_free = max_concurrency or len(planned)
         self._timeout_s, self._most_repeats = request_timeout_s, obey_retry_after
         self._waiting: deque[PlannedRequest] = deque()
@@ -80,11 +82,12 @@ class LoadClients:
 
     def _send(self, planned: PlannedRequest) -> None:
         request_id = f"{planned.index}/{planned.num_refusals_before}"
-        self._answers[request_id] = _Answer(planned, Reply(planned, lambda: self._agenda.now))
+        half_s = self._half_s * self._noise.factor(planned.index)
+        self._answers[request_id] = _Answer(planned, Reply(planned, lambda: self._agenda.now), half_s)
         sampling = SamplingParams(max_tokens=planned.output_tokens, temperature=0.0, ignore_eos=True)
         prompt, deadline_s, slo = Prompt(planned.prompt), self._agenda.now + self._timeout_s, slo_of(planned)
         self._agenda.after(
-            self._half_s,
+            half_s,
             lambda: self._server.submit(request_id, prompt, sampling, deadline_s=deadline_s, slo=slo),
         )
 
@@ -96,7 +99,7 @@ class LoadClients:
         for token in tokens:
             answer.token_ids.append(token.token_id)
         assert tokens[-1].index == len(answer.token_ids) - 1, "a token came twice, or out of order"
-        answer.reply.arrived(moment_s + self._half_s, len(tokens))
+        answer.reply.arrived(moment_s + answer.half_s, len(tokens))
 
     def row_arrived(self, row: TokenRow, moments_s: Sequence[float]) -> None:
         """The next tokens of an answer left the coordinator one by one, at these moments."""
@@ -104,11 +107,11 @@ class LoadClients:
         assert row.first_index == len(answer.token_ids), "a token came twice, or out of order"
         answer.token_ids += row.token_ids
         for moment_s in moments_s:
-            answer.reply.arrived(moment_s + self._half_s, 1)
+            answer.reply.arrived(moment_s + answer.half_s, 1)
 
     def ended(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
         """The end of an answer has left the coordinator."""
-        self._agenda.after(self._half_s, lambda: self._end(request_id, outcome))
+        self._agenda.after(self._answers[request_id].half_s, lambda: self._end(request_id, outcome))
 
     def _end(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
         answer = self._answers.pop(request_id)
@@ -140,6 +143,7 @@ class _Answer:
 
     planned: PlannedRequest
     reply: Reply
+    half_s: float  # from its client to the coordinator, or back
     token_ids: list[int] = field(default_factory=list)
 
 

@@ -81,8 +81,9 @@ class SimulatedCoordinator:
     def attach(self, node: SimulatedNode) -> None:
         """Takes a node in, whose messages go their ways from now on."""
         known = self.registry.admit(node.hello(), self._agenda.now)
-        events = EventLine(self._agenda, node.costs.message_s, partial(self._receive, known))
-        commands = Line(self._agenda, node.costs.message_s, node.handle)
+        message_s, noise = node.costs.message_s, node.noise
+        events = EventLine(self._agenda, message_s, noise.events, partial(self._receive, known))
+        commands = Line(self._agenda, message_s, noise.commands, node.handle)
         self._attachments[known] = Attachment(node, commands, events)
         node.line = events
         self._beat(known)

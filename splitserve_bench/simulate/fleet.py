@@ -18,7 +18,7 @@ from splitserve_bench.simulate.corridor import Corridor
 from splitserve_bench.simulate.costs import Costs, ProfileCosts
 from splitserve_bench.simulate.machine import Machine
 from splitserve_bench.simulate.node import SimulatedNode
-from splitserve_bench.simulate.noise import Noise
+from splitserve_bench.simulate.noise import NO_NOISE, Draws, Noise
 from splitserve_bench.simulate.profile import NodeSizes, Profile
 from splitserve_bench.simulate.toy_model import ToyModel
 
@@ -104,7 +104,7 @@ class Fleet:
         costs: Costs,
         sizes: NodeSizes | None = None,
         machine: Machine | None = None,
-        noise: Noise | None = None,
+        noise: Noise = NO_NOISE,
     ) -> SimulatedNode:
         """One more node, or one in the place of a lost one; of the fleet's sizes unless it has others."""
         node = SimulatedNode(
@@ -165,6 +165,7 @@ def play(
         planned,
         model=model,
         door_s=profile.control.door_s,
+        noise=Draws(profile.control.spread, f"{seed} clients"),
         max_concurrency=max_concurrency,
         request_timeout_s=request_timeout_s,
         obey_retry_after=obey_retry_after,
@@ -191,7 +192,7 @@ def _tier_use(fleet: Fleet, sizes: NodeSizes) -> TierUse | None:
 
 def start_nodes(fleet: Fleet, profile: Profile, size: FleetSize, seed: int = 0) -> None:
     """Those that share a machine follow each other. Who shares none, or where that makes no difference, needs none."""
-    steps = profile.steps
+    steps, messages = profile.steps, profile.control.spread
     beside, alone = ProfileCosts(profile), ProfileCosts(profile, is_alone=True)
     nodes = size.nodes()
     for first in range(0, len(nodes), size.nodes_per_machine):
@@ -199,5 +200,5 @@ def start_nodes(fleet: Fleet, profile: Profile, size: FleetSize, seed: int = 0) 
         has_company = len(on_machine) > 1
         machine = Machine(alone) if has_company and steps.knows_neighbours else None
         for name, role in on_machine:
-            noise = Noise(steps.answers_spread, steps.prompts_spread, f"{seed} {name}") if steps.spreads else None
+            noise = Noise(steps.answers_spread, steps.prompts_spread, messages, f"{seed} {name}")
             fleet.start(name, role, beside if has_company else alone, machine=machine, noise=noise)

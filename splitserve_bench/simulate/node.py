@@ -46,7 +46,7 @@ from splitserve_bench.simulate.corridor import Corridor
 from splitserve_bench.simulate.costs import Costs, StepLoad, load_of
 from splitserve_bench.simulate.line import EventLine
 from splitserve_bench.simulate.machine import Machine, Progress
-from splitserve_bench.simulate.noise import Noise
+from splitserve_bench.simulate.noise import NO_NOISE, Noise
 from splitserve_bench.simulate.profile import NodeSizes
 from splitserve_bench.simulate.stretch import Stretch
 from splitserve_bench.simulate.toy_model import ToyModel
@@ -70,16 +70,16 @@ class SimulatedNode:
         corridor: Corridor,
         *,
         machine: Machine | None = None,
-        noise: Noise | None = None,
+        noise: Noise = NO_NOISE,
         takes_streaks: bool = True,
     ) -> None:
-        """`machine`: that it shares with nodes whose steps bear on its own. Without `noise`, equal steps take equally
-        long. `takes_streaks`: whether steps that allow it are taken in for less, which changes nothing else."""
-        self.name, self.costs = name, costs
+        """`machine`: that it shares with nodes whose steps bear on its own. `takes_streaks`: whether steps that allow
+        it are taken in for less, which changes nothing else."""
+        self.name, self.costs, self.noise = name, costs, noise
         self.line: EventLine  # to the coordinator, once it is attached
         self.is_lost = False
         self._sizes, self._model, self._agenda, self._corridor = sizes, model, agenda, corridor
-        self._machine, self._noise, self._takes_streaks = machine, noise, takes_streaks
+        self._machine, self._takes_streaks = machine, takes_streaks
         self._pace = costs  # of the running step, as the other nodes of its machine are
         self.allocator = BlockAllocator(sizes.num_blocks)
         self.logic = _logic(self.allocator, sizes, role, costs)
@@ -199,8 +199,7 @@ class SimulatedNode:
 
     def _step_s(self, step: int, load: StepLoad) -> float:
         """What the node's step of this number takes, as its neighbours are now."""
-        seconds = self._pace.step_s(load)
-        return seconds if self._noise is None else seconds * self._noise.factor(step, load)
+        return self._pace.step_s(load) * self.noise.step(step, load)
 
     def _begin_alone(self, seconds: float) -> None:
         """The running step is one by itself, and would take so long as its neighbours are now."""

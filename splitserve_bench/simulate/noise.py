@@ -1,22 +1,44 @@
-"""The noise of a simulated node: equal steps take different times. Pure."""
+"""The noise of a simulated node and of its messages: equal steps and messages take different times. Pure."""
 
 from random import Random
+from typing import Final
 
 from splitserve_bench.simulate.costs import StepLoad
-from splitserve_bench.simulate.spread import NUM_FACTORS, Spread, equal_shares
+from splitserve_bench.simulate.spread import NO_SPREAD, Spread, equal_shares
+
+
+class Draws:
+    """Factors of a spread, one for each number from 0: the same whoever asks and how often."""
+
+    def __init__(self, spread: Spread, seed: str) -> None:
+        """Draws of spreads that differ and of one seed are large and small at the same numbers."""
+        self._factors = list(equal_shares(spread))
+        if len(self._factors) > 1:
+            Random(seed).shuffle(self._factors)
+
+    def factor(self, number: int) -> float:
+        """What the step or the message of this number takes, as a multiple of what the profile says."""
+        return self._factors[number % len(self._factors)]
 
 
 class Noise:
-    """What the steps of one node take, as multiples of their mean. The factor of a step depends on its number and its
-    kind, whoever asks and how often."""
+    """Of one node: its steps, and the messages to it and from it."""
 
-    def __init__(self, answers: Spread, prompts: Spread, seed: str) -> None:
-        """`seed`: a node of its own noise has one of its own."""
-        self._answers, self._prompts = equal_shares(answers), equal_shares(prompts)
-        self._places = list(range(NUM_FACTORS))
-        Random(seed).shuffle(self._places)
+    def __init__(
+        self,
+        answers: Spread = NO_SPREAD,
+        prompts: Spread = NO_SPREAD,
+        messages: Spread = NO_SPREAD,
+        seed: str = "",
+    ) -> None:
+        """Each node of a fleet needs a `seed` of its own."""
+        self._answers, self._prompts = Draws(answers, seed), Draws(prompts, seed)
+        self.commands, self.events = Draws(messages, f"{seed} commands"), Draws(messages, f"{seed} events")
 
-    def factor(self, step: int, load: StepLoad) -> float:
-        """Of the node's step of this number, from 0; one with prompts spreads as they do."""
-        place = self._places[step % NUM_FACTORS]
-        return self._prompts[place] if load.num_prompt_tokens else self._answers[place]
+    def step(self, number: int, load: StepLoad) -> float:
+        """Return the factor of the node's step of this number: one with prompts spreads as they do."""
+        return (self._prompts if load.num_prompt_tokens else self._answers).factor(number)
+
+
+NO_NOISE: Final = Noise()
+NO_DRAWS: Final = Draws(NO_SPREAD, "")

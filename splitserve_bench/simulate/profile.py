@@ -83,11 +83,6 @@ class StepProfile:
     prompts_spread: Spread = NO_SPREAD
 
     @property
-    def spreads(self) -> bool:
-        """Whether equal steps take different times."""
-        return len({*self.answers_spread.factors}) > 1 or len({*self.prompts_spread.factors}) > 1
-
-    @property
     def knows_neighbours(self) -> bool:
         """Whether it makes a difference what other nodes of the machine do."""
         return (self.answers_alone_factor, self.prompts_alone_factor) != (1.0, 1.0)
@@ -103,10 +98,12 @@ class CorridorProfile:
 
 @dataclass(frozen=True, slots=True)
 class ControlProfile:
-    """Seconds of a message between coordinator and node; and from client to coordinator and back together."""
+    """Seconds of a message between coordinator and node; and from client to coordinator and back together. How far they
+    spread."""
 
     message_s: float
     door_s: float
+    spread: Spread = NO_SPREAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +142,9 @@ def read_profile(path: Path) -> Profile:
             node=_sizes(_nested(fields, "node")),
             steps=_steps(_nested(fields, "steps")),
             corridor=CorridorProfile(corridor.number("latency_s"), corridor.positive("bytes_per_s")),
-            control=ControlProfile(control.number("message_s"), control.number("door_s")),
+            control=ControlProfile(
+                control.number("message_s"), control.number("door_s"), _spread(control.nested("spread"))
+            ),
             flags=_flags(fields.nested("flags")),
         )
     except ModelError as error:
@@ -214,8 +213,8 @@ def _spread(fields: JsonFields | None) -> Spread:
     if shares[-1] > 1:
         raise fields.error("shares", "ascending numbers from 0 to 1")
     factors = _numbers(fields, "factors", fields.raw("factors"), len(shares))
-    if factors[0] <= 0 or list(factors) != sorted(factors):
-        raise fields.error("factors", "numbers above 0, none below the one before it")
+    if factors[-1] <= 0 or list(factors) != sorted(factors):
+        raise fields.error("factors", "numbers of which none is below the one before it, and the last is above 0")
     return Spread(shares, factors)
 
 

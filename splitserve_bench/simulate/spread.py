@@ -12,8 +12,8 @@ MOST_SPREADS: Final = 64  # whose factors are kept
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Quantiles of what a step takes, as shares of what is typical: factors[i] is the one below which shares[i] of all
-    steps are. Both ascend. A single factor is no spread."""
+    """Quantiles of what something takes, as multiples of what a profile says of it: factors[i] is the one below which
+    shares[i] of all are. Both ascend."""
 
     shares: tuple[float, ...] = (0.5,)
     factors: tuple[float, ...] = (1.0,)
@@ -27,13 +27,18 @@ class Spread:
         part = (share - self.shares[left]) / (self.shares[right] - self.shares[left])
         return self.factors[left] + part * (self.factors[right] - self.factors[left])
 
+    @property
+    def mean(self) -> float:
+        """Of all factors."""
+        return fmean(equal_shares(self))
+
 
 NO_SPREAD: Final = Spread()
 
 
 @lru_cache(MOST_SPREADS)
 def equal_shares(spread: Spread) -> tuple[float, ...]:
-    """NUM_FACTORS factors, each as likely as the others, with a mean of 1: a spread makes no node slower or faster."""
-    factors = [spread.at((index + 0.5) / NUM_FACTORS) for index in range(NUM_FACTORS)]
-    mean = fmean(factors)
-    return tuple(factor / mean for factor in factors)
+    """NUM_FACTORS factors, each as likely as the others; or a single one where all are alike."""
+    if len(set(spread.factors)) == 1:
+        return spread.factors[:1]
+    return tuple(spread.at((index + 0.5) / NUM_FACTORS) for index in range(NUM_FACTORS))

@@ -23,7 +23,7 @@ BLOCK_SIZE = 4
 VOCAB_SIZE = 97
 TIMEOUT_S = 200.0
 SETTLE_S = 60.0
-ANSWERS_SPREAD, PROMPTS_SPREAD = Spread((0.1, 0.9), (0.5, 2.0)), Spread((0.0, 0.9, 1.0), (0.9, 1.0, 4.0))
+SPREADS = (Spread((0.1, 0.9), (0.5, 2.0)), Spread((0.0, 0.9, 1.0), (0.9, 1.0, 4.0)), Spread((0.0, 1.0), (0.0, 1.0)))
 ROLES = ("prefill", "decode", "both")
 FLEETS = (
     ("prefill", "decode"), ("both",), ("both", "both"), ("prefill", "both"), ("decode", "both"),
@@ -32,7 +32,7 @@ FLEETS = (
 
 
 class WildCosts:
-    """Everything takes any time, also none: the same whenever it is asked."""
+    """Everything takes any time, also none: the same whenever it is asked. Noise comes on top of that."""
 
     prefill_tokens_per_s = 0.0
 
@@ -122,8 +122,7 @@ class World:
                 self.agenda.at(self.random.random() * 1.2, getattr(self, trouble))
 
     def _start(self, name, role):
-        noise = Noise(ANSWERS_SPREAD, PROMPTS_SPREAD, name)
-        self.fleet.start(name, role, self.costs, machine=self.machine, noise=noise)
+        self.fleet.start(name, role, self.costs, machine=self.machine, noise=Noise(*SPREADS, seed=name))
 
     def _request(self, index):
         """Of any size that fits; many begin alike."""

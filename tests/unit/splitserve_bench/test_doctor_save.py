@@ -23,7 +23,9 @@ from splitserve_bench.doctor.saving import (
     LONE_OUTPUT_TOKENS,
     LONE_PROMPT_TOKENS,
     LONE_REQUESTS,
+    SHORT_REQUESTS,
     alone_factor,
+    control_of,
     few_of,
     measure_profile,
     node_sizes,
@@ -35,6 +37,7 @@ from splitserve_bench.serve.records import Outcome
 from splitserve_bench.simulate.fleet import FleetSize, simulate
 from splitserve_bench.simulate.grid import Grid
 from splitserve_bench.simulate.profile import read_profile
+from splitserve_bench.simulate.spread import NO_SPREAD, Spread
 from tests.effort import few
 from tests.tiny_models import write_tokenizer
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, SIZES, request, step_s
@@ -59,25 +62,41 @@ def lone(first_s, tpot_s, *, queue_s, server_first_s, transfer_s, prefill_s=0.0)
     return Outcome(0, 0.0, 0.0, LONE_PROMPT_TOKENS, len(counts), arrivals_s, counts, arrivals_s[-1], timeline=timeline)
 
 
-def test_what_is_left_of_a_lone_request_is_control_and_overhead():
+def test_what_is_left_of_a_lone_request_is_overhead_and_control():
+    """Of long requests it tells of a node's work around steps, of short ones of messages and the door."""
     chunk_s = PROFILE.steps.prompts.at(LONE_PROMPT_TOKENS, 0)
-    outcomes = [
-        lone(
-            0.1 + odd,
-            step_s(1) + 0.002 + odd,
-            queue_s=0.006 + odd,
-            prefill_s=chunk_s + 0.012 + odd,
-            server_first_s=0.093 + odd,
-            transfer_s=0.004 + odd,
-        )
-        for odd in (0.0, -0.001, 0.5)
-    ]
-    profile = profile_of("paper", 1, SIZES, PROFILE.steps, 5e8, outcomes)
+    long, short = (
+        [
+            lone(
+                0.1 + odd,
+                step_s(1) + 0.002 + odd,
+                queue_s=queue_s + odd,
+                prefill_s=chunk_s + 0.012 + odd,
+                server_first_s=0.093 + odd,
+                transfer_s=0.004 + odd,
+            )
+            for odd in (0.0, -0.001, 0.5)
+        ]
+        for queue_s in (0.6, 0.006)
+    )
+    profile = profile_of("paper", 1, SIZES, PROFILE.steps, 5e8, long, [short[0]] * 9)
     assert profile.steps.overhead_s == pytest.approx(0.002)
     assert profile.steps.prompt_overhead_s == pytest.approx(0.010)
     assert profile.control.message_s == pytest.approx(0.003)
     assert profile.control.door_s == pytest.approx(0.007)
     assert (profile.corridor.latency_s, profile.corridor.bytes_per_s) == (pytest.approx(0.004), 5e8)
+
+
+def short_one(queue_s, door_s):
+    return lone(0.1 + door_s, 0.02, queue_s=queue_s, server_first_s=0.1, transfer_s=0.0)
+
+
+def test_messages_and_the_door_spread_together_around_their_medians():
+    """A quarter of them takes twice as long as the others."""
+    control = control_of([short_one(0.006, 0.007)] * 60 + [short_one(0.012, 0.014)] * 20)
+    assert (control.message_s, control.door_s) == (pytest.approx(0.003), pytest.approx(0.007))
+    assert control.spread.at(0.5) == pytest.approx(1.0)
+    assert control.spread.at(0.95) == pytest.approx(2.0)
 
 
 def test_one_node_rests_while_the_other_one_works_for_a_lone_request():
@@ -87,7 +106,7 @@ def test_one_node_rests_while_the_other_one_works_for_a_lone_request():
     outcome = lone(
         0.2, step_s(1) * 0.75 + 0.002, queue_s=0.006, prefill_s=first_s, server_first_s=0.193, transfer_s=0.0
     )
-    found = profile_of("paper", 1, SIZES, steps, 5e8, [outcome]).steps
+    found = profile_of("paper", 1, SIZES, steps, 5e8, [outcome], [outcome]).steps
     assert (found.overhead_s, found.prompt_overhead_s) == (pytest.approx(0.002), pytest.approx(0.010))
     assert (found.answers_alone_factor, found.prompts_alone_factor) == (0.75, 0.5)
 
@@ -113,7 +132,7 @@ async def test_lone_requests_go_to_nodes_of_as_many_cores_as_the_steps_were_meas
 
         async def run(self, contender, warm_up, planned, *, max_concurrency, **_):
             asked.append((*self._asked, contender, len(planned), max_concurrency))
-            return [lone(0.4, step_s(1), queue_s=0.0, server_first_s=0.3, transfer_s=0.0)]
+            return [lone(0.4, step_s(1), queue_s=0.0, server_first_s=0.3, transfer_s=0.0)] * len(planned)
 
     async def steps(answers, prompts, report, *, at_once):
         assert (answers.cpus, prompts.cpus) == saving.node_cpus(cpus, cores)[0][::-1]
@@ -127,7 +146,7 @@ async def test_lone_requests_go_to_nodes_of_as_many_cores_as_the_steps_were_meas
     settings = EngineSettings(quantization="w8a8", weights_memory_bytes=2**30, batch_invariant=True, num_kv_blocks=9)
     profile = await measure_profile(model, settings, DoctorBench(cores, 2, (16,), (8,), 1), 5e8, str)
     assert profile.flags == {"quantization": "w8a8", "weights_memory_bytes": 2**30, "batch_invariant": True}
-    assert asked == [(model, given, contender, LONE_REQUESTS, 1)]
+    assert asked == [(model, given, contender, LONE_REQUESTS + SHORT_REQUESTS, 1)]
     assert (profile.cores, profile.corridor.latency_s) == (cores, 0.0)
 
 
@@ -135,7 +154,8 @@ def test_the_share_that_steps_take_alone_is_the_median_of_a_few():
     """Of every second row up to the last one, with the fewest tokens before them."""
     task = GridTask({}, "", ANSWERS, (1, 2, 4, 8, 16), (32, 256), 3, 9)
     few = few_of(task)
-    assert (task.spread_row, few.num_spread) == (4, 0)
+    assert [task.num_equal(*place) for place in [(4, 32), (4, 256), (8, 32)]] == [9, 0, 0]
+    assert few.num_spread == 0
     assert (few.rows, few.columns) == ((1, 4, 16), (32,))
     assert dataclasses.replace(few, rows=task.rows, columns=task.columns, num_spread=9) == task
     seconds = ((1.0, 9.0), (2.0, 9.0), (3.0, 9.0), (4.0, 9.0), (5.0, 9.0))
@@ -146,7 +166,7 @@ def test_the_share_that_steps_take_alone_is_the_median_of_a_few():
 
 def test_noise_makes_no_time_negative():
     outcome = lone(0.1, step_s(1) - 0.01, queue_s=0.0, server_first_s=0.2, transfer_s=0.0)
-    profile = profile_of("paper", 1, SIZES, PROFILE.steps, 5e8, [outcome])
+    profile = profile_of("paper", 1, SIZES, PROFILE.steps, 5e8, [outcome], [outcome] * 2)
     assert (profile.steps.overhead_s, profile.steps.prompt_overhead_s, profile.control.door_s) == (0, 0, 0)
 
 
@@ -168,14 +188,27 @@ def test_steps_of_a_tiny_model(tiny, kv_cache_dtype):
     assert [len(row) for row in answers.seconds] == [2, 2]
     assert [len(row) for row in prompts.seconds] == [2, 2, 2]
     assert all(seconds > 0 for row in (*answers.seconds, *prompts.seconds) for seconds in row)
-    assert (len(answers.equal_s), len(prompts.equal_s)) == (32, 3)  # answers in rows of 16 steps
-    assert min(*answers.equal_s, *prompts.equal_s) > 0
+    assert (len(answers.factors), len(prompts.factors)) == (32, 3)
+    # Answers are in rows of 16 steps, of which the fastest is the grid's.
+    assert min(sum(answers.factors[:16]), sum(answers.factors[16:])) == pytest.approx(16.0)
+    assert min(prompts.factors) == 1.0
 
 
-def test_a_spread_has_shares_of_the_median():
+def test_a_spread_has_quantiles_of_the_factors():
     spread = spread_of([2.0 + index / 50 for index in range(-50, 51)])
     assert spread.shares == (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-    assert spread.factors == pytest.approx([0.51, 0.55, 0.75, 1.0, 1.25, 1.45, 1.49])
+    assert spread.factors == pytest.approx([1.02, 1.1, 1.5, 2.0, 2.5, 2.9, 2.98])
+    assert spread_of([]) == NO_SPREAD
+
+
+def test_overheads_are_what_is_left_of_the_mean_of_a_spread():
+    """Steps that take twice as long as the grids say leave nothing of overheads that seemed to be."""
+    twice = Spread((0.5,), (2.0,))
+    steps = dataclasses.replace(PROFILE.steps, answers_spread=twice, prompts_spread=twice)
+    prefill_s = 2 * PROFILE.steps.prompts.at(LONE_PROMPT_TOKENS, 0) + 0.03
+    outcome = lone(0.1, 2 * step_s(1) + 0.01, queue_s=0.0, prefill_s=prefill_s, server_first_s=0.2, transfer_s=0.0)
+    found = profile_of("paper", 1, SIZES, steps, 5e8, [outcome], [outcome]).steps
+    assert (found.overhead_s, found.prompt_overhead_s) == (pytest.approx(0.005), pytest.approx(0.010))
 
 
 @pytest.mark.nightly
@@ -233,7 +266,7 @@ def test_the_command_saves_what_a_simulation_reads(tiny, tmp_path, monkeypatch, 
     assert profile.corridor.latency_s == 0.0 or not has_all_cores
     assert 0 < profile.steps.answers_alone_factor <= 1
     assert 0 < profile.steps.prompts_alone_factor <= 1
-    assert profile.steps.spreads
+    assert len(profile.steps.prompts_spread.factors) == len(profile.control.spread.factors) == 7
     planned = [request(0, 40, 5)]
     (outcome,) = simulate(profile, FleetSize(1, 1), planned, max_concurrency=None, request_timeout_s=60.0)
     assert outcome.num_output_tokens == 5

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from statistics import fmean, pvariance
+from statistics import pvariance
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ from serving_core.errors import SettingsError
 from splitserve_bench.serve.metrics import ttft_s
 from splitserve_bench.simulate.costs import StepLoad
 from splitserve_bench.simulate.fleet import FleetSize, simulate
-from splitserve_bench.simulate.noise import Noise
+from splitserve_bench.simulate.noise import Draws, Noise
 from splitserve_bench.simulate.profile import read_profile
 from splitserve_bench.simulate.spread import NUM_FACTORS, Spread, equal_shares
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, request
@@ -35,18 +35,14 @@ def spread_by(width):
     return Spread(SHARES, tuple(1 + (factor - 1) * width for factor in WIDE.factors))
 
 
-def profile_of(answers=WIDE, prompts=WIDE):
-    return replace(PROFILE, steps=replace(PROFILE.steps, answers_spread=answers, prompts_spread=prompts))
+def profile_of(answers=WIDE, prompts=WIDE, messages=WIDE):
+    steps = replace(PROFILE.steps, answers_spread=answers, prompts_spread=prompts)
+    return replace(PROFILE, steps=steps, control=replace(PROFILE.control, spread=messages))
 
 
 def outcomes_of(profile, *, seed=0, size=FLEET, every_s=0.05, num_requests=40):
     planned = [request(index, 100, 12, index * every_s) for index in range(num_requests)]
     return simulate(profile, size, planned, max_concurrency=None, request_timeout_s=100.0, seed=seed)
-
-
-@given(spreads())
-def test_a_spread_makes_no_node_slower_or_faster(spread):
-    assert fmean(equal_shares(spread)) == pytest.approx(1.0)
 
 
 @given(spreads(), st.floats(0, 1), st.floats(0, 1))
@@ -59,24 +55,32 @@ def test_a_larger_share_of_steps_is_below_a_larger_factor(spread, one, other):
 
 def test_as_many_steps_are_below_a_quantile_as_it_says():
     factors = equal_shares(WIDE)
-    below = [sum(factor < quantile * factors[NUM_FACTORS // 2] for factor in factors) for quantile in (0.8, 2.0)]
+    below = [sum(factor < quantile for factor in factors) for quantile in (0.8, 2.0)]
     assert [each / NUM_FACTORS for each in below] == pytest.approx([0.275, 0.725], abs=0.003)
 
 
 def test_a_step_has_the_factor_of_its_number_and_its_kind_whenever_it_is_asked():
-    noise, again = (Noise(WIDE, spread_by(0.5), "0 node") for _ in range(2))
-    first = [noise.factor(step, ANSWER) for step in range(NUM_FACTORS)]
-    assert first == [again.factor(step, ANSWER) for step in reversed(range(NUM_FACTORS))][::-1]
+    noise, again = (Noise(WIDE, spread_by(0.5), seed="0 node") for _ in range(2))
+    first = [noise.step(number, ANSWER) for number in range(NUM_FACTORS)]
+    assert first == [again.step(number, ANSWER) for number in reversed(range(NUM_FACTORS))][::-1]
     assert sorted(first) == list(equal_shares(WIDE))
-    assert noise.factor(5, PROMPT) == again.factor(5, replace(PROMPT, num_answers=3)) != noise.factor(5, ANSWER)
-    assert first != [Noise(WIDE, WIDE, "0 other").factor(step, ANSWER) for step in range(NUM_FACTORS)]
+    assert noise.step(5, PROMPT) == again.step(5, replace(PROMPT, num_answers=3)) != noise.step(5, ANSWER)
 
 
-@pytest.mark.parametrize("flat", [Spread(), Spread((0.3,), (3.0,)), Spread((0.1, 0.9), (0.7, 0.7))])
+def test_nodes_and_the_ways_to_and_from_each_draw_by_themselves():
+    one, other = (Noise(WIDE, WIDE, WIDE, seed) for seed in ("one", "other"))
+    assert one.commands.factor(3) == Draws(WIDE, "one commands").factor(3)
+    draws = [one.commands.factor, one.events.factor, other.commands.factor, lambda number: one.step(number, ANSWER)]
+    draws.append(lambda number: other.step(number, ANSWER))
+    assert len({tuple(map(draw, range(NUM_FACTORS))) for draw in draws}) == len(draws)
+
+
+@pytest.mark.parametrize("flat", [Spread(), Spread((0.3,), (1.0,)), Spread((0.1, 0.9), (1.0, 1.0))])
 def test_without_a_spread_all_is_as_without_noise(flat):
     without = outcomes_of(PROFILE)
-    assert outcomes_of(profile_of(flat, flat), seed=7) == without
-    assert outcomes_of(profile_of(flat, WIDE)) != without != outcomes_of(profile_of(WIDE, flat))
+    assert outcomes_of(profile_of(flat, flat, flat), seed=7) == without
+    for spreads in ((WIDE, flat, flat), (flat, WIDE, flat), (flat, flat, WIDE)):
+        assert outcomes_of(profile_of(*spreads)) != without
 
 
 def test_a_seed_draws_the_same_noise_again_and_another_one_other_noise():
@@ -88,7 +92,7 @@ def test_a_seed_draws_the_same_noise_again_and_another_one_other_noise():
 def test_the_wider_the_spread_the_more_first_tokens_vary(every_s, seed):
     """Each is as much of its mean further out: what waits for others adds up theirs."""
     size, widths = FleetSize(1, 1), (0.0, 0.25, 0.5, 1.0)
-    runs = [outcomes_of(profile_of(*[spread_by(width)] * 2), seed=seed, size=size, every_s=every_s) for width in widths]
+    runs = [outcomes_of(profile_of(*[spread_by(width)] * 3), seed=seed, size=size, every_s=every_s) for width in widths]
     variances = [pvariance([ttft_s(outcome) for outcome in run]) for run in runs]
     assert variances == sorted(variances)
     assert variances[-1] > variances[0] + 1e-4
@@ -96,10 +100,11 @@ def test_the_wider_the_spread_the_more_first_tokens_vary(every_s, seed):
 
 def test_a_profile_is_read_with_its_spread(tmp_path):
     path = tmp_path / "profile.json"
-    profile_of(WIDE, spread_by(0.5)).save(path)
-    assert read_profile(path) == profile_of(WIDE, spread_by(0.5))
+    spreads = WIDE, spread_by(0.5), spread_by(0.25)
+    profile_of(*spreads).save(path)
+    assert read_profile(path) == profile_of(*spreads)
     fields = json.loads(path.read_text())
-    del fields["steps"]["answers_spread"], fields["steps"]["prompts_spread"]
+    del fields["steps"]["answers_spread"], fields["steps"]["prompts_spread"], fields["control"]["spread"]
     path.write_text(json.dumps(fields))  # as one of before
     assert read_profile(path) == PROFILE
 
@@ -110,8 +115,8 @@ def test_a_profile_is_read_with_its_spread(tmp_path):
         ({"shares": [0.5, 1.5], "factors": [1, 2]}, "from 0 to 1"),
         ({"shares": [0.9, 0.5], "factors": [1, 2]}, "ascending"),
         ({"shares": [0.5, 0.9], "factors": [1]}, "a list of 2 numbers"),
-        ({"shares": [0.5, 0.9], "factors": [2, 1]}, "none below the one before it"),
-        ({"shares": [0.5], "factors": [0]}, "above 0"),
+        ({"shares": [0.5, 0.9], "factors": [2, 1]}, "is below the one before it"),
+        ({"shares": [0.5], "factors": [0]}, "last is above 0"),
         ({"shares": [0.5]}, "factors"),
         ({}, "shares"),
         ([], "an object"),
