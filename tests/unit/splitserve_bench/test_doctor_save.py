@@ -15,7 +15,7 @@ from splitserve_bench.compare.contenders import SPLIT, ClusterContender, colocat
 from splitserve_bench.corridor import transfer_ends
 from splitserve_bench.doctor import saving
 from splitserve_bench.doctor.doctor import NODE_MODULE, DoctorBench
-from splitserve_bench.doctor.grids import ANSWERS, PROMPTS, GridFigures, GridTask, measure_grid
+from splitserve_bench.doctor.grids import ANSWERS, PROMPTS, GridFigures, GridTask, measure_grid, usual_fastest
 from splitserve_bench.doctor.node import NodeTask
 from splitserve_bench.doctor.processes import figures_of
 from splitserve_bench.doctor.saving import (
@@ -189,9 +189,15 @@ def test_steps_of_a_tiny_model(tiny, kv_cache_dtype):
     assert [len(row) for row in prompts.seconds] == [2, 2, 2]
     assert all(seconds > 0 for row in (*answers.seconds, *prompts.seconds) for seconds in row)
     assert (len(answers.factors), len(prompts.factors)) == (32, 3)
-    # Answers are in rows of 16 steps, of which the fastest is the grid's.
-    assert min(sum(answers.factors[:16]), sum(answers.factors[16:])) == pytest.approx(16.0)
-    assert min(prompts.factors) == 1.0
+    assert sum(answers.factors) == pytest.approx(32)  # of two rows of 16 steps, of which the grid has the mean
+    assert sorted(prompts.factors)[1] == pytest.approx(1.0)
+
+
+def test_more_samples_make_no_place_faster():
+    """As a lucky one in a hundred would, on a machine that is mostly disturbed."""
+    assert usual_fastest([3.0, 2.0, 4.0], 3) == 2.0
+    assert usual_fastest([3.0, 2.0, 4.0, 2.5, 3.0, 2.5, 0.1, 3.0, 3.0, 9.0], 3) == 2.0
+    assert usual_fastest([2.0, 2.0, 0.1, 2.0], 1) == 2.0
 
 
 def test_a_spread_has_quantiles_of_the_factors():
