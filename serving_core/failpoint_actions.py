@@ -49,7 +49,7 @@ COMMANDS: Final = (
 )
 EVENTS: Final = (
     *("heartbeat", "first_token", "reserved", "transferred", "committed", "step_tokens", "embedded"),
-    *("failed", "cancelled", "cache_changed", "revoked", "move_failed", "taken", "borrowing", "borrowed"),
+    *("failed", "cancelled", "cache_changed", "revoked", "move_failed", "taken", "borrowing", "borrowed", "progress"),
 )
 POINTS: Final = (
     *("step", "sent", "arrived", "commit", "release"),

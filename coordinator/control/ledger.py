@@ -102,7 +102,8 @@ class Ledger:
         self._accounts: dict[Node, Account] = {}
         self._limited: dict[Node, dict[str, _Request]] = {}  # those with limits that have a part on the node
         self._most_left: dict[Node, int] = {}
-        self._counted_s = -inf  # when these were
+        self._uncounted: set[Node] = set()  # that have got or lost an answer since
+        self._counted_s = -inf  # when all were counted
         self._read: dict[Node, Marks] = {}  # of all its parts, as those have them
         self._held: dict[Node, Marks] = {}
 
@@ -185,14 +186,17 @@ class Ledger:
             )
 
     def most_left(self, now: float) -> Mapping[Node, int]:
-        """Of the answers with limits that each node writes, the most tokens that are expected of one; recounted every
-        RECOUNT_S, since answers grow by tokens."""
+        """Of the answers with limits that each node writes, the most tokens that are expected of one. Those that have
+        come since are counted every RECOUNT_S."""
         if now - self._counted_s >= RECOUNT_S:
             self._counted_s = now
-            self._most_left = {
-                node: max((each.num_left for each in limited.values() if each.parts[node].is_written), default=0)
-                for node, limited in self._limited.items()
-            }
+            self._uncounted = set(self._limited)
+        for node in self._uncounted:
+            written = [each.num_left for each in self._limited.get(node, {}).values() if each.parts[node].is_written]
+            self._most_left[node] = max(written, default=0)
+            if not written:
+                del self._most_left[node]
+        self._uncounted.clear()
         return self._most_left
 
     # ---- what the tracker tells ----
@@ -326,6 +330,7 @@ class Ledger:
         request, limited = self._requests[request_id], self._limited
         if request.due is None:
             return
+        self._uncounted.add(node)
         if node in request.parts:
             limited.setdefault(node, {})[request_id] = request
         elif node in limited:

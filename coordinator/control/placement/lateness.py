@@ -269,7 +269,7 @@ class NodeLateness:
         """What a step would rarely exceed while this answer is written, which begins so many seconds from now at the
         soonest, by the tightest limit that can be kept; 0 without limits. Answers that have not begun count from when
         their prompts can be read at the soonest, and all until they end in steps that take that limit."""
-        alone_s = self._decode_margin * self._step_s(1)
+        alone_s = self._step_s(1)
         limits_s = [each.due.tpot_s for each in self._written] + ([] if self._own is None else [self._own])
         limit_s = min((each for each in limits_s if each >= alone_s), default=math.inf)
         if limit_s == math.inf:

@@ -25,10 +25,10 @@ class Fleet:
         self.registry, self.ledger = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9), Ledger()
         self.num_requests = 0
 
-    def add(self, name, weights=WEIGHTS, margins=(1.0, 1.0), **hello):
+    def add(self, name, weights=WEIGHTS, margin=1.0, **hello):
         node = self.registry.admit(events.hello(name, num_blocks=1000, **hello).hello, 0.0)
         rates = {"prefill_tokens_per_s": 1000.0, "lone_step_s": 0.012, "step_weights": weights}
-        told = events.heartbeat(**rates, prefill_margin=margins[0], decode_margin=margins[1])
+        told = events.heartbeat(**rates, decode_margin=margin)
         self.registry.heartbeat(node, told.heartbeat, 0.0)
         return node
 

@@ -49,13 +49,14 @@ def teach(found, late_share):
 
 
 def write(found, tpot_s, *, limit_s, num_tokens=FEWEST_TOKENS):
-    """An answer that was planned to keep its limit ends, and its tokens came so far apart."""
-    request = tracked(Slo("", None, limit_s))
-    request.predicted_first_s = NOW
-    for index in range(num_tokens):
-        request.timeline.tokens(NOW + index * tpot_s)
-        request.output.append(index)
-    found.ended(request, NOW)
+    """Answers that were planned to keep their limit end, and their tokens came so far apart."""
+    for _ in range(WINDOW):
+        request = tracked(Slo("", None, limit_s))
+        request.predicted_first_s = NOW
+        for index in range(num_tokens):
+            request.timeline.tokens(NOW + index * tpot_s)
+            request.output.append(index)
+        found.ended(request, NOW)
 
 
 # ---- planned deadlines ----
@@ -85,28 +86,29 @@ def test_who_was_not_expected_in_time_says_nothing_of_that():
     assert found.planned_due(tracked(Slo("", 4.0, None))).first_s == pytest.approx(NOW + 3.6)
 
 
-@pytest.mark.parametrize(("refused_s", "spared"), [(0.0, 0.55), (1.0, 0.55), (3.0, MOST_SPARE + 1)])
+@pytest.mark.parametrize(("refused_s", "spared"), [(0.0, 0.25), (1.0, 0.25), (2.2, 0.3), (9.0, MOST_SPARE)])
 def test_a_node_that_refuses_a_late_one_has_been_late(refused_s, spared):
-    """By 5 % of the limit at least: 2.1 s, where 1 s was expected, of 2 s."""
-    found, request = admission(), tracked(Slo("", 2.0, None))
-    request.predicted_first_s = NOW + 1.0
-    found.refused_late(request, NOW + refused_s)
-    spared = min(MOST_SPARE, spared)
+    """By 5 % of the limit at least: 2.1 s, where 1.6 s were expected, of 2 s."""
+    found = admission()
+    for _ in range(WINDOW):
+        request = tracked(Slo("", 2.0, None))
+        request.predicted_first_s = NOW + 1.6
+        found.refused_late(request, NOW + refused_s)
     assert found.planned_due(tracked(Slo("", 4.0, None))).first_s == pytest.approx(NOW + 4.0 * (1 - spared))
 
 
 def test_a_limit_on_tpot_is_planned_for_as_the_part_that_was_kept_so_far():
     found = admission()
     write(found, 0.06, limit_s=0.05)
-    assert found.planned_due(tracked(Slo("", None, 0.03))).tpot_s == pytest.approx(0.03 / 1.2)
+    assert found.tpot_margin == pytest.approx(1.2)
     write(found, 5.0, limit_s=0.05)
-    assert found.planned_due(tracked(Slo("", None, 0.03))).tpot_s == pytest.approx(0.03 / (1 + MOST_SPARE))
+    assert found.tpot_margin == 1 + MOST_SPARE
 
 
 def test_an_answer_of_few_tokens_says_nothing_of_tpot():
     found = admission()
     write(found, 5.0, limit_s=0.05, num_tokens=FEWEST_TOKENS - 1)
-    assert found.planned_due(tracked(Slo("", None, 0.03))).tpot_s == 0.03
+    assert found.tpot_margin == 1.0
 
 
 def test_late_ones_are_planned_without_a_first_token_and_those_that_have_it_as_they_are():
@@ -121,15 +123,17 @@ def test_late_ones_are_planned_without_a_first_token_and_those_that_have_it_as_t
 # ---- who is admitted ----
 
 
-def decide(fleet, slo, *, late_share=0.0, num_tokens=10):
+def decide(fleet, slo, *, late_share=0.0, num_tokens=10, found=None):
     """Whether the request may begin, and where it would."""
-    found = admission()
-    teach(found, late_share)
+    if found is None:
+        found = admission()
+        teach(found, late_share)
     request = tracked(slo, max_tokens=num_tokens)
-    wanted = Wanted(request.prompt, request.max_tokens, due=found.planned_due(request))
+    due = found.planned_due(request)
+    wanted = Wanted(request.prompt, request.max_tokens, due=due, tpot_margin=found.tpot_margin)
     costs = HandoverCosts(0.0, 0.001)
     placed = POLICIES["auto"].place(fleet.registry.nodes, fleet.ledger, wanted, costs, NOW)
-    return found.may_begin(request, placed), placed
+    return found.may_begin(request, placed, NOW), placed
 
 
 MARGIN = 1.3  # of all that is, so that nobody is late before: who is late anyway does not count
@@ -149,10 +153,10 @@ def a_load(rng):
     return prompts, answers, step_s * rng.uniform(1.01, 1.5), num_free
 
 
-def fleet_of(load, margins=(1.0, 1.0)):
+def fleet_of(load, margin=1.0):
     prompts, answers, tpot_s, num_free = load
     fleet = Fleet()
-    p0, d0 = fleet.add("p0", margins=margins), fleet.add("d0", margins=margins)
+    p0, d0 = fleet.add("p0", margin=margin), fleet.add("d0", margin=margin)
     for num_tokens, due_in_s, is_limited in prompts:
         fleet.reads(p0, num_tokens, due_in_s, d0, tpot_s if is_limited else 1.0)
     for limit_s, num_left in answers:
@@ -167,19 +171,19 @@ def a_newcomer(rng):
     return Slo("", rng.uniform(0.1, 2.0) if tpot_s is None else rng.choice([None, rng.uniform(0.1, 2.0)]), tpot_s)
 
 
-@pytest.mark.parametrize("what", ["prompts", "steps", "first tokens"])
+@pytest.mark.parametrize("what", ["steps", "first tokens"])
 def test_a_wider_spread_of_errors_never_admits_more(what):
-    margins = {"prompts": (MARGIN, 1.0), "steps": (1.0, MARGIN)}.get(what, (1.0, 1.0))
+    margin = MARGIN if what == "steps" else 1.0
     late_share = 0.3 if what == "first tokens" else 0.0
     num_admitted = num_fewer = 0
     for seed in range(NUM_SEEDS):
         rng = Random(seed)
         load, slo, num_tokens = a_load(rng), a_newcomer(rng), rng.choice([2, 10, 300])
         is_admitted, _ = decide(fleet_of(load), slo, num_tokens=num_tokens)
-        is_still, placed = decide(fleet_of(load, margins), slo, late_share=late_share, num_tokens=num_tokens)
+        is_still, placed = decide(fleet_of(load, margin), slo, late_share=late_share, num_tokens=num_tokens)
         assert is_admitted or not is_still, f"seed {seed}: {placed}"
         num_admitted, num_fewer = num_admitted + is_admitted, num_fewer + (is_admitted and not is_still)
-    assert NUM_SEEDS // 5 < num_admitted < NUM_SEEDS * 4 // 5, "the loads tell both"
+    assert NUM_SEEDS // 5 < num_admitted < NUM_SEEDS * 9 // 10, "the loads tell both"
     assert num_fewer > NUM_SEEDS // 100
 
 
@@ -206,7 +210,7 @@ def test_more_load_never_admits_who_was_refused():
         is_still, placed = decide(fleet_of(more(load, rng)), slo, num_tokens=num_tokens)
         assert is_admitted or not is_still, f"seed {seed}: {placed}"
         num_refused, num_more = num_refused + (not is_admitted), num_more + (is_admitted and not is_still)
-    assert num_refused > NUM_SEEDS // 5, "the loads tell both"
+    assert num_refused > NUM_SEEDS // 8, "the loads tell both"
     assert num_more > NUM_SEEDS // 50
 
 
@@ -216,9 +220,9 @@ def test_who_could_be_in_time_somewhere_is_not_refused_for_where_it_would_cost_l
     b0, b1 = fleet.add("b0"), fleet.add("b1")
     fleet.writes(b0, 0.013, num_output=1000, ago_s=1.0, num_left=10)  # 12 s ahead: long steps do it no harm
     fleet.reads(b1, 300)
-    assert fleet.late(b0, Due(NOW + 5.0)).crowding(reads=True) > 1
+    assert fleet.late(b0, Due(NOW + 5.0)).crowding(0.11) > 1
     assert fleet.late(b1, Due(NOW + 5.0)).alone(0.0) == 0
-    assert fleet.late(b1, Due(NOW + 5.0)).reads_in_time
+    assert not fleet.late(b1, Due(NOW + 5.0)).is_own_late
     assert decide(fleet, Slo("", 5.0, None))[0]
 
 
@@ -228,9 +232,8 @@ def test_answers_whose_limit_is_planned_shorter_than_a_step_still_count():
         fleet, found = Fleet(), admission()
         d0 = fleet.add("b0")
         write(found, tpot_s, limit_s=0.0124)
-        planned = found.planned_due(tracked(Slo("", None, 0.0124)))
-        fleet.writes(d0, planned.tpot_s)
-        assert not decide(fleet, Slo("", None, 0.1), num_tokens=300)[0], tpot_s
+        fleet.writes(d0, 0.0124)
+        assert not decide(fleet, Slo("", None, 0.1), num_tokens=300, found=found)[0], tpot_s
 
 
 # ---- when the refused ones are to come back ----
@@ -242,20 +245,26 @@ def wait_of(error):
     return wait_s
 
 
-@given(st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.0, 20.0)), min_size=1, max_size=30), st.floats(0.1, 10.0))
-def test_the_refused_come_back_one_after_the_other_at_the_pace_of_endings(asked, every_s):
+@given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=30), st.floats(0.1, 10.0))
+def test_the_refused_come_back_one_after_the_other_at_the_pace_of_endings(gaps_s, every_s):
     found, now = admission(), NOW
     for number in range(4):
         found.ended(tracked(None), NOW - (3 - number) * every_s)
     turns_s = []
-    for after_s, least_s in asked:
-        now += after_s
-        wait_s = wait_of(found.refusal("QUEUE_FULL", "full", now, least_s))
-        assert max(LEAST_S, min(least_s, MOST_S)) - 1e-3 <= wait_s <= MOST_S + 1e-3
+    for gap_s in gaps_s:
+        now += gap_s
+        wait_s = wait_of(found.refusal("QUEUE_FULL", "full", now))
+        assert LEAST_S - 1e-3 <= wait_s <= MOST_S + 1e-3
         turns_s.append(now + wait_s)
         if wait_s < MOST_S - 1e-3 and len(turns_s) > 1:
             assert turns_s[-1] > turns_s[-2] or wait_s == pytest.approx(LEAST_S, abs=1e-3)
     assert all(later_s >= earlier_s - 1e-3 for earlier_s, later_s in pairwise(turns_s)), "nobody overtakes"
+
+
+def test_who_would_be_late_for_long_comes_back_after_that_and_keeps_nobody_waiting():
+    found = admission()
+    assert wait_of(found.refusal("WOULD_BE_LATE", "late", NOW, 50.0)) == 50.0
+    assert wait_of(found.refusal("WOULD_BE_LATE", "late", NOW)) == LEAST_S
 
 
 # ---- the longest wait ----
@@ -301,8 +310,8 @@ def test_a_late_request_waits_no_longer_than_the_server_lets_either():
     assert (world.tracker.num_open, world.tracker.num_held) == (1, 0)
 
 
-def test_one_that_has_been_deferred_is_not_refused_for_the_longest_wait_any_more():
-    """When it can wait no longer, at 5.75 s, it is behind 2.5 s of prompts on its reader, of the 4.25 s that it has."""
+def test_one_that_was_deferred_in_vain_waits_no_longer_than_the_server_lets_either():
+    """When it can wait no longer, at 5.75 s, others would be late for it, and it would wait behind 2.5 s of prompts."""
     world = World((), max_live=100, max_queue_wait_s=2.0)
     world.attach("b0", num_blocks=10_000, max_model_len=100_000)
     learn(world, "b0", **CROWDED)
@@ -311,8 +320,8 @@ def test_one_that_has_been_deferred_is_not_refused_for_the_longest_wait_any_more
     assert world.submit("deferred/0", max_tokens=200, slo=KEEPS) == []
     for num_tokens in (1900, 600):
         assert world.submit(f"{num_tokens}/0", range(num_tokens), now=1.0) == ["reserve b0"]
-    assert world.tick(5.8) == []
-    assert world.tracker.num_held == 1
+    assert world.tick(5.7) == []
+    assert world.tick(5.8) == ["end QUEUE_FULL"]
 
 
 def test_one_that_would_wait_too_long_once_there_are_nodes_stops_nobody():
@@ -403,13 +412,20 @@ def test_a_late_request_is_owed_one_of_twenty_that_begin_while_it_waits():
 
 
 def test_a_late_request_begins_where_it_harms_nobody_and_leaves_a_place():
-    """A third answer would make steps of 25 ms, which 30 ms keep; and the one after it too, which 22 ms do not."""
+    """Two answers keep 22 ms, and three do not: one that is late begins where another one may come yet."""
     world, _ = crowded_world()
     world.attach("b1", num_blocks=10_000, max_model_len=100_000)
     learn(world, "b1", **CROWDED)
     assert world.tick(0.5) == ["reserve b1"], "which has nothing to do"
-    assert world.submit("next/0", max_tokens=200, slo=Slo("", 1e-3, 0.022)) == []
-    assert world.tick(0.75) == [], "beside the other it would take the last place"
+    attempts = [world.attempt]
+    assert world.submit("next/0", max_tokens=200, slo=Slo("", 1e-3, 0.022)) == ["reserve b1"], "it harms nobody"
+    attempts.append(world.attempt)
+    for attempt in attempts:
+        world.tell("b1", events.first_token(events.sampled(attempt, 0, 100)), 0.6)
+    assert world.submit("last/0", max_tokens=200, slo=Slo("", 1e-3, 0.022), now=0.7) == []
+    assert world.step(attempts[0], 1, LENGTH, node="b1", now=0.8)[-1] == "end complete"
+    assert world.tick(0.9) == [], "beside the other it would take the last place"
+    assert world.step(attempts[1], 1, LENGTH, node="b1", now=1.0)[-1] == "reserve b1"
 
 
 def test_late_ones_go_by_priority_and_age():

@@ -68,14 +68,16 @@ def test_what_an_answer_will_have_is_guessed_again_when_it_has_that(ledger, node
         ledger.lengths.ended(length)
     ledger.owe("r", Due(1.0, 0.1), 0, 500)
     ledger.write("r", writer, 100)
-    assert ledger.most_left(writer) == 20
+    assert ledger.most_left(0.0)[writer] == 20
     ledger.tokens_came("r", writer, 19)
-    assert ledger.most_left(writer) == 1
+    assert ledger.most_left(1.0)[writer] == 1
     ledger.tokens_came("r", writer, 1)
-    assert ledger.most_left(writer) == 20  # fewer than 16 came as far: as many again
+    assert ledger.most_left(2.0)[writer] == 20  # fewer than 16 came as far: as many again
     ledger.lengths.ended(2000)
     ledger.tokens_came("r", writer, 20)
-    assert ledger.most_left(writer) == 460
+    assert ledger.most_left(3.0)[writer] == 460
+    ledger.end("r")
+    assert not ledger.most_left(3.0), "at once"
 
 
 def test_a_node_that_reads_and_writes_the_same_request_counts_both(ledger, nodes):
