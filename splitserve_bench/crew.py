@@ -19,7 +19,7 @@ from splitserve_bench.errors import BenchError
 START_S: Final = 120.0  # until it has read model, profile and trace
 JOB_S: Final = 1800.0  # of the largest of fleets
 STOP_S: Final = 10.0
-MOST_LINE_BYTES: Final = 2**16
+MOST_LINE_BYTES: Final = 2**20  # two times of each of 10,000 requests
 
 Key = TypeVar("Key")
 Job = Mapping[str, Any]

@@ -8,6 +8,7 @@ from typing import Final
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -67,6 +68,20 @@ def waiting(text: str) -> Iterator[Callable[[str], None]]:
 
     show(text)
     yield show
+
+
+@contextmanager
+def counting(text: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar of how many are done of how many, beside a text that may change; without a terminal, a line for each change
+    of the text."""
+    if not stderr.is_terminal:
+        with waiting(text) as show:
+            yield lambda done, total, text: show(text)
+        return
+    with Progress(SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), console=stderr,
+                  transient=True) as bar:  # fmt: skip
+        task = bar.add_task(escape(text), total=None)
+        yield lambda done, total, text: bar.update(task, completed=done, total=total, description=escape(text))
 
 
 @contextmanager

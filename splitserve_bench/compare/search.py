@@ -35,6 +35,7 @@ class Goal:
     tolerance: float = 0.1  # the lowest failing rate may be so much above the highest passing one
     max_probes: int = 12
     step: float = STEP  # factor between rates while there is no bracket
+    most_seeds: int = MOST_SEEDS  # probes of one rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ class RateSearch:
         rates = [
             each.rate
             for each in candidates
-            if _is_doubtful(each, self._goal.attainment) and len(self._counts[each.rate]) < MOST_SEEDS
+            if _is_doubtful(each, self._goal.attainment) and len(self._counts[each.rate]) < self._goal.most_seeds
         ]
         return min(rates, key=lambda rate: len(self._counts[rate]), default=None)
 

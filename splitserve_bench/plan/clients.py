@@ -22,12 +22,14 @@ TIMEOUT_S: Final = 600.0
 class Judged:
     """One request. Its times are those of its client; is_good is None until its limits have decided."""
 
+    index: int
     planned: PlannedRequest
     first_s: float = math.inf
     last_s: float = math.inf  # of all its tokens
     num_tokens: int = 0
     is_good: bool | None = None
     missed: str = ""
+    is_seen: bool = False  # so much of it that its times are known, or nearly
 
     @property
     def ttft_s(self) -> float:
@@ -46,8 +48,9 @@ class JudgingClients:
     """The requests from num_before on count, num_counted of them; those before fill the fleet, those after keep it
     full.
 
-    It is over when all that count have begun to be answered and all but most_open are decided, or more than most_missed
-    are missed. Who is not decided by then is judged as if it went on like that.
+    It is over when each that counts is decided or has enough_tokens: who goes on then is judged as if it went on like
+    that. It is over early when of num_counted requests in a row more than most_missed are missed. These may be ones
+    that fill the fleet: an idle fleet is the best that a request can meet, so those that count would fare no better.
     """
 
     agenda: Agenda
@@ -57,24 +60,32 @@ class JudgingClients:
     num_before: int
     num_counted: int
     most_missed: int
-    most_open: int = 0
+    enough_tokens: float = math.inf
     is_over: bool = False
-    num_decided: int = 0
-    num_missed: int = 0
-    judged: list[Judged] = field(default_factory=list)  # that count, in the order of sending
+    is_early: bool = False
+    judged: list[Judged] = field(default_factory=list)  # that the figures are of, in the order of sending
+    _all: list[Judged] = field(default_factory=list)  # that are judged
+    _missed: bytearray = field(default_factory=bytearray)  # 1 for each of them that is missed
+    _num_seen: int = 0
     _live: dict[str, Judged] = field(default_factory=dict)
+
+    @property
+    def num_missed(self) -> int:
+        return sum(self._missed)
 
     def start(self, server: Server) -> None:
         """Sends everything when it is due."""
+        num_judged = self.num_before + self.num_counted
         for index, planned in enumerate(self.planned):
-            judged = Judged(planned)
-            if self.num_before <= index < self.num_before + self.num_counted:
-                self.judged.append(judged)
+            judged = Judged(index, planned)
+            if index < num_judged:
+                self._all.append(judged)
                 self._watch(judged)
             else:
                 judged.is_good = True  # whatever comes
             self._live[str(index)] = judged
             self._send(server, str(index), judged)
+        self._missed, self.judged = bytearray(num_judged), self._all[self.num_before :]
 
     def _send(self, server: Server, request_id: str, judged: Judged) -> None:
         planned = judged.planned
@@ -107,14 +118,18 @@ class JudgingClients:
             self._first(judged, now)
         if judged.num_tokens >= judged.planned.output_tokens:
             judged.last_s = now
+        if judged.num_tokens >= self.enough_tokens:
+            self._see(judged)
 
     def row_arrived(self, row: TokenRow, moments_s: Sequence[float]) -> None:
         """The next tokens of an answer left the coordinator, of which none is its first or its last."""
-        self._live[row.attempt.request_id].num_tokens += len(moments_s)
+        judged = self._live[row.attempt.request_id]
+        judged.num_tokens += len(moments_s)
+        if judged.num_tokens >= self.enough_tokens:
+            self._see(judged)
 
     def _first(self, judged: Judged, now: float) -> None:
         judged.first_s = now
-        self._see()
         limits, more = self.limits, judged.planned.output_tokens - 1
         if limits.ttft_s is not None and judged.ttft_s > limits.ttft_s:
             self._late(judged, "TTFT")
@@ -135,25 +150,26 @@ class JudgingClients:
             self._late(judged, "E2EL")
         elif judged.is_good is None:
             judged.is_good = True
-            self._decided()
+            self._see(judged)
 
     def _late(self, judged: Judged, missed: str) -> None:
-        if judged.is_good is None:
-            judged.is_good, judged.missed = False, missed
-            self.num_missed += 1
-            self._decided()
+        if judged.is_good is not None:
+            return
+        judged.is_good, judged.missed = False, missed
+        self._missed[judged.index] = 1
+        self._see(judged)
+        for first in (max(0, judged.index + 1 - self.num_counted), judged.index):
+            if sum(self._missed[first : first + self.num_counted]) > self.most_missed:
+                first = min(first, self.num_before)
+                self.is_over = self.is_early = True
+                self.judged = self._all[first : first + self.num_counted]
 
-    def _decided(self) -> None:
-        self.num_decided += 1
-        self._see()
-
-    def _see(self) -> None:
-        """Whether it is over."""
-        num_open = self.num_counted - self.num_decided
-        is_known = num_open <= self.most_open and all(
-            judged.num_tokens or judged.is_good is not None for judged in self.judged
-        )
-        self.is_over = is_known or self.num_missed > self.most_missed
+    def _see(self, judged: Judged) -> None:
+        """Enough is known of it."""
+        if not judged.is_seen:
+            judged.is_seen = True
+            self._num_seen += self.num_before <= judged.index < self.num_before + self.num_counted
+            self.is_over = self.is_over or self._num_seen == self.num_counted
 
     def close(self) -> None:
         """Judges the rest, by the tokens that have come; the next one of each counts as if it came now, as some of the

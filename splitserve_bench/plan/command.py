@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from serving_core.extras import require
-from splitserve.commands.terminal import report, stderr, stdout, waiting
+from splitserve.commands.terminal import counting, report, stderr, stdout
 from splitserve.signals import run_to_end
 from splitserve_bench.plan.asked import Asked
 from splitserve_bench.plan.options import (
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from splitserve_bench.plan.race import Race
     from splitserve_bench.plan.study import Study
 
-EVERY: Final = 10  # simulations, a line of progress where there is no terminal
+EVERY: Final = 10  # simulations, a line of progress at least where there is no terminal
 
 
 @click.group("plan", cls=PlanGroup, invoke_without_command=True)
@@ -60,7 +60,9 @@ def plan_command(
     if clipped := study.loads.clipped():
         report(clipped)
     report(f"{len(study.plans)} plans: {', '.join(map(str, study.plans))}")
-    found = findings_of(study, _run(study, asked, jobs or _num_cpus()))
+    race = study.race()
+    _run(study, race, asked, jobs or _num_cpus())
+    found = findings_of(study, race)
     if as_json:
         click.echo(json.dumps(plan_json(study, found)))
     else:
@@ -75,28 +77,22 @@ def plan_command(
         report(f"picture: {plot}")
 
 
-def _run(study: "Study", asked: Asked, jobs: int) -> "Race":
+def _run(study: "Study", race: "Race", asked: Asked, jobs: int) -> None:
+    """Raises BenchError."""
     from splitserve_bench.plan.crew import run_race
+    from splitserve_bench.plan.progress import Progress
 
-    race, began_s, num_played = study.race(), perf_counter(), 0
-    with waiting("Planning") as show:
+    began_s = perf_counter()
+    progress = Progress(race, study.plans, asked.cells, began_s)
+    with counting(f"Planning, {len(study.plans)} plans") as show:
 
-        def tell(index: int) -> None:
-            nonlocal num_played
-            num_played += 1
-            runner = race.runners[index]
-            line = f"{num_played} simulations, {study.plans[index]}: {_told(runner.played[-1])}"
-            if stderr.is_terminal or num_played % EVERY == 0:
-                show(line)
+        def tell() -> None:
+            is_news = progress.played(now := perf_counter())
+            if stderr.is_terminal or is_news or progress.num_played % EVERY == 0:
+                show(*progress.counts, progress.line(now))
 
         run_to_end(run_race(race, asked, min(jobs, len(study.plans)), tell))
-    report(f"{num_played} simulations of {len(study.plans)} plans in {perf_counter() - began_s:.0f} s")
-    return race
-
-
-def _told(played: Any) -> str:
-    words = "at most " if played.is_early else ""
-    return f"{words}{played.num_good / played.num_counted:.0%} good at {played.rate:.3g} requests/s"
+    report(f"{progress.num_played} simulations of {len(study.plans)} plans in {perf_counter() - began_s:.0f} s")
 
 
 def _num_cpus() -> int:

@@ -1,14 +1,15 @@
 """What a search found, best plan first, and what it means in words. Pure."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from splitserve_bench.compare.search import Counted, SearchResult
+from splitserve_bench.compare.search import Counted, SearchResult, settle
 from splitserve_bench.compare.verdict import plain
 from splitserve_bench.plan.asked import OBJECTIVES
-from splitserve_bench.plan.fleets import Played
+from splitserve_bench.plan.fleets import Played, percentile
 from splitserve_bench.plan.plans import Plan
-from splitserve_bench.plan.race import Race
+from splitserve_bench.plan.race import Race, Runner
 from splitserve_bench.plan.study import Study
 
 
@@ -19,7 +20,9 @@ class Finding:
     plan: Plan
     result: SearchResult
     curve: tuple[Counted, ...]
-    played: tuple[Played, ...]
+    played: tuple[Played, ...]  # what the result is of: of a plan that is not in the race, quick probes that failed
+    quick: tuple[Played, ...]  # all probes of the survey
+    is_raced: bool
     scale: float
 
     @property
@@ -33,6 +36,11 @@ class Finding:
         low, high = self.result.knee_low, self.result.knee_high
         return low and low * self.scale, high and high * self.scale
 
+    @property
+    def num_probes(self) -> int:
+        """In the survey and in the race."""
+        return len(self.quick) + (len(self.played) if self.is_raced else 0)
+
     def at(self, rate: float | None) -> list[Played]:
         """The probes of that rate."""
         return [played for played in self.played if played.rate == rate]
@@ -41,25 +49,29 @@ class Finding:
 def findings_of(study: Study, race: Race) -> list[Finding]:
     """Of every plan that was probed, best first; then those whose failures are known at higher rates."""
     _, scale = OBJECTIVES[study.asked.objective]
-    found = [
-        Finding(
-            plan,
-            runner.search.result(),
-            tuple(runner.search.curve()),
-            tuple(runner.played),
-            scale / runner.weight,
-        )
-        for plan, runner in zip(study.plans, race.runners, strict=True)
-        if runner.played
-    ]
+    found = [_finding(plan, runner, scale) for plan, runner in zip(study.plans, race.runners, strict=True)]
+    found = [each for each in found if each.played or each.quick]
     return sorted(found, key=lambda each: (-each.value, -(each.result.failing_rate or 0.0) * each.scale))
+
+
+def _finding(plan: Plan, runner: Runner, scale: float) -> Finding:
+    survey = runner.survey or runner
+    quick, is_raced = tuple(survey.played), runner is not survey and bool(runner.played)
+    if is_raced:
+        curve, played, result = tuple(runner.search.curve()), tuple(runner.played), runner.result
+    else:
+        lowest = survey.result.failing_rate or math.inf
+        curve = tuple(each for each in survey.search.curve() if each.rate >= lowest)
+        played = tuple(each for each in quick if each.rate >= lowest)
+        result = settle(curve, runner.goal, len(played))
+    return Finding(plan, result, curve, played, quick, is_raced, scale / runner.weight)
 
 
 def words_of(found: list[Finding], objective: str) -> list[str]:
     """Which plan is best, and how close the second is."""
     what, _ = OBJECTIVES[objective]
     if not found or not found[0].value:
-        lowest = min((played.rate for each in found for played in each.played), default=0.0)
+        lowest = min((played.rate for each in found for played in (*each.played, *each.quick)), default=0.0)
         return [f"No plan reaches the goal at any rate that was tried: the lowest was {plain(lowest)} req/s a cell."]
     best, *others = found
     lines = [f"Best: {best.plan}, {plain(best.value)} {what} (knee {_interval(best)})."]
@@ -103,16 +115,15 @@ def finding_json(finding: Finding, cells: int) -> dict[str, Any]:
         "attainment_interval": [result.attainment_low, result.attainment_high],
         "dollars_per_h": finding.plan.dollars_per_h * cells,
         "kilowatts": finding.plan.kilowatts * cells,
-        "probes": [_played_json(played, cells) for played in finding.played],
+        "probes": [_played_json(played, cells) for played in (finding.played if finding.is_raced else ())],
+        "quick_probes": [_played_json(played, cells) for played in finding.quick],
     }
 
 
 def _played_json(played: Played, cells: int) -> dict[str, Any]:
-    """Infinite times are null."""
-    times = {
-        name: None if getattr(played, name) == float("inf") else getattr(played, name)
-        for name in ("ttft_p90_s", "tpot_p90_s")
-    }
+    """P90s are null where they are infinite."""
+    p90s = {"ttft_p90_s": percentile(played.ttfts_s), "tpot_p90_s": percentile(played.tpots_s)}
+    times = {name: p90_s if p90_s < math.inf else None for name, p90_s in p90s.items()}
     return {
         "request_rate": played.rate * cells,
         "good": played.num_good,

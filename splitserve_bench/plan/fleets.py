@@ -22,21 +22,22 @@ from splitserve_bench.simulate.fleet import Fleet, FleetSize, start_nodes
 from splitserve_bench.simulate.toy_model import ToyModel
 
 MOST_IN_FLIGHT: Final = 65_536  # answers at once, as far as the coordinator goes
-OPEN: Final = 0.2  # of the requests, those with the longest answers, are not waited for
+ENOUGH_TOKENS: Final = 64  # of an answer, which tell its pace
 PERCENTILE: Final = 0.9
+DIGITS: Final = 6  # of seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
     """What became of the requests that count. num_good are the most that can be, when the simulation ended early:
-    is_early. P90s are infinite where less than nine in ten have such a time."""
+    is_early. Times are those of each, infinite where it had none by the end."""
 
     rate: float
     num_good: int
     num_counted: int
     num_effective: float
-    ttft_p90_s: float
-    tpot_p90_s: float
+    ttfts_s: Sequence[float]
+    tpots_s: Sequence[float]  # of answers of more than one token
     missed: dict[str, int]  # by limit
     is_early: bool
 
@@ -85,13 +86,11 @@ def play(
     """The same arguments give the same figures. It ends early when so many have missed that all seeds of this rate
     together do not have that attainment, whatever the others find."""
     most_missed = round(MOST_SEEDS * (1 - attainment) * num_counted)
-    most_open = math.floor(OPEN * num_counted)
-    clients = JudgingClients(Agenda(), planned, limits, door_s, num_before, num_counted, most_missed, most_open)
+    clients = JudgingClients(Agenda(), planned, limits, door_s, num_before, num_counted, most_missed, ENOUGH_TOKENS)
     run_clients(plan, clients)
-    is_early = clients.num_missed > most_missed
-    if not is_early:
+    if not clients.is_early:
         clients.close()
-    return _played(clients, rate, is_early=is_early)
+    return _played(clients, rate)
 
 
 def run_clients(plan: Plan, clients: JudgingClients) -> None:
@@ -110,7 +109,7 @@ def run_clients(plan: Plan, clients: JudgingClients) -> None:
     fleet.coordinator.catch_up()
 
 
-def _played(clients: JudgingClients, rate: float, *, is_early: bool) -> Played:
+def _played(clients: JudgingClients, rate: float) -> Played:
     are_good = [judged.is_good is not False for judged in clients.judged]
     tpots_s = [tpot_s for judged in clients.judged if (tpot_s := judged.tpot_s) is not None]
     return Played(
@@ -118,13 +117,13 @@ def _played(clients: JudgingClients, rate: float, *, is_early: bool) -> Played:
         num_good=sum(are_good),
         num_counted=len(are_good),
         num_effective=effective_size(are_good),
-        ttft_p90_s=_percentile([judged.ttft_s for judged in clients.judged]),
-        tpot_p90_s=_percentile(tpots_s),
+        ttfts_s=[round(judged.ttft_s, DIGITS) for judged in clients.judged],
+        tpots_s=[round(tpot_s, DIGITS) for tpot_s in tpots_s],
         missed=dict(Counter(judged.missed for judged in clients.judged if judged.missed)),
-        is_early=is_early,
+        is_early=clients.is_early,
     )
 
 
-def _percentile(values: Sequence[float]) -> float:
-    """The least value that nine in ten do not exceed."""
+def percentile(values: Sequence[float]) -> float:
+    """The least value that nine in ten do not exceed: infinite where less than nine in ten are finite."""
     return sorted(values)[math.ceil(PERCENTILE * len(values)) - 1] if values else 0.0

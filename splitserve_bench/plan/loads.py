@@ -35,13 +35,11 @@ class Loads:
         self._asked, self._vocab_size, self._max_model_len = asked, vocab_size, max_model_len
         self._traced = _traced(asked)
         self._shapes: dict[int, list[Shape]] = {}
+        self._rngs: dict[int, Random] = {}  # of the next random shapes
 
     def load(self, rate: float, num_requests: int, seed: int) -> list[PlannedRequest]:
         """So many requests at that mean rate a second."""
-        shapes = self._shapes.setdefault(seed, [])
-        if len(shapes) < num_requests:
-            shapes[:] = self._drawn(2 * num_requests, seed)
-        return plan(shapes[:num_requests], self._times_s(rate, num_requests, seed))
+        return plan(self._drawn(num_requests, seed), self._times_s(rate, num_requests, seed))
 
     def lengths(self) -> Lengths:
         shapes = self._drawn(SAMPLE, 0)
@@ -52,32 +50,41 @@ class Loads:
     def clipped(self) -> str:
         """How many of the data set's requests are longer than the model takes, and so clipped, in words; "" of none."""
         lengths = [each.input_tokens + each.output_tokens for each in self._traced]
-        lengths = lengths or [len(each.prompt) + each.output_tokens for each in self._random(SAMPLE, 0)]
+        lengths = lengths or [len(each.prompt) + each.output_tokens for each in self._random(SAMPLE, self._rng(0))]
         return clipped_words(longer_share(lengths, self._max_model_len), self._max_model_len)
 
     def _drawn(self, num_requests: int, seed: int) -> list[Shape]:
-        if self._traced:
-            traced = self._stretch(num_requests, seed)
-            shapes = trace_load(traced, self._vocab_size, self._asked.seed + seed)
-        else:
-            shapes = self._random(num_requests, seed)
-        return list(fit(shapes, self._max_model_len).shapes)
+        """The first requests of a seed; those that were not drawn before are now."""
+        shapes = self._shapes.setdefault(seed, [])
+        first, num_missing = len(shapes), num_requests - len(shapes)
+        if num_missing > 0:
+            if self._traced:
+                traced = self._stretch(first, num_missing, seed)
+                new = trace_load(traced, self._vocab_size, self._asked.seed + seed, first)
+            else:
+                new = self._random(num_missing, self._rngs.setdefault(seed, self._rng(seed)))
+            shapes += fit(new, self._max_model_len).shapes
+        return shapes[:num_requests]
 
-    def _random(self, num_requests: int, seed: int) -> list[Shape]:
+    def _rng(self, seed: int) -> Random:
+        return Random(f"{self._asked.seed} {seed} shapes")
+
+    def _random(self, num_requests: int, rng: Random) -> list[Shape]:
         asked = self._asked
         lengths = (asked.random_input_len, asked.random_output_len, asked.random_range_ratio)
-        return random_load(num_requests, *lengths, self._vocab_size, Random(f"{asked.seed} {seed} shapes"))
+        return random_load(num_requests, *lengths, self._vocab_size, rng)
 
     def _times_s(self, rate: float, num_requests: int, seed: int) -> list[float]:
         if self._traced:
-            return [each.at_s for each in at_rate(self._stretch(num_requests, seed), rate)]
+            return [each.at_s for each in at_rate(self._stretch(0, num_requests, seed), rate)]
         rng = Random(f"{self._asked.seed} {seed} arrivals")
         return send_times_s(num_requests, rate, self._asked.burstiness, rng)
 
-    def _stretch(self, num_requests: int, seed: int) -> Sequence[TracedRequest]:
-        """From a place that the seed chooses on; after the last request comes the first, a mean gap later."""
+    def _stretch(self, first: int, num_requests: int, seed: int) -> Sequence[TracedRequest]:
+        """So many from the first on of those that begin at a place which the seed chooses; after the last request of
+        the trace comes its first, a mean gap later."""
         traced = self._traced
-        start = Random(f"{self._asked.seed} {seed} stretch").randrange(len(traced))
+        start = first + Random(f"{self._asked.seed} {seed} stretch").randrange(len(traced))
         span_s = traced[-1].at_s - traced[0].at_s
         round_s = span_s * len(traced) / max(1, len(traced) - 1)
         requests = []

@@ -173,10 +173,10 @@ load_options = options_of(
 search_options = options_of(
     click.option(*SLO, multiple=True, metavar="ttft:MS tpot:MS", help="Limits that a good request meets, in ms."),
     click.option("--attainment", default=0.9, show_default=True, type=NumberRange(0, 1, min_open=True)),
-    click.option("--tolerance", default=0.05, show_default=True, type=ABOVE_0, help="Of the goodput."),
+    click.option("--tolerance", default=0.03, show_default=True, type=ABOVE_0, help="Of the goodput."),
     click.option("--candidates", default=20, show_default=True, type=COUNT, help="Most plans that are simulated."),
     click.option("--all", "all_plans", is_flag=True, help="Find every plan's knee, not only those of the best two."),
-    click.option("--max-probes", default=12, show_default=True, type=COUNT, help="Of a plan."),
+    click.option("--max-probes", default=12, show_default=True, type=COUNT, help="Of a plan, beyond quick ones."),
     click.option(
         "--num-prompts",
         default=200,

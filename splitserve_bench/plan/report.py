@@ -2,7 +2,6 @@
 
 import json
 import math
-import statistics
 from collections import Counter
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +16,7 @@ from splitserve_bench.compare.verdict import plain
 from splitserve_bench.plan.asked import OBJECTIVES
 from splitserve_bench.plan.commands import commands_of
 from splitserve_bench.plan.findings import Finding, finding_json, words_of
-from splitserve_bench.plan.fleets import Played
+from splitserve_bench.plan.fleets import Played, percentile
 from splitserve_bench.plan.study import Study
 from splitserve_bench.serve.plots import AttainmentPoint, plot_attainment
 
@@ -52,8 +51,8 @@ def _table(found: list[Finding], cells: int, objective: str) -> Table:
             plain(each.value) if each.value else "-",
             f"{plain(low) if low else '0'} to {plain(high) if high else '?'}",
             f"{each.result.attainment:.1%}" if each.result.attainment is not None else "-",
-            *(_milliseconds(best, name) for name in ("ttft_p90_s", "tpot_p90_s")),
-            str(len(each.played)),
+            *(_milliseconds(best, name) for name in ("ttfts_s", "tpots_s")),
+            str(each.num_probes),
             ", ".join(f"{name} {count}" for name, count in _causes(failed)),
         )
     return table
@@ -102,9 +101,9 @@ def _goodput(finding: Finding, cells: int) -> str:
 
 
 def _milliseconds(played: list[Played], name: str) -> str:
-    """The mean of the probes."""
-    seconds = [getattr(each, name) for each in played]
-    return f"{statistics.fmean(seconds) * MS:.1f} ms" if seconds and math.isfinite(sum(seconds)) else "-"
+    """The P90 over all requests of the probes."""
+    p90_s = percentile([each_s for each in played for each_s in getattr(each, name)])
+    return f"{p90_s * MS:.1f} ms" if p90_s and math.isfinite(p90_s) else "-"
 
 
 def _causes(played: list[Played]) -> list[tuple[str, int]]:

@@ -1,22 +1,25 @@
 """One search, made alike in the process that leads it and in those that simulate: plans, loads and probes."""
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
 from serving_core.errors import SettingsError
 from splitserve_bench.compare.search import Goal
 from splitserve_bench.plan.asked import MOST_COUNTED, Asked
-from splitserve_bench.plan.fleets import Played, play
+from splitserve_bench.plan.fleets import ENOUGH_TOKENS, Played, play
 from splitserve_bench.plan.loads import Loads
 from splitserve_bench.plan.nodes import Machines, machines_of
-from splitserve_bench.plan.plans import Estimates, Plan, candidates, weight_of
+from splitserve_bench.plan.plans import USUAL_TPOT_S, Estimates, Plan, candidates, weight_of
 from splitserve_bench.plan.race import LEADERS, Race
 from splitserve_bench.serve.metrics import Limits, parse_goodput
 from splitserve_bench.serve.told import told
 
-FIRST_SHARE: Final = 0.7  # of its estimate, the rate at which a plan is probed first
+FIRST_SHARE: Final = 0.9  # of its estimate, the rate at which a plan is probed first
 MOST_BEFORE: Final = 5_000  # requests of a probe that do not count
-STEP: Final = 1.3  # between rates until one passes and one fails: estimates are not that far off
+QUICK_FILL: Final = 0.5  # of the time in which a fleet fills, that a quick probe waits
+QUICK_COUNT: Final = 0.25  # of the requests that count
+AFTER: Final = 1.5  # times the requests that come until the last that counts is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +35,30 @@ class Study:
 
     def race(self) -> Race:
         asked = self.asked
-        goals = []
+        entries = []
         for plan in self.plans:
             estimate = self.estimates.of(plan.pools)
-            goal = Goal(FIRST_SHARE * estimate, asked.attainment, asked.tolerance, asked.max_probes, STEP)
+            goal = Goal(FIRST_SHARE * estimate, asked.attainment, asked.tolerance, asked.max_probes)
             weight = weight_of(plan, asked.objective)
-            goals.append((goal, weight, estimate / weight))
-        return Race(goals, leaders=len(goals) if asked.all_plans else LEADERS)
+            entries.append((goal, weight, estimate / weight))
+        return Race(entries, leaders=len(entries) if asked.all_plans else LEADERS)
 
-    def probe(self, index: int, rate: float, seed: int) -> Played:
+    def probe(self, index: int, rate: float, seed: int, *, is_quick: bool = False) -> Played:
         """Simulates one plan at one rate. Before the requests that count come those that fill the fleet, and after them
-        enough to keep it full."""
-        asked, plan = self.asked, self.plans[index]
-        fill_s = self.estimates.fill_s(plan.pools, rate) + (self.limits.ttft_s or 0.0)
-        num_counted = round(min(MOST_COUNTED, max(asked.num_prompts, rate * asked.seconds)))
-        num_before = round(min(MOST_BEFORE, rate * fill_s))
-        planned = told(self.loads.load(rate, num_counted + 3 * num_before, seed), lambda each: self.limits)
+        enough to keep it full. A quick probe has fewer of both: it finds attainment rather too high."""
+        asked, plan, limits = self.asked, self.plans[index], self.limits
+        fill_s = self.estimates.fill_s(plan.pools, rate) * (QUICK_FILL if is_quick else 1)
+        first_s = limits.ttft_s or 0.0
+        after_s = AFTER * (first_s + ENOUGH_TOKENS * (limits.tpot_s or USUAL_TPOT_S))
+        num_before = round(min(MOST_BEFORE, rate * (fill_s + first_s)))
+        num_counted = max(asked.num_prompts, rate * asked.seconds) * (QUICK_COUNT if is_quick else 1)
+        num_counted = math.ceil(min(MOST_COUNTED, num_counted))
+        num_after = math.ceil(min(MOST_BEFORE, rate * after_s))
+        planned = told(self.loads.load(rate, num_before + num_counted + num_after, seed), lambda each: limits)
         return play(
             plan,
             planned,
-            self.limits,
+            limits,
             rate=rate,
             num_before=num_before,
             num_counted=num_counted,

@@ -1,5 +1,5 @@
 """A process that simulates: `python -m splitserve_bench.plan.worker ASKED`, ASKED a JSON object of the search. Its jobs
-are {"index", "rate", "seed"}, and what comes of them are figures."""
+are what Study.probe takes, and what comes of them are figures."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from splitserve_bench.plan.study import study_of
 def prepare(asked: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Raises SplitServeError for what cannot be searched."""
     study = study_of(asked_from_json(asked))
-    return lambda job: dataclasses.asdict(study.probe(job["index"], job["rate"], job["seed"]))
+    return lambda job: dataclasses.asdict(study.probe(**job))
 
 
 if __name__ == "__main__":

@@ -85,11 +85,11 @@ def at_rate(traced: Sequence[TracedRequest], rate_per_s: float) -> list[TracedRe
     return [replace(each, at_s=wanted_s * ((each.at_s - first_s) / span_s)) for each in traced]
 
 
-def trace_load(traced: Sequence[TracedRequest], vocab_size: int, seed: int) -> list[Shape]:
+def trace_load(traced: Sequence[TracedRequest], vocab_size: int, seed: int, first: int = 0) -> list[Shape]:
     """Prompts and answer lengths of a trace. Tokens depend on the seed and on the hash id, or without hash ids on the
-    request's index; not on how many requests there are."""
+    request's index, which counts from `first`; not on how many requests there are."""
     ids = ordinary_ids(vocab_size)
-    return [Shape(_prompt(each, index, ids, seed), each.output_tokens) for index, each in enumerate(traced)]
+    return [Shape(_prompt(each, index, ids, seed), each.output_tokens) for index, each in enumerate(traced, first)]
 
 
 def _prompt(traced: TracedRequest, index: int, ids: Sequence[int], seed: int) -> tuple[int, ...]:

@@ -1,6 +1,8 @@
 """The search for a plan: loads, probes, the race of plans, its command, and the commands that a plan prints."""
 
+import io
 import json
+import re
 import shlex
 from dataclasses import replace
 from itertools import product
@@ -8,24 +10,30 @@ from random import Random
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from coordinator.control.slo import Limit, parse_slo_classes
 from serving_core.errors import SettingsError
 from serving_core.shapes import BOTH, DECODE, PREFILL
 from splitserve.commands import roles
 from splitserve.commands.serve import up
-from splitserve_bench.compare.search import MOST_SEEDS, Goal
+from splitserve_bench.compare.search import MOST_SEEDS, Counted, Goal, settle
 from splitserve_bench.compare.verdict import plain
 from splitserve_bench.plan.asked import AskedLoad, asked_from_json
+from splitserve_bench.plan.clients import JudgingClients
 from splitserve_bench.plan.command import plan_command
 from splitserve_bench.plan.commands import commands_of
-from splitserve_bench.plan.fleets import Played, play
+from splitserve_bench.plan.findings import Finding
+from splitserve_bench.plan.fleets import ENOUGH_TOKENS, Played, play, run_clients
 from splitserve_bench.plan.loads import Loads
 from splitserve_bench.plan.nodes import machines_of
 from splitserve_bench.plan.plans import Plan, Pool
+from splitserve_bench.plan.progress import Progress
 from splitserve_bench.plan.race import Race, Turns
+from splitserve_bench.plan.report import plan_view
 from splitserve_bench.plan.study import study_of
 from splitserve_bench.serve.metrics import Limits
+from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.profile import read_profile
 from tests.effort import effort, few
 from tests.unit.splitserve_bench.plan_kit import (
@@ -67,12 +75,36 @@ def test_a_probe_counts_what_one_can_work_out(tmp_path):
 
     good = played(28.1, 21.1)
     assert (good.num_good, good.num_counted, good.is_early) == (6, 6, False)
-    assert (good.ttft_p90_s, good.tpot_p90_s) == (pytest.approx(0.028), pytest.approx(0.021))
+    assert (good.ttfts_s, good.tpots_s) == (pytest.approx([0.028] * 6), pytest.approx([0.021] * 6))
     assert played(27.9, 21.1).missed == {"TTFT": 3}  # of six, of which three probes may miss 0.6 each
     slow = played(28.1, 20.9)
     assert (slow.missed, slow.is_early, slow.num_good) == ({"TPOT": 3}, True, 3)
     assert played(28.1, 20.9, 1.0).missed == {"TPOT": 1}
-    assert played(28.1, 20.9, 0.5).missed == {"TPOT": 5}  # to the end, when the last has just begun
+    assert played(28.1, 20.9, 0.5).missed == {"TPOT": 6}  # to the end
+
+
+def test_an_answer_is_not_waited_for_once_its_pace_is_known(tmp_path):
+    """A token of a lone answer takes 21 ms."""
+    PROFILE.save(tmp_path / "profile.json")
+    (kind,) = machines_of(paper_nodes(tmp_path)).kinds
+    planned, limits = [request(0, 20, 400, 0.0)], Limits(tpot_s=0.0211)
+    clients = JudgingClients(Agenda(), planned, limits, PROFILE.control.door_s, 0, 1, 1, ENOUGH_TOKENS)
+    run_clients(Plan((Pool(BOTH, kind, 1),), 1, 1), clients)
+    assert clients.agenda.now < 400 * 0.021 / 3
+    clients.close()
+    assert clients.judged[0].tpot_s == pytest.approx(0.021, rel=1 / ENOUGH_TOKENS)
+
+
+def test_a_fleet_that_is_late_before_it_is_full_is_not_filled(tmp_path):
+    """A prompt takes 22 ms, and 50 a second come: the queue grows by a tenth, beyond 0.1 s soon."""
+    PROFILE.save(tmp_path / "profile.json")
+    (kind,) = machines_of(paper_nodes(tmp_path)).kinds
+    planned, limits = [request(index, 20, 1, 0.02 * index) for index in range(2000)], Limits(ttft_s=0.1)
+    clients = JudgingClients(Agenda(), planned, limits, PROFILE.control.door_s, 1500, 50, 15, ENOUGH_TOKENS)
+    run_clients(Plan((Pool(BOTH, kind, 1),), 1, 1), clients)
+    assert (clients.is_early, len(clients.judged)) == (True, 50)
+    assert sum(judged.is_good is False for judged in clients.judged) == 16
+    assert clients.agenda.now < 0.02 * 1500
 
 
 def test_an_answer_that_goes_on_at_the_end_is_judged_by_whole_tokens(tmp_path):
@@ -112,24 +144,45 @@ def test_all_rates_have_the_same_requests(tmp_path):
     assert [len(each.prompt) for each in slow[4:8]] == [len(each.prompt) for each in slow[:4]]
 
 
+@pytest.mark.parametrize("dataset", ["azure", "random"])
+def test_a_longer_load_begins_with_the_requests_of_a_shorter_one(tmp_path, dataset):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:00,50,5\n2023-11-16 18:15:04,60,6\n")
+    asked = AskedLoad(dataset, str(trace), 1.0, 40, 4, 0.5, 1.0, 0)
+    grown, whole = Loads(asked, 5000, 4096), Loads(asked, 5000, 4096)
+    for num in (3, 8, 11):
+        some = grown.load(1.0, num, 1)
+    assert [each.prompt for each in some] == [each.prompt for each in whole.load(1.0, 11, 1)]
+
+
 # ---- the race ----
 
 
 def run(knees, promises, **options):
-    """A race of plans that pass up to their knees, with probes that tell all: how often each was probed, its best."""
+    """A race of plans that pass up to their knees, with probes that tell all: how often each was probed in the survey
+    and in the race, and its best."""
     race = Race([(Goal(0.7 * each, tolerance=0.05, step=1.3), 1.0, each) for each in promises], **options)
     while chosen := race.next():
         index, probe = chosen
         share = 0.99 if probe.rate <= knees[index] else 0.5
-        race.record(index, Played(probe.rate, round(share * 1000), 1000, 1000.0, 0.1, 0.1, {}, False))
-    return [len(runner.played) for runner in race.runners], [runner.reached for runner in race.runners]
+        race.record(index, Played(probe.rate, round(share * 1000), 1000, 1000.0, [0.1], [0.1], {}, False))
+    quick = [len((runner.survey or runner).played) for runner in race.runners]
+    whole = [len(runner.played) if runner.survey is not None else 0 for runner in race.runners]
+    reached = [runner.reached if runner.survey is not None else 0.0 for runner in race.runners]
+    return list(zip(quick, whole, strict=True)), reached
 
 
 def test_the_best_two_are_found_and_the_others_cost_little():
     probes, reached = run([10.0, 8.0, 3.0, 2.0, 1.0], [10.0, 9.0, 8.0, 4.0, 3.0])
     assert reached[0] == pytest.approx(10, rel=0.06)
     assert reached[1] == pytest.approx(8, rel=0.06)
-    assert probes[2:] == [1, 1, 1]
+    assert all(num_quick <= 2 and not num_whole for num_quick, num_whole in probes[2:])
+
+
+def test_a_plan_close_to_the_second_best_is_in_the_race():
+    probes, reached = run([10.0, 8.0, 7.5, 7.0], [10.0, 9.0, 8.0, 8.0])
+    assert reached[:2] == [pytest.approx(10, rel=0.06), pytest.approx(8, rel=0.06)]
+    assert all(num_whole >= 1 for _, num_whole in probes[:3])
 
 
 def test_neither_the_number_of_processes_nor_which_is_faster_decides_anything():
@@ -145,8 +198,10 @@ def test_neither_the_number_of_processes_nor_which_is_faster_decides_anything():
                 break
             index, probe = under_way.pop(random.randrange(len(under_way)))
             good = Random(f"{index} {probe}").gauss(900 if probe.rate <= knees[index] else 800, 40)
-            recorded += turns.record(index, Played(probe.rate, round(good), 1000, 1000.0, 0.1, 0.1, {}, False))
-        found.add((tuple(recorded), *(repr(runner.played) for runner in race.runners)))
+            recorded += turns.record(index, Played(probe.rate, round(good), 1000, 1000.0, [0.1], [0.1], {}, False))
+        assert not race.is_survey
+        surveys = [runner.survey for runner in race.runners if runner.survey is not None]
+        found.add((tuple(recorded), *(repr(runner.played) for runner in (*surveys, *race.runners))))
     assert len(found) == 1
 
 
@@ -159,6 +214,51 @@ def test_wrong_promises_do_not_decide():
 def test_all_knees_are_found_when_asked_for():
     _, reached = run([10.0, 8.0, 3.0], [10.0, 9.0, 8.0], leaders=3)
     assert reached == [pytest.approx(10, rel=0.06), pytest.approx(8, rel=0.06), pytest.approx(3, rel=0.06)]
+
+
+# ---- what is told ----
+
+
+def raced(study, shares):
+    """A race to its end between plans that pass up to these shares of the rate at which they are probed first, and the
+    progress that was told of it: a probe a second."""
+    race = study.race()
+    knees = [share * runner.goal.first_rate for share, runner in zip(shares, race.runners, strict=True)]
+    progress, lines = Progress(race, study.plans, 2, 0.0), []
+    while chosen := race.next():
+        index, probe = chosen
+        share = 0.99 if probe.rate <= knees[index] else 0.5
+        race.record(index, Played(probe.rate, round(share * 1000), 1000, 1000.0, [0.1], [0.01], {}, False))
+        progress.played(float(progress.num_played + 1))
+        lines.append(progress.line(float(progress.num_played)))
+    return knees, lines
+
+
+def test_progress_tells_the_best_plan_and_what_is_done(nodes):
+    study = study_of(asked(nodes, gpus=4))
+    (knee, *_), lines = raced(study, [2.0, 1.2, 0.2, 0.1])
+    assert f"best so far {study.plans[0]} at about" in lines[0]  # after one quick probe
+    assert "or more req/s" in lines[0]
+    last = lines[-1]
+    assert "2 of 2 plans in the race decided" in last
+    assert f"best so far {study.plans[0]} at" in last
+    assert f"then {study.plans[1]} at" in last
+    assert last.endswith("about 0 s left")
+    best = re.search(r"at ([\d.]+) to ([\d.]+) req/s", last)
+    assert float(best[1]) / 1.01 <= 2 * knee <= float(best[2]) * 1.01  # of two cells, as they are printed
+
+
+def test_a_p90_is_that_of_all_requests_of_its_probes(nodes):
+    """Of 10 and 20 requests the ninth tenths are 1.0 and 0.1 s; of all 30 it is 0.1, and no mean of those."""
+    study = study_of(asked(nodes, candidates=1))
+    few = Played(7.0, 9, 10, 10.0, [0.1] * 8 + [1.0] * 2, [0.01], {}, False)
+    many = replace(few, num_good=19, num_counted=20, ttfts_s=[0.1] * 20)
+    curve = (Counted(7.0, 28, 30, 30.0),)
+    result = settle(curve, Goal(7.0), 2)
+    found = Finding(study.plans[0], result, curve, (few, many), (), is_raced=True, scale=1.0)
+    told = Console(file=io.StringIO(), width=200)
+    told.print(plan_view(study, [found]))
+    assert "100.0 ms" in told.file.getvalue()
 
 
 # ---- a search ----
@@ -239,6 +339,7 @@ def test_what_is_printed_has_the_table_and_the_words(tmp_path):
     assert result.exit_code == 0, result.output
     assert "paper: 2 devices; 90% of requests with TTFT ≤ 3000 ms, TPOT ≤ 200 ms" in result.stdout
     assert "req/s a device" in result.stdout
+    assert "best so far" in result.stderr
     assert "Best: " in result.stdout
 
 
@@ -276,7 +377,7 @@ def test_limits_that_nobody_meets_are_told_so(crew_here, tmp_path):
     result = invoke(*words)
     assert result.exit_code == 0, result.output
     found = json.loads(invoke(*words, "--json").stdout)
-    lowest = min(probe["request_rate"] for each in found["plans"] for probe in each["probes"])
+    lowest = min(probe["request_rate"] for each in found["plans"] for probe in each["quick_probes"])
     told = f"No plan reaches the goal at any rate that was tried: the lowest was {plain(lowest)} req/s a cell."
     assert told in " ".join(result.stdout.split())
 
