@@ -52,6 +52,11 @@ class Runner:
         return (self.result.best_rate or 0.0) / self.weight
 
     @property
+    def has_only_passed(self) -> bool:
+        """Whether nothing but its promise says where it ends."""
+        return self.result.failing_rate is None and self.result.best_rate is not None
+
+    @property
     def most(self) -> float:
         """What it can still turn out to reach, divided; the promise until a probe has failed."""
         above = self.result.knee_high or self.result.failing_rate
@@ -146,11 +151,16 @@ class Race:
         """Plans that may still matter and have no probe under way, those that promise most first."""
         enough = self._enough
         least = enough / STEP * (1 + SAME) if self.is_survey else enough
+
+        def matters(runner: Runner) -> bool:
+            if not runner.played:
+                return runner.ceiling > enough
+            return runner.has_only_passed or runner.most > least or runner.reached >= enough > 0
+
         waiting = [
             (-runner.most, index)
             for index, runner in enumerate(self.runners)
-            if not runner.is_running and self._is_in(runner)
-            if (runner.ceiling > enough if not runner.played else runner.most > least or runner.reached >= enough > 0)
+            if not runner.is_running and self._is_in(runner) and matters(runner)
         ]
         return [index for _, index in sorted(waiting)]
 
@@ -172,7 +182,7 @@ class Race:
         """Who has reached something, and may still be among the leaders, goes on."""
         least = self._enough / STEP
         self.runners = [
-            runner.in_race(goal) if runner.reached > 0 and runner.most > least else runner
+            runner.in_race(goal) if runner.reached > 0 and (runner.has_only_passed or runner.most > least) else runner
             for runner, goal in zip(self.runners, self._goals, strict=True)
         ]
         self.is_survey = False

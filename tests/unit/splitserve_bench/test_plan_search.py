@@ -205,6 +205,19 @@ def test_neither_the_number_of_processes_nor_which_is_faster_decides_anything():
     assert len(found) == 1
 
 
+def test_a_plan_that_passes_is_not_left_alone_for_its_promise():
+    """It is probed first while the others have hardly begun, and passes."""
+    knees, promises = [10.0, 9.0, 9.9], [10.0, 9.0, 1.0]
+    race = Race([(Goal(0.7 * each, tolerance=0.05, step=1.3), 1.0, each) for each in promises])
+    turns = Turns(race)
+    while chosen := turns.next():
+        index, probe = chosen
+        share = 0.99 if probe.rate <= knees[index] else 0.5
+        turns.record(index, Played(probe.rate, round(share * 1000), 1000, 1000.0, [0.1], [0.1], {}, False))
+    assert race.runners[2].survey is not None
+    assert race.runners[2].reached == pytest.approx(9.9, rel=0.06)
+
+
 def test_wrong_promises_do_not_decide():
     _, reached = run([1.0, 2.0, 9.0, 10.0], [10.0, 9.0, 2.0, 1.0])
     assert sorted(range(4), key=lambda index: -reached[index])[:2] == [3, 2]
