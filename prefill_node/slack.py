@@ -110,10 +110,12 @@ class Slack:
         is_first, start = not step.chunks_s, prompt.num_computed
         most = self._costs.num_tokens_within(step.left_s, start, is_first=is_first)
         step.is_short |= most < num_tokens
-        most = min(most, self._costs.num_tokens_within(step.beside_s, start, is_first=is_first))
+        if most < min(num_tokens, max(LEAST_TOKENS, self._costs.num_tokens_worth_it if is_first else 0)):
+            return 0
+        beside = self._costs.num_tokens_within(step.beside_s, start, is_first=is_first)
+        most = min(most, max(beside, SHORT_TOKENS) if is_first else beside)
         num_afforded = num_tokens if most >= num_tokens else int(most)
-        least = max(LEAST_TOKENS, self._costs.num_tokens_worth_it if is_first else 0)
-        if num_afforded < min(num_tokens, least):
+        if num_afforded < min(num_tokens, LEAST_TOKENS):
             return 0
         if not is_first and num_afforded < num_tokens and self._fits_alone(step, prompt):
             return 0

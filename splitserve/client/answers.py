@@ -229,7 +229,8 @@ class NodeLoad:
     lone_step_s is what an answer's token takes when it is the only one, 0 while that is not known. step_weights are
     what a step takes, as the node has learnt it, in seconds: of a step, of each answer in it, of each token before
     those; of chunks of prompts, of each of their tokens, of each pair of a token and one before it; of several answers,
-    beyond one. They are empty while no request has had limits.
+    beyond one. They are empty while no request has had limits. decode_margin is what the mean of steps without prompts
+    rarely exceeds, by the expected one, 0 while that is not known.
     step_tokens are steps by how many tokens they computed, and num_step_tokens all of these; num_blocks_leaked,
     blocks in use by no request, are always 0. num_blocks_hosted are in use by requests of other nodes, num_annexes
     what requests of this one have had there. num_annexes_recalled were other nodes' here, and were taken back for older
@@ -258,6 +259,7 @@ class NodeLoad:
     shape: Shape
     lone_step_s: float
     step_weights: tuple[float, ...]
+    decode_margin: float
     step_tokens: tuple[int, ...]
     num_step_tokens: int
     num_blocks_leaked: int

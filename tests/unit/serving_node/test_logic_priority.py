@@ -178,6 +178,19 @@ def test_what_a_refused_prompt_held_goes_to_the_next_at_once():
     assert node.step() == [("next", 0, BUDGET)]
 
 
+@pytest.mark.parametrize(
+    "weights",
+    [(0.018, 0.002, 0.0, 0.0, 0.0, 2e-5, 0.0), (0.0, 0.0, 0.0, 5.0, 0.0, 0.0, 0.0), (9.0, 0.0, 0.0, 0.0, 9.0, 0.0, 0.0)],
+    ids=["tokens cost nothing", "nor do they beside a chunk", "all costs more than there is time"],
+)
+def test_a_prompt_that_is_alone_is_read_whatever_its_node_believes_of_costs(weights):
+    node = Node(budget=BUDGET, costs=ExactCosts(weights))
+    for index in range(3):  # as short steps are to be kept for those that come
+        node.local(f"{index}", PROMPT, max_tokens=1, due=a_due(ttft_left_s=0.4))
+        node.steps()
+        assert "first_token" in node.words(f"{index}")
+
+
 def test_an_answer_that_goes_on_is_refused_nowhere():
     node = refusing_node()
     node.local(

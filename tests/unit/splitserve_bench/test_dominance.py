@@ -31,7 +31,7 @@ from tests.unit.splitserve_bench.simulate_kit import PROFILE, step_s
 from tests.unit.splitserve_bench.stand_ins import run_crew_here
 
 PASS_S = 300.0
-RATES = effort("3", "2,3", "2,3")  # at which seeds do not agree
+RATES = effort("6", "2,6", "2,6")  # at which seeds do not agree
 FLEETS = ("--contender", "1P+1B-timely", "--other", "2B-never", "--other", "1P+1D", "--beside", "1P+1B")
 
 
