@@ -438,7 +438,7 @@ class Attainment(_message.Message):
     def __init__(self, slo_class: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., ttft_met: _Optional[bool] = ..., tpot_met: _Optional[bool] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("prefill_queue_s", "prefill_s", "credit_wait_s", "transfer_s", "decode_queue_s", "decode_s", "e2e_s", "ttft_s", "prefill_node", "decode_node", "num_restarts", "num_moves", "move_pause_s", "loan_s")
+    __slots__ = ("prefill_queue_s", "prefill_s", "credit_wait_s", "transfer_s", "decode_queue_s", "decode_s", "e2e_s", "ttft_s", "prefill_node", "decode_node", "num_restarts", "num_moves", "move_pause_s", "loan_s", "expected_ttft_s", "expected_prefill_s", "ttft_margin_s", "expected_tpot_s", "deferred_s", "is_late")
     PREFILL_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     CREDIT_WAIT_S_FIELD_NUMBER: _ClassVar[int]
@@ -453,6 +453,12 @@ class Timeline(_message.Message):
     NUM_MOVES_FIELD_NUMBER: _ClassVar[int]
     MOVE_PAUSE_S_FIELD_NUMBER: _ClassVar[int]
     LOAN_S_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MARGIN_S_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    DEFERRED_S_FIELD_NUMBER: _ClassVar[int]
+    IS_LATE_FIELD_NUMBER: _ClassVar[int]
     prefill_queue_s: float
     prefill_s: float
     credit_wait_s: float
@@ -467,7 +473,13 @@ class Timeline(_message.Message):
     num_moves: int
     move_pause_s: float
     loan_s: float
-    def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., credit_wait_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., num_restarts: _Optional[int] = ..., num_moves: _Optional[int] = ..., move_pause_s: _Optional[float] = ..., loan_s: _Optional[float] = ...) -> None: ...
+    expected_ttft_s: float
+    expected_prefill_s: float
+    ttft_margin_s: float
+    expected_tpot_s: float
+    deferred_s: float
+    is_late: bool
+    def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., credit_wait_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., num_restarts: _Optional[int] = ..., num_moves: _Optional[int] = ..., move_pause_s: _Optional[float] = ..., loan_s: _Optional[float] = ..., expected_ttft_s: _Optional[float] = ..., expected_prefill_s: _Optional[float] = ..., ttft_margin_s: _Optional[float] = ..., expected_tpot_s: _Optional[float] = ..., deferred_s: _Optional[float] = ..., is_late: _Optional[bool] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_ids",)

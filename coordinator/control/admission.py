@@ -17,6 +17,7 @@ from math import inf
 from typing import Final
 
 from coordinator.control.attempts import TrackedRequest
+from coordinator.control.expectation import Expectation
 from coordinator.control.placement.policy import Placed
 from coordinator.control.turns import Turns
 from serving_core import reasons
@@ -73,6 +74,22 @@ class Admission:
         is_timely = placed.is_timely and not request.num_restarts and not self.is_hopeless(request, placed, now)
         is_new = placed.least_read_s > 0 and not request.output
         request.predicted_first_s = now + placed.begins_s if is_timely and is_new else None
+
+    def expectation(self, request: TrackedRequest, placed: Placed, step_s: float, now: float) -> Expectation:
+        """Return what is expected of a new request that begins now, after which a step on its decode node takes so
+        long."""
+        due, planned = request.due, self.planned_due(request)
+        is_known = placed.least_read_s > 0 and placed.begins_s < inf
+        margin_s = 0.0
+        if due is not None and planned is not None and planned.first_s < inf:
+            margin_s = due.first_s - planned.first_s
+        return Expectation(
+            expected_ttft_s=now + placed.begins_s - request.timeline.start_s if is_known else 0.0,
+            expected_prefill_s=placed.reads_s if is_known else 0.0,
+            ttft_margin_s=margin_s,
+            expected_tpot_s=step_s,
+            deferred_s=0.0 if request.held_since_s is None else now - request.held_since_s,
+        )
 
     def first_token(self, request: TrackedRequest, num_waiting: int, now: float) -> None:
         """The first token of a request came, and so many others wait for theirs."""

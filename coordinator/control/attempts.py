@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
+from coordinator.control.expectation import Expectation
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
 from coordinator.control.slo import Slo
@@ -199,6 +200,8 @@ class TrackedRequest:
     refuses_late: bool = False  # a node that has computed less than half of its prompt refuses it once it would be late
     is_late: bool = False  # its first token: it goes behind all others
     predicted_first_s: float | None = None  # when its first token was expected, in time; None: not at all
+    expectation: Expectation | None = None  # when nodes were first given it, or it was refused; with limits alone
+    held_since_s: float | None = None  # when it was first held; None: never
     is_held: bool = False  # before it is placed for the first time: coordinator/control/holding.py
     attempt: Attempt = field(init=False)  # the current one, or the last one while it waits for nodes after some
 
@@ -246,6 +249,11 @@ class TrackedRequest:
         """Goes on behind tokens that an earlier call has given; to be called before all else."""
         self.output += token_ids
         self.num_resumed = len(token_ids)
+
+    def note_held(self, now: float) -> None:
+        """It is held, if not for the first time."""
+        if self.held_since_s is None:
+            self.held_since_s = now
 
     def note_death(self, session: int | None, cause: str) -> None:
         """As Death says. What has come further since another one was no reason for that."""

@@ -19,8 +19,9 @@ from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, 
 from coordinator.control.ledger import Ledger
 from coordinator.control.lives import Lives
 from coordinator.control.metrics import Metrics
-from coordinator.control.outcomes import completion, too_late, with_progress
+from coordinator.control.outcomes import completion, too_late, with_expectation, with_progress
 from coordinator.control.pace import Pace
+from coordinator.control.placement.lateness import step_s
 from coordinator.control.placement.policy import Placed, Policy, Wanted
 from coordinator.control.placement.readers import best_reader, best_writer
 from coordinator.control.prompts import Prompt
@@ -207,7 +208,10 @@ class LiveAnswers:
         is_hopeless = self._is_new(request) and self.admission.is_hopeless(request, placed, now)
         if is_hopeless and not self.admission.admits_late:
             return False
-        return self.holding.takes(request, placed, now, in_time=not self.admission.admits_late)
+        if not self.holding.takes(request, placed, now, in_time=not self.admission.admits_late):
+            return False
+        request.note_held(now)
+        return True
 
     def _check_wait(self, request: TrackedRequest, placed: Placed, now: float) -> None:
         """Raises RequestError for a request that comes and would wait for its first token for too long."""
@@ -243,6 +247,7 @@ class LiveAnswers:
         if self._is_new(request) and placed.num_late_beside > 1 and not self._is_idle(placed):
             self.admission.check_wait(placed.queue_s, self.num_without_token, now)
             self.holding.take_late(request)
+            request.note_held(now)
             return []
         return self._try_on(request, placed, now, since_s=since_s)
 
@@ -259,11 +264,21 @@ class LiveAnswers:
     def refused(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """A node has refused a request that cannot be in time any more."""
         self.admission.refused_late(request, now)
-        return self.end(request, self._late_refusal(now), now)
+        refusal = self._late_refusal(request, now, prefill_queue_s=now - request.timeline.start_s)
+        return self.end(request, refusal, now)
 
-    def _late_refusal(self, now: float, least_s: float = 0.0) -> RequestError:
+    def _late_refusal(
+        self, request: TrackedRequest, now: float, least_s: float = 0.0, **seconds: float
+    ) -> RequestError:
         message = "the limits of the request cannot be kept beside those of others"
-        return self.admission.refusal(reasons.WOULD_BE_LATE, message, now, least_s)
+        refusal = self.admission.refusal(reasons.WOULD_BE_LATE, message, now, least_s)
+        return with_expectation(refusal, request, **seconds)
+
+    def _expect(self, request: TrackedRequest, placed: Placed, now: float) -> None:
+        """Note what is expected of a request with limits that no node has had."""
+        if self._is_new(request) and request.expectation is None and request.pooling is None:
+            each_s = step_s(placed.writer, self.ledger, 1, len(request.prompt))
+            request.expectation = self.admission.expectation(request, placed, each_s, now)
 
     def _check_limits(self, request: TrackedRequest, placed: Placed, now: float) -> None:
         """Raises RequestError for a new request that is not admitted. On nodes that have nothing to do no other time
@@ -271,7 +286,8 @@ class LiveAnswers:
         slower than they are."""
         if self.admission.may_begin(request, placed, now) or self._is_idle(placed):
             return
-        raise self._late_refusal(now, placed.wait_s)
+        self._expect(request, placed, now)
+        raise self._late_refusal(request, now, placed.wait_s)
 
     def _is_idle(self, placed: Placed) -> bool:
         """Whether these nodes have nothing to do."""
@@ -397,6 +413,7 @@ class LiveAnswers:
         request.attempt = Attempt(epoch, prefill, decode, len(request.output), now, loan, hosts)
         request.timeline.placed(now if since_s is None else since_s, prefill.name, decode.name, begins=True)
         self.admission.predict(request, placed, now)
+        self._expect(request, placed, now)
         if (due := self.admission.planned_due(request)) is not None:
             self.ledger.owe(request.request_id, due, len(request.output), request.num_tokens_left)
         num_to_compute = self._num_to_compute(prompt, placed)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Final
 
 from coordinator.control.attempts import Death, TrackedRequest
@@ -36,6 +37,8 @@ def completion(
         num_moves=request.num_moves,
         move_pause_s=request.move_pause_s,
         loan_s=request.loan_s,
+        is_late=request.is_late,
+        **(asdict(request.expectation) if request.expectation else {}),
     )
     return inference_pb2.Complete(
         finish_reason=finish_reason,
@@ -127,3 +130,9 @@ def with_progress(error: RequestError, request: TrackedRequest) -> RequestError:
     """The error with how far the request had come."""
     progress = {"phase": request.timeline.phase.value, "tokens_emitted": str(len(request.output))}
     return RequestError(error.reason, str(error), **error.metadata | progress)
+
+
+def with_expectation(error: RequestError, request: TrackedRequest, **seconds: float) -> RequestError:
+    """Return the refusal with what was expected of the request and these seconds, named as in the timeline."""
+    told = {**(asdict(request.expectation) if request.expectation else {}), **seconds}
+    return RequestError(error.reason, str(error), **error.metadata, **{name: f"{told[name]:.6f}" for name in told})

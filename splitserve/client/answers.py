@@ -46,6 +46,11 @@ class Timeline:
     num_restarts counts how often it began again on other nodes, num_moves how often its running answer went to another
     node with its KV, and move_pause_s the seconds that it stood still for that. loan_s are those of prefill_queue_s in
     which blocks of the prompt came from another node.
+
+    Of a request with limits, expected_ttft_s (from its arrival; expected_prefill_s of it is the prefill itself) and
+    expected_tpot_s are what was expected when it was first given to nodes, 0 where that is not known. The first token
+    was planned to come ttft_margin_s before its limit. deferred_s are those of prefill_queue_s for which the request
+    was held before nodes were given it. is_late: it went behind all others.
     """
 
     prefill_queue_s: float
@@ -62,6 +67,12 @@ class Timeline:
     num_moves: int
     move_pause_s: float
     loan_s: float = 0.0
+    expected_ttft_s: float = 0.0
+    expected_prefill_s: float = 0.0
+    ttft_margin_s: float = 0.0
+    expected_tpot_s: float = 0.0
+    deferred_s: float = 0.0
+    is_late: bool = False
 
 
 @dataclass(frozen=True, slots=True)

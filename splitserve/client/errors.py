@@ -1,7 +1,7 @@
 """What a client's calls raise.
 
 SplitServeError
-└── ClientError          code, reason, message, field, retry_after_s
+└── ClientError          code, reason, message, field, retry_after_s, metadata
     ├── Refused          the request cannot be served as asked: change it
     ├── Unauthenticated  the API key is missing or wrong
     ├── Overloaded       a queue is full, or limits could not be kept: try again later
@@ -11,6 +11,8 @@ SplitServeError
     └── ServerFault      anything else
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -26,7 +28,7 @@ from serving_core.tls import SCHEME
 
 class ClientError(SplitServeError):
     """A call that failed. `reason` is one of `serving_core.reasons`, empty when the server did not answer; `field` is
-    the field of the request that is wrong, empty when it is none."""
+    the field of the request that is wrong, empty when it is none; `metadata` is all that the server tells beside."""
 
     def __init__(
         self,
@@ -36,6 +38,7 @@ class ClientError(SplitServeError):
         reason: str = "",
         field: str = "",
         retry_after_s: float | None = None,
+        metadata: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -43,6 +46,7 @@ class ClientError(SplitServeError):
         self.reason = reason
         self.field = field
         self.retry_after_s = retry_after_s
+        self.metadata = metadata
 
 
 class Refused(ClientError):
@@ -102,7 +106,8 @@ def from_rpc_error(error: Any, target: str) -> ClientError:
     elif code is grpc.StatusCode.DEADLINE_EXCEEDED and not reason:
         message = f"{target} did not finish the call before its deadline"
     error_class = _CLASSES.get(code, ServerFault)
-    return error_class(message or code.name, code=code, reason=reason, field=field, retry_after_s=retry_after_s)
+    told = {"reason": reason, "field": field, "retry_after_s": retry_after_s, "metadata": dict(info.metadata)}
+    return error_class(message or code.name, code=code, **told)
 
 
 def _details(error: Any) -> tuple[error_details_pb2.ErrorInfo, float | None]:

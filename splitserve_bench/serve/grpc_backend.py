@@ -1,6 +1,5 @@
 """SplitServe's own gRPC. The channel does not try a call again: a request that is turned away is one."""
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -10,7 +9,7 @@ import grpc.aio
 from protos import inference_pb2, inference_pb2_grpc
 from serving_core import reasons
 from serving_core.channels import CLIENT_OPTIONS
-from splitserve.client.answers import Completion, Timeline, to_chunk
+from splitserve.client.answers import Completion, to_chunk
 from splitserve.client.clients import AsyncClient
 from splitserve.client.dialling import Dialling
 from splitserve.client.errors import ClientError, from_rpc_error
@@ -19,6 +18,7 @@ from splitserve_bench.errors import BenchError
 from splitserve_bench.prompts import GREEDY
 from splitserve_bench.serve.reply import Reply, RequestFailed
 from splitserve_bench.serve.target import ServedModel, Target
+from splitserve_bench.serve.timelines import times_of
 from splitserve_bench.serve.wire import OrderedRequest
 
 GENERATE: Final = "/splitserve.v1.Inference/Generate"
@@ -75,6 +75,7 @@ class GrpcBackend:
         except grpc.RpcError as error:
             failure = from_rpc_error(error, str(self._dialling))
             is_refused = _is_refusal(failure)
+            reply.timeline = times_of(failure.metadata) or None
             raise RequestFailed(str(failure), is_refused=is_refused, retry_after_s=failure.retry_after_s) from error
         finally:
             call.cancel()
@@ -97,11 +98,6 @@ async def describe_grpc(target: Target, deadline_s: float) -> ServedModel:
     return ServedModel(info.served_model_name, info.max_model_len, info.vocab_size)
 
 
-def seconds_of(timeline: Timeline) -> Mapping[str, float]:
-    """The fields that are seconds."""
-    return {name: value for name, value in asdict(timeline).items() if name.endswith("_s")}
-
-
 def _take(response: inference_pb2.GenerateResponse, reply: Reply) -> None:
     moment_s = reply.now_s()
     if num_tokens := len(response.chunk.token_ids):
@@ -115,7 +111,7 @@ def _take(response: inference_pb2.GenerateResponse, reply: Reply) -> None:
 def _end(completion: Completion, reply: Reply) -> None:
     reply.num_prompt_tokens = completion.prompt_tokens
     reply.num_output_tokens = completion.completion_tokens
-    reply.timeline = seconds_of(completion.timeline)
+    reply.timeline = times_of(asdict(completion.timeline))
     reply.num_cached_tokens = completion.cached_tokens
     reply.is_ended = True
 

@@ -18,6 +18,7 @@ from splitserve_bench.prompts import GREEDY
 from splitserve_bench.serve.event_stream import DONE, EventStream
 from splitserve_bench.serve.reply import Reply, RequestFailed, bounded
 from splitserve_bench.serve.target import SPLITSERVE, ServedModel, Target
+from splitserve_bench.serve.timelines import times_of
 from splitserve_bench.serve.wire import OrderedRequest
 
 REFUSALS: Final = (429, 503, 529)  # statuses of a server that turns requests away: too many, no room
@@ -229,4 +230,4 @@ def _count(said: Mapping[str, Any], moment_s: float, reply: Reply) -> None:
     reply.is_ended |= ends
     reply.is_stopped |= ends and choice["finish_reason"] != "length"
     if timeline := choice.get("timeline"):
-        reply.timeline = {name: value for name, value in timeline.items() if name.endswith("_s")}
+        reply.timeline = times_of(timeline)

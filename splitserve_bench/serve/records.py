@@ -41,7 +41,8 @@ class Outcome:
     error: str = ""  # "" for a complete answer
     is_refused: bool = False  # the server turned it away: a full queue, a limit, no node
     retry_after_s: float | None = None  # when it may be sent again, where the server that turned it away says so
-    # Seconds by phase as the server tells them, by the field names of answers.Timeline; None when it tells none.
+    # Seconds as the server tells them, by the field names of answers.Timeline, and is_late; None when it tells none. Of
+    # a refused request: what was expected of it, and how long nodes had it, if any had.
     timeline: Mapping[str, float] | None = None
     num_cached_tokens: int | None = None  # of the prompt, that were not computed; None when it does not tell
     num_refusals_before: int = 0  # of the same request

@@ -15,6 +15,7 @@ from serving_core.requests import SamplingParams
 from splitserve_bench.serve.grpc_backend import REFUSALS
 from splitserve_bench.serve.records import Outcome, PlannedRequest, returns_at_s
 from splitserve_bench.serve.reply import Reply
+from splitserve_bench.serve.timelines import KEPT, times_of
 from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.noise import NO_DRAWS, Draws
 from splitserve_bench.simulate.toy_model import ToyModel
@@ -119,10 +120,11 @@ class LoadClients:
         if isinstance(outcome, RequestError):
             is_refused = outcome.reason in REFUSALS
             wait_s = retry_after_s(outcome) if is_refused else None
+            answer.reply.timeline = times_of(outcome.metadata) or None
             result = answer.reply.outcome(str(outcome), is_refused=is_refused, retry_after_s=wait_s)
         else:
             answer.reply.num_output_tokens = outcome.completion_tokens
-            answer.reply.timeline = _seconds_of(outcome.timeline)
+            answer.reply.timeline = times_of({name: getattr(outcome.timeline, name) for name in KEPT})
             answer.reply.num_cached_tokens = outcome.cached_tokens
             result = answer.reply.outcome()
         self._outcomes[result.index].append(result)
@@ -152,8 +154,3 @@ def slo_of(planned: PlannedRequest) -> Slo | None:
     ttft_s, tpot_s = (each_ms and each_ms / MS for each_ms in (planned.ttft_ms, planned.tpot_ms))
     slo = Slo("", ttft_s, tpot_s)
     return slo if slo.has_limits else None
-
-
-def _seconds_of(timeline: inference_pb2.Timeline) -> dict[str, float]:
-    names = [field.name for field in timeline.DESCRIPTOR.fields if field.name.endswith("_s")]
-    return {name: getattr(timeline, name) for name in names}

@@ -8,7 +8,7 @@ from typing import Final
 from splitserve_bench.compare.arena import Arena
 from splitserve_bench.compare.contenders import COLOCATED, SPLIT, ClusterContender
 from splitserve_bench.serve.metrics import Limits, Summary, summarize
-from splitserve_bench.serve.misses import FIRST_TOKEN_PHASES, LATER_PHASES
+from splitserve_bench.serve.misses import FIRST_TOKEN_PHASES, LATER_PHASES, is_complete
 from splitserve_bench.serve.records import Outcome, PlannedRequest
 from splitserve_bench.simulate.fleet import FleetSize, simulate
 from splitserve_bench.simulate.profile import Profile
@@ -107,7 +107,7 @@ def _mean(outcomes: Sequence[Outcome], phase: str, *, per_token: bool) -> float:
     seconds = [
         outcome.timeline.get(phase, 0.0) / (max(1, outcome.num_output_tokens - 1) if per_token else 1)
         for outcome in outcomes
-        if outcome.timeline is not None
+        if outcome.timeline is not None and is_complete(outcome)
     ]
     return statistics.fmean(seconds) if seconds else 0.0
 

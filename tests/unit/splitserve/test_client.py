@@ -19,8 +19,9 @@ USER_HI = {"role": "user", "content": "hi"}
 def test_an_answer_becomes_typed_chunks(script, target, asked):
     logprobs = [inference_pb2.TokenLogprobs(token_id=7, logprob=-0.5, top=[inference_pb2.TopLogprob(token_id=8)])]
     timeline = inference_pb2.Timeline(
-        prefill_s=1.5, e2e_s=2.0, decode_node="d0", num_restarts=1, num_moves=2, move_pause_s=0.5, loan_s=0.25
-    )
+        prefill_s=1.5, e2e_s=2.0, decode_node="d0", num_restarts=1, num_moves=2, move_pause_s=0.5, loan_s=0.25,
+        expected_ttft_s=1.25, is_late=True,
+    )  # fmt: skip
     script.replies = [
         chunk("Par", 0, [7], logprobs=logprobs),
         chunk("is", 1, [9, 10]),
@@ -49,7 +50,7 @@ def test_an_answer_becomes_typed_chunks(script, target, asked):
     assert (end.prompt_tokens, end.completion_tokens, end.cached_tokens) == (5, 3, 2)
     assert (end.proposed_tokens, end.accepted_tokens) == (6, 1)
     assert (end.kv_bytes, end.kv_bytes_saved, end.moved_kv_bytes, end.lent_kv_bytes) == (2**40, 9, 4, 6)
-    assert end.timeline.loan_s == 0.25
+    assert (end.timeline.loan_s, end.timeline.expected_ttft_s, end.timeline.is_late) == (0.25, 1.25, True)
     assert (end.timeline.prefill_s, end.timeline.decode_node, end.timeline.num_restarts) == (1.5, "d0", 1)
     assert (end.timeline.num_moves, end.timeline.move_pause_s) == (2, 0.5)
 

@@ -52,18 +52,19 @@ OWN_ADDRESSES = sorted(
     ],
 )
 def test_a_status_becomes_its_exception(script, target, asked, code, reason, expected):
-    script.failures = [refusal(code, "the sentence", reason, retry_after_s=0.25)]
+    script.failures = [refusal(code, "the sentence", reason, retry_after_s=0.25, deferred_s="0.5")]
     with pytest.raises(expected, match="the sentence") as caught:
         asked(target, request_id="r")
     error = caught.value
     assert (error.code, error.reason, error.message, error.retry_after_s) == (code, reason, "the sentence", 0.25)
+    assert error.metadata == {"deferred_s": "0.5"}
 
 
 def test_a_status_without_details_still_has_its_exception(script, target, asked):
     script.failures = [rpc_status.to_status(status_pb2.Status(code=grpc.StatusCode.INTERNAL.value[0]))]
     with pytest.raises(ServerFault, match="INTERNAL") as caught:
         asked(target)
-    assert (caught.value.reason, caught.value.retry_after_s) == ("", None)
+    assert (caught.value.reason, caught.value.retry_after_s, caught.value.metadata) == ("", None, {})
 
 
 def test_unavailable_before_the_first_message_is_tried_three_times(script, target, asked):

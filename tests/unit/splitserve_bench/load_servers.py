@@ -28,6 +28,8 @@ CROWDED = "crowded"  # after it
 REFUSE_ONCE = "refuse once"  # and answer afterwards
 RETRY_AFTER_S = 1  # of a full queue
 TIMELINE = {"prefill_queue_s": 0.25, "prefill_s": 0.5, "decode_s": 1.0, "e2e_s": 1.75, "ttft_s": 0.75}
+TIMELINE |= {"expected_ttft_s": 0.625, "deferred_s": 0.125, "is_late": True}
+EXPECTED = {"expected_ttft_s": 0.5, "deferred_s": 0.25}  # of a refused request; over gRPC alone
 
 
 @dataclass
@@ -271,7 +273,11 @@ STATUSES = {
     NO_NODE: refusal(grpc.StatusCode.UNAVAILABLE, NO_NODE, REASONS[NO_NODE]),
     LOST: refusal(grpc.StatusCode.UNAVAILABLE, LOST, REASONS[LOST]),
     REFUSE: refusal(
-        grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full", reasons.QUEUE_FULL, retry_after_s=RETRY_AFTER_S
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "the queue is full",
+        reasons.QUEUE_FULL,
+        retry_after_s=RETRY_AFTER_S,
+        **{name: str(seconds) for name, seconds in EXPECTED.items()},
     ),
     FAIL: refusal(grpc.StatusCode.INTERNAL, "it broke " * 200, reasons.ENGINE_ERROR),
     DROP: refusal(grpc.StatusCode.UNAVAILABLE, "a node was lost", reasons.WORKER_LOST),

@@ -25,6 +25,7 @@ from tests.unit.splitserve_bench.load_servers import (
     BREAK,
     CROWDED,
     DROP,
+    EXPECTED,
     FAIL,
     HANG,
     LOST,
@@ -246,6 +247,8 @@ async def test_whatever_is_not_complete_is_a_miss(send, serving):
         assert len(outcome.error) <= 300
         assert outcome.is_refused == (kind in (REFUSE, NO_NODE))
         assert outcome.retry_after_s == (RETRY_AFTER_S if kind == REFUSE else None)
+        if kind == REFUSE:
+            assert outcome.timeline == (EXPECTED if serving is grpc_server else None)
         assert outcome.num_output_tokens == {DROP: 1, BREAK: 1, CROWDED: 1, SHORT: 5}.get(kind, 0)
     assert outcomes[-1].error == ""
     summary = summarize(outcomes, Limits())

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from coordinator.settings import CoordinatorSettings
 from serving_core.errors import SettingsError
 from splitserve.cli import main
+from splitserve_bench.serve.misses import PHASE_FIELDS
 from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.clients import LoadClients
@@ -50,8 +51,21 @@ def outcomes_of(size, *planned, **options):
 def check_phases(outcome):
     """They are those of the coordinator, which sees the request between the two ways through the door."""
     seconds = outcome.timeline
-    phases = [seconds[name] for name in seconds if name not in ("e2e_s", "ttft_s", "move_pause_s", "loan_s")]
+    phases = [seconds[name] for name in PHASE_FIELDS]
     assert sum(phases) == pytest.approx(seconds["e2e_s"]) == pytest.approx(outcome.ended_s - outcome.sent_s - DOOR_S)
+
+
+def test_requests_with_limits_tell_what_was_expected_of_them():
+    """The second prompt takes longer than its first token may."""
+    load = [replace(request(0, 500, 4), ttft_ms=2000.0), replace(request(1, 500, 4, at_s=0.1), ttft_ms=300.0)]
+    taken, refused = outcomes_of(FleetSize(0, 0, 1, admission="timely"), *load)
+    assert taken.timeline["expected_ttft_s"] == pytest.approx(taken.timeline["ttft_s"], rel=0.1)
+    assert taken.timeline["ttft_margin_s"] == pytest.approx(0.2), "a tenth"
+    assert (taken.timeline["deferred_s"], taken.timeline["is_late"]) == (0.0, 0.0)
+    assert refused.is_refused
+    assert refused.timeline["expected_ttft_s"] > chunk_s(500)
+    assert refused.timeline["deferred_s"] == 0.0
+    assert "prefill_queue_s" not in refused.timeline, "no node had it"
 
 
 def test_a_lone_request_where_both_is_done():
