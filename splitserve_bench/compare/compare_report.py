@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from splitserve.commands.terminal import plain_table
+from splitserve_bench.compare.causes import Causes
 from splitserve_bench.compare.cells import write_whole
 from splitserve_bench.compare.contenders import PEER
 from splitserve_bench.compare.entry import Comparison, Entry, ProbeRun, standing
@@ -49,7 +50,8 @@ def comparison_view(comparison: Comparison) -> Group:
     lines += [escape(sentence) for sentence in comparison.verdict[1:]]
     lines += ["", *map(escape, forecast_sentences(comparison))]
     doubts = [f"[yellow]{escape(line)}[/]" for line in warnings(comparison)]
-    return Group(escape(goal), "", table, "", NOTE, "", *lines, *doubts)
+    causes = [part for each in comparison.causes if each.num_lost for part in ("", *causes_view(each))]
+    return Group(escape(goal), "", table, "", NOTE, "", *lines, *doubts, *causes)
 
 
 def search_table(comparison: Comparison) -> Table:
@@ -75,6 +77,17 @@ def rates_table(comparison: Comparison) -> Table:
         if entry.failure:
             table.add_row(escape(entry.contender.name), "out")
     return table
+
+
+def causes_view(causes: Causes) -> tuple[str, Table]:
+    """A sentence, and one row for each cause."""
+    loser, keeper, rate = escape(causes.loser), escape(causes.keeper), plain(causes.rate)
+    sentence = f"At {rate} req/s {loser} lost {causes.num_lost} of {causes.num_total} requests that {keeper} kept:"
+    table = plain_table("decision", "limit on", numbers=("lost", "predicted", "actual", "margin", "limit, ms"))
+    for each in causes.causes:
+        medians = (each.predicted_ms, each.actual_ms, each.margin_ms, each.limit_ms)
+        table.add_row(each.decision, each.limit, str(each.num_lost), *map(_short, medians))
+    return sentence, table
 
 
 def warnings(comparison: Comparison) -> list[str]:
@@ -111,6 +124,7 @@ def _found_json(comparison: Comparison) -> dict[str, Any]:
         "unloaded": asdict(comparison.unloaded) if comparison.unloaded is not None else None,
         "contenders": [_entry_json(entry) for entry in comparison.entries],
         "paired": [pair.to_json() for pair in comparison.paired],
+        "causes": [causes.to_json() for causes in comparison.causes],
         "verdict": list(comparison.verdict),
         "forecast": list(forecast_sentences(comparison)),
     }
@@ -190,8 +204,11 @@ def _table(numbers: Sequence[str]) -> Table:
 
 
 def _percentiles(latency_s: Distribution) -> str:
-    values = [_ms(latency_s, percent) for percent in PERCENTILES]
-    return " / ".join("-" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in values)
+    return " / ".join(_short(_ms(latency_s, percent)) for percent in PERCENTILES)
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def _ms(latency_s: Distribution, percent: float) -> float | None:

@@ -1,10 +1,11 @@
 """What the comparison knows of each contender, and what it found in the end. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from splitserve_bench.compare.contenders import Contender
+from splitserve_bench.compare.causes import Causes, Judged, Probes, causes_between
+from splitserve_bench.compare.contenders import AUTO, COLOCATED, SPLIT, Contender
 from splitserve_bench.compare.paired import Kept, Paired, paired_sentences, pairs_of
 from splitserve_bench.compare.search import Counted, FixedRates, Goal, Probe, RateSearch
 from splitserve_bench.compare.slo import Judgement, Slo, judge
@@ -56,6 +57,17 @@ class Entry:
         """Which requests were good."""
         return {run.probe: run.judgement.are_good for run in self.runs}
 
+    @property
+    def judged(self) -> Probes:
+        """What became of all requests."""
+        return {
+            run.probe: [
+                Judged(outcome, self.slo.limits_of(planned), is_good)
+                for (planned, outcome), is_good in zip(run.pairs, run.judgement.are_good, strict=True)
+            ]
+            for run in self.runs
+        }
+
     def pairs_at(self, rate: float) -> list[tuple[PlannedRequest, Outcome]]:
         """The requests of all probes of that rate."""
         return [pair for run in self.runs if run.probe.rate == rate for pair in run.pairs]
@@ -63,14 +75,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was found by one objective, in words. `paired` are the same requests at every two contenders; `verdict`
-    are sentences."""
+    """What was found by one objective, in words. `paired` are the same requests at every two contenders, `causes` why
+    `auto` lost those that a fixed mode kept; `verdict` are sentences."""
 
     goal: Goal
     objective: str
     unloaded: Unloaded | None
     entries: tuple[Entry, ...]
     paired: tuple[Paired, ...] = ()
+    causes: tuple[Causes, ...] = ()
     verdict: tuple[str, ...] = ()
 
     @property
@@ -93,7 +106,16 @@ def concluded(comparison: Comparison) -> Comparison:
     sentences = verdict([standing(entry) for entry in entries])
     if all(isinstance(entry.search, FixedRates) for entry in entries):
         sentences += paired_sentences(paired)
-    return replace(comparison, paired=tuple(paired), verdict=tuple(sentences))
+    return replace(comparison, paired=tuple(paired), causes=tuple(_causes(entries)), verdict=tuple(sentences))
+
+
+def _causes(entries: Sequence[Entry]) -> Iterator[Causes]:
+    """Of each rate, why `auto` lost what colocation or a split kept."""
+    judged = {entry.contender.name: entry.judged for entry in entries}
+    for auto in entries:
+        for fixed in entries if auto.contender.kind == AUTO else ():
+            if fixed.contender.kind in (COLOCATED, SPLIT):
+                yield from causes_between(auto.contender.name, fixed.contender.name, judged)
 
 
 def judged_by(slos: Mapping[str, Slo], objective: str, comparison: Comparison) -> Comparison:

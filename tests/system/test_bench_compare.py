@@ -15,6 +15,7 @@ CONTENDERS = {
     "colocated 1x2": "colocated",
     "colocated 2x1": "colocated",
     "split 1P+1D": "split",
+    "auto 2x1": "auto",
     "small": "custom",
     "peer own": "peer",
 }
@@ -36,7 +37,7 @@ def peer_url(start_cluster, model):
 
 
 def test_each_contender_answers_the_same_requests(model, peer_url, tmp_path):
-    arguments = [str(model), "--cores", "2", "--kinds", "colocated,split,custom,peer", "--splits", "1P+1D"]
+    arguments = [str(model), "--cores", "2", "--kinds", "colocated,split,auto,custom,peer", "--splits", "1P+1D"]
     arguments += ["--contender", "small=1P+1B max-num-seqs=1"]
     arguments += ["--peer", f"own={peer_url}", "--engine-flag", "block-size=8"]
     arguments += ["--at-rates", "20", "--num-prompts", str(NUM_PROMPTS), "--seconds", "0"]
@@ -73,10 +74,15 @@ def test_each_contender_answers_the_same_requests(model, peer_url, tmp_path):
     assert handed_over_s["peer own"] > 0
     colocated = [each for probe in probes if "colocated" in probe["contender"] for each in probe["requests"]]
     assert not any(each["timeline"]["transfer_s"] for each in colocated)
+    autos = [each["timeline"] for probe in probes if probe["contender"] == "auto 2x1" for each in probe["requests"]]
+    assert all(each["ttft_margin_s"] > 0 for each in autos), "each was planned for, with its limits"
+    kept = [(each["loser"], each["keeper"], each["num_total"], each["num_lost"]) for each in compared["causes"]]
+    fixed = ("colocated 1x2", "colocated 2x1", "split 1P+1D")
+    assert kept == [("auto 2x1", name, NUM_PROMPTS, 0) for name in fixed]
     logs = sorted(path.name for path in (tmp_path / "logs").iterdir())
-    assert logs == ["001-colocated-1x2", "002-colocated-2x1", "003-split-1P+1D", "004-small"]
+    assert logs == ["001-colocated-1x2", "002-colocated-2x1", "003-split-1P+1D", "004-auto-2x1", "005-small"]
 
     again = CliRunner().invoke(compare_command, arguments)
-    assert "saved loads: 5;" in again.output
+    assert "saved loads: 6;" in again.output
     assert json.loads(again.stdout) == compared
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == logs  # nothing was started

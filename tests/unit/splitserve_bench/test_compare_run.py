@@ -43,7 +43,7 @@ BENCH = CompareBench(
     seed=0,
 )
 SHORT_BENCH = dataclasses.replace(BENCH, num_prompts=40, seconds=5.0)
-COLOCATED, _, SPLIT, _ = CONTENDERS = contenders(2, [], [])
+COLOCATED, _, SPLIT, AUTO = CONTENDERS = contenders(2, [], [])
 NOBODY = Forecaster({}, 2, {})
 FAST = PeerContender("peer fast", "http://127.0.0.1:1")
 
@@ -344,6 +344,28 @@ async def test_the_same_requests_are_compared_one_by_one(comparing):
     assert sentence.startswith("At 4 req/s, of the same 300 requests, split 1P+1D keeps more than colocated 1x2 by ")
     (saved,) = comparison_json((comparison,), {})["paired"]
     assert (saved["one"], saved["other"], saved["difference"]) == (COLOCATED.name, SPLIT.name, pair.difference)
+
+
+async def test_what_auto_lost_and_a_fixed_mode_kept_is_told_by_decision(comparing):
+    """A queue is all that it loses by: no server here says what it expected."""
+    arena = QueueArena({COLOCATED.name: 0.3, SPLIT.name: 0.1, AUTO.name: 0.2})
+    bench = dataclasses.replace(BENCH, at_rates=(4.0,), num_prompts=300)
+    (comparison,) = await comparing(arena, bench).run([COLOCATED, SPLIT, AUTO], COLOCATED)
+    _, split, auto = (entry.runs[0].judgement.are_good for entry in comparison.entries)
+    num_lost = sum(other and not own for own, other in zip(auto, split, strict=True))
+    assert num_lost > 50
+    by_colocated, by_split = comparison_json((comparison,), {})["causes"]
+    assert (by_colocated["keeper"], by_colocated["num_lost"], by_colocated["causes"]) == (COLOCATED.name, 0, ())
+    assert (by_split["loser"], by_split["keeper"], by_split["rate"]) == (AUTO.name, SPLIT.name, 4.0)
+    (cause,) = by_split["causes"]
+    assert (cause["decision"], cause["limit"]) == ("prefill queue longer than expected", "TTFT")
+    assert cause["num_lost"] == by_split["num_lost"] == num_lost
+    assert (cause["predicted_ms"], cause["margin_ms"], cause["limit_ms"]) == (None, None, 500.0)
+    assert cause["actual_ms"] > 500.0
+    text = shown(comparison)
+    assert f"At 4 req/s {AUTO.name} lost {num_lost} of 300 requests that {SPLIT.name} kept:" in text
+    assert "prefill queue longer than expected" in text
+    assert f"that {COLOCATED.name} kept" not in text
 
 
 async def test_it_is_shown_saved_and_drawn(comparing, tmp_path):
