@@ -17,13 +17,14 @@ from splitserve_bench.serve.records import Outcome
 REFUSED: Final = "refused at arrival"
 DEFERRED: Final = "deferred too long"
 LATE: Final = "went behind all others (late)"
+EXPECTED_LATE: Final = "begun although it was expected late"
 QUEUE: Final = "prefill queue longer than expected"
 PREFILL: Final = "prefill longer than expected"
 ON_ITS_WAY: Final = "late between server and client"
 DECODE: Final = "decode step longer than expected"
 LENGTH: Final = "E2EL, which no server is told"
 FAILED: Final = "failed"
-DECISIONS: Final = (REFUSED, DEFERRED, LATE, QUEUE, PREFILL, ON_ITS_WAY, DECODE, LENGTH, FAILED)
+DECISIONS: Final = (REFUSED, DEFERRED, LATE, EXPECTED_LATE, QUEUE, PREFILL, ON_ITS_WAY, DECODE, LENGTH, FAILED)
 TTFT, TPOT, E2EL, NO_LIMIT = "TTFT", "TPOT", "E2EL", ""
 
 
@@ -83,14 +84,15 @@ def loss_of(outcome: Outcome, limits: Limits) -> Loss:
     """Return the decision by which a request was lost that was not good. The first that holds:
 
     - It failed: FAILED.
-    - It was refused. By a node, which tells how long it has had the request (prefill_queue_s): QUEUE. After it was
-      deferred: DEFERRED. Else: REFUSED. The figures are those of its limit on TPOT if it has one, and its first token
-      was expected so early that the margin was left; else those of its limit on TTFT. What it would have taken is not
+    - It was refused. By a node, as the time that it was there tells (prefill_queue_s): EXPECTED_LATE where its first
+      token was expected after its limit when the node was given it, else QUEUE. After it was deferred: DEFERRED. Else:
+      REFUSED. Of the latter two the figures are those of its limit on TPOT if it has one, and its first token was
+      expected so early that the margin was left; else those of its limit on TTFT. What it would have taken is not
       known.
     - It missed its limit on TTFT. Late ones: LATE. One that was deferred for longer than the margin, and would have
-      kept the limit without that: DEFERRED. Else what exceeded its expectation most: QUEUE (expected_ttft_s less
-      expected_prefill_s), PREFILL (expected_prefill_s), or ON_ITS_WAY, the rest of the client's TTFT (0). Where nothing
-      was expected that is what took most.
+      kept the limit without that: DEFERRED. One whose first token was expected after the limit: EXPECTED_LATE. Else
+      what exceeded its expectation most: QUEUE (expected_ttft_s less expected_prefill_s), PREFILL (expected_prefill_s),
+      or ON_ITS_WAY, the rest of the client's TTFT (0). Where nothing was expected that is what took most.
     - It missed its limit on TPOT: DECODE.
     - It missed its limit on E2EL: LENGTH.
     """
@@ -137,10 +139,12 @@ def causes_between(loser: str, keeper: str, probes: Mapping[str, Probes]) -> Ite
 
 
 def _refused(outcome: Outcome, limits: Limits) -> Loss:
-    decision = QUEUE if _told(outcome, "prefill_queue_s") else DEFERRED if _told(outcome, "deferred_s") else REFUSED
+    if _told(outcome, "prefill_queue_s"):
+        return _first_token(EXPECTED_LATE if _is_expected_late(outcome, limits) else QUEUE, outcome, limits)
+    decision = DEFERRED if _told(outcome, "deferred_s") else REFUSED
     first_s, margin_s = _told(outcome, "expected_ttft_s"), _margin_s(outcome) or 0.0
     is_early = first_s is not None and (limits.ttft_s is None or first_s + margin_s <= limits.ttft_s)
-    is_by_tokens = limits.tpot_s is not None and (is_early or limits.ttft_s is None) and decision != QUEUE
+    is_by_tokens = limits.tpot_s is not None and (is_early or limits.ttft_s is None)
     figures = _tokens if is_by_tokens else _first_token
     return figures(decision, outcome, limits)
 
@@ -153,12 +157,19 @@ def _late_by(outcome: Outcome, limits: Limits) -> str:
     margin_s = _margin_s(outcome) or 0.0
     if first_s is not None and deferred_s > margin_s and first_s - deferred_s <= limits.ttft_s:
         return DEFERRED
+    if _is_expected_late(outcome, limits):
+        return EXPECTED_LATE
     queue_s, prefill_s = (_told(outcome, name) or 0.0 for name in ("prefill_queue_s", "prefill_s"))
     expected_s = _told(outcome, "expected_prefill_s") or 0.0
     expected_queue_s = max(0.0, (_told(outcome, "expected_ttft_s") or 0.0) - expected_s)
     beyond_s = {QUEUE: queue_s - expected_queue_s, PREFILL: prefill_s - expected_s}
     beyond_s[ON_ITS_WAY] = 0.0 if first_s is None else first_s - queue_s - prefill_s
     return max(beyond_s, key=lambda decision: beyond_s[decision])
+
+
+def _is_expected_late(outcome: Outcome, limits: Limits) -> bool:
+    first_s = _told(outcome, "expected_ttft_s")
+    return first_s is not None and limits.ttft_s is not None and first_s > limits.ttft_s
 
 
 def _first_token(decision: str, outcome: Outcome, limits: Limits) -> Loss:

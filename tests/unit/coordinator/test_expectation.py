@@ -95,10 +95,11 @@ def test_a_request_behind_all_others_tells_so():
     assert (found["is_late"], found["deferred_s"], found["ttft_margin_s"]) == (True, 2.0, 0.0)
 
 
-def test_another_attempt_changes_nothing_of_what_was_expected():
+@pytest.mark.parametrize("cause", ["lose", "drain"])
+def test_another_attempt_changes_nothing_of_what_was_expected(cause):
     world = world_of("b0", "b1")
     assert submit(world, "r", token_ids=LONG_PROMPT) == ["reserve b0"]
-    assert world.lose("b0", 5.0) == ["reserve b1"]
+    assert getattr(world, cause)("b0", 5.0)[-1] == "reserve b1"
     end(world, world.attempt, 7.0, node="b1")
     assert expected(world) == figures(LONG_S, LONG_S, 0.015, is_late=False)
 

@@ -48,6 +48,14 @@ def test_what_was_deferred_for_less_than_its_margin_was_not_deferred_too_long():
     assert lost(1.0625, **told, ttft_margin_s=0.0) == first_token(causes.DEFERRED, actual_s=1.0625, margin_s=0.0)
 
 
+def test_what_was_expected_late_is_not_lost_to_a_phase():
+    told = {"prefill_queue_s": 1.5, "prefill_s": 0.5}
+    assert lost(**told, expected_ttft_s=1.25) == first_token(causes.EXPECTED_LATE, 1.25)
+    assert lost(**told, expected_ttft_s=1.0).decision == causes.QUEUE
+    assert lost(**told, expected_ttft_s=1.25, is_late=1.0).decision == causes.LATE
+    assert lost(**told, expected_ttft_s=1.25, deferred_s=1.0).decision == causes.DEFERRED
+
+
 def test_without_an_expectation_the_longest_phase_is_named():
     for queue_s, prefill_s, decision in ((1.5, 0.5, causes.QUEUE), (0.5, 1.5, causes.PREFILL)):
         told = {"prefill_queue_s": queue_s, "prefill_s": prefill_s, "expected_ttft_s": 0.0, "ttft_margin_s": 0.0}
@@ -73,8 +81,12 @@ def test_the_first_token_is_judged_before_the_others():
         (EXPECTED | {"deferred_s": 0.5}, Loss(causes.DEFERRED, "TPOT", 0.0625, None, None, 0.1)),
         (EXPECTED | {"deferred_s": 0.5, "expected_ttft_s": 1.25}, first_token(causes.DEFERRED, 1.25, None)),
         (EXPECTED | {"deferred_s": 0.5, "prefill_queue_s": 0.75}, first_token(causes.QUEUE, 0.75, None)),
+        (
+            EXPECTED | {"expected_ttft_s": 1.25, "prefill_queue_s": 0.75},
+            first_token(causes.EXPECTED_LATE, 1.25, None),
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_refused_request_is_lost_by_a_decision(told, loss):
     assert refused(**told) == loss
 

@@ -20,6 +20,7 @@ from splitserve_bench.simulate.grid import Grid
 from splitserve_bench.simulate.profile import read_profile
 from splitserve_bench.simulate.reality import Figures, Pair, figures_of
 from splitserve_bench.simulate.reality_report import reality_json, reality_view
+from tests.unit.splitserve_bench.bench_serve_kit import failed
 from tests.unit.splitserve_bench.dominance_kit import write_trace
 from tests.unit.splitserve_bench.plan_kit import model_folder
 from tests.unit.splitserve_bench.simulate_kit import PROFILE
@@ -177,6 +178,8 @@ def test_figures_of_a_load():
     assert (figures.ttft_s, figures.tpot_s) == (pytest.approx(2.0), pytest.approx(0.2))
     assert figures.phases_s["prefill_queue_s"] == pytest.approx(1.0)
     assert figures.phases_s["decode_s"] == pytest.approx(0.2)
+    refused = failed(3, is_refused=True, timeline={"prefill_queue_s": 9.0, "deferred_s": 9.0})
+    assert figures_of([*outcomes, refused], Limits(ttft_s=2.5)).phases_s == figures.phases_s, "no node answered it"
 
 
 @pytest.mark.parametrize(
