@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from splitserve_bench.compare.search import Probe
 from splitserve_bench.compare.slo import MS
-from splitserve_bench.serve.metrics import Limits, e2el_s, missed, tpot_s, ttft_s
+from splitserve_bench.serve.metrics import Limits, e2el_s, is_good, missed, tpot_s, ttft_s
 from splitserve_bench.serve.records import Outcome
 
 REFUSED: Final = "refused at arrival"
@@ -29,11 +29,14 @@ TTFT, TPOT, E2EL, NO_LIMIT = "TTFT", "TPOT", "E2EL", ""
 
 
 class Judged(NamedTuple):
-    """What became of a request, what it could take, and whether it was good."""
+    """What became of a request, and what it could take."""
 
     outcome: Outcome
     limits: Limits
-    is_good: bool
+
+    @property
+    def is_good(self) -> bool:
+        return is_good(self.outcome, self.limits)
 
 
 Probes: TypeAlias = Mapping[Probe, Sequence[Judged]]  # of each the requests, in the order of sending

@@ -60,13 +60,8 @@ class Entry:
     @property
     def judged(self) -> Probes:
         """What became of all requests."""
-        return {
-            run.probe: [
-                Judged(outcome, self.slo.limits_of(planned), is_good)
-                for (planned, outcome), is_good in zip(run.pairs, run.judgement.are_good, strict=True)
-            ]
-            for run in self.runs
-        }
+        limits_of = self.slo.limits_of
+        return {run.probe: [Judged(outcome, limits_of(planned)) for planned, outcome in run.pairs] for run in self.runs}
 
     def pairs_at(self, rate: float) -> list[tuple[PlannedRequest, Outcome]]:
         """The requests of all probes of that rate."""

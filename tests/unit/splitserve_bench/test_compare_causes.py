@@ -5,7 +5,7 @@ import pytest
 from splitserve_bench.compare import causes
 from splitserve_bench.compare.causes import Cause, Judged, Loss, causes_between, causes_of, loss_of
 from splitserve_bench.compare.search import Probe
-from splitserve_bench.serve.metrics import Limits, is_good
+from splitserve_bench.serve.metrics import Limits
 from tests.unit.splitserve_bench.bench_serve_kit import answered, failed
 
 LIMITS = Limits(ttft_s=1.0, tpot_s=0.1)
@@ -121,10 +121,7 @@ def test_only_what_the_one_lost_and_the_other_kept_counts():
         "split": {three: [bad], second: [good], first: [good, bad, bad, good], Probe(1.0, 1): [good]},
     }
     judged = {
-        name: {
-            probe: [Judged(each, LIMITS, is_good(each, LIMITS)) for each in outcomes]
-            for probe, outcomes in found.items()
-        }
+        name: {probe: [Judged(each, LIMITS) for each in outcomes] for probe, outcomes in found.items()}
         for name, found in probes.items()
     }
     at_two, at_three = causes_between("auto", "split", judged)
