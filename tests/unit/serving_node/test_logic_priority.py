@@ -180,7 +180,11 @@ def test_what_a_refused_prompt_held_goes_to_the_next_at_once():
 
 @pytest.mark.parametrize(
     "weights",
-    [(0.018, 0.002, 0.0, 0.0, 0.0, 2e-5, 0.0), (0.0, 0.0, 0.0, 5.0, 0.0, 0.0, 0.0), (9.0, 0.0, 0.0, 0.0, 9.0, 0.0, 0.0)],
+    [
+        (0.018, 0.002, 0.0, 0.0, 0.0, 2e-5, 0.0),
+        (0.0, 0.0, 0.0, 5.0, 0.0, 0.0, 0.0),
+        (9.0, 0.0, 0.0, 0.0, 9.0, 0.0, 0.0),
+    ],
     ids=["tokens cost nothing", "nor do they beside a chunk", "all costs more than there is time"],
 )
 def test_a_prompt_that_is_alone_is_read_whatever_its_node_believes_of_costs(weights):
