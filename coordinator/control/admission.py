@@ -5,9 +5,9 @@ from how far the first tokens of requests that were expected in time came after 
 limits (serving_core/margin.py). So the planned deadline is the same whether a long queue or a single step was to be
 predicted. A limit on TPOT is planned for as the part of it with which those that were planned to keep it did so.
 
-Where late requests are refused, one whose prompt cannot be read in time, or whose reading would make other prompts
-late, is refused at once: to wait for the same deadline never helps. One that is too many for the running answers is
-deferred if enough of these are expected to end in time, and refused at once if not.
+Where late requests are refused, one whose prompt cannot be read in time is refused at once: to wait for the same
+deadline never helps. One that would make others late is deferred if it is expected to find a place in time, and refused
+at once if not.
 
 Whatever its limits, a request is refused that would wait longer than max_queue_wait_s for the first token.
 """
@@ -42,9 +42,7 @@ class Admission:
         self.admits_late: Final = admits_late
         self._max_queue_wait_s = max_queue_wait_s
         self._ttft_margin = Margin(quantile=QUANTILE)  # of first tokens, as a share of their limits
-        self._tpot_margin = Margin(
-            prior_factor=1.0, quantile=QUANTILE
-        )  # of TPOT, by the limits that it was planned to keep
+        self._tpot_margin = Margin(1.0, QUANTILE)  # of TPOT, by the limits that it was planned to keep
         self._turns = Turns()
         self._queue = _Queue()
 

@@ -8,9 +8,8 @@ before it take so long to be read, MARGIN times over; but not while their reader
 wait for anyway. Of those that are less important one may be that can wait no longer sooner: it does not wait for the
 others. A request without a limit on its first token can always wait longer.
 
-One that cannot have its first token in time any more, or could only by making running answers late, is late: late
-requests go behind all others, by priority and age, where they harm nobody. So that none waits for ever, they are owed
-FLOOR of what begins before them.
+One that can wait no longer, and would make other answers late, is late itself: late requests go behind all others, by
+priority and age, where they harm nobody. So that none waits for ever, they are owed FLOOR of what begins before them.
 """
 
 from bisect import insort
