@@ -26,7 +26,8 @@ from serving_core.shapes import DECODE, PREFILL
 
 Pair = tuple[Node, Node]
 
-MOST_WEIGHED: Final = 8  # pairs, the cheapest ones, whose harm is worked out
+MOST_WEIGHED: Final = 9  # pairs, the cheapest ones, whose harm is worked out
+MOST_READERS: Final = 2  # the cheapest ones, that are paired with other nodes
 
 
 class Cheapest:
@@ -61,8 +62,8 @@ class Cheapest:
 
 
 def _two(costs: Costs, avoid: Collection[Node], readers: Sequence[Node], writers: Sequence[Node]) -> Iterator[Pair]:
-    """Each of the two best readers with each of the best writers: two, since the best one may be the only one that
-    writes."""
+    """Each of the best readers with each of the best writers: several, since the best one may be the only one that
+    writes, or have prompts that would be late."""
     takers = [node for node in writers if node.usable.takes_handovers]
     if not takers:
         return
@@ -74,7 +75,7 @@ def _two(costs: Costs, avoid: Collection[Node], readers: Sequence[Node], writers
         return node in avoid, is_second_choice, max(reading.own_s, credit_s) + reading.others_s, node.name
 
     best = nsmallest(MOST_WEIGHED, takers, lambda node: (node in avoid, costs.writing(node), node.name))
-    for reader in nsmallest(2, readers, by_seconds):
+    for reader in nsmallest(MOST_READERS, readers, by_seconds):
         yield from ((reader, writer) for writer in best if writer is not reader)
 
 
