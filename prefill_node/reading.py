@@ -178,7 +178,7 @@ class Reading:
     @property
     def decode_margin(self) -> float:
         """Return what the mean of steps without prompts rarely exceeds, by the expected one."""
-        return self._slack.decode_factor
+        return self._slack.decode_margin
 
     @property
     def oldest_age(self) -> float:

@@ -51,6 +51,7 @@ class _Step:
     chunks_s: float = 0.0
     factor: float = 1.0  # from what it is to take to what it rarely exceeds
     left_s: float = 0.0  # for more chunks, before the answers' next tokens are due
+    longest_s: float = math.inf  # for all chunks, or who comes meanwhile waits too long
     beside_s: float = math.inf  # for more chunks, before the prompts that end in it are due, or it is too long
     is_short: bool = False  # whether a prompt was held back
 
@@ -84,13 +85,8 @@ class Slack:
         return Pace(step.bare_s, max(SHORT_TOKENS, int(min(budget, longest))), step.factor)
 
     @property
-    def factor(self) -> float:
-        """Return the margin of a step with chunks of prompts."""
-        return self._margin.factor
-
-    @property
-    def decode_factor(self) -> float:
-        """Return the margin of the mean of steps without."""
+    def decode_margin(self) -> float:
+        """Return what the mean of steps without chunks rarely exceeds, by the expected one."""
         return self._decode_margin.factor
 
     def begin(self, answers: Sequence[Resident], prompts: Sequence[Resident], now: float) -> None:
@@ -140,11 +136,8 @@ class Slack:
     def _fits_alone(self, step: _Step, prompt: Resident) -> bool:
         """Whether a step of its own could compute all of a prompt: to begin it behind others would win nothing, and
         would have spent something on it should it step back for more urgent ones."""
-        num_tokens = prompt.num_to_compute
-        return (
-            self._costs.num_tokens_within(self._longest_s(step.bare_s), prompt.num_computed, is_first=True)
-            >= num_tokens
-        )
+        most = self._costs.num_tokens_within(step.longest_s, prompt.num_computed, is_first=True)
+        return most >= prompt.num_to_compute
 
     def took(self, load: StepLoad, step_s: float, now: float | None) -> None:
         """A step is done now, which has computed for so long; None: when it had."""
@@ -177,10 +170,10 @@ class Slack:
         step.is_weighed = True
         num_cached = sum(each.num_computed for each in step.answers)
         step.bare_s = self._costs.step_s(StepLoad(len(step.answers), num_cached))
-        step.factor = self.factor
+        step.factor = self._margin.factor
         bank_s = least_bank_s(step.answers, step.now, step.bare_s)
         step.left_s = max(bank_s / step.factor - step.bare_s, self._owed_s)
-        step.beside_s = self._longest_s(step.bare_s)
+        step.longest_s = step.beside_s = self._longest_s(step.bare_s)
 
     def _longest_s(self, bare_s: float) -> float:
         """Seconds that the chunks of a step may take, so that who comes meanwhile waits only so long for its end."""

@@ -251,7 +251,8 @@ class TrackedRequest:
         self.num_resumed = len(token_ids)
 
     def note_held(self, now: float) -> None:
-        """It is held, if not for the first time."""
+        """It is held now, perhaps for the first time."""
+        self.is_held = True
         if self.held_since_s is None:
             self.held_since_s = now
 

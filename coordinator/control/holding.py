@@ -82,7 +82,7 @@ class Holding:
         if in_time and begins_s > until_s - spare_s:
             return False
         insort(self._held, held)
-        request.is_held = True
+        request.note_held(now)
         return True
 
     def urgent(self, placed: Placed, num_readers: int, now: float) -> TrackedRequest | None:
@@ -98,11 +98,12 @@ class Holding:
                 return first.request
         return None
 
-    def take_late(self, request: TrackedRequest) -> None:
+    def take_late(self, request: TrackedRequest, now: float) -> None:
         """Holds one that is late, whether it was held before or not."""
         self.let_go(request)
         insort(self._late, (request.priority, request.age, request))
-        request.is_held = request.is_late = True
+        request.is_late = True
+        request.note_held(now)
 
     def may_late_begin(self, placed: Placed) -> bool:
         """Whether the first late one may begin that could be placed like this."""

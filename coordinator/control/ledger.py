@@ -193,9 +193,10 @@ class Ledger:
             self._uncounted = set(self._limited)
         for node in self._uncounted:
             written = [each.num_left for each in self._limited.get(node, {}).values() if each.parts[node].is_written]
-            self._most_left[node] = max(written, default=0)
-            if not written:
-                del self._most_left[node]
+            if written:
+                self._most_left[node] = max(written)
+            else:
+                self._most_left.pop(node, None)
         self._uncounted.clear()
         return self._most_left
 

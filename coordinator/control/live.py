@@ -208,10 +208,7 @@ class LiveAnswers:
         is_hopeless = self._is_new(request) and self.admission.is_hopeless(request, placed, now)
         if is_hopeless and not self.admission.admits_late:
             return False
-        if not self.holding.takes(request, placed, now, in_time=not self.admission.admits_late):
-            return False
-        request.note_held(now)
-        return True
+        return self.holding.takes(request, placed, now, in_time=not self.admission.admits_late)
 
     def _check_wait(self, request: TrackedRequest, placed: Placed, now: float) -> None:
         """Raises RequestError for a request that comes and would wait for its first token for too long."""
@@ -246,8 +243,7 @@ class LiveAnswers:
         self._check_limits(request, placed, now)
         if self._is_new(request) and placed.num_late_beside > 1 and not self._is_idle(placed):
             self.admission.check_wait(placed.queue_s, self.num_without_token, now)
-            self.holding.take_late(request)
-            request.note_held(now)
+            self.holding.take_late(request, now)
             return []
         return self._try_on(request, placed, now, since_s=since_s)
 
@@ -363,6 +359,9 @@ class LiveAnswers:
 
     def _place(self, request: TrackedRequest, now: float) -> Placed:
         """Raises RequestError when there are no nodes for it."""
+        num_ahead = self.holding.num_ahead(request)
+        if num_ahead:
+            num_ahead //= max(1, sum(node.usable.writes for node in self.registry.nodes))
         wanted = Wanted(
             request.known,
             request.max_tokens,
@@ -371,7 +370,7 @@ class LiveAnswers:
             len(request.output),
             self.ledger.lengths.left(len(request.output), request.num_tokens_left),
             self.harmless.per_s(now),
-            self.holding.num_ahead(request) // max(1, sum(node.usable.writes for node in self.registry.nodes)),
+            num_ahead,
             SPARE_SEATS if request.is_late else 0,
             self.admission.tpot_margin,
         )

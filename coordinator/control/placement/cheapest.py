@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
 from coordinator.control.placement.costs import Costs
-from coordinator.control.placement.lateness import Lateness, spared
+from coordinator.control.placement.lateness import Lateness, NodeLateness, spared
 from coordinator.control.placement.policy import Placed, Wanted, within_pools
 from coordinator.control.registry import Node
 from coordinator.control.router import candidates
@@ -100,7 +100,9 @@ class _Weighing:
     ) -> None:
         """`spared_node` is the one that is to be spared answers."""
         self._costs, self._lateness, self._spared, self._avoid = costs, lateness, spared_node, avoid
-        self._nums_late: dict[Pair, int] = {}  # of those that were asked for: a pair that is chosen is so again
+        # Of those that were asked for: a pair that is chosen is so again.
+        self._nums_late: dict[Pair, int] = {}
+        self._crowdings: dict[Pair, float] = {}
 
     def placed(self, reader: Node, writer: Node) -> Placed:
         placed = Placed(
@@ -113,7 +115,7 @@ class _Weighing:
         if self._lateness is None:
             return placed
         read, write = self._lateness.on(reader), self._lateness.on(writer)
-        num_late, crowding, wait_s = self._num_late(reader, writer), write.crowding(read.least_read_s), 0.0
+        num_late, crowding, wait_s = self._num_late(reader, writer), self._crowding(read, write, (reader, writer)), 0.0
         if num_late or crowding > 1:
             wait_s = max(read.reading_wait_s(), write.room_s or write.writing_wait_s())
         return placed._replace(
@@ -163,8 +165,13 @@ class _Weighing:
             return num_late
         read, write = self._lateness.on(reader), self._lateness.on(writer)
         if not num_late:
-            num_late = int(read.is_own_late or write.crowding(read.least_read_s) > 1)
+            num_late = int(read.is_own_late or self._crowding(read, write, (reader, writer)) > 1)
         return num_late + (write.num_lost() if writer is self._spared else 0)
+
+    def _crowding(self, read: NodeLateness, write: NodeLateness, pair: Pair) -> float:
+        if pair not in self._crowdings:
+            self._crowdings[pair] = write.crowding(read.least_read_s)
+        return self._crowdings[pair]
 
     def _num_late(self, reader: Node, writer: Node) -> int:
         if self._lateness is None:

@@ -195,7 +195,7 @@ class NodeLateness:
         num_late = self._late_answers(num_prompt_tokens=self._own_tokens)
         return num_late + self._late_prompts([*self._jobs, self._own_job]) - self._num_late
 
-    @property
+    @cached_property
     def least_read_s(self) -> float:
         """Seconds after which the prompt would be read if prompts got all of the time, behind those that are due before
         and not late already."""
@@ -252,11 +252,8 @@ class NodeLateness:
     @cached_property
     def read_s(self) -> dict[int, float]:
         """Of prompts, by the identity of their dues: seconds until it has read them."""
-        pace, work_s, read_s = self._pace(0), 0.0, {}
-        for job, owed in sorted(zip(self._jobs, self._unread, strict=True), key=lambda pair: pair[0].due_s):
-            work_s += job.seconds
-            read_s[id(owed.due)] = pace.seconds(work_s)
-        return read_s
+        pace = self._pace(0)
+        return {due: pace.seconds(work_s) for due, work_s in self.least_read_by_s.items()}
 
     def num_lost(self) -> int:
         """Requests to come that are late because it writes the answer."""
