@@ -29,6 +29,8 @@ QUANTILE: Final = 0.95  # of those that are admitted keep their limits
 LATE_SHARE: Final = 0.05  # of its limit that a request which is refused late would have been late by, at least
 MOST_SPARE: Final = 0.5  # of a limit: with more, hardly anybody would be admitted from whom to learn
 FEWEST_TOKENS: Final = 8  # of an output whose TPOT tells something
+SPARE_SEATS: Final = 1  # that late requests leave on a node
+TURN_COMES_S: Final = 1.0  # within which a seat is left for whose turn it is
 NUM_FIRST_TOKENS: Final = 32
 FEWEST_FIRST_TOKENS: Final = 8  # that tell how fast a queue moves
 
@@ -65,7 +67,27 @@ class Admission:
         """Return whether a new request that could be placed like this cannot have its first token in time as planned,
         whatever it waits for."""
         due = self.planned_due(request)
-        return due is not None and not request.output and now + placed.least_read_s > due.first_s
+        if due is None or request.output or due.first_s == inf:
+            return False
+        return now + placed.least_read_s + self._kept_s(request, placed.least_read_s, now) > due.first_s
+
+    def arrives(self, request: TrackedRequest, now: float) -> None:
+        """Note whether a new request comes back when it was told to."""
+        request.has_turn = self._turns.take(request.prompt.key, now)
+
+    def num_spare(self, request: TrackedRequest, now: float) -> int:
+        """Return how many seats a request leaves for those that come and can be in time."""
+        if request.is_late:
+            return SPARE_SEATS
+        due = request.due
+        can_wait = due is None or due.first_s == inf or self.admits_late
+        if can_wait or request.output or request.has_turn:
+            return 0
+        return round(self._turns.num_kept(now, TURN_COMES_S))
+
+    def _kept_s(self, request: TrackedRequest, within_s: float, now: float) -> float:
+        """Return the seconds of work that a request leaves for those whose turn is by then."""
+        return 0.0 if request.has_turn else self._turns.kept_s(now, within_s)
 
     def predict(self, request: TrackedRequest, placed: Placed, now: float) -> None:
         """Note when the first token of a request is expected that begins now, if that is known and in time."""
@@ -112,22 +134,25 @@ class Admission:
             return
         self._tpot_margin.note(slo.tpot_s, request.timeline.tpot_s(num_tokens))
 
-    def check_wait(self, queue_s: float, num_waiting: int, now: float) -> None:
+    def check_wait(self, request: TrackedRequest, queue_s: float, num_waiting: int, now: float) -> None:
         """Raise RequestError where a request would wait too long behind prompts that take queue_s, and num_waiting
         requests without a first token."""
         most_s, wait_s = self._max_queue_wait_s, max(queue_s, self._queue.wait_s(num_waiting, now))
+        wait_s += self._kept_s(request, wait_s, now)
         if most_s and wait_s > most_s:
             message = f"the first token would come after {wait_s:.1f} s, the limit is {most_s:g} s"
-            raise self.refusal(reasons.QUEUE_FULL, message, now, wait_s - most_s)
+            raise self.refusal(reasons.QUEUE_FULL, message, now, wait_s - most_s, request)
 
     def may_begin(self, request: TrackedRequest, placed: Placed, now: float) -> bool:
         """Return whether a request may begin where it could be placed like this, as far as limits are concerned."""
         is_new = request.due is not None and not request.num_restarts and not request.output
         return self.admits_late or not is_new or (placed.is_timely and not self.is_hopeless(request, placed, now))
 
-    def refusal(self, reason: str, message: str, now: float, least_s: float = 0.0) -> RequestError:
+    def refusal(
+        self, reason: str, message: str, now: float, least_s: float = 0.0, request: TrackedRequest | None = None
+    ) -> RequestError:
         """Return the error of a request that is refused, with when it is its turn, least_s from now or later."""
-        wait_s = self._turns.wait_s(now, least_s)
+        wait_s = self._turns.wait_s(now, least_s, None if request is None else request.prompt.key)
         return RequestError(reason, f"{message}: try again in {wait_s:.1f} s", retry_after_s=f"{wait_s:.3f}")
 
 

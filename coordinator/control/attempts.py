@@ -197,6 +197,7 @@ class TrackedRequest:
     full_nodes: set[Node] = field(default_factory=set)  # of those, the ones that had no room for it
     asks_again_s: float = 0.0  # while it waits for nodes: not before this
     waits_until_s: float | None = None  # for nodes, by Pauses.awake_s; None while nodes have it
+    has_turn: bool = False  # it was refused, and comes back when it was told to
     refuses_late: bool = False  # a node that has computed less than half of its prompt refuses it once it would be late
     is_late: bool = False  # its first token: it goes behind all others
     predicted_first_s: float | None = None  # when its first token was expected, in time; None: not at all

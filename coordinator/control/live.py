@@ -36,7 +36,6 @@ from serving_core.errors import RequestError
 NUM_EPOCHS: Final = 2**32
 ASK_AGAIN_S: Final = 1.0  # after every node has turned one away
 REFUSALS: Final = (reasons.QUEUE_FULL, reasons.WOULD_BE_LATE)
-SPARE_SEATS: Final = 1  # that late requests leave on a node for those that come and can be in time
 MOST_PLACED: Final = 16  # at one moment, of those that can wait: beside hundreds with limits each takes milliseconds
 
 
@@ -120,6 +119,7 @@ class LiveAnswers:
     def begin(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """The first attempt, or the wait for nodes. Raises RequestError when there are no nodes for it and it is not to
         wait, or it would be late and such requests are not admitted; then nothing has begun."""
+        self.admission.arrives(request, now)
         try:
             placed = self._place(request, now)
         except RequestError:
@@ -218,7 +218,7 @@ class LiveAnswers:
         if is_limited and not self.admission.is_hopeless(request, placed, now):
             return  # it has its first token in time, or goes behind all others then
         is_queue = placed.is_full or len(self.holding) > 0
-        self.admission.check_wait(placed.queue_s, self.num_without_token if is_queue else 0, now)
+        self.admission.check_wait(request, placed.queue_s, self.num_without_token if is_queue else 0, now)
 
     def _is_new(self, request: TrackedRequest) -> bool:
         """Whether it has limits, and no node has had it."""
@@ -242,7 +242,7 @@ class LiveAnswers:
         self._note_harmless(request, placed, now)
         self._check_limits(request, placed, now)
         if self._is_new(request) and placed.num_late_beside > 1 and not self._is_idle(placed):
-            self.admission.check_wait(placed.queue_s, self.num_without_token, now)
+            self.admission.check_wait(request, placed.queue_s, self.num_without_token, now)
             self.holding.take_late(request, now)
             return []
         return self._try_on(request, placed, now, since_s=since_s)
@@ -267,7 +267,7 @@ class LiveAnswers:
         self, request: TrackedRequest, now: float, least_s: float = 0.0, **seconds: float
     ) -> RequestError:
         message = "the limits of the request cannot be kept beside those of others"
-        refusal = self.admission.refusal(reasons.WOULD_BE_LATE, message, now, least_s)
+        refusal = self.admission.refusal(reasons.WOULD_BE_LATE, message, now, least_s, request)
         return with_expectation(refusal, request, **seconds)
 
     def _expect(self, request: TrackedRequest, placed: Placed, now: float) -> None:
@@ -371,7 +371,7 @@ class LiveAnswers:
             self.ledger.lengths.left(len(request.output), request.num_tokens_left),
             self.harmless.per_s(now),
             num_ahead,
-            SPARE_SEATS if request.is_late else 0,
+            self.admission.num_spare(request, now),
             self.admission.tpot_margin,
         )
         there = self.registry.nodes, self.ledger, wanted, self.handover.costs(now)

@@ -30,6 +30,11 @@ class Prompt:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def key(self) -> int:
+        """A hash: the same for the same prompt, in this process."""
+        return hash((tuple(self.token_ids), self.cache_salt, self.adapter))
+
     def followed_by(self, token_ids: Sequence[int]) -> "Prompt":
         """The prompt of a later attempt, which reads what was answered so far too, and scores nothing any more."""
         return Prompt([*self.token_ids, *token_ids], self.cache_salt, self.adapter) if token_ids else self

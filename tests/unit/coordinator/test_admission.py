@@ -13,11 +13,11 @@ from coordinator.control.attempts import TrackedRequest
 from coordinator.control.handover import HandoverCosts
 from coordinator.control.holding import FLOOR
 from coordinator.control.placement.policies import POLICIES
-from coordinator.control.placement.policy import Wanted
+from coordinator.control.placement.policy import Placed, Wanted
 from coordinator.control.prompts import Prompt
 from coordinator.control.slo import Slo
 from coordinator.control.timeline import Timeline
-from coordinator.control.turns import LEAST_S, MOST_S
+from coordinator.control.turns import LEAST_S, MOST_S, NUM_TAKEN
 from serving_core.due import Due
 from serving_core.errors import RequestError
 from serving_core.margin import WINDOW
@@ -267,6 +267,38 @@ def test_who_would_be_late_for_long_comes_back_after_that_and_keeps_nobody_waiti
     assert wait_of(found.refusal("WOULD_BE_LATE", "late", NOW)) == LEAST_S
 
 
+def prompted(number, slo=None, now=NOW):
+    """One with a prompt of its own."""
+    prompt = Prompt([number, *TOKENS])
+    return TrackedRequest(f"{number}/0", 1, prompt, SamplingParams(max_tokens=10), now + 1000.0, Timeline(now), slo)
+
+
+def test_whoever_comes_leaves_time_and_a_seat_for_those_who_were_told_to_come():
+    """An answer ends each second, and whoever is refused comes back a second later. One that reads 3 s of 4, of which a
+    tenth is spared, has no second left for another."""
+    found, slo, node = admission(), Slo("", 4.0, None), Fleet().add("b0")
+    placed = Placed(node, node, least_read_s=3.0)
+    for number in range(NUM_TAKEN):
+        now = NOW + number
+        found.ended(tracked(None), now)
+        told, new = prompted(number, slo, now), prompted(-1, slo, now)
+        assert not found.is_hopeless(new, placed, now)
+        assert found.num_spare(new, now) == 0
+        found.refusal("WOULD_BE_LATE", "late", now, 1.0, told)
+        assert found.is_hopeless(new, placed, now) == (number > 0.6 * NUM_TAKEN), "few have come back yet"
+        found.arrives(told, now + 1.0)
+        assert told.has_turn
+    found.refusal("WOULD_BE_LATE", "late", now, 1.0, told)
+    now += 1.0
+    told, new = prompted(NUM_TAKEN - 1, slo, now), prompted(-1, slo, now)
+    assert found.num_spare(new, now) == 1
+    found.arrives(new, now)
+    assert not new.has_turn
+    found.arrives(told, now)
+    assert found.num_spare(told, now) == 0
+    assert not found.is_hopeless(told, placed, now)
+
+
 # ---- the longest wait ----
 
 
@@ -356,11 +388,11 @@ def test_the_pace_of_a_queue_is_not_known_before_some_first_tokens_have_come(gap
         times_s.append(now)
         found.first_token(tracked(None), 1, now)
     if len(times_s) < FEWEST_FIRST_TOKENS:
-        found.check_wait(0.0, num_waiting, now)
+        found.check_wait(tracked(None), 0.0, num_waiting, now)
         return
     wait_s = num_waiting * (now - times_s[0]) / (len(times_s) - 1)
     with pytest.raises(RequestError, match=f"after {wait_s:.1f} s"):
-        found.check_wait(0.0, num_waiting, now)
+        found.check_wait(tracked(None), 0.0, num_waiting, now)
 
 
 def test_first_tokens_that_nobody_waits_behind_say_nothing_of_how_fast_a_queue_moves():
@@ -368,9 +400,9 @@ def test_first_tokens_that_nobody_waits_behind_say_nothing_of_how_fast_a_queue_m
     for number in range(FEWEST_FIRST_TOKENS):
         found.first_token(tracked(None), 1, NOW + number)
     with pytest.raises(RequestError, match=r"after 70\.0 s"):
-        found.check_wait(0.0, 10 * (FEWEST_FIRST_TOKENS - 1), NOW + FEWEST_FIRST_TOKENS - 1)
+        found.check_wait(tracked(None), 0.0, 10 * (FEWEST_FIRST_TOKENS - 1), NOW + FEWEST_FIRST_TOKENS - 1)
     found.first_token(tracked(None), 0, NOW + FEWEST_FIRST_TOKENS)
-    found.check_wait(0.0, 100, NOW + FEWEST_FIRST_TOKENS)
+    found.check_wait(tracked(None), 0.0, 100, NOW + FEWEST_FIRST_TOKENS)
 
 
 # ---- late ones ----

@@ -11,7 +11,7 @@ from coordinator.control.lengths import MIN_SAMPLES, Lengths
 from coordinator.control.pace import MAX_SAMPLES as MAX_TIMES
 from coordinator.control.pace import Pace
 from coordinator.control.registry import Registry
-from coordinator.control.turns import LEAST_S, MOST_S, Turns
+from coordinator.control.turns import GRACE_S, LEAST_S, MOST_S, NUM_TAKEN, Turns
 from coordinator.doors.statuses import retry_after_s
 from serving_core.errors import RequestError
 from tests import fleet_events as events
@@ -142,6 +142,36 @@ def test_whoever_comes_after_the_crowd_waits_for_nobody():
     turns.ended(108.0)
     turns.ended(112.0)
     assert turns.wait_s(112.0) == pytest.approx(4.0)
+
+
+def test_who_was_told_to_come_is_known_when_it_comes():
+    turns = busy(4.0)
+    assert [turns.wait_s(100.0, key=key) for key in (7, 8)] == pytest.approx([4.0, 8.0])
+    assert not turns.take(9, 104.0), "somebody else"
+    assert not turns.take(8, 108.0 - GRACE_S - 0.1), "too early"
+    assert turns.take(7, 104.0)
+    assert not turns.take(7, 104.0), "once"
+    assert not turns.take(8, 108.0 + GRACE_S + 0.1), "too late"
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_time_is_kept_by_the_share_of_turns_that_were_taken(every):
+    """An answer ends each second, and each second one is turned away, of whom each one, or each second, comes back."""
+    turns = busy(1.0)
+    for key in range(4 * NUM_TAKEN):
+        now = 101.0 + key
+        turns.ended(now)
+        assert turns.wait_s(now, key=key) <= 2.0
+        if every and key % every == 0:
+            assert turns.take(key, now + 0.5)
+    for _ in range(10):
+        now += 1.0
+        turns.ended(now)
+        turns.take(-1, now)  # the last ones that did not come are forgotten
+    assert turns.kept_s(now, 60.0) == 0.0
+    turns.wait_s(now, 30.0, -1)
+    assert turns.kept_s(now, 29.0) == 0.0
+    assert turns.kept_s(now, 30.0) == pytest.approx(1 / every if every else 0.0, abs=0.1)
 
 
 def test_short_rhythms_and_long_queues_have_bounds():
