@@ -22,7 +22,7 @@ from coordinator.control.metrics import Metrics
 from coordinator.control.outcomes import completion, too_late, with_expectation, with_progress
 from coordinator.control.pace import Pace
 from coordinator.control.placement.lateness import step_s
-from coordinator.control.placement.policy import Placed, Policy, Wanted
+from coordinator.control.placement.policy import Coming, Placed, Policy, Wanted
 from coordinator.control.placement.readers import best_reader, best_writer
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
@@ -68,7 +68,8 @@ class LiveAnswers:
         self.metrics = metrics
         self.handover = Handover(lends)
         self.lives = Lives()
-        self.harmless = Pace()  # of new requests that could be late in their first token, and make nobody late
+        self._coming = Pace()  # of new requests that have a limit on their first token
+        self._tokens_coming = Pace()  # that these have to compute
         self.admission = admission
         self.holding = Holding()
         self.demand = Demand()
@@ -127,6 +128,9 @@ class LiveAnswers:
                 raise
             instructions = self._wait(request, now)
         else:
+            if request.due is not None and request.due.first_s < inf:
+                self._coming.happened(now)
+                self._tokens_coming.happened(now, self._num_to_compute(request.known, placed))
             self._check_wait(request, placed, now)
             if self._holds(request, placed, now):
                 instructions = []
@@ -239,17 +243,12 @@ class LiveAnswers:
     ) -> list[Instruction]:
         """The first attempt, unless it would make other answers late: then it is late itself. Raises RequestError for
         one that is not admitted, or would be late for too long."""
-        self._note_harmless(request, placed, now)
         self._check_limits(request, placed, now)
         if self._is_new(request) and placed.num_late_beside > 1 and not self._is_idle(placed):
             self.admission.check_wait(request, placed.queue_s, self.num_without_token, now)
             self.holding.take_late(request, now)
             return []
         return self._try_on(request, placed, now, since_s=since_s)
-
-    def _note_harmless(self, request: TrackedRequest, placed: Placed, now: float) -> None:
-        if placed.is_timely and request.due is not None and request.due.first_s < inf:
-            self.harmless.happened(now, self._part_to_compute(request.known, placed))
 
     def _wait(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """For nodes to come; there is nothing to do meanwhile."""
@@ -369,7 +368,7 @@ class LiveAnswers:
             self.admission.planned_due(request),
             len(request.output),
             self.ledger.lengths.left(len(request.output), request.num_tokens_left),
-            self.harmless.per_s(now),
+            self.coming(now),
             num_ahead,
             self.admission.num_spare(request, now),
             self.admission.tpot_margin,
@@ -387,12 +386,10 @@ class LiveAnswers:
         """Whether there is time for one more that can wait: each event has a moment of its own."""
         return now != self._moment or self._num_placed < MOST_PLACED or not self.ledger.has_limits
 
-    def _part_to_compute(self, prompt: Prompt, placed: Placed) -> float:
-        """Of a prompt that makes nobody late, as much as a node is to be spared for it: all of it where some do not
-        read, for answers have a place to be. Else to spare one crowds the others, and what is held takes it little."""
-        if not all(node.usable.reads for node in self.registry.nodes):
-            return 1.0
-        return self._num_to_compute(prompt, placed) / len(prompt)
+    def coming(self, now: float) -> Coming:
+        """What came lately, and so is expected to come."""
+        per_s = self._coming.per_s(now)
+        return Coming(per_s, self._tokens_coming.per_s(now) / per_s if per_s else 0.0)
 
     def _num_to_compute(self, prompt: Prompt, placed: Placed) -> int:
         """Tokens that the reader would find nowhere."""

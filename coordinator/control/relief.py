@@ -17,16 +17,16 @@ from coordinator.control.balance import REST_S, moving
 from coordinator.control.ledger import Ledger
 from coordinator.control.moves import may_move, roomiest
 from coordinator.control.placement.lateness import Lateness, spared, step_s
-from coordinator.control.placement.policy import Wanted
+from coordinator.control.placement.policy import Coming, Wanted
 from coordinator.control.registry import Node
 from serving_core.due import Due
 
 
 def departures(
-    requests: Iterable[TrackedRequest], nodes: Collection[Node], ledger: Ledger, now: float, requests_per_s: float
+    requests: Iterable[TrackedRequest], nodes: Collection[Node], ledger: Ledger, now: float, coming: Coming
 ) -> Iterator[tuple[TrackedRequest, Node]]:
-    """Answers that are to move now, and where to. Each must have begun to move when the next one is asked for. So many
-    requests that make nobody late come a second, lately."""
+    """Answers that are to move now, and where to. Each must have begun to move when the next one is asked for. `coming`
+    is what else is to be read."""
     if not ledger.has_limits or len(nodes) < 2:
         return
     requests = list(requests)
@@ -34,7 +34,7 @@ def departures(
     for source in nodes:
         if source in busy:
             continue
-        look = _Look(ledger, now, requests_per_s, spared(nodes, ledger, now))
+        look = _Look(ledger, now, coming, spared(nodes, ledger, now))
         late = look.late(requests, source)
         for request in late:
             free = [node for node in nodes if node is not source and node not in busy]
@@ -50,7 +50,7 @@ class _Look:
 
     ledger: Ledger
     now: float
-    requests_per_s: float
+    coming: Coming
     spared: Node | None
 
     def late(self, requests: Iterable[TrackedRequest], source: Node) -> list[TrackedRequest]:
@@ -70,7 +70,7 @@ class _Look:
         due, known = request.due, request.known
         assert due is not None
         num_output = len(request.output)
-        wanted = Wanted(known, request.max_tokens, due=due, num_output=num_output, requests_per_s=self.requests_per_s)
+        wanted = Wanted(known, request.max_tokens, due=due, num_output=num_output, coming=self.coming)
         lateness = Lateness(self.ledger, wanted, self.now)
 
         def relieves(node: Node) -> bool:

@@ -331,7 +331,7 @@ class Tracker:
         live, nodes, instructions = self._live, self._registry.nodes, list[Instruction]()
         for request in drains.prompts(live, nodes):
             instructions += live.elsewhere(request, now)
-        to_relieve = partial(relief.departures, requests_per_s=live.harmless.per_s(now))
+        to_relieve = partial(relief.departures, coming=live.coming(now))
         for departures in (drains.departures, balance.departures, to_relieve):
             for request, target in departures(live, nodes, self._ledger, now):
                 instructions += self._moves.begin(request, target, now)

@@ -166,7 +166,13 @@ class _Weighing:
         read, write = self._lateness.on(reader), self._lateness.on(writer)
         if not num_late:
             num_late = int(read.is_own_late or self._crowding(read, write, (reader, writer)) > 1)
+        if self._reads_beside(reader) and not read.is_own_late:
+            num_late += read.lasting_begins_s > read.own_due_s
         return num_late + (write.num_lost() if writer is self._spared else 0)
+
+    def _reads_beside(self, reader: Node) -> bool:
+        """Whether the prompt would be read beside answers of those to come, while another node is spared them."""
+        return self._spared is not None and reader is not self._spared and reader.usable.writes
 
     def _crowding(self, read: NodeLateness, write: NodeLateness, pair: Pair) -> float:
         if pair not in self._crowdings:
@@ -194,4 +200,6 @@ class _Weighing:
         seconds = self._costs.seconds(reader, writer)
         if self._lateness is None:
             return seconds
-        return seconds + max(0.0, self._lateness.on(reader).own_begins_s - self._costs.reading(reader).own_s)
+        read = self._lateness.on(reader)
+        begins_s = read.lasting_begins_s if self._reads_beside(reader) else read.own_begins_s
+        return seconds + max(0.0, begins_s - self._costs.reading(reader).own_s)

@@ -29,9 +29,9 @@ is expected would be late.
 
 An answer also costs prompts that are not there yet: while it is being written its node reads little. Where answers are
 being written anyway one more hardly matters; so they do no harm if they leave one node alone (`spared`). On that one an
-answer counts as LOST late ones for each request that is to come in the time that it adds, by how many came lately that
-made nobody late: the others are late either way. Where all nodes read, a request counts as far as its prompt was to be
-computed: to spare one node crowds the others then, and prompts that are held take it little.
+answer counts as LOST late ones for each of the requests that come, as lately, and that it could not read in the time
+that the answer adds. A prompt that is read on another one is read beside answers, also of those that come
+(`lasting_begins_s`).
 """
 
 import math
@@ -49,7 +49,7 @@ from prefill_node.slack import FLOOR
 from serving_core.costs import StepLoad
 
 BEGUN: Final = 0.4  # of the answers whose prompts wait are written while these are read; found in simulation
-LOST: Final = 2  # for each request that is expected meanwhile; found in simulation
+LOST: Final = 4  # for each request that is lost directly: those behind it are later too; found in simulation
 
 
 class Job(NamedTuple):
@@ -179,7 +179,7 @@ class NodeLateness:
         num_read = sum(not each.num_to_compute for each in self._written)
         self._num_unlimited = account.num_answers - account.num_unread - num_read
         self._cached_each = (account.tokens_held + len(wanted.prompt)) / (account.num_answers + 1)
-        self._requests_per_s = wanted.requests_per_s
+        self._coming = wanted.coming
         self._num_ahead, self._num_spare = wanted.num_ahead, wanted.num_spare
         self._most_left = max((each.num_left for each in self._written), default=0)
         num_left = wanted.num_tokens - len(wanted.prompt) if wanted.num_left is None else wanted.num_left
@@ -201,6 +201,11 @@ class NodeLateness:
         and not late already."""
         work_s = sum(each.seconds for each in self._jobs if 0 < each.due_s <= self._own_job.due_s)
         return work_s + self._own_job.seconds
+
+    @property
+    def own_due_s(self) -> float:
+        """Seconds until the first token of its own is due."""
+        return self._own_job.due_s
 
     @property
     def is_own_late(self) -> bool:
@@ -256,23 +261,38 @@ class NodeLateness:
         return {due: pace.seconds(work_s) for due, work_s in self.least_read_by_s.items()}
 
     def num_lost(self) -> int:
-        """Requests to come that are late because it writes the answer."""
+        """Requests to come that are late because it writes the answer: as many as it could read in the part of the time
+        that this takes from them, and that they would need."""
+        each_s = self._weights.of_chunk(0, round(self._coming.num_tokens), is_first=False)
+        if not each_s:
+            return 0
         added_s = (self._own_num_left - self._most_left) * self._steps_s[1]
-        work = self._requests_per_s * self._weights.of_chunk(0, self._own_tokens, is_first=False)
-        lost_share = 1 - self._pace(1).share / work if work else 0.0  # of requests like this one
-        return max(0, int(LOST * self._requests_per_s * lost_share * added_s))
+        lost_share = min(1.0, self._coming.per_s * each_s) - self._pace(1).share
+        return max(0, int(LOST * lost_share / each_s * added_s))
+
+    @cached_property
+    def lasting_begins_s(self) -> float:
+        """Until it would have read the prompt if it always wrote the answers that are expected of what comes, all of
+        them."""
+        each_s = self._step_s(max(1, round(self._coming.per_s * self._own_num_left * self._step_s(1))))
+        share = 1 - each_s / self._tightest_s if self._tightest_s < math.inf else self._chunk_share(each_s)
+        return max(self.own_begins_s, self._own_job.seconds / max(FLOOR, share))
 
     def crowding(self, begins_s: float) -> float:
         """What a step would rarely exceed while this answer is written, which begins so many seconds from now at the
         soonest, by the tightest limit that can be kept; 0 without limits. Answers that have not begun count from when
         their prompts can be read at the soonest, and all until they end in steps that take that limit."""
-        alone_s = self._step_s(1)
-        limits_s = [each.due.tpot_s for each in self._written] + ([] if self._own is None else [self._own])
-        limit_s = min((each for each in limits_s if each >= alone_s), default=math.inf)
+        limit_s = self._tightest_s
         if limit_s == math.inf:
             return 0.0
         num_answers = self._num_unlimited + self._most_beside(begins_s, limit_s) + 1 + self._num_spare
         return self._decode_margin * self._step_s(num_answers) / limit_s
+
+    @cached_property
+    def _tightest_s(self) -> float:
+        """The tightest limit that a step of one answer keeps, of those that it writes and its own."""
+        limits_s = [each.due.tpot_s for each in self._written] + ([] if self._own is None else [self._own])
+        return min((each for each in limits_s if each >= self._step_s(1)), default=math.inf)
 
     def num_late_beside(self, begins_s: float) -> int:
         """Return how many answers are late, all in all, that it writes with this one, which begins then."""
@@ -411,20 +431,35 @@ class NodeLateness:
         """Of prompts, beside the answers and so many more."""
         if num_more not in self._paces:
             num_left = max(self._most_left, self._own_num_left if num_more else 0)
-            self._paces[num_more] = self._pace_beside(self._paces_s[num_more], num_left)
+            own_s = self._own if num_more and self._own is not None else math.inf
+            self._paces[num_more] = self._pace_beside(self._paces_s[num_more], num_left, own_s)
         return self._paces[num_more]
 
-    def _pace_beside(self, step_s: float, num_left: int) -> Pace:
-        """Beside answers that take such steps, the longest of them so many."""
+    def _pace_beside(self, step_s: float, num_left: int, own_s: float) -> Pace:
+        """Beside answers that take such steps, the longest of them so many, and one more of this limit that begins
+        now; inf is none."""
         if not step_s:
             return Pace(math.inf, 1.0)
-        chunk_s = self._weights.of_chunk(0, self._chunk_tokens, is_first=True)
-        share = chunk_s / (chunk_s + step_s) if chunk_s else 1.0
+        share = self._chunk_share(step_s)
         dues = [each for each in self._written if each.due.tpot_s >= step_s]
+        own_s = own_s if own_s >= step_s else math.inf
         tightest_s = min((each.due.tpot_s for each in dues), default=math.inf)
+        tightest_s = min(tightest_s, own_s)
         if tightest_s == math.inf:
             return Pace(0.0, share)
-        next_s = [each.due.token_s(each.num_output) for each in dues if not self._is_overdue(each)]
-        bank_s = min((each for each in next_s if each < math.inf), default=self._now) - self._now - step_s
+        next_s = [*(self._next_s(each) for each in dues if not self._is_overdue(each)), own_s]
+        bank_s = min((each for each in next_s if each < math.inf), default=0.0) - step_s
         share = max(FLOOR, min(share, 1 - step_s / tightest_s))
         return Pace(max(0.0, bank_s), share, num_left * step_s)
+
+    def _chunk_share(self, step_s: float) -> float:
+        """Of the time, that prompts get which have a whole chunk in each such step."""
+        chunk_s = self._weights.of_chunk(0, self._chunk_tokens, is_first=True)
+        return chunk_s / (chunk_s + step_s) if chunk_s else 1.0
+
+    def _next_s(self, owed: Owed) -> float:
+        """Seconds until the next token that it is to write is due: one whose prompt another node reads comes with its
+        first one."""
+        if owed.is_to_come and not owed.num_output:
+            return self._least_begins_s(owed) + owed.due.tpot_s
+        return owed.due.token_s(owed.num_output) - self._now

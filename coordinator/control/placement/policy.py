@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from coordinator.control.attempts import Loan
 from coordinator.control.handover import HandoverCosts
@@ -12,13 +12,24 @@ from coordinator.control.registry import Node
 from serving_core.due import Due
 
 
+class Coming(NamedTuple):
+    """New requests with a limit on their first token: so many a second, lately, and how many tokens each has to
+    compute, in the mean."""
+
+    per_s: float
+    num_tokens: float
+
+
+NOTHING_COMES: Final = Coming(0.0, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What an attempt asks for: the prompt that it begins with, and room for num_tokens, those of prompt and answer
     together. Nodes of `avoid` come last. num_output tokens of the answer are there already, and num_left are expected
-    at most; None: all that there is room for. So many requests that make nobody late come a second, lately. num_ahead
-    are held for each node that writes, and get its next seats first; num_spare seats are to be left for who comes. TPOT
-    rarely exceeded tpot_margin times what was planned, lately."""
+    at most; None: all that there is room for. `coming` is what else is to be read. num_ahead are held for each node
+    that writes, and get its next seats first; num_spare seats are to be left for who comes. TPOT rarely exceeded
+    tpot_margin times what was planned, lately."""
 
     prompt: Prompt
     num_tokens: int
@@ -26,7 +37,7 @@ class Wanted:
     due: Due | None = None
     num_output: int = 0
     num_left: int | None = None
-    requests_per_s: float = 0.0
+    coming: Coming = NOTHING_COMES
     num_ahead: int = 0
     num_spare: int = 0
     tpot_margin: float = 1.0

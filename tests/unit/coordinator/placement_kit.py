@@ -6,7 +6,7 @@ from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
 from coordinator.control.placement.lateness import Lateness
 from coordinator.control.placement.policies import POLICIES
-from coordinator.control.placement.policy import Wanted
+from coordinator.control.placement.policy import Coming, Wanted
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
 from serving_core.due import Due
@@ -17,7 +17,7 @@ TOKENS = list(range(1, 101))
 # tokens take 110 ms, in a step of their own.
 WEIGHTS = [0.010, 0.002, 0.0, 0.0, 0.001, 0.0, 0.0]
 NOW = 50.0
-PER_S = 20.0  # requests that come
+COMING = Coming(20.0, 100.0)
 
 
 class Fleet:
@@ -60,12 +60,11 @@ class Fleet:
         self.ledger.owe(request_id, Due(tpot_s=tpot_s), 0, num_tokens)
         self.ledger.write(request_id, node, 50)
 
-    def late(self, node, due=None, num_tokens=10, requests_per_s=PER_S, num_ahead=0):
-        wanted = Wanted(
-            Prompt(TOKENS), len(TOKENS) + num_tokens, due=due, requests_per_s=requests_per_s, num_ahead=num_ahead
-        )
+    def late(self, node, due=None, num_tokens=10, coming=COMING, num_ahead=0):
+        num_all = len(TOKENS) + num_tokens
+        wanted = Wanted(Prompt(TOKENS), num_all, due=due, coming=coming, num_ahead=num_ahead)
         return Lateness(self.ledger, wanted, NOW).on(node)
 
-    def place(self, due=None, policy="auto", move_s=0.001, num_tokens=10):
-        wanted = Wanted(Prompt(TOKENS), len(TOKENS) + num_tokens, due=due, requests_per_s=PER_S)
+    def place(self, due=None, policy="auto", move_s=0.001, num_tokens=10, coming=COMING):
+        wanted = Wanted(Prompt(TOKENS), len(TOKENS) + num_tokens, due=due, coming=coming)
         return POLICIES[policy].place(self.registry.nodes, self.ledger, wanted, HandoverCosts(0.0, move_s), NOW)

@@ -144,15 +144,15 @@ def test_an_answer_that_goes_on_has_its_first_token_and_is_not_held():
     assert submit(world, "r", slo(), so_far=SoFar((100,))) == ["reserve b0"]
 
 
-def test_one_that_begins_in_time_counts_from_then_on_in_how_many_such_come():
+def test_one_counts_once_in_how_many_come_also_if_it_is_held():
     policy = Noting()
     world, (first, _) = full_world(policy=policy)
     assert submit(world, "r", slo()) == []
     world.tick(1.0)
-    assert policy.told[-1] == 1.0
+    assert policy.told[-1].per_s == 2.0  # and two at the beginning
     assert end_of(world, first, 2.0)[-1] == "reserve b0"
     submit(world, "s", slo(), now=4.0)
-    assert policy.told[-1] == 0.5
+    assert policy.told[-1].per_s == 0.5
 
 
 def test_who_makes_nobody_late_passes_those_that_would():

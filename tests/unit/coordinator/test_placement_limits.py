@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.control.placement.lateness import Lateness, Pace, spared, step_s
+from coordinator.control.placement.lateness import LOST, Lateness, Pace, spared, step_s
 from coordinator.control.placement.policies import POLICIES
-from coordinator.control.placement.policy import Wanted
+from coordinator.control.placement.policy import NOTHING_COMES, Coming, Wanted
 from coordinator.control.prompts import Prompt
 from serving_core.due import Due
 from tests import fleet_events as events
-from tests.unit.coordinator.placement_kit import NOW, PER_S, TOKENS, Fleet
+from tests.unit.coordinator.placement_kit import COMING, NOW, TOKENS, Fleet
 
 
 @pytest.fixture
@@ -86,6 +86,36 @@ def test_beside_answers_a_prompt_gets_what_they_are_ahead_and_then_a_share(fleet
     in_time_s = 0.014 + (0.110 - 0.014) * 24 / 10
     assert fleet.late(b0, Due(NOW + in_time_s + 1e-6)).reading == 0
     assert fleet.late(b0, Due(NOW + in_time_s - 1e-3)).reading == 1
+
+
+def test_beside_answers_to_come_a_prompt_gets_all_of_the_time_until_they_begin(fleet):
+    """Another node reads 50 tokens in 60 ms; then an answer of 24 ms in steps of 12 ms leaves half of the time."""
+    p0, b0 = fleet.add("p0"), fleet.add("b0")
+    fleet.reads(p0, 50, due_in_s=1.0, writer=b0, tpot_s=0.024)
+    bank_s = 0.060 + 0.024 - 0.012
+    assert fleet.late(b0).own_begins_s == pytest.approx(bank_s + (0.110 - bank_s) / 0.5)
+
+
+def test_an_answer_leaves_prompts_what_its_own_limit_does(fleet):
+    """One of 110 ms, of 200: beside steps of 12 ms an answer of 48 ms leaves it three quarters of the time, and one of
+    12.8 ms a sixteenth."""
+    b0 = fleet.add("b0")
+    fleet.reads(b0, 100, due_in_s=0.2)
+    assert fleet.late(b0, Due(tpot_s=0.048)).writing(0.0) == 0
+    assert fleet.late(b0, Due(tpot_s=0.0128), num_tokens=900).writing(0.0) == 1
+
+
+def test_a_prompt_is_not_read_beside_the_answers_of_those_that_come(fleet):
+    """Two more tokens and b0 has nothing to do. But of eight requests a second, with 50 tokens each, five answers are
+    written at any time, in steps of 20 ms: of 24 ms they leave a sixth."""
+    b0, _ = fleet.add("b0"), fleet.add("b1")
+    fleet.writes(b0, 0.024, num_left=2)
+    due, coming = Due(NOW + 0.3, 0.024), Coming(8.0, 100.0)
+    there = fleet.late(b0, due, num_tokens=50, coming=coming)
+    assert there.own_begins_s < 0.15
+    assert there.lasting_begins_s == pytest.approx(0.110 * 6)
+    assert names(fleet.place(due, num_tokens=50, coming=coming)) == "b1 b0"
+    assert fleet.late(b0, due, num_tokens=50, coming=NOTHING_COMES).lasting_begins_s == pytest.approx(0.110 * 2)
 
 
 def test_answers_take_no_more_of_the_time_than_they_have_tokens_left(fleet):
@@ -269,8 +299,8 @@ def test_what_a_node_would_be_lent_it_need_not_read_beside_answers_either(fleet)
 
 
 def test_a_long_answer_spares_the_node_whose_answers_are_over_first(fleet):
-    """500 tokens in steps of 14 ms are 7 s, in which 140 requests come: 2 s of prompts a second, of which answers of
-    100 ms in such steps leave time for 0.86."""
+    """500 tokens in steps of 14 ms are 7 s, in which more prompts come than are read in that time, of 100 ms each.
+    Answers of 100 ms in such steps leave 0.86 of it."""
     b0, b1 = fleet.add("b0"), fleet.add("b1")
     fleet.writes(b0, 0.1, num_left=400)
     fleet.writes(b1, 0.1, num_left=2)
@@ -278,10 +308,10 @@ def test_a_long_answer_spares_the_node_whose_answers_are_over_first(fleet):
     assert names(fleet.place(policy="sum")) == "b1 b1"
     assert names(fleet.place(Due(NOW + 9, 0.1), num_tokens=500)) == "b1 b0"
     assert names(fleet.place(Due(NOW + 9, 0.1), num_tokens=4)) == "b1 b1"  # 14 ms more
-    lost_share = 1 - (1 - 0.014 / 0.1) / 2
-    assert fleet.late(b1, Due(NOW + 9, 0.1), num_tokens=500).num_lost() == int(2 * PER_S * lost_share * 497 * 0.014)
-    few = {"requests_per_s": 8.0}  # 0.8 s of prompts a second, for which there is time beside answers
-    assert fleet.late(b1, Due(NOW + 9, 0.1), num_tokens=500, **few).num_lost() == 0
+    num_lost = LOST * (1.0 - 0.86) / 0.100 * 497 * 0.014
+    assert fleet.late(b1, Due(NOW + 9, 0.1), num_tokens=500).num_lost() == int(num_lost)
+    few = Coming(8.0, 100.0)  # 0.8 s of prompts a second, for which there is time beside answers
+    assert fleet.late(b1, Due(NOW + 9, 0.1), num_tokens=500, coming=few).num_lost() == 0
     assert fleet.late(b0, Due(NOW + 9, 0.1), num_tokens=401).num_lost() == 0
 
 
@@ -396,7 +426,7 @@ def test_nobody_has_fewer_late_than_the_chosen_pair(nodes, due):
 
     def harm(reader, writer):
         """One at least where the request itself is late however much time its prompt gets, or too many answers are."""
-        on = Lateness(fleet.ledger, Wanted(Prompt(TOKENS), 110, due=own, requests_per_s=PER_S), NOW).on
+        on = Lateness(fleet.ledger, Wanted(Prompt(TOKENS), 110, due=own, coming=COMING), NOW).on
         is_too_many = on(reader).is_own_late or on(writer).crowding(on(reader).least_read_s) > 1
         num_lost = on(writer).num_lost() if writer is least else 0
         return (num_late(reader, writer) or int(is_too_many)) + num_lost

@@ -208,10 +208,9 @@ def test_without_limits_nothing_is_told(world):
 
 
 @pytest.mark.parametrize(
-    ("names", "num_held", "part"), [("bp", 0, 1.0), ("bb", 1, 0.6), ("bp", 2, 0.2), ("bd", 2, 1.0), ("pd", 2, 1.0)]
+    ("names", "num_held", "num_tokens"), [("bp", 0, 40), ("bb", 1, 24), ("bp", 2, 8), ("pd", 2, 8)]
 )
-def test_requests_to_come_count_as_far_as_their_prompts_are_to_be_computed(names, num_held, part):
-    """Where no node only writes, which would have the answers that those are spared that read."""
+def test_requests_to_come_count_as_far_as_their_prompts_are_to_be_computed(names, num_held, num_tokens):
     policy, tokens = Noting(), list(range(40))
     world = World([f"{name}{number}" for number, name in enumerate(names)], policy=policy)
     for node in world.registry.nodes:
@@ -219,13 +218,14 @@ def test_requests_to_come_count_as_far_as_their_prompts_are_to_be_computed(names
     for number in range(4):
         world.submit(f"{number}/0", token_ids=tokens, now=float(number), slo=Slo("", 5.0, None))
         world.tracker.finish(f"{number}/0", ABORT, float(number))
-    assert policy.told == pytest.approx([0.0, 0.0, part / 2, 2 * part / 3])
+    assert [coming.per_s for coming in policy.told] == pytest.approx([0.0, 0.0, 1 / 2, 2 / 3])
+    assert [coming.num_tokens for coming in policy.told] == pytest.approx([0.0, 0.0, num_tokens, num_tokens])
 
 
 @pytest.mark.parametrize(
-    ("slo", "per_s"), [(None, 0.0), (Slo("", None, 5.0), 0.0), (Slo("", 1e-3, None), 0.0), (Slo("", 5.0, None), 1.0)]
+    ("slo", "per_s"), [(None, 0.0), (Slo("", None, 5.0), 0.0), (Slo("", 1e-3, None), 1.0), (Slo("", 5.0, None), 1.0)]
 )
-def test_of_requests_to_come_those_do_not_count_that_will_be_late_or_cannot_be(slo, per_s):
+def test_of_requests_to_come_those_count_whose_first_token_could_be_late(slo, per_s):
     policy = Noting()
     world = World(("p0", "d0"), policy=policy)
     for node in world.registry.nodes:
@@ -234,7 +234,7 @@ def test_of_requests_to_come_those_do_not_count_that_will_be_late_or_cannot_be(s
     for number in range(3):
         world.submit(f"{number}/0", now=float(number), slo=slo)
         world.tracker.finish(f"{number}/0", ABORT, float(number))
-    assert policy.told == pytest.approx([0.0, 0.0, per_s / 2])
+    assert [coming.per_s for coming in policy.told] == pytest.approx([0.0, 0.0, per_s / 2])
 
 
 def test_both_nodes_get_what_is_left_and_the_writer_hears_of_the_first_token(world):
