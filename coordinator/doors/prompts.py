@@ -24,8 +24,15 @@ async def tokenize(tokenizer: Tokenizer, request: inference_pb2.GenerateRequest,
 
 
 async def _tokenize_chat(tokenizer: Tokenizer, chat: inference_pb2.ChatInput, limit: TokenLimit) -> list[int]:
-    names = ("role", "content", "extra_json")
-    messages = [{name: getattr(message, name) for name in names} for message in chat.messages]
+    messages = [
+        {
+            "role": message.role,
+            "content": message.content,
+            "content_parts": list(message.content_parts),
+            "extra_json": message.extra_json,
+        }
+        for message in chat.messages
+    ]
     options = RenderOptions(
         tools_json=chat.tools_json,
         template_kwargs_json=chat.template_kwargs_json,

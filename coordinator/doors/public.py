@@ -133,6 +133,7 @@ class PublicDoor:
         tokenizer, some seconds' work for a large one, when nobody waits for the nodes any more."""
         await asyncio.sleep(SETTLED_S)
         self._front.model.tokenizer.begin()
+        await self._front.model.tokenizer.check()
         await self._serves.wait()
         await asyncio.sleep(WARM_S)
         self._front.model.structures.begin()

@@ -26,6 +26,7 @@ MAX_CACHE_SALT_CHARS: Final = 256
 MAX_CHOICES: Final = 1024
 MAX_CONSTRAINT_CHARS: Final = 2**17
 MAX_MESSAGES: Final = 1024
+MAX_PARTS: Final = 1024  # of one message
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 256
@@ -137,6 +138,10 @@ def check_chat(chat: inference_pb2.ChatInput) -> None:
     """Raises RequestError for what no chat template is given."""
     _check_prompt_is_there("chat.messages", len(chat.messages))
     check_count("chat.messages", len(chat.messages), MAX_MESSAGES)
+    for index, message in enumerate(chat.messages):
+        check_count(f"chat.messages[{index}].content_parts", len(message.content_parts), MAX_PARTS)
+        if message.content and message.content_parts:
+            raise bad(f"chat.messages[{index}].content", "cannot be had beside content_parts: send one of them")
     for name, most in _CHAT_CHARS.items():
         if (length := len(getattr(chat, name))) > most:
             raise bad(f"chat.{name}", f"has {length} characters, the limit is {most}")

@@ -18,8 +18,14 @@ PROGRAM: Final = "coordinator.text.rendering"
 MAX_CHARS: Final = 2**17  # of a template
 MAX_NODES: Final = 10_000  # of its blocks, names and constants: what compiling takes may grow with their square
 
-Messages = Sequence[Mapping[str, str]]
-"""Each with role and content, and extra_json: what else the template is to know of it, a JSON object if not empty."""
+LOSSY: Final = (
+    "the chat template (%s) writes the same prompt whatever a user says, neither as a text nor as a list of parts: "
+    "answers to chats have nothing to do with what was asked; --chat-template FILE gives another one"
+)
+
+Messages = Sequence[Mapping[str, str | Sequence[str]]]
+"""Each with role and content, or instead of content the texts of its parts, content_parts; and extra_json: what else
+the template is to know of the message, a JSON object if not empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,17 @@ class ChatTemplate:
     def begin(self) -> None:
         """Starts its program in the background, so that the first conversation need not wait for that."""
         self._program.begin()
+
+    async def check(self) -> None:
+        """Log an error that names each template which writes the same whatever a user says. Chats are served all the
+        same: a template may mean it."""
+        try:
+            lossy = (await self._program.ask({})).get("lossy")
+        except RequestError as error:
+            logger.warning("whether the chat template writes what users say is not known: %s", error)
+            return
+        if lossy:
+            logger.error(LOSSY, lossy)
 
     async def render(self, messages: Messages, options: RenderOptions, asker: str = "") -> str:
         """The text of a conversation of this asker. Raises RequestError when the template refuses what it is given, or

@@ -2,14 +2,18 @@
 
 A process of its own (coordinator/text/program.py), since a template may run for ever. It is given the template, then
 one conversation after the other, each answered by its text, by the refusal of the template, by what is wrong with one
-of its fields, or by what has failed.
+of its fields, or by what has failed. A question without messages is answered by the names of the templates that lose
+what users say.
+
+A template takes the content of a message as a text, or as OpenAI's list of parts, which it loops over. Which one is
+found out by rendering a message of each role both ways: the form in which its words come out is the one to send.
 """
 
 import json
 import secrets
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -21,9 +25,24 @@ MAX_CPU_S: Final = 2.0  # for one conversation, and not of the clock: a busy mac
 MAX_BYTES: Final = 2**30
 MAX_TEXT_CHARS: Final = 2**23  # twice what a request may bring
 MAX_ERROR_CHARS: Final = 200
+DEFAULT, TOOL_USE = "default", "tool_use"  # the names of templates, of which a model may have several
 RESERVED: Final = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # fields of requests
-DEVELOPER: Final = "developer"
-MARK: Final = secrets.token_hex(16)  # where a message goes on; no text has it
+DEVELOPER, SYSTEM, USER = "developer", "system", "user"
+TRIED_ROLES: Final = (SYSTEM, USER, "assistant", "tool")  # any other role takes the form of a user
+MARK: Final = secrets.token_hex(16)  # where a message goes on, or what it says for a trial; no text has it
+WITNESS: Final = secrets.token_hex(16)  # of a part's field that no template knows: it shows where a list is printed
+MARKED_PARTS: Final = [{"type": "text", "text": MARK, "unknown": WITNESS}]
+TRIED_TOOL: Final = {
+    "type": "function",
+    "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+class ContentForms(NamedTuple):
+    """The forms in which a template takes what a message says."""
+
+    as_text: bool
+    as_parts: bool
 
 
 class Refusal(jinja2.TemplateError):
@@ -58,10 +77,13 @@ class Renderer:
         self._variables = variables
         self._kwargs = read_kwargs(kwargs_json)
         self._templates: dict[str, jinja2.Template] = {}
+        self._forms: dict[tuple[str, str], ContentForms] = {}
 
     def answer(self, given: Mapping[str, Any]) -> bytes:
-        """The line that answers a conversation."""
+        """The line that answers a conversation, or a question without messages."""
         try:
+            if "messages" not in given:
+                return line({"lossy": ", ".join(self._lossy())})
             text = self._render(given)
             if len(text) > MAX_TEXT_CHARS:
                 return line({"failed": f"its text has {len(text)} characters, the limit is {MAX_TEXT_CHARS}"})
@@ -78,12 +100,24 @@ class Renderer:
     def _render(self, given: Mapping[str, Any]) -> str:
         tools = _read("tools_json", given["tools_json"], list)
         source = self._tool_source if tools else self._source
-        messages = [_message(message, source) for message in given["messages"]]
+        messages = [self._message(message, source) for message in given["messages"]]
         kwargs = read_kwargs(given["template_kwargs_json"])
         goes_on = given["continue_final_message"]
         if goes_on:
-            messages[-1]["content"] += MARK + " "
-        text = self._template(source).render(
+            _mark_end(messages[-1])
+        text = self._filled(source, messages, tools, kwargs, is_answered=given["add_generation_prompt"])
+        return _up_to_mark(text) if goes_on else text
+
+    def _filled(
+        self,
+        source: str,
+        messages: list[dict[str, Any]],
+        tools: list[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        is_answered: bool,
+    ) -> str:
+        return self._template(source).render(
             {
                 **self._variables,
                 "documents": None,  # templates ask whether it is none, as with tools; undefined would not be
@@ -91,10 +125,56 @@ class Renderer:
                 **kwargs,
                 "messages": messages,
                 "tools": tools or None,
-                "add_generation_prompt": given["add_generation_prompt"],
+                "add_generation_prompt": is_answered,
             }
         )
-        return _up_to_mark(text) if goes_on else text
+
+    def _message(self, message: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """The message as this template is given it: a template that knows no developers would leave out their words."""
+        is_system = message["role"] == DEVELOPER and DEVELOPER not in source
+        role = SYSTEM if is_system else message["role"]
+        known = {"role": role, "content": self._content(message, self._forms_of(source, role))}
+        extra: dict[str, Any] = _read("messages", message.get("extra_json", ""), dict)
+        return known | extra | known
+
+    def _content(self, message: Mapping[str, Any], forms: ContentForms) -> str | list[dict[str, str]]:
+        """What a message says, as it was sent where the template takes that form."""
+        parts: list[str] = message.get("content_parts") or []
+        if forms.as_parts and (parts or not forms.as_text):
+            return [{"type": "text", "text": text} for text in parts or [message["content"]]]
+        return "\n".join(parts) or message["content"]
+
+    def _forms_of(self, source: str, role: str) -> ContentForms:
+        """The forms in which a template takes what this role says; of none, as where it refuses the role, a user's."""
+        role = role if role in TRIED_ROLES else USER
+        if (source, role) not in self._forms:
+            text, parts = (self._tried(source, role, content) or "" for content in (MARK, MARKED_PARTS))
+            found = ContentForms(as_text=MARK in text, as_parts=MARK in parts and WITNESS not in parts)
+            is_known = role == USER or any(found)
+            self._forms[source, role] = found if is_known else self._forms_of(source, USER)
+        return self._forms[source, role]
+
+    def _tried(self, source: str, role: str, content: str | list[dict[str, str]]) -> str | None:
+        """The text, in lower case, of a conversation in which this role says this; None where the template fails."""
+        messages: list[dict[str, Any]] = [{"role": role, "content": content}]
+        if role != USER:
+            other = self._content({"content": "a"}, self._forms_of(source, USER))
+            messages.insert(1 if role == SYSTEM else 0, {"role": USER, "content": other})
+        tools = [] if source == self._source else [TRIED_TOOL]
+        try:
+            return self._filled(source, messages, tools, {}, is_answered=False).lower()
+        except Exception:  # noqa: BLE001 - a template can raise anything, and does so again for the conversation
+            return None
+
+    def _lossy(self) -> list[str]:
+        """The names of the templates that render a user's message in some form, without its words in any."""
+        named = {self._tool_source: TOOL_USE, self._source: DEFAULT}
+        return [
+            name
+            for source, name in named.items()
+            if not any(self._forms_of(source, USER))
+            and any(self._tried(source, USER, content) is not None for content in (MARK, MARKED_PARTS))
+        ]
 
     def _template(self, source: str) -> jinja2.Template:
         if source not in self._templates:
@@ -111,14 +191,6 @@ def read_kwargs(text: str) -> dict[str, Any]:
     return kwargs
 
 
-def _message(message: Mapping[str, str], source: str) -> dict[str, Any]:
-    """As this template is given it: one that does not know developers would leave out what they say."""
-    is_system = message["role"] == DEVELOPER and DEVELOPER not in source
-    known = {"role": "system" if is_system else message["role"], "content": message["content"]}
-    extra: dict[str, Any] = _read("messages", message.get("extra_json", ""), dict)
-    return known | extra | known
-
-
 def _read(field: str, text: str, kind: type[Any]) -> Any:
     """What a JSON text holds, of this kind; an empty one of it for an empty text."""
     try:
@@ -129,6 +201,15 @@ def _read(field: str, text: str, kind: type[Any]) -> Any:
     if not isinstance(value, kind):
         raise BadField(field, f"must be JSON: {'an object' if kind is dict else 'a list'}")
     return value
+
+
+def _mark_end(message: dict[str, Any]) -> None:
+    """Put the mark behind what a message says."""
+    content = message["content"]
+    if isinstance(content, list):
+        content[-1]["text"] += MARK + " "
+    else:
+        message["content"] = content + MARK + " "
 
 
 def _up_to_mark(text: str) -> str:

@@ -15,8 +15,9 @@ from tokenizers.processors import TemplateProcessing
 
 from coordinator.text.chat_template import USUAL, ChatTemplate, Messages, RenderOptions
 from coordinator.text.detokenizer import Detokenizer, DetokenizerFactory
+from coordinator.text.rendering import DEFAULT, TOOL_USE
 from serving_core.errors import ModelError, RequestError
-from serving_core.json_fields import JsonFields
+from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.reasons import BAD_PARAM
 from serving_core.tokenizer_files import TOKENIZER_FILE, read_tokenizer_files
 
@@ -29,7 +30,9 @@ USUAL_TOKEN_CHARS: Final = 8  # that tokens of text rarely exceed
 MIN_LONGEST_TOKEN_CHARS: Final = 128  # some tokenizers drop blanks, or make one token of what they do not know
 NUM_THREADS: Final = max(1, (os.cpu_count() or 1) // 2)
 END_TOKENS: Final = 16
-DEFAULT, TOOL_USE = "default", "tool_use"  # templates of a model that has several
+TEMPLATE_FILE: Final = "chat_template.jinja"
+TEMPLATE_FOLDERS: Final = ("chat_templates", "additional_chat_templates")  # of named templates; the later one wins
+PROCESSOR_FILE: Final = "chat_template.json"  # of models that see pictures
 PROBE: Final = "a"
 PRIVATE: Final = ("auto_map", "name_or_path")  # of tokenizer_config.json
 USUAL_CLASS: Final = "PreTrainedTokenizerFast"
@@ -73,6 +76,11 @@ class Tokenizer:
         if self._chat_template is not None:
             self._chat_template.begin()
 
+    async def check(self) -> None:
+        """Log an error where the chat template loses what users say."""
+        if self._chat_template is not None:
+            await self._chat_template.check()
+
     @cached_property
     def num_end_tokens(self) -> int:
         """How many special tokens it adds behind a text by itself."""
@@ -102,9 +110,9 @@ class Tokenizer:
         """The text of token ids, special tokens as they are written; ids that are no token count for nothing."""
         return await self._in_turn_if_long(len(token_ids), self._decode, token_ids)
 
-    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text that each token stands for alone; bytes that are no text become U+FFFD."""
-        return await self._in_turn_if_long(len(token_ids), self._token_texts, token_ids)
+    async def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary writes them, which tells their bytes; empty for an id that is no token."""
+        return await self._in_turn_if_long(len(token_ids), self._tokens, token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for within a text; empty for an id that is no token."""
@@ -147,8 +155,8 @@ class Tokenizer:
         [text] = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)
         return str(text)
 
-    def _token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        return [self.token_bytes(token_id).decode(errors="replace") for token_id in token_ids]
+    def _tokens(self, token_ids: Sequence[int]) -> list[str]:
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
 
 def _added_tokens(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
@@ -209,11 +217,25 @@ def _info_json(config: JsonFields, others: dict[str, Any]) -> str:
 
 
 def template_sources(folder: Path, config: JsonFields) -> dict[str, str]:
-    """The chat templates of a model folder by name: that for all conversations, and that for those with tools."""
-    path, other = folder / "chat_template.jinja", folder / "additional_chat_templates" / f"{TOOL_USE}.jinja"
-    if path.is_file():
-        return {DEFAULT: _text_of(path)} | ({TOOL_USE: _text_of(other)} if other.is_file() else {})
-    source = config.raw("chat_template")
+    """Return the chat templates of a model folder by name: DEFAULT for all conversations, TOOL_USE for those with
+    tools.
+
+    As in transformers, files of their own win over tokenizer_config.json. A chat_template.json counts where neither
+    has any. Raises ModelError."""
+    files = [(name, folder / sub / f"{name}.jinja") for sub in TEMPLATE_FOLDERS for name in (DEFAULT, TOOL_USE)]
+    files.append((DEFAULT, folder / TEMPLATE_FILE))
+    found = {name: _text_of(path) for name, path in files if path.is_file()}
+    if DEFAULT in found:
+        return found
+    of_config = _templates_in(config)
+    if not of_config and (folder / PROCESSOR_FILE).is_file():
+        of_config = _templates_in(read_json_object(folder / PROCESSOR_FILE))
+    return of_config | found
+
+
+def _templates_in(fields: JsonFields) -> dict[str, str]:
+    """The templates that a JSON file has: one, or a list of named ones."""
+    source = fields.raw("chat_template")
     if isinstance(source, list):
         parts = [part for part in source if isinstance(part, dict)]
         named = {str(part.get("name")): part.get("template") for part in parts}
@@ -223,7 +245,7 @@ def template_sources(folder: Path, config: JsonFields) -> dict[str, str]:
     for name in (DEFAULT, TOOL_USE):
         if (text := named.get(name)) is not None:
             if not isinstance(text, str):
-                raise config.error("chat_template", "a string")
+                raise fields.error("chat_template", "a string")
             found[name] = text
     return found
 

@@ -34,20 +34,20 @@ def _message(name: str, message: Message) -> inference_pb2.ChatMessage:
         raise bad_argument(f"{name} has no content", field=name)
     fields = {
         "role": message.get("role"),
-        "content": _text(f"{name}.content", content),
+        **_content(f"{name}.content", content),
         "extra_json": as_json(name, extra) if extra else message.get("extra_json"),
     }
     return filled(inference_pb2.ChatMessage(), fields, {field: f"{name}.{field}" for field in fields})
 
 
-def _text(name: str, content: Any) -> Any:
-    """The text of a list of parts, between which there are line breaks; anything else as it is."""
+def _content(name: str, content: Any) -> dict[str, Any]:
+    """The field for the texts of a list of parts, or for anything else as it is. Raises Refused."""
     if not isinstance(content, list):
-        return content
+        return {"content": content}
     for index, part in enumerate(content):
         if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
             raise refused(f"{name}[{index}]", "must be a text part: models read text alone", part)
-    return "\n".join(part["text"] for part in content)
+    return {"content_parts": [part["text"] for part in content]}
 
 
 def _call(call: Any) -> Any:

@@ -13,8 +13,8 @@ from random import Random
 from typing import Any, Final
 
 from coordinator.text.chat_template import USUAL
-from coordinator.text.rendering import Renderer
-from coordinator.text.tokenizer import DEFAULT, template_sources
+from coordinator.text.rendering import DEFAULT, Renderer
+from coordinator.text.tokenizer import template_sources
 from serving_core.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.datasets import Shape

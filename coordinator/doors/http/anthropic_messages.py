@@ -6,17 +6,17 @@ from typing import Any, Final
 from coordinator.doors.http import sse
 from coordinator.doors.http.conversations import (
     ASSISTANT,
-    MAX_PARTS,
     messages_in,
     object_of,
     text_of,
-    text_of_parts,
+    texts_of_parts,
 )
-from coordinator.doors.http.dialects import ChatBody, Object, Translation, num_cached
+from coordinator.doors.http.dialects import ChatBody, Object, Translation, content_of, num_cached
 from coordinator.doors.http.errors import anthropic_error_object
 from coordinator.doors.http.fields import Fields, shown
 from coordinator.doors.http.known_fields import MESSAGES, settle
 from coordinator.doors.http.tools import MAX_TOOLS
+from coordinator.doors.validation import MAX_PARTS
 from coordinator.text.calls.reader import Kind
 from serving_core.errors import RequestError
 
@@ -50,8 +50,8 @@ class MessagesCall(Translation):
     def _body(self, fields: Fields) -> ChatBody:
         settle(fields, MESSAGES)
         body = ChatBody(fields, _PLACES)
-        if system := _text(fields, "system"):
-            body.add_message("system", SYSTEM, content=system)
+        if system := _texts(fields, "system"):
+            body.add_message("system", SYSTEM, content=content_of(system))
         _read_messages(fields, body)
         body.take(fields, max_tokens="max_tokens", stop="stop_sequences")
         _read_tools(fields, body)
@@ -154,6 +154,8 @@ def _add_answer(message: Fields, body: ChatBody) -> None:
                 body.add_call(block.place, block.text("id"), block.raw("name"), arguments=given, named="input")
             case _:
                 texts.setdefault("content", []).append(text_of(block, (TEXT,), without_effect=_OF_TEXTS))
+    if spoken := texts.pop("content", []):
+        said["content"] = content_of(spoken)
     said |= {name: "\n".join(parts) for name, parts in texts.items()}
 
 
@@ -163,13 +165,13 @@ def _add_question(message: Fields, role: str, body: ChatBody) -> None:
     for block in message.objects("content", MAX_PARTS):
         if block.text("type") == "tool_result":
             block.raw("cache_control")
-            content = _text(block, "content")
+            content = "\n".join(_texts(block, "content"))
             told = f"Error: {content}" if block.boolean("is_error") else content
             body.add_message(block.place, "tool", tool_call_id=block.text("tool_use_id"), content=told)
         else:
             texts.append(text_of(block, (TEXT,), without_effect=_OF_TEXTS))
     if texts:
-        body.add_message(message.place, role, content="\n".join(texts))
+        body.add_message(message.place, role, content=content_of(texts))
 
 
 def _read_tools(fields: Fields, body: ChatBody) -> None:
@@ -218,11 +220,12 @@ def _required_text(fields: Fields, name: str) -> str:
     return text
 
 
-def _text(fields: Fields, name: str) -> str:
-    """A string, or the text of a list of blocks; empty when it is missing."""
+def _texts(fields: Fields, name: str) -> list[str]:
+    """A string, or the texts of a list of blocks; nothing when it is missing or empty."""
     if isinstance(fields.raw(name), list):
-        return text_of_parts(fields, name, (TEXT,), without_effect=_OF_TEXTS)
-    return fields.text(name) or ""
+        return texts_of_parts(fields, name, (TEXT,), without_effect=_OF_TEXTS)
+    text = fields.text(name)
+    return [text] if text else []
 
 
 def _usage(usage: Object | None) -> Object:

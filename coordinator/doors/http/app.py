@@ -232,7 +232,7 @@ class Endpoints:
         max_model_len = self._front.limits().max_model_len
         response: dict[str, Any] = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids}
         if asked.returns_texts:
-            response["token_strs"] = await self._front.model.tokenizer.token_texts(token_ids)
+            response["token_strs"] = await self._front.model.tokenizer.tokens(token_ids)
         return response
 
     async def _token_ids(self, asked: Tokenizing) -> list[int]:

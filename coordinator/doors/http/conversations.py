@@ -5,11 +5,10 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from coordinator.doors.http.fields import Fields, check_num_values, json_text, shown
-from coordinator.doors.validation import MAX_MESSAGES, MAX_TEMPLATE_KWARGS_CHARS
+from coordinator.doors.validation import MAX_MESSAGES, MAX_PARTS, MAX_TEMPLATE_KWARGS_CHARS
 from coordinator.text.calls.reader import MAX_CALLS, NAME
 from protos.inference_pb2 import ChatInput, ChatMessage
 
-MAX_PARTS: Final = 1024  # of one message
 MAX_TEMPLATE_KWARGS: Final = 64
 MAX_ARGUMENTS_CHARS: Final = 2**20  # of one call
 ASSISTANT: Final = "assistant"
@@ -81,11 +80,11 @@ def _message(message: Fields) -> ChatMessage:
     if message.raw("function_call"):
         raise message.problem("function_call", "is not supported: send tool_calls")
     if isinstance(message.raw("content"), list):
-        content = text_of_parts(message, "content")
-    else:
-        content = message.text("content") or ""
-        if "content" not in message and role != ASSISTANT:
-            raise message.error("content", "a string or a list of text parts")
+        parts = texts_of_parts(message, "content")
+        return ChatMessage(role=role, content_parts=parts, extra_json=_extra_json(message))
+    content = message.text("content") or ""
+    if "content" not in message and role != ASSISTANT:
+        raise message.error("content", "a string or a list of text parts")
     return ChatMessage(role=role, content=content, extra_json=_extra_json(message))
 
 
@@ -93,8 +92,15 @@ def text_of_parts(
     message: Fields, name: str, kinds: Collection[str] = ("text",), *, without_effect: Collection[str] = ()
 ) -> str:
     """The text of a list of parts, which must all be of these kinds. Raises RequestError."""
+    return "\n".join(texts_of_parts(message, name, kinds, without_effect=without_effect))
+
+
+def texts_of_parts(
+    message: Fields, name: str, kinds: Collection[str] = ("text",), *, without_effect: Collection[str] = ()
+) -> list[str]:
+    """The text of each of these parts. Raises RequestError."""
     parts = message.objects(name, MAX_PARTS)
-    return "\n".join(text_of(part, kinds, without_effect=without_effect) for part in parts)
+    return [text_of(part, kinds, without_effect=without_effect) for part in parts]
 
 
 def text_of(part: Fields, kinds: Collection[str] = ("text",), *, without_effect: Collection[str] = ()) -> str:

@@ -5,7 +5,7 @@ that is answered, whole or event by event, becomes the API's own objects.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from coordinator.doors.http import sse
@@ -109,6 +109,11 @@ class ChatBody:
         """One tool has to be called."""
         self.places["tool_choice.function"] = choice.place
         self.values["tool_choice"] = {"type": "function", "function": {"name": choice.raw("name")}}
+
+
+def content_of(texts: Sequence[str]) -> str | list[Object]:
+    """The content of a chat completion's message that has these texts: several are parts."""
+    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
 def num_cached(usage: Object) -> int:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from coordinator.doors.http import sse
-from coordinator.doors.http.conversations import ASSISTANT, text_of_parts
-from coordinator.doors.http.dialects import ChatBody, Object, Translation, num_cached
+from coordinator.doors.http.conversations import ASSISTANT, text_of_parts, texts_of_parts
+from coordinator.doors.http.dialects import ChatBody, Object, Translation, content_of, num_cached
 from coordinator.doors.http.errors import error_object
 from coordinator.doors.http.fields import Fields, shown
 from coordinator.doors.http.known_fields import RESPONSES, settle
@@ -187,7 +187,7 @@ class _Items:
         role = ROLES.get(item.text("role") or "")
         if role is None:
             raise item.error("role", f"one of {', '.join(ROLES)}")
-        content = _text(item, "content")
+        content = _text(item, "content") if role == SYSTEM else _content(item, "content")
         if role == ASSISTANT and self._goes_on("content", "tool_calls"):
             self._body.messages[-1]["content"] = content
         elif role == SYSTEM and self._body.messages and self._body.messages[-1]["role"] == SYSTEM:
@@ -202,8 +202,13 @@ class _Items:
 
 
 def _text(item: Fields, name: str) -> str:
+    content = _content(item, name)
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _content(item: Fields, name: str) -> str | list[Object]:
     if isinstance(item.raw(name), list):
-        return text_of_parts(item, name, TEXT_PARTS, without_effect=("annotations", "logprobs"))
+        return content_of(texts_of_parts(item, name, TEXT_PARTS, without_effect=("annotations", "logprobs")))
     text = item.text(name)
     if text is None:
         raise item.error(name, "a string or a list of text parts")

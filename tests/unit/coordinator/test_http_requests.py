@@ -201,7 +201,9 @@ def test_the_number_of_text_parts_has_a_limit():
 def test_content_may_come_in_text_parts():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     [request] = chat({"role": "system", "content": "s"}, {"role": "user", "content": parts, "name": "x"}).requests
-    assert [(message.role, message.content) for message in request.chat.messages] == [("system", "s"), ("user", "a\nb")]
+    system, user = request.chat.messages
+    assert (system.role, system.content, list(system.content_parts)) == ("system", "s", [])
+    assert (user.role, user.content, list(user.content_parts)) == ("user", "", ["a", "b"])
 
 
 @pytest.mark.parametrize(

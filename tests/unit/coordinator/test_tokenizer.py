@@ -28,15 +28,19 @@ def test_texts_encode_as_in_transformers(folder):
         assert asyncio.run(tokenizer.encode(text, ENOUGH)) == reference(text)["input_ids"]
 
 
-def test_the_texts_of_single_tokens(folder):
-    tokenizer = read_tokenizer(folder)
-    assert asyncio.run(tokenizer.token_texts([97, 0xC3, EOS, 10**6])) == ["a", "\ufffd", "<|eos|>", ""]
+def test_tokens_are_written_as_in_transformers_and_tell_their_bytes(folder):
+    reference, tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder), read_tokenizer(folder)
+    token_ids = [*"héllo 😀".encode(), EOS]
+    tokens = asyncio.run(tokenizer.tokens(token_ids))
+    assert tokens == reference.convert_ids_to_tokens(token_ids)
+    assert reference.convert_tokens_to_ids(tokens) == token_ids
+    assert asyncio.run(tokenizer.tokens([10**6])) == [""]
 
 
 def test_the_event_loop_goes_on_while_many_tokens_become_texts(folder):
     async def scenario():
         token_ids = [97] * (2 * LONG_TEXT_CHARS)
-        texts = asyncio.create_task(read_tokenizer(folder).token_texts(token_ids))
+        texts = asyncio.create_task(read_tokenizer(folder).tokens(token_ids))
         await asyncio.sleep(0)
         assert not texts.done()
         assert await texts == ["a"] * len(token_ids)
