@@ -30,6 +30,8 @@ class AnswerText:
         self._matcher = StopMatcher(options.stop) if options.stop else None
         self._owed = ""  # goes before the next piece
         self._num_known_chars = 0  # of the text to come, that the client has already
+        self._num_foreseen = 0  # characters that the detokenizer holds back, and the matcher has seen
+        self._num_exempt = 0  # of them, that came before the answer might stop
         self.num_tokens = 0
 
     @property
@@ -63,12 +65,29 @@ class AnswerText:
         self.num_tokens += 1
         if ends and not self._options.include_stop_str_in_output:
             return ""
-        return self._certain(self._detokenizer.add(token_id))
+        certain = self._certain(self._detokenizer.add(token_id))
+        return certain + self._certain(self._detokenizer.flush()) if self._foresees_stop() else certain
+
+    @property
+    def _may_stop(self) -> bool:
+        return self.num_tokens >= self._options.min_tokens
+
+    def _foresees_stop(self) -> bool:
+        """Whether a stop string ends in what the detokenizer holds back, so that the answer ends there."""
+        if self._matcher is None or self._matcher.matched is not None:
+            return False
+        ahead = self._detokenizer.ahead
+        piece, self._num_foreseen = ahead[self._num_foreseen :], len(ahead)
+        if not self._may_stop:
+            self._num_exempt = len(ahead)
+        return self._matcher.foresee(piece, may_stop=self._may_stop)
 
     def _certain(self, text: str) -> str:
-        if self._matcher is None:
+        if self._matcher is None or not text:
             return text
-        certain = self._matcher.feed(text, may_stop=self.num_tokens >= self._options.min_tokens)
+        exempt, self._num_exempt, self._num_foreseen = text[: self._num_exempt], 0, 0
+        certain = self._matcher.feed(exempt, may_stop=False)
+        certain += self._matcher.feed(text[len(exempt) :], may_stop=self._may_stop)
         if self._matcher.matched is not None and self._options.include_stop_str_in_output:
             certain += self._matcher.matched
         return certain

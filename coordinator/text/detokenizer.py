@@ -5,13 +5,14 @@ them, and no piece ends within a character. How much must be held back for that 
 
 - byte-level (GPT-2, Llama 3, Qwen): a token is bytes, so only an unfinished UTF-8 character waits;
 - all others (SentencePiece, WordPiece): the text of a token depends on the token before it, so a window of two is
-  decoded. A run of byte tokens (<0xF0>) waits for its end: one invalid byte in it turns all of it into U+FFFD.
+  decoded. A run of byte tokens (<0xF0>) waits for its end: one invalid byte in it turns all of it into U+FFFD. What a
+  run makes if it stays valid is known before (`ahead`), for who looks for stop strings and places of tokens.
 """
 
 import codecs
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from tokenizers import Tokenizer
@@ -20,6 +21,7 @@ from serving_core.errors import ModelError
 
 _WINDOWED: Final = {"BPEDecoder", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
 _SPACE_STAND_IN: Final = "\u2581"  # SentencePiece writes a space so
+INVALID: Final = "\ufffd"
 _BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -28,6 +30,13 @@ class Detokenizer(Protocol):
 
     def add(self, token_id: int) -> str:
         """The text that this token makes certain; often empty."""
+
+    @property
+    def ahead(self) -> str:
+        """The characters that `flush` would return, without one that is not whole yet. Other tokens may change them."""
+
+    def num_chars_before(self, token_id: int) -> int:
+        """Return how many of the characters that are held back come before this token, were it the next one."""
 
     def flush(self) -> str:
         """The rest, when no more tokens will come."""
@@ -45,7 +54,7 @@ class DetokenizerFactory:
         if not self._is_byte_level and not _WINDOWED.issuperset(kinds):
             raise ModelError(f"the tokenizer's decoder ({', '.join(kinds)}) is not supported")
         self._token_bytes: dict[int, bytes] = {}
-        self._byte_tokens = _byte_tokens(tokenizer) if "ByteFallback" in kinds else frozenset()
+        self._byte_tokens = _byte_tokens(tokenizer) if "ByteFallback" in kinds else {}
 
     def keep(self, texts: Collection[str]) -> None:
         """Tokens of these texts are left out by no detokenizer to come."""
@@ -70,7 +79,7 @@ class DetokenizerFactory:
         if self._is_byte_level:
             return _bytes_of(token)
         if token_id in self._byte_tokens:
-            return bytes([int(token[3:-1], 16)])
+            return self._byte_tokens[token_id]
         if _SPACE_STAND_IN in token:  # decoded alone it would lose the space before a word
             return token.replace(_SPACE_STAND_IN, " ").encode()
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
@@ -86,15 +95,31 @@ class ByteDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token_id: int) -> str:
+        return self._decoder.decode(self._bytes_of(token_id))
+
+    @property
+    def ahead(self) -> str:
+        return ""
+
+    def num_chars_before(self, token_id: int) -> int:
+        held, _ = self._decoder.getstate()
+        try:
+            codecs.utf_8_decode(held + self._bytes_of(token_id)[:1], "strict", False)
+        except UnicodeDecodeError:  # the character that has begun does not go on, and becomes U+FFFD
+            return 1 if held else 0
+        return 0
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        """The bytes that a token adds to the text."""
         if token_id in self._skipped:
-            return ""
+            return b""
         token_bytes = self._token_bytes.get(token_id)
         if token_bytes is None:
             token = self._tokenizer.id_to_token(token_id)
             if token is None:
-                return ""
+                return b""
             token_bytes = self._token_bytes[token_id] = _bytes_of(token)
-        return self._decoder.decode(token_bytes)
+        return token_bytes
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -105,28 +130,62 @@ class WindowDetokenizer:
     token before the first one, if any."""
 
     def __init__(
-        self, tokenizer: Tokenizer, skipped: frozenset[int], byte_tokens: frozenset[int], context: list[int]
+        self, tokenizer: Tokenizer, skipped: frozenset[int], byte_tokens: Mapping[int, bytes], context: list[int]
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._byte_tokens = byte_tokens
         self._context = context  # the last token whose text is out
-        self._pending: list[int] = []
+        self._begin_run()
 
     def add(self, token_id: int) -> str:
-        if token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None:
+        if not self._counts(token_id):
             return ""
         self._pending.append(token_id)
-        return "" if token_id in self._byte_tokens else self._release()
+        if token_id not in self._byte_tokens:
+            return self._release()
+        self._look_ahead(token_id)
+        return ""
+
+    @property
+    def ahead(self) -> str:
+        return self._ahead
+
+    def num_chars_before(self, token_id: int) -> int:
+        if self._pending and self._counts(token_id) and token_id not in self._byte_tokens:
+            return len(self._held())
+        return len(self._ahead)
 
     def flush(self) -> str:
         return self._release() if self._pending else ""
 
-    def _release(self) -> str:
+    def _counts(self, token_id: int) -> bool:
+        return token_id not in self._skipped and self._tokenizer.id_to_token(token_id) is not None
+
+    def _begin_run(self) -> None:
+        self._pending: list[int] = []
+        self._ahead = ""
+        self._run = codecs.getincrementaldecoder("utf-8")()
+        self._is_valid = True
+
+    def _look_ahead(self, token_id: int) -> None:
+        """Add to `ahead` what a byte token completes. A run with an invalid byte is a U+FFFD for each of its bytes."""
+        if self._is_valid:
+            try:
+                self._ahead += self._run.decode(self._byte_tokens[token_id])
+            except UnicodeDecodeError:
+                self._is_valid = False
+        if not self._is_valid:
+            self._ahead = INVALID * len(self._pending)
+
+    def _held(self) -> str:
         known = self._tokenizer.decode(self._context, skip_special_tokens=False)
-        text = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=False)
-        self._context, self._pending = self._pending[-1:], []
-        return text[len(known) :]
+        return self._tokenizer.decode(self._context + self._pending, skip_special_tokens=False)[len(known) :]
+
+    def _release(self) -> str:
+        text, self._context = self._held(), self._pending[-1:]
+        self._begin_run()
+        return text
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> list[str]:
@@ -141,9 +200,10 @@ def _decoder_kinds(tokenizer: Tokenizer) -> list[str]:
     return flatten(json.loads(tokenizer.to_str())["decoder"])
 
 
-def _byte_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    return frozenset(token_id for token, token_id in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
+def _byte_tokens(tokenizer: Tokenizer) -> dict[int, bytes]:
+    """The byte of each token that stands for one."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True).items()
+    return {token_id: bytes([int(token[3:-1], 16)]) for token, token_id in vocabulary if _BYTE_TOKEN.fullmatch(token)}
 
 
 def _byte_of_stand_in() -> dict[str, int]:

@@ -27,6 +27,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self._root = _build(tuple(stops))
         self._node = self._root
+        self._ahead: _Node | None = None  # the node behind the text that `foresee` has seen
         self._held = ""
         self.matched: str | None = None
 
@@ -37,10 +38,11 @@ class StopMatcher:
         any more. With may_stop False, stop strings that end in this piece do not count.
         """
         assert self.matched is None, "text was fed after a match"
+        self._ahead = None
         pending = self._held + text
         end = len(self._held)
         for char in text:
-            self._node = self._step(char)
+            self._node = self._step(self._node, char)
             end += 1
             if may_stop and self._node.match is not None:
                 self.matched = self._node.match
@@ -49,13 +51,22 @@ class StopMatcher:
         self._held = pending[certain:]
         return pending[:certain]
 
+    def foresee(self, text: str, *, may_stop: bool) -> bool:
+        """Take the next piece of a text that may yet become another one, and return whether a stop string ends in it.
+        `feed` forgets these pieces."""
+        for char in text:
+            self._ahead = self._step(self._ahead or self._node, char)
+            if may_stop and self._ahead.match is not None:
+                return True
+        return False
+
     def flush(self) -> str:
         """What is held back, when no more text will come."""
         held, self._held = self._held, ""
         return held
 
-    def _step(self, char: str) -> _Node:
-        node: _Node | None = self._node
+    def _step(self, at: _Node, char: str) -> _Node:
+        node: _Node | None = at
         while node is not None:
             if child := node.children.get(char):
                 return child

@@ -23,7 +23,7 @@ def echo_of(prompt: Sequence[int], detokenizer: Detokenizer, sent: str | None) -
     token that begins every prompt, has no characters in it."""
     offsets, pieces, num_chars = list[int](), list[str](), 0
     for token_id in prompt:
-        offsets.append(num_chars)
+        offsets.append(num_chars + detokenizer.num_chars_before(token_id))
         pieces.append(detokenizer.add(token_id))
         num_chars += len(pieces[-1])
     told = "".join(pieces) + detokenizer.flush()

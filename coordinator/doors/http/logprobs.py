@@ -47,19 +47,25 @@ class TextOffsets:
         """The offsets of the next tokens; a token within a character begins where the character does."""
         offsets = []
         for token_id in token_ids:
-            offsets.append(self._num_chars)
+            offsets.append(self._num_chars + self._detokenizer.num_chars_before(token_id))
             self._num_chars += len(self._detokenizer.add(token_id))
         return offsets
 
 
-def chat_logprobs(items: Sequence[TokenLogprobs], names: TokenNames) -> dict[str, Any]:
-    """The logprobs of a chat completion's choice."""
+def chat_logprobs(items: Sequence[TokenLogprobs], names: TokenNames, *, tells_sampled: bool) -> dict[str, Any]:
+    """The logprobs of a chat completion's choice. With `tells_sampled` the top_logprobs have the sampled token too,
+    where those of named tokens were asked for instead of the most likely ones'."""
 
     def entry(item: TokenLogprobs | TopLogprob) -> dict[str, Any]:
         of_token = list(names.token_bytes(item.token_id))
         return {"token": names.text(item.token_id), "logprob": _logprob(item), "bytes": of_token}
 
-    content = [{**entry(item), "top_logprobs": [entry(top) for top in item.top]} for item in items]
+    def listed(item: TokenLogprobs) -> list[TokenLogprobs | TopLogprob]:
+        if not tells_sampled or any(top.token_id == item.token_id for top in item.top):
+            return [*item.top]
+        return sorted([*item.top, item], key=lambda each: -each.logprob)
+
+    content = [{**entry(item), "top_logprobs": [entry(each) for each in listed(item)]} for item in items]
     return {"content": content, "refusal": None}
 
 

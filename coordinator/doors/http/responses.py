@@ -296,7 +296,8 @@ class ChatForm(Form):
         return self.scores(scores)
 
     def _logprobs(self, items: list[TokenLogprobs]) -> dict[str, Any] | None:
-        return chat_logprobs(items, self._names) if items else None
+        tells_sampled = bool(self._params.logprob_token_ids)
+        return chat_logprobs(items, self._names, tells_sampled=tells_sampled) if items else None
 
 
 class Usage:

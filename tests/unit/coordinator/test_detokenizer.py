@@ -5,6 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from coordinator.doors.http.echo import echo_of
+from coordinator.doors.http.logprobs import TextOffsets
+from coordinator.text.answers import AnswerText, TextOptions
 from coordinator.text.detokenizer import DetokenizerFactory
 from serving_core.errors import ModelError
 from tests import fleet_events as events
@@ -134,6 +137,95 @@ def test_an_answer_keeps_the_space_before_its_later_words():
 def test_a_decoder_that_cannot_be_followed_is_refused(decoder):
     with pytest.raises(ModelError, match=r"decoder .* is not supported"):
         DetokenizerFactory(sentencepiece(decoder))
+
+
+# ---- tokens of bytes: where they are in the text, and stop strings that end within them ----
+
+SPELLED = {"byte level": "a😀é x", "llama": "A😀é", "gemma": "A😀é"}
+
+
+def ids_of(tokenizer, *tokens):
+    return [tokenizer.token_to_id(token) for token in tokens]
+
+
+def units_of(name):
+    """Runs of tokens that are whole characters each: those of a word, or the bytes of a character."""
+    tokenizer = TOKENIZERS[name]
+    if name == "byte level":
+        return [tokenizer.encode(char).ids for char in SPELLED[name]]
+    spelled = [ids_of(tokenizer, *(f"<0x{byte:02X}>" for byte in char.encode())) for char in SPELLED[name]]
+    return spelled + [ids_of(tokenizer, word) for word in ("▁hello", "world", ".", "é")]
+
+
+@pytest.mark.parametrize("name", SPELLED)
+@given(data=st.data())
+def test_a_token_begins_behind_the_characters_before_it(name, data):
+    tokenizer = TOKENIZERS[name]
+    units = data.draw(st.lists(st.sampled_from(units_of(name)), max_size=8))
+    token_ids = [token_id for unit in units for token_id in unit]
+    starts = [at for at in range(len(units)) for _ in units[at]]
+    expected = [len(tokenizer.decode([each for unit in units[:start] for each in unit])) for start in starts]
+    sizes, left = [], len(token_ids)
+    while left:
+        sizes.append(data.draw(st.integers(1, left)))
+        left -= sizes[-1]
+    offsets, found = TextOffsets(DetokenizerFactory(tokenizer)(skip_special_tokens=True)), []
+    for size in sizes:  # as they come in chunks
+        found += offsets.add(token_ids[len(found) : len(found) + size])
+    assert found == expected
+    echo = echo_of(token_ids, DetokenizerFactory(tokenizer)(skip_special_tokens=True), None)
+    assert (echo.text, list(echo.offsets)) == (tokenizer.decode(token_ids), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "expected"),
+    [
+        ("llama", ["<0xF0>", "<0x9F>", "x", "x"], [0, 0, 2, 3]),  # a U+FFFD for each byte
+        ("llama", ["<0xFF>", "<0xBF>", "<0xFF>", "x"], [0, 1, 2, 3]),
+        ("llama", ["x", "<0xC3>", "<|end|>", "<0xA9>", "x"], [0, 1, 1, 1, 2]),
+        ("byte level", ["ð", "a", "a"], [0, 1, 2]),
+        ("byte level", ["ð", "ð", "a"], [0, 1, 2]),
+    ],
+)
+def test_bytes_that_are_no_text_have_their_places_too(name, tokens, expected):
+    tokenizer = TOKENIZERS[name]
+    token_ids = ids_of(tokenizer, *tokens)
+    assert len(tokenizer.decode(token_ids)) == expected[-1] + 1
+    offsets = TextOffsets(DetokenizerFactory(tokenizer)(skip_special_tokens=True))
+    assert offsets.add(token_ids) == expected
+
+
+@pytest.mark.parametrize("name", SPELLED)
+@pytest.mark.parametrize("includes_stop", few([False, True]))
+@given(data=st.data())
+def test_an_answer_ends_at_the_token_that_completes_a_stop_string(name, includes_stop, data):
+    tokenizer = TOKENIZERS[name]
+    units = data.draw(st.lists(st.sampled_from(units_of(name)), max_size=10))
+    token_ids = [token_id for unit in units for token_id in unit]
+    stop = data.draw(st.sampled_from(["é", "😀", "éé", "A😀", "lo😀", "é."]))
+    options = TextOptions(stop=(stop,), include_stop_str_in_output=includes_stop)
+    text, written, num_tokens = AnswerText(DetokenizerFactory(tokenizer)(skip_special_tokens=True), options), "", 0
+    while num_tokens < len(token_ids) and text.matched_stop is None:
+        written += text.add(events.sampled(None, num_tokens, token_ids[num_tokens]))
+        num_tokens += 1
+    written += text.rest()
+    known = [tokenizer.decode(token_ids[:num]) for num in range(len(token_ids) + 1)]
+    expected = next((num for num, each in enumerate(known) if stop in each), len(token_ids))
+    before, found, _ = known[expected].partition(stop)
+    assert (num_tokens, text.num_tokens, text.matched_stop) == (expected, expected, stop if found else None)
+    assert written == (before + found if includes_stop else before)
+
+
+@pytest.mark.parametrize(("min_tokens", "ends_at"), [(0, 2), (2, 2), (3, 6), (6, 6), (7, None)])
+def test_a_stop_string_within_bytes_counts_from_the_least_tokens_on(min_tokens, ends_at):
+    tokenizer = TOKENIZERS["llama"]
+    token_ids = ids_of(tokenizer, "<0xC3>", "<0xA9>", "<0x41>", "<0x41>", "<0xC3>", "<0xA9>", "x")
+    options = TextOptions(stop=("é",), min_tokens=min_tokens)
+    text = AnswerText(DetokenizerFactory(tokenizer)(skip_special_tokens=True), options)
+    for index, token_id in enumerate(token_ids):
+        if text.matched_stop is None:
+            text.add(events.sampled(None, index, token_id))
+    assert (text.num_tokens if text.matched_stop else None) == ends_at
 
 
 # ---- at the HTTP door: a tokenizer that drops the blank before a text's first word ----

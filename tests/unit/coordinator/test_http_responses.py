@@ -52,7 +52,7 @@ ITEMS = [
 def test_logprobs_of_chat(tokenizer):
     a = {"token": "a", "logprob": -0.5, "bytes": [97]}
     half = {"token": "\ufffd", "logprob": -1.0, "bytes": [0xC3]}
-    assert chat_logprobs(ITEMS, TokenNames(tokenizer.token_bytes)) == {
+    assert chat_logprobs(ITEMS, TokenNames(tokenizer.token_bytes), tells_sampled=False) == {
         "content": [
             {**a, "top_logprobs": [{"token": "b", "logprob": -0.25, "bytes": [98]}, a]},
             {**half, "top_logprobs": [half]},
@@ -66,6 +66,17 @@ def test_logprobs_of_chat(tokenizer):
         ],
         "refusal": None,
     }
+
+
+def test_logprobs_of_named_tokens_in_chat_have_the_sampled_one_too(tokenizer):
+    told = chat_logprobs(ITEMS, TokenNames(tokenizer.token_bytes), tells_sampled=True)["content"]
+    top = [[(each["token"], each["logprob"]) for each in entry["top_logprobs"]] for entry in told]
+    assert top == [
+        [("b", -0.25), ("a", -0.5)],
+        [("\ufffd", -1.0)],
+        [("\ufffd", -9999.0)],
+        [("z", -1.5), ("<|eos|>", -2.0)],
+    ]
 
 
 def test_logprobs_of_completions(tokenizer):
@@ -94,7 +105,7 @@ def test_tokens_may_be_named_by_their_ids(tokenizer):
     told = completion_logprobs(ITEMS[:2], [0, 1], names, [7])
     assert told["tokens"] == ["token_id:7", "token_id:97", "token_id:195"]
     assert told["top_logprobs"] == [None, {"token_id:98": -0.25, "token_id:97": -0.5}, {"token_id:195": -1.0}]
-    [entry] = chat_logprobs(ITEMS[:1], names)["content"]
+    [entry] = chat_logprobs(ITEMS[:1], names, tells_sampled=False)["content"]
     assert (entry["token"], entry["bytes"]) == ("token_id:97", [97])
     assert [top["token"] for top in entry["top_logprobs"]] == ["token_id:98", "token_id:97"]
 
