@@ -17,9 +17,10 @@ from serving_core.errors import ModelError
 from serving_core.experts import Experts
 from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.layout import DTYPE_BYTES, KVLayout
-from serving_core.rope_config import FULL, DefaultRope, Rope, read_rope
+from serving_core.rope_config import FULL, LONGROPE, DefaultRope, Rope, original_context, read_rope, rope_kind
 from serving_core.stored_quantization import StoredQuantization, read_stored_quantization
 from serving_core.text_parts import is_whole, text_config
+from serving_core.tokenizer_files import read_eos_token_id
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +104,9 @@ class ModelConfig:
 
 
 def read_model_config(folder: Path, model_impl: str = "auto", runner: str = "auto") -> ModelConfig:
-    """Reads config.json, for the end-of-answer tokens generation_config.json, which wins, and what there is about
-    embeddings. `model_impl` is a value of --model-impl, `runner` one of --runner.
+    """Reads config.json, for the end-of-answer tokens generation_config.json, which wins, and the eos_token of the
+    tokenizer's files, which ends answers too, and what there is about embeddings. `model_impl` is a value of
+    --model-impl, `runner` one of --runner.
 
     Raises ModelError with one sentence when the folder or a file is missing or broken, or asks for something that
     is not supported. A config.json without a dtype counts as float32.
@@ -132,7 +134,7 @@ def read_model_config(folder: Path, model_impl: str = "auto", runner: str = "aut
         tie_word_embeddings=said.boolean("tie_word_embeddings", False),
         dtype=_dtype(config),
         bos_token_id=next(iter(_token_ids(sources, "bos_token_id", vocab_size)), None),
-        eos_token_ids=_token_ids(sources, "eos_token_id", vocab_size),
+        eos_token_ids=_end_tokens(folder, sources, vocab_size),
         embedder=read_embedder(folder, config, runner, is_headless=is_headless),
         is_text_part=is_text_part,
         **_fields(config, said, architecture, model_impl, is_headless=is_headless),
@@ -216,7 +218,7 @@ def _foreign_fields(config: JsonFields) -> dict[str, Any]:
         "num_layers": num_layers,
         "num_heads": num_heads,
         **_kv_heads(sizes, num_heads, max(1, hidden_size // num_heads)),
-        "max_position_embeddings": sizes.integer("max_position_embeddings"),
+        "max_position_embeddings": _foreign_context(sizes),
         "rms_norm_eps": 0.0,
         "rope": DefaultRope(0.0),
         "qkv_bias": False,
@@ -229,6 +231,15 @@ def _foreign_fields(config: JsonFields) -> dict[str, Any]:
         "model_impl": TRANSFORMERS,
         "config_digest": hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest(),
     }
+
+
+def _foreign_context(sizes: JsonFields) -> int:
+    """The longest text: of a longrope that before its extension, beyond which a token's rotation would depend on the
+    longest text in its batch."""
+    longest = sizes.integer("max_position_embeddings")
+    if rope_kind(sizes) != LONGROPE:
+        return longest
+    return min(longest, original_context(sizes, longest))
 
 
 def _kv_heads(sizes: JsonFields, num_heads: int, head_dim: int) -> dict[str, Any]:
@@ -376,6 +387,15 @@ def _dtype(config: JsonFields) -> str:
     if name not in DTYPE_BYTES:
         raise ModelError(f"dtype {name!r} is not supported; supported are {', '.join(DTYPE_BYTES)}")
     return name
+
+
+def _end_tokens(folder: Path, sources: list[JsonFields], vocab_size: int) -> tuple[int, ...]:
+    """The tokens that end an answer: as in vLLM, also the one that the tokenizer alone names, as fine-tuned models that
+    keep the config of their base model have it."""
+    of_config, of_tokenizer = _token_ids(sources, "eos_token_id", vocab_size), read_eos_token_id(folder)
+    if of_tokenizer is None or of_tokenizer in of_config or of_tokenizer >= vocab_size:
+        return of_config
+    return (*of_config, of_tokenizer)
 
 
 def _token_ids(sources: list[JsonFields], name: str, vocab_size: int) -> tuple[int, ...]:

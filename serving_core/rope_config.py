@@ -7,6 +7,7 @@ from serving_core.errors import ModelError
 from serving_core.json_fields import JsonFields
 
 DEFAULT_THETA = 10_000.0
+LONGROPE = "longrope"
 FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers
 
 
@@ -66,6 +67,12 @@ def rope_kind(config: JsonFields) -> str:
     return rope.text("rope_type", rope.text("type", "default"))
 
 
+def original_context(config: JsonFields, max_position_embeddings: int) -> int:
+    """How many tokens a model was trained with before its context was extended."""
+    of_rope = _rope_fields(config).integer("original_max_position_embeddings", max_position_embeddings)
+    return config.integer("original_max_position_embeddings", of_rope)
+
+
 def rotary_share(config: JsonFields) -> float:
     """How much of a head is rotated."""
     return _rope_fields(config).number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
@@ -87,12 +94,11 @@ def read_rope(
         return DefaultRope(theta)
     if kind == "linear":
         return LinearRope(theta, rope.positive("factor"))
-    if kind == "longrope":
+    if kind == LONGROPE:
         return _read_factors(rope, theta, config.integer("head_dim") // 2)
     if kind not in ("yarn", "llama3"):
         raise ModelError(f"rope type {kind!r} is not supported; supported are default, linear, yarn and llama3")
-    of_rope = rope.integer("original_max_position_embeddings", max_position_embeddings)
-    original = config.integer("original_max_position_embeddings", of_rope)
+    original = original_context(config, max_position_embeddings)
     if kind == "yarn":
         return _read_yarn(rope, theta, original, max_position_embeddings)
     return _read_llama3(rope, theta, original)

@@ -1,20 +1,23 @@
 """The tokenizer of a model folder, for all who read it: with the tokens that tokenizer_config.json adds. Torch-free."""
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from serving_core.added_tokens import add_tokens, token_text
+from serving_core.added_tokens import LISTED, add_tokens, token_text
 from serving_core.errors import ModelError
 from serving_core.json_fields import JsonFields, read_json_object
 
 TOKENIZER_FILE: Final = "tokenizer.json"
+CONFIG_FILE: Final = "tokenizer_config.json"
+EOS: Final = "eos_token"
 SPECIAL_TOKEN_NAMES: Final = (
     "bos_token",
-    "eos_token",
+    EOS,
     "unk_token",
     "sep_token",
     "pad_token",
@@ -44,10 +47,36 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         raise ModelError(f"{path} is not a tokenizer: {str(error)[:200]}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    config = _optional_json(folder / "tokenizer_config.json")
+    config = _optional_json(folder / CONFIG_FILE)
     special_tokens = _special_tokens(folder, config)
     add_tokens(tokenizer, config, special_tokens.values())
     return TokenizerFiles(tokenizer, config, special_tokens)
+
+
+def read_eos_token_id(folder: Path) -> int | None:
+    """Return the id of the end-of-sequence token that the tokenizer's files name; None where they name none.
+
+    The tokenizer is not made for that: it takes a second for a large vocabulary. Raises ModelError when a file is
+    broken."""
+    config = _optional_json(folder / CONFIG_FILE)
+    eos_token = _special_tokens(folder, config).get(EOS)
+    if eos_token is None:
+        return None
+    return next((token_id for text, token_id in _listed_tokens(folder, config) if text == eos_token), None)
+
+
+def _listed_tokens(folder: Path, config: JsonFields) -> Iterator[tuple[Any, Any]]:
+    """The tokens and their ids, in the files that list them, the smallest first."""
+    for token_id, token in (config.raw(LISTED) or {}).items():
+        yield token_text(token), int(token_id)
+    tokenizer = _optional_json(folder / TOKENIZER_FILE)
+    for token in tokenizer.raw("added_tokens") or []:
+        yield token["content"], token["id"]
+    vocabulary = (tokenizer.raw("model") or {}).get("vocab", {})
+    if isinstance(vocabulary, dict):
+        yield from vocabulary.items()
+    else:  # of Unigram, with scores
+        yield from ((piece, token_id) for token_id, (piece, _) in enumerate(vocabulary))
 
 
 def vocabulary_digest(tokenizer: Tokenizer) -> str:

@@ -40,6 +40,7 @@ from serving_core.errors import ModelError
 from serving_core.layout import KVLayout
 from serving_core.load_progress import LoadProgress
 from serving_core.model_config import ModelConfig
+from serving_core.rope_config import LONGROPE
 from serving_core.settings import EngineSettings
 from serving_core.sharding import Extent, Shard
 from serving_core.stored_tensors import FLOATS
@@ -126,10 +127,14 @@ def _read_config(folder: Path, config: ModelConfig, max_model_len: int) -> PreTr
         raise ModelError(f"transformers cannot read this config.json: {in_a_line(error)}") from error
     names = {"vocab_size": config.vocab_size, "num_hidden_layers": config.num_layers}
     names |= {"hidden_size": config.hidden_size, "num_attention_heads": config.num_heads}
-    names |= {"max_position_embeddings": config.max_position_embeddings}
     for name, ours in names.items():
         if getattr(theirs, name, None) != ours:
             raise ModelError(f"transformers reads {name} as {getattr(theirs, name, None)}, and config.json says {ours}")
+    if (longest := getattr(theirs, "max_position_embeddings", 0)) < config.max_position_embeddings:
+        raise ModelError(
+            f"transformers reads max_position_embeddings as {longest}, and config.json says "
+            f"{config.max_position_embeddings}"
+        )
     _check_rotation(theirs, max_model_len)
     return theirs
 
@@ -140,7 +145,10 @@ def _check_rotation(theirs: PreTrainedConfig, max_model_len: int) -> None:
     kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
     for kind in kinds:
         limit = kind.get("original_max_position_embeddings") or theirs.max_position_embeddings
-        if kind.get("rope_type") == "longrope" and max_model_len > limit:
+        if kind.get("rope_type") != LONGROPE:
+            continue
+        logger.info("rope type 'longrope': a text may have the %d tokens of the context before its extension", limit)
+        if max_model_len > limit:
             raise ModelError(
                 f"rope type 'longrope' changes with the longest text of a batch beyond {limit} tokens, and "
                 f"--max-model-len is {max_model_len}"

@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from engine.engine import Engine
-from serving_core.errors import ModelError
+from serving_core.errors import ModelError, SettingsError
 from serving_core.settings import EngineSettings
 from tests.foreign_models import REFUSED, write_foreign_model, write_refused_model
 from tests.unit.engine.foreign_kit import rewrite
@@ -142,6 +142,7 @@ def test_a_rotation_that_depends_on_the_longest_text_in_a_batch(copied):
         partial_rotary_factor=1.0,
         original_max_position_embeddings=100,
     )
-    with pytest.raises(ModelError, match="'longrope' changes with the longest text of a batch beyond 100 tokens"):
-        load(folder)
-    assert load(folder, max_model_len=100).max_model_len == 100
+    assert load(folder).max_model_len == 100
+    with pytest.raises(SettingsError, match="--max-model-len 101 is more than the model's 100"):
+        load(folder, max_model_len=101)
+    assert load(folder, max_model_len=50).max_model_len == 50

@@ -4,6 +4,7 @@ import json
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models
 
 from engine.model.rope import inverse_frequencies
 from serving_core.errors import ModelError
@@ -11,6 +12,7 @@ from serving_core.layout import KVLayout
 from serving_core.model_config import read_model_config
 from serving_core.rope_config import DefaultRope, LinearRope, Llama3Rope, YarnRope
 from tests.effort import pairwise
+from tests.tiny_models import EOS, VOCAB_SIZE, write_tokenizer
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -186,6 +188,59 @@ def test_end_tokens_of_generation_config_win(read):
     assert read({**LLAMA, "eos_token_id": 2}, {"bos_token_id": 9}).eos_token_ids == (2,)
     assert read({**LLAMA, "bos_token_id": 2}, {"bos_token_id": 9}).bos_token_id == 9
     assert read(LLAMA, {}).eos_token_ids == ()
+
+
+def name_eos_in_the_map_alone(folder):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|eos|>"}}))
+
+
+def list_eos_in_the_config(folder):
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["added_tokens_decoder"] = {str(VOCAB_SIZE): {"content": "<|turn|>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|turn|>"}))
+
+
+def name_a_word(folder):
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "z"}))
+
+
+def make_unigram(folder):
+    pieces = [("<unk>", 0.0), ("a", -1.0), ("</s>", -2.0)]
+    Tokenizer(models.Unigram(pieces, unk_id=0)).save(str(folder / "tokenizer.json"))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}))
+
+
+@pytest.mark.parametrize("change", [None, name_eos_in_the_map_alone, list_eos_in_the_config, name_a_word, make_unigram])
+@pytest.mark.parametrize("of_config", [None, 5, [5, 6]])
+def test_the_end_token_of_the_tokenizer_ends_answers_too(read, tmp_path, of_config, change):
+    write_tokenizer(tmp_path)
+    if change is not None:
+        change(tmp_path)
+    expected = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path).eos_token_id
+    assert expected is not None
+    found = read({**LLAMA, "vocab_size": VOCAB_SIZE + 1, "eos_token_id": of_config}).eos_token_ids
+    assert found == (*(of_config if isinstance(of_config, list) else [of_config] if of_config else []), expected)
+
+
+def test_an_end_token_of_the_tokenizer_that_counts_once_or_not_at_all(read, tmp_path):
+    write_tokenizer(tmp_path)
+    config = {**LLAMA, "vocab_size": VOCAB_SIZE}
+    assert read(config, {"eos_token_id": [EOS, 5]}).eos_token_ids == (EOS, 5)
+    assert read(LLAMA, {"eos_token_id": 5}).eos_token_ids == (5,)  # the model has no such token
+    fields = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields | {"eos_token": "nowhere"}))
+    assert read(config, {"eos_token_id": 5}).eos_token_ids == (5,)
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("[]")
+        with pytest.raises(ModelError, match=rf"{name} must hold a JSON object"):
+            read(config, {"eos_token_id": 5})
+        write_tokenizer(tmp_path)
+        fields = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields | {"eos_token": "nowhere"}))
 
 
 def test_custom_code_is_ignored_not_run(read, tmp_path):
