@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
@@ -29,7 +30,7 @@ from engine.model.llama import LlamaDecoder
 from engine.model.lora_weights import load_adapters
 from engine.model.step_backends import choose_steps
 from engine.model.steps import Likeliest
-from engine.model.weights import load_weights
+from engine.model.weights import load_weights, stores_own_head
 from engine.offload.placement import Placement, choose_store
 from engine.origin import engine_traits
 from engine.parallel import LEADER, RankGroup, alone, choose_device, on_all_ranks
@@ -186,6 +187,11 @@ class Engine:
         if self.program is not None:
             self.program.close()
             self.program = None
+
+    @property
+    def num_divided_passes(self) -> int:
+        """How many passes through the layers the ranks have divided by tokens: sequence parallelism."""
+        return self.model.num_divided_passes if isinstance(self.model, LlamaDecoder) else 0
 
     @property
     def builds_ahead(self) -> bool:
@@ -493,6 +499,9 @@ def _build_model(
         is_leader = group.rank == LEADER
         of_rank = (device, shard, of_stage, pipeline)
         return load_foreign(folder, config, layout, dtype, *of_rank, settings, shows_progress=is_leader)
+    if config.tie_word_embeddings and stores_own_head(folder, dtype, is_text_part=config.is_text_part):
+        logger.warning("config.json ties the head to the embedding; the weights hold another head, which computes")
+        config = replace(config, tie_word_embeddings=False)
     with torch.device("meta"):
         decoder = LlamaDecoder(config, device, shard, of_stage, pipeline, settings.sequence_parallel_min_tokens)
     placement = None

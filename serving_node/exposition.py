@@ -28,6 +28,8 @@ class Observed(Protocol):
     @property
     def clock(self) -> StepClock: ...
     @property
+    def num_divided_passes(self) -> int: ...
+    @property
     def residents(self) -> Residents: ...
     def load(self) -> inference_pb2.NodeLoad: ...
 
@@ -74,6 +76,8 @@ class NodeExposition:
         yield counter("computed_tokens", "Tokens computed, of prompts and of answers.", self._by("phase", computed))
         help = "Seconds of steps by part: plan, build, compute, sample, draft, after, send, threads, and idle."
         yield counter("step_part_seconds", help, self._by("part", self._node.clock.seconds))
+        help = "Passes through the layers that the ranks divided by tokens (sequence parallelism)."
+        yield counter("sequence_parallel_passes", help, self._one(self._node.num_divided_passes))
         yield from self._candidates()
         yield gauge("step_age_seconds", "Of the step that runs; 0 when idle.", self._one(self._node.step_age_s))
         memory: dict[str, float] = {str(rank.rank): rank.rss_bytes for rank in load.ranks}

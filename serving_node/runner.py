@@ -90,6 +90,8 @@ class NodeRunner:
         self._limits = limits = _limits_of(settings, engine, drafter)
         if settings.speculation != OFF and not engine.is_history_free:
             logger.warning("--speculation does nothing here: the bits of answers depend on the batch (docs/bits.md)")
+        if (min_tokens := settings.engine.sequence_parallel_min_tokens) and settings.engine.tensor_parallel_size > 1:
+            logger.info("sequence parallelism: the ranks divide steps with prompts from %d tokens on", min_tokens)
         self._settings = settings
         self._role = role
         self._name = name
@@ -246,6 +248,10 @@ class NodeRunner:
     @property
     def is_stuck(self) -> bool:
         return self._stepping.is_stuck
+
+    @property
+    def num_divided_passes(self) -> int:
+        return self._engine.num_divided_passes
 
     @property
     def clock(self) -> StepClock:

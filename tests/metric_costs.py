@@ -48,7 +48,9 @@ class _Text:
 def of_node() -> dict[str, float]:
     counts, load = StepCounts(), StepLoad(num_answers=32, num_cached=3200)
     told = inference_pb2.NodeLoad(ranks=[inference_pb2.RankLoad(rank=0)], step_tokens=STEPS)
-    node = SimpleNamespace(name="n", steps=counts, step_age_s=0.0, residents=Residents(), load=lambda: told)
+    node = SimpleNamespace(
+        name="n", steps=counts, step_age_s=0.0, num_divided_passes=0, residents=Residents(), load=lambda: told
+    )
     end = SimpleNamespace(num_bytes=0, num_failed=0, seconds=Histogram())
     exposition = NodeExposition(node, end, end)
     taken = _Text(list(families(exposition.figures())))

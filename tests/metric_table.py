@@ -46,7 +46,8 @@ def node_metrics() -> list[Metric]:
     """What a node tells at its own port, but for its process."""
     load = inference_pb2.NodeLoad(ranks=[inference_pb2.RankLoad(rank=0)], tier=inference_pb2.TierLoad())
     counts = {"steps": StepCounts(), "speculation": SpeculationCounts(), "clock": StepClock()}
-    node = SimpleNamespace(name="n", **counts, step_age_s=0.0, residents=Residents(), load=lambda: load)
+    numbers = {"step_age_s": 0.0, "num_divided_passes": 0}
+    node = SimpleNamespace(name="n", **counts, **numbers, residents=Residents(), load=lambda: load)
     transport = SimpleNamespace(num_shared_bytes=0)
     end = SimpleNamespace(num_bytes=0, num_failed=0, seconds=Histogram(), transport=transport)
     return list(families(NodeExposition(node, end, end).figures()))

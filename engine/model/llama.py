@@ -235,6 +235,7 @@ class LlamaDecoder(nn.Module):
         self._group = group
         self._pipeline = pipeline
         self._min_divided_tokens = min_divided_tokens
+        self.num_divided_passes = 0  # whose tokens the ranks have divided
         self._shard = shard
         self._hidden_size = config.hidden_size
         self._leaves_delta = not config.differences.norms_outputs
@@ -328,6 +329,7 @@ class LlamaDecoder(nn.Module):
         an embedder what its last norm gives [S, E], on rank 0 of the last stage, None on the others. Goes through all
         layers, unless some are given to try things out."""
         residual = residual_of(batch, self._group, self._min_divided_tokens)
+        self.num_divided_passes += residual.is_divided
         x, delta = self._begin(batch, residual, attention.pool.compute_dtype)
         now = Pass(
             batch,

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import nn
 
-from engine.model.checkpoint import Checkpoint, Part, SafetensorsCheckpoint, TextPart
+from engine.model.checkpoint import Checkpoint, Part, SafetensorsCheckpoint, TextPart, whole_tensor
 from engine.model.layers import Layer, Linear
 from engine.model.llama import LlamaDecoder
 from engine.model.read_ahead import Span, read_ahead
@@ -24,6 +24,7 @@ from serving_core.load_progress import LoadProgress
 from serving_core.needs import TIED_HEAD
 from serving_core.sharding import Extent
 from serving_core.stored_quantization import StoredQuantization
+from serving_core.stored_tensors import FLOATS
 from serving_core.weight_bits import INPUT_BITS, WEIGHT_BITS
 from serving_core.weight_files import is_gguf, weight_files
 
@@ -76,7 +77,7 @@ def load_weights(
     anything is loaded, when a tensor is missing, unknown, of another shape or of a dtype that is not a float of 16
     or 32 bits. What another stage takes is that stage's to check.
     """
-    checkpoint = TextPart(open_checkpoint(folder)) if is_text_part else open_checkpoint(folder, ROOT)
+    checkpoint = _open_text(folder, is_text_part=is_text_part)
     if stored is not None and stored.become_floats:
         checkpoint, stored = Fp8Checkpoint(checkpoint, stored), None
     targets = list(_targets(model, checkpoint, stored))
@@ -103,11 +104,24 @@ def load_weights(
         logger.warning("quantized weights save memory but no time here: no kernel computes with them as they are")
     if num_dense:
         logger.warning("%d layers are kept as %s: their groups of inputs cannot be computed with", num_dense, dtype)
-    is_tied = model.norm is not None and model.lm_head is None and not model.embeds
-    if is_tied and TIED_HEAD in checkpoint.names():
-        (embedding,) = (part for part in parts if part.name == EMBEDDING)
-        _check_tied_head(checkpoint, embedding, dtype)
     return num_bytes
+
+
+def stores_own_head(folder: Path, dtype: torch.dtype, *, is_text_part: bool = False) -> bool:
+    """Return whether a checkpoint stores a head that differs from the embedding once both are of this dtype. As in
+    transformers, such a head is the model's, even though config.json ties it to the embedding. Raises ModelError."""
+    checkpoint = _open_text(folder, is_text_part=is_text_part)
+    if not {TIED_HEAD, EMBEDDING} <= checkpoint.names():
+        return False
+    head, embedding = (whole_tensor(name, checkpoint.describe(name)[0], FLOATS) for name in (TIED_HEAD, EMBEDDING))
+    return head.shape != embedding.shape or not all(
+        torch.equal(one.to(dtype), other.to(dtype))
+        for (_, one), (_, other) in zip(checkpoint.read(head), checkpoint.read(embedding), strict=True)
+    )
+
+
+def _open_text(folder: Path, *, is_text_part: bool) -> Checkpoint:
+    return TextPart(open_checkpoint(folder)) if is_text_part else open_checkpoint(folder, ROOT)
 
 
 def open_checkpoint(folder: Path, root: str = "") -> Checkpoint:
@@ -224,16 +238,6 @@ def _is_no_bias(checkpoint: Checkpoint, name: str) -> bool:
     if len(shape) != 1:
         return False
     return not checkpoint.read_all(Part(name, (Extent(shape[0], range(shape[0])),))).any()
-
-
-def _check_tied_head(checkpoint: Checkpoint, embedding: Part, dtype: torch.dtype) -> None:
-    head = embedding._replace(name=TIED_HEAD)
-    same = checkpoint.describe(head.name)[0] == head.shape and all(
-        torch.equal(one.to(dtype), other.to(dtype))
-        for (_, one), (_, other) in zip(checkpoint.read(head), checkpoint.read(embedding), strict=True)
-    )
-    if not same:
-        raise ModelError(f"{head.name} differs from the embedding, though config.json says tie_word_embeddings")
 
 
 def spell(names: Sequence[str]) -> str:

@@ -186,9 +186,16 @@ def _node_row(load: NodeLoad, info: NodeInfo | None) -> tuple[str, ...]:
 
 
 def _ranks_text(engine: Mapping[str, str]) -> str:
-    """The ranks of a stage, and the stages where there are several; empty for a node that does not tell."""
-    tp_size, pp_size = (escape(engine.get(key, "")) for key in ("tp_size", "pp_size"))
-    return f"{tp_size}, PP {pp_size}" if pp_size not in ("", "1") else tp_size
+    """The ranks of a stage, and the stages where there are several; SP where ranks divide prompts by tokens (sequence
+    parallelism). Empty for a node that does not tell."""
+    keys = ("tp_size", "pp_size", "sequence_parallel_min_tokens")
+    tp_size, pp_size, min_tokens = (escape(engine.get(key, "")) for key in keys)
+    parts = [tp_size] if tp_size else []
+    if pp_size not in ("", "1"):
+        parts.append(f"PP {pp_size}")
+    if min_tokens not in ("", "0"):
+        parts.append("SP")
+    return ", ".join(parts)
 
 
 def _cache_table(nodes: list[NodeLoad]) -> Table:

@@ -122,6 +122,7 @@ def serve(case, device, group):
         "description": engine.description,
         "traits": engine.traits,
         "program": type(engine.program).__name__,
+        "num_divided_passes": engine.num_divided_passes,
         "num_blocks": engine.num_blocks,
         "num_kv_heads": engine.layout.num_kv_heads,
         "weight_bytes": engine.weight_bytes,

@@ -108,6 +108,7 @@ def test_traits_tell_where_bits_may_differ(ranks):
     for rank in facts:
         whole, divided = rank["llama 0"], rank["llama 1"]
         assert divided["description"]["sequence_parallel_min_tokens"] == "1"
+        assert divided["num_divided_passes"] > 0 == whole["num_divided_passes"]
         is_exact = whole["description"]["attention"] == "native" and best_variant(torch.float32) is not None
         assert (whole["traits"] == divided["traits"]) == is_exact
 
