@@ -65,13 +65,21 @@ class StoredAdapter:
 
 
 def read_adapters(given: Sequence[str], config: ModelConfig) -> list[StoredAdapter]:
-    """Those of --lora NAME=FOLDER, of which only headers are read. Raises SettingsError or ModelError."""
-    return [_read(name, folder, config) for name, folder in parse_adapters(given).items()]
+    """Those of --lora NAME=FOLDER, of which only headers are read. Raises SettingsError, or ModelError, which names the
+    adapter."""
+    return [_read_named(name, folder, config) for name, folder in parse_adapters(given).items()]
 
 
 def adapter_facts(adapters: Iterable[StoredAdapter]) -> dict[str, str]:
     """What they add to a node's fingerprint."""
     return {adapter_key(adapter.name): adapter.digest() for adapter in adapters}
+
+
+def _read_named(name: str, folder: Path, config: ModelConfig) -> StoredAdapter:
+    try:
+        return _read(name, folder, config)
+    except ModelError as error:
+        raise ModelError(f"--lora {name}: {error}") from error
 
 
 def _read(name: str, folder: Path, config: ModelConfig) -> StoredAdapter:

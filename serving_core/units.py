@@ -7,9 +7,16 @@ KIB: Final = 2**10
 MIB: Final = 2**20
 GIB: Final = 2**30
 UNITS: Final = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))  # in which sizes are shown
-_FACTORS: Final = {"tib": 2**40, **{unit.lower(): num_bytes for unit, num_bytes in UNITS}}
+_FACTORS: Final = {
+    "tib": 2**40,
+    **{unit.lower(): num_bytes for unit, num_bytes in UNITS},
+    "tb": 10**12,
+    "gb": 10**9,
+    "mb": 10**6,
+    "kb": 10**3,
+}
 
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(TiB|GiB|MiB|KiB|B)?", re.ASCII | re.IGNORECASE)
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([TGMK]i?B|B)?", re.ASCII | re.IGNORECASE)
 
 
 def size_of(num_bytes: int) -> str:
@@ -21,9 +28,9 @@ def size_of(num_bytes: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """536870912, 512MiB or 0.5 GiB in bytes. Raises ValueError."""
+    """536870912, 512MiB or 0.5 GiB in bytes, or 2GB, which is 2 * 10**9; in any case. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no size such as 512MiB, 2GiB or 536870912")
+        raise ValueError(f"{text!r} is no size such as 512MiB, 2GiB, 2GB or 536870912")
     factor = _FACTORS.get((match[2] or "").lower(), 1)
     return round(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor

@@ -23,6 +23,7 @@ from serving_core.errors import SettingsError
 from serving_core.rates import StepRates
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
+from serving_core.shapes import PREFILL
 from serving_core.units import size_of
 from serving_node.draft_model import draft_bytes, draft_engine
 from serving_node.exposition import NodeExposition
@@ -51,7 +52,7 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
     device, tp_size, pp_size = choose_device(flags.device), flags.tensor_parallel_size, flags.pipeline_parallel_size
     settings = settings.resolved(role, device.type)
     joined = closing(join(device, tp_size, flags.rank_timeout_s, pp_size))
-    draft_flags = draft_engine(settings)
+    draft_flags = None if role == PREFILL else draft_engine(settings)  # once it decodes, it looks candidates up
     with joined as group, closing(Engine(flags, group, draft_bytes(draft_flags))) as engine:
         prefill_tokens_per_s = engine.warm_up()
         drafter = _drafter(draft_flags, engine)

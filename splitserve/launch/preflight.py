@@ -20,6 +20,7 @@ from serving_core.threads import check_threads
 from serving_core.tls import CLIENT, check_purpose, hosts_of
 from serving_core.units import size_of
 from splitserve.launch.cluster import LOOPBACK, ClusterSettings, Process
+from splitserve.launch.rooms import PREFILL
 
 CUDA_DRIVER: Final = "libcuda.so.1"
 CUDA_DEVICES: Final = Path("/proc/driver/nvidia/gpus")  # an entry for each
@@ -44,6 +45,7 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
     from serving_node.draft_model import check_draft_model
 
     coordinator, *nodes = (process.settings for process in processes)
+    roles = [process.role for process in processes[1:]]
     check_settings(coordinator)
     if coordinator.tls.tls_ca and coordinator.fleet_host not in hosts_of(coordinator.tls.files):
         raise SettingsError(
@@ -62,7 +64,8 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
         if computed.is_foreign:
             require("transformers")
         check_engine(node.engine, computed, node.engine.tensor_parallel_size)
-    drafts = [draft for node in nodes if (draft := check_draft_model(node)) is not None]
+    checked = [(role, check_draft_model(node)) for role, node in zip(roles, nodes, strict=True)]
+    drafts = [draft for role, draft in checked if draft is not None and role != PREFILL.role]
     if are_here:
         doors = coordinator.doors if coordinator.doors > 1 else 0
         check_threads(3 + doors + sum(node.engine.num_ranks for node in nodes))  # this, fork server, coordinator, ...

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -34,12 +34,20 @@ ALONE: Any = {
 }  # fmt: skip
 
 
+TP_SIZES: Final = (1, 2, 3, 4, 8)
+
+
 @click.command("profile")
 @click.argument("profile", required=False, type=click.Path(exists=True, path_type=Path))
 @model_option
 @table_model_option
 @click.option("--hardware", type=NAMES, help="Of the node; of a table, all that it has.")
-@click.option("--tp", "tp_sizes", default="1,2,3,4,8", show_default=True, type=ListOf("N,...", parse_tp))
+@click.option(
+    "--tp",
+    "tp_sizes",
+    type=ListOf("N,...", parse_tp),
+    help="Default: 1,2,3,4,8 for --check, else the smallest of them on which the model fits.",
+)
 @link_option
 @memory_option
 @node_options
@@ -56,16 +64,24 @@ ALONE: Any = {
     help="Write one node's profile for `splitserve simulate --profile`.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-def profile_command(check: bool, requests: Path | None, save_path: Path | None, as_json: bool, **flags: Any) -> None:
+def profile_command(
+    check: bool,
+    requests: Path | None,
+    save_path: Path | None,
+    as_json: bool,
+    tp_sizes: tuple[int, ...] | None,
+    **flags: Any,
+) -> None:
     """Check a table of step times (DistServe's JSON, splitwise-sim's perf_model.csv, a folder of LLMServingSim's), or
     make a profile of one, or of hardware's data sheet."""
-    asked = asked_nodes_of({**ALONE, **flags})
+    asked = asked_nodes_of({**ALONE, **flags, "tp_sizes": tp_sizes or TP_SIZES})
     if not (check or requests or save_path):
         raise SettingsError("nothing is to be done: --check, --requests FILE or --save FILE")
     checks = _checks(asked) if check else {}
-    pairs = _replayed(asked, requests) if requests is not None else []
+    takes_least = tp_sizes is None
+    pairs = _replayed(asked, requests, takes_least=takes_least) if requests is not None else []
     if save_path is not None:
-        _save(asked, save_path)
+        _save(asked, save_path, takes_least=takes_least)
     if as_json:
         shown = {name: [asdict(each) for each in own] for name, own in checks.items()}
         click.echo(json.dumps({"checks": shown, "requests": [asdict(each) for each in pairs]}))
@@ -103,28 +119,35 @@ def _checks(asked: "AskedNodes") -> dict[str, list["Check"]]:
     return found
 
 
-def _replayed(asked: "AskedNodes", requests: Path) -> list["Beside"]:
+def _replayed(asked: "AskedNodes", requests: Path, *, takes_least: bool) -> list["Beside"]:
     from splitserve_bench.plan.checking import read_served, replayed
     from splitserve_bench.plan.nodes import machines_of
 
     machines = machines_of(asked)
-    return replayed(_only(machines, "--requests are"), read_served(requests), machines.door_s)
+    kind = _only(machines, "--requests are", takes_least=takes_least)
+    return replayed(kind, read_served(requests), machines.door_s)
 
 
-def _save(asked: "AskedNodes", path: Path) -> None:
+def _save(asked: "AskedNodes", path: Path, *, takes_least: bool) -> None:
     from splitserve_bench.plan.nodes import machines_of, profile_of
 
     machines = machines_of(asked)
-    profile_of(machines, _only(machines, "a profile is")).save(path)
-    report(f"written: {path}")
+    kind = _only(machines, "a profile is", takes_least=takes_least)
+    profile_of(machines, kind).save(path)
+    report(f"written: {path}, of {kind.hardware} TP {kind.tp}")
 
 
-def _only(machines: "Machines", what: str) -> "NodeKind":
-    """Raises SettingsError for `what` is of one node, where there are several."""
-    if len(machines.kinds) != 1:
-        names = ", ".join(f"{kind.hardware} TP {kind.tp}" for kind in machines.kinds)
+def _only(machines: "Machines", what: str, *, takes_least: bool) -> "NodeKind":
+    """The one kind of node, with `takes_least` that of the smallest TP. Raises SettingsError for `what` is of one node,
+    where there are several."""
+    kinds = machines.kinds
+    if takes_least:
+        least = min(kind.tp for kind in kinds)
+        kinds = tuple(kind for kind in kinds if kind.tp == least)
+    if len(kinds) != 1:
+        names = ", ".join(f"{kind.hardware} TP {kind.tp}" for kind in kinds)
         raise SettingsError(f"{what} of one node, not of {names}: --hardware and --tp choose")
-    return machines.kinds[0]
+    return kinds[0]
 
 
 def _checks_table(checks: dict[str, list["Check"]]) -> Any:

@@ -117,7 +117,7 @@ async def test_a_draft_model_writes_ahead_of_answers_that_move_and_begin_again(s
         streams = [stream(stub, request(**question)) for question in questions]
         for answering in streams:
             await answering.tokens(15)
-        _, lost, left = cluster.names
+        prefill, lost, left = cluster.names
         await client.set_role(lost, "prefill")  # what it writes moves
         while cluster.loads()[lost].num_running:
             await asyncio.sleep(0.02)
@@ -135,4 +135,6 @@ async def test_a_draft_model_writes_ahead_of_answers_that_move_and_begin_again(s
     assert all(answer.complete.accepted_tokens <= answer.complete.proposed_tokens for answer in answers)
     (rank,) = cluster.loads()[left].ranks
     assert rank.kv_pool_bytes > 512 * 2**20  # of both models
+    (rank,) = cluster.loads()[prefill].ranks
+    assert rank.kv_pool_bytes <= 512 * 2**20  # a prefill node has no use for the other one
     cluster.wait_all_free()

@@ -183,6 +183,23 @@ def test_an_adapter_of_fewer_layers_is_refused_unless_it_says_so(model, folder):
     assert len(read(model, folder).projections) == 2
 
 
+@pytest.mark.parametrize(
+    ("fields", "stored"),
+    [
+        ({"target_modules": ["q_proj", "o_proj"]}, None),
+        ({"use_dora": True}, None),
+        ({}, {"x": np.ones(6, np.float32)}),
+        ({}, {}),
+    ],
+)
+def test_of_several_adapters_the_one_that_is_refused_is_named(model, folder, tmp_path, fields, stored):
+    other = tmp_path / "other"
+    other.mkdir()
+    write(other, stored, **fields)
+    with pytest.raises(ModelError, match=r"^--lora org/second: "):
+        read_adapters([f"first={folder}", f"org/second={other}", f"third={folder}"], read_model_config(model))
+
+
 def test_files_that_are_not_there_or_not_whole(model, folder, tmp_path):
     file, config = folder / WEIGHTS_FILE, folder / CONFIG_FILE
     whole, text = file.read_bytes(), config.read_text()

@@ -15,12 +15,26 @@ def test_a_size_is_shown_in_its_largest_unit(num_bytes, shown):
     assert size_of(num_bytes) == shown
 
 
-@pytest.mark.parametrize(("text", "num_bytes"), [("2TiB", 2**41), ("0.5 tib", 2**39), ("3GiB", 3 * 2**30)])
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("2TiB", 2**41),
+        ("0.5 tib", 2**39),
+        ("3GiB", 3 * 2**30),
+        ("3gib", 3 * 2**30),
+        ("2gb", 2 * 10**9),
+        ("2 GB", 2 * 10**9),
+        ("1.5Mb", 1_500_000),
+        ("7KB", 7000),
+        ("1tb", 10**12),
+        ("9b", 9),
+    ],
+)
 def test_a_size_may_have_a_unit(text, num_bytes):
     assert parse_size(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "1 GB", "1,5GiB", "1PiB", "0x10", "1.GiB", "٣"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "1 G", "1iB", "1,5GiB", "1PiB", "0x10", "1.GiB", "٣"])
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match="is no size such as 512MiB"):
         parse_size(text)

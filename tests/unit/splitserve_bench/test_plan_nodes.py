@@ -4,11 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from engine.engine import Engine
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
 from serving_core.shapes import BOTH, DECODE, PREFILL
+from splitserve.cli import main
 from splitserve_bench.plan.clients import JudgingClients
 from splitserve_bench.plan.commands import commands_of
 from splitserve_bench.plan.devices import DEVICES, LINKS, link_of
@@ -263,6 +265,23 @@ def test_a_node_is_no_larger_than_a_host(nodes):
 def test_a_cell_with_fewer_devices_than_a_node_is_told_so(nodes):
     with pytest.raises(SettingsError, match="the smallest node has 4 devices, and a cell has 2"):
         study_of(asked(replace(nodes, tp_sizes=(4,)), gpus=4, cells=2))
+
+
+def test_without_tp_a_profile_is_of_the_smallest_size_that_the_model_fits_on(tmp_path):
+    folder = model_folder(tmp_path / "model")
+
+    def saved(name, *flags):
+        arguments = ["plan", "profile", "--model", str(folder), "--hardware", "cpu", *flags]
+        result = CliRunner().invoke(main, [*arguments, "--save", str(tmp_path / name)])
+        return result, tmp_path / name
+
+    result, file = saved("default.json")
+    assert result.exit_code == 0, result.output
+    assert f"written: {file}, of cpu TP 1" in result.stderr
+    _, one = saved("one.json", "--tp", "1")
+    assert file.read_bytes() == one.read_bytes()
+    result, _ = saved("several.json", "--tp", "1,2")
+    assert (result.exit_code, "a profile is of one node, not of cpu TP 1, cpu TP 2" in result.stderr) == (2, True)
 
 
 def test_a_measured_profile_is_one_kind_of_node(tmp_path):
