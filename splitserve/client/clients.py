@@ -123,9 +123,13 @@ class Client:
         priority: int | None = None,
         deadline_s: float | None = None,
         resume: bool = True,
+        chat: bool = False,
         **sampling: Unpack[Sampling],
     ) -> Iterator[Chunk]:
         """Streams the answer to text, token ids or a conversation; the call starts with the first step of the loop.
+
+        The model reads text as it stands, or with `chat` as what a user says, in its chat template: so `splitserve
+        generate` sends it to a model that has one, unless that is told --raw.
 
         Requests share the KV cache of a common beginning only with requests of the same cache_salt. ttft_ms and tpot_ms
         are limits that the server is to keep, slo_class one of its classes, which has some; the last chunk's completion
@@ -142,6 +146,7 @@ class Client:
             tpot_ms=tpot_ms,
             slo_class=slo_class,
             priority=priority,
+            chat=chat,
         )
         return self._answers(request, deadline_s, resume)
 
@@ -299,9 +304,13 @@ class AsyncClient:
         priority: int | None = None,
         deadline_s: float | None = None,
         resume: bool = True,
+        chat: bool = False,
         **sampling: Unpack[Sampling],
     ) -> AsyncIterator[Chunk]:
         """Streams the answer to text, token ids or a conversation; the call starts with the first step of the loop.
+
+        The model reads text as it stands, or with `chat` as what a user says, in its chat template: so `splitserve
+        generate` sends it to a model that has one, unless that is told --raw.
 
         Requests share the KV cache of a common beginning only with requests of the same cache_salt. ttft_ms and tpot_ms
         are limits that the server is to keep, slo_class one of its classes, which has some; the last chunk's completion
@@ -318,6 +327,7 @@ class AsyncClient:
             tpot_ms=tpot_ms,
             slo_class=slo_class,
             priority=priority,
+            chat=chat,
         )
         return self._answers(request, deadline_s, resume)
 

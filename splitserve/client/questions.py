@@ -99,8 +99,11 @@ def generate_request(
     tpot_ms: float | None = None,
     slo_class: str = "",
     priority: int | None = None,
+    chat: bool = False,
 ) -> inference_pb2.GenerateRequest:
     """Raises TypeError for an unknown sampling field, and Refused for a value that the wire cannot carry."""
+    if chat and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
     fields = {
         "request_id": request_id,
         "model": model,

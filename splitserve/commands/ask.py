@@ -11,9 +11,9 @@ import click
 
 from serving_core.units import KIB, MIB, size_of
 from splitserve.client.answers import Chunk, Completion, ModelInfo
-from splitserve.client.conversations import Message
 from splitserve.client.errors import ClientError, Refused
-from splitserve.client.questions import TIMEOUT_S, Prompt
+from splitserve.client.questions import TIMEOUT_S
+from splitserve.commands.conversation import Conversation
 from splitserve.commands.endings import why_stopped
 from splitserve.commands.sampling_options import sampling_options
 from splitserve.commands.server_options import Server, server_options
@@ -51,7 +51,7 @@ deadline_option: Final = click.option(
 
 
 @click.command()
-@click.argument("text", metavar="TEXT|-")
+@click.argument("text", metavar="TEXT|-", default="")
 @server_options
 @model_option
 @click.option(
@@ -86,16 +86,17 @@ def generate(
     **sampling: Any,
 ) -> None:
     """Answer TEXT, or what comes on stdin for -, streamed as it is written."""
+    if not text:
+        raise click.UsageError('there is no prompt: `splitserve generate "TEXT"`, or `splitserve generate -` for stdin')
     text = _stdin_text() if text == "-" else text
     with server.client() as client:
         model = client.model_info()
         if as_chat is None:
             as_chat = model.has_chat_template
-        prompt: Prompt = [{"role": "user", "content": text}] if as_chat else text
         asking = Asking(model, _given(sampling), GENERATE_TOKENS)
         limits: dict[str, Any] = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "slo_class": slo_class, "priority": priority}
         given: dict[str, Any] = {"model": model_name, "cache_salt": cache_salt, "resume": resume, **limits}
-        chunks = asking.answer(partial(client.generate, prompt, deadline_s=deadline_s, **given))
+        chunks = asking.answer(partial(client.generate, text, chat=as_chat, deadline_s=deadline_s, **given))
         if as_json:
             _print_json(chunks)
             return
@@ -114,19 +115,21 @@ def generate(
 @deadline_option
 @sampling_options(CHAT_TOKENS)
 def chat(server: Server, model_name: str, system: str | None, resume: bool, deadline_s: float, **sampling: Any) -> None:
-    """Talk with the model. Ctrl-C stops an answer, Ctrl-D leaves."""
-    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    """Talk with the model. Ctrl-C stops an answer, Ctrl-D leaves. /reset begins anew, /system TEXT says what the model
+    is told before, /save FILE writes the conversation as JSON."""
+    conversation = Conversation(system or "")
     with server.client() as client:
         model = client.model_info()
         asking = Asking(model, _given(sampling), CHAT_TOKENS)
         report(f"{model_name or model.served_model_name} at {server.target}. Ctrl-C stops an answer, Ctrl-D leaves.")
         for question in _questions():
-            messages.append({"role": "user", "content": question})
+            if (said := conversation.obey(question)) is not None:
+                report(said)
+                continue
             given: dict[str, Any] = {"model": model_name, "resume": resume, "deadline_s": deadline_s}
+            messages = conversation.asking(question)
             if answer := _print_turn(asking, partial(client.generate, messages, **given)):
-                messages.append({"role": "assistant", "content": answer})
-            else:
-                messages.pop()
+                conversation.add(question, answer)
 
 
 class Asking:

@@ -43,9 +43,11 @@ _LOGS: Final = dict.fromkeys(
 )
 _TRACES: Final = {"--otlp-traces-endpoint": "it is --otlp-endpoint"}
 
+_CONTEXT: Final = dict.fromkeys(("--context-length", "--ctx-size", "--n-ctx"), "it is --max-model-len")
+
 _ENGINE: Final = {
     _MEMORY: "it is --gpu-memory-utilization",
-    "--context-length": "it is --max-model-len",
+    **_CONTEXT,
     "--page-size": "it is --block-size",
     **dict.fromkeys(("--num-gpu-blocks-override", "--max-total-tokens"), "the KV cache of a node has --num-kv-blocks"),
     "--max-running-requests": "it is --max-num-seqs",
@@ -122,6 +124,7 @@ _COORDINATOR: Final[Hints] = {
     **_LOGS,
     **_TRACES,
     **_DOOR,
+    **_CONTEXT,
     **dict.fromkeys(
         (*_RANKS, _MEMORY, "--gpu-memory-utilization", "--kv-cache-memory-bytes"),
         "nodes have it: `splitserve prefill --help`",
@@ -144,7 +147,8 @@ _SERVER: Final[Hints] = dict.fromkeys(
 )
 _ASK: Final[Hints] = {
     **_SERVER,
-    **dict.fromkeys(("--max-new-tokens", "--max-completion-tokens"), "it is --max-tokens"),
+    **dict.fromkeys(("--max-new-tokens", "--max-completion-tokens", "--n-predict"), "it is --max-tokens"),
+    **dict.fromkeys(("--ctx-size", "--max-model-len"), "the server has it: `splitserve up --max-model-len`"),
     "--model-name": "it is --model NAME, of an adapter",
     "--stream": "answers are always streamed",
 }

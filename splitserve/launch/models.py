@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from coordinator.text.tokenizer import TEMPLATE_FILE
 from serving_core.embedders import MODULES_FILE
 from serving_core.errors import ModelError
 from serving_core.flags import without_flags
@@ -31,7 +32,10 @@ GGUF_FOLDERS: Final = "gguf"  # below INSTALLED, or the cache
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES: Final = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 HUB_NOT: Final = ("*/*", "consolidated*")  # other formats of the same weights
-HUB_POOLING: Final = "*_Pooling/config.json"  # what a modules.json points to
+HUB_BELOW: Final = {  # by the file beside which they count
+    MODULES_FILE: "*_Pooling/config.json",
+    TEMPLATE_FILE: "*chat_templates/*.jinja",
+}
 ADVICE: Final = "give a folder with config.json, tokenizer.json and *.safetensors, or a GGUF file, as MODEL"
 
 Report = Callable[[str], None]
@@ -54,7 +58,9 @@ def resolve(model: str, report: Report) -> LocalModel:
     if path.is_dir():
         return LocalModel(path.resolve(), path.resolve().name.replace(",", "-"))
     if path.is_file():
-        return LocalModel(gguf_folder(path, _cache_root() / GGUF_FOLDERS), model_name(path).replace(",", "-"))
+        name = model_name(path)
+        sampling = DEMO_SAMPLING if name.lower().startswith(DEMO_NAME.lower()) else None  # whoever has fetched it
+        return LocalModel(gguf_folder(path, _cache_root() / GGUF_FOLDERS, sampling), name.replace(",", "-"))
     if HUB_ID.fullmatch(model):
         return LocalModel(_from_hub(model, report), model)
     raise ModelError(
@@ -106,8 +112,8 @@ def _from_hub(model: str, report: Report) -> Path:
     report(f"Fetching {model} from the Hugging Face hub, where it is not cached ...")
     try:
         folder = Path(snapshot_download(model, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_NOT)))
-        if (folder / MODULES_FILE).exists():
-            snapshot_download(model, allow_patterns=[HUB_POOLING])
+        if below := [pattern for file, pattern in HUB_BELOW.items() if (folder / file).exists()]:
+            snapshot_download(model, allow_patterns=below)
         return folder
     except (HTTPError, XetDownloadError, OSError, ValueError) as error:
         why = str(error).strip().splitlines()[0]

@@ -21,6 +21,7 @@ from splitserve_bench.options import NewFile, Size
 
 if TYPE_CHECKING:
     from splitserve_bench.doctor.doctor import DoctorBench
+    from splitserve_bench.doctor.environment import Environment
 
 MOST_RUNNING: Final = 256
 
@@ -81,9 +82,10 @@ def doctor(
     tp: int,
     as_json: bool,
 ) -> None:
-    """Measure what a node of MODEL does on cores of this machine: prompts, decode steps, hand-over of KV; and say from
-    which prompt and output lengths on a prefill node and a decode node beat two nodes that do both. Or, with
-    --check-bits, whether answers have the same bits whatever happened to them."""
+    """Show the environment and the command that serves MODEL here. Then measure what a node of MODEL does on cores of
+    this machine: prompts, decode steps, hand-over of KV; and say from which prompt and output lengths on a prefill node
+    and a decode node beat two nodes that do both. Or, with --check-bits, whether answers have the same bits whatever
+    happened to them."""
     flags: dict[str, Any] = {
         "dtype": dtype,
         "quantization": quantization,
@@ -96,26 +98,36 @@ def doctor(
         raise SettingsError("--check-bits measures nothing that --save could write")
     if tp != 1 and not check_bits:
         raise SettingsError("--tp is for --check-bits: what is measured is a node of one rank")
-    local = writing_model(model, report)
     if check_bits:
-        _check_bits(local, flags, cores, tp, as_json)
+        _check_bits(writing_model(model, report), flags, cores, tp, as_json)
         return
-    from splitserve_bench.doctor.doctor import DoctorBench
+    from splitserve_bench.doctor.doctor import DoctorBench, all_cpus
+    from splitserve_bench.doctor.environment import find_environment
 
+    environment = find_environment(model, all_cpus())
+    if not as_json:
+        click.echo("\n".join([*environment.lines(), ""]))
+    local = writing_model(model, report)
     sizes = DoctorBench(cores, running, tuple(sorted(prompt_tokens)), tuple(sorted(output_tokens)), repeats)
-    _measure(local, EngineSettings(**flags), sizes, save_path, as_json)
+    _measure(local, EngineSettings(**flags), sizes, save_path, environment if as_json else None)
 
 
 def _measure(
-    model: LocalModel, settings: EngineSettings, sizes: "DoctorBench", save_path: Path | None, as_json: bool
+    model: LocalModel,
+    settings: EngineSettings,
+    sizes: "DoctorBench",
+    save_path: Path | None,
+    environment: "Environment | None",
 ) -> None:
+    """With an environment, which is not shown yet, everything is one JSON object."""
     from splitserve_bench.doctor.doctor import measure_doctor
     from splitserve_bench.doctor.report import doctor_view, pays_lines
 
     async def main() -> None:
         figures = await measure_doctor(model, settings, sizes, report)
-        if as_json:
-            click.echo(json.dumps({**dataclasses.asdict(figures), "conclusions": pays_lines(figures)}))
+        if environment is not None:
+            told = {"environment": dataclasses.asdict(environment), **dataclasses.asdict(figures)}
+            click.echo(json.dumps({**told, "conclusions": pays_lines(figures)}))
         else:
             stdout.print(doctor_view(figures))
         if save_path is not None:

@@ -48,7 +48,7 @@ class Command(NamedTuple):
         words = shlex.split(self.text, comments=True)
         while words and _ASSIGNMENT.fullmatch(words[0]):
             words = words[1:]
-        return " ".join(words).removeprefix(".venv/bin/")
+        return " ".join(words).replace(".venv/bin/", "")
 
 
 def commands() -> list[Command]:

@@ -95,6 +95,21 @@ def test_status_shows_nodes_and_load(run):
     ]
 
 
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ({"tp_size": "2", "sequence_parallel_min_tokens": "512"}, "2, SP"),
+        ({"tp_size": "2", "pp_size": "3", "sequence_parallel_min_tokens": "512"}, "2, PP 3, SP"),
+        ({"tp_size": "2", "pp_size": "1", "sequence_parallel_min_tokens": "0"}, "2"),
+    ],
+)
+def test_status_shows_the_ranks_of_a_node_and_how_they_divide_prompts(run, script, engine, told):
+    script.nodes[0].engine.clear()
+    script.nodes[0].engine.update(engine)
+    [row] = [line for line in run("status").stdout.splitlines() if line.startswith("p0 ") and "prefill" in line]
+    assert re.split(" {2,}", row)[7] == told
+
+
 def test_status_tells_of_nodes_that_flap_or_are_slow(run, script):
     assert not re.search("flaps|slow", run("status").stdout)
     script.num_losses, script.heartbeat_gap_s = 3, 2.5
@@ -260,6 +275,35 @@ def test_chat_keeps_the_conversation(run, script):
     first, second = ([(m.role, m.content) for m in request.chat.messages] for request in script.requests)
     assert first == [("system", "Be brief."), ("user", "Hello?")]
     assert second == [*first, ("assistant", "Paris"), ("user", "And?")]
+
+
+def said_in(request):
+    return [(message.role, message.content) for message in request.chat.messages]
+
+
+def test_chat_has_commands(run, script, tmp_path):
+    file = tmp_path / "talk.json"
+    lines = ["Hello?", "/reset", "And?", f"/save {file}", "/system Be brief.", "Who?", "/etc/passwd?", "/exit", "/save"]
+    result = run("chat", "--system", "Be kind.", input="\n".join([*lines, f"/save {file}", ""]))
+    assert result.exit_code == 0
+    kind, brief = ("system", "Be kind."), ("system", "Be brief.")
+    turn = [("user", "Who?"), ("assistant", "Paris")]
+    assert list(map(said_in, script.requests)) == [
+        [kind, ("user", "Hello?")],
+        [kind, ("user", "And?")],
+        [brief, ("user", "Who?")],
+        [brief, *turn, ("user", "/etc/passwd?")],
+    ]
+    saved = [(message["role"], message["content"]) for message in json.loads(file.read_text())]
+    assert saved == [kind, ("user", "And?"), ("assistant", "Paris")]
+    assert [line for line in result.stderr.splitlines() if "Ctrl-C" not in line] == [
+        "The conversation begins anew.",
+        f"Saved 3 messages to {file}",
+        "The conversation begins anew; the model is told: Be brief.",
+        "There is no command /exit; there are /reset, /system TEXT and /save FILE",
+        "Nothing is saved: /save FILE names the file",
+        f"Nothing is saved: {file}: File exists",
+    ]
 
 
 def test_chat_goes_on_after_a_refusal(run, script):

@@ -152,8 +152,8 @@ def test_answers_leave_no_wire_field_out(record, message):
     assert {field.name for field in fields(record)} == set(message.DESCRIPTOR.fields_by_name)
 
 
-def request_of(prompt="hi", **sampling):
-    return generate_request(prompt, model="", request_id="", cache_salt="", sampling=sampling)
+def request_of(prompt="hi", *, chat=False, **sampling):
+    return generate_request(prompt, model="", request_id="", cache_salt="", sampling=sampling, chat=chat)
 
 
 @pytest.mark.parametrize(
@@ -226,11 +226,17 @@ def test_messages_may_be_as_openai_writes_them():
         {"role": "tool", "content": "7", "tool_call_id": "c1", "name": None},
     ]
     user, assistant, tool = request_of(messages).chat.messages
-    assert (user.content, user.extra_json) == ("a\nb", "")
+    assert (user.content, list(user.content_parts), user.extra_json) == ("", ["a", "b"], "")
     assert assistant.content == ""
     made = call | {"function": {"name": "f", "arguments": {"x": 1}}}
     assert json.loads(assistant.extra_json) == {"tool_calls": [made]}
     assert json.loads(tool.extra_json) == {"tool_call_id": "c1"}
+
+
+def test_text_may_be_what_a_user_says():
+    assert list(request_of("hi", chat=True).chat.messages) == [inference_pb2.ChatMessage(role="user", content="hi")]
+    assert request_of("hi", chat=False).text == "hi"
+    assert list(request_of([1, 2], chat=True).tokenized.input_ids) == [1, 2]
 
 
 def test_one_id_to_abort_is_one_id():

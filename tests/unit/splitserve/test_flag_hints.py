@@ -54,6 +54,10 @@ def test_a_hint_comes_instead_of_a_guess(name):
         (["generate", "hi", "--target", "a:1"], "--server HOST:PORT"),
         (["serve", "m", "--port", "8000"], "No such command 'serve': a model is served by `splitserve up MODEL`."),
         (["up", "--page-size", "16"], "--block-size"),
+        (["up", "--ctx-size", "4096"], "No such option '--ctx-size': it is --max-model-len."),
+        (["coordinator", "--ctx-size", "4096"], "No such option '--ctx-size': it is --max-model-len."),
+        (["decode", "--ctx-size", "4096"], "No such option '--ctx-size': it is --max-model-len."),
+        (["generate", "hi", "--ctx-size", "4096"], "the server has it: `splitserve up --max-model-len`."),
         (["up", "--kv-cache-dtype", "fp8"], "'auto', 'int8', 'fp8_e4m3': floats of 8 bits are `fp8_e4m3`."),
     ],
 )

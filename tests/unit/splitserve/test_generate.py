@@ -178,6 +178,13 @@ def test_with_json_the_reason_is_in_the_object_alone(run, script):
     assert result.stderr == ""
 
 
+def test_without_a_prompt_generate_says_what_it_needs(run, script):
+    for words in ([], [""]):
+        result = run("generate", *words)
+        assert (result.exit_code, script.requests) == (2, [])
+        assert 'there is no prompt: `splitserve generate "TEXT"`, or `splitserve generate -` for stdin' in result.stderr
+
+
 @pytest.mark.parametrize("newline", ["", "\n"])
 def test_a_dash_reads_the_prompt_from_stdin(run, script, newline):
     assert run("generate", "-", "--raw", input=f"Größe:\n\tx\n{newline}").exit_code == 0

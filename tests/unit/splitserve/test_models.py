@@ -129,6 +129,16 @@ def test_the_demo_model_is_fetched_once_and_sampled_as_its_authors_say(cache):
     assert resolve("", pytest.fail) == model
 
 
+@pytest.mark.parametrize("name", ["SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-instruct-q8_0.gguf"])
+def test_the_demo_models_file_by_its_path_is_sampled_as_the_demo_is(cache, tmp_path, name):
+    write_gguf(tmp_path / name)
+    write_gguf(tmp_path / "other.gguf")
+    for file, expected in ((name, (0.2, 0.9)), ("other.gguf", (None, None))):
+        model = resolve(str(tmp_path / file), pytest.fail)
+        generation = json.loads((model.folder / "generation_config.json").read_text())
+        assert (generation.get("temperature"), generation.get("top_p")) == expected
+
+
 def test_a_demo_model_that_is_installed_is_taken_with_no_cache(cache, tmp_path, monkeypatch):
     """As the image's build puts it there: in the cache of the moment."""
     cache.mkdir(parents=True)

@@ -2,8 +2,11 @@
 
 import asyncio
 import dataclasses
+import importlib.metadata
 import json
 import re
+import socket
+import sys
 
 import psutil
 import pytest
@@ -15,6 +18,7 @@ from splitserve.cli import main
 from splitserve_bench.corridor import transfer_ends
 from splitserve_bench.doctor import doctor as measuring
 from splitserve_bench.doctor.doctor import NODE_MODULE, DoctorBench, Measured, batches_of, conclude, node_cpus
+from splitserve_bench.doctor.environment import command_for, find_environment
 from splitserve_bench.doctor.node import NodeFigures, NodeTask
 from splitserve_bench.doctor.processes import figures_of
 from splitserve_bench.doctor.report import pays_lines
@@ -108,6 +112,34 @@ def test_more_cores_than_there_are():
         node_cpus([0, 1], 3)
 
 
+@pytest.mark.parametrize(
+    ("num_cores", "taken", "expected"),
+    [
+        (8, (), "splitserve up 'my model' --prefill 1 --decode 1"),
+        (0, (), "splitserve up 'my model' --prefill 1 --decode 1"),
+        (1, (), "splitserve up 'my model' --both 1"),
+        (2, ("--http-port",), r"splitserve up 'my model' --prefill 1 --decode 1 --http-port \d+"),
+    ],
+)
+def test_the_command_that_would_serve(num_cores, taken, expected):
+    assert re.fullmatch(expected, command_for("my model", num_cores, taken))
+
+
+def test_the_environment_is_what_the_machine_says():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = find_environment("", [0, 1], {"--grpc-port": port})
+    assert found.facts["versions"].split(", ")[:2] == [
+        f"Python {sys.version.split()[0]}",
+        f"splitserve {importlib.metadata.version('splitserve')}",
+    ]
+    assert found.facts["cores"] == f"2 of {psutil.cpu_count()} for this process"
+    assert found.facts["ports"] == f"{port} (--grpc-port) in use"
+    assert re.fullmatch(r"splitserve up --prefill 1 --decode 1 --grpc-port \d+", found.command)
+    assert str(port) not in found.command
+    assert found.lines()[-1].split("  ")[-1] == found.command
+
+
 @pytest.mark.nightly
 def test_the_command_measures_a_model(tmp_path, monkeypatch):
     barriers = []
@@ -122,6 +154,7 @@ def test_the_command_measures_a_model(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
     assert (figures["model"], figures["cores"], figures["running"]) == ("tiny", 1, 2)
+    assert figures["environment"]["command"].startswith("splitserve up ")
     assert isinstance(barriers[0], asyncio.Barrier) == figures["at_once"]  # neither rests beside the other
     assert barriers[0] is barriers[1]
     assert (figures["engine"]["dtype"], figures["engine"]["threads"]) == ("bfloat16", "1")
@@ -149,7 +182,9 @@ def test_the_tables_show_every_figure(request, tmp_path, monkeypatch, measures_h
     write_random_model(tmp_path / "tiny", TINY)
     result = run(tmp_path / "tiny", *TINY_SIZES, "--dtype", "float32", "--kv-cache-dtype", "int8")
     assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("versions ")
     for text in (
+        "this would run",
         "float32",
         "1 core a node",
         "fitted:",
