@@ -46,7 +46,7 @@ TP_SIZES: Final = (1, 2, 3, 4, 8)
     "--tp",
     "tp_sizes",
     type=ListOf("N,...", parse_tp),
-    help="Default: 1,2,3,4,8 for --check, else the smallest of them on which the model fits.",
+    help="Default: 1,2,3,4,8, of which --save takes the smallest that the model fits on.",
 )
 @link_option
 @memory_option
@@ -78,10 +78,9 @@ def profile_command(
     if not (check or requests or save_path):
         raise SettingsError("nothing is to be done: --check, --requests FILE or --save FILE")
     checks = _checks(asked) if check else {}
-    takes_least = tp_sizes is None
-    pairs = _replayed(asked, requests, takes_least=takes_least) if requests is not None else []
+    pairs = _replayed(asked, requests) if requests is not None else []
     if save_path is not None:
-        _save(asked, save_path, takes_least=takes_least)
+        _save(asked, save_path, takes_least=tp_sizes is None)
     if as_json:
         shown = {name: [asdict(each) for each in own] for name, own in checks.items()}
         click.echo(json.dumps({"checks": shown, "requests": [asdict(each) for each in pairs]}))
@@ -119,13 +118,12 @@ def _checks(asked: "AskedNodes") -> dict[str, list["Check"]]:
     return found
 
 
-def _replayed(asked: "AskedNodes", requests: Path, *, takes_least: bool) -> list["Beside"]:
+def _replayed(asked: "AskedNodes", requests: Path) -> list["Beside"]:
     from splitserve_bench.plan.checking import read_served, replayed
     from splitserve_bench.plan.nodes import machines_of
 
     machines = machines_of(asked)
-    kind = _only(machines, "--requests are", takes_least=takes_least)
-    return replayed(kind, read_served(requests), machines.door_s)
+    return replayed(_only(machines, "--requests are"), read_served(requests), machines.door_s)
 
 
 def _save(asked: "AskedNodes", path: Path, *, takes_least: bool) -> None:
@@ -137,7 +135,7 @@ def _save(asked: "AskedNodes", path: Path, *, takes_least: bool) -> None:
     report(f"written: {path}, of {kind.hardware} TP {kind.tp}")
 
 
-def _only(machines: "Machines", what: str, *, takes_least: bool) -> "NodeKind":
+def _only(machines: "Machines", what: str, *, takes_least: bool = False) -> "NodeKind":
     """The one kind of node, with `takes_least` that of the smallest TP. Raises SettingsError for `what` is of one node,
     where there are several."""
     kinds = machines.kinds
