@@ -5,6 +5,9 @@ import json
 
 import pytest
 
+from coordinator.doors.http.anthropic_messages import MessagesCall
+from coordinator.doors.http.fields import Fields
+from coordinator.doors.http.openai_responses import ResponsesCall
 from coordinator.doors.prompts import tokenize
 from coordinator.doors.validation import check_chat
 from coordinator.text.chat_template import RenderOptions
@@ -128,6 +131,19 @@ def test_parts_that_are_refused(chat, field):
     with pytest.raises(RequestError) as error:
         check_chat(ChatInput(messages=[ChatMessage(role="user", **chat)]))
     assert error.value.metadata["field"] == field
+
+
+@pytest.mark.parametrize(
+    ("dialect", "kind", "body"),
+    [(MessagesCall, "text", {"max_tokens": 5}), (ResponsesCall, "input_text", {})],
+)
+def test_parts_stay_parts_in_other_apis(dialect, kind, body):
+    said = [{"type": kind, "text": text} for text in ("One.", "Two.")]
+    turns = [{"role": "user", "content": said}, {"role": "user", "content": said[:1]}]
+    fields = Fields({"model": "m", **body, "input" if dialect is ResponsesCall else "messages": turns})
+    [request] = dialect().parse(fields, "id").requests
+    told = [(message.content, list(message.content_parts)) for message in request.chat.messages]
+    assert told == [("", ["One.", "Two."]), ("One.", [])]
 
 
 # ---- a template that loses what users say ----
