@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from serving_core.errors import SettingsError
+from serving_core.json_lines import json_line
 from serving_core.units import MIB, size_of
 
 MAX_LINE_BYTES: Final = 4 * MIB + 4096  # what the server takes in one body, and what stands around it
@@ -14,16 +15,18 @@ LATER: Final = (429, 503, 529)  # statuses of a server that turns requests away 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """One line: what is to be asked where, and the name that its answer gets."""
+    """One line: what is to be asked where, as JSON, and the name that its answer gets, None for a line that cannot be
+    read. `problem` says why a request cannot be sent."""
 
-    custom_id: str
+    custom_id: str | None
     path: str
-    body: dict[str, Any]
+    body: bytes
+    problem: str = ""
 
 
 def batch_requests(lines: Iterable[bytes]) -> Iterator[BatchRequest]:
-    """The requests of a file's lines; blank ones say nothing. Raises SettingsError, with the line's number."""
-    numbers: dict[str, int] = {}
+    """Yield the requests of a file's lines; blank ones say nothing. Raises SettingsError, with the line's number."""
+    numbers: dict[str | None, int] = {}
     for number, line in enumerate(lines, 1):
         if len(line) > MAX_LINE_BYTES:
             raise SettingsError(f"line {number} has more than {size_of(MAX_LINE_BYTES)}, the most that is taken")
@@ -33,8 +36,11 @@ def batch_requests(lines: Iterable[bytes]) -> Iterator[BatchRequest]:
             request = _parsed(line)
         except ValueError as error:
             raise SettingsError(f"line {number} {error}") from error
+        except RecursionError:
+            yield BatchRequest(None, "", b"", f"line {number} is nested too deeply to be read")
+            continue
         if (first := numbers.setdefault(request.custom_id, number)) != number:
-            raise SettingsError(f"line {number} has the custom_id of line {first}: {request.custom_id[:80]!r}")
+            raise SettingsError(f"line {number} has the custom_id of line {first}: {str(request.custom_id)[:80]!r}")
         yield request
 
 
@@ -50,19 +56,25 @@ def _parsed(line: bytes) -> BatchRequest:
         raise ValueError("needs a custom_id, a text by which its answer is known")
     if given.get("method", "POST") != "POST":
         raise ValueError(f"must have the method POST, not {given['method']!r}")
-    if not isinstance(path, str) or not path.startswith("/"):
+    if not isinstance(path, str) or not (path.startswith("/") and path.isascii() and path.isprintable()):
         raise ValueError("needs a url such as /v1/chat/completions")
     if not isinstance(body, dict):
         raise ValueError("needs a body, the JSON object that is sent")
     if body.get("stream"):
         raise ValueError("asks for a stream: the answers of a batch come whole")
-    return BatchRequest(custom_id, path, body)
+    try:
+        return BatchRequest(custom_id, path, json_line(body).encode())
+    except (ValueError, RecursionError) as error:
+        return BatchRequest(custom_id, path, b"", f"the body is no JSON that can be sent: {error}")
 
 
 def answered(request: BatchRequest, status: int, request_id: str, body: Any) -> str:
-    """The line about a request that was answered, be it with an error."""
+    """Return the line about a request that was answered, be it with an error, or with what cannot be written down."""
     response = {"status_code": status, "request_id": request_id, "body": body}
-    return _line(request, request_id, response, None)
+    try:
+        return _line(request, request_id, response, None)
+    except (ValueError, RecursionError) as error:
+        return failed(request, "invalid_response", f"status {status}, and no JSON that can be written down: {error}")
 
 
 def failed(request: BatchRequest, code: str, message: str) -> str:
@@ -72,4 +84,4 @@ def failed(request: BatchRequest, code: str, message: str) -> str:
 
 def _line(request: BatchRequest, request_id: str, response: Any, error: Any) -> str:
     told = {"id": f"batch_req_{request_id}", "custom_id": request.custom_id, "response": response, "error": error}
-    return json.dumps(told, ensure_ascii=False, separators=(",", ":"))
+    return json_line(told)

@@ -16,7 +16,7 @@ from serving_core.errors import SettingsError, SplitServeError
 from serving_core.tls import TlsFiles, client_context
 from serving_core.units import MIB, size_of
 from splitserve.batches import LATER, MAX_LINE_BYTES, BatchRequest, answered, batch_requests, failed
-from splitserve.commands.server_options import api_key_option, tls_options
+from splitserve.commands.server_options import SERVER_VARIABLE, api_key_option, tls_options
 from splitserve.commands.terminal import report, waiting
 from splitserve.signals import run_to_end
 
@@ -57,6 +57,8 @@ class Batch:
 
     async def _answer(self, request: BatchRequest) -> tuple[bool, str]:
         """Whether it was answered as it should be, and its line. Who is turned away for now asks again."""
+        if request.problem:
+            return False, failed(request, "invalid_request", request.problem)
         pauses = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=self.deadline_s)
         last = f"not answered within {self.deadline_s:g} s"
         try:
@@ -105,8 +107,9 @@ class Batch:
     help="What became of each, a line as soon as it is known; a file that is not there yet.",
 )  # fmt: skip
 @click.option(
-    "--server", default="http://127.0.0.1:8000", show_default=True, help="http://HOST:PORT of the HTTP port, or https."
-)
+    "--server", envvar=SERVER_VARIABLE, show_envvar=True, default="http://127.0.0.1:8000", show_default=True,
+    help="http://HOST:PORT of the HTTP port, or https.",
+)  # fmt: skip
 @click.option(
     "--max-concurrency", default=64, show_default=True, type=click.IntRange(1, 4096), help="Requests at the same time."
 )
@@ -162,8 +165,9 @@ async def _check(client: httpx2.AsyncClient) -> None:
         raise SplitServeError(_message(response) or f"/v1/models is answered with status {response.status_code}")
 
 
-async def _ask(client: httpx2.AsyncClient, method: str, path: str, body: Any = None) -> httpx2.Response:
-    async with client.stream(method, path, json=body) as response:
+async def _ask(client: httpx2.AsyncClient, method: str, path: str, body: bytes | None = None) -> httpx2.Response:
+    of_body = {"content-type": "application/json"} if body is not None else {}
+    async with client.stream(method, path, content=body, headers=of_body) as response:
         content = bytearray()
         async for part in response.aiter_bytes():
             content += part
@@ -192,7 +196,9 @@ def _created(path: Path) -> IO[str]:
 def _client(server: str, api_key: str | None, tls: TlsFiles, max_concurrency: int) -> httpx2.AsyncClient:
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     if not server.startswith(("http://", "https://")):
-        raise SettingsError(f"--server must be http://HOST:PORT, that of HTTP, or https://, not {server!r}")
+        raise SettingsError(
+            f"--server, or {SERVER_VARIABLE}, must be http://HOST:PORT, that of HTTP, or https://, not {server!r}"
+        )
     try:
         return httpx2.AsyncClient(
             base_url=server,
@@ -219,10 +225,10 @@ def _id_of(response: httpx2.Response) -> str:
 
 
 def _body(response: httpx2.Response) -> Any:
-    """As JSON, or as text where it is none."""
+    """As JSON, or as text where it is none that can be read."""
     try:
         return json.loads(response.content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return response.text
 
 

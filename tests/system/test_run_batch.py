@@ -1,6 +1,7 @@
 """`splitserve run-batch` against a server that takes fewer at once than it is sent."""
 
 import json
+import math
 import re
 
 import httpx2
@@ -73,6 +74,35 @@ def test_what_the_server_refuses_is_told_beside_the_others(cluster, tmp_path):
     statuses = {custom_id: each["response"]["status_code"] for custom_id, each in told.items()}
     assert statuses == {"good": 200, "bad": 400, "odd": 404}
     assert "max_tokens" in told["bad"]["response"]["body"]["error"]["message"]
+
+
+def test_a_line_that_cannot_be_sent_or_taken_does_not_end_the_run(cluster, tmp_path):
+    deep = '{"custom_id": "deep", "url": "/v1/completions", "body": {"prompt": ' + "[" * 2000 + "]" * 2000 + "}}\n"
+    good = [line(f"good{index}", {"prompt": "x", "max_tokens": 1}) for index in range(8)]
+    bad = [
+        line("half", {"prompt": "\ud800", "max_tokens": 1}),
+        line("number", {"prompt": "x", "temperature": math.nan}),
+        line("\udfff", {"prompt": "x", "max_tokens": 1}),
+        deep,
+    ]
+    done = run(cluster, tmp_path, *bad, *good)
+    assert (done.exit_code, "3 of 12 failed" in done.stderr) == (1, True), done.stderr
+    told = outcomes(tmp_path)
+    assert {told[f"good{index}"]["response"]["status_code"] for index in range(8)} == {200}
+    assert told["\udfff"]["response"]["status_code"] == 200
+    assert "prompt must be a string of valid Unicode" in told["half"]["response"]["body"]["error"]["message"]
+    assert told["number"]["error"]["message"].startswith("the body is no JSON that can be sent")
+    assert told[None]["error"]["message"] == "line 4 is nested too deeply to be read"
+
+
+def test_the_server_may_be_named_by_the_environment(cluster, tmp_path):
+    (tmp_path / "in.jsonl").write_text(line("a", {"prompt": "x", "max_tokens": 1}))
+    command = ["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
+    done = CliRunner().invoke(main, command, env={"SPLITSERVE_SERVER": "localhost:50051"})
+    assert (done.exit_code, "SPLITSERVE_SERVER, must be http://HOST:PORT" in done.stderr) == (2, True)
+    done = CliRunner().invoke(main, command, env={"SPLITSERVE_SERVER": cluster.url})
+    assert done.exit_code == 0, done.stderr
+    assert outcomes(tmp_path)["a"]["response"]["status_code"] == 200
 
 
 def test_nothing_is_asked_where_a_line_is_no_request_or_the_output_is_there(cluster, tmp_path):

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from starlette.types import Scope, Send
 
-from coordinator.doors.http.json_text import dumped
+from serving_core.json_lines import json_line
 
 BREAK_OFF: Final = "break_off"  # of the state of a call's scope: what ends its response as one that is not whole
 DONE: Final = b"data: [DONE]\n\n"
@@ -18,7 +18,7 @@ HEADERS: Final = [
 
 def event(value: Any) -> bytes:
     """One event that carries a JSON value."""
-    return b"data: " + dumped(value).encode() + b"\n\n"
+    return b"data: " + json_line(value).encode() + b"\n\n"
 
 
 def named_event(value: Mapping[str, Any]) -> bytes:
