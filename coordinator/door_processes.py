@@ -67,7 +67,7 @@ class Doors:
     def listen(self) -> None:
         """Takes the ports for the doors. Raises SettingsError."""
         settings = self._settings
-        self.port = self._hold(Port("--port", settings.host, settings.port))
+        self.port = self._hold(Port("--grpc-port", settings.host, settings.grpc_port))
         if settings.http_port >= 0:
             self.http_port = self._hold(Port("--http-port", settings.http_host, settings.http_port))
 
@@ -175,7 +175,7 @@ class Doors:
             await asyncio.sleep(pause_s)
 
     async def _spawn(self, number: int, path: Path) -> asyncio.subprocess.Process:
-        given = dataclasses.replace(self._settings, port=self.port, http_port=self.http_port, fleet_secret="")
+        given = dataclasses.replace(self._settings, grpc_port=self.port, http_port=self.http_port, fleet_secret="")
         settings = DoorSettings(given, str(path), number)
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "serving_core.child", str(os.getpid())),

@@ -124,7 +124,7 @@ class CoordinatorServer:
         settings = self._settings
         check_ports(
             [
-                Port("--port", settings.host, settings.port),
+                Port("--grpc-port", settings.host, settings.grpc_port),
                 Port("--fleet-port", settings.fleet_host, settings.fleet_port),
                 Port("--http-port", settings.http_host, settings.http_port),
             ]

@@ -37,7 +37,7 @@ class CoordinatorSettings:
 
     model: str = flag("", "Model folder; its config.json and tokenizer files are read.", positional=True)
     host: str = flag("127.0.0.1", "Address of the public gRPC service.")
-    port: int = flag(50051, "Port of the public gRPC service; 0 takes a free one.", minimum=0, maximum=65535)
+    grpc_port: int = flag(50051, "Port of the public gRPC service; 0 takes a free one.", minimum=0, maximum=65535)
     fleet_host: str = flag("127.0.0.1", "Address that nodes dial.")
     fleet_port: int = flag(50052, "Port that nodes dial; 0 takes a free one.", minimum=0, maximum=65535)
     http_host: str = flag("127.0.0.1", "Address of the OpenAI-compatible HTTP service.")

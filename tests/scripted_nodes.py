@@ -21,7 +21,7 @@ from tests.tiny_models import write_fake_model
 
 DEADLINE_S = 120.0
 SETTINGS = {
-    "port": 0,
+    "grpc_port": 0,
     "fleet_port": 0,
     "http_port": -1,
     "heartbeat_s": 30.0,
@@ -241,11 +241,11 @@ async def begin(c):
     return job.attempt, job
 
 
-async def hand_over(c, attempt, text="a", index=0, *, num_cached_tokens=0, **num_bytes):
+async def hand_over(c, attempt, text="a", index=0, *, num_cached_tokens=0, logprob=None, **num_bytes):
     """First token, ticket and commit of an attempt on p0 and d0, which is told that the prompt is read; the coordinator
     has heard of them, in this order."""
     p0, d0 = c.nodes["p0"], c.nodes["d0"]
-    token = events.sampled(attempt, index, ord(text))
+    token = events.sampled(attempt, index, ord(text), logprob=logprob)
     await p0.send(events.first_token(token, num_cached_tokens=num_cached_tokens))
     assert (await d0.command("begun")).attempt == attempt
     await c.until_heard(p0)

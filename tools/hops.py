@@ -60,7 +60,7 @@ class Fleet:
         self.target = f"127.0.0.1:{port}"
         env = {**os.environ, "OMP_NUM_THREADS": "1", "SPLITSERVE_FLEET_SECRET": "hops", "PYTHONSAFEPATH": "1"}
         flags = {role: ["--coordinator", f"127.0.0.1:{fleet_port}"] for role in ROLES[1:]}
-        flags["coordinator"] = ["--port", f"{port}", "--fleet-port", f"{fleet_port}", "--http-port", "-1"]
+        flags["coordinator"] = ["--grpc-port", f"{port}", "--fleet-port", f"{fleet_port}", "--http-port", "-1"]
         self.counts = {role: folder / role for role in ROLES}
         self.processes = {}
         for role in ROLES:

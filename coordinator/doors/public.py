@@ -101,7 +101,7 @@ class PublicDoor:
         """Has both ports. Raises SettingsError."""
         settings, tls = self._settings, self._tls
         shares, verifies = settings.doors > 1, settings.tls_verify_clients
-        self.port = self._public.listen(settings.host, settings.port, tls, verifies=verifies, shares_port=shares)
+        self.port = self._public.listen(settings.host, settings.grpc_port, tls, verifies=verifies, shares_port=shares)
         if self._http is not None:
             self.http_port = self._http.listen(settings.http_host, settings.http_port, shares_port=shares)
 

@@ -129,7 +129,7 @@ _COORDINATOR: Final[Hints] = {
         (*_RANKS, _MEMORY, "--gpu-memory-utilization", "--kv-cache-memory-bytes"),
         "nodes have it: `splitserve prefill --help`",
     ),
-    "--grpc-port": "it is --port, beside --http-port and --fleet-port",
+    "--port": "there are three, --grpc-port, --http-port and --fleet-port",
 }
 _NODE: Final[Hints] = {
     **_OF_THE_FOLDER,
@@ -197,9 +197,10 @@ VALUE_HINTS: Final[Mapping[str, Hints]] = {
         **dict.fromkeys(("llama4_pythonic", "llama4"), "it is `pythonic`"),
     },
     "--reasoning-parser": dict.fromkeys(("deepseek_r1", "deepseek-r1", "qwen3"), _THINK),
-    "--backend": dict.fromkeys(
-        ("vllm", "sglang", "openai-chat", "sglang-oai"), "any server with OpenAI's API is `openai`"
-    ),
+    "--backend": {
+        **dict.fromkeys(("vllm", "sglang", "sglang-oai"), "any server with OpenAI's API is `openai`"),
+        "openai-chat": "it is `openai` with --endpoint /v1/chat/completions",
+    },
 }
 """By flags, of their values."""
 

@@ -137,7 +137,7 @@ def plan_cluster(
     shared = {"model": str(model.folder), "drain_s": settings.drain_s, "fleet_secret": place.fleet_secret}
     front = {
         "host": settings.host,
-        "port": settings.grpc_port,
+        "grpc_port": settings.grpc_port,
         "node_wait_s": settings.node_wait_s,
         "http_port": settings.http_port,
         "fleet_host": place.fleet_host,

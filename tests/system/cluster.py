@@ -234,7 +234,7 @@ class Cluster:
 
     def start_coordinator(self, *, env: Flags | None = None, **flags: object) -> Child:
         """Starts the coordinator; `flags` and `env` go over the cluster's."""
-        ports = {"port": self.port, "fleet_port": self.fleet_port, "http_port": self.http_port}
+        ports = {"grpc_port": self.port, "fleet_port": self.fleet_port, "http_port": self.http_port}
         given = {**ports, **self._tls("coordinator"), **self._coordinator_flags, **flags}
         return self._start("coordinator", "coordinator", given, env)
 

@@ -142,7 +142,7 @@ def test_nothing_from_the_model_folder_is_executed(run, tmp_path):
     for name in ("code.py", "tokenizer.py", "conftest.py", "sitecustomize.py"):
         (folder / name).write_text(code)
     run("decode", folder)
-    run("coordinator", folder, port=_taken_port(), fleet_port=free_port())
+    run("coordinator", folder, grpc_port=_taken_port(), fleet_port=free_port())
     assert not proof.exists()
 
 
@@ -161,16 +161,16 @@ def _close_sockets():
         _sockets.pop().close()
 
 
-@pytest.mark.parametrize("which", few(["port", "fleet_port"]))
+@pytest.mark.parametrize("which", few(["grpc_port", "fleet_port"]))
 def test_port_in_use(run, model, which):
     taken = _taken_port()
-    ports = {"port": free_port(), "fleet_port": free_port()} | {which: taken}
+    ports = {"grpc_port": free_port(), "fleet_port": free_port()} | {which: taken}
     assert str(taken) in run("coordinator", model, **ports)
 
 
 @pytest.mark.nightly
 def test_second_coordinator_on_the_same_ports(run, cluster, model):
-    ports = {"port": cluster.port, "fleet_port": cluster.fleet_port}
+    ports = {"grpc_port": cluster.port, "fleet_port": cluster.fleet_port}
     sentence = run("coordinator", model, **ports, env={"SPLITSERVE_FLEET_SECRET": FLEET_SECRET})
     assert str(cluster.port) in sentence or str(cluster.fleet_port) in sentence
     assert cluster.is_serving()
@@ -195,7 +195,7 @@ OFF_LOOPBACK = {
 @pytest.mark.parametrize("name", few(OFF_LOOPBACK))
 def test_off_loopback_without_a_secret(run, model, name):
     role, flags, secret = OFF_LOOPBACK[name]
-    ports = {"port": free_port(), "fleet_port": free_port()} if role == "coordinator" else {}
+    ports = {"grpc_port": free_port(), "fleet_port": free_port()} if role == "coordinator" else {}
     assert f"SPLITSERVE_{secret}" in run(role, model, **ports, **flags)
 
 

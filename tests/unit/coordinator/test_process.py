@@ -39,7 +39,7 @@ from tests.tiny_models import write_fake_model
 from tests.unit.coordinator.http_kit import in_module_loop, plain_client, until, url_of
 
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
-PORTS = ("--port", "0", "--fleet-port", "0", "--http-port", "-1")
+PORTS = ("--grpc-port", "0", "--fleet-port", "0", "--http-port", "-1")
 
 
 @contextlib.asynccontextmanager
@@ -221,8 +221,8 @@ def test_why_it_does_not_start(tmp_path):
 def test_a_port_in_use_is_named(tmp_path):
     async def scenario():
         async with coordinator(tmp_path) as (_, port, _fleet_port):
-            line = await asyncio.to_thread(refusal, tmp_path, "--port", port)
-            assert line == f"coordinator: --port {port} is in use on 127.0.0.1"
+            line = await asyncio.to_thread(refusal, tmp_path, "--grpc-port", port)
+            assert line == f"coordinator: --grpc-port {port} is in use on 127.0.0.1"
 
     run(scenario())
 

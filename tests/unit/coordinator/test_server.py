@@ -4,6 +4,7 @@ import asyncio
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
@@ -469,12 +470,16 @@ def test_stock_tools_can_ask_what_is_served(tmp_path, version):
                 request_serializer=ask.SerializeToString,
                 response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
             )
-            requests = [ask(list_services=""), ask(file_containing_symbol="splitserve.v1.Inference")]
-            services, file = [response async for response in info(iter(requests))]
-            names = {service.name for service in services.list_services_response.service}
-            assert {"splitserve.v1.Inference", "splitserve.v1.Admin", "grpc.health.v1.Health"} <= names
-            assert "splitserve.v1.Fleet" not in names
-            assert file.HasField("file_descriptor_response")
+            [services] = [response async for response in info(iter([ask(list_services="")]))]
+            names = [service.name for service in services.list_services_response.service]
+            ours = ["splitserve.v1.Inference", "splitserve.v1.Admin", "grpc.health.v1.Health"]
+            reflections = [f"grpc.reflection.{each}.ServerReflection" for each in ("v1", "v1alpha")]
+            assert sorted(names) == sorted([*ours, *reflections])
+            files = info(iter([ask(file_containing_symbol=name) for name in names]))
+            described = [each.file_descriptor_response.file_descriptor_proto async for each in files]
+            for name, [file, *_] in zip(names, described, strict=True):  # as `grpcurl describe` asks for each
+                parsed = descriptor_pb2.FileDescriptorProto.FromString(file)
+                assert name in [f"{parsed.package}.{service.name}" for service in parsed.service]
             fleet = c.channel.stream_stream("/splitserve.v1.Fleet/Attach")()
             assert await fleet.code() is grpc.StatusCode.UNIMPLEMENTED
 
@@ -484,12 +489,9 @@ def test_stock_tools_can_ask_what_is_served(tmp_path, version):
 def test_a_port_in_use_and_a_missing_model_are_told(tmp_path):
     async def scenario():
         async with cluster(tmp_path, http_port=0) as c:
-            for name in ("port", "fleet_port", "http_port"):
-                taken = {name: getattr(c.server, name)}
-                settings = CoordinatorSettings(
-                    model=str(tmp_path), **{"port": 0, "fleet_port": 0, "http_port": 0, **taken}
-                )
-                [port] = taken.values()
+            ports = {"grpc_port": c.server.port, "fleet_port": c.server.fleet_port, "http_port": c.server.http_port}
+            for name, port in ports.items():
+                settings = CoordinatorSettings(model=str(tmp_path), **{**dict.fromkeys(ports, 0), name: port})
                 with pytest.raises(SettingsError, match=f"port {port} is in use"):
                     await CoordinatorServer(settings).start()
         with pytest.raises(ModelError, match="no model folder was given"):

@@ -134,7 +134,7 @@ def test_only_the_public_ports_are_published_and_the_fleet_has_a_network_of_its_
         name: [*map(interpolated, service["ports"])] for name, service in SERVICES.items() if "ports" in service
     }
     values = flat(settings_of("coordinator"))
-    assert published.pop("coordinator") == [f"{port}:{port}" for port in (values["port"], values["http_port"])]
+    assert published.pop("coordinator") == [f"{port}:{port}" for port in (values["grpc_port"], values["http_port"])]
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
     assert COMPOSE["networks"]["fleet"] == {"internal": True}
 

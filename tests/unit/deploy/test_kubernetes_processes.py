@@ -84,7 +84,7 @@ def test_secrets_come_from_files_and_stand_in_no_manifest(variant, component):
 def test_nodes_dial_the_fleets_port_and_clients_the_others(variant, tmp_path, monkeypatch):
     flags = coordinator(variant, tmp_path, monkeypatch)
     ports = {port["name"]: port["containerPort"] for port in container(ours(variant)["coordinator"])["ports"]}
-    assert ports == {"grpc": flags["port"], "fleet": flags["fleet_port"], "http": flags["http_port"]}
+    assert ports == {"grpc": flags["grpc_port"], "fleet": flags["fleet_port"], "http": flags["http_port"]}
     host, port = node(variant, tmp_path, monkeypatch)["coordinator"].split(":")
     (dialled,) = named(variant, "Service", host)["spec"]["ports"]
     assert (dialled["port"], dialled["targetPort"]) == (int(port), "fleet")
@@ -126,7 +126,7 @@ def test_the_network_lets_in_who_is_expected(variant, tmp_path, monkeypatch):
     to_fleet, to_public = allowed("coordinator")
     flags = coordinator(variant, tmp_path / "again", monkeypatch)
     assert to_fleet == {"from": nodes, "ports": [{"protocol": "TCP", "port": flags["fleet_port"]}]}
-    assert [port["port"] for port in to_public["ports"]] == [flags["port"], flags["http_port"]]
+    assert [port["port"] for port in to_public["ports"]] == [flags["grpc_port"], flags["http_port"]]
     assert "from" not in to_public
 
 

@@ -36,7 +36,7 @@ def test_each_process_is_told_its_place(monkeypatch):
     rooms = [COORDINATOR, PREFILL, DECODE, DECODE]
     told = [received(process, room, monkeypatch) for process, room in zip(processes, rooms, strict=True)]
     front, *nodes = told
-    assert (front["host"], front["port"]) == ("127.0.0.1", 50061)
+    assert (front["host"], front["grpc_port"]) == ("127.0.0.1", 50061)
     assert (front["http_host"], front["http_port"]) == ("127.0.0.1", 8001)
     assert (front["fleet_host"], front["fleet_port"]) == ("127.0.0.1", 4000)
     assert (front["served_model_name"], front["instance_id"]) == ("tiny", "this one")
@@ -77,11 +77,11 @@ def test_secrets_travel_in_the_environment_only():
 
 def test_the_launchers_environment_does_not_overrule_the_plan(monkeypatch):
     monkeypatch.setenv("SPLITSERVE_FAILPOINTS", "sent:3=kill")
-    monkeypatch.setenv("SPLITSERVE_PORT", "1234")
+    monkeypatch.setenv("SPLITSERVE_GRPC_PORT", "1234")
     monkeypatch.setenv("SPLITSERVE_FLEET_SECRET", "other")
     front, *_ = plan_cluster(ClusterSettings(grpc_port=50051), {}, MODEL, PLACE)
     values = received(front, COORDINATOR, monkeypatch)
-    assert (values["port"], values["fleet_secret"]) == (50051, "s3cret")
+    assert (values["grpc_port"], values["fleet_secret"]) == (50051, "s3cret")
     assert front.environment["SPLITSERVE_FAILPOINTS"] == "sent:3=kill"  # which no flag says
 
 

@@ -49,6 +49,7 @@ def test_a_hint_comes_instead_of_a_guess(name):
         (["up", "--tensor-parallel-size", "2"], "--prefill-tp and --decode-tp"),
         (["up", "-tp", "2"], "--prefill-tp and --decode-tp"),
         (["up", "m", "--port=8000"], "--grpc-port and --http-port"),
+        (["coordinator", "m", "--port=8000"], "--grpc-port, --http-port and --fleet-port"),
         (["up", "--mem-fraction-static", "0.9"], "--gpu-memory-utilization"),
         (["up", "--model", "m"], "MODEL is given without a flag"),
         (["generate", "hi", "--target", "a:1"], "--server HOST:PORT"),
@@ -100,7 +101,7 @@ def test_click_guesses_where_there_is_no_hint():
 
 
 def test_a_wrong_value_tells_where_it_comes_from(tmp_path):
-    """As in Kubernetes, which sets SPLITSERVE_PORT for a service of this name."""
+    """As in Kubernetes, which sets variables of such names for a service of this name."""
     config = tmp_path / "c.yaml"
     config.write_text("block-size: small\n")
     for arguments, environment, source in (

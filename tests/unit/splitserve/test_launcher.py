@@ -472,7 +472,7 @@ def test_a_role_becomes_the_process_of_its_room(model):
         "splitserve",
         "coordinator",
         str(model),
-        f"--port={port}",
+        f"--grpc-port={port}",
         f"--fleet-port={fleet_port}",
         "--http-port=-1",
     ]

@@ -27,7 +27,7 @@ def model(tmp_path_factory):
 def flags_of(role):
     if role == "decode":
         return ["--coordinator", f"127.0.0.1:{free_port()}", "--num-kv-blocks", "8", "--block-size", "8"]
-    return ["--port", str(free_port()), "--fleet-port", str(free_port()), "--http-port", "-1"]
+    return ["--grpc-port", str(free_port()), "--fleet-port", str(free_port()), "--http-port", "-1"]
 
 
 ROLES = {"decode": b"weights loaded in", "coordinator": b"clients may dial port"}  # and what each says in time
