@@ -1,5 +1,5 @@
 """Any server with an OpenAI-compatible /v1/completions that takes token ids, or text alone where the data set is text,
-such as vLLM's or SplitServe's own."""
+or with a /v1/chat/completions, such as vLLM's or SplitServe's own."""
 
 import asyncio
 import json
@@ -42,8 +42,11 @@ class OpenAIBackend:
         self._is_own = False
 
     def prepare(self, request: OrderedRequest) -> bytes:
+        asked: dict[str, Any] = {"prompt": request.text or request.prompt.tolist()}
+        if self._target.takes_chats:
+            asked = {"messages": [{"role": "user", "content": request.text}]}
         fields: dict[str, Any] = {
-            "prompt": request.text or request.prompt.tolist(),
+            **asked,
             "max_tokens": request.output_tokens,
             **GREEDY,
             "ignore_eos": request.ignore_eos,
@@ -222,7 +225,7 @@ def _count(said: Mapping[str, Any], moment_s: float, reply: Reply) -> None:
     elif usage:
         num_tokens = usage["completion_tokens"] - before
     else:
-        num_tokens = 0 if ends and not choice["text"] else 1
+        num_tokens = 0 if _is_silent(choice, ends=ends) else 1
     if num_tokens:
         reply.arrived(moment_s, num_tokens)
     elif ends:
@@ -231,3 +234,10 @@ def _count(said: Mapping[str, Any], moment_s: float, reply: Reply) -> None:
     reply.is_stopped |= ends and choice["finish_reason"] != "length"
     if timeline := choice.get("timeline"):
         reply.timeline = times_of(timeline)
+
+
+def _is_silent(choice: Mapping[str, Any], *, ends: bool) -> bool:
+    """Whether an event stands for no token: the end of an answer without text, or what else a chat says without any."""
+    if (delta := choice.get("delta")) is None:
+        return ends and not choice["text"]
+    return not any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls"))

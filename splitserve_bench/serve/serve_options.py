@@ -17,7 +17,7 @@ from splitserve.commands.server_options import SERVER_VARIABLE, api_key_option, 
 from splitserve_bench.options import Command, NumberRange, RepeatingCommand, options_of
 from splitserve_bench.serve.arrivals import RAMPS, Ramp
 from splitserve_bench.serve.stages import parse_stages
-from splitserve_bench.serve.target import BACKENDS, COMPLETIONS, LIMITS, OPENAI, SPLITSERVE, Target
+from splitserve_bench.serve.target import BACKENDS, CHATS, COMPLETIONS, LIMITS, OPENAI, SPLITSERVE, Target
 
 RANDOM, AZURE, MOONCAKE, SHAREGPT, CUSTOM = "random", "azure", "mooncake", "sharegpt", "custom"
 TRACES: Final = (AZURE, MOONCAKE)
@@ -97,6 +97,8 @@ class ServeOptions:
         check_prompts(self.dataset_name, self.random_prefix_len, self.text_output_len, self.skip_chat_template)
         if self.dataset_name in TEXTS and self.tokenizer is None:
             raise SettingsError(f"--dataset-name {self.dataset_name} needs the model's tokenizer: --tokenizer FOLDER")
+        if self.takes_chats and self.tokenizer is None:
+            raise SettingsError(f"--endpoint {self.endpoint} takes text, which --tokenizer FOLDER makes of the tokens")
         if self.send_limits and not self.goodput:
             raise SettingsError("--send-limits tells the limits of --goodput, and there are none")
 
@@ -153,8 +155,14 @@ class ServeOptions:
 
     @property
     def backend_name(self) -> str:
-        """One of BACKENDS: the one that is named, else the one that understands the address."""
-        return self.backend or (OPENAI if SCHEME in (self.server or "") else SPLITSERVE)
+        """One of BACKENDS: the one that is named, else the one that understands the address and the endpoint."""
+        is_openai = SCHEME in (self.server or "") or self.endpoint.endswith(CHATS)
+        return self.backend or (OPENAI if is_openai else SPLITSERVE)
+
+    @property
+    def takes_chats(self) -> bool:
+        """Whether prompts are sent as conversations."""
+        return self.backend_name == OPENAI and self.endpoint.endswith(CHATS)
 
     def where(self) -> Target:
         """Raises SettingsError for flags that contradict one another."""
@@ -248,7 +256,9 @@ where_options = options_of(
     click.option("--backend", type=click.Choice(BACKENDS), help="By default the one that --server is an address of."),
     click.option("--host", hidden=True),  # vLLM's, instead of --server
     click.option("--port", hidden=True, type=click.IntRange(1, 65535)),
-    click.option("--endpoint", default=COMPLETIONS, show_default=True, help="Of an OpenAI-compatible server."),
+    click.option(
+        "--endpoint", default=COMPLETIONS, show_default=True, help=f"Of an OpenAI-compatible server; /v1{CHATS} too."
+    ),
     click.option("--model", default="", help="Served model; by default what is served."),
     api_key_option,
     tls_options,
@@ -256,8 +266,8 @@ where_options = options_of(
         "--extra-body", default="{}", help="JSON object of more fields: of an OpenAI-compatible server, or limits."
     ),
     tokenizer_option(
-        f"Model folder: its tokenizer tells how long the texts of {SHAREGPT} and {CUSTOM} are, and its vocabulary "
-        "is what random prompts are drawn from where the server does not tell its own."
+        f"Model folder: its tokenizer tells how long the texts of {SHAREGPT} and {CUSTOM} are, and what text random "
+        "prompts are in chats; its vocabulary is what these are drawn from where the server does not tell its own."
     ),
     click.option("--vocab-size", type=click.IntRange(1), help="The same as a number."),
 )

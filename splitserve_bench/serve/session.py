@@ -10,7 +10,14 @@ from splitserve_bench.serve.records import Outcome, PlannedRequest
 from splitserve_bench.serve.serve_options import CAPACITY_CONCURRENCY, ServeOptions
 from splitserve_bench.serve.stages_report import capacity_line
 from splitserve_bench.serve.target import Target
-from splitserve_bench.serve.workloads import Workload, capacity_load, capacity_per_s, vocab_size_of, warm_up_of
+from splitserve_bench.serve.workloads import (
+    Workload,
+    as_texts,
+    capacity_load,
+    capacity_per_s,
+    vocab_size_of,
+    warm_up_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,8 @@ class Session:
         max_concurrency: int | None,
         obey_retry_after: int = 0,
     ) -> list[Outcome]:
+        if self.target.takes_chats and self.options.tokenizer is not None:
+            planned = as_texts(planned, self.options.tokenizer)
         with shown_progress(label) as on_progress:
             return await run_load(
                 self.target,

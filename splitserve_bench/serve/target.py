@@ -9,6 +9,7 @@ from serving_core.tls import TlsFiles
 SPLITSERVE, OPENAI = "splitserve", "openai"
 BACKENDS: Final = (SPLITSERVE, OPENAI)
 COMPLETIONS: Final = "/v1/completions"
+CHATS: Final = "/chat/completions"  # ends the path of an endpoint that takes conversations
 LIMITS: Final = ("ttft_ms", "tpot_ms", "slo_class", "priority")  # of every request, the same for both backends
 
 
@@ -26,6 +27,11 @@ class Target:
         default_factory=dict
     )  # more fields of every request; of splitserve LIMITS alone
     tls: TlsFiles = field(default_factory=TlsFiles)
+
+    @property
+    def takes_chats(self) -> bool:
+        """Whether each prompt is a conversation of one message, as text."""
+        return self.backend == OPENAI and self.endpoint.endswith(CHATS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Final
 from tokenizers import Tokenizer
 
 from serving_core.errors import SettingsError
+from serving_core.tokenizer_files import read_tokenizer_files
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.arrivals import ramp_times_s, send_times_s
 from splitserve_bench.serve.datasets import FittedLoad, Shape, fit, ordinary_ids, plan, random_load
@@ -87,6 +88,13 @@ def warm_up_of(workload: Workload, count: int, vocab_size: int, seed: int) -> li
     return requests
 
 
+def as_texts(planned: Sequence[PlannedRequest], folder: Path) -> list[PlannedRequest]:
+    """Return the same requests with prompts as text: what the tokenizer of the folder makes of the tokens of those that
+    have none. Raises ModelError."""
+    tokenizer = read_tokenizer_files(folder).tokenizer
+    return [each if each.text else replace(each, text=tokenizer.decode(each.prompt)) for each in planned]
+
+
 def vocab_size_of(options: ServeOptions, served: ServedModel, report: Callable[[str], None]) -> int:
     """As told by a flag, a folder, the server; else a guess, which is reported."""
     if options.vocab_size is not None:
@@ -139,7 +147,7 @@ def _texts(options: ServeOptions) -> tuple[Sequence[Shape], list[float]]:
         options.dataset_path,
         options.tokenizer,
         options.text_output_len,
-        skips_chat_template=options.skip_chat_template,
+        skips_chat_template=options.skip_chat_template or options.takes_chats,  # the server renders a chat
     )
     shapes = texts.shapes(options.num_prompts or NUM_PROMPTS, Random(options.seed))
     return shapes, _times_s(len(shapes), options)

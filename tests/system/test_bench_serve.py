@@ -77,6 +77,19 @@ def test_both_sides_count_the_tokens_of_texts_alike(cluster, where, tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("where", ["openai"], indirect=True)
+def test_chats_count_what_the_nodes_count(cluster, where, tmp_path):
+    """A conversation has the tokens of its text, and those that the chat template puts around it."""
+    words = ["--num-prompts", 12, "--random-input-len", 20, "--random-output-len", 6, "--num-warmups", 2]
+    flags = ["--endpoint", "/v1/chat/completions", "--tokenizer", cluster.model, "--json", "--save-detailed"]
+    result = run(where, *words, *flags, cwd=tmp_path)
+    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (12, 0, 12 * 6)
+    (file,) = tmp_path.glob("*.requests.jsonl")
+    for request in map(json.loads, file.read_text().splitlines()):
+        assert sum(request["arrival_tokens"]) == request["num_output_tokens"] == 6
+        assert request["num_prompt_tokens"] > 20
+
+
 def test_more_than_a_cluster_can_answer_is_counted_by_stages(start_cluster, tmp_path):
     """A prompt of 100 tokens takes 220 ms, so that of twenty a second most cannot have their first token in time: they
     are refused with the time to come back."""

@@ -280,6 +280,10 @@ REFUSED = {
     "a trace for random requests": (["--dataset-path", __file__], "--dataset-path"),
     "texts without a file": (["--dataset-name", "sharegpt"], "sharegpt needs a file: --dataset-path"),
     "texts without a tokenizer": (TEXT, "custom needs the model's tokenizer: --tokenizer FOLDER"),
+    "chats without a tokenizer": (
+        ["--endpoint", "/v1/chat/completions"],
+        "which --tokenizer FOLDER makes of the tokens",
+    ),
     "gaps of texts": ([*TEXT, "--tokenizer", ".", "--time-scale", "2"], "--time-scale 2 is of a trace's gaps"),
     "lengths of texts": ([*TEXT, "--length-scale", "2"], "--length-scale 2 is of a trace's lengths"),
     "a beginning of texts": ([*TEXT, "--random-prefix-len", "2"], "--random-prefix-len 2 is of random prompts"),
