@@ -319,6 +319,8 @@ class Dispatcher:
         self._tracker.check_room(num_answers, now, record.asker)
         self._calls[plan.request_id] = _Live(call, record.asker, plan.call_number)
         self._journal.begun(record)
+        if plan.pooling is None:
+            self._journal.asked(len(plan.samplings), plan.samplings[0].max_tokens)
         self._idle.clear()
         # One for all answers, so that it is hashed once.
         prompt = Prompt(plan.prompt, plan.cache_salt, plan.adapter, is_read_whole=plan.is_read_whole)

@@ -10,6 +10,7 @@ SECONDS: Final = (
     0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0,
 )  # fmt: skip
 TOKENS: Final = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+ANSWERS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)  # of one request
 BATCH: Final = tuple(float(2**power) for power in range(15))  # what one step holds
 
 

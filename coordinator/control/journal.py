@@ -32,6 +32,10 @@ class Journal:
         """A call is live; until it is over, lines about it tell who asks, and it is told what becomes of it."""
         self._records[record.request_id] = record
 
+    def asked(self, num_answers: int, max_tokens: int) -> None:
+        """A call asks for so many answers, each of so many tokens at most."""
+        self._metrics.asked(num_answers, max_tokens)
+
     def over(self, request_id: str) -> None:
         """The call and all its answers have ended."""
         self._records.pop(request_id, None)

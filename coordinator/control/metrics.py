@@ -11,7 +11,7 @@ from coordinator.control.attainment import AttainmentCounts
 from coordinator.control.slo import UNNAMED, SloClass
 from coordinator.control.timeline import Phase
 from protos import inference_pb2
-from serving_core.histograms import TOKENS, Histogram
+from serving_core.histograms import ANSWERS, TOKENS, Histogram
 
 # How a loan ended: with blocks, or without any, which are then computed.
 LENT: Final = "lent"
@@ -31,6 +31,7 @@ class Metrics:
         self.phases = {phase: Histogram() for phase in Phase}
         self.inference = Histogram()  # all of an answer's time but the wait to be read
         self.prompt_lengths, self.answer_lengths = Histogram(TOKENS), Histogram(TOKENS)
+        self.params_n, self.params_max_tokens = Histogram(ANSWERS), Histogram(TOKENS)  # of calls
         # by class, of answers that have ended
         names = [*(each.name for each in slo_classes), UNNAMED]
         self.ttft_by_class = {name: Histogram() for name in names}
@@ -56,6 +57,11 @@ class Metrics:
         self.failed = Counter[str]()
         self.refused = Counter[str]()
         self.transfers_failed = Counter[str]()
+
+    def asked(self, num_answers: int, max_tokens: int) -> None:
+        """Count a call that has begun, with what it asks for."""
+        self.params_n.observe(num_answers)
+        self.params_max_tokens.observe(max_tokens)
 
     def prompt_read(self, num_tokens: int, num_cached_tokens: int) -> None:
         """A prompt has its first token; so many of its own tokens were cached."""

@@ -107,6 +107,9 @@ def _times(metrics: Metrics) -> Iterator[Figure]:
     help = "An answer's time but for the wait to be read."
     yield figure("request_inference_seconds", help, metrics.inference, "request_inference_time_seconds")
     yield figure("request_prompt_tokens", "Tokens of a prompt.", metrics.prompt_lengths, "request_prompt_tokens")
+    yield figure("request_params_n", "Answers that a request asks for.", metrics.params_n, "request_params_n")
+    help, name = "Most tokens of each answer that a request asks for.", "request_params_max_tokens"
+    yield figure(name, help, metrics.params_max_tokens, name)
     names = ("request_generation_tokens", "request_max_num_generation_tokens")  # each answer is a group of its own
     yield figure("request_generation_tokens", "Tokens of an answer.", metrics.answer_lengths, *names)
 

@@ -7,6 +7,7 @@ from coordinator.control.outcomes import FINISH_REASONS
 from coordinator.control.registry import Node
 from coordinator.control.tracker import Tracker
 from serving_core.figures import Figure, Labels, counter, gauge
+from serving_core.reasons import QUEUE_FULL
 
 
 def vllm_figures(metrics: Metrics, tracker: Tracker, nodes: Sequence[Node], *, is_path: bool) -> Iterator[Figure]:
@@ -14,6 +15,8 @@ def vllm_figures(metrics: Metrics, tracker: Tracker, nodes: Sequence[Node], *, i
     ends = {**dict.fromkeys(FINISH_REASONS.values(), 0), **metrics.finished, "error": metrics.failed.total()}
     help = "Answers that have ended, those that failed too."
     yield counter("request_success", help, [({"finished_reason": reason}, count) for reason, count in ends.items()])
+    refused = [({"reason": "max_num_queued_reqs"}, metrics.refused[QUEUE_FULL])]
+    yield counter("admission_rejections", "Requests that were refused as too many were in flight.", refused)
     cached = metrics.num_cached_tokens
     sources = {
         "local_compute": metrics.num_prompt_tokens - cached,

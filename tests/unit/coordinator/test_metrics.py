@@ -34,6 +34,8 @@ HISTOGRAMS = {
 LENGTHS = {
     "splitserve_request_prompt_tokens": "vllm:request_prompt_tokens",
     "splitserve_request_generation_tokens": "vllm:request_generation_tokens",
+    "splitserve_request_params_n": "vllm:request_params_n",
+    "splitserve_request_params_max_tokens": "vllm:request_params_max_tokens",
     "splitserve_node_step_tokens": "vllm:iteration_tokens_total",
     "splitserve_slo_time_to_first_token_seconds": None,
     "splitserve_slo_time_per_output_token_seconds": None,
@@ -99,6 +101,7 @@ SECOND_ALIASES = {
 }
 OF_VLLM_ALONE = {
     ("counter", "vllm:request_success_total"),
+    ("counter", "vllm:admission_rejections_total"),
     ("counter", "vllm:prompt_tokens_by_source_total"),
     ("gauge", "vllm:num_requests_waiting_by_reason"),
     ("gauge", "vllm:engine_sleep_state"),
