@@ -18,6 +18,7 @@ from tests.system.browser import EXECUTABLE, browser
 from tests.system.cluster import Child, free_port, wait_until
 from tests.system.oracle import fake_answer
 from tests.tiny_models import ASSISTANT, BOS, EOS, USER, write_fake_model
+from tests.unit.coordinator.http_kit import answer, template_cluster
 
 pytestmark = [
     pytest.mark.nightly,
@@ -186,6 +187,32 @@ def test_nodes_and_answers_whose_names_differ_at_their_ends_are_told_apart(tmp_p
             call.cancel()
         assert [name[-6:] for name in seen["nodes"]] == [name[-6:] for name in seen["lanes"]] == ["-k9w4d", "-x2lqz"]
         assert sorted(answer[-2:] for answer in seen["answers"]) == ["/0", "/1"]
+
+    run(scenario())
+
+
+def test_code_is_shown_as_code_and_a_system_prompt_goes_before_the_conversation(tmp_path):
+    text = "So:\n```python\nprint(`1`)\n\n```py\n```\nor ```x``` and\n  ``y``\n```"
+    shown = "[...document.querySelectorAll('.message.assistant {0}')].map((each) => each.textContent)"
+
+    def talk(url):
+        with browser() as page:
+            page.open(f"{url}/ui")
+            page.until(f"{NODES}.length === 2")
+            page.ask("document.getElementById('system').value = 'Be brief.'")
+            say(page, "hi")
+            page.until("document.querySelector('.message.assistant') && !document.getElementById('send').disabled")
+            assert not page.problems
+            return page.ask(TEXT), page.ask(shown.format("pre > code"))
+
+    async def scenario():
+        async with template_cluster(tmp_path) as c:
+            talking = asyncio.create_task(asyncio.to_thread(talk, f"http://127.0.0.1:{c.server.http_port}"))
+            prompt = await answer(c, text)
+            told, code = await talking
+        assert prompt == "<|system|>Be brief.<|user|>hi<|assistant|>"
+        assert code == ["print(`1`)\n\n```py\n"]
+        assert told == "So:\nprint(`1`)\n\n```py\nor ```x``` and\n  ``y``\n```"
 
     run(scenario())
 

@@ -442,6 +442,35 @@ async function* events(body) { // of a stream of server-sent events, what each b
   }
 }
 
+const OPENS = /^ {0,3}```[^`]*$/, CLOSES = /^ {0,3}```\s*$/, MAY_FENCE = /^ {0,3}(`{0,2}$|```)/;
+
+function writer(answer) { // of its text as it comes; what stands between lines of ``` is code
+  let code = null, line = "", numTold = 0; // of the last line, characters that are shown
+  const isFence = () => (code ? CLOSES : OPENS).test(line.trimEnd());
+  const tell = () => {
+    (code ?? answer).append(line.slice(numTold));
+    numTold = line.length;
+  };
+  const write = (text) => {
+    for (const piece of text.split(/(?<=\n)/)) {
+      line += piece;
+      const isWhole = line.endsWith("\n");
+      if (!isWhole && !numTold && MAY_FENCE.test(line)) continue;
+      if (isWhole && !numTold && isFence()) {
+        code = code ? null : element("code");
+        if (code) answer.append(element("pre", {}, code));
+      } else {
+        tell();
+      }
+      if (isWhole) [line, numTold] = ["", 0];
+    }
+  };
+  const end = () => {
+    if (!(code && isFence())) tell();
+  };
+  return {write, end};
+}
+
 async function ask(question) {
   const request = `ui-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`;
   const {messages} = chat;
@@ -451,19 +480,21 @@ async function ask(question) {
   $("messages").append(spent);
   chat.call = new AbortController();
   setAsking(true);
+  const content = writer(answer), system = $("system").value.trim();
+  const sent = system ? [{role: "system", content: system}, ...messages] : messages;
   let text = "";
   try {
     const response = await fetch("v1/chat/completions", {
       method: "POST", signal: chat.call.signal,
       headers: asking({"content-type": "application/json", "x-request-id": request}),
-      body: JSON.stringify({messages, stream: true, max_tokens: Number($("max-tokens").value)}),
+      body: JSON.stringify({messages: sent, stream: true, max_tokens: Number($("max-tokens").value)}),
     });
     if (!response.ok) throw new Error(await problemOf(response));
     for await (const event of events(response.body)) {
       if (event.error) throw new Error(event.error.message);
       const delta = event.choices?.[0]?.delta ?? {};
       text += delta.content ?? "";
-      add(answer, delta);
+      add(answer, content, delta);
     }
     messages.push({role: "assistant", content: text});
   } catch (error) {
@@ -471,6 +502,7 @@ async function ask(question) {
     else messages.pop();
     if (error.name !== "AbortError") say("error", String(error.message ?? error)).setAttribute("role", "alert");
   } finally {
+    content.end();
     chat.call = null;
     setAsking(false);
   }
@@ -484,10 +516,10 @@ async function problemOf(response) {
   }
 }
 
-function add(answer, delta) {
+function add(answer, content, delta) {
   const log = $("messages"), isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
   if (delta.reasoning_content) answer.append(element("span", {class: "thought"}, delta.reasoning_content));
-  if (delta.content) answer.append(delta.content);
+  if (delta.content) content.write(delta.content);
   if (isAtEnd) log.scrollTop = log.scrollHeight;
 }
 
