@@ -52,6 +52,7 @@ ABOUT_ROUTES: Final = {
     "/health": "200 while requests can be answered, else 503; `?node=NAME`: while this node takes them",
     "/ready": "200 and `ready`, or 503 and the `reason`: which nodes are missing",
     "/ping": "as `/health`",
+    "/invocations": "for Amazon SageMaker: a chat where the body has `messages`, else a completion, or embeddings",
     "/version": "`version`",
     "/metrics": "[metrics](metrics.md) for Prometheus",
     "/": "leads a browser, which asks for HTML, to the page; 404 for all others",

@@ -157,7 +157,7 @@ class Front:
                 uncut = await tokenize(self.model.tokenizer, request, uncut_limit(request, limits))
                 grammar = await self._grammar(request.sampling_params, terms.leeway, uncut) if has_grammar else ""
                 spelled = await spellings(self.model.tokenizer, request.sampling_params.bad_words)
-            prompt = cut(uncut, request, limits)
+            prompt = cut(uncut, request, limits, keeps_first=terms.keeps_first)
             limits = self._limits_of(terms)
             plan = plan_answers(request, prompt, limits, self._defaults(terms.default_max_tokens), grammar, spelled)
             plan = replace(plan, num_behind=num_answers - len(plan.samplings))

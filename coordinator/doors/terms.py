@@ -13,6 +13,7 @@ class Terms:
     default_max_tokens: int | None = None  # instead of the model's own
     num_prompts_behind: int = 0  # of the same call
     drops_answers: bool = False  # it asks about its prompt: there may be no room for any answer
+    keeps_first: bool = False  # of the tokens of a prompt that is cut, instead of the last ones
     leeway: Leeway = NO_LEEWAY
 
 

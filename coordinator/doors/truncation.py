@@ -30,14 +30,16 @@ def uncut_limit(request: GenerateRequest, limits: Limits) -> TokenLimit:
     )
 
 
-def cut(prompt: list[int], request: GenerateRequest, limits: Limits) -> list[int]:
-    """What the request asks to keep of its prompt: the last tokens."""
+def cut(prompt: list[int], request: GenerateRequest, limits: Limits, *, keeps_first: bool = False) -> list[int]:
+    """Return what the request asks to keep of its prompt: the last tokens, or the first."""
     if not request.HasField("truncate_prompt_tokens"):
         return prompt
     most = request.truncate_prompt_tokens
     if most == WHAT_FITS:
         most = prompt_limit(limits, max(limits.least_answer_tokens, request.sampling_params.max_tokens)).most
-    return prompt[-most:] if most > 0 else prompt  # for which there is no room, as will be said
+    if most <= 0:
+        return prompt  # for which there is no room, as will be said
+    return prompt[:most] if keeps_first else prompt[-most:]
 
 
 def _most_uncut(limits: Limits) -> int:

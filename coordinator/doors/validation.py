@@ -35,6 +35,7 @@ MAX_LOGPROB_TOKEN_IDS: Final = 128  # vLLM's
 MAX_BIAS: Final = 100.0
 MAX_PROMPT_LOGPROBS: Final = 2**15  # of all tokens of a prompt, over all answers
 MAX_TEMPLATE_KWARGS_CHARS: Final = 2**16
+WHOLE_VOCABULARY: Final = -1  # as a number of logprobs
 MIN_TEMPERATURE: Final = 1e-6  # what is less is greedy
 MAX_REQUEST_ID_CHARS: Final = 128
 REQUEST_ID: Final = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID_CHARS}}}")
@@ -291,7 +292,14 @@ def _sampling(params: inference_pb2.SamplingParams, max_tokens: int, limits: Lim
 
 
 def _num_logprobs(params: inference_pb2.SamplingParams, name: str, limits: Limits) -> int | None:
-    return _integer(params, name, 0, 0, min(limits.max_logprobs, limits.vocab_size)) if params.HasField(name) else None
+    if not params.HasField(name):
+        return None
+    most = min(limits.max_logprobs, limits.vocab_size)
+    if getattr(params, name) != WHOLE_VOCABULARY:
+        return _integer(params, name, 0, 0, most)
+    if limits.vocab_size > most:
+        raise bad(name, f"({WHOLE_VOCABULARY}) are those of {limits.vocab_size} tokens, the limit is {most}")
+    return limits.vocab_size
 
 
 def _logprob_token_ids(params: inference_pb2.SamplingParams, limits: Limits) -> tuple[int, ...]:

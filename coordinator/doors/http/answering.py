@@ -7,7 +7,7 @@ a whole response, unless the API has a last event of its own for it. A client th
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.doors.front import Call, Front, Prepared
 from coordinator.doors.http import sse
-from coordinator.doors.http.dialects import Dialect
+from coordinator.doors.http.dialects import Dialect, Object, Translation
 from coordinator.doors.http.errors import internal_error, renamed
 from coordinator.doors.http.json_text import dumped
 from coordinator.doors.http.responses import Answered, Envelope, Form, Usage
@@ -35,15 +35,14 @@ MOST_SCORES_AT_ONCE: Final = 256  # tokens with logprobs; of more a thread write
 
 
 class Answering:
-    """An ASGI application for exactly one call. `names` are the endpoint's fields by those of the gRPC door."""
+    """An ASGI application for exactly one call."""
 
-    def __init__(self, front: Front, form: Form, request_id: str, names: Mapping[str, str], dialect: Dialect) -> None:
+    def __init__(self, front: Front, form: Form, request_id: str, dialect: Dialect) -> None:
         self._front = front
         self._form = form
         self._dialect = dialect
         self._asked = form.asked
         self._request_id = request_id
-        self._names = names
         self._envelope = Envelope(form, request_id, front.model.name_in_answers(self._asked.requests[0].model))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,7 +55,10 @@ class Answering:
                 if self._asked.stream:
                     await self._stream(calls, sse.EventStream(scope, send))
                     return
-                response = await self._collect(calls)
+                if isinstance(self._dialect, Translation):
+                    response = await self._fold(calls, self._dialect)
+                else:
+                    response = await self._collect(calls)
         except RequestError as error:
             raise self._named(error) from error
         await response(scope, receive, send)
@@ -94,7 +96,14 @@ class Answering:
     def _whole(self, answers: Sequence[Answered], usage: Usage) -> Response:
         choices = [self._form.whole(index, answered) for index, answered in enumerate(answers)]
         extras = self._form.envelope_extras(answers[0].prompt) | self._form.envelope_scores(answers[0].scores)
-        return written(self._dialect.whole(self._envelope.whole(choices, usage, **extras)))
+        return written(self._envelope.whole(choices, usage, **extras))
+
+    async def _fold(self, calls: Sequence[Call], translation: Translation) -> Response:
+        """Return the response that the events of a stream add up to."""
+        async with aclosing(self._events(calls, translation.read)) as told:
+            async for _ in told:
+                pass
+        return await asyncio.to_thread(lambda: written(translation.whole()))
 
     async def _stream(self, calls: Sequence[Call], stream: sse.EventStream) -> None:
         try:
@@ -119,25 +128,30 @@ class Answering:
         await stream.end()
 
     def _named(self, error: RequestError) -> RequestError:
-        return self._dialect.named(renamed(error, self._names))
+        return self._dialect.named(renamed(error, self._asked.names))
 
     async def _write_events(self, calls: Sequence[Call], stream: sse.EventStream) -> None:
+        async with aclosing(self._events(calls, self._dialect.event)) as told:
+            async for events in told:
+                await stream.write(b"".join(events))
+        await stream.write(self._dialect.end())
+
+    async def _events(self, calls: Sequence[Call], take: Callable[[Object], R]) -> AsyncGenerator[list[R]]:
+        """Yield what `take` makes of the events of each message, and of the one with the usage behind them all."""
         usage, opened = _usage(calls), set[int]()
         async with aclosing(self._arrivals(calls)) as arrivals:
             async for arrival in arrivals:
                 index = arrival.call_index * self._asked.num_answers + arrival.response.index
                 prompt = calls[arrival.call_index].prompt
                 _tell_cached(usage, arrival)
-                opening = b"" if index in opened else self._encoded_opening(index, prompt, usage)
+                opening = [] if index in opened else [*map(take, self._opening(index, prompt, usage))]
                 opened.add(index)
                 self._count(usage, index, prompt, arrival.response.chunk)
-                encode = partial(self._encoded_event, index, arrival.response, prompt, usage)
+                make = partial(self._taken, take, index, arrival.response, prompt, usage)
                 has_scores = bool(arrival.response.chunk.prompt_logprobs)  # which are many
-                await stream.write(opening + (await asyncio.to_thread(encode) if has_scores else encode()))
-        last = []
+                yield opening + (await asyncio.to_thread(make) if has_scores else make())
         if self._asked.include_usage:
-            last.append(self._dialect.event(self._envelope.event([], usage=usage.to_json())))
-        await stream.write(b"".join([*last, self._dialect.end()]))
+            yield [take(self._envelope.event([], usage=usage.to_json()))]
 
     def _count(self, usage: Usage, index: int, prompt: list[int], chunk: Chunk) -> None:
         usage.add_tokens(len(chunk.token_ids))
@@ -150,25 +164,26 @@ class Answering:
                     _drop_answer(arrival.response)
                 yield arrival
 
-    def _encoded_opening(self, index: int, prompt: list[int], usage: Usage) -> bytes:
+    def _opening(self, index: int, prompt: list[int], usage: Usage) -> list[Object]:
         choice = self._form.opening(index)
-        if choice is None:
-            return b""
-        return self._encoded(self._envelope.event([choice], **self._form.envelope_extras(prompt)), usage)
+        return [] if choice is None else [self._event(choice, usage, **self._form.envelope_extras(prompt))]
 
-    def _encoded_event(self, index: int, response: GenerateResponse, prompt: list[int], usage: Usage) -> bytes:
+    def _taken(
+        self, take: Callable[[Object], R], index: int, response: GenerateResponse, prompt: list[int], usage: Usage
+    ) -> list[R]:
         if response.HasField("complete"):
-            choice: dict[str, Any] | None = self._form.closing(index, response.complete)
+            choices = self._form.closing(index, response.complete)
         else:
-            choice = self._form.event(index, prompt, response.chunk)
-        return b"" if choice is None else self._encoded(self._envelope.event([choice]), usage)
+            choices = self._form.events(index, prompt, response.chunk)
+        return [take(self._event(choice, usage)) for choice in choices]
 
-    def _encoded(self, event: dict[str, Any], usage: Usage) -> bytes:
+    def _event(self, choice: Object, usage: Usage, **others: Any) -> Object:
+        event = self._envelope.event([choice], **others)
         if self._asked.continuous_usage:
             event["usage"] = usage.to_json()
         elif self._asked.include_usage:
             event["usage"] = None
-        return self._dialect.event(event)
+        return event
 
 
 @dataclass(frozen=True, slots=True)

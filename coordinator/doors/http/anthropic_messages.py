@@ -9,7 +9,7 @@ from coordinator.doors.http.conversations import (
     messages_in,
     object_of,
     text_of,
-    texts_of_parts,
+    thought_of,
 )
 from coordinator.doors.http.dialects import ChatBody, Object, Translation, content_of, num_cached
 from coordinator.doors.http.errors import anthropic_error_object
@@ -24,7 +24,7 @@ SYSTEM: Final = "system"
 ROLES: Final = ("user", ASSISTANT, SYSTEM)
 TEXT: Final = "text"
 
-_OF_TEXTS: Final = ("cache_control", "citations")  # that tell a model nothing
+_OF_TEXTS: Final = ("citations",)  # that tell a model nothing
 _OF_TOOLS: Final = ("cache_control", "eager_input_streaming", "input_examples")
 _PLACES: Final = {
     "stop": "stop_sequences",
@@ -74,23 +74,23 @@ class MessagesCall(Translation):
         self._blocks.append(block)
         yield self._of_block("start", content_block=block)
 
-    def _more(self, kind: Kind, text: str) -> Object:
+    def _more(self, kind: Kind, text: str, scores: list[Object]) -> Object:
         if (name := _BLOCKS.get(kind)) is None:
             return self._of_block("delta", delta={"type": "input_json_delta", "partial_json": text})
         return self._of_block("delta", delta={"type": f"{name}_delta", name: text})
 
-    def _close(self, kind: Kind, text: str) -> Iterator[Object]:
+    def _close(self, kind: Kind, text: str, scores: list[Object]) -> Iterator[Object]:
         name = _BLOCKS.get(kind)
         self._blocks[-1] |= {"input": object_of(text)} if name is None else {name: text}
         yield self._of_block("stop")
 
     def _ending(self) -> Iterator[Object]:
-        message = self._whole()
+        message = self.whole()
         told = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         yield {"type": "message_delta", "delta": told, "usage": message["usage"]}
         yield {"type": "message_stop"}
 
-    def _whole(self) -> Object:
+    def whole(self) -> Object:
         assert self._last is not None, "the answer has not ended"
         reason, matched = self._last["finish_reason"], self._last["stop_reason"]
         stop_reason = _STOP_REASONS.get(reason, reason)
@@ -144,8 +144,9 @@ def _add_answer(message: Fields, body: ChatBody) -> None:
     for block in message.objects("content", MAX_PARTS):
         match block.text("type"):
             case "thinking":
-                block.raw("signature")
-                texts.setdefault("reasoning_content", []).append(_required_text(block, "thinking"))
+                texts.setdefault("reasoning_content", []).append(thought_of(block))
+            case "redacted_thinking":
+                block.raw("data")  # which its own server alone can read
             case "tool_use":
                 for name in ("cache_control", "caller"):
                     block.raw(name)
@@ -169,7 +170,7 @@ def _add_question(message: Fields, role: str, body: ChatBody) -> None:
             told = f"Error: {content}" if block.boolean("is_error") else content
             body.add_message(block.place, "tool", tool_call_id=block.text("tool_use_id"), content=told)
         else:
-            texts.append(text_of(block, (TEXT,), without_effect=_OF_TEXTS))
+            texts.append(_read(block))
     if texts:
         body.add_message(message.place, role, content=content_of(texts))
 
@@ -223,9 +224,33 @@ def _required_text(fields: Fields, name: str) -> str:
 def _texts(fields: Fields, name: str) -> list[str]:
     """A string, or the texts of a list of blocks; nothing when it is missing or empty."""
     if isinstance(fields.raw(name), list):
-        return texts_of_parts(fields, name, (TEXT,), without_effect=_OF_TEXTS)
+        return [_read(block) for block in fields.objects(name, MAX_PARTS)]
     text = fields.text(name)
     return [text] if text else []
+
+
+def _read(block: Fields) -> str:
+    """Return the text of a block, or of a document in plain text behind its title and its context."""
+    if block.text("type") != "document":
+        return text_of(block, (TEXT,), without_effect=_OF_TEXTS)
+    block.raw("cache_control")
+    if (block.nested("citations") or Fields({})).boolean("enabled"):
+        raise block.problem("citations", "are not supported: the answer is the model's words alone")
+    told = [block.text("title"), block.text("context"), _text_of_source(block)]
+    return "\n".join(filter(None, told))
+
+
+def _text_of_source(document: Fields) -> str:
+    if (source := document.nested("source")) is None:
+        raise document.error("source", "an object")
+    match kind := source.text("type"):
+        case "text":
+            if (media_type := source.text("media_type")) not in (None, "text/plain"):
+                raise source.problem("media_type", f"({shown(media_type)}) is not supported: it must be text/plain")
+            return _required_text(source, "data")
+        case "content":
+            return "\n".join(_texts(source, "content"))
+    raise source.problem("type", f"({shown(kind)}) is not supported: it must be text or content")
 
 
 def _usage(usage: Object | None) -> Object:

@@ -3,7 +3,8 @@
 import asyncio
 import importlib.metadata
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -33,7 +34,6 @@ from coordinator.doors.http.openai_responses import ResponsesCall
 from coordinator.doors.http.page import Page
 from coordinator.doors.http.requests import (
     CHAT_NAMES,
-    COMPLETION_NAMES,
     Asked,
     parse_batch,
     parse_chat,
@@ -44,7 +44,7 @@ from coordinator.doors.http.slo import set_limits
 from coordinator.doors.http.tokenizing import Tokenizing, parse_detokenize, parse_tokenize
 from coordinator.doors.prompts import tokenize, within
 from coordinator.doors.validation import bad, check_chat
-from coordinator.text.tokenizer import Tokenizer, TokenLimit
+from coordinator.text.tokenizer import TokenLimit
 from protos.inference_pb2 import ChatInput, GenerateRequest
 from serving_core.errors import RequestError
 from serving_core.reasons import MODEL_NOT_FOUND
@@ -87,7 +87,8 @@ class Endpoints:
             Route("/load", self.load),
             Route("/health", self.health),
             Route("/ready", self.ready),
-            Route("/ping", self.health),
+            Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/invocations", self.invocations, methods=["POST"]),
             Route("/version", self.version),
             Route("/metrics", self.metrics),
         ]
@@ -101,7 +102,7 @@ class Endpoints:
         return JSONResponse(self._model(name))
 
     async def completions(self, request: Request) -> ASGIApp:
-        return await self._begin(request, parse_completion, CompletionForm, COMPLETION_NAMES)
+        return await self._begin(request, parse_completion)
 
     async def chat_completions(self, request: Request) -> ASGIApp:
         return await self._begin_chats(request, parse_chat)
@@ -110,9 +111,19 @@ class Endpoints:
         return await self._begin_chats(request, parse_batch)
 
     async def _begin_chats(self, request: Request, parse: Callable[..., Asked]) -> ASGIApp:
-        answer_format = self._front.model.answer_format
-        parse = partial(parse, answer_format=answer_format)
-        return await self._begin(request, parse, partial(ChatForm, answer_format=answer_format), CHAT_NAMES)
+        return await self._begin(request, partial(parse, answer_format=self._front.model.answer_format))
+
+    async def invocations(self, request: Request) -> ASGIApp:
+        """Amazon SageMaker's one path: what its body has says which endpoint is meant."""
+        if self._front.model.config.embedder is not None:
+            return await self.embeddings(request)
+
+        def parse(fields: Fields, request_id: str) -> Asked:
+            if "messages" in fields:
+                return parse_chat(fields, request_id, self._front.model.answer_format)
+            return parse_completion(fields, request_id)
+
+        return await self._begin(request, parse)
 
     async def responses(self, request: Request) -> ASGIApp:
         return await self._translated(request, ResponsesCall())
@@ -192,17 +203,10 @@ class Endpoints:
         return Response(await self._metrics(), headers={"content-type": CONTENT_TYPE})
 
     async def _translated(self, request: Request, call: Translation) -> ASGIApp:
-        answer_format = self._front.model.answer_format
-        parse = partial(call.parse, answer_format=answer_format)
-        return await self._begin(request, parse, partial(ChatForm, answer_format=answer_format), CHAT_NAMES, call)
+        return await self._begin(request, partial(call.parse, answer_format=self._front.model.answer_format), call)
 
     async def _begin(
-        self,
-        request: Request,
-        parse: Callable[[Fields, str], Asked],
-        make_form: Callable[[Asked, Tokenizer], Form],
-        names: Mapping[str, str],
-        dialect: Dialect = OPENAI,
+        self, request: Request, parse: Callable[[Fields, str], Asked], dialect: Dialect = OPENAI
     ) -> ASGIApp:
         given, drawn = request.headers.get(REQUEST_ID_HEADER), request_id_for(request.scope)
 
@@ -210,17 +214,24 @@ class Endpoints:
             in_body = fields.text("request_id")
             request_id = given or in_body or drawn
             asked = parse(fields, request_id)
-            set_limits(asked.requests, fields, request.headers)
-            return request_id, asked, fields.unread()
+            names = {**asked.names, **set_limits(asked.requests, fields, request.headers)}
+            if given:
+                names["request_id"] = REQUEST_ID_HEADER
+            if asked.offer is not None and asked.offer.schema:
+                names["json_schema"] = "tools"
+            return request_id, replace(asked, names=names), fields.unread()
 
         with self._front.noting_refusal(CallRecord(given or drawn, ASKER.get())):
             request_id, asked, unread = await read_json(request, parsed)
             CURRENT_REQUEST.set(request_id)
             self._check_unread(request, unread)
-        if asked.offer is not None and asked.offer.schema:
-            names = {**names, "json_schema": "tools"}
-        form = make_form(asked, self._front.model.tokenizer)
-        return Answering(self._front, form, request_id, names, dialect)
+        return Answering(self._front, self._form(asked), request_id, dialect)
+
+    def _form(self, asked: Asked) -> Form:
+        model = self._front.model
+        if asked.requests[0].HasField("chat"):
+            return ChatForm(asked, model.tokenizer, model.answer_format)
+        return CompletionForm(asked, model.tokenizer)
 
     async def _while_there(self, request: Request, work: Coroutine[Any, Any, R]) -> R:
         """What the work on a text gives, in time and while its client waits for it."""
@@ -230,10 +241,8 @@ class Endpoints:
     async def _tokenized(self, asked: Tokenizing) -> dict[str, Any]:
         token_ids = await self._token_ids(asked)
         max_model_len = self._front.limits().max_model_len
-        response: dict[str, Any] = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids}
-        if asked.returns_texts:
-            response["token_strs"] = await self._front.model.tokenizer.tokens(token_ids)
-        return response
+        texts = await self._front.model.tokenizer.tokens(token_ids) if asked.returns_texts else None
+        return {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": texts}
 
     async def _token_ids(self, asked: Tokenizing) -> list[int]:
         if asked.chat is not None:

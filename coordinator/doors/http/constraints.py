@@ -22,6 +22,19 @@ def read_constraint(fields: Fields) -> dict[str, Any]:
     return _of_outputs(fields, outputs)
 
 
+def constraint_names(fields: Fields) -> dict[str, str]:
+    """Return where the client has said it, by the fields of SamplingParams."""
+    if "structured_outputs" in fields:
+        names = (*KINDS, "disable_any_whitespace", "whitespace_pattern")
+        return {"json_schema": "structured_outputs.json", **{name: f"structured_outputs.{name}" for name in names}}
+    match fields.raw("response_format"):
+        case {"type": "json_schema"}:
+            return {"json_schema": "response_format.json_schema.schema"}
+        case {"type": "json_object", "schema": _}:
+            return {"json_schema": "response_format.schema"}
+    return {}
+
+
 def _of_form(fields: Fields, form: Fields) -> dict[str, Any]:
     match kind := form.text("type"):
         case "text":

@@ -12,9 +12,11 @@ from protos.inference_pb2 import ChatInput, ChatMessage
 MAX_TEMPLATE_KWARGS: Final = 64
 MAX_ARGUMENTS_CHARS: Final = 2**20  # of one call
 ASSISTANT: Final = "assistant"
+TEXT_PARTS: Final = ("text", "input_text", "output_text", "refusal")
 REASONING_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 _TEXTS: Final = ("name", "reasoning_content", "tool_call_id")
+_OF_TEXTS: Final = ("annotations", "cache_control", "logprobs")  # that tell a model nothing
 
 
 def parse_conversation(fields: Fields, *, has_tools: bool) -> ChatInput:
@@ -79,13 +81,49 @@ def _message(message: Fields) -> ChatMessage:
         raise message.error("role", "a string such as user")
     if message.raw("function_call"):
         raise message.problem("function_call", "is not supported: send tool_calls")
-    if isinstance(message.raw("content"), list):
-        parts = texts_of_parts(message, "content")
-        return ChatMessage(role=role, content_parts=parts, extra_json=_extra_json(message))
-    content = message.text("content") or ""
-    if "content" not in message and role != ASSISTANT:
+    message.raw("annotations")  # of an answer that is sent back; there are none
+    if role == ASSISTANT:
+        texts, thoughts = _said(message)
+    elif "content" in message:
+        texts, thoughts = _texts(message), ""
+    else:
         raise message.error("content", "a string or a list of text parts")
-    return ChatMessage(role=role, content=content, extra_json=_extra_json(message))
+    extra_json = _extra_json(message, thoughts)
+    if isinstance(message.raw("content"), list):
+        return ChatMessage(role=role, content_parts=texts, extra_json=extra_json)
+    return ChatMessage(role=role, content="".join(texts), extra_json=extra_json)
+
+
+def _texts(message: Fields) -> list[str]:
+    """Return the texts of the content: one of a string."""
+    if isinstance(message.raw("content"), list):
+        return texts_of_parts(message, "content", TEXT_PARTS)
+    return [message.text("content") or ""]
+
+
+def _said(message: Fields) -> tuple[list[str], str]:
+    """Return the texts and the thoughts of a message of the assistant's, whose refusal is a text of its own."""
+    refusal = message.text("refusal") or ""
+    if not isinstance(message.raw("content"), list):
+        return [message.text("content") or refusal], ""
+    texts, thoughts = list[str](), list[str]()
+    for part in message.objects("content", MAX_PARTS):
+        match part.text("type"):
+            case "thinking":
+                thoughts.append(thought_of(part))
+            case "redacted_thinking":
+                part.raw("data")  # which its own server alone can read
+            case _:
+                texts.append(text_of(part, TEXT_PARTS))
+    return texts or [refusal], "\n".join(thoughts)
+
+
+def thought_of(part: Fields) -> str:
+    """Return the text of a part of type thinking, whose signature tells a model nothing. Raises RequestError."""
+    part.raw("signature")
+    if (thought := part.text("thinking")) is None:
+        raise part.error("thinking", "a string")
+    return thought
 
 
 def text_of_parts(
@@ -105,22 +143,25 @@ def texts_of_parts(
 
 def text_of(part: Fields, kinds: Collection[str] = ("text",), *, without_effect: Collection[str] = ()) -> str:
     """The text of one part of these kinds. Raises RequestError."""
-    for name in without_effect:
+    for name in (*_OF_TEXTS, *without_effect):
         part.raw(name)
     kind = part.text("type")
     if kind not in kinds:
         raise part.problem("type", f"{shown(kind)} is not supported: this model reads text alone")
-    text = part.text("text")
+    name = "refusal" if kind == "refusal" else "text"
+    text = part.text(name)
     if text is None:
-        raise part.error("text", "a string")
+        raise part.error(name, "a string")
     return text
 
 
-def _extra_json(message: Fields) -> str:
+def _extra_json(message: Fields, thoughts: str) -> str:
     """What a message has beside role and content."""
     extra: dict[str, Any] = {name: message.text(name) for name in _TEXTS if name in message}
     if "reasoning" in message:  # the same, as vLLM calls it by now
         extra.setdefault("reasoning_content", message.text("reasoning"))
+    if thoughts:
+        extra.setdefault("reasoning_content", thoughts)
     if calls := message.objects("tool_calls", MAX_CALLS):
         extra["tool_calls"] = [_call(call) for call in calls]
     return message.as_json("tool_calls", extra)

@@ -1,11 +1,12 @@
 """APIs that say what /v1/chat/completions does in words of their own. Pure.
 
-A call of such an API is a chat completion between two translations: its body becomes one of a chat completion, and what
-that is answered, whole or event by event, becomes the API's own objects.
+A call of such an API is a chat completion between two translations: its body becomes one of a chat completion, and the
+events of that one's stream become the API's own objects, those of a stream and those of a whole response alike.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from coordinator.doors.http import sse
@@ -23,6 +24,8 @@ _SAME: Final = (
     "cache_salt",
     "frequency_penalty",
     "ignore_eos",
+    "include_reasoning",
+    "include_stop_str_in_output",
     "logit_bias",
     "min_p",
     "min_tokens",
@@ -51,10 +54,6 @@ class Dialect:
         """An error in the words of the API."""
         return error
 
-    def whole(self, completion: Object) -> Object:
-        """The body of a whole answer."""
-        return completion
-
     def event(self, event: Object) -> bytes:
         """What a stream says in place of one event of a completion."""
         return sse.event(event)
@@ -73,8 +72,6 @@ class ChatBody:
 
     def __init__(self, fields: Fields, places: Mapping[str, str]) -> None:
         self.values: Object = {name: value for name in _SAME if (value := fields.raw(name)) is not None}
-        if self.values.get("stream") is True:
-            self.values["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         self.messages: list[Object] = []
         self.values["messages"] = self.messages
         self.places = dict(places)
@@ -129,30 +126,31 @@ class Translation(Dialect, ABC):
 
     def __init__(self) -> None:
         self._places: Mapping[str, str] = {}
-        self._completion: Object = {}  # or the last event of it
+        self._completion: Object = {}  # the last event of it
         self._usage: Object | None = None
         self._last: Object | None = None  # the choice that ended the answer
         self._num_parts = 0
         self._kind: Kind | None = None  # of the part that is open
         self._texts: list[str] = []  # of that part
+        self._scores: list[Object] = []  # the logprobs of that part
 
     def parse(self, fields: Fields, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
         """A call of the API. Raises RequestError."""
         body = self._body(fields)
         self._places = body.places
         try:
-            return parse_chat(Fields(body.values), request_id, answer_format)
+            asked = parse_chat(Fields(body.values), request_id, answer_format)
         except RequestError as error:
             raise self.named(error) from error
+        return replace(asked, include_usage=True, continuous_usage=True, scores_content=True)
 
     def named(self, error: RequestError) -> RequestError:
         return renamed(error, self._places)
 
-    def whole(self, completion: Object) -> Object:
-        [choice] = completion["choices"]
-        for _ in self._told({**completion, "choices": [{**choice, "delta": choice["message"]}]}):
+    def read(self, event: Object) -> None:
+        """Take one event of a completion for a response that is told as a whole."""
+        for _ in self._told(event):
             pass
-        return self._whole()
 
     def event(self, event: Object) -> bytes:
         return b"".join(map(sse.named_event, self._told(event)))
@@ -166,29 +164,24 @@ class Translation(Dialect, ABC):
         if is_first:
             yield from self._begin()
         for choice in event["choices"]:
-            yield from self._delta(choice["delta"])
+            yield from self._delta(choice["delta"], (choice["logprobs"] or {}).get("content", []))
             if choice["finish_reason"] is not None:
                 self._last = choice
                 if not self._num_parts:  # clients take the first one for granted
                     yield from self._opened(Kind.TEXT)
                 yield from self._closed()
 
-    def _delta(self, delta: Object) -> Iterator[Object]:
-        calls = [*(delta.get("tool_calls") or ())]
-        if calls and "id" not in calls[0]:  # the open one goes on, and what else there is follows it
-            yield from self._arguments(calls.pop(0))
+    def _delta(self, delta: Object, scores: list[Object]) -> Iterator[Object]:
         for kind, name in _TEXTS.items():
             if text := delta.get(name):
                 if self._kind is not kind:
                     yield from self._opened(kind)
-                yield from self._told_of(text)
-        for call in calls:
-            yield from self._opened(Kind.CALL, call)
-            yield from self._arguments(call)
-
-    def _arguments(self, call: Object) -> Iterator[Object]:
-        if arguments := call["function"]["arguments"]:
-            yield from self._told_of(arguments)
+                yield from self._told_of(text, scores)
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:  # without one, the open one goes on
+                yield from self._opened(Kind.CALL, call)
+            if arguments := call["function"]["arguments"]:
+                yield from self._told_of(arguments, [])
 
     def _opened(self, kind: Kind, call: Object | None = None) -> Iterator[Object]:
         yield from self._closed()
@@ -196,16 +189,17 @@ class Translation(Dialect, ABC):
         self._num_parts += 1
         yield from self._open(kind, call or {})
 
-    def _told_of(self, text: str) -> Iterator[Object]:
+    def _told_of(self, text: str, scores: list[Object]) -> Iterator[Object]:
         self._texts.append(text)
+        self._scores += scores
         assert self._kind is not None, "no part is open"
-        yield self._more(self._kind, text)
+        yield self._more(self._kind, text, scores)
 
     def _closed(self) -> Iterator[Object]:
         if self._kind is not None:
-            yield from self._close(self._kind, "".join(self._texts))
+            yield from self._close(self._kind, "".join(self._texts), self._scores)
         self._kind = None
-        self._texts.clear()
+        self._texts, self._scores = [], []
 
     @property
     def _id(self) -> str:
@@ -225,17 +219,17 @@ class Translation(Dialect, ABC):
         """The events that begin a part."""
 
     @abstractmethod
-    def _more(self, kind: Kind, text: str) -> Object:
-        """The event of a piece of the open part."""
+    def _more(self, kind: Kind, text: str, scores: list[Object]) -> Object:
+        """Return the event of a piece of the open part, with the logprobs of its tokens where they are wanted."""
 
     @abstractmethod
-    def _close(self, kind: Kind, text: str) -> Iterator[Object]:
-        """The events that end the open part, of which this is all the text."""
+    def _close(self, kind: Kind, text: str, scores: list[Object]) -> Iterator[Object]:
+        """Yield the events that end the open part, with all of its text and logprobs."""
 
     @abstractmethod
     def _ending(self) -> Iterator[Object]:
         """The events behind all parts."""
 
     @abstractmethod
-    def _whole(self) -> Object:
-        """The whole answer, behind all parts."""
+    def whole(self) -> Object:
+        """Return the body of a whole response, after its last event."""

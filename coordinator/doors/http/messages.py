@@ -2,7 +2,8 @@
 
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any, Final
 
 from coordinator.text.answer_format import AnswerReader
@@ -11,7 +12,14 @@ from coordinator.text.calls.reader import MAX_CALLS, Kind, Piece
 ID_CHARS: Final = string.ascii_letters + string.digits
 ID_LENGTH: Final = 9  # that Mistral's templates ask for
 
-_FIELDS: Final = {Kind.TEXT: "content", Kind.REASONING: "reasoning_content"}
+CONTENT, REASONING, CALLS = "content", "reasoning_content", "tool_calls"
+_FIELDS: Final = {Kind.TEXT: CONTENT, Kind.REASONING: REASONING, Kind.CALL: CALLS, Kind.ARGUMENTS: CALLS}
+
+_NOTHING: Final = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))  # as in vLLM
+
+Delta = dict[str, Any]
+"""A piece of a message: of its content, of its thoughts (under both of their names), or of its calls, and of no two of
+these, so that a list of deltas keeps the order in which the model wrote them."""
 
 
 class Deltas:
@@ -27,33 +35,35 @@ class Deltas:
     def has_calls(self) -> bool:
         return self._num_calls > 0
 
-    def feed(self, text: str) -> dict[str, Any]:
-        """What the next piece of text makes certain; empty for nothing."""
-        return self._delta(self._reader.feed(text))
+    def feed(self, text: str) -> list[Delta]:
+        """Return what the next piece of text makes certain."""
+        return self._deltas(self._reader.feed(text))
 
-    def finish(self) -> dict[str, Any]:
-        """The rest, when no more text will come."""
-        return self._delta(self._reader.finish())
+    def finish(self) -> list[Delta]:
+        """Return the rest, when no more text will come."""
+        return self._deltas(self._reader.finish())
 
-    def _delta(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        delta: dict[str, Any] = {}
+    def _deltas(self, pieces: Sequence[Piece]) -> list[Delta]:
+        told: list[Delta] = []
+        for field, run in groupby(pieces, lambda piece: _FIELDS[piece.kind]):
+            if field == CALLS:
+                if calls := self._calls(run):
+                    told.append({CALLS: calls})
+            elif field == CONTENT or self._tells_thoughts:
+                told.append(_with_reasoning({field: "".join(piece.text for piece in run)}))
+        return told
+
+    def _calls(self, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
         calls: dict[int, dict[str, Any]] = {}
         for piece in pieces:
-            match piece.kind:
-                case Kind.CALL:
-                    calls[self._num_calls] = _new_call(self._num_calls, piece.text)
-                    self._num_calls += 1
-                case Kind.ARGUMENTS:
-                    index = self._num_calls - 1
-                    call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                    call["function"]["arguments"] += piece.text
-                case Kind.REASONING if not self._tells_thoughts:
-                    continue
-                case _:
-                    field = _FIELDS[piece.kind]
-                    delta[field] = delta.get(field, "") + piece.text
-        told = [call for index, call in calls.items() if index < self._most_calls]
-        return _with_reasoning({**delta, "tool_calls": told} if told else delta)
+            if piece.kind is Kind.CALL:
+                calls[self._num_calls] = _new_call(self._num_calls, piece.text)
+                self._num_calls += 1
+            else:
+                index = self._num_calls - 1
+                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += piece.text
+        return [call for index, call in calls.items() if index < self._most_calls]
 
 
 class Message:
@@ -80,22 +90,23 @@ class Message:
             {**call, "function": {**call["function"], "arguments": "".join(arguments)}}
             for call, arguments in self._calls
         ]
-        message = {"role": "assistant", "content": None if calls or texts else "", "refusal": None, **texts}
-        return _with_reasoning({**message, "tool_calls": calls} if calls else message)
+        message = {"role": "assistant", "content": None if calls or texts else "", **_NOTHING, **texts}
+        return _with_reasoning({**message, CALLS: calls} if calls else message)
 
-    def _add(self, delta: dict[str, Any]) -> None:
-        for name in _FIELDS.values():
-            if name in delta:
-                self._texts.setdefault(name, []).append(delta[name])
-        for part in delta.get("tool_calls", ()):
-            if part["index"] == len(self._calls):
-                self._calls.append(({name: value for name, value in part.items() if name != "index"}, []))
-            self._calls[part["index"]][1].append(part["function"]["arguments"])
+    def _add(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            for name in (CONTENT, REASONING):
+                if name in delta:
+                    self._texts.setdefault(name, []).append(delta[name])
+            for part in delta.get(CALLS, ()):
+                if part["index"] == len(self._calls):
+                    self._calls.append(({name: value for name, value in part.items() if name != "index"}, []))
+                self._calls[part["index"]][1].append(part["function"]["arguments"])
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """The same with its thoughts under the name too that vLLM has for them by now."""
-    thoughts = message.get(_FIELDS[Kind.REASONING])
+    thoughts = message.get(REASONING)
     return message if thoughts is None else {**message, "reasoning": thoughts}
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from coordinator.doors.http import sse
-from coordinator.doors.http.conversations import ASSISTANT, text_of_parts, texts_of_parts
+from coordinator.doors.http.conversations import ASSISTANT, TEXT_PARTS, text_of_parts, texts_of_parts
 from coordinator.doors.http.dialects import ChatBody, Object, Translation, content_of, num_cached
 from coordinator.doors.http.errors import error_object
 from coordinator.doors.http.fields import Fields, shown
@@ -17,7 +17,6 @@ from serving_core.errors import RequestError
 
 SYSTEM: Final = "system"
 ROLES: Final = {"user": "user", "assistant": ASSISTANT, "system": SYSTEM, "developer": SYSTEM}
-TEXT_PARTS: Final = ("input_text", "output_text", "text")
 MAX_INCLUDED: Final = 32
 LOGPROBS: Final = "message.output_text.logprobs"
 
@@ -48,11 +47,10 @@ class ResponsesCall(Translation):
 
     def _body(self, fields: Fields) -> ChatBody:
         settle(fields, RESPONSES)
-        if LOGPROBS in fields.texts("include", MAX_INCLUDED):
-            raise fields.problem("include", f"({shown(LOGPROBS)}) is not supported")
         body = ChatBody(fields, _PLACES)
         _Items(body).read(fields)
         body.take(fields, max_tokens="max_output_tokens", stop="stop")
+        _read_logprobs(fields, body)
         _read_text(fields, body)
         _read_tools(fields, body)
         effort = _read_reasoning(fields, body)
@@ -78,18 +76,18 @@ class ResponsesCall(Translation):
         self._output.append({**item, "status": "in_progress"})
         yield self._of_output("output_item.added", item=self._output[-1])
         if kind in _PARTS:
-            yield self._of_item("content_part.added", content_index=0, part=_part(kind, ""))
+            yield self._of_item("content_part.added", content_index=0, part=_part(kind, "", []))
 
-    def _more(self, kind: Kind, text: str) -> Object:
+    def _more(self, kind: Kind, text: str, scores: list[Object]) -> Object:
         if kind not in _PARTS:
             return self._of_item("function_call_arguments.delta", delta=text)
-        return self._of_item(f"{_PARTS[kind]}.delta", content_index=0, delta=text, **_logprobs(kind))
+        return self._of_item(f"{_PARTS[kind]}.delta", content_index=0, delta=text, **_logprobs(kind, scores))
 
-    def _close(self, kind: Kind, text: str) -> Iterator[Object]:
+    def _close(self, kind: Kind, text: str, scores: list[Object]) -> Iterator[Object]:
         item = self._output[-1]
         if kind in _PARTS:
-            part = _part(kind, text)
-            yield self._of_item(f"{_PARTS[kind]}.done", content_index=0, text=text, **_logprobs(kind))
+            part = _part(kind, text, scores)
+            yield self._of_item(f"{_PARTS[kind]}.done", content_index=0, text=text, **_logprobs(kind, scores))
             yield self._of_item("content_part.done", content_index=0, part=part)
             told: Object = {"content": [part]}
         else:
@@ -101,9 +99,9 @@ class ResponsesCall(Translation):
 
     def _ending(self) -> Iterator[Object]:
         name = "completed" if self._status == "completed" else "incomplete"
-        yield self._event(f"response.{name}", response=self._whole())
+        yield self._event(f"response.{name}", response=self.whole())
 
-    def _whole(self) -> Object:
+    def whole(self) -> Object:
         details = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         return self._response(self._status, incomplete_details=details, usage=_usage(self._usage))
 
@@ -208,11 +206,19 @@ def _text(item: Fields, name: str) -> str:
 
 def _content(item: Fields, name: str) -> str | list[Object]:
     if isinstance(item.raw(name), list):
-        return content_of(texts_of_parts(item, name, TEXT_PARTS, without_effect=("annotations", "logprobs")))
+        return content_of(texts_of_parts(item, name, TEXT_PARTS))
     text = item.text(name)
     if text is None:
         raise item.error(name, "a string or a list of text parts")
     return text
+
+
+def _read_logprobs(fields: Fields, body: ChatBody) -> None:
+    if LOGPROBS in fields.texts("include", MAX_INCLUDED):
+        body.values["logprobs"] = True
+        body.take(fields, top_logprobs="top_logprobs")
+    elif fields.integer("top_logprobs"):
+        raise fields.problem("top_logprobs", f"needs {LOGPROBS} in include")
 
 
 def _read_text(fields: Fields, body: ChatBody) -> None:
@@ -263,7 +269,7 @@ def _echo(fields: Fields, effort: str | None) -> Object:
         raise fields.error("metadata", "an object")
     for name in ("metadata", "text", "tool_choice", "tools"):
         _check_can_be_told(fields, name)
-    names = ("instructions", "max_output_tokens", "temperature", "top_p")
+    names = ("instructions", "max_output_tokens", "temperature", "top_logprobs", "top_p")
     return {
         **{name: fields.raw(name) for name in names},
         "background": False,
@@ -286,14 +292,14 @@ def _check_can_be_told(fields: Fields, name: str) -> None:
         raise fields.problem(name, "cannot be repeated: it is nested too deeply, or no valid JSON") from error
 
 
-def _part(kind: Kind, text: str) -> Object:
+def _part(kind: Kind, text: str, scores: list[Object]) -> Object:
     part = {"type": _PARTS[kind], "text": text}
-    return {**part, "annotations": [], "logprobs": []} if kind is Kind.TEXT else part
+    return {**part, "annotations": [], **_logprobs(kind, scores)} if kind is Kind.TEXT else part
 
 
-def _logprobs(kind: Kind) -> Object:
+def _logprobs(kind: Kind, scores: list[Object]) -> Object:
     """Which events of texts have, and those of thoughts have not."""
-    return {"logprobs": []} if kind is Kind.TEXT else {}
+    return {"logprobs": scores} if kind is Kind.TEXT else {}
 
 
 def _usage(usage: Object | None) -> Object:

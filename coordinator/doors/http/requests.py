@@ -4,11 +4,11 @@ What is checked here is the form: which fields there are (known_fields.py) and o
 those of the gRPC door are. `Fields.unread` names the fields that nobody knows.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from coordinator.doors.http.constraints import read_constraint
+from coordinator.doors.http.constraints import constraint_names, read_constraint
 from coordinator.doors.http.conversations import parse_conversation, parse_conversations
 from coordinator.doors.http.fields import INT64, UINT32, Fields, shown
 from coordinator.doors.http.known_fields import BATCH, CHAT, COMPLETIONS, settle
@@ -25,6 +25,7 @@ from coordinator.doors.validation import (
     MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    WHOLE_VOCABULARY,
 )
 from coordinator.text.answer_format import PLAIN, AnswerFormat
 from coordinator.text.asked import Leeway
@@ -37,6 +38,8 @@ MAX_CONVERSATIONS: Final = 256
 MAX_COPIED_BYTES: Final = 2**27
 MAX_SCORED_PROMPTS: Final = 16  # of each there are up to validation.MAX_PROMPT_LOGPROBS
 DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's
+LEFT, RIGHT = "left", "right"
+SIDES: Final = (LEFT, RIGHT)  # of a prompt, that may be cut off
 
 _NUMBERS: Final = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 _INTEGERS: Final = ("top_k", "min_tokens", "prompt_logprobs")
@@ -61,18 +64,21 @@ Prompt = str | TokenizedInput | ChatInput
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One call of an endpoint. `requests` are one for each prompt, each with num_answers answers."""
+    """One call of an endpoint. `requests` are one for each prompt, each with num_answers answers. `names` are the
+    fields as the client has sent them, by the names that the gRPC door has for them."""
 
     requests: tuple[GenerateRequest, ...]
+    names: Mapping[str, str] = field(default_factory=dict)
     num_answers: int = 1
     stream: bool = False
     include_usage: bool = False  # in a last event of a stream
     continuous_usage: bool = False  # in every event of a stream
     return_token_ids: bool = False
     include_timeline: bool = False
-    echoes: bool = False  # answers begin with their prompts, and with the logprobs of these where they have some
+    echoes: bool = False  # answers begin with their prompts and the logprobs of these, or with the assistant's message
     is_scored: bool = False  # the prompts' logprobs have a field of their own
     tokens_as_ids: bool = False  # in logprobs
+    scores_content: bool = False  # logprobs are of the content alone, and not of thoughts and calls
     tells_thoughts: bool = True
     offer: Offer | None = None  # of tools
     terms: Terms = USUAL
@@ -91,15 +97,23 @@ def parse_completion(fields: Fields, request_id: str) -> Asked:
     if num_top is not None:
         params.logprobs = num_top
         if echoes:
-            params.prompt_logprobs = max(num_top, params.prompt_logprobs)
+            params.prompt_logprobs = _more(num_top, params.prompt_logprobs)
     prompts = _prompts(fields)
     if params.HasField("prompt_logprobs") and len(prompts) > MAX_SCORED_PROMPTS:
         raise fields.problem(
             "prompt", f"has {len(prompts)} prompts; with their logprobs the limit is {MAX_SCORED_PROMPTS}"
         )
     asked = _asked(fields, _requests(fields, params, request_id, prompts))
-    terms = Terms(DEFAULT_COMPLETION_TOKENS, drops_answers=echoes and max_tokens == 0)
-    return replace(asked, echoes=echoes, terms=terms)
+    drops_answers = echoes and max_tokens == 0
+    terms = replace(asked.terms, default_max_tokens=DEFAULT_COMPLETION_TOKENS, drops_answers=drops_answers)
+    names = {**COMPLETION_NAMES, **asked.names}
+    if echoes and "prompt_logprobs" not in fields:
+        names["prompt_logprobs"] = "logprobs"
+    return replace(asked, names=names, echoes=echoes, terms=terms)
+
+
+def _more(num: int, other: int) -> int:
+    return WHOLE_VOCABULARY if WHOLE_VOCABULARY in (num, other) else max(num, other)
 
 
 def parse_chat(fields: Fields, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
@@ -199,8 +213,12 @@ def _asked(fields: Fields, requests: list[GenerateRequest]) -> Asked:
     if options is not None and not stream:
         raise fields.problem("stream_options", "needs stream: true")
     includes_usage, is_continuous = _usage_options(options or Fields({}))
+    if (side := fields.text("truncation_side")) not in (None, *SIDES):
+        raise fields.error("truncation_side", f"one of {', '.join(SIDES)}")
     return Asked(
         requests=tuple(requests),
+        names=constraint_names(fields),
+        terms=Terms(keeps_first=side == RIGHT),
         num_answers=fields.integer("n") or 1,
         stream=stream,
         include_usage=includes_usage,
@@ -219,8 +237,18 @@ def _asked_of_chats(
     leeway = Leeway(answer_format.thinks, loose=offer.loose if offer is not None else ())
     if offer is not None and offer.held:
         leeway = replace(leeway, calls=answer_format.calls, tools=offer.held, most_calls=offer.most_calls)
-    terms = Terms(leeway=leeway)
-    return replace(_asked(fields, requests), offer=offer, terms=terms, tells_thoughts=tells_thoughts)
+    asked = _asked(fields, requests)
+    names = {**CHAT_NAMES, **asked.names}
+    if "max_completion_tokens" in fields:
+        names["max_tokens"] = "max_completion_tokens"
+    return replace(
+        asked,
+        names=names,
+        echoes=fields.boolean("echo") or False,
+        offer=offer,
+        terms=replace(asked.terms, leeway=leeway),
+        tells_thoughts=tells_thoughts,
+    )
 
 
 def _usage_options(options: Fields) -> tuple[bool, bool]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from coordinator.control.outcomes import FINISH_REASONS
+from coordinator.doors.http.conversations import ASSISTANT
 from coordinator.doors.http.echo import NOTHING, Echo, echo_of
 from coordinator.doors.http.logprobs import (
     TextOffsets,
@@ -19,8 +20,9 @@ from coordinator.doors.http.logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
-from coordinator.doors.http.messages import Deltas, Message
+from coordinator.doors.http.messages import Delta, Deltas, Message
 from coordinator.doors.http.requests import Asked
+from coordinator.doors.http.scored_deltas import ScoredDeltas
 from coordinator.doors.validation import skips_special_tokens
 from coordinator.text.answer_format import PLAIN, AnswerFormat
 from coordinator.text.reasoning import ThoughtCounter, ends_thinking
@@ -36,7 +38,7 @@ from protos.inference_pb2 import (
     TokenLogprobs,
 )
 
-UNKNOWN: Final = {"service_tier": None, "system_fingerprint": None}  # of OpenAI's fields, as in vLLM
+UNKNOWN: Final = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params"))  # as in vLLM
 
 
 @dataclass(slots=True)
@@ -85,12 +87,12 @@ class Form(ABC):
         """The choice that begins an answer's events; None where there is none."""
 
     @abstractmethod
-    def event(self, index: int, prompt: list[int], chunk: Chunk) -> dict[str, Any] | None:
-        """The choice of one event; None where it would say nothing."""
+    def events(self, index: int, prompt: list[int], chunk: Chunk) -> list[dict[str, Any]]:
+        """Return the choices of a chunk's events, in the order in which the model wrote what they say."""
 
     @abstractmethod
-    def closing(self, index: int, complete: Complete) -> dict[str, Any]:
-        """The choice that ends an answer's events."""
+    def closing(self, index: int, complete: Complete) -> list[dict[str, Any]]:
+        """Return the choices of an answer's last events, of which the very last one tells how it ended."""
 
     @abstractmethod
     def whole(self, index: int, answered: Answered) -> dict[str, Any]:
@@ -149,16 +151,16 @@ class CompletionForm(Form):
     def opening(self, index: int) -> dict[str, Any] | None:
         return None
 
-    def event(self, index: int, prompt: list[int], chunk: Chunk) -> dict[str, Any]:
+    def events(self, index: int, prompt: list[int], chunk: Chunk) -> list[dict[str, Any]]:
         if index in self._has_begun:
             choice = self._choice(index, prompt, chunk.text, list(chunk.logprobs))
         else:
             self._has_begun.add(index)
             choice = self._first_choice(index, prompt, list(chunk.prompt_logprobs), chunk.text, list(chunk.logprobs))
-        return {**choice, "finish_reason": None, **self.token_ids(list(chunk.token_ids))}
+        return [{**choice, "finish_reason": None, **self.token_ids(list(chunk.token_ids))}]
 
-    def closing(self, index: int, complete: Complete) -> dict[str, Any]:
-        return {"index": index, "text": "", "logprobs": None, **self.end_of(complete)}
+    def closing(self, index: int, complete: Complete) -> list[dict[str, Any]]:
+        return [{"index": index, "text": "", "logprobs": None, **self.end_of(complete)}]
 
     def whole(self, index: int, answered: Answered) -> dict[str, Any]:
         assert answered.complete is not None, "the answer has not ended"
@@ -226,6 +228,7 @@ class ChatForm(Form):
         super().__init__(asked, tokenizer)
         self._format = answer_format
         self._deltas: dict[int, Deltas] = {}
+        self._scored: dict[int, ScoredDeltas] = {}
         self._thoughts: dict[int, ThoughtCounter] = {}
 
     def answered(self, prompt: list[int]) -> Answered:
@@ -241,33 +244,69 @@ class ChatForm(Form):
         return sum(thoughts.num_tokens for thoughts in self._thoughts.values())
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": ASSISTANT, "content": self._echo(index)}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def event(self, index: int, prompt: list[int], chunk: Chunk) -> dict[str, Any] | None:
+    def events(self, index: int, prompt: list[int], chunk: Chunk) -> list[dict[str, Any]]:
         if index not in self._deltas:
-            self._deltas[index] = self._new_deltas(prompt)
-        delta = self._deltas[index].feed(chunk.text)
-        if not (delta or chunk.logprobs or self.asked.return_token_ids):
-            return None
-        choice = {"index": index, "delta": delta, "logprobs": self._logprobs(list(chunk.logprobs))}
-        return {**choice, "finish_reason": None, **self.token_ids(list(chunk.token_ids))}
+            self._begin(index, prompt)
+        if index in self._scored:
+            choices = [self._choice(index, delta, items) for delta, items in self._scored[index].feed(chunk)]
+        else:
+            deltas = self._deltas[index].feed(chunk.text)
+            if not deltas and (chunk.logprobs or self.asked.return_token_ids):
+                deltas = [{}]
+            choices = [self._choice(index, delta) for delta in deltas]
+            for choice in choices[:1]:
+                choice["logprobs"] = self._logprobs(chunk.logprobs)
+        token_ids = [list(chunk.token_ids), *([] for _ in choices[1:])]  # the first event has those of them all
+        return [
+            {**choice, "finish_reason": None, **self.token_ids(ids)}
+            for choice, ids in zip(choices, token_ids, strict=False)
+        ]
 
-    def closing(self, index: int, complete: Complete) -> dict[str, Any]:
+    def closing(self, index: int, complete: Complete) -> list[dict[str, Any]]:
         deltas = self._deltas.get(index)
-        choice = {"index": index, "delta": deltas.finish() if deltas else {}, "logprobs": None}
-        return {**choice, **self._end_of(complete, has_calls=deltas is not None and deltas.has_calls)}
+        choices: list[dict[str, Any]] = []
+        if index in self._scored:
+            choices = [self._choice(index, delta, items) for delta, items in self._scored[index].finish()]
+        elif deltas is not None:
+            choices = [self._choice(index, delta) for delta in deltas.finish()]
+        *others, last = choices or [self._choice(index, {})]
+        has_calls = deltas is not None and deltas.has_calls
+        end = self._end_of(complete, has_calls=has_calls)
+        return [*({**choice, "finish_reason": None} for choice in others), {**last, **end}]
+
+    def _begin(self, index: int, prompt: list[int]) -> None:
+        self._deltas[index] = self._new_deltas(prompt)
+        if self.asked.scores_content and self._params.HasField("logprobs"):
+            skips = skips_special_tokens(self._params)
+            offsets = TextOffsets(self._tokenizer.detokenizer(skip_special_tokens=skips, after=prompt))
+            self._scored[index] = ScoredDeltas(self._deltas[index], offsets)
+
+    def _choice(self, index: int, delta: Delta, items: Sequence[TokenLogprobs] = ()) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": self._logprobs(items)}
 
     def whole(self, index: int, answered: Answered) -> dict[str, Any]:
         assert answered.complete is not None, "the answer has not ended"
         assert answered.message is not None, "it is not of a chat"
+        message = answered.message.finish()
+        if echo := self._echo(index):
+            message["content"] = echo + (message["content"] or "")
         return {
             "index": index,
-            "message": answered.message.finish(),
+            "message": message,
             "logprobs": self._logprobs(answered.logprobs),
             **self._end_of(answered.complete, has_calls=answered.message.has_calls),
             **self.token_ids(answered.token_ids),
         }
+
+    def _echo(self, index: int) -> str:
+        """Return the message that the answer goes on with."""
+        if not self.asked.echoes:
+            return ""
+        last = self.asked.requests[index // self.asked.num_answers].chat.messages[-1]
+        return last.content if last.role == ASSISTANT else ""
 
     def _end_of(self, complete: Complete, *, has_calls: bool) -> dict[str, Any]:
         end = self.end_of(complete)
@@ -295,7 +334,7 @@ class ChatForm(Form):
     def envelope_scores(self, scores: list[TokenLogprobs]) -> dict[str, Any]:
         return self.scores(scores)
 
-    def _logprobs(self, items: list[TokenLogprobs]) -> dict[str, Any] | None:
+    def _logprobs(self, items: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         tells_sampled = bool(self._params.logprob_token_ids)
         return chat_logprobs(items, self._names, tells_sampled=tells_sampled) if items else None
 

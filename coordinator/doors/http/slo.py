@@ -3,7 +3,7 @@ without reading it."""
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from coordinator.control.slo import MAX_PRIORITY
@@ -13,26 +13,36 @@ from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM
 
 PRIORITIES: Final = (-MAX_PRIORITY, MAX_PRIORITY)
+_HEADERS: Final = {
+    "ttft_ms": "x-slo-ttft-ms",
+    "tpot_ms": "x-slo-tpot-ms",
+    "slo_class": "x-slo-class",
+    "priority": "x-slo-priority",
+}
 _INTEGER: Final = re.compile(r"-?[0-9]{1,9}")
 
 
-def set_limits(requests: Sequence[GenerateRequest], fields: Fields, headers: Mapping[str, str]) -> None:
-    """Gives all requests of a call their limits, class and priority; the body wins over headers. Raises
-    RequestError."""
-    asked = {
-        "ttft_ms": _either(fields.number("ttft_ms"), headers, "x-slo-ttft-ms", _number),
-        "tpot_ms": _either(fields.number("tpot_ms"), headers, "x-slo-tpot-ms", _number),
-        "slo_class": _either(fields.text("slo_class"), headers, "x-slo-class", lambda _, text: text),
-        "priority": _either(fields.integer("priority", PRIORITIES), headers, "x-slo-priority", _integer),
+def set_limits(requests: Sequence[GenerateRequest], fields: Fields, headers: Mapping[str, str]) -> dict[str, str]:
+    """Give all requests of a call their limits, class and priority; the body wins over headers. Return the headers that
+    were taken, by their fields. Raises RequestError."""
+    in_body = {
+        "ttft_ms": fields.number("ttft_ms"),
+        "tpot_ms": fields.number("tpot_ms"),
+        "slo_class": fields.text("slo_class"),
+        "priority": fields.integer("priority", PRIORITIES),
     }
-    for name, value in asked.items():
+    taken = {name: _HEADERS[name] for name, value in in_body.items() if value is None and _HEADERS[name] in headers}
+    in_headers = {name: _read(name, header, headers[header]) for name, header in taken.items()}
+    for name, value in {**in_body, **in_headers}.items():
         for request in requests if value is not None else ():
             setattr(request, name, value)
+    return taken
 
 
-def _either(value: Any, headers: Mapping[str, str], header: str, read: Callable[[str, str], Any]) -> Any:
-    """What the body says, or else the header."""
-    return read(header, headers[header]) if value is None and header in headers else value
+def _read(name: str, header: str, text: str) -> Any:
+    if name == "slo_class":
+        return text
+    return _integer(header, text) if name == "priority" else _number(header, text)
 
 
 def _number(header: str, text: str) -> float:

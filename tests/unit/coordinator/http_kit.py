@@ -170,12 +170,12 @@ async def openai_cluster(folder, template=TEMPLATE, **settings):
         yield c, client
 
 
-async def answer(c, text, finish_reason=events.STOP):
+async def answer(c, text, finish_reason=events.STOP, logprob=None):
     """Have the nodes answer one token for each character, and one that ends it; return the prompt's text."""
     attempt, job = await begin(c)
-    await hand_over(c, attempt, text[0])
+    await hand_over(c, attempt, text[0], logprob=logprob)
     ids = [*text[1:].encode(), EOS if finish_reason == events.STOP else ord("!")]
-    tokens = [events.sampled(attempt, index, token_id) for index, token_id in enumerate(ids, start=1)]
+    tokens = [events.sampled(attempt, index, token_id, logprob=logprob) for index, token_id in enumerate(ids, start=1)]
     tokens[-1].finish_reason = finish_reason
     for start in range(0, len(tokens), 7):
         await c.nodes["d0"].send(events.step_tokens(*tokens[start : start + 7]))

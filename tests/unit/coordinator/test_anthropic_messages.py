@@ -93,6 +93,40 @@ def test_a_whole_message_and_the_conversation_that_goes_on(tmp_path):
     run(scenario())
 
 
+DOCUMENT = {
+    "type": "document",
+    "title": "Weather",
+    "context": "of today",
+    "source": {"type": "text", "media_type": "text/plain", "data": "Rain."},
+    "cache_control": {"type": "ephemeral"},
+    "citations": {"enabled": False},
+}
+
+
+def test_documents_of_text_and_thoughts_that_nobody_can_read(tmp_path):
+    async def scenario():
+        async with anthropic_cluster(tmp_path) as (c, client):
+            blocks = {
+                **DOCUMENT,
+                "title": None,
+                "source": {"type": "content", "content": [{"type": "text", "text": "x"}]},
+            }
+            asking = {"role": "user", "content": [DOCUMENT, {"type": "text", "text": "Well?"}, blocks]}
+            _, prompt = await asked(c, client, "Rain.", messages=[asking])
+            assert prompt == "Weather\nof today\nRain.\nWell?\nof today\nx"
+            hidden = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}
+            call = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
+            result = {"type": "tool_result", "tool_use_id": "a", "content": [DOCUMENT]}
+            said = [{**hidden, "content": [*hidden["content"], call]}, {"role": "user", "content": [result]}]
+            keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+            _, prompt = await asked(
+                c, client, "So.", messages=[HI, *said], tools=[TOOL], extra_body={"context_management": keep}
+            )
+            assert prompt.endswith("<|tool|>Weather\nof today\nRain.a")
+
+    run(scenario())
+
+
 def test_the_events_of_a_stream_and_the_helper_for_them(tmp_path):
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
 
@@ -177,9 +211,18 @@ def test_a_stream_that_fails_says_so(tmp_path):
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+PDF = {**DOCUMENT, "source": {"type": "base64", "media_type": "application/pdf", "data": ""}}
+CITED = {**DOCUMENT, "citations": {"enabled": True}}
+CLEARS = {"edits": [{"type": "clear_tool_uses_20250919"}]}
 NO_SCHEMA = {"type": "json_schema", "schema": 5}
 REFUSED = [
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, 'messages[0].content[0].type "image" is not supported'),
+    (
+        {"messages": [{"role": "user", "content": [PDF]}]},
+        'messages[0].content[0].source.type ("base64") is not supported',
+    ),
+    ({"messages": [{"role": "user", "content": [CITED]}]}, "messages[0].content[0].citations are not supported"),
+    ({"extra_body": {"context_management": CLEARS}}, "context_management (an object) is not supported"),
     ({"messages": [{"role": "me", "content": "a"}]}, "messages[0].role must be one of user, assistant, system"),
     ({"messages": []}, "messages is missing or empty"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content must be a text, or at least one block"),

@@ -181,6 +181,42 @@ def test_what_openais_client_dumps_can_be_sent_again():
     assert fields.unread() == []
 
 
+def parts(*given):
+    [_, message] = chat_of(HI, {"role": "assistant", "content": list(given)}).messages
+    return message.content, json.loads(message.extra_json or "{}")
+
+
+def test_parts_of_other_apis_are_text_where_their_meaning_is_plain():
+    thoughts = [{"type": "thinking", "thinking": each, "signature": "s"} for each in ("Hm.", "Well.")]
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    for kind in ("text", "input_text", "output_text"):
+        said = {"type": kind, "text": "So", "annotations": [], "logprobs": [], "cache_control": {}}
+        assert parts(*thoughts, hidden, said, said) == ("So\nSo", {"reasoning_content": "Hm.\nWell."})
+        assert chat_of({"role": "user", "content": [{"type": kind, "text": "a"}]}).messages[0].content == "a"
+    assert parts({"type": "refusal", "refusal": "No."}) == ("No.", {})
+    assert chat_of(HI, {"role": "assistant", "content": None, "refusal": "No."}).messages[1].content == "No."
+
+
+@pytest.mark.parametrize(
+    ("role", "part", "problem"),
+    [
+        (
+            "user",
+            {"type": "thinking", "thinking": "a"},
+            'type "thinking" is not supported: this model reads text alone',
+        ),
+        ("assistant", {"type": "thinking"}, "thinking must be a string, not null"),
+        ("assistant", {"type": "refusal", "text": "a"}, "refusal must be a string, not null"),
+        ("assistant", {"type": "audio"}, 'type "audio" is not supported: this model reads text alone'),
+        ("user", {"type": "image_url"}, 'type "image_url" is not supported: this model reads text alone'),
+    ],
+)
+def test_a_part_that_cannot_be_read_is_named(role, part, problem):
+    field, message = refusal(HI, {"role": role, "content": [{"type": "text", "text": "a"}, part]})
+    assert message == f"messages[1].content[1].{problem}"
+    assert message.startswith(f"{field} ")
+
+
 REFUSED_FIELDS = [
         ({"tools": [F] * (MAX_TOOLS + 1)}, "tools"),
         ({"tools": {"f": F}}, "tools"),

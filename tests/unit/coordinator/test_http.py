@@ -100,7 +100,13 @@ def test_limits_come_in_the_body_or_in_headers_and_the_answer_tells_what_became_
     [
         ({"x-slo-ttft-ms": "soon"}, {}, "x-slo-ttft-ms", "x-slo-ttft-ms must be a finite number, not 'soon'"),
         ({"x-slo-tpot-ms": "inf"}, {}, "x-slo-tpot-ms", "x-slo-tpot-ms must be a finite number, not 'inf'"),
-        ({"x-slo-tpot-ms": "-1"}, {}, "tpot_ms", "tpot_ms must be above 0 and at most 3600000, not -1"),
+        (
+            {"x-slo-tpot-ms": "-1"},
+            {},
+            "x-slo-tpot-ms",
+            "x-slo-tpot-ms must be above 0 and at most 3600000, not -1",
+        ),
+        ({}, {"tpot_ms": -1}, "tpot_ms", "tpot_ms must be above 0 and at most 3600000, not -1"),
         ({}, {"ttft_ms": "fast"}, "ttft_ms", 'ttft_ms must be a finite number, not "fast"'),
         ({}, {"priority": 101}, "priority", "priority must be an integer within [-100, 100], not 101"),
         ({}, {"priority": 1.5}, "priority", "priority must be an integer within [-100, 100], not 1.5"),
@@ -174,18 +180,20 @@ def test_a_whole_chat_with_logprobs_and_token_ids(tmp_path):
                 {**first, "top_logprobs": [first]},
                 {**second, "top_logprobs": [{"token": "x", "logprob": -0.25, "bytes": [ord("x")]}]},
             ]
+            nulls = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
             assert reply == {
                 "id": "chatcmpl-r",
                 "object": "chat.completion",
                 "model": "m",
                 "service_tier": None,
                 "system_fingerprint": None,
+                "kv_transfer_params": None,
                 "prompt_logprobs": None,
                 "prompt_token_ids": [BOS, USER, ord("h"), ord("i"), EOS, ASSISTANT],
                 "choices": [
                     {
                         "index": 0,
-                        "message": {"role": "assistant", "content": "ü", "refusal": None},
+                        "message": {"role": "assistant", "content": "ü", **nulls},
                         "logprobs": {"content": content, "refusal": None},
                         "finish_reason": "length",
                         "stop_reason": None,

@@ -297,13 +297,8 @@ def test_prompt_logprobs_are_a_list_by_token_id(tmp_path, path):
             {"prompt_logprobs": 1, "stream": True},
             "prompt_logprobs is not supported in a stream",
         ),
-        ("/v1/completions", {"prompt_logprobs": -1}, "prompt_logprobs must be within [0, 20], not -1"),
+        ("/v1/completions", {"prompt_logprobs": -1}, "prompt_logprobs (-1) are those of 260 tokens, the limit is 20"),
         ("/v1/completions", {"prompt_logprobs": 21}, "prompt_logprobs must be within [0, 20], not 21"),
-        (
-            "/v1/chat/completions",
-            {"echo": True},
-            "echo (true) is not supported: an answer does not repeat the conversation",
-        ),
         (
             "/v1/completions",
             {"prompt": ["a"] * (MAX_SCORED_PROMPTS + 1), "prompt_logprobs": 0},

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from coordinator.doors.http.conversations import MAX_PARTS
 from coordinator.doors.http.embeddings import parse_embeddings
 from coordinator.doors.http.fields import MAX_STRINGS, MAX_VALUES, Fields, read_fields
-from coordinator.doors.http.requests import MAX_PROMPTS, Asked, parse_chat, parse_completion
+from coordinator.doors.http.requests import (
+    CHAT_NAMES,
+    COMPLETION_NAMES,
+    MAX_PROMPTS,
+    Asked,
+    parse_chat,
+    parse_completion,
+)
 from coordinator.doors.terms import Terms
 from coordinator.doors.validation import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from serving_core.errors import RequestError
@@ -85,7 +92,8 @@ def test_what_is_left_out_or_null_stays_unset_but_for_openais_16_tokens():
             "chat": {"messages": [{"role": "user", "content": "c"}]},
             "sampling_params": {},
         }
-    assert completion() == Asked(completion().requests, terms=Terms(default_max_tokens=16))
+    terms = Terms(default_max_tokens=16)
+    assert completion() == Asked(completion().requests, names=COMPLETION_NAMES, terms=terms)
     assert chat().terms.default_max_tokens is None
 
 
@@ -387,6 +395,7 @@ def test_options_of_the_response():
     asked = chat(stream=True, n=4, **fields)
     assert asked == Asked(
         asked.requests,
+        names=CHAT_NAMES,
         num_answers=4,
         stream=True,
         include_usage=True,

@@ -167,7 +167,7 @@ def test_a_whole_response_is_of_openais_type(tokenizer, form_class, with_extras)
 def test_every_event_of_a_chat_is_of_openais_type(tokenizer):
     form = ChatForm(Asked((GenerateRequest(),)), tokenizer)
     envelope = Envelope(form, "r", "m")
-    for choice in (form.opening(0), form.event(0, [1, 2], CHUNK), form.closing(0, COMPLETE)):
+    for choice in (form.opening(0), *form.events(0, [1, 2], CHUNK), *form.closing(0, COMPLETE)):
         openai.types.chat.ChatCompletionChunk.model_validate_json(
             json.dumps(envelope.event([choice], usage=None)), strict=True
         )
@@ -195,8 +195,7 @@ def test_thoughts_are_left_out_where_they_are_not_wanted(tokenizer):
         answered.complete = COMPLETE
         message = form.whole(0, answered)["message"]
         assert (message["content"], message.get("reasoning_content")) == ("Yes.", "Hm." if tells_thoughts else None)
-        event = form.event(0, [1, 2], Chunk(text="<think>Hm."))
-        assert (event is not None) == tells_thoughts
+        assert bool(form.events(0, [1, 2], Chunk(text="<think>Hm."))) == tells_thoughts
 
 
 @pytest.mark.parametrize(
@@ -206,7 +205,7 @@ def test_thoughts_are_left_out_where_they_are_not_wanted(tokenizer):
 def test_the_models_own_end_is_no_stop_reason(tokenizer, matched, stop_reason):
     form = ChatForm(Asked((GenerateRequest(sampling_params=SamplingParams(stop_token_ids=[7])),)), tokenizer)
     complete = Complete(finish_reason=FINISH_REASON_LENGTH, **matched)
-    assert form.closing(0, complete)["stop_reason"] == stop_reason
+    assert form.closing(0, complete)[-1]["stop_reason"] == stop_reason
 
 
 # ---- errors ----

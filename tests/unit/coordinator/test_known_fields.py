@@ -59,6 +59,10 @@ vllm_xargs repetition_detection thinking_token_budget stream_interval"""
 OF_TEMPLATES = "add_generation_prompt continue_final_message chat_template chat_template_kwargs media_io_kwargs"
 VLLM_CHAT = f"""{VLLM} {OF_TEMPLATES} mm_processor_kwargs include_reasoning echo documents return_prompt_text
 reasoning_effort"""
+VLLM_RESPONSES = """request_id session_id media_io_kwargs mm_processor_kwargs priority cache_salt include_reasoning
+enable_response_messages previous_input_messages previous_response structured_outputs repetition_penalty seed stop
+ignore_eos vllm_xargs kv_transfer_params ec_transfer_params chat_template_kwargs logit_bias top_k skip_special_tokens
+include_stop_str_in_output presence_penalty frequency_penalty"""
 VLLM_EMBEDDINGS = f"""{OF_TEMPLATES} mm_processor_kwargs truncate_prompt_tokens truncation_side request_id priority
 cache_salt add_special_tokens messages embed_dtype endianness use_activation normalize additional_data"""
 
@@ -81,7 +85,7 @@ def fields_of_others():
             "early_stopping",
             "guided_decoding_backend",
         },
-        RESPONSES: {*ResponseParams.__annotations__},
+        RESPONSES: {*ResponseParams.__annotations__, *VLLM_RESPONSES.split()},
         EMBEDDINGS: {*EmbeddingCreateParams.__annotations__, *VLLM_EMBEDDINGS.split()},
         TOKENIZE: {
             *OF_TEMPLATES.split(),

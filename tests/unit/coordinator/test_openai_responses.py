@@ -7,7 +7,6 @@ from itertools import groupby
 import pytest
 from pydantic import BaseModel
 
-from coordinator.doors.http.openai_responses import ResponsesCall
 from tests import fleet_events as events
 from tests.scripted_nodes import run
 from tests.unit.coordinator.http_kit import (
@@ -142,27 +141,33 @@ def test_an_answer_may_be_made_to_be_json_and_may_be_cut_short(tmp_path):
     run(scenario())
 
 
-def test_what_comes_at_once_keeps_its_order():
-    """Steps join while a client reads slowly: a call ends, text follows it, and another call begins."""
-    same = {"id": "chatcmpl-r", "created": 1, "model": "m", "usage": None}
-    function = {"name": "f", "arguments": ""}
+def test_logprobs_are_those_of_the_text(tmp_path):
+    fields = {"include": LOGPROBS, "top_logprobs": 1, "tools": [TOOL]}
 
-    def event(finish_reason=None, **delta):
-        choice = {"delta": delta, "finish_reason": finish_reason, "stop_reason": None}
-        return {**same, "choices": [choice]}
+    async def scenario():
+        async with strict_cluster(tmp_path) as (c, client):
+            asking = asyncio.create_task(client.responses.create(model="m", input="hi", **fields))
+            await answer(c, BOTH, logprob=-0.5)
+            reply = await asking
+            [message] = [item for item in reply.output if item.type == "message"]
+            told = message.content[0].logprobs
+            assert "".join(each.token for each in told) == "Let me see."
+            assert (reply.top_logprobs, {each.logprob for each in told}) == (1, {-0.5})
 
-    call = ResponsesCall()
-    call.event(event(tool_calls=[{"index": 0, "id": "a", "function": function}]))
-    more = [{"index": 0, "function": {"arguments": "{}"}}, {"index": 1, "id": "b", "function": function}]
-    call.event(event(content="and", tool_calls=more))
-    told = call.event(event("stop", tool_calls=[{"index": 1, "function": {"arguments": "[1]"}}]))
-    assert b'"arguments":"[1]"' in told
-    counts = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    call.event({**same, "choices": [], "usage": counts})
-    last = json.loads(call.end().partition(b"data: ")[2])
-    output = last["response"]["output"]
-    assert [item.get("arguments") or item["content"][0]["text"] for item in output] == ["{}", "and", "[1]"]
-    assert (last["type"], last["response"]["usage"]["total_tokens"]) == ("response.completed", 2)
+            async def helped():
+                async with client.responses.stream(model="m", input="hi", **fields) as stream:
+                    events = [event async for event in stream]
+                    return events, await stream.get_final_response()
+
+            asking = asyncio.create_task(helped())
+            await answer(c, BOTH, logprob=-0.5)
+            told_of, final = await asking
+            [message] = [item for item in final.output if item.type == "message"]
+            assert message.content[0].logprobs == told
+            deltas = [event for event in told_of if event.type == "response.output_text.delta"]
+            assert [each.token for event in deltas for each in event.logprobs] == [each.token for each in told]
+
+    run(scenario())
 
 
 def test_a_stream_that_fails_says_so(tmp_path):
@@ -183,6 +188,7 @@ def test_a_stream_that_fails_says_so(tmp_path):
     run(scenario())
 
 
+LOGPROBS = ["message.output_text.logprobs"]
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
 CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": 3}
 BY_JSON = {"tools": [], "text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}
@@ -190,8 +196,10 @@ REFUSED = [
     ({"store": True}, "store", "(true) is not supported"),
     ({"background": True}, "background", "(true) is not supported"),
     ({"previous_response_id": "resp_1"}, "previous_response_id", '("resp_1") is not supported'),
-    ({"top_logprobs": 2}, "top_logprobs", "(2) is not supported"),
-    ({"include": ["message.output_text.logprobs"]}, "include", '("message.output_text.logprobs") is not supported'),
+    ({"top_logprobs": 2}, "top_logprobs", "needs message.output_text.logprobs in include"),
+    ({"include": LOGPROBS, "top_logprobs": 21}, "top_logprobs", "must be within [0, 20], not 21"),
+    ({"extra_body": {"vllm_xargs": {"a": 1}}}, "vllm_xargs", "(an object) is not supported"),
+    ({"extra_body": {"previous_input_messages": [{}]}}, "previous_input_messages", "(a list) is not supported"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", '("web_search") is not supported: it must be function'),
     ({"input": [IMAGE]}, "input[0].content[0].type", '"input_image" is not supported: this model reads text alone'),
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", '("item_reference") is not supported'),

@@ -302,6 +302,15 @@ def test_a_default_of_max_tokens_lets_nobody_ask_for_more_than_there_is_room_for
     assert error.metadata["field"] == "min_tokens"
 
 
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_logprobs_of_the_whole_vocabulary_are_told_within_the_limit(name):
+    enough = dataclasses.replace(LIMITS, max_logprobs=260)
+    assert getattr(plan(Wire(**{name: -1}), limits=enough).samplings[0], name) == 260
+    error = refusal(lambda: plan(Wire(**{name: -1})))
+    assert str(error) == f"{name} (-1) are those of 260 tokens, the limit is 20"
+    assert str(refusal(lambda: plan(Wire(**{name: -2}), limits=enough))) == f"{name} must be within [0, 260], not -2"
+
+
 # ---- prompts that their clients let the server cut ----
 
 CUT_LIMITS = Limits(
@@ -323,6 +332,7 @@ def test_the_last_tokens_are_kept(most, max_tokens, first):
     asked = request_to_cut(most, sampling_params=Wire(max_tokens=max_tokens))
     check_truncation(asked, CUT_LIMITS)
     assert cut(LONG_PROMPT, asked, CUT_LIMITS) == LONG_PROMPT[first:]
+    assert cut(LONG_PROMPT, asked, CUT_LIMITS, keeps_first=True) == LONG_PROMPT[: len(LONG_PROMPT) - first]
 
 
 def test_what_fits_is_taken_and_what_leaves_no_room_is_refused():
