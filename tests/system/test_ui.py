@@ -210,7 +210,7 @@ def test_code_is_shown_as_code_and_a_system_prompt_goes_before_the_conversation(
             talking = asyncio.create_task(asyncio.to_thread(talk, f"http://127.0.0.1:{c.server.http_port}"))
             prompt = await answer(c, text)
             told, code = await talking
-        assert prompt == "<|system|>Be brief.<|user|>hi<|assistant|>"
+        assert prompt == "<|system|>Be brief.hi"
         assert code == ["print(`1`)\n\n```py\n"]
         assert told == "So:\nprint(`1`)\n\n```py\nor ```x``` and\n  ``y``\n```"
 
