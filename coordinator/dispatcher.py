@@ -162,6 +162,8 @@ class Dispatcher:
             self._heartbeat(node, event.heartbeat, now)
             self._apply([Send(node, fleet_pb2.NodeCommand(heartbeat_ack=fleet_pb2.HeartbeatAck()))])
             return
+        if event.HasField("num_blocks_free"):
+            node.load.num_blocks_free = event.num_blocks_free
         if event.HasField("cache_changed"):
             self._cache_changed(node, event.cache_changed)
             return

@@ -77,6 +77,9 @@ class Node(Protocol):
     when that step is not to be waited for.
     """
 
+    @property
+    def num_blocks_free(self) -> int: ...
+
     def hello(self) -> fleet_pb2.Hello: ...
     def heartbeat(self) -> fleet_pb2.Heartbeat: ...
     def handle(self, command: fleet_pb2.NodeCommand) -> None: ...
@@ -215,7 +218,7 @@ class FleetLink:
             acks = _Acks(welcome.timeout_s)
             await first_to_end(
                 self._beat(node, welcome.heartbeat_s),
-                self._write(stream),
+                self._write(stream, node),
                 self._read(stream, node, acks),
                 self._leave_when_stuck(node),
                 acks.miss(),
@@ -242,8 +245,9 @@ class FleetLink:
             self._starvation.look()
             await asyncio.sleep(heartbeat_s)
 
-    async def _write(self, stream: "_Stream") -> None:
+    async def _write(self, stream: "_Stream", node: Node) -> None:
         while (event := await self._unsent.get()) is not None:
+            event.num_blocks_free = node.num_blocks_free
             reach("before", event)
             await stream.write(event)
             self._unsent.written()

@@ -190,6 +190,10 @@ class NodeLogic:
         wakes = (self._hand_overs.wake_at_s, *others)
         return min((at_s for at_s in wakes if at_s is not None), default=None)
 
+    @property
+    def num_blocks_free(self) -> int:
+        return self._allocator.num_free
+
     def describe(self, load: inference_pb2.NodeLoad) -> None:
         """Fills in how busy the node is, and decides to tell what has changed of its cache."""
         self._cache_report.tell()

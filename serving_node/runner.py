@@ -178,6 +178,10 @@ class NodeRunner:
             annexes=self._annex_offer(),
         )
 
+    @property
+    def num_blocks_free(self) -> int:
+        return self._logic.num_blocks_free
+
     def heartbeat(self) -> fleet_pb2.Heartbeat:
         load = self._measured()
         self._logic.describe(load)

@@ -29,6 +29,7 @@ from tests.scripted_nodes import (
     step,
 )
 from tests.tiny_models import EOS, write_fake_model
+from tests.unit.coordinator.http_kit import plain_client, url_of
 
 pytestmark = pytest.mark.usefixtures("programs_here")
 
@@ -194,6 +195,26 @@ def test_info_and_loads(tmp_path):
             loads = await c.stub.GetLoads(inference_pb2.GetLoadsRequest())
             assert [(load.name, load.num_blocks_free) for load in loads.nodes] == [("d0", 7), ("p0", 100)]
             assert loads.num_live_requests == 0
+
+    run(scenario())
+
+
+def test_blocks_in_use_are_those_of_the_latest_message(tmp_path):
+    """A heartbeat is up to a second old."""
+
+    async def scenario():
+        async with cluster(tmp_path, http_port=0) as c:
+            call = c.generate()
+            attempt = await begin_to_write(c)
+            event = events.step_tokens(events.sampled(attempt, 1, ord("b"), LENGTH))
+            event.num_blocks_free = 25
+            await c.nodes["d0"].send(event)
+            assert (await read_all(call))[0] == "ab"
+            loads = await c.stub.GetLoads(inference_pb2.GetLoadsRequest())
+            assert {load.name: load.num_blocks_free for load in loads.nodes} == {"d0": 25, "p0": 100}
+            async with plain_client(base_url=url_of(c)) as client:
+                text = (await client.get("/metrics")).text
+            assert 'splitserve_node_kv_cache_usage_ratio{node="d0",role="decode"} 0.75' in text
 
     run(scenario())
 

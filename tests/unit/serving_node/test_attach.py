@@ -65,6 +65,8 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
 class Node:
     """What the link asks of a node."""
 
+    num_blocks_free = 7
+
     def __init__(self):
         self.commands = []
         self.num_detached = 0
@@ -194,6 +196,7 @@ async def test_hello_then_heartbeat_then_events_in_order_and_none_is_lost_at_the
     kinds = [event.WhichOneof("event") for event in coordinator.events]
     assert kinds == ["hello", "heartbeat", *["cancelled"] * 20]
     assert [event.cancelled.attempt.request_id for event in coordinator.events[2:]] == [str(i) for i in range(20)]
+    assert {event.num_blocks_free for event in coordinator.events[1:]} == {node.num_blocks_free}
     assert coordinator.secrets == ["Bearer s3cret"]
     assert node.commands == ["cancel"]
 
