@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 from safetensors.numpy import save, save_file
+from starlette.exceptions import HTTPException
 
 from coordinator.control.journal import Journal
 from coordinator.control.ledger import Ledger
@@ -25,6 +26,7 @@ from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
 from coordinator.doors.authentication import BearerSecrets
 from coordinator.doors.http.anthropic_messages import MessagesCall
+from coordinator.doors.http.bodies import MAX_BODY_BYTES, gunzipped
 from coordinator.doors.http.embeddings import parse_embeddings
 from coordinator.doors.http.fields import read_fields
 from coordinator.doors.http.openai_responses import ResponsesCall
@@ -59,6 +61,7 @@ from serving_core.stored_tensors import stored_tensors
 from serving_core.telemetry import parse_line
 from serving_core.weight_files import INDEX_FILE, SINGLE_FILE
 from serving_node.ranks.leading import Meeting, share_from_wire
+from splitserve.batches import answered, batch_requests, failed
 from splitserve.launch.supervisor import LastWords
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.event_stream import EventStream
@@ -202,6 +205,18 @@ def _body(parse: Callable[[Any], Any]) -> Callable[[bytes], None]:
         fields.unread()
 
     return read
+
+
+@refuses(RequestError, HTTPException)
+def gzip_body(data: bytes) -> None:
+    assert len(gunzipped(data)) <= MAX_BODY_BYTES
+
+
+@refuses(SettingsError)
+def batch_file(data: bytes) -> None:
+    for request in batch_requests(data.splitlines(keepends=True)):
+        for line in (answered(request, 200, "r", {}), failed(request, "invalid_request", request.problem)):
+            assert line.encode().decode().splitlines() == [line]
 
 
 @refuses(RequestError)

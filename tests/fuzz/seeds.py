@@ -1,7 +1,9 @@
 """Inputs that decoders accept, made anew each time: what is kept in the corpus may be of an earlier version, and then
 is refused before it comes far."""
 
+import gzip
 import json
+import math
 import socket
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -63,6 +65,8 @@ SEEDS: Final[dict[str, Callable[[], Iterator[bytes]]]] = {
     "hello": hellos,
     "node_command": commands,
     "annex_messages": annex_talk,
+    "gzip_body": lambda: (gzip.compress(b'{"prompt": "a"}', mtime=0) for _ in range(1)),
+    "batch_file": bodies({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "\ud800", "seed": math.nan}}),
     "chat_body": bodies({"model": "m", "messages": MESSAGES}, {"messages": MESSAGES, "max_tokens": 5, "n": 2}),
     "responses_body": bodies({"model": "m", "input": "hello", "store": False}),
     "messages_body": bodies({"model": "m", "messages": MESSAGES, "max_tokens": 5}),

@@ -36,7 +36,7 @@ async def read_json(request: Request, parse: Callable[[Fields], R]) -> R:
         detail = f"the body was not there within {BODY_TIMEOUT_S:g} s"
         raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, detail) from error
     if is_gzip:
-        return await asyncio.to_thread(lambda: parse(read_fields(_gunzipped(body))))
+        return await asyncio.to_thread(lambda: parse(read_fields(gunzipped(body))))
     if len(body) <= LONG_BODY_BYTES:
         return parse(read_fields(bytes(body)))
     return await asyncio.to_thread(lambda: parse(read_fields(bytes(body))))
@@ -51,7 +51,7 @@ def _is_gzip(encoding: str) -> bool:
     return name.endswith("gzip")
 
 
-def _gunzipped(body: bytes | bytearray) -> bytes:
+def gunzipped(body: bytes | bytearray) -> bytes:
     """Return what was compressed; no more than the limit is ever made of it. Raises HTTPException or RequestError."""
     reader = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
