@@ -80,6 +80,8 @@ class Batch:
             return False, failed(request, "timeout", last)
         except NoAnswerError as error:
             return False, failed(request, "too_large", str(error))
+        except httpx2.InvalidURL as error:
+            return False, failed(request, "invalid_request", f"the url is none: {error}")
 
     def _note(self, is_answered: bool, line: str) -> None:
         self.output.write(line + "\n")

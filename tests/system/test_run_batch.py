@@ -84,14 +84,16 @@ def test_a_line_that_cannot_be_sent_or_taken_does_not_end_the_run(cluster, tmp_p
         line("number", {"prompt": "x", "temperature": math.nan}),
         line("\udfff", {"prompt": "x", "max_tokens": 1}),
         deep,
+        line("long", {"prompt": "x"}, "/" + "a" * 70_000),
     ]
     done = run(cluster, tmp_path, *bad, *good)
-    assert (done.exit_code, "3 of 12 failed" in done.stderr) == (1, True), done.stderr
+    assert (done.exit_code, "4 of 13 failed" in done.stderr) == (1, True), done.stderr
     told = outcomes(tmp_path)
     assert {told[f"good{index}"]["response"]["status_code"] for index in range(8)} == {200}
     assert told["\udfff"]["response"]["status_code"] == 200
     assert "prompt must be a string of valid Unicode" in told["half"]["response"]["body"]["error"]["message"]
     assert told["number"]["error"]["message"].startswith("the body is no JSON that can be sent")
+    assert told["long"]["error"]["message"] == "the url is none: URL too long"
     assert told[None]["error"]["message"] == "line 4 is nested too deeply to be read"
 
 
