@@ -141,6 +141,26 @@ def test_an_answer_may_be_made_to_be_json_and_may_be_cut_short(tmp_path):
     run(scenario())
 
 
+def test_fields_of_vllm_have_their_effect(tmp_path):
+    async def scenario():
+        async with strict_cluster(tmp_path) as (c, client):
+            reply, _ = await asked(c, client, BOTH, tools=[TOOL], extra_body={"include_reasoning": False})
+            assert [item.type for item in reply.output] == ["message", "function_call", "function_call"]
+            stopping = {"stop": ["x"], "include_stop_str_in_output": True}
+            reply, _ = await asked(c, client, "It is xy", extra_body=stopping)
+            assert reply.output_text == "It is x"
+            nothing = {
+                "previous_input_messages": [],
+                "enable_response_messages": False,
+                "vllm_xargs": {},
+                "session_id": "s",
+            }
+            reply, _ = await asked(c, client, "Yes.", extra_body=nothing)
+            assert reply.output_text == "Yes."
+
+    run(scenario())
+
+
 def test_logprobs_are_those_of_the_text(tmp_path):
     fields = {"include": LOGPROBS, "top_logprobs": 1, "tools": [TOOL]}
 
