@@ -146,9 +146,6 @@ def test_fields_of_vllm_have_their_effect(tmp_path):
         async with strict_cluster(tmp_path) as (c, client):
             reply, _ = await asked(c, client, BOTH, tools=[TOOL], extra_body={"include_reasoning": False})
             assert [item.type for item in reply.output] == ["message", "function_call", "function_call"]
-            stopping = {"stop": ["x"], "include_stop_str_in_output": True}
-            reply, _ = await asked(c, client, "It is xy", extra_body=stopping)
-            assert reply.output_text == "It is x"
             nothing = {
                 "previous_input_messages": [],
                 "enable_response_messages": False,
@@ -157,6 +154,9 @@ def test_fields_of_vllm_have_their_effect(tmp_path):
             }
             reply, _ = await asked(c, client, "Yes.", extra_body=nothing)
             assert reply.output_text == "Yes."
+            stopping = {"stop": ["x"], "include_stop_str_in_output": True}
+            reply, _ = await asked(c, client, "It is xy", extra_body=stopping)
+            assert reply.output_text == "It is x"
 
     run(scenario())
 
