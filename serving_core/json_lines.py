@@ -13,4 +13,6 @@ def json_line(value: Any) -> str:
     """Return JSON without blanks that can be encoded and has no end of a line in it. Raises ValueError for a number
     that JSON does not know."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    if text.isascii():
+        return text
     return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

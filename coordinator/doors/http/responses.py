@@ -251,19 +251,13 @@ class ChatForm(Form):
         if index not in self._deltas:
             self._begin(index, prompt)
         if index in self._scored:
-            choices = [self._choice(index, delta, items) for delta, items in self._scored[index].feed(chunk)]
-        else:
-            deltas = self._deltas[index].feed(chunk.text)
-            if not deltas and (chunk.logprobs or self.asked.return_token_ids):
-                deltas = [{}]
-            choices = [self._choice(index, delta) for delta in deltas]
-            for choice in choices[:1]:
-                choice["logprobs"] = self._logprobs(chunk.logprobs)
-        token_ids = [list(chunk.token_ids), *([] for _ in choices[1:])]  # the first event has those of them all
-        return [
-            {**choice, "finish_reason": None, **self.token_ids(ids)}
-            for choice, ids in zip(choices, token_ids, strict=False)
-        ]
+            return [self._choice(index, delta, items) for delta, items in self._scored[index].feed(chunk)]
+        deltas = self._deltas[index].feed(chunk.text)
+        if not (deltas or chunk.logprobs or self.asked.return_token_ids):
+            return []
+        # The first event has what is known of the tokens of them all.
+        first = self._choice(index, deltas[0] if deltas else {}, chunk.logprobs, chunk.token_ids)
+        return [first, *(self._choice(index, delta) for delta in deltas[1:])]
 
     def closing(self, index: int, complete: Complete) -> list[dict[str, Any]]:
         deltas = self._deltas.get(index)
@@ -273,9 +267,8 @@ class ChatForm(Form):
         elif deltas is not None:
             choices = [self._choice(index, delta) for delta in deltas.finish()]
         *others, last = choices or [self._choice(index, {})]
-        has_calls = deltas is not None and deltas.has_calls
-        end = self._end_of(complete, has_calls=has_calls)
-        return [*({**choice, "finish_reason": None} for choice in others), {**last, **end}]
+        del last["token_ids"]  # which the events of tokens have
+        return [*others, {**last, **self._end_of(complete, has_calls=deltas is not None and deltas.has_calls)}]
 
     def _begin(self, index: int, prompt: list[int]) -> None:
         self._deltas[index] = self._new_deltas(prompt)
@@ -284,8 +277,11 @@ class ChatForm(Form):
             offsets = TextOffsets(self._tokenizer.detokenizer(skip_special_tokens=skips, after=prompt))
             self._scored[index] = ScoredDeltas(self._deltas[index], offsets)
 
-    def _choice(self, index: int, delta: Delta, items: Sequence[TokenLogprobs] = ()) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": self._logprobs(items)}
+    def _choice(
+        self, index: int, delta: Delta, items: Sequence[TokenLogprobs] = (), token_ids: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": self._logprobs(items), "finish_reason": None}
+        return {**choice, **self.token_ids(list(token_ids))}
 
     def whole(self, index: int, answered: Answered) -> dict[str, Any]:
         assert answered.complete is not None, "the answer has not ended"
