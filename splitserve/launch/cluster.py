@@ -104,7 +104,7 @@ class Place:
 
 # Flags of the processes that the plan sets itself.
 PLANNED: Final = frozenset(
-    {"model", "host", "port", "fleet_host", "fleet_port", "fleet_secret", "coordinator", "name", "kv_bind", "cpus"}
+    {"model", "host", "fleet_host", "fleet_port", "fleet_secret", "coordinator", "name", "kv_bind", "cpus"}
     | {"tensor_parallel_size", "pipeline_parallel_size", "instance_id"}
     | {"health_host", "health_port", "metrics_host", "metrics_port"}
 ) | {field.name for field in dataclasses.fields(ClusterSettings)}

@@ -175,7 +175,7 @@ def test_the_demo_needs_a_node(run):
 @pytest.mark.parametrize("kind", few(["folder", "gguf"]))
 def test_the_command_starts_a_coordinator(base_python, model, tmp_path, kind):
     model = model if kind == "folder" else write_gguf(tmp_path / "tiny.gguf")
-    flags = {"port": free_port(), "fleet_port": free_port(), "http_port": -1}
+    flags = {"grpc_port": free_port(), "fleet_port": free_port(), "http_port": -1}
     log = tmp_path / "log"
     child = Child(
         "coordinator",

@@ -266,8 +266,8 @@ def test_http_counts_refusals_and_stops_are_one_account(doors):
 
 def test_nobody_else_can_have_the_ports(doors, tmp_path):
     for flags in ([], ["--doors", "2"]):
-        command = [sys.executable, "-m", "coordinator", str(doors.model), "--port", str(doors.port), *flags]
+        command = [sys.executable, "-m", "coordinator", str(doors.model), "--grpc-port", str(doors.port), *flags]
         command += ["--fleet-port", str(free_port()), "--http-port", "-1"]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path, check=False)
         assert ended.returncode == 2
-        assert f"coordinator: --port {doors.port} is in use on 127.0.0.1" in ended.stderr
+        assert f"coordinator: --grpc-port {doors.port} is in use on 127.0.0.1" in ended.stderr

@@ -28,9 +28,9 @@ def test_every_port_is_open_at_every_address(has_ipv6, tmp_path):
         pytest.skip("IPv6 cannot be taken away here")
     prefix = () if has_ipv6 else (sys.executable, str(Path(without_ipv6.__file__)))
     model = str(write_fake_model(tmp_path / "fake"))
-    ports = {name: free_port() for name in ("port", "fleet_port", "http_port", "health_port", "metrics_port")}
+    ports = {name: free_port() for name in ("grpc_port", "fleet_port", "http_port", "health_port", "metrics_port")}
     hosts = {"host": ANY, "fleet_host": ANY, "http_host": ANY}
-    front = {name: ports[name] for name in ("port", "fleet_port", "http_port")}
+    front = {name: ports[name] for name in ("grpc_port", "fleet_port", "http_port")}
     back = {"coordinator": f"127.0.0.1:{ports['fleet_port']}", "health_host": ANY, "metrics_host": ANY}
     back |= {name: ports[name] for name in ("health_port", "metrics_port")}
     options = {"log": tmp_path / "log", "env": SECRETS, "prefix": prefix}

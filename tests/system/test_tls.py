@@ -291,7 +291,7 @@ def test_files_that_do_not_fit_end_the_start_with_a_sentence(run, model, certs, 
     role = "coordinator" if module == "coordinator" else "node"
     values = {"others": str(others / f"{role}.key"), "key": str(certs / "ca.key"), "": ""}
     given = flags_of(certs, role) | {name: values[value] for name, value in changes.items()}
-    done = run(module, model, *flags(given), *(("--port", free_port()) if role == "coordinator" else ()))
+    done = run(module, model, *flags(given), *(("--grpc-port", free_port()) if role == "coordinator" else ()))
     assert (done.returncode, sentence in done.stderr) == (2, True), done.stderr
     assert "Traceback" not in done.stderr
 
