@@ -183,7 +183,7 @@ def test_what_openais_client_dumps_can_be_sent_again():
 
 def parts(*given):
     [_, message] = chat_of(HI, {"role": "assistant", "content": list(given)}).messages
-    return message.content, json.loads(message.extra_json or "{}")
+    return list(message.content_parts), json.loads(message.extra_json or "{}")
 
 
 def test_parts_of_other_apis_are_text_where_their_meaning_is_plain():
@@ -191,9 +191,9 @@ def test_parts_of_other_apis_are_text_where_their_meaning_is_plain():
     hidden = {"type": "redacted_thinking", "data": "x"}
     for kind in ("text", "input_text", "output_text"):
         said = {"type": kind, "text": "So", "annotations": [], "logprobs": [], "cache_control": {}}
-        assert parts(*thoughts, hidden, said, said) == ("So\nSo", {"reasoning_content": "Hm.\nWell."})
-        assert chat_of({"role": "user", "content": [{"type": kind, "text": "a"}]}).messages[0].content == "a"
-    assert parts({"type": "refusal", "refusal": "No."}) == ("No.", {})
+        assert parts(*thoughts, hidden, said, said) == (["So", "So"], {"reasoning_content": "Hm.\nWell."})
+        assert chat_of({"role": "user", "content": [{"type": kind, "text": "a"}]}).messages[0].content_parts == ["a"]
+    assert parts({"type": "refusal", "refusal": "No."}) == (["No."], {})
     assert chat_of(HI, {"role": "assistant", "content": None, "refusal": "No."}).messages[1].content == "No."
 
 
