@@ -57,7 +57,7 @@ def _call(call: Any) -> Any:
         return call
     try:
         read = json.loads(function["arguments"])
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": read}} if isinstance(read, dict) else call
 

@@ -1,10 +1,10 @@
 """From the JSON of a conversation to what a chat template is given. Pure."""
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
-from coordinator.doors.http.fields import Fields, check_num_values, json_text, shown
+from coordinator.doors.http.fields import Fields, check_num_values, shown
+from coordinator.doors.http.json_text import parsed
 from coordinator.doors.validation import MAX_MESSAGES, MAX_PARTS, MAX_TEMPLATE_KWARGS_CHARS
 from coordinator.text.calls.reader import MAX_CALLS, NAME
 from protos.inference_pb2 import ChatInput, ChatMessage
@@ -186,13 +186,13 @@ def _arguments(function: Fields) -> Mapping[str, Any]:
 
 
 def object_of(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as an object. What a model wrote else, as where it was cut short, is told under a name of
-    its own: nobody should take it for a call without any."""
+    """Return the arguments of a call as an object. What a model wrote else, as where it was cut short or has a number
+    that JSON does not know, is told under a name of its own: nobody should take it for a call without any."""
     try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        value = parsed(arguments or "{}")
+    except ValueError:
         value = None
-    return value if isinstance(value, dict) and json_text(value) is not None else {"arguments": arguments}
+    return value if isinstance(value, dict) else {"arguments": arguments}
 
 
 def function_of(parent: Fields) -> Fields:

@@ -21,6 +21,7 @@ from tests.unit.coordinator.http_kit import (
     plain_client,
     template_cluster,
     url_of,
+    weather_call,
 )
 from tests.unit.coordinator.later import anthropic
 
@@ -272,3 +273,22 @@ def test_what_cannot_be_is_refused_in_the_form_of_the_api(tmp_path):
 def test_every_field_of_anthropic_is_listed():
     names = {each.name for each in KNOWN if MESSAGES in each.endpoints}
     assert anthropic.types.message_create_params.MessageCreateParamsStreaming.__annotations__.keys() <= names
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["1e400", "-1e999", "NaN", "Infinity", "-Infinity", '"\\ud800"', "9" * 5000, "[" * 900 + "]" * 900, '{"a": [NaN]}'],
+)
+def test_arguments_that_no_json_has_are_told_as_they_are_written(tmp_path, value):
+    arguments = f'{{"city": {value}}}'
+
+    async def scenario():
+        async with anthropic_cluster(tmp_path) as (c, client):
+            reply, _ = await asked(c, client, weather_call(arguments), tools=[TOOL])
+            assert (reply.stop_reason, told(reply.content[0])["input"]) == ("tool_use", {"arguments": arguments})
+            said = {"role": "assistant", "content": [block.model_dump() for block in reply.content]}
+            if len(arguments) < 100:  # which the context has room for
+                reply, prompt = await asked(c, client, "Yes.", messages=[HI, said, HI], tools=[TOOL])
+                assert (reply.content[0].text, json.dumps({"arguments": arguments}) in prompt) == ("Yes.", True)
+
+    run(scenario())
