@@ -8,7 +8,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from coordinator.control import drains
 from coordinator.control.calls import CallRecord
@@ -17,7 +18,7 @@ from coordinator.control.instructions import Embedded, Emit, End, Instruction, M
 from coordinator.control.journal import Journal
 from coordinator.control.kinds import Kinds
 from coordinator.control.node_health import LossCause
-from coordinator.control.outcomes import MAX_MESSAGE_CHARS
+from coordinator.control.outcomes import MAX_MESSAGE_CHARS, cut_short
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
 from coordinator.control.roles import Roles
@@ -30,7 +31,15 @@ from coordinator.text.answers import Answer, AnswerText
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.numbering import MessageLost
-from serving_core.reasons import ABORTED, DRAIN_ENDED, DRAINING, DUPLICATE_REQUEST_ID, NAME_TAKEN, WORKER_LOST
+from serving_core.reasons import (
+    ABORTED,
+    BAD_PARAM,
+    DRAIN_ENDED,
+    DRAINING,
+    DUPLICATE_REQUEST_ID,
+    NAME_TAKEN,
+    WORKER_LOST,
+)
 from serving_core.shapes import Shape
 
 logger = logging.getLogger(__name__)
@@ -88,10 +97,12 @@ class Recipient(Protocol):
     def end(self, complete: inference_pb2.Complete) -> None: ...
 
 
-class _Live(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Live:
     call: Call
     asker: str
     number: int  # of the client's calls for this request
+    has_answer: bool = False  # one of several has ended well
 
 
 class Dispatcher:
@@ -461,12 +472,23 @@ class Dispatcher:
         answer, outcome = self._answers.pop(end.request_id, None), end.outcome
         instructions: list[Instruction] = []
         if answer is not None:
-            if isinstance(outcome, RequestError):
-                instructions = self._fail(answer.generation, outcome)
-            else:
+            if not isinstance(outcome, RequestError):
                 answer.end(outcome)  # which may know the reason better
+                self._calls[answer.generation.request_id].has_answer = True
+            elif self._goes_on(answer.generation, outcome):
+                logger.warning("answer %s is cut short, others of its call go on: %s", end.request_id, outcome)
+                answer.end(cut_short(outcome, end.timeline, end.ended_s))
+            else:
+                instructions = self._fail(answer.generation, outcome)
         self._journal.ended(end)
         return instructions
+
+    def _goes_on(self, call: Call, error: RequestError) -> bool:
+        """Whether the other answers of a call go on when one has failed, behind some tokens, at what it was asked for:
+        such as a grammar that goes no further."""
+        if error.reason != BAD_PARAM or error.metadata.get("tokens_emitted", "0") == "0":
+            return False
+        return self._calls[call.request_id].has_answer or any(each in self._answers for each in call.answer_ids)
 
     def _fail(self, generation: Call, error: RequestError) -> list[Instruction]:
         """Ends a call with an error, which is then the end of all its answers."""

@@ -8,6 +8,7 @@ from typing import Final
 from coordinator.control.attempts import Death, TrackedRequest
 from coordinator.control.registry import Node
 from coordinator.control.slo import MS
+from coordinator.control.timeline import Timeline
 from protos import fleet_pb2, inference_pb2
 from serving_core import reasons
 from serving_core.errors import RequestError
@@ -66,6 +67,16 @@ def ended_before(
     if finish_reason == inference_pb2.FINISH_REASON_STOP:
         complete.matched_token_id = request.output[-1]
     return complete
+
+
+def cut_short(error: RequestError, timeline: Timeline, now: float) -> inference_pb2.Complete:
+    """Return the end of an answer that has failed, where others of its call go on."""
+    return inference_pb2.Complete(
+        finish_reason=inference_pb2.FINISH_REASON_ABORT,
+        completion_tokens=int(error.metadata.get("tokens_emitted", "0")),
+        timeline=timeline.to_wire(now),
+        error=str(error)[:MAX_MESSAGE_CHARS],
+    )
 
 
 def attainment(request: TrackedRequest) -> inference_pb2.Attainment | None:

@@ -101,7 +101,8 @@ class Completion:
     one that read it. attainment is None where the request had neither limits nor a
     class. num_resumes counts the calls that went on with the answer after one had broken off; then timeline and bytes
     are of the last call alone, and resumed_tokens are those of completion_tokens that had come before it. Of candidates
-    that speculation proposed, accepted_tokens became tokens of the answer.
+    that speculation proposed, accepted_tokens became tokens of the answer. error says why one of several answers was
+    cut short (abort) while the others went on.
     """
 
     finish_reason: str
@@ -119,6 +120,7 @@ class Completion:
     accepted_tokens: int = 0
     num_resumes: int = 0
     lent_kv_bytes: int = 0
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

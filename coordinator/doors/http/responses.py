@@ -106,6 +106,8 @@ class Form(ABC):
         if matched == "matched_token_id" and stop_reason not in self._params.stop_token_ids:
             stop_reason = None
         end: dict[str, Any] = {"finish_reason": FINISH_REASONS[complete.finish_reason], "stop_reason": stop_reason}
+        if complete.error:
+            end["error"] = {"message": complete.error}
         if complete.HasField("attainment"):
             end["attainment"] = attainment_object(complete.attainment)
         return {**end, "timeline": timeline_object(complete.timeline)} if self.asked.include_timeline else end
