@@ -100,6 +100,11 @@ class CoordinatorSettings:
         "Whether answers begin with thoughts between <think> and </think>; auto tells it from the chat template.",
         choices=REASONING_FORMATS,
     )
+    disable_additional_properties: bool = flag(
+        True,
+        "An object of a JSON schema that names properties and does not mention additionalProperties has no others, in "
+        "structured output and calls of tools; without it, any others, as JSON Schema says.",
+    )
     generation_config: str = flag(
         "auto",
         "Sampling defaults of requests: those of the model's generation_config.json (auto), or neutral ones (none).",

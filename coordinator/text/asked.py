@@ -31,10 +31,11 @@ NO_LEEWAY: Final = Leeway()
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a grammar is made of. `kind`, `value` and `whitespace` are those of constraints.to_grammar."""
+    """What a grammar is made of. `kind`, `value`, `whitespace` and `closes_objects` are those of to_grammar."""
 
     kind: str
     value: Hashable
     whitespace: str | None
     leeway: Leeway
     thoughts: Thoughts
+    closes_objects: bool = False

@@ -58,7 +58,7 @@ class Compiler:
         except (RequestError, Unenforceable):
             for value in _loosenings(asked):
                 with suppress(RequestError, Unenforceable):
-                    return self._compiled(replace(asked, value=value))
+                    return self._compiled(replace(asked, value=value, closes_objects=False))
             raise
 
     def _compiles(self, asked: Asked) -> bool:
@@ -70,7 +70,7 @@ class Compiler:
 
     def _compiled(self, asked: Asked) -> str:
         """The grammar, as nodes are given it. Raises RequestError or Unenforceable."""
-        form = to_grammar(asked.kind, asked.value, asked.whitespace)
+        form = to_grammar(asked.kind, asked.value, asked.whitespace, closes_objects=asked.closes_objects)
         if asked.kind == "grammar":
             self._check_named(str(asked.value))
         grammar = with_leeway(form, asked, self._special)
@@ -87,10 +87,11 @@ class Compiler:
 
 
 def _loosenings(asked: Asked) -> Iterator[str]:
-    """The JSON schema with less and less to keep to."""
+    """The JSON schema with less and less to keep to, whose objects are closed where they are to be."""
     if asked.leeway.loose:
-        yield loosened(str(asked.value), asked.leeway.loose, _is_enforced)
-        yield freed(str(asked.value), asked.leeway.loose)
+        text, loose = str(asked.value), asked.leeway.loose
+        yield loosened(text, loose, _is_enforced, closes_objects=asked.closes_objects)
+        yield freed(text, loose)
 
 
 def _is_enforced(schema: Mapping[str, Any]) -> bool:

@@ -7,26 +7,28 @@ from typing import Any, Final
 
 from llguidance import LLMatcher, grammar_from
 
+from coordinator.text.ascii_classes import with_ascii_classes
 from coordinator.text.enforceable import Unenforceable, read_schema
+from coordinator.text.json_grammar import of_schema
 
-ESCAPES: Final = 'nrbtf"\\'  # and no \uXXXX, which would spell a property's name so that its schema does not see it
 FREE: Final = '%llguidance {"no_forcing": true}\n'
 """What has to come may be spelled by any tokens. Else the library looks, before each token through all that is to come,
 however long, to have it come as the tokenizer reads it: as special tokens where it looks like them."""
 TEXT: Final = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/')  # in Lark: strings and regular expressions
 
 
-def to_grammar(kind: str, value: Any, whitespace: str | None) -> str:
+def to_grammar(kind: str, value: Any, whitespace: str | None, *, closes_objects: bool = False) -> str:
     """`kind` is a field of the oneof `constraint` of protos/inference.proto, `value` what it holds; `whitespace` is a
-    regex for what may stand between the tokens of JSON, None for nothing. Raises Unenforceable; whether the grammar
-    compiles is not checked."""
+    regex for what may stand between the tokens of JSON, None for nothing. `closes_objects` is that of `read_schema`.
+    Raises Unenforceable; whether the grammar compiles is not checked."""
     match kind:
         case "json_schema":
-            return _alone(of_schema(read_schema(value), whitespace))
+            return _alone(of_schema(read_schema(value, closes_objects=closes_objects), whitespace))
         case "json_object":
             return _alone(of_schema({"type": "object"}, whitespace))
         case "regex":
-            return _of_lark(json.loads(LLMatcher.grammar_from_regex(value))["grammars"][0]["lark_grammar"])
+            made = json.loads(LLMatcher.grammar_from_regex(with_ascii_classes(value)))
+            return _of_lark(made["grammars"][0]["lark_grammar"])
         case "choice":
             return _of_lark("start: CHOICE\nCHOICE: " + " | ".join(map(_in_lark, value)))
         case "grammar":
@@ -53,17 +55,6 @@ def _of_lark(text: str) -> str:
 def _in_lark(text: str) -> str:
     """A text as a string of Lark, which does not take DEL as it is."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
-
-
-def of_schema(schema: Mapping[str, Any], whitespace: str | None) -> dict[str, Any]:
-    """One of the grammars of an answer: JSON of this schema, with our options whatever it says itself, which could make
-    the library lenient."""
-    options = {
-        "whitespace_flexible": whitespace is not None,
-        "whitespace_pattern": whitespace,
-        "json_allowed_escapes": ESCAPES,
-    }
-    return {"json_schema": {**schema, "x-guidance": options}}
 
 
 def _read_grammar(text: str) -> str:

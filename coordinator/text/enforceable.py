@@ -10,11 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Final, TypeGuard
 
+from coordinator.text.ascii_classes import with_ascii_classes
+from coordinator.text.closing import close_objects
 from coordinator.text.controls import control_in, control_of_pattern, without_control
 from coordinator.text.formats import WIDEST, is_number, put_format
 from coordinator.text.property_names import put_names
 from coordinator.text.recursion import endless_reference
 from coordinator.text.schemas import leads_to_data, schemas_in
+from coordinator.text.spent_names import replace_spent
 
 EXACT: Final = 2**53  # integers up to here are what a float says
 INT64: Final = range(-(2**63), 2**63 - 1)  # the library takes a bound that is wider for the end of the range
@@ -50,19 +53,22 @@ def parse_schema(text: str) -> dict[str, Any]:
     return schema
 
 
-def read_schema(text: str) -> dict[str, Any]:
-    """As `of_schema` takes it. Raises Unenforceable."""
+def read_schema(text: str, *, closes_objects: bool = False) -> dict[str, Any]:
+    """As `of_schema` takes it; with `closes_objects` its objects are closed as in closing.py. Raises Unenforceable."""
     schema = parse_schema(text)
     parts = list(schemas_in(schema))
+    if closes_objects:
+        close_objects(schema, parts)
     for part in parts:
         _mend_draft(part)
         put_format(part)
+        _check_texts(part)
+        _mend_patterns(part)
+    for part in parts:
         _mend_minimum(part)
         _check_count(part)
         _check_numbers(part)
-        _check_texts(part)
         _check_items(part)
-        _mend_patterns(part)
         _drop_idle(part)
         put_names(part, schema)
         _check_reference(part, schema)
@@ -70,6 +76,7 @@ def read_schema(text: str) -> dict[str, Any]:
     _check_open_ends(parts)
     if endless := endless_reference(schema, parts):
         raise Unenforceable(f"$ref {endless!r:.80} leads back to itself, and no value can meet it")
+    replace_spent(parts)
     return schema
 
 
@@ -192,9 +199,13 @@ def _mend_minimum(part: dict[str, Any]) -> None:
 
 def _mend_patterns(part: dict[str, Any]) -> None:
     if isinstance(pattern := part.get("pattern"), str):
-        part["pattern"] = without_control(pattern)
+        part["pattern"] = _mended(pattern)
     if isinstance(named := part.get("patternProperties"), dict):
-        part["patternProperties"] = {without_control(pattern): schema for pattern, schema in named.items()}
+        part["patternProperties"] = {_mended(pattern): schema for pattern, schema in named.items()}
+
+
+def _mended(pattern: str) -> str:
+    return without_control(with_ascii_classes(pattern))
 
 
 def _drop_idle(part: dict[str, Any]) -> None:

@@ -1,8 +1,11 @@
 """Formats that the library does not know, or knows in part, as what it knows. Pure."""
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any, Final, TypeGuard
+
+from coordinator.text.ascii_classes import with_ascii_classes
 
 IDLE: Final = ("binary", "password", "path", "float", "double")  # any string has the first, any number the others
 OF_DRAFTS: Final = (
@@ -22,13 +25,24 @@ _SHORT: Final = r"(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8])"
 _DATE: Final = rf"(?:{_YEAR}-(?:{_LONG}|{_SHORT})|(?:\d\d{_FOURTH}|{_FOURTH}00)-02-29)"
 _MINUTE: Final = r"(?:[01]\d|2[0-3]):[0-5]\d"
 _TIME: Final = rf"{_MINUTE}:[0-5]\d(?:\.\d{{1,9}})?(?:Z|[+-]{_MINUTE})"
+_LABEL: Final = "[A-Za-z0-9]"
+_INNER: Final = "[A-Za-z0-9-]"
+_IN_LABEL: Final = f"{_INNER}{{0,2}}{_LABEL}|{_INNER}(?:{_LABEL}{_INNER}|-{_LABEL}){_INNER}{{0,58}}{_LABEL}"
+"""What follows the first character: no hyphens are the third and the fourth, as in the labels of IDNA (xn--)."""
+_HOST: Final = rf"{_LABEL}(?:{_IN_LABEL})?(?:\.{_LABEL}(?:{_IN_LABEL})?)*"
+_ATOM: Final = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_BYTE: Final = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_MAILBOX: Final = rf"{_ATOM}(?:\.{_ATOM})*@(?:{_HOST}|\[{_BYTE}(?:\.{_BYTE}){{3}}\])"
 _PATTERNS: Final = {
-    "byte": _BASE64,
-    "base64": _BASE64,
-    "date": f"^{_DATE}$",
-    "time": f"^{_TIME}$",
-    "date-time": f"^{_DATE}T{_TIME}$",
+    "byte": (_BASE64,),
+    "base64": (_BASE64,),
+    "date": (with_ascii_classes(f"^{_DATE}$"),),
+    "time": (with_ascii_classes(f"^{_TIME}$"),),
+    "date-time": (with_ascii_classes(f"^{_DATE}T{_TIME}$"),),
+    "hostname": (f"^{_HOST}$",),
+    "email": (f"^{_MAILBOX}$", "^[^@]{1,64}@"),
 }
+_MOST_CHARS: Final = {"hostname": 253, "email": 254}  # RFC 1123, and errata to RFC 3696
 
 
 def put_format(part: dict[str, Any]) -> None:
@@ -38,7 +52,10 @@ def put_format(part: dict[str, Any]) -> None:
         del part["format"]
     elif form in _PATTERNS:
         del part["format"]
-        _put_pattern(part, _PATTERNS[form])
+        for pattern in _PATTERNS[form]:
+            _put_pattern(part, pattern)
+        if form in _MOST_CHARS and is_number(own := part.get("maxLength", math.inf)):
+            part["maxLength"] = min(own, _MOST_CHARS[form])
     elif found := _INTEGER.fullmatch(form):
         del part["format"]
         num_bits = int(found[2])

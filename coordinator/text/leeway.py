@@ -9,8 +9,9 @@ from coordinator.text import reasoning
 from coordinator.text.answer_format import TAGS
 from coordinator.text.asked import Asked
 from coordinator.text.calls.rules import BLANKS, Tag, rules
-from coordinator.text.constraints import FREE, may_begin_blank, of_schema
+from coordinator.text.constraints import FREE, may_begin_blank
 from coordinator.text.enforceable import read_schema
+from coordinator.text.json_grammar import of_schema
 from coordinator.text.reasoning import Thoughts
 
 CLOSE: Final = reasoning.CLOSE.replace("/", r"\/")  # in a regular expression of Lark
@@ -38,7 +39,8 @@ def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int]) -> str:
     start = f"start: {_before(thoughts, is_next)}{_either(is_next) if calls else '@form'}\n"
     lark = FREE + start + _thoughts(thoughts, tag) + calls + BLANKS
     schemas = {place: schema or ANY for place, (_, schema) in zip(arguments.values(), tools, strict=True)}
-    named = {place: read_schema(schemas[place]) for place in set(re.findall(r"@\w+", calls)) & schemas.keys()}
+    places = set(re.findall(r"@\w+", calls)) & schemas.keys()
+    named = {place: read_schema(schemas[place], closes_objects=asked.closes_objects) for place in places}
     others = [{**of_schema(schema, asked.whitespace), "name": place[1:]} for place, schema in sorted(named.items())]
     return json.dumps({"grammars": [{"lark_grammar": lark}, form, *others]})
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
+from coordinator.text.closing import close_objects
 from coordinator.text.enforceable import parse_schema
 from coordinator.text.schemas import schemas_in
 
@@ -15,10 +16,19 @@ ASIDE: Final = ("$ref", "allOf", "anyOf", "$defs", "definitions", "$id", "title"
 OF_THE_REST: Final = {"additionalProperties": "patternProperties", "items": "prefixItems", "additionalItems": "items"}
 
 
-def loosened(text: str, places: Collection[str], is_enforced: Callable[[Mapping[str, Any]], bool]) -> str:
+def loosened(
+    text: str,
+    places: Collection[str],
+    is_enforced: Callable[[Mapping[str, Any]], bool],
+    *,
+    closes_objects: bool = False,
+) -> str:
     """Of the definitions of these names in a schema, and of itself where a name is empty, what can be enforced as
-    `is_enforced` sees it: each part of them by itself. Raises Unenforceable."""
+    `is_enforced` sees it: each part of them by itself. With `closes_objects` its objects are closed before, by what the
+    whole schema names. Raises Unenforceable."""
     schema = parse_schema(text)
+    if closes_objects:
+        close_objects(schema, list(schemas_in(schema)))
     for place in places:
         for part in schemas_in(schema["$defs"][place] if place else schema):
             _loosen(part, is_enforced)

@@ -4,8 +4,6 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from coordinator.text.controls import without_control
-
 BESIDE: Final = {"type", "title", "description"}  # keywords that ask nothing of a text
 MOST_COPIED_CHARS: Final = 2**17
 
@@ -42,7 +40,7 @@ def _asked(names: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
 def _pattern(asked: Mapping[str, Any]) -> str:
     """That says the same; empty where none does."""
     if asked.keys() == {"pattern"} and isinstance(asked["pattern"], str):
-        return without_control(asked["pattern"])
+        return str(asked["pattern"])
     least, most = asked.get("minLength", 0), asked.get("maxLength", "")
     is_length = asked.keys() <= {"minLength", "maxLength"} and str(least).isdecimal() and str(most or 0).isdecimal()
     return rf"^(?s:.{{{least},{most}}})$" if is_length else ""

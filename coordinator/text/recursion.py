@@ -8,12 +8,35 @@ from typing import Any
 from urllib.parse import unquote
 
 
+class References:
+    """Finds what a $ref of a schema refers to. `parts` are the schemas in it."""
+
+    def __init__(self, schema: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> None:
+        self._schema = schema
+        self._anchors = {str(part["$anchor"]): part for part in parts if "$anchor" in part}
+
+    def target(self, reference: str) -> Any:
+        """Return the schema within the whole one; None where that is nothing."""
+        own = str(self._schema.get("$id", "")).removesuffix("#")
+        fragment = unquote(reference.removeprefix(own).removeprefix("#"))
+        if not fragment.startswith("/"):
+            return self._anchors.get(fragment) if fragment else self._schema
+        place: Any = self._schema
+        for step in fragment.split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(place, list):
+                place = place[int(name)] if name.isdecimal() and int(name) < len(place) else None
+            else:
+                place = place.get(name) if isinstance(place, dict) else None
+        return place
+
+
 def endless_reference(schema: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> str:
     """A $ref that no value can meet; empty if there is none. `parts` are the schemas in it. Where some of them have an
     $id, references within those are not followed, and none is found."""
     if any("$id" in part for part in parts if part is not schema):
         return ""
-    anchors = {str(part["$anchor"]): part for part in parts if "$anchor" in part}
+    references = References(schema, parts)
     endless = {id(part): part for part in parts}  # as far as is known
 
     def ends(part: Any) -> bool:
@@ -24,7 +47,7 @@ def endless_reference(schema: Mapping[str, Any], parts: Sequence[Mapping[str, An
         num_before = len(endless)
         for part in (*reversed(endless.values()), *endless.values()):  # what is needed may stand on either side
             reference = part.get("$ref")
-            target = _target(reference, schema, anchors) if isinstance(reference, str) else True
+            target = references.target(reference) if isinstance(reference, str) else True
             if ends(target) and _has_value(part, ends):
                 endless.pop(id(part), None)
     return next((str(part["$ref"]) for part in endless.values() if "$ref" in part), "")
@@ -61,19 +84,3 @@ def _listed(part: Mapping[str, Any], name: str) -> list[Any]:
 
 def _count(part: Mapping[str, Any], name: str) -> int:
     return value if isinstance(value := part.get(name), int) else 0
-
-
-def _target(reference: str, schema: Mapping[str, Any], anchors: Mapping[str, Any]) -> Any:
-    """What it refers to within the schema; None where that is nothing."""
-    own = str(schema.get("$id", "")).removesuffix("#")
-    fragment = unquote(reference.removeprefix(own).removeprefix("#"))
-    if not fragment.startswith("/"):
-        return anchors.get(fragment) if fragment else schema
-    place: Any = schema
-    for step in fragment.split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(place, list):
-            place = place[int(name)] if name.isdecimal() and int(name) < len(place) else None
-        else:
-            place = place.get(name) if isinstance(place, dict) else None
-    return place

@@ -35,9 +35,11 @@ class _Compilation:
 class Structures:
     """Makes grammars for answers of one model, one at a time, in a process of its own."""
 
-    def __init__(self, folder: Path, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, folder: Path, eos_token_ids: Sequence[int], *, closes_objects: bool = True) -> None:
+        """With `closes_objects`, those of a schema have the properties that it names alone, where it does not say."""
         given = {"folder": str(folder), "eos_token_ids": list(eos_token_ids)}
         self._program = Program(PROGRAM, given, MAX_CPU_S, MAX_BYTES)
+        self._closes_objects = closes_objects
         self._known: dict[Asked, dict[str, str]] = {}  # the program's answers, that which was asked for last behind
         self._begun: dict[tuple[str, Asked], _Compilation] = {}  # by who has asked for it
 
@@ -61,7 +63,7 @@ class Structures:
         whitespace = params.whitespace_pattern if params.HasField("whitespace_pattern") else WHITESPACE
         thoughts = thoughts_behind(prompt_end) if leeway.thinks else Thoughts.NONE
         given = None if params.disable_any_whitespace else whitespace
-        asked = Asked(kind, _value(params, kind), given, leeway, thoughts)
+        asked = Asked(kind, _value(params, kind), given, leeway, thoughts, self._closes_objects)
         answer = self._known.pop(asked, None) or await self._compiled(asker, asked)
         if KILLED not in answer:
             self._known[asked] = answer

@@ -30,7 +30,6 @@ _PLACES: Final = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
-    "json_schema": "output_config.format.schema",
     "reasoning_effort": "output_config.effort",
 }
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}

@@ -5,6 +5,9 @@ from typing import Any, Final
 
 from coordinator.doors.http.fields import Fields, shown
 from coordinator.doors.validation import MAX_CHOICES
+from coordinator.text.closing import close_objects
+from coordinator.text.enforceable import Unenforceable, parse_schema
+from coordinator.text.schemas import schemas_in
 from protos.inference_pb2 import Choice
 
 KINDS: Final = ("json", "json_object", "regex", "choice", "grammar")  # of structured_outputs
@@ -30,8 +33,8 @@ def constraint_names(fields: Fields) -> dict[str, str]:
     match fields.raw("response_format"):
         case {"type": "json_schema"}:
             return {"json_schema": "response_format.json_schema.schema"}
-        case {"type": "json_object", "schema": _}:
-            return {"json_schema": "response_format.schema"}
+        case {"type": "json_object"}:
+            return {"json_schema": "response_format.schema", "json_object": "response_format"}
     return {}
 
 
@@ -54,9 +57,8 @@ def _of_form(fields: Fields, form: Fields) -> dict[str, Any]:
 
 
 def _of_outputs(fields: Fields, outputs: Fields) -> dict[str, Any]:
-    for name in ("structural_tag", "disable_additional_properties"):
-        if outputs.raw(name):
-            raise outputs.problem(name, "is not supported")
+    if outputs.raw("structural_tag"):
+        raise outputs.problem("structural_tag", "is not supported")
     outputs.boolean("disable_fallback")  # there is none
     kinds = [name for name in KINDS if outputs.raw(name) not in (None, False)]
     if len(kinds) != 1:
@@ -69,9 +71,11 @@ def _of_outputs(fields: Fields, outputs: Fields) -> dict[str, Any]:
 
 
 def _of_kind(outputs: Fields, kind: str) -> dict[str, Any]:
+    closes_objects = outputs.boolean("disable_additional_properties")  # false is the server's own default, as in vLLM
     match kind:
         case "json":
-            return {"json_schema": _schema(outputs, "json")}
+            schema = _schema(outputs, "json")
+            return {"json_schema": _closed(schema) if closes_objects else schema}
         case "json_object":
             return {"json_object": outputs.boolean("json_object")}
         case "choice":
@@ -90,3 +94,13 @@ def _schema(fields: Fields, name: str) -> str:
         return json.dumps(schema)
     except RecursionError as error:
         raise fields.problem(name, "is nested too deeply") from error
+
+
+def _closed(text: str) -> str:
+    """A schema whose objects are closed; what is none stays as it is."""
+    try:
+        schema = parse_schema(text)
+    except Unenforceable:
+        return text
+    close_objects(schema, list(schemas_in(schema)))
+    return json.dumps(schema)

@@ -26,7 +26,6 @@ _PLACES: Final = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
-    "json_schema": "text.format.schema",
     "reasoning_effort": "reasoning.effort",
 }
 _ENDS: Final = {"length": "incomplete", "abort": "cancelled"}  # the others are completed

@@ -91,7 +91,11 @@ def schema(**fields):
     [
         (schema(type="object", properties={"é": {"type": "null"}}, required=["é"]), '{"é": null}', "{}"),
         ({"json_object": True}, '{"a":[1,{}]}', "[]"),
-        (schema(type="object", properties={"a": {"type": "null"}}), '{"b\\n":"é\\t"}', '{"\\u0061":1}'),
+        (
+            schema(type="object", properties={"a": {"type": "null"}}, additionalProperties=True),
+            '{"b\\n":"é\\t"}',
+            '{"\\u0061":1}',
+        ),
         ({"regex": "[a-c]{2}"}, "ab", "abc"),
         ({"choice": Choice(choices=["yes", "no"])}, "no", "maybe"),
         ({"choice": Choice(choices=["a\x7f\x01", "no"])}, "a\x7f\x01", "a"),
