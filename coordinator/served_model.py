@@ -6,7 +6,7 @@ from pathlib import Path
 from coordinator.doors.front import ServedModel
 from coordinator.doors.sampling_defaults import neutral_defaults, read_sampling_defaults
 from coordinator.settings import CoordinatorSettings, model_names
-from coordinator.text.answer_format import AnswerFormat, answer_format
+from coordinator.text.answer_format import UNTOLD, AnswerFormat, answer_format
 from coordinator.text.structures import Structures
 from coordinator.text.tokenizer import read_tokenizer
 from protos import inference_pb2
@@ -30,12 +30,14 @@ def read_served_model(settings: CoordinatorSettings) -> ServedModel:
     )
     answer_format = _answer_format(settings, tokenizer.template_words)
     tokenizer.keep(answer_format.tags)
+    if answer_format.shows_tools:
+        tokenizer.show_tools(answer_format.calls if answer_format.has_calls else UNTOLD)
     return ServedModel(
         names=model_names(settings.served_model_name) or [folder.resolve().name],
         config=config,
         tokenizer=tokenizer,
         answer_format=answer_format,
-        structures=Structures(folder, config.eos_token_ids),
+        structures=Structures(folder, config.eos_token_ids, closes_objects=settings.disable_additional_properties),
         max_model_len=settings.max_model_len or config.max_position_embeddings,
         sampling_defaults=_sampling_defaults(settings, folder),
     )

@@ -15,6 +15,7 @@ from coordinator.text.calls.reader import BLANKS, CallReader, Kind, Piece
 from coordinator.text.reasoning import ReasoningReader, Thoughts
 
 AUTO, NONE, THINK = "auto", "none", "think"
+UNTOLD: Final = "hermes"  # how a model is to call tools whose chat template does not tell it
 READERS: Final[Mapping[str, type[CallReader]]] = {
     "hermes": HermesReader,
     "llama3": Llama3Reader,
@@ -33,14 +34,17 @@ _WORDS: Final = {
     "hermes": re.compile(r"<tool_call>"),
 }
 _OTHERS: Final = re.compile(r"<function=|<arg_key>|<tool_calls>")  # within or around tags that are those of hermes
+_TOOLS: Final = re.compile(r"\btools\b")  # the variable of a template
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """Of one model. `calls` is one of READERS or none."""
+    """Of one model. `calls` is one of READERS or none. With `shows_tools` the chat template does not show them: the
+    system message does."""
 
     calls: str = NONE
     thinks: bool = False
+    shows_tools: bool = False
 
     @property
     def has_calls(self) -> bool:
@@ -144,11 +148,15 @@ class AnswerReader:
 
 
 def answer_format(calls: str, thoughts: str, template: str) -> AnswerFormat:
-    """The format by its settings, which the words of the chat template decide where they say auto."""
-    return AnswerFormat(
-        calls=_calls_of(template) if calls == AUTO else calls,
-        thinks=reasoning.CLOSE in template if thoughts == AUTO else thoughts == THINK,
-    )
+    """Return the format by its settings, which the words of the chat template decide where they say auto. A template
+    that tells nothing of calls that can be read leaves it to us to show the tools, and how to call them."""
+    found = _calls_of(template)
+    is_auto = calls == AUTO
+    shows_tools = template != "" and (found == NONE if is_auto else _TOOLS.search(template) is None)
+    if is_auto:
+        calls = UNTOLD if shows_tools else found
+    thinks = reasoning.CLOSE in template if thoughts == AUTO else thoughts == THINK
+    return AnswerFormat(calls, thinks, shows_tools)
 
 
 def _calls_of(template: str) -> str:

@@ -36,6 +36,7 @@ class RenderOptions:
     template_kwargs_json: str = ""  # an object: variables
     add_generation_prompt: bool = True  # so that the text ends where the assistant's answer begins
     continue_final_message: bool = False  # so that it ends with the last message's content
+    tool_form: str = ""  # how calls are written, of shown_tools.FORMS, where the template itself shows no tools
 
 
 USUAL: Final = RenderOptions()

@@ -11,7 +11,7 @@ found out by rendering a message of each role both ways: the form in which its w
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
@@ -20,6 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from coordinator.text.answering import answer_lines, line
+from coordinator.text.shown_tools import SYSTEM, USER, description, with_calls_as_text, with_description
 
 MAX_CPU_S: Final = 2.0  # for one conversation, and not of the clock: a busy machine changes nothing
 MAX_BYTES: Final = 2**30
@@ -27,7 +28,7 @@ MAX_TEXT_CHARS: Final = 2**23  # twice what a request may bring
 MAX_ERROR_CHARS: Final = 200
 DEFAULT, TOOL_USE = "default", "tool_use"  # the names of templates, of which a model may have several
 RESERVED: Final = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # fields of requests
-DEVELOPER, SYSTEM, USER = "developer", "system", "user"
+DEVELOPER = "developer"
 TRIED_ROLES: Final = (SYSTEM, USER, "assistant", "tool")  # any other role takes the form of a user
 MARK: Final = secrets.token_hex(16)  # where a message goes on, or what it says for a trial; no text has it
 WITNESS: Final = secrets.token_hex(16)  # of a part's field that no template knows: it shows where a list is printed
@@ -98,14 +99,23 @@ class Renderer:
             return line({"failed": type(error).__name__})
 
     def _render(self, given: Mapping[str, Any]) -> str:
-        tools = _read("tools_json", given["tools_json"], list)
-        source = self._tool_source if tools else self._source
-        messages = [self._message(message, source) for message in given["messages"]]
+        tools, form = _read("tools_json", given["tools_json"], list), given["tool_form"]
+        source = self._tool_source if tools and not form else self._source
+        messages = [_message(message, source) for message in given["messages"]]
+        if form:
+            messages = _with_calls_as_text(messages, form)
         kwargs = read_kwargs(given["template_kwargs_json"])
         goes_on = given["continue_final_message"]
         if goes_on:
             _mark_end(messages[-1])
-        text = self._filled(source, messages, tools, kwargs, is_answered=given["add_generation_prompt"])
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> str:
+            formed = [self._formed(message, source) for message in messages]
+            return self._filled(
+                source, formed, [] if form else tools, kwargs, is_answered=given["add_generation_prompt"]
+            )
+
+        text = _shown_in(messages, description(tools, form), render) if form and tools else render(messages)
         return _up_to_mark(text) if goes_on else text
 
     def _filled(
@@ -129,20 +139,13 @@ class Renderer:
             }
         )
 
-    def _message(self, message: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """The message as this template is given it: a template that knows no developers would leave out their words."""
-        is_system = message["role"] == DEVELOPER and DEVELOPER not in source
-        role = SYSTEM if is_system else message["role"]
-        known = {"role": role, "content": self._content(message, self._forms_of(source, role))}
-        extra: dict[str, Any] = _read("messages", message.get("extra_json", ""), dict)
-        return known | extra | known
-
-    def _content(self, message: Mapping[str, Any], forms: ContentForms) -> str | list[dict[str, str]]:
-        """What a message says, as it was sent where the template takes that form."""
-        parts: list[str] = message.get("content_parts") or []
-        if forms.as_parts and (parts or not forms.as_text):
-            return [{"type": "text", "text": text} for text in parts or [message["content"]]]
-        return "\n".join(parts) or message["content"]
+    def _formed(self, message: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """The message with what it says as it was sent, where the template takes that form."""
+        forms, said = self._forms_of(source, message["role"]), message["content"]
+        texts = [said] if isinstance(said, str) else said
+        if forms.as_parts and not (forms.as_text and isinstance(said, str)):
+            return {**message, "content": [{"type": "text", "text": text} for text in texts]}
+        return {**message, "content": "\n".join(texts)}
 
     def _forms_of(self, source: str, role: str) -> ContentForms:
         """The forms in which a template takes what this role says; of none, as where it refuses the role, a user's."""
@@ -158,8 +161,7 @@ class Renderer:
         """The text, in lower case, of a conversation in which this role says this; None where the template fails."""
         messages: list[dict[str, Any]] = [{"role": role, "content": content}]
         if role != USER:
-            other = self._content({"content": "a"}, self._forms_of(source, USER))
-            messages.insert(1 if role == SYSTEM else 0, {"role": USER, "content": other})
+            messages.insert(1 if role == SYSTEM else 0, self._formed({"role": USER, "content": "a"}, source))
         tools = [] if source == self._source else [TRIED_TOOL]
         try:
             return self._filled(source, messages, tools, {}, is_answered=False).lower()
@@ -180,6 +182,32 @@ class Renderer:
         if source not in self._templates:
             self._templates[source] = make_environment().from_string(source)
         return self._templates[source]
+
+
+def _with_calls_as_text(messages: Sequence[dict[str, Any]], form: str) -> list[dict[str, Any]]:
+    texts = [
+        each if isinstance(each["content"], str) else {**each, "content": "\n".join(each["content"])}
+        for each in messages
+    ]
+    try:
+        return with_calls_as_text(texts, form)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BadField("messages", "have tool_calls that are no calls of functions") from error
+
+
+def _shown_in(messages: Sequence[dict[str, Any]], text: str, render: Callable[[list[dict[str, Any]]], str]) -> str:
+    """The conversation with this text in its system message; or before what the user says, where the template takes no
+    system message, or leaves it out."""
+    for role in (SYSTEM, USER):
+        try:
+            rendered = render(with_description(messages, text, role))
+        except Refusal:
+            if role == USER:
+                raise
+            continue
+        if text in rendered:
+            return rendered
+    raise BadField("tools_json", "cannot be shown to the model: its chat template leaves them out")
 
 
 def read_kwargs(text: str) -> dict[str, Any]:
@@ -203,13 +231,21 @@ def _read(field: str, text: str, kind: type[Any]) -> Any:
     return value
 
 
+def _message(message: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The message for this template, with one text or several: a template that knows no developers would leave out
+    their words."""
+    is_system = message["role"] == DEVELOPER and DEVELOPER not in source
+    said = message.get("content_parts") or message["content"]
+    known = {"role": SYSTEM if is_system else message["role"], "content": said}
+    extra: dict[str, Any] = _read("messages", message.get("extra_json", ""), dict)
+    return known | extra | known
+
+
 def _mark_end(message: dict[str, Any]) -> None:
     """Put the mark behind what a message says."""
-    content = message["content"]
-    if isinstance(content, list):
-        content[-1]["text"] += MARK + " "
-    else:
-        message["content"] = content + MARK + " "
+    said = message["content"]
+    mark = MARK + " "
+    message["content"] = [*said[:-1], said[-1] + mark] if isinstance(said, list) else said + mark
 
 
 def _up_to_mark(text: str) -> str:

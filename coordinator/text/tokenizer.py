@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeVar, TypeVarTuple
@@ -61,6 +61,7 @@ class Tokenizer:
         longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
         self._longest_token_chars = max(longest, MIN_LONGEST_TOKEN_CHARS)
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
+        self._tool_form = ""
 
     @property
     def has_chat_template(self) -> bool:
@@ -103,7 +104,7 @@ class Tokenizer:
         chat template or its template refuses what it is given, and as `encode` does."""
         if self._chat_template is None:
             raise RequestError(BAD_PARAM, "the model has no chat template: send text or token ids", field="chat")
-        text = await self._chat_template.render(messages, options, asker)
+        text = await self._chat_template.render(messages, replace(options, tool_form=self._tool_form), asker)
         return await self.encode(text, limit, add_special_tokens=False)  # the template wrote them already
 
     async def decode(self, token_ids: Sequence[int]) -> str:
@@ -125,6 +126,11 @@ class Tokenizer:
     def keep(self, texts: Collection[str]) -> None:
         """Tokens of these texts stay in answers from now on, where others that are special are left out."""
         self._detokenizers.keep(texts)
+
+    def show_tools(self, form: str) -> None:
+        """Have conversations show their tools in a message from now on, and calls in a form of shown_tools.FORMS, since
+        the chat template does not."""
+        self._tool_form = form
 
     def detokenizer(self, *, skip_special_tokens: bool, after: Sequence[int] = ()) -> Detokenizer:
         """A fresh detokenizer for one answer, which goes on with the text of the tokens `after`, if any."""

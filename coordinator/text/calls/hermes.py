@@ -10,14 +10,14 @@ CLOSE: Final = "</tool_call>"
 
 
 class HermesReader(JsonCallReader):
-    """One call in every pair of tags, with text before and between them. What follows a call in its tags is dropped."""
+    """One call in every pair of tags, with text before and between them. A second call in the same tags is a call too,
+    and what else follows a call there is text."""
 
     def _read(self) -> Steps[None]:
         yield from self._until(OPEN)
         while True:
-            if (yield from self._solid()) == "{" and (yield from self._call()):
-                if (yield from self._skip_to([CLOSE, OPEN])) == OPEN:  # the end was forgotten
+            if (yield from self._calls((yield from self._solid()))):
+                if (yield from self._until(CLOSE, OPEN)) == OPEN:  # the end was forgotten
                     continue
-            else:
-                self._release()
+                self._held.clear()
             yield from self._until(OPEN)

@@ -13,8 +13,32 @@ class JsonCallReader(CallReader):
 
     _name = ""  # of what is a call once it has arguments
 
-    def _call(self) -> Steps[bool]:
-        """Behind the { of what may be a call: whether it is one, which is over then, however it ended."""
+    def _calls(self, char: str) -> Steps[bool]:
+        """Read calls in a row, of which this character begins the first. Return whether there is one: what is held then
+        stands behind the last."""
+        has_calls = False
+        while True:
+            if char == "{" and (behind := (yield from self._call())):
+                char, has_calls = behind, True
+            elif has_calls and char in "]}":  # a bracket too many
+                self._held.clear()
+                char = yield from self._solid()
+            else:
+                return has_calls
+
+    def _call(self) -> Steps[str]:
+        """Behind the { of what may be a call: empty where it is none; else the first solid character behind the call,
+        which is over then, however it ended. What is held is that character, and what stands before it."""
+        if not (yield from self._members()):
+            return ""
+        self._end()
+        if self._last != "}":  # which was forgotten
+            return self._last
+        self._held.clear()
+        return (yield from self._solid())
+
+    def _members(self) -> Steps[bool]:
+        """Behind the { of what may be a call, as far as members of an object go: whether they are those of a call."""
         has_begun, arguments, self._name = False, "", ""
         char = yield from self._solid()
         while char == '"':
@@ -34,11 +58,10 @@ class JsonCallReader(CallReader):
                     has_begun = self._begin_named(_unquoted(value))
                 if has_begun and arguments and self._lacks_arguments:
                     self._argue(arguments)
-            if char != ",":
-                break
-            char = yield from self._solid()
-        if has_begun:
-            self._end()
+            if has_begun:
+                self._held[:] = [char]  # what stands before it was part of the call
+            if char == ",":
+                char = yield from self._solid()
         return has_begun
 
     def _begin_named(self, name: str) -> bool:
@@ -56,9 +79,8 @@ class JsonCallReader(CallReader):
     def _list(self) -> Steps[None]:
         """Behind the [ of what may be a list of calls, as far as it is one."""
         char, has_calls = (yield from self._solid()), False
-        while char == "{" and (yield from self._call()):
-            has_calls = True
-            char = yield from self._solid()
+        while char == "{" and (behind := (yield from self._call())):
+            char, has_calls = behind, True
             if char == ",":
                 self._held.clear()
                 char = yield from self._solid()

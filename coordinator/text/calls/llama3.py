@@ -15,8 +15,8 @@ class Llama3Reader(JsonCallReader):
 
     def _read(self) -> Steps[None]:
         char = yield from self._opening(TAG)
-        while char == "{" and (yield from self._call()):
-            char = yield from self._solid()
+        while char == "{" and (behind := (yield from self._call())):
+            char = behind
             if char in ";,":
                 self._held.clear()
                 char = yield from self._solid()

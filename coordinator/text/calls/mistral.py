@@ -20,10 +20,9 @@ class MistralReader(JsonCallReader):
             if char == "[":
                 yield from self._list()
             elif char == "{":
-                yield from self._call()
+                yield from self._calls(char)
             else:
                 yield from self._named(char)
-            self._release()
 
     def _named(self, char: str) -> Steps[None]:
         """A call whose name begins with this character, and has the arguments behind it."""

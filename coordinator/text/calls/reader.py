@@ -6,7 +6,7 @@ turns out to be none is text, to the letter. Every format is a reader of its own
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import groupby
@@ -138,11 +138,10 @@ class CallReader(ABC):
         self._lacks_arguments = False
 
     def _end(self) -> None:
-        """The call that has begun is over. What else was in it is dropped."""
+        """The call that has begun is over."""
         if self._lacks_arguments:
             self._argue("{}")
         self._is_in_call = self._tells_arguments = False
-        self._held.clear()
 
     def _told(self) -> list[Piece]:
         """What there is to tell, in as few pieces as can be."""
@@ -157,16 +156,23 @@ class CallReader(ABC):
 
     # ---- steps that formats share ----
 
-    def _until(self, tag: str) -> Steps[None]:
-        """Tells text up to a tag. The tag is held, with the blanks before it."""
-        matcher = StopMatcher([tag])
+    def _until(self, *tags: str) -> Steps[str]:
+        """Tell text, what is held first, up to one of these tags. The tag is held, with the blanks before it. The last
+        character taken may begin it."""
+        last = self._held.pop() if self._held else ""
+        text = "".join(self._held)
+        self._held.clear()
+        self._say(text)
+        matcher = StopMatcher(tags)
+        self._say(matcher.feed(last))
         try:
             while matcher.matched is None:
                 self._say(matcher.feed((yield)))
         except GeneratorExit:
             self._say(matcher.flush())
             raise
-        self._held.append(tag)
+        self._held.append(matcher.matched)
+        return matcher.matched
 
     def _say(self, text: str) -> None:
         """Tells text; blanks at its end wait for what follows them."""
@@ -176,14 +182,6 @@ class CallReader(ABC):
             words = whole.rstrip(BLANKS)
             self._tell(Kind.TEXT, words)
             self._held = [*whole[len(words) :]]
-
-    def _skip_to(self, tags: Sequence[str]) -> Steps[str]:
-        """Drops what stands before the first of these tags, and the tag too. The last character taken may begin it."""
-        matcher = StopMatcher(tags)
-        matcher.feed(self._last)
-        while matcher.matched is None:
-            matcher.feed((yield))
-        return matcher.matched
 
     def _opening(self, tag: str) -> Steps[str]:
         """The first solid character of the answer, behind the tag if it begins with it; empty for half a tag."""

@@ -35,14 +35,15 @@ WORDS = {
 
 @pytest.mark.parametrize(("form", "template"), [(form, words) for form, all_of in WORDS.items() for words in all_of])
 def test_a_template_tells_how_tools_are_called(form, template):
-    assert answer_format("auto", "auto", template) == AnswerFormat(form, thinks=False)
-    assert answer_format("none", "auto", template) == PLAIN
+    expected = AnswerFormat("hermes", shows_tools=True) if form == "none" and template else AnswerFormat(form)
+    assert answer_format("auto", "auto", template) == expected
+    assert not answer_format("none", "auto", template).has_calls
     assert answer_format("hermes", "auto", template).calls == "hermes"
 
 
 def test_a_template_tells_whether_the_model_thinks():
     template = "{% set content = message.content.split('</think>')[-1] %}"
-    assert answer_format("auto", "auto", template) == AnswerFormat("none", thinks=True)
+    assert answer_format("auto", "auto", template) == AnswerFormat("hermes", thinks=True, shows_tools=True)
     assert not answer_format("auto", "none", template).thinks
     assert answer_format("auto", "think", "").thinks
 
@@ -152,11 +153,19 @@ TEXTS = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": {"b": [{}]}}</tool_call> and', " and",
      [("f", {"a": {"b": [{}]}})]),  # the last bracket was forgotten
     ("hermes", '<tool_call>{"name": "f"}<tool_call>{"name": "f"}', "", [("f", {})] * 2),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}} And so on.', " And so on.", [("f", {})]),
+    ("hermes", '<tool_call>{"name": "f"} < b\n' + HERMES, " < b", [("f", {}), ("weather", PARIS)]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {} {"name": "f"}\n{"name": "a.b"}</tool_call> So.', " So.",
+     [("f", {}), ("f", {}), ("a.b", {})]),
+    ("hermes", '<tool_call>{"name": "f"}\n{"x": 1} y\n</tool_call> z', '\n{"x": 1} y z', [("f", {})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}}]</tool_call>', "", [("f", {})]),
     # ---- llama3
     ("llama3", LLAMA3, "", [("weather", PARIS)]),
     ("llama3", f"<|python_tag|>{LLAMA3}; {LLAMA3}\n", "", [("weather", PARIS)] * 2),
     ("llama3", '\n{"type": "function", "name": "f", "parameters": {}}', "", [("f", {})]),
     ("llama3", f"{LLAMA3} Done.", " Done.", [("weather", PARIS)]),
+    ("llama3", '{"name": "f", "parameters": {} Done.', "Done.", [("f", {})]),
+    ("llama3", '{"name": "f" Done.', "Done.", [("f", {})]),
     # ---- mistral
     ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "f", "arguments": {}}]',
      "", [("weather", PARIS), ("f", {})]),
@@ -164,6 +173,9 @@ TEXTS = [
      [("weather", PARIS), ("f", {})]),
     ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}', "", [("f", {"a": 1})]),
     ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {"a": 1}}', "", [("f", {"a": 1})]),
+    ("mistral", '[TOOL_CALLS] {"name": "f"}{"name": "a.b"} Done.', " Done.", [("f", {}), ("a.b", {})]),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {} Done.', "Done.", [("f", {})]),
+    ("mistral", '[TOOL_CALLS] [{"name": "f"}] {"x": 1}[TOOL_CALLS]f{}', ' {"x": 1}', [("f", {}), ("f", {})]),
     # ---- pythonic
     ("pythonic", "[weather(city='Paris')]", "", [("weather", PARIS)]),
     ("pythonic", ' [weather(city="Paris"), f(a=-1.5, b=[1, (2,)], c={"k": None}, d=true, e=")]")]\n', "",

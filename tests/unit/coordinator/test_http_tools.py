@@ -299,3 +299,138 @@ def test_an_answer_goes_on_with_the_last_message_and_tokenize_shows_the_prompt(t
                 assert (listed[-1] == 259) == ("tools" in fields)  # <|assistant|>
 
     run(scenario())
+
+
+NOT = {"type": "object", "properties": {"a": {"not": {}}}}
+BY_FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": NOT}}
+NAMED_FIELDS = [
+    ({"response_format": BY_FORM}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_object", "schema": NOT}}, "response_format.schema"),
+    ({"extra_body": {"structured_outputs": {"json": NOT}}}, "structured_outputs.json"),
+    ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs.regex"),
+    ({"extra_body": {"structured_outputs": {"grammar": "start: nowhere"}}}, "structured_outputs.grammar"),
+    ({"extra_body": {"structured_outputs": {"choice": [""]}}}, "structured_outputs.choice"),
+    ({"extra_body": {"structured_outputs": {"json": "{" * 2**18}}}, "structured_outputs.json"),
+]
+
+
+def test_what_cannot_be_enforced_is_told_of_the_field_that_the_client_sent(tmp_path):
+    async def scenario():
+        async with openai_cluster(tmp_path) as (_, client):
+            for fields, param in NAMED_FIELDS:
+                for create, prompt in (
+                    (client.chat.completions.create, {"messages": [HI]}),
+                    (client.completions.create, {"prompt": "hi"}),
+                ):
+                    given = {**fields, "extra_body": {**fields.get("extra_body", {})}}
+                    if create == client.completions.create and "response_format" in given:
+                        given["extra_body"]["response_format"] = given.pop("response_format")
+                    with pytest.raises(openai.BadRequestError) as caught:
+                        await create(model="m", **prompt, **given)
+                    assert caught.value.param == param
+                    assert caught.value.body["message"].startswith(f"{param} ")
+
+    run(scenario())
+
+
+# ---- chat templates that show no tools ----
+
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML
+)
+SILENT = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+BY_TURNS = (
+    "{% for m in messages if m.role != 'system' %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHATML
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, NO_SYSTEM, SILENT, BY_TURNS])
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_model_whose_template_shows_no_tools_is_told_of_them(tmp_path, template, choice):
+    forced = {"auto": weather_call(PARIS), "required": f'[{{"name":"weather","parameters":{PARIS}}}]'}
+
+    async def scenario():
+        async with openai_cluster(tmp_path, template) as (c, client):
+            text = PARIS if isinstance(choice, dict) else forced[choice]
+            reply, prompt = await asked(c, client, text, tool_choice=choice)
+            assert json.dumps(WEATHER) in prompt
+            assert prompt.count("<tool_call>") == 1
+            assert ("<|im_start|>system" in prompt) == (template in (CHATML, BY_TURNS))
+            assert prompt.index("weather") < prompt.index("hi<|im_end|>")
+            assert [each[1:] for each in called(reply.choices[0].message)] == [("weather", PARIS)]
+
+            message = reply.choices[0].message.model_dump()
+            results = [{"role": "tool", "tool_call_id": "a", "content": each} for each in ("12 degrees", "rain")]
+            again = {"role": "user", "content": "And now?"}
+            _, prompt = await asked(c, client, "Cool.", messages=[HI, message, *results, again])
+            assert f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call><|im_end|>' in prompt
+            told = "<tool_response>\n12 degrees\n</tool_response>\n<tool_response>\nrain\n</tool_response>\nAnd now?"
+            assert f"<|im_start|>user\n{told}<|im_end|>" in prompt
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", weather_call(PARIS)),
+        ("llama3", f'{{"name": "weather", "parameters": {PARIS}}}'),
+        ("mistral", f'[TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}]'),
+        ("pythonic", "[weather(city='Paris')]"),
+    ],
+)
+def test_the_model_is_told_the_form_in_which_its_calls_are_read(tmp_path, form, text):
+    """Its own calls of before are in that form too, so that what it repeats is read as a call."""
+
+    async def scenario():
+        async with openai_cluster(tmp_path, CHATML, tool_call_parser=form) as (c, client):
+            reply, _ = await asked(c, client, text)
+            message = reply.choices[0].message
+            [(_, name, arguments)] = called(message)
+            assert (name, json.loads(arguments)) == ("weather", {"city": "Paris"})
+            _, prompt = await asked(c, client, "Cool.", messages=[HI, message.model_dump(), HI])
+            repeated = prompt.partition("<|im_start|>assistant\n")[2].partition("<|im_end|>")[0]
+            reply, _ = await asked(c, client, repeated)
+            assert json.loads(called(reply.choices[0].message)[0][2]) == {"city": "Paris"}
+
+    run(scenario())
+
+
+def test_a_template_that_shows_nothing_of_tools_is_an_error_of_them(tmp_path):
+    async def scenario():
+        async with openai_cluster(tmp_path, "{{ messages | length }}") as (_, client):
+            with pytest.raises(openai.BadRequestError, match="leaves them out") as caught:
+                await client.chat.completions.create(model="m", messages=[HI], tools=[WEATHER])
+            assert caught.value.param == "tools"
+
+    run(scenario())
+
+
+def test_a_template_with_calls_of_a_form_that_is_not_read_has_ours(tmp_path):
+    template = "{% if tools %}<tool_call>\n<function=f>{{ tools }}{% endif %}" + CHATML
+
+    async def scenario():
+        async with openai_cluster(tmp_path, template) as (c, client):
+            reply, prompt = await asked(c, client, weather_call(PARIS))
+            assert "<function=" not in prompt
+            assert json.dumps(WEATHER) in prompt
+            assert [each[1:] for each in called(reply.choices[0].message)] == [("weather", PARIS)]
+
+    run(scenario())
+
+
+def test_an_operator_may_have_no_calls_but_those_that_are_forced(tmp_path):
+    async def scenario():
+        async with openai_cluster(tmp_path, CHATML, tool_call_parser="none") as (c, client):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(model="m", messages=[HI], tools=[WEATHER])
+            assert caught.value.param == "tools"
+            _, prompt = await asked(c, client, f'[{{"name":"weather","parameters":{PARIS}}}]', tool_choice="required")
+            assert json.dumps(WEATHER) in prompt
+
+    run(scenario())
