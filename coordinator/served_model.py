@@ -45,7 +45,7 @@ def read_served_model(settings: CoordinatorSettings) -> ServedModel:
 
 def _answer_format(settings: CoordinatorSettings, template: str) -> AnswerFormat:
     found = answer_format(settings.tool_call_parser, settings.reasoning_parser, template)
-    if found.has_calls or found.thinks:
+    if (found.has_calls and not found.shows_tools) or found.thinks:
         told = "calls of tools are read as %s, thoughts %s"
         logger.info(told, found.calls, "apart from the answer" if found.thinks else "as the answer")
     return found

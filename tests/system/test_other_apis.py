@@ -65,7 +65,7 @@ def test_three_apis_give_one_answer(cluster, openais, anthropics):
 def test_calls_that_have_to_come(openais, anthropics):
     function = {"type": "function", "name": "weather", "strict": True, "parameters": CITY}
     asked = {"model": "m", "tools": [function], "tool_choice": "required", "parallel_tool_calls": False}
-    [call] = openais.responses.create(**asked, input="hi", max_output_tokens=300, temperature=0).output
+    [call] = openais.responses.create(**asked, input="hi", max_output_tokens=600, temperature=0).output
     assert (call.type, call.name, json.loads(call.arguments)["city"] in ("Paris", "Rome")) == (
         "function_call",
         "weather",
@@ -74,7 +74,7 @@ def test_calls_that_have_to_come(openais, anthropics):
     choice = {"type": "any", "disable_parallel_tool_use": True}
     tools, turns = [{"name": "weather", "input_schema": CITY}], [{"role": "user", "content": "hi"}]
     asked = {"model": "m", "messages": turns, "tools": tools, "tool_choice": choice}
-    message = anthropics.messages.create(**asked, max_tokens=300, extra_body={"temperature": 0})
+    message = anthropics.messages.create(**asked, max_tokens=600, extra_body={"temperature": 0})
     [block] = message.content
     assert (message.stop_reason, block.name, block.input["city"] in ("Paris", "Rome")) == ("tool_use", "weather", True)
 
