@@ -18,6 +18,7 @@ _BROAD: Final = re.compile(
     """,
     re.DOTALL | re.VERBOSE,
 )
+_MAY_NAME: Final = re.compile(r"[\x00-\x1f\x7f]|\\[xuUavpP]|\[:")
 _CODE: Final = re.compile(r"\\[xuU]\{?([0-9A-Fa-f]{1,8})\}?")
 
 
@@ -30,6 +31,11 @@ def control_of_pattern(pattern: str) -> str:
     """The first that a regular expression asks for, where nothing else can come for it."""
     asked = _CLASS.sub(_asked, pattern)
     return next(filter(None, (control_in(_character(atom)) for atom in _ATOMS.findall(asked))), "")
+
+
+def may_name_controls(pattern: str) -> bool:
+    """Whether a regular expression has a control character, or an escape or a class by name that may stand for some."""
+    return _MAY_NAME.search(pattern) is not None
 
 
 def without_control(pattern: str) -> str:

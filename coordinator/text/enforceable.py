@@ -12,8 +12,9 @@ from typing import Any, Final, TypeGuard
 
 from coordinator.text.ascii_classes import with_ascii_classes
 from coordinator.text.closing import close_objects
-from coordinator.text.controls import control_in, control_of_pattern, without_control
+from coordinator.text.controls import control_in, control_of_pattern, may_name_controls, without_control
 from coordinator.text.formats import WIDEST, is_number, put_format
+from coordinator.text.json_grammar import bytes_behind
 from coordinator.text.property_names import put_names
 from coordinator.text.recursion import endless_reference
 from coordinator.text.schemas import leads_to_data, schemas_in
@@ -64,6 +65,7 @@ def read_schema(text: str, *, closes_objects: bool = False) -> dict[str, Any]:
         put_format(part)
         _check_texts(part)
         _mend_patterns(part)
+        _check_pattern(part)
     for part in parts:
         _mend_minimum(part)
         _check_count(part)
@@ -202,6 +204,17 @@ def _mend_patterns(part: dict[str, Any]) -> None:
         part["pattern"] = _mended(pattern)
     if isinstance(named := part.get("patternProperties"), dict):
         part["patternProperties"] = {_mended(pattern): schema for pattern, schema in named.items()}
+
+
+def _check_pattern(part: Mapping[str, Any]) -> None:
+    """Raises Unenforceable for a pattern that asks for control characters alone in some other way than by their names:
+    the library takes it, and no token can come in its place."""
+    pattern = part.get("pattern")
+    if not isinstance(pattern, str) or not may_name_controls(pattern):
+        return
+    if bytes_behind({"type": "string", "pattern": pattern}, "") == frozenset():
+        asked = f"pattern ({pattern!r:.80}) asks for a control character"
+        raise Unenforceable(f"{asked}, which no string of an answer can have")
 
 
 def _mended(pattern: str) -> str:

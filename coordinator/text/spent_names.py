@@ -5,10 +5,15 @@ name is taken: then no token can follow.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 from coordinator.text.json_grammar import bytes_behind
+
+SAMPLES: Final = ("", "q", "z9 \u00e9")  # names that hardly any schema has
+_UNLIKE: Final = re.compile(r"\[\^|\[[^\]]*\[|&&|--|~~|\\[a-zA-Z0]|[\x00-\x1f]|\(\?")
+"""In a pattern that Python may read otherwise, or whose names answers cannot spell."""
 
 
 def replace_spent(parts: Sequence[dict[str, Any]]) -> None:
@@ -18,10 +23,11 @@ def replace_spent(parts: Sequence[dict[str, Any]]) -> None:
     names = sorted({name for part in parts for name in _names(part)}) if patterned else []
     for part in patterned:
         patterns = part["patternProperties"]
-        for pattern in [each for each in patterns if _is_spent([each], names)]:
-            _put_properties(part, pattern, patterns.pop(pattern), names)
-        is_open = patterns and part.get("additionalProperties") is not False
-        if is_open and _is_spent(patterns, sorted(_names(part)), others=True):
+        for pattern in [each for each in patterns if _finds(each, names) is not False]:
+            if _is_spent(pattern, names):
+                _put_properties(part, pattern, patterns.pop(pattern), names)
+        own = sorted(_names(part))
+        if patterns and part.get("additionalProperties") is not False and not _leaves_others(patterns, own):
             part["additionalProperties"] = False
 
 
@@ -32,12 +38,31 @@ def _put_properties(part: dict[str, Any], pattern: str, schema: Any, names: Sequ
     part["properties"] = {**properties, **added}
 
 
-def _is_spent(patterns: Collection[str], names: Sequence[str], *, others: bool = False) -> bool:
-    """Whether no name is left of those that the patterns stand for; with `others`, of those that they do not."""
+def _leaves_others(patterns: Collection[str], names: Sequence[str]) -> bool:
+    """Whether there are names that none of the patterns stands for."""
+    samples = [sample for sample in SAMPLES if sample not in names]
+    if any(all(_finds(pattern, [sample]) is False for pattern in patterns) for sample in samples):
+        return True
+    return not _is_spent("|".join(f"(?:{pattern})" for pattern in patterns), names, others=True)
+
+
+def _finds(pattern: str, names: Iterable[str]) -> bool | None:
+    """Whether a pattern stands for one of these names; None where the library alone can say."""
+    if _UNLIKE.search(pattern):
+        return None
+    try:
+        expression = re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return None
+    return any(map(expression.search, names))
+
+
+def _is_spent(pattern: str, names: Sequence[str], *, others: bool = False) -> bool:
+    """Whether no name is left of those that a pattern stands for; with `others`, of those that it does not."""
     probe = {
         "type": "object",
         "properties": dict.fromkeys(names, False),
-        "patternProperties": dict.fromkeys(patterns, not others),
+        "patternProperties": {pattern: not others},
         "additionalProperties": others,
     }
     behind = bytes_behind(probe, "{")

@@ -167,6 +167,8 @@ SPENT = [
         "type": "object",
     },
     {"properties": {"a": OK}, "required": ["a"], "patternProperties": {"^[^\\s\\S]$": OK}},
+    {"properties": {"a": OK}, "patternProperties": {"^[\\x01-\\x02]$": OK}},
+    {"properties": {"a": OK}, "patternProperties": {"^\\w?$": False}, "additionalProperties": {"enum": [1]}},
 ]
 
 

@@ -70,6 +70,9 @@ CONTROLLED = (
     r"^\x{7f}$",
     r"^\U0000000e",
     r"\v",
+    r"^[\x01-\x02]$",
+    r"^(?:\x0e|[\x{f}-\x{1f}])+$",
+    r"[[:cntrl:]&&[^\t\n\r\x08\x0c]]",
     r"[\a]",
     r"[[\x01]]",
 )
@@ -178,7 +181,7 @@ UNENFORCED_SCHEMAS = [
         {"type": "object", "patternProperties": {r"^a\x01$": {}}},
         "patternProperties has the control character U+0001",
     ),
-    *(({"type": "string", "pattern": pattern}, "pattern has the control character") for pattern in CONTROLLED),
+    *(({"type": "string", "pattern": pattern}, "control character") for pattern in CONTROLLED),
 ]
 
 
