@@ -17,6 +17,7 @@ from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM, MODEL_NOT_FOUND, NO_PREFILL_WORKER, PROMPT_TOO_LONG
 from serving_core.requests import MEAN, Pooling, SamplingParams
 
+BESIDE: Final = "cannot be had with"  # stands before a field in whose company another one is refused
 MAX_ABORTED: Final = 1024
 MAX_ALLOWED_TOKEN_IDS: Final = 1024
 MAX_ANSWERS: Final = 128  # OpenAI's
@@ -187,9 +188,9 @@ def _check_constraint(params: inference_pb2.SamplingParams) -> None:
         return
     for name in ("ignore_eos", "min_tokens"):
         if getattr(params, name):
-            raise bad(name, f"cannot be had with {kind}, which says where the answer ends")
+            raise bad(name, f"{BESIDE} {kind}, which says where the answer ends")
     if params.allowed_token_ids:
-        raise bad("allowed_token_ids", f"cannot be had with {kind}, which says what may come")
+        raise bad("allowed_token_ids", f"{BESIDE} {kind}, which says what may come")
     num_chars = len(params.whitespace_pattern)
     if kind == "choice":
         check_count("choice", len(params.choice.choices), MAX_CHOICES)
@@ -243,7 +244,7 @@ def _check_bad_words(params: inference_pb2.SamplingParams) -> None:
         ("bad_tokens", "tokens", [len(run.input_ids) for run in params.bad_tokens]),
     ):
         if lengths and other is not None:
-            raise bad(name, f"cannot be had with {other}, which says what may come")
+            raise bad(name, f"{BESIDE} {other}, which says what may come")
         for length in lengths:
             if not 1 <= length <= MAX_BAD_WORD_CHARS:
                 raise bad(name, f"must have 1 to {MAX_BAD_WORD_CHARS} {what} each, not {length}")

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from coordinator.doors.statuses import CODES, is_for_later, retry_after_s
+from coordinator.doors.validation import BESIDE
 from serving_core import reasons
 from serving_core.errors import RequestError
 
@@ -120,11 +121,13 @@ def http_error_response(status: int, message: str, path: str, headers: Mapping[s
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     """The error in the words of an endpoint: `names` are its fields by those that the error knows. What stands within
     one of them follows it."""
-    field = error.metadata.get("field", "")
+    field, message = error.metadata.get("field", ""), str(error)
+    for ours, theirs in names.items():
+        message = message.replace(f" {BESIDE} {ours},", f" {BESIDE} {theirs},")
     known = max((name for name in names if _is_within(field, name)), key=len, default=None)
     if known is None:
-        return error
-    told, message = names[known] + field.removeprefix(known), str(error)
+        return error if message == str(error) else RequestError(error.reason, message, **error.metadata)
+    told = names[known] + field.removeprefix(known)
     if message.startswith(f"{field} "):
         message = told + message.removeprefix(field)
     return RequestError(error.reason, message, **{**error.metadata, "field": told})

@@ -333,6 +333,48 @@ def test_what_cannot_be_enforced_is_told_of_the_field_that_the_client_sent(tmp_p
     run(scenario())
 
 
+def test_what_stands_beside_a_form_is_told_in_its_clients_words(tmp_path):
+    async def scenario():
+        async with openai_cluster(tmp_path) as (_, client):
+            for beside, told in (
+                ({"response_format": FORM}, "response_format.json_schema.schema"),
+                ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs.regex"),
+            ):
+                body = {**beside, "extra_body": {**beside.get("extra_body", {}), "min_tokens": 3}}
+                with pytest.raises(openai.BadRequestError, match=f"min_tokens cannot be had with {told},") as caught:
+                    await client.chat.completions.create(model="m", messages=[HI], **body)
+                assert caught.value.param == "min_tokens"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_an_operator_says_what_objects_are_without_additional_properties(tmp_path, is_closed):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+
+    async def scenario():
+        settings = {} if is_closed else {"disable_additional_properties": False}
+        async with openai_cluster(tmp_path, **settings) as (c, client):
+            for fields, begun in (
+                ({"response_format": form}, '{"b"'),
+                ({"tools": [{**WEATHER, "function": {"name": "f", "parameters": schema}}], "tool_choice": "required"},
+                 '[{"name":"f","parameters":{"b"'),
+            ):  # fmt: skip
+                asking = asyncio.create_task(client.chat.completions.create(model="m", messages=[HI], **fields))
+                _, job = await begin(c)
+                guide = Grammars(tmp_path, (EOS,)).guide_of(job.grammar)
+                if is_closed:
+                    with pytest.raises(RequestError, match="does not allow"):
+                        guide.allowed(list(begun.encode()))
+                else:
+                    assert any(guide.allowed(list(begun.encode())))
+                asking.cancel()
+                await asyncio.wait([asking])
+
+    run(scenario())
+
+
 # ---- chat templates that show no tools ----
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
