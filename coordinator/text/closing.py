@@ -17,13 +17,14 @@ OPTIONS: Final = ("allOf", "anyOf", "oneOf")
 def close_objects(schema: Mapping[str, Any], parts: Sequence[dict[str, Any]]) -> None:
     """Close each object schema that names properties and does not say what others there may be. `parts` are the schemas
     in `schema`. Where several of them are about the same object (allOf; a $ref or anyOf beside keywords), all of their
-    names may come, and the object stays open if one of them says so."""
+    names may come, and the object stays open if one of them says so. A definition that is joined with others somewhere
+    stays as it is where it stands alone: the library takes no keywords beside a reference that leads back."""
     references = References(schema, parts)
-    joined = {id(each) for part in parts for each in _joined(part, references)}
-    closed = [part for part in parts if id(part) not in joined]
-    groups = [(part, [part, *_joined(part, references, joined)]) for part in closed]
-    for part, group in groups:
-        if any(_names(each) for each in group) and not any(_tells_of_others(each) for each in group):
+    joined = {id(part): _joined(part, references) for part in parts}
+    inner = {id(each) for schemas in joined.values() for each in schemas}
+    for part in parts:
+        group = [part, *joined[id(part)]]
+        if id(part) not in inner and any(map(_names, group)) and not any(map(_tells_of_others, group)):
             _close(part, group)
 
 
@@ -37,17 +38,13 @@ def _close(part: dict[str, Any], group: Sequence[Mapping[str, Any]]) -> None:
     part["additionalProperties"] = False
 
 
-def _joined(
-    part: Mapping[str, Any], references: References, joined: set[int] | frozenset[int] = frozenset()
-) -> Sequence[Mapping[str, Any]]:
-    """The schemas that, beside the keywords of a part, are about the same value; none where they are all there is, and
-    themselves not `joined` to others elsewhere."""
-    first = list(_beside(part, references))
+def _joined(part: Mapping[str, Any], references: References) -> Sequence[Mapping[str, Any]]:
+    """The schemas that, beside the keywords of a part, are about the same value; none where they are all there is."""
     num_sources = _names(part) + len(_listed(part, "allOf")) + sum(name in part for name in ("$ref", *OPTIONS[1:]))
-    if num_sources < 2 and not any(id(each) in joined for each in first):
+    if num_sources < 2:
         return ()
     found: dict[int, Mapping[str, Any]] = {}
-    left = first
+    left = list(_beside(part, references))
     while left:
         each = left.pop()
         if id(each) not in found and each is not part:

@@ -131,6 +131,18 @@ def test_what_says_that_others_may_come_or_names_none_is_as_json_schema_has_it(g
         assert may_be(made, value) == validator.is_valid(value), value
 
 
+JOINED_NODE = {"allOf": [{"$ref": "#/$defs/node"}, {"type": "object", **B}], "$defs": {"node": NODE}}
+
+
+def test_a_definition_that_refers_to_itself_may_be_joined_with_others(guide):
+    """There its object is closed; by itself it is as JSON Schema has it."""
+    made = guide(JOINED_NODE)
+    for value in {"b": 1}, {"a": 1, "b": 2}, {"b": 1, "next": {"a": 1, "next": {}}}, {"b": 1, "next": {"c": 1}}:
+        assert may_be(made, value), value
+    for value in {"a": 1}, {"b": 1, "c": 2}, {"b": 1, "next": {"a": "x"}}:
+        assert not may_be(made, value), value
+
+
 def test_a_server_may_leave_them_open(guide):
     for schema, _ in CLOSED:
         validator, made = jsonschema.Draft202012Validator(schema), guide(schema, closes=False)
