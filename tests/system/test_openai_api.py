@@ -285,8 +285,8 @@ def test_errors_are_of_the_clients_classes(client):
         "reason": "BAD_PARAM",
     }
     with pytest.raises(openai.BadRequestError) as caught:
-        _chat(client, tools=[{"type": "function", "function": {"name": "f"}}])
-    assert caught.value.param == "tools"
+        _chat(client, tools=[{"type": "custom", "custom": {"name": "f"}}])
+    assert caught.value.param == "tools[0].type"
 
 
 @pytest.mark.parametrize(
