@@ -3,7 +3,8 @@
 1. A prefill node computes prompts and a decode node does steps, at the same time, each in a process on its own cores as
    under `splitserve up`: what they take from each other of the memory is in the figures.
 2. The corridor moves the KV of prompts between two processes, as in `splitserve bench transfer`.
-3. split_model.py says what follows.
+3. One node on the cores of both does prompts and then steps, where there are cores for two.
+4. split_model.py says what follows.
 """
 
 import asyncio
@@ -24,7 +25,10 @@ from splitserve_bench.doctor.node import LONG_CONTEXT_TOKENS, SHORT_CONTEXT_TOKE
 from splitserve_bench.doctor.processes import both, figures_of
 from splitserve_bench.doctor.split_model import (
     Comparison,
+    DecodeCost,
     NodeCosts,
+    PrefillCost,
+    WholeCost,
     compare,
     fit_corridor,
     fit_decode,
@@ -34,12 +38,14 @@ from splitserve_bench.doctor.split_model import (
     smoother_from,
 )
 
-PREFILL_NODE, DECODE_NODE = "prefill node", "decode node"
+PREFILL_NODE, DECODE_NODE, WHOLE_NODE = "prefill node", "decode node", "one node for both"
 TRANSPORT: Final = "zmq-shm"  # as between two nodes of one machine
 TRANSFER_TOKENS: Final = (16, 512, 2048)
 TRANSFER_REPEATS: Final = 5
 NODE_MODULE: Final = "splitserve_bench.doctor.node"
 MARGIN_TOKENS: Final = 32  # of a context beyond its tokens: the steps that follow
+
+Pair = tuple[NodeFigures, NodeFigures]  # of prompts, and of decode steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,30 +110,31 @@ async def measure_doctor(
     of_prefill = _node(prefill, PREFILL_NODE, report, together)
     of_decode = _node(decode, DECODE_NODE, report, together)
     nodes = await both(of_prefill, of_decode, at_once=at_once)
+    whole = None
+    if at_once:
+        tasks = _tasks(model.folder, settings, sizes, (",".join(parts),) * 2)
+        whole = await both(*(_node(each, WHOLE_NODE, report, None) for each in tasks), at_once=False)
     transfers = await _transfers(layout, report)
-    return conclude(model.name, sizes, at_once, nodes, transfers, layout.token_bytes, most_tokens)
+    return conclude(model.name, sizes, nodes, whole, transfers, layout.token_bytes, most_tokens)
 
 
 def conclude(
     model: str,
     sizes: DoctorBench,
-    at_once: bool,
-    nodes: tuple[NodeFigures, NodeFigures],
+    nodes: Pair,
+    whole: Pair | None,
     transfers: Sequence[Measured],
     token_bytes: int,
     most_tokens: int,
 ) -> DoctorFigures:
-    """What follows from the figures of a prefill and a decode node and from transfers, of a model that takes so many
-    tokens."""
+    """What follows from the figures of a prefill and a decode node, of one node in their place where there are cores
+    for both at once, and from transfers, of a model that takes so many tokens."""
     of_prefill, of_decode = nodes
-    prompts = tuple(map(Measured, sizes.prompt_tokens, of_prefill.prompts_s))
-    steps = tuple(map(Measured, batches_of(sizes.running), of_decode.steps_s))
-    longer = (of_decode.long_batch, LONG_CONTEXT_TOKENS, of_decode.long_step_s)
     costs = NodeCosts(
-        fit_prefill([(each.amount, each.seconds) for each in prompts]),
-        fit_decode([(each.amount, each.seconds) for each in steps], SHORT_CONTEXT_TOKENS, longer),
+        *_fitted(sizes, nodes),
         fit_corridor([(each.amount, each.seconds) for each in transfers]),
         token_bytes,
+        None if whole is None else WholeCost(*_fitted(sizes, whole)),
     )
     usual = sizes.prompt_tokens[len(sizes.prompt_tokens) // 2]
     lengths = [(prompt, output) for prompt in sizes.prompt_tokens for output in sizes.output_tokens]
@@ -135,10 +142,10 @@ def conclude(
         model=model,
         engine=of_decode.description,
         cores=sizes.cores,
-        at_once=at_once,
+        at_once=whole is not None,
         running=sizes.running,
-        prompts=prompts,
-        steps=steps,
+        prompts=tuple(map(Measured, sizes.prompt_tokens, of_prefill.prompts_s)),
+        steps=tuple(map(Measured, batches_of(sizes.running), of_decode.steps_s)),
         transfers=tuple(transfers),
         costs=costs,
         balanced_prompt_tokens=usual,
@@ -147,6 +154,14 @@ def conclude(
         most_prompt_tokens=most_tokens,
         pays=tuple(_pays(costs, sizes.running, output, most_tokens) for output in sizes.output_tokens),
     )
+
+
+def _fitted(sizes: DoctorBench, nodes: Pair) -> tuple[PrefillCost, DecodeCost]:
+    of_prefill, of_decode = nodes
+    longer = (of_decode.long_batch, LONG_CONTEXT_TOKENS, of_decode.long_step_s)
+    steps = list(zip(batches_of(sizes.running), of_decode.steps_s, strict=True))
+    prompts = list(zip(sizes.prompt_tokens, of_prefill.prompts_s, strict=True))
+    return fit_prefill(prompts), fit_decode(steps, SHORT_CONTEXT_TOKENS, longer)
 
 
 def _pays(costs: NodeCosts, running: int, output_tokens: int, most_tokens: int) -> PaysBetween:

@@ -1,5 +1,6 @@
 """The figures of `splitserve doctor` as tables, and what they mean in words."""
 
+from statistics import median
 from typing import Final
 
 from rich.console import Group
@@ -10,6 +11,7 @@ from rich.text import Text
 from serving_core.units import size_of
 from splitserve.commands.terminal import plain_table
 from splitserve_bench.doctor.doctor import TRANSPORT, DoctorFigures, PaysBetween
+from splitserve_bench.doctor.split_model import MARGIN
 
 STYLES: Final = {"split": "green", "even": "", "colocated": "yellow"}
 
@@ -60,7 +62,8 @@ def decode_table(figures: DoctorFigures) -> Table:
 
 def comparison_table(figures: DoctorFigures) -> Table:
     """Which way wins for each mix of lengths, and why."""
-    per_second, between = ("requests/s, split", "colocated"), ("ms between tokens, split", "colocated")
+    per_second = "requests/s, split", "colocated", "one node"
+    between = "ms between tokens, split", "colocated", "one node"
     table = plain_table("", numbers=("prompt", "output", *per_second, *between, "balanced at"))
     table.add_column("pays")
     table.add_column("because")
@@ -72,8 +75,10 @@ def comparison_table(figures: DoctorFigures) -> Table:
             str(each.output_tokens),
             f"{each.split_requests_per_s:.2f}",
             f"{each.colocated_requests_per_s:.2f}",
+            "" if each.whole is None else f"{each.whole.requests_per_s:.2f}",
             f"{each.split_tpot_s * 1e3:.1f}",
             f"{each.colocated_tpot_s * 1e3:.1f}",
+            "" if each.whole is None else f"{each.whole.tpot_s * 1e3:.1f}",
             f"{each.prefill_nodes:.2f} : 1",
             Text(each.verdict, style=style),
             each.why,
@@ -103,7 +108,20 @@ def pays_lines(figures: DoctorFigures) -> list[str]:
         f"{balance:.1f} times as long as answers."
     )
     lines.append("For longer prompts have more prefill nodes, for longer answers more decode nodes.")
-    return lines
+    return lines + _whole_lines(figures)
+
+
+def _whole_lines(figures: DoctorFigures) -> list[str]:
+    """What one node in place of the two would serve, and how it is started where that is more."""
+    ratios = [each.whole_ratio for each in figures.comparisons if each.whole_ratio is not None]
+    if not ratios:
+        return []
+    usual = median(ratios)
+    told = (
+        f"One node of {2 * figures.cores} cores would serve {usual:.2f} times as many requests/s as the better of "
+        f"both, in the median of these lengths ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
+    return [f"{told}: splitserve up --prefill 0 --decode 0 --both 1" if usual >= MARGIN else told]
 
 
 def _range(each: PaysBetween, most_prompt_tokens: int) -> str:

@@ -15,6 +15,9 @@ Pure arithmetic over what one node of a machine costs. The assumptions:
       time between tokens = step_s(2 B) + 2 B hand_over_s(n) / m
       requests per second = 1 / the longer of (prefill_s(n) + hand_over_s(n), m step_s(2 B) / 2 B + hand_over_s(n))
   So the two nodes are in balance when prefill_s(n) = m step_s(2 B) / 2 B; otherwise one of them is idle at times.
+- One node with the cores of both, colocated, has all 2 B answers and its own prefill_s and step_s:
+      time between tokens = step_s(2 B) + (2 B - 1) prefill_s(n) / m
+      requests per second = 1 / (prefill_s(n) + m step_s(2 B) / 2 B)
 - The split pays when it serves as many requests, to a tenth, and is ahead by a tenth in requests or time between
   tokens. How long requests wait in queues is left out.
 """
@@ -23,7 +26,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -77,17 +80,33 @@ class CorridorCost:
 
 
 @dataclass(frozen=True, slots=True)
+class WholeCost:
+    """What one node costs that has the cores of both."""
+
+    prefill: PrefillCost
+    decode: DecodeCost
+
+
+@dataclass(frozen=True, slots=True)
 class NodeCosts:
-    """What two nodes of one machine cost."""
+    """What two nodes of one machine cost, and one in their place where that was measured."""
 
     prefill: PrefillCost
     decode: DecodeCost
     corridor: CorridorCost
     token_bytes: int  # of KV
+    whole: WholeCost | None = None
 
     def hand_over_s(self, prompt_tokens: int) -> float:
         """Of a prompt's KV."""
         return self.corridor.hand_over_s(prompt_tokens * self.token_bytes)
+
+
+class Served(NamedTuple):
+    """What nodes serve of one mix of lengths, and the mean time between tokens."""
+
+    requests_per_s: float
+    tpot_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +122,18 @@ class Comparison:
     prefill_nodes: float  # for each decode node, so that all are equally busy
     verdict: Verdict
     why: str
+    whole: Served | None = None  # by one node with the cores of both
 
     @property
     def requests_ratio(self) -> float:
         """Of the split over colocated: more is better for the split."""
         return self.split_requests_per_s / self.colocated_requests_per_s
+
+    @property
+    def whole_ratio(self) -> float | None:
+        """Requests of one node with the cores of both, over those of the better way to have two."""
+        most = max(self.split_requests_per_s, self.colocated_requests_per_s)
+        return None if self.whole is None else self.whole.requests_per_s / most
 
     @property
     def pace_ratio(self) -> float:
@@ -129,9 +155,17 @@ def compare(costs: NodeCosts, running: int, prompt_tokens: int, output_tokens: i
     split_tpot_s = joint_step_s + 2 * running * hand_over_s / output_tokens
     nodes = prefill_node_s / decode_node_s
     verdict, why = _judge(split / colocated, colocated_tpot_s / split_tpot_s, prefill_node_s, decode_node_s)
+    whole = None if costs.whole is None else _whole(costs.whole, 2 * running, prompt_tokens, output_tokens)
     return Comparison(
-        prompt_tokens, output_tokens, colocated, split, colocated_tpot_s, split_tpot_s, nodes, verdict, why
+        prompt_tokens, output_tokens, colocated, split, colocated_tpot_s, split_tpot_s, nodes, verdict, why, whole
     )
+
+
+def _whole(costs: WholeCost, running: int, prompt_tokens: int, output_tokens: int) -> Served:
+    prefill_s = costs.prefill.prefill_s(prompt_tokens)
+    step_s = costs.decode.step_s(running, prompt_tokens + output_tokens / 2)
+    requests_per_s = 1 / (prefill_s + output_tokens * step_s / running)
+    return Served(requests_per_s, step_s + (running - 1) * prefill_s / output_tokens)
 
 
 def pays_between(costs: NodeCosts, running: int, output_tokens: int, most_prompt_tokens: int) -> tuple[int, int] | None:

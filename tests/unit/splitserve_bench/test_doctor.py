@@ -43,15 +43,20 @@ def run(*arguments):
     return CliRunner().invoke(main, ["doctor", *map(str, arguments)])
 
 
-def concluded(output_tokens=(50, 1), most_tokens=1000):
-    """From a prompt of 10 ms + 1 ms a token, steps of 5 ms + 2.5 ms an answer, a hand-over of 2 ms + 10 µs a token."""
-    nodes = (
-        NodeFigures({}, (0.11, 0.21, 0.31), (), 0, 0.0),
-        NodeFigures({"device": "cpu"}, (), tuple(0.01 + 0.0025 * batch for batch in (1, 2, 4, 8)), 4, 0.02),
-    )
+def concluded(output_tokens=(50, 1), most_tokens=1000, part=None):
+    """From a prompt of 10 ms + 1 ms a token, steps of 10 ms + 2.5 ms an answer, a hand-over of 2 ms + 10 µs a token;
+    and one node, by which a token and an answer take so much of that."""
+    nodes = costs_of(1.0)
     sizes = DoctorBench(1, 4, (100, 200, 300), output_tokens, 1)
     transfers = [Measured(160, 0.00216), Measured(20480, 0.02248)]
-    return conclude("tiny", sizes, True, nodes, transfers, 10, most_tokens)
+    whole = None if part is None else costs_of(part)
+    return conclude("tiny", sizes, nodes, whole, transfers, 10, most_tokens)
+
+
+def costs_of(part):
+    prompts_s = tuple(0.01 + part * 0.001 * num_tokens for num_tokens in (100, 200, 300))
+    steps_s = tuple(0.01 + part * 0.0025 * batch for batch in (1, 2, 4, 8))
+    return NodeFigures({}, prompts_s, (), 0, 0.0), NodeFigures({"device": "cpu"}, (), steps_s, 4, steps_s[2])
 
 
 def test_what_follows_from_figures():
@@ -84,6 +89,24 @@ def test_the_conclusion_in_words():
     ]
     assert pays_lines(concluded((50,), 190))[1] == f"  for answers of 50 tokens from prompts of {least} tokens on"
     assert pays_lines(concluded((5000,)))[1] == "  for answers of 5000 tokens at no prompt length up to 1000"
+
+
+def test_one_node_in_place_of_two():
+    """A prompt of 100 takes 60 ms there and a step of 8 answers 20 ms: 1 / (60 + 50 * 20 / 8) ms. Of two nodes each has
+    4 answers in steps of 20 ms, and prompts of 110 ms: 2 / (110 + 50 * 20 / 4) ms."""
+    figures = concluded((50,), part=0.5)
+    first = figures.comparisons[0]
+    assert first.whole.requests_per_s == pytest.approx(1 / (0.060 + 50 * 0.020 / 8))
+    assert first.whole.tpot_s == pytest.approx(0.020 + 7 * 0.060 / 50)
+    ratios = [each.whole_ratio for each in figures.comparisons]
+    most = max(first.split_requests_per_s, 2 / (0.110 + 50 * 0.020 / 4))
+    assert ratios[0] == pytest.approx(first.whole.requests_per_s / most)
+    told = f"{sorted(ratios)[1]:.2f} times as many requests/s as the better of both, in the median of these lengths"
+    assert pays_lines(figures)[-1] == (
+        f"One node of 2 cores would serve {told} ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
+    better = concluded((50,), part=0.25)
+    assert pays_lines(better)[-1].endswith("): splitserve up --prefill 0 --decode 0 --both 1")
 
 
 @pytest.mark.parametrize(
