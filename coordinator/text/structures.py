@@ -36,7 +36,8 @@ class Structures:
     """Makes grammars for answers of one model, one at a time, in a process of its own."""
 
     def __init__(self, folder: Path, eos_token_ids: Sequence[int], *, closes_objects: bool = True) -> None:
-        """With `closes_objects`, those of a schema have the properties that it names alone, where it does not say."""
+        """With `closes_objects`, those of a schema have the properties that it names alone, where it does not say, also
+        for requests that do not ask for that."""
         given = {"folder": str(folder), "eos_token_ids": list(eos_token_ids)}
         self._program = Program(PROGRAM, given, MAX_CPU_S, MAX_BYTES)
         self._closes_objects = closes_objects
@@ -63,7 +64,8 @@ class Structures:
         whitespace = params.whitespace_pattern if params.HasField("whitespace_pattern") else WHITESPACE
         thoughts = thoughts_behind(prompt_end) if leeway.thinks else Thoughts.NONE
         given = None if params.disable_any_whitespace else whitespace
-        asked = Asked(kind, _value(params, kind), given, leeway, thoughts, self._closes_objects)
+        closes_objects = self._closes_objects or params.disable_additional_properties
+        asked = Asked(kind, _value(params, kind), given, leeway, thoughts, closes_objects)
         answer = self._known.pop(asked, None) or await self._compiled(asker, asked)
         if KILLED not in answer:
             self._known[asked] = answer

@@ -58,6 +58,9 @@ class Sampling(TypedDict, total=False):
     choice: Annotated[Sequence[str] | None, "Text that the answer is made to be, one of those given."]
     disable_any_whitespace: Annotated[bool | None, "No whitespace between the tokens of JSON; default false."]
     whitespace_pattern: Annotated[str | None, "Regular expression of that whitespace; default: up to 40 characters."]
+    disable_additional_properties: Annotated[
+        bool | None, "Close the schema's objects that name properties; default: as the server does."
+    ]
 
 
 def embed_request(

@@ -5,9 +5,6 @@ from typing import Any, Final
 
 from coordinator.doors.http.fields import Fields, shown
 from coordinator.doors.validation import MAX_CHOICES
-from coordinator.text.closing import close_objects
-from coordinator.text.enforceable import Unenforceable, parse_schema
-from coordinator.text.schemas import schemas_in
 from protos.inference_pb2 import Choice
 
 KINDS: Final = ("json", "json_object", "regex", "choice", "grammar")  # of structured_outputs
@@ -28,7 +25,7 @@ def read_constraint(fields: Fields) -> dict[str, Any]:
 def constraint_names(fields: Fields) -> dict[str, str]:
     """Return where the client has said it, by the fields of SamplingParams."""
     if "structured_outputs" in fields:
-        names = (*KINDS, "disable_any_whitespace", "whitespace_pattern")
+        names = (*KINDS, "whitespace_pattern")
         return {"json_schema": "structured_outputs.json", **{name: f"structured_outputs.{name}" for name in names}}
     match fields.raw("response_format"):
         case {"type": "json_schema"}:
@@ -65,17 +62,16 @@ def _of_outputs(fields: Fields, outputs: Fields) -> dict[str, Any]:
         raise fields.problem("structured_outputs", f"must have one of {', '.join(KINDS)}, not {len(kinds)}")
     options = {
         "disable_any_whitespace": outputs.boolean("disable_any_whitespace"),
+        "disable_additional_properties": outputs.boolean("disable_additional_properties"),
         "whitespace_pattern": outputs.text("whitespace_pattern"),
     }
     return {**_of_kind(outputs, kinds[0]), **{name: value for name, value in options.items() if value is not None}}
 
 
 def _of_kind(outputs: Fields, kind: str) -> dict[str, Any]:
-    closes_objects = outputs.boolean("disable_additional_properties")  # false is the server's own default, as in vLLM
     match kind:
         case "json":
-            schema = _schema(outputs, "json")
-            return {"json_schema": _closed(schema) if closes_objects else schema}
+            return {"json_schema": _schema(outputs, "json")}
         case "json_object":
             return {"json_object": outputs.boolean("json_object")}
         case "choice":
@@ -94,13 +90,3 @@ def _schema(fields: Fields, name: str) -> str:
         return json.dumps(schema)
     except RecursionError as error:
         raise fields.problem(name, "is nested too deeply") from error
-
-
-def _closed(text: str) -> str:
-    """A schema whose objects are closed; what is none stays as it is."""
-    try:
-        schema = parse_schema(text)
-    except Unenforceable:
-        return text
-    close_objects(schema, list(schemas_in(schema)))
-    return json.dumps(schema)

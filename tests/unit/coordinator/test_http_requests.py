@@ -322,13 +322,12 @@ FORM = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "des
         ({"structured_outputs": {"json": '{"x":1}'}}, {"json_schema": '{"x":1}'}),
         (
             {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
-            {"json_schema": json.dumps({**SCHEMA, "additionalProperties": False})},
+            {"json_schema": json.dumps(SCHEMA), "disable_additional_properties": True},
         ),
         (
             {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": False}},
-            {"json_schema": json.dumps(SCHEMA)},
+            {"json_schema": json.dumps(SCHEMA), "disable_additional_properties": False},
         ),
-        ({"structured_outputs": {"json": "{", "disable_additional_properties": True}}, {"json_schema": "{"}),
         ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
         ({"structured_outputs": {"regex": "a+", "json": None, "json_object": False}}, {"regex": "a+"}),
         ({"structured_outputs": {"choice": ["a", "ü"]}}, {"choice": {"choices": ["a", "ü"]}}),

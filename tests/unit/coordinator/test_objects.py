@@ -25,8 +25,8 @@ def guide(tokenizer_folder):
     grammars = Grammars(tokenizer_folder, (EOS,))
     structures = {closes: Structures(tokenizer_folder, (EOS,), closes_objects=closes) for closes in (True, False)}
 
-    def make(schema, *, closes=True, leeway=NO_LEEWAY):
-        params = SamplingParams(json_schema=json.dumps(schema), disable_any_whitespace=True)
+    def make(schema, *, closes=True, leeway=NO_LEEWAY, **asked):
+        params = SamplingParams(json_schema=json.dumps(schema), disable_any_whitespace=True, **asked)
         return grammars.guide_of(asyncio.run(structures[closes].grammar(params, leeway)))
 
     return make
@@ -111,6 +111,15 @@ def test_objects_have_the_properties_that_they_name(guide, schema, declared):
     validator, made = jsonschema.Draft202012Validator(expected), guide(schema)
     for value in VALUES:
         assert may_be(made, value) == validator.is_valid(value), value
+
+
+@pytest.mark.parametrize(
+    ("closes", "asked", "is_open"), [(False, True, False), (False, False, True), (True, False, False)]
+)
+def test_a_request_may_ask_for_closed_objects_where_the_server_leaves_them_open(guide, closes, asked, is_open):
+    made = guide({"type": "object", **A}, closes=closes, disable_additional_properties=asked)
+    assert may_be(made, {"a": 1})
+    assert may_be(made, {"a": 1, "c": 2}) == is_open
 
 
 OPEN = [
