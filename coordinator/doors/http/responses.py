@@ -304,7 +304,7 @@ class ChatForm(Form):
         if not self.asked.echoes:
             return ""
         last = self.asked.requests[index // self.asked.num_answers].chat.messages[-1]
-        return last.content if last.role == ASSISTANT else ""
+        return (last.content or "\n".join(last.content_parts)) if last.role == ASSISTANT else ""
 
     def _end_of(self, complete: Complete, *, has_calls: bool) -> dict[str, Any]:
         end = self.end_of(complete)

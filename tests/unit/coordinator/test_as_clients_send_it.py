@@ -159,11 +159,12 @@ def test_a_prompt_is_cut_at_the_side_that_is_named(tmp_path, side, kept):
 
 def test_a_chat_may_begin_with_the_message_that_it_goes_on_with(tmp_path):
     begun = {"role": "assistant", "content": "It is "}
+    in_parts = {**begun, "content": [{"type": "text", "text": text} for text in ("It", "is ")]}
     fields = {"extra_body": {"echo": True, "add_generation_prompt": False, "continue_final_message": True}}
 
     async def scenario():
         async with openai_cluster(tmp_path) as (c, client):
-            for messages, echoed in (([HI, begun], "It is "), ([HI], "")):
+            for messages, echoed in (([HI, begun], "It is "), ([HI, in_parts], "It\nis "), ([HI], "")):
                 more = fields if echoed else {"extra_body": {"echo": True}}
 
                 async def whole(messages=messages, more=more):
