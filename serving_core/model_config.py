@@ -393,7 +393,7 @@ def _end_tokens(folder: Path, sources: list[JsonFields], vocab_size: int) -> tup
     """The tokens that end an answer: as in vLLM, also the one that the tokenizer alone names, as fine-tuned models that
     keep the config of their base model have it."""
     of_config, of_tokenizer = _token_ids(sources, "eos_token_id", vocab_size), read_eos_token_id(folder)
-    if of_tokenizer is None or of_tokenizer in of_config or of_tokenizer >= vocab_size:
+    if of_tokenizer is None or of_tokenizer in of_config or not 0 <= of_tokenizer < vocab_size:
         return of_config
     return (*of_config, of_tokenizer)
 

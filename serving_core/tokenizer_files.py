@@ -62,13 +62,16 @@ def read_eos_token_id(folder: Path) -> int | None:
     eos_token = _special_tokens(folder, config).get(EOS)
     if eos_token is None:
         return None
-    return next((token_id for text, token_id in _listed_tokens(folder, config) if text == eos_token), None)
+    try:
+        return next((int(token_id) for text, token_id in _listed_tokens(folder, config) if text == eos_token), None)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # what the files hold is not checked before
+        raise ModelError(f"the tokenizer's files in {folder} do not list tokens with their ids") from error
 
 
 def _listed_tokens(folder: Path, config: JsonFields) -> Iterator[tuple[Any, Any]]:
     """The tokens and their ids, in the files that list them, the smallest first."""
     for token_id, token in (config.raw(LISTED) or {}).items():
-        yield token_text(token), int(token_id)
+        yield token_text(token), token_id
     tokenizer = _optional_json(folder / TOKENIZER_FILE)
     for token in tokenizer.raw("added_tokens") or []:
         yield token["content"], token["id"]

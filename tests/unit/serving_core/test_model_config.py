@@ -226,6 +226,27 @@ def test_the_end_token_of_the_tokenizer_ends_answers_too(read, tmp_path, of_conf
     assert found == (*(of_config if isinstance(of_config, list) else [of_config] if of_config else []), expected)
 
 
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "nowhere"}}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}),
+        ("tokenizer.json", {"added_tokens": [{"id": 1}]}),
+        ("tokenizer.json", {"added_tokens": 5}),
+        ("tokenizer.json", {"model": [1]}),
+        ("tokenizer.json", {"model": {"vocab": 5}}),
+        ("tokenizer.json", {"model": {"vocab": {"nowhere": None}}}),
+    ],
+)
+def test_tokenizer_files_that_list_no_tokens_are_refused_with_a_sentence(read, tmp_path, file, changes):
+    write_tokenizer(tmp_path)
+    for name, given in (("tokenizer_config.json", {"eos_token": "nowhere"}), (file, changes)):
+        fields = json.loads((tmp_path / name).read_text())
+        (tmp_path / name).write_text(json.dumps(fields | given))
+    with pytest.raises(ModelError, match="do not list tokens with their ids"):
+        read(LLAMA)
+
+
 def test_an_end_token_of_the_tokenizer_that_counts_once_or_not_at_all(read, tmp_path):
     write_tokenizer(tmp_path)
     config = {**LLAMA, "vocab_size": VOCAB_SIZE}

@@ -106,7 +106,7 @@ def test_one_node_in_place_of_two():
         f"One node of 2 cores would serve {told} ({min(ratios):.2f} to {max(ratios):.2f})"
     )
     better = concluded((50,), part=0.25)
-    assert pays_lines(better)[-1].endswith("): splitserve up --prefill 0 --decode 0 --both 1")
+    assert pays_lines(better)[-1].endswith("): splitserve up --both 1")
 
 
 @pytest.mark.parametrize(
