@@ -21,10 +21,10 @@ from coordinator.doors.front import Call, Front, Prepared
 from coordinator.doors.http import sse
 from coordinator.doors.http.dialects import Dialect, Object, Translation
 from coordinator.doors.http.errors import internal_error, renamed
-from coordinator.doors.http.json_text import dumped
 from coordinator.doors.http.responses import Answered, Envelope, Form, Usage
 from protos.inference_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH, Chunk, GenerateResponse
 from serving_core.errors import RequestError
+from serving_core.json_lines import json_line
 from serving_core.waiting import first_to_end
 
 logger = logging.getLogger(__name__)
@@ -241,9 +241,9 @@ def written(document: Mapping[str, Any]) -> Response:
     """A document as JSON, choice by choice: other threads have their turns in between."""
     choices = document.get("choices")
     if not isinstance(choices, list):
-        return Response(dumped(document), media_type="application/json")
+        return Response(json_line(document), media_type="application/json")
     parts = [
-        f"{dumped(name)}:" + (f"[{','.join(map(dumped, choices))}]" if name == "choices" else dumped(value))
+        f"{json_line(name)}:" + (f"[{','.join(map(json_line, choices))}]" if name == "choices" else json_line(value))
         for name, value in document.items()
     ]
     return Response("{" + ",".join(parts) + "}", media_type="application/json")

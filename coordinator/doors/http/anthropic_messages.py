@@ -24,7 +24,6 @@ SYSTEM: Final = "system"
 ROLES: Final = ("user", ASSISTANT, SYSTEM)
 TEXT: Final = "text"
 
-_OF_TEXTS: Final = ("citations",)  # that tell a model nothing
 _OF_TOOLS: Final = ("cache_control", "eager_input_streaming", "input_examples")
 _PLACES: Final = {
     "stop": "stop_sequences",
@@ -153,7 +152,7 @@ def _add_answer(message: Fields, body: ChatBody) -> None:
                     raise block.error("input", "an object")
                 body.add_call(block.place, block.text("id"), block.raw("name"), arguments=given, named="input")
             case _:
-                texts.setdefault("content", []).append(text_of(block, (TEXT,), without_effect=_OF_TEXTS))
+                texts.setdefault("content", []).append(text_of(block, (TEXT,)))
     if spoken := texts.pop("content", []):
         said["content"] = content_of(spoken)
     said |= {name: "\n".join(parts) for name, parts in texts.items()}
@@ -231,7 +230,7 @@ def _texts(fields: Fields, name: str) -> list[str]:
 def _read(block: Fields) -> str:
     """Return the text of a block, or of a document in plain text behind its title and its context."""
     if block.text("type") != "document":
-        return text_of(block, (TEXT,), without_effect=_OF_TEXTS)
+        return text_of(block, (TEXT,))
     block.raw("cache_control")
     if (block.nested("citations") or Fields({})).boolean("enabled"):
         raise block.problem("citations", "are not supported: the answer is the model's words alone")

@@ -16,7 +16,7 @@ TEXT_PARTS: Final = ("text", "input_text", "output_text", "refusal")
 REASONING_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 _TEXTS: Final = ("name", "reasoning_content", "tool_call_id")
-_OF_TEXTS: Final = ("annotations", "cache_control", "logprobs")  # that tell a model nothing
+_OF_TEXTS: Final = ("annotations", "cache_control", "citations", "logprobs")  # that tell a model nothing
 
 
 def parse_conversation(fields: Fields, *, has_tools: bool) -> ChatInput:
@@ -126,24 +126,14 @@ def thought_of(part: Fields) -> str:
     return thought
 
 
-def text_of_parts(
-    message: Fields, name: str, kinds: Collection[str] = ("text",), *, without_effect: Collection[str] = ()
-) -> str:
-    """The text of a list of parts, which must all be of these kinds. Raises RequestError."""
-    return "\n".join(texts_of_parts(message, name, kinds, without_effect=without_effect))
+def texts_of_parts(message: Fields, name: str, kinds: Collection[str]) -> list[str]:
+    """Return the text of each of a list of parts, which must all be of these kinds. Raises RequestError."""
+    return [text_of(part, kinds) for part in message.objects(name, MAX_PARTS)]
 
 
-def texts_of_parts(
-    message: Fields, name: str, kinds: Collection[str] = ("text",), *, without_effect: Collection[str] = ()
-) -> list[str]:
-    """The text of each of these parts. Raises RequestError."""
-    parts = message.objects(name, MAX_PARTS)
-    return [text_of(part, kinds, without_effect=without_effect) for part in parts]
-
-
-def text_of(part: Fields, kinds: Collection[str] = ("text",), *, without_effect: Collection[str] = ()) -> str:
-    """The text of one part of these kinds. Raises RequestError."""
-    for name in (*_OF_TEXTS, *without_effect):
+def text_of(part: Fields, kinds: Collection[str]) -> str:
+    """Return the text of one part of these kinds. Raises RequestError."""
+    for name in _OF_TEXTS:
         part.raw(name)
     kind = part.text("type")
     if kind not in kinds:

@@ -1,5 +1,4 @@
-"""JSON as responses and events have it: as it is, without blanks, and with no number that JSON does not know; and JSON
-of a model, read so that it can be written again."""
+"""JSON of a model, read so that it can be written again."""
 
 import json
 import math
@@ -8,17 +7,12 @@ from typing import Any, Final, NoReturn
 MAX_DEPTH: Final = 256  # of what a model wrote: the stack has room for it wherever it is written again
 
 
-def dumped(value: Any) -> str:
-    """Raises ValueError for a number that JSON does not know."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
 def parsed(text: str) -> Any:
-    """Parse JSON that `dumped` can write again. Raises ValueError for all else: what is no JSON, numbers that a float
-    does not hold (1e400) or JSON does not know (NaN), half surrogate pairs, and more than MAX_DEPTH levels."""
+    """Parse JSON that can be written again as it is. Raises ValueError for all else: what is no JSON, numbers that a
+    float does not hold (1e400) or JSON does not know (NaN), half surrogate pairs, and more than MAX_DEPTH levels."""
     try:
         value = json.loads(text, parse_float=_finite, parse_constant=_refuse_constant)
-        dumped(value).encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not _is_shallow(value):

@@ -1,11 +1,10 @@
 """OpenAI's /v1/responses, of which nothing is kept: every call brings the whole conversation. Pure."""
 
-import json
 from collections.abc import Iterator
 from typing import Any, Final
 
 from coordinator.doors.http import sse
-from coordinator.doors.http.conversations import ASSISTANT, TEXT_PARTS, text_of_parts, texts_of_parts
+from coordinator.doors.http.conversations import ASSISTANT, TEXT_PARTS, texts_of_parts
 from coordinator.doors.http.dialects import ChatBody, Object, Translation, content_of, num_cached
 from coordinator.doors.http.errors import error_object
 from coordinator.doors.http.fields import Fields, shown
@@ -14,6 +13,7 @@ from coordinator.doors.http.tools import MAX_TOOLS
 from coordinator.doors.validation import MAX_MESSAGES
 from coordinator.text.calls.reader import Kind
 from serving_core.errors import RequestError
+from serving_core.json_lines import json_line
 
 SYSTEM: Final = "system"
 ROLES: Final = {"user": "user", "assistant": ASSISTANT, "system": SYSTEM, "developer": SYSTEM}
@@ -175,7 +175,7 @@ class _Items:
                     item.place, "tool", tool_call_id=item.text("call_id"), content=_text(item, "output")
                 )
             case "reasoning":
-                if thoughts := text_of_parts(item, "content", ("reasoning_text",)):
+                if thoughts := "\n".join(texts_of_parts(item, "content", ("reasoning_text",))):
                     self._body.add_message(item.place, ASSISTANT, reasoning_content=thoughts)
             case _:
                 raise item.problem("type", f"({shown(kind)}) is not supported")
@@ -286,7 +286,7 @@ def _echo(fields: Fields, effort: str | None) -> Object:
 
 def _check_can_be_told(fields: Fields, name: str) -> None:
     try:
-        json.dumps(fields.raw(name), ensure_ascii=False, allow_nan=False).encode()
+        json_line(fields.raw(name))
     except (ValueError, RecursionError) as error:
         raise fields.problem(name, "cannot be repeated: it is nested too deeply, or no valid JSON") from error
 

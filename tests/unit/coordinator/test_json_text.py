@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.doors.http.json_text import MAX_DEPTH, dumped, parsed
+from coordinator.doors.http.json_text import MAX_DEPTH, parsed
+from serving_core.json_lines import json_line
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -18,7 +19,7 @@ VALUES = st.recursive(
 @given(value=VALUES)
 def test_what_is_json_is_read_and_written_as_it_is(value):
     assert parsed(json.dumps(value)) == value
-    assert json.loads(dumped(parsed(json.dumps(value)))) == value
+    assert json.loads(json_line(parsed(json.dumps(value)))) == value
 
 
 NOT_WRITTEN = ["NaN", "[Infinity]", '{"a": -Infinity}', "1e400", "[-1e999]", '"\\udc00"', "", "{", "9" * 5000]
@@ -31,7 +32,7 @@ def test_what_cannot_be_written_is_not_read(text):
 
 
 def test_how_deep_it_may_be():
-    assert dumped(parsed("[" * MAX_DEPTH + "]" * MAX_DEPTH)) == "[" * MAX_DEPTH + "]" * MAX_DEPTH
+    assert json_line(parsed("[" * MAX_DEPTH + "]" * MAX_DEPTH)) == "[" * MAX_DEPTH + "]" * MAX_DEPTH
     for depth in (MAX_DEPTH + 1, 10_000):
         with pytest.raises(ValueError, match=r"levels|deeply"):
             parsed("[" * depth + "]" * depth)
