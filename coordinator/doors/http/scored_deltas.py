@@ -53,8 +53,9 @@ class ScoredDeltas:
     def _tokens_of(self, delta: Delta) -> list[TokenLogprobs]:
         """Return the tokens of a delta's content. Text that was read before it is in no delta any more."""
         told: str = delta.get(CONTENT) or delta.get(REASONING) or ""
-        place = self._text.rfind(told) if told else -1
-        if place < 0:  # a call, whose words are not those of the text
+        # Text before it was left out, as tags are; text behind it is held back, as the beginning of a tag is.
+        place = 0 if self._text.startswith(told) else self._text.rfind(told)
+        if not told or place < 0:  # a call, whose words are not those of the text
             self._text = ""
             self._read.clear()
             return []

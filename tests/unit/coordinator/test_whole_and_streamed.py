@@ -39,7 +39,7 @@ def answers(draw):
     kinds = [kind for last, kind in itertools.pairwise([CALL, *kinds]) if CALL in (last, kind)]  # no two texts in a row
     parts = [(THOUGHT, "Hm.\n")] if draw(st.booleans()) else []
     parts += [
-        (kind, f"Text {index}." if kind == TEXT else json.dumps({"city": str(index)}))
+        (kind, f"1<<{index}." if kind == TEXT else json.dumps({"city": str(index)}))
         for index, kind in enumerate(kinds)
     ]
     written = "".join(
