@@ -1,6 +1,7 @@
 """What a node is to read, and how much of it the node holds already. Pure."""
 
 from collections.abc import Container, Sequence
+from functools import cached_property
 
 from coordinator.control.marks import num_leading
 from coordinator.control.registry import Node
@@ -30,7 +31,7 @@ class Prompt:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    @property
+    @cached_property
     def key(self) -> int:
         """A hash: the same for the same prompt, in this process."""
         return hash((tuple(self.token_ids), self.cache_salt, self.adapter))

@@ -134,9 +134,12 @@ class Fields:
 
     def as_json(self, name: str, value: Any) -> str:
         """JSON text of a value that came with this field; empty for one that asks for nothing."""
-        text = json_text(value) if value else ""
-        if text is None:
-            raise self.problem(name, "is nested too deeply, or has strings that are no valid Unicode")
+        try:
+            text = json.dumps(value, ensure_ascii=False) if value else ""
+            text.encode()
+        except (RecursionError, UnicodeEncodeError) as error:
+            problem = "is nested too deeply, or has strings that are no valid Unicode"
+            raise self.problem(name, problem) from error
         return text
 
     def _entries(self, name: str, entries: list[Any], is_right: Callable[[Any], bool], expected: str) -> list[Any]:
@@ -178,15 +181,6 @@ def read_fields(body: bytes) -> Fields:
     if not isinstance(values, dict):
         raise RequestError(MALFORMED_REQUEST, f"the body must be a JSON object, not {shown(values)}")
     return Fields(values)
-
-
-def json_text(value: Any) -> str | None:
-    """JSON text of what came as JSON; None where it cannot be written again."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except RecursionError:
-        return None
-    return text if _is_text(text) else None
 
 
 def check_num_values(body: bytes) -> None:
