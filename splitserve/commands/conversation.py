@@ -53,9 +53,12 @@ class Conversation:
         """Write the messages to a file, which must be a new one."""
         if not file:
             return "Nothing is saved: /save FILE names the file"
+        text = json.dumps(self.messages, ensure_ascii=False, indent=2)
         try:
-            with Path(file).expanduser().open("x", encoding="utf-8") as opened:
-                json.dump(self.messages, opened, ensure_ascii=False, indent=2)
+            with Path(file).expanduser().open("x", encoding="utf-8", errors="replace") as opened:
+                opened.write(text)
         except OSError as error:
             return f"Nothing is saved: {file}: {error.strerror}"
+        except (RuntimeError, ValueError) as error:  # a home that is not known; a name with a null character
+            return f"Nothing is saved: {file}: {error}"
         return f"Saved {len(self.messages)} messages to {file}"

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from protos import inference_pb2
 from splitserve.cli import COMMANDS, main
+from splitserve.commands.conversation import Conversation
 from splitserve.commands.terminal import duration_of
 from splitserve.commands.variables import unknown_variables
 from tests import forked
@@ -304,6 +305,13 @@ def test_chat_has_commands(run, script, tmp_path):
         "Nothing is saved: /save FILE names the file",
         f"Nothing is saved: {file}: File exists",
     ]
+
+
+@pytest.mark.parametrize("file", ["~nobody-of-this-name/talk.json", "a\0b"])
+def test_a_conversation_that_cannot_be_saved_goes_on(file):
+    said = Conversation("Be kind.").obey(f"/save {file}")
+    assert said is not None
+    assert said.startswith(f"Nothing is saved: {file}: ")
 
 
 def test_chat_goes_on_after_a_refusal(run, script):
