@@ -39,8 +39,7 @@ def answers(draw):
     kinds = [kind for last, kind in itertools.pairwise([CALL, *kinds]) if CALL in (last, kind)]  # no two texts in a row
     parts = [(THOUGHT, "Hm.\n")] if draw(st.booleans()) else []
     parts += [
-        (kind, f"1<<{index}." if kind == TEXT else json.dumps({"city": str(index)}))
-        for index, kind in enumerate(kinds)
+        (kind, f"1<<{index}." if kind == TEXT else json.dumps({"city": str(index)})) for index, kind in enumerate(kinds)
     ]
     written = "".join(
         {TEXT: text, CALL: weather_call(text), THOUGHT: f"<think>\n{text}</think>\n\n"}[kind] for kind, text in parts
