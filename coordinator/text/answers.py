@@ -156,5 +156,6 @@ class Answer:
         if self.matched_stop is not None:
             complete.finish_reason = inference_pb2.FINISH_REASON_STOP
             complete.matched_stop_str = self.matched_stop
+            complete.ClearField("error")
             complete.completion_tokens = self._text.num_tokens
         self.generation.push_complete(self._index, complete)

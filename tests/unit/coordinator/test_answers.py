@@ -119,6 +119,14 @@ def test_a_stop_string_does_not_count_before_min_tokens(tokenizer):
     assert complete.completion_tokens == 3
 
 
+def test_a_stop_string_at_the_end_of_an_answer_that_was_cut_short_is_its_reason(tokenizer):
+    answer = answer_with(tokenizer, stop=["\ufffd"])
+    answer.add(tokens_of(b"a\xc3"))
+    answer.end(inference_pb2.Complete(finish_reason=inference_pb2.FINISH_REASON_ABORT, error="why"))
+    complete = asyncio.run(drain(answer.generation))[-1].complete
+    assert (complete.finish_reason, complete.matched_stop_str, complete.error) == (STOP, "\ufffd", "")
+
+
 def test_the_beginning_of_a_stop_string_is_text_when_the_answer_ends(tokenizer):
     answer = answer_with(tokenizer, stop=("<stop>",))
     answer.add(tokens_of(b"a<st"))
