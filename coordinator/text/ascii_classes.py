@@ -8,6 +8,7 @@ _MEMBERS: Final = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\t-\r\x20"}
 _PART: Final = re.compile(
     r"""
     \\(?P<escaped>.)
+    |(?P<hyphen>(?<!-)-(?=\\[dDsSwW]))
     |(?P<opens>\[\^?(?:-+|\]?))  # a bracket at the beginning of a class stands for itself
     |(?P<closes>\])
     |\(\?(?P<flags>[a-zA-Z-]+)(?P<end>[:)])
@@ -28,6 +29,8 @@ def with_ascii_classes(pattern: str) -> str:
         if (escaped := found["escaped"]) is not None:
             members = None if is_unicode[-1] else _MEMBERS.get(escaped.lower())
             return found[0] if members is None else f"[{'^' if escaped.isupper() else ''}{members}]"
+        if found["hyphen"] is not None:  # the bracket that is put behind it would be the end of a range
+            return r"\-" if depth else "-"
         if found["opens"] is not None:
             depth += 1
         elif found["closes"] is not None:

@@ -52,6 +52,13 @@ def test_classes_are_those_of_ascii(may_be, pattern):
         assert may_be(text, json_schema=json.dumps(named)) == is_right, char
 
 
+@pytest.mark.parametrize("pattern", [r"[!-\d]", r"[!\w-\d]", r"[!-\w\s]"])
+def test_a_class_ends_no_range_and_the_hyphen_before_it_is_a_member(may_be, pattern):
+    as_told = as_python_has_it(pattern.replace("-", r"\-"))  # as in ECMA 262, and to Python itself an error
+    for char in CHARS + "!#[]5":
+        assert may_be(char, regex=pattern) == (as_told.fullmatch(char) is not None), char
+
+
 @pytest.mark.parametrize(
     ("pattern", "unicode"),
     [(r"(?u:\d)", r"\d"), (r"(?u)\w", r"\w"), (r"(?u:\s)|\d", r"\s|[0-9]"), (r"((?u)\w)|\s", r"\w|[\t-\r ]")],
