@@ -2,8 +2,8 @@
 
 A place becomes free with each answer that ends. Whoever is turned away is given the next one that nobody was told of,
 at the pace of the last endings; so a crowd that does as it is told comes back one by one. One that comes at its turn is
-known by its prompt. Time is kept for those that are to come by the share of the last turns that were taken: where
-nobody comes back none is.
+known by its prompt; one that comes earlier has lost it. Time is kept for those that are to come by the share of the
+last turns that were taken: where nobody comes back none is.
 """
 
 from bisect import bisect_right, insort
@@ -27,6 +27,7 @@ class Turns:
         self._ends = Pace()
         self._last_s = 0.0  # the turn of who was turned away last
         self._to_come: list[tuple[float, int]] = []  # when, and who by the hash of the prompt; sorted
+        self._turns_s: dict[int, float] = {}  # the same by who
         self._are_taken: deque[bool] = deque([False] * NUM_TAKEN, maxlen=NUM_TAKEN)
 
     def ended(self, now: float) -> None:
@@ -41,21 +42,20 @@ class Turns:
         self._last_s = min(turn_s, now + MOST_S)
         wait_s = max(LEAST_S, least_s, self._last_s - now)
         self._forget(now)
-        if key is not None and len(self._to_come) < MOST_TURNS:
-            insort(self._to_come, (now + ceil(wait_s), key))
+        if key is not None and key not in self._turns_s and len(self._turns_s) < MOST_TURNS:
+            self._turns_s[key] = now + ceil(wait_s)
+            insort(self._to_come, (self._turns_s[key], key))
         return wait_s
 
     def take(self, key: int, now: float) -> bool:
-        """Whether one that comes has a turn about now; then it has none any more."""
+        """Whether one that comes has a turn about now; it has none any more."""
         self._forget(now)
-        for place, (turn_s, whose) in enumerate(self._to_come):
-            if turn_s > now + GRACE_S:
-                break
-            if whose == key:
-                del self._to_come[place]
-                self._are_taken.append(True)
-                return True
-        return False
+        if (turn_s := self._turns_s.pop(key, None)) is None:
+            return False
+        self._to_come.remove((turn_s, key))
+        is_its_turn = turn_s <= now + GRACE_S
+        self._are_taken.append(is_its_turn)
+        return is_its_turn
 
     def num_kept(self, now: float, within_s: float) -> float:
         """How many are expected whose turn is by then."""
@@ -72,5 +72,5 @@ class Turns:
     def _forget(self, now: float) -> None:
         """Those that did not come."""
         while self._to_come and self._to_come[0][0] < now - GRACE_S:
-            del self._to_come[0]
+            del self._turns_s[self._to_come.pop(0)[1]]
             self._are_taken.append(False)

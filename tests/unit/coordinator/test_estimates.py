@@ -146,12 +146,13 @@ def test_whoever_comes_after_the_crowd_waits_for_nobody():
 
 def test_who_was_told_to_come_is_known_when_it_comes():
     turns = busy(4.0)
-    assert [turns.wait_s(100.0, key=key) for key in (7, 8)] == pytest.approx([4.0, 8.0])
+    assert [turns.wait_s(100.0, key=key) for key in (6, 7, 8)] == pytest.approx([4.0, 8.0, 12.0])
     assert not turns.take(9, 104.0), "somebody else"
-    assert not turns.take(8, 108.0 - GRACE_S - 0.1), "too early"
-    assert turns.take(7, 104.0)
-    assert not turns.take(7, 104.0), "once"
-    assert not turns.take(8, 108.0 + GRACE_S + 0.1), "too late"
+    assert turns.take(6, 104.0)
+    assert not turns.take(6, 104.0), "once"
+    assert not turns.take(7, 108.0 - GRACE_S - 0.1), "too early"
+    assert not turns.take(7, 108.0), "and so it has lost it"
+    assert not turns.take(8, 112.0 + GRACE_S + 0.1), "too late"
 
 
 @pytest.mark.parametrize("every", [0, 1, 2])
