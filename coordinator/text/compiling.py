@@ -23,6 +23,7 @@ from coordinator.text.leeway import with_leeway
 from coordinator.text.loosening import freed, loosened
 from coordinator.text.named_tokens import names_any
 from coordinator.text.reasoning import Thoughts
+from coordinator.text.spelling import unspelled_bytes
 from coordinator.text.vocabulary import tokens_alone
 from serving_core.errors import RequestError
 from serving_core.grammars import LIMITS, Grammars
@@ -37,8 +38,11 @@ class Compiler:
     def __init__(self, folder: str, eos_token_ids: list[int]) -> None:
         self._grammars = Grammars(Path(folder), eos_token_ids, tokens_alone)
         self._special: dict[str, int] = {}
+        self._unspelled: frozenset[int] = frozenset()
         with suppress(RequestError):  # which every question is then answered by
-            self._special = _special_tokens(self._grammars.load())
+            tokenizer = self._grammars.load()
+            self._special = _special_tokens(tokenizer)
+            self._unspelled = unspelled_bytes(_text_tokens(tokenizer))
 
     def answer(self, question: Mapping[str, Any]) -> bytes:
         """The line that answers a question: the fields of asked.Asked."""
@@ -70,7 +74,8 @@ class Compiler:
 
     def _compiled(self, asked: Asked) -> str:
         """The grammar, as nodes are given it. Raises RequestError or Unenforceable."""
-        form = to_grammar(asked.kind, asked.value, asked.whitespace, closes_objects=asked.closes_objects)
+        closes, unspelled = asked.closes_objects, self._unspelled
+        form = to_grammar(asked.kind, asked.value, asked.whitespace, closes_objects=closes, unspelled=unspelled)
         if asked.kind == "grammar":
             self._check_named(str(asked.value))
         grammar = with_leeway(form, asked, self._special)
@@ -110,6 +115,13 @@ def _special_tokens(tokenizer: LLTokenizer) -> dict[str, int]:
     """By their texts."""
     special = filter(tokenizer.is_special_token, range(tokenizer.vocab_size))
     return {text: token_id for token_id in special if (text := tokenizer.decode_str([token_id]))}
+
+
+def _text_tokens(tokenizer: LLTokenizer) -> Iterator[bytes]:
+    """The tokens of which texts are made."""
+    for token_id in range(tokenizer.vocab_size):
+        if not tokenizer.is_special_token(token_id):
+            yield tokenizer.decode_bytes([token_id])
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 what is asked for, and takes a class that has all of them for one that has quotes and backslashes too. Pure."""
 
 import re
+from collections.abc import Iterator
 from typing import Final
 
 CONTROLS: Final = frozenset(map(chr, (*range(8), 11, *range(14, 32), 127)))  # the library takes DEL for one of them
@@ -27,10 +28,15 @@ def control_in(text: str) -> str:
     return next((f"U+{ord(char):04X}" for char in text if char in CONTROLS), "")
 
 
+def characters_of(text: str) -> Iterator[str]:
+    """The characters of a text with escapes, however they are written; an escape that names none stays."""
+    return map(_character, _ATOMS.findall(text))
+
+
 def control_of_pattern(pattern: str) -> str:
     """The first that a regular expression asks for, where nothing else can come for it."""
     asked = _CLASS.sub(_asked, pattern)
-    return next(filter(None, (control_in(_character(atom)) for atom in _ATOMS.findall(asked))), "")
+    return next(filter(None, map(control_in, characters_of(asked))), "")
 
 
 def may_name_controls(pattern: str) -> bool:

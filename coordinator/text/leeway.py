@@ -57,9 +57,10 @@ def _either(is_next: bool) -> str:
 
 
 def _beginning_otherwise(lark: str, openings: Sequence[str]) -> str:
-    """Of a regular expression alone, all texts but those that are read as something else, by how they begin."""
-    regex, begun = lark.removeprefix("start: "), "|".join(map(re.escape, openings))
-    return f"start: FORM\nFORM: {regex} & ~/\\s*({begun})(?s:.*)/\n"
+    """The grammar of a regular expression, which ends with its terminal, without the texts that are read as something
+    else, by how they begin."""
+    begun = "|".join(map(re.escape, openings))
+    return f"{lark} & ~/\\s*({begun})(?s:.*)/\n"
 
 
 def _thoughts(thoughts: Thoughts, tag: Tag) -> str:
