@@ -13,6 +13,7 @@ Hints = Mapping[str, str]
 _MODEL: Final = dict.fromkeys(("--model", "--model-path"), "MODEL is given without a flag")
 _RANKS: Final = ("--tensor-parallel-size", "--tp-size", "--tp", "-t")  # click takes the first letter of -tp for a flag
 _STAGES: Final = ("--pipeline-parallel-size", "--pp-size", "--pp")
+_PORTS: Final = ("--port", "--grpc-port", "--http-port")
 _MEMORY: Final = "--mem-fraction-static"
 _OF_REQUESTS: Final = {
     "--max-tokens": "a request has this limit, such as `splitserve generate --max-tokens`",
@@ -137,13 +138,13 @@ _NODE: Final[Hints] = {
     **_ENGINE,
     "--otlp-traces-endpoint": "the coordinator sends traces: `splitserve coordinator --otlp-endpoint`",
     **dict.fromkeys(("--prefill-tp", "--decode-tp", "--tp-size", "--tp", "-t"), "it is --tensor-parallel-size"),
-    **dict.fromkeys(("--host", "--port", "--server"), "a node has no clients; it dials --coordinator HOST:PORT"),
+    **dict.fromkeys(("--host", "--server", *_PORTS), "a node has no clients; it dials --coordinator HOST:PORT"),
     "--chat-template": "the coordinator renders chats: `splitserve coordinator --help`",
     **dict.fromkeys(("--prefill-pp", "--decode-pp", "--pp-size", "--pp"), "it is --pipeline-parallel-size"),
     "--disaggregation-mode": "each role is a command: `splitserve prefill --help`",
 }
 _SERVER: Final[Hints] = dict.fromkeys(
-    ("--target", "--address", "--url", "--base-url", "--host", "--port", "--coordinator"), "it is --server HOST:PORT"
+    ("--target", "--address", "--url", "--base-url", "--host", "--coordinator", *_PORTS), "it is --server HOST:PORT"
 )
 _ASK: Final[Hints] = {
     **_SERVER,
@@ -161,13 +162,15 @@ HINTS: Final[Mapping[str, Hints]] = {
     "both": _NODE,
     "generate": {**_ASK, **dict.fromkeys(("--prompt", "--quick", "-q", "-p"), "the prompt is TEXT, or - for stdin")},
     "chat": {**_ASK, "--system-prompt": "it is --system"},
-    "status": _SERVER,
+    **dict.fromkeys(("status", "top", "role", "drain"), _SERVER),
     "run-batch": {
-        **dict.fromkeys(("--url", "--base-url", "--host", "--port"), "it is --server http://HOST:PORT"),
+        **dict.fromkeys(_SERVER, "it is --server http://HOST:PORT"),
         "--model": "the body of each line names its model",
     },
     "serve": {
-        **dict.fromkeys(("--url", "--address"), "it is --server HOST:PORT or --server http://HOST:PORT"),
+        **dict.fromkeys(
+            ("--url", "--address", "--grpc-port", "--http-port"), "it is --server HOST:PORT or --server http://HOST:PORT"
+        ),
         "--input-len": "it is --random-input-len",
         "--output-len": "it is --random-output-len",
         "--concurrency": "it is --max-concurrency",

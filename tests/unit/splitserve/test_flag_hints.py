@@ -43,6 +43,14 @@ def test_a_hint_comes_instead_of_a_guess(name):
         assert f"Error: No such option '{flag}': {hint}." in result.stderr
 
 
+def test_every_command_that_asks_a_server_says_where_its_ports_are():
+    asking = [name for name in PATHS if "--server" in flags_of(name)]
+    assert {"generate", "top", "drain", "run-batch", "serve"} <= set(asking)
+    for name in (*asking, "prefill", "decode", "both"):
+        for flag in {"--port", "--grpc-port", "--http-port"} - flags_of(name):
+            assert "HOST:PORT" in HINTS[name][flag], (name, flag)
+
+
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
