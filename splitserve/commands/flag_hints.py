@@ -169,7 +169,8 @@ HINTS: Final[Mapping[str, Hints]] = {
     },
     "serve": {
         **dict.fromkeys(
-            ("--url", "--address", "--grpc-port", "--http-port"), "it is --server HOST:PORT or --server http://HOST:PORT"
+            ("--url", "--address", "--grpc-port", "--http-port"),
+            "it is --server HOST:PORT or --server http://HOST:PORT",
         ),
         "--input-len": "it is --random-input-len",
         "--output-len": "it is --random-output-len",

@@ -43,7 +43,7 @@ from coordinator.doors.http.responses import ChatForm, CompletionForm, Form
 from coordinator.doors.http.slo import set_limits
 from coordinator.doors.http.tokenizing import Tokenizing, parse_detokenize, parse_tokenize
 from coordinator.doors.prompts import tokenize, within
-from coordinator.doors.validation import bad, check_chat
+from coordinator.doors.validation import bad, check_chat, check_token_ids
 from coordinator.text.tokenizer import TokenLimit
 from protos.inference_pb2 import ChatInput, GenerateRequest
 from serving_core.errors import RequestError
@@ -175,6 +175,7 @@ class Endpoints:
         model, token_ids = asked
         self._check_model(model)
         self._check_unread(request, unread)
+        check_token_ids("tokens", token_ids, self._front.limits())
         text = await self._while_there(request, self._front.model.tokenizer.decode(token_ids))
         return JSONResponse({"prompt": text})
 

@@ -136,7 +136,7 @@ KNOWN: Final[tuple[KnownField, ...]] = (
     _told((RESPONSES,), "text", "format; verbosity is refused unless medium"),
     _told((RESPONSES,), "reasoning", "effort as reasoning_effort of a chat; thoughts come as they are"),
     _told((RESPONSES,), "metadata", "the response repeats it"),
-    _told((RESPONSES,), "include", "message.output_text.logprobs; what else it may name there is not"),
+    _told((RESPONSES,), "include", "message.output_text.logprobs; of what else OpenAI has here a response has nothing"),
     _told((RESPONSES,), "top_logprobs", "needs message.output_text.logprobs in include; of the text alone"),
     _told((*CHATS, TOKENIZE), "reasoning_effort", "for the chat template, with enable_thinking: false for none"),
     _told((*CHATS, *OTHERS), "include_reasoning", "false leaves thoughts out of the response"),

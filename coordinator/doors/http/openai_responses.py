@@ -19,6 +19,17 @@ SYSTEM: Final = "system"
 ROLES: Final = {"user": "user", "assistant": ASSISTANT, "system": SYSTEM, "developer": SYSTEM}
 MAX_INCLUDED: Final = 32
 LOGPROBS: Final = "message.output_text.logprobs"
+INCLUDABLE: Final = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+"""The values of `include` in OpenAI's API; a response here has of them the first alone."""
 
 _OF_ITEMS: Final = ("id", "status", "phase", "summary", "encrypted_content")  # that tell a model nothing
 _PLACES: Final = {
@@ -213,7 +224,10 @@ def _content(item: Fields, name: str) -> str | list[Object]:
 
 
 def _read_logprobs(fields: Fields, body: ChatBody) -> None:
-    if LOGPROBS in fields.texts("include", MAX_INCLUDED):
+    included = fields.texts("include", MAX_INCLUDED)
+    for unknown in set(included).difference(INCLUDABLE):
+        raise fields.problem("include", f"({shown(unknown)}) is not supported: it may name {', '.join(INCLUDABLE)}")
+    if LOGPROBS in included:
         body.values["logprobs"] = True
         body.take(fields, top_logprobs="top_logprobs")
     elif fields.integer("top_logprobs"):

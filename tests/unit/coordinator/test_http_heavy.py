@@ -16,6 +16,7 @@ from coordinator.text.program import Program
 from coordinator.text.tokenizer import LONG_TEXT_CHARS, NUM_THREADS
 from protos.inference_pb2 import GetLoadsRequest
 from tests.scripted_nodes import begin, hand_over, run, step
+from tests.tiny_models import VOCAB_SIZE
 from tests.unit.coordinator.http_kit import JSON, LENGTH, http_cluster, in_module_loop, until
 
 MAX_STALL_S = 0.25  # of the event loop's own processor time, which other processes do not lengthen
@@ -108,6 +109,14 @@ async def test_what_is_too_long_to_be_tokenized(client, path, fields, message):
     reply = await client.post(path, json=fields)
     assert reply.status_code == 400
     assert message in reply.json()["error"]["message"]
+
+
+@in_module_loop
+async def test_a_token_that_there_is_not_has_no_text(client):
+    assert (await client.post("/detokenize", json={"tokens": [97, VOCAB_SIZE - 1]})).status_code == 200
+    reply = await client.post("/detokenize", json={"tokens": [97, VOCAB_SIZE]})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tokens")
+    assert f"tokens has token id {VOCAB_SIZE}; the vocabulary ends at" in reply.json()["error"]["message"]
 
 
 @in_module_loop

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from itertools import groupby
+from typing import get_args
 
 import pytest
 from pydantic import BaseModel
@@ -217,6 +218,8 @@ REFUSED = [
     ({"background": True}, "background", "(true) is not supported"),
     ({"previous_response_id": "resp_1"}, "previous_response_id", '("resp_1") is not supported'),
     ({"top_logprobs": 2}, "top_logprobs", "needs message.output_text.logprobs in include"),
+    ({"include": ["message.output_text.logprob"]}, "include", '("message.output_text.logprob") is not supported'),
+    ({"include": [""]}, "include", '("") is not supported'),
     ({"include": LOGPROBS, "top_logprobs": 21}, "top_logprobs", "must be within [0, 20], not 21"),
     ({"extra_body": {"vllm_xargs": {"a": 1}}}, "vllm_xargs", "(an object) is not supported"),
     ({"extra_body": {"previous_input_messages": [{}]}}, "previous_input_messages", "(a list) is not supported"),
@@ -237,6 +240,18 @@ REFUSED = [
     ({"max_output_tokens": 0}, "max_output_tokens", "must be at least 1, not 0"),
     ({"temperature": 101}, "temperature", "must be within [0, 100], not 101"),
 ]
+
+
+def test_all_that_openai_can_include_may_be_asked_for(tmp_path):
+    includable = list(get_args(openai.types.responses.ResponseIncludable))
+    assert "reasoning.encrypted_content" in includable
+
+    async def scenario():
+        async with strict_cluster(tmp_path) as (c, client):
+            response, _ = await asked(c, client, "Hm.", include=includable)
+            assert response.output_text == "Hm."
+
+    run(scenario())
 
 
 def test_what_cannot_be_is_refused_in_the_words_of_the_api(tmp_path):
