@@ -185,12 +185,8 @@ class Renderer:
 
 
 def _with_calls_as_text(messages: Sequence[dict[str, Any]], form: str) -> list[dict[str, Any]]:
-    texts = [
-        each if isinstance(each["content"], str) else {**each, "content": "\n".join(each["content"])}
-        for each in messages
-    ]
     try:
-        return with_calls_as_text(texts, form)
+        return with_calls_as_text(messages, form)
     except (KeyError, TypeError, AttributeError) as error:
         raise BadField("messages", "have tool_calls that are no calls of functions") from error
 

@@ -1,5 +1,5 @@
 """Tools in conversations whose chat template knows of none: a message lists them and says how they are called; calls
-and their results become text. Pure."""
+and their results become text. What other messages say stays a text, or a list of the texts of its parts. Pure."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -32,8 +32,10 @@ def with_description(messages: Sequence[Message], text: str, role: str) -> list[
     at = next((index for index, message in enumerate(messages) if message["role"] == role), None)
     if at is None:
         return [{"role": role, "content": text}, *messages]
-    parts = [messages[at]["content"], text] if role == SYSTEM else [text, messages[at]["content"]]
-    said = {**messages[at], "content": "\n\n".join(filter(None, parts))}
+    content = messages[at]["content"]
+    *before, last = first, *behind = [content] if isinstance(content, str) else content
+    told = [*before, _paragraphs(last, text)] if role == SYSTEM else [_paragraphs(text, first), *behind]
+    said = {**messages[at], "content": told[0] if isinstance(content, str) else told}
     return [*messages[:at], said, *messages[at + 1 :]]
 
 
@@ -45,17 +47,25 @@ def with_calls_as_text(messages: Sequence[Message], form: str) -> list[Message]:
     for message in messages:
         role, content = message["role"], message["content"]
         if role == TOOL:
-            content, role = f"<tool_response>\n{content}\n</tool_response>", USER
+            content, role = f"<tool_response>\n{_text(content)}\n</tool_response>", USER
         if follows_results and role == USER:  # templates want user and assistant by turns
-            told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{content}"}
+            told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{_text(content)}"}
         elif calls := message.get("tool_calls"):
-            texts = [content, *(_call_of(call, form) for call in calls)]
+            texts = [_text(content), *(_call_of(call, form) for call in calls)]
             others = {name: value for name, value in message.items() if name != "tool_calls"}
             told.append({**others, "content": "\n".join(filter(None, texts))})
         else:
             told.append({**message, "role": role, "content": content})
         follows_results = message["role"] == TOOL or (follows_results and role == USER)
     return told
+
+
+def _text(content: str | Sequence[str]) -> str:
+    return content if isinstance(content, str) else "\n".join(content)
+
+
+def _paragraphs(*texts: str) -> str:
+    return "\n\n".join(filter(None, texts))
 
 
 def _call_of(call: Mapping[str, Any], form: str) -> str:

@@ -11,6 +11,7 @@ from coordinator.doors.http.openai_responses import ResponsesCall
 from coordinator.doors.prompts import tokenize
 from coordinator.doors.validation import check_chat
 from coordinator.text.chat_template import RenderOptions
+from coordinator.text.shown_tools import description
 from coordinator.text.tokenizer import read_tokenizer
 from protos.inference_pb2 import ChatInput, ChatMessage, GenerateRequest
 from serving_core.errors import RequestError
@@ -107,6 +108,61 @@ def test_several_parts_stay_parts_where_the_template_takes_them(folder, name):
     chat = ChatInput(messages=[ChatMessage(role="user", content_parts=["One.", "Two."])])
     tokenizing = tokenize(read_tokenizer(folder), GenerateRequest(chat=chat), ENOUGH)
     assert asyncio.run(tokenizing) == expected
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_parts_stay_parts_where_tools_are_shown_as_text(folder, name):
+    """As with most templates that take parts, which know no tools."""
+    source, (_, of_users) = TEMPLATES[name]
+    edit_config(folder, chat_template=source)
+    as_sent = {"content_parts": ["One.", "Two."]}
+    called = json.dumps({"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]})
+    messages = [
+        {"role": "user", **as_sent},
+        {"role": "assistant", "content_parts": ["Let me see.", "Hm."], "extra_json": called},
+        {"role": "tool", "content_parts": ["1", "2"]},
+        {"role": "assistant", **as_sent},
+        {"role": "user", **as_sent},
+    ]
+    takes_parts = of_users == PARTS or name == "takes both"
+    both = [{"type": "text", "text": text} for text in ("One.", "Two.")] if takes_parts else "One.\nTwo."
+    calls = 'Let me see.\nHm.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    told = ["<tool_response>\n1\n2\n</tool_response>", both, both]
+    contents = [both, *(in_form(of_users, text) if isinstance(text, str) else text for text in (calls, *told))]
+    roles = ("user", "assistant", "user", "assistant", "user")
+    expected = reference(
+        folder,
+        [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)],
+        add_generation_prompt=True,
+    )
+    tokenizer = read_tokenizer(folder)
+    tokenizer.show_tools("hermes")
+    assert asyncio.run(tokenizer.encode_chat(messages, ENOUGH)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "role"), [("loops over parts, as Llama Guard", "system"), ("refuses a system", "user")]
+)
+def test_tools_are_told_in_a_part(folder, name, role):
+    edit_config(folder, chat_template=TEMPLATES[name][0])
+    tokenizer = read_tokenizer(folder)
+    tokenizer.show_tools("hermes")
+    tool = {"type": "function", "function": {"name": "f"}}
+    told = description([tool], "hermes")
+    turns = [(role, ["One.", "Two."]), *([("user", ["Hi"])] if role == "system" else [])]
+    parts = ["One.", f"Two.\n\n{told}"] if role == "system" else [f"{told}\n\nOne.", "Two."]
+    expected = reference(
+        folder,
+        [
+            {"role": each, "content": [{"type": "text", "text": text} for text in texts]}
+            for each, texts in [(role, parts), *turns[1:]]
+        ],
+        add_generation_prompt=True,
+    )
+    messages = [{"role": each, "content_parts": texts} for each, texts in turns]
+    assert (
+        asyncio.run(tokenizer.encode_chat(messages, ENOUGH, RenderOptions(tools_json=json.dumps([tool])))) == expected
+    )
 
 
 @pytest.mark.parametrize("content", ["The answer", "The answer \n"])
