@@ -46,7 +46,7 @@ def batch_requests(lines: Iterable[bytes]) -> Iterator[BatchRequest]:
 
 def _parsed(line: bytes) -> BatchRequest:
     try:
-        given = json.loads(line)
+        given = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from error
     if not isinstance(given, dict):

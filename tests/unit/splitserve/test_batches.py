@@ -43,7 +43,10 @@ def test_what_is_no_request_is_refused_with_its_line(change, message):
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize(("line", "message"), [(b"{", "is not JSON: "), (b"[1]", "is no JSON object"), (b"\xff", "is")])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [(b"{", "is not JSON: "), (b"[1]", "is no JSON object"), (b"\xff\xfe{\x00", "is not JSON: .utf-8. ")],
+)
 def test_what_is_no_json_object_is_refused_with_its_line(line, message):
     with pytest.raises(SettingsError, match=f"^line 1 {message}"):
         list(batch_requests([line]))
