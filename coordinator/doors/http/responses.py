@@ -159,7 +159,7 @@ class CompletionForm(Form):
         else:
             self._has_begun.add(index)
             choice = self._first_choice(index, prompt, list(chunk.prompt_logprobs), chunk.text, list(chunk.logprobs))
-        return [{**choice, "finish_reason": None, **self.token_ids(list(chunk.token_ids))}]
+        return [{**choice, "finish_reason": None, "stop_reason": None, **self.token_ids(list(chunk.token_ids))}]
 
     def closing(self, index: int, complete: Complete) -> list[dict[str, Any]]:
         return [{"index": index, "text": "", "logprobs": None, **self.end_of(complete)}]

@@ -32,7 +32,7 @@ def test_the_events_of_a_completion(tmp_path):
         choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason, **others}
         return {"id": "cmpl-r", "object": "text_completion", "model": "m", "choices": [choice]}
 
-    nulls = {"token_ids": None}
+    nulls = {"stop_reason": None, "token_ids": None}
 
     async def scenario():
         async with http_cluster(tmp_path) as (c, client):
