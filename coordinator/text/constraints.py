@@ -64,8 +64,8 @@ def may_begin_blank(kind: str, value: Any) -> bool:
 def _texts_of(schema: Mapping[str, Any]) -> Iterator[str]:
     """The names and the data that JSON of a schema may have to spell."""
     for part in schemas_in(schema):
-        names, data = part.get("properties", {}), (part.get("const"), part.get("enum"))
-        yield json.dumps([*names, data], ensure_ascii=False)
+        names, data = part.get("properties"), (part.get("const"), part.get("enum"))
+        yield json.dumps([list(names) if isinstance(names, dict) else [], data], ensure_ascii=False)
 
 
 def _check_spelled(texts: Iterable[str], unspelled: frozenset[int]) -> None:
