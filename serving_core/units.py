@@ -33,4 +33,7 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ValueError(f"{text!r} is no size such as 512MiB, 2GiB, 2GB or 536870912")
     factor = _FACTORS.get((match[2] or "").lower(), 1)
-    return round(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    num_bytes = round(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    if not num_bytes and match[1].strip("0."):
+        raise ValueError(f"{text!r} is less than a byte")
+    return num_bytes

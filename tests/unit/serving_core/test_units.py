@@ -40,6 +40,12 @@ def test_what_is_no_size(text):
         parse_size(text)
 
 
+def test_less_than_a_byte_is_not_0_which_has_a_meaning_of_its_own():
+    with pytest.raises(ValueError, match=r"'0\.4' is less than a byte"):
+        parse_size("0.4")
+    assert parse_size("0") == parse_size("0.0GiB") == 0
+
+
 @given(num_bytes=st.integers(0, 2**60))
 def test_what_is_shown_can_be_given(num_bytes):
     assert parse_size(str(num_bytes)) == num_bytes
