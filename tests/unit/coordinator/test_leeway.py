@@ -18,6 +18,7 @@ from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
 from tests.effort import effort
 from tests.tiny_models import EOS, write_tokenizer
+from tests.unit.coordinator.grammar_kit import may_be, walk
 
 NAMES = ("f", "get.weather", "g-2")
 TOOLS = tuple((name, "") for name in NAMES)
@@ -69,15 +70,6 @@ def guide(structures, tokenizer_folder):
     return make
 
 
-def may_be(guide, text):
-    """Whether this may be a whole answer."""
-    try:
-        mask = guide.allowed(list(text.encode()))
-    except RequestError:
-        return False
-    return bool(mask[EOS // 8] >> EOS % 8 & 1)
-
-
 def read(text, calls, *, thinks=False, prompt_end="", **params):
     """What each kind of piece says, and the arguments of each call."""
     keeps_blanks = may_begin_blank(SamplingParams(**params))
@@ -95,20 +87,6 @@ def read(text, calls, *, thinks=False, prompt_end="", **params):
             case _:
                 told[piece.kind] += piece.text
     return *told.values(), [(name, json.loads(arguments)) for name, arguments in called]
-
-
-def walk(guide, rng):
-    """An answer that the grammar lets come, drawn at random; None for a long one."""
-    output = []
-    while len(output) < 300:
-        mask = guide.allowed(output)
-        tokens = [8 * index + bit for index, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1]
-        closing = [token for token in tokens if token == EOS or chr(token) in "\"'}])>"]
-        token = rng.choice(closing if closing and rng.random() < 0.6 else tokens)
-        if token == EOS:
-            return bytes(output).decode(errors="replace")
-        output.append(token)
-    return None
 
 
 @pytest.mark.parametrize("calls", CALLS)
@@ -144,7 +122,8 @@ def test_a_form_that_looks_like_calls_is_read_as_one_where_the_tool_has_argument
 def test_whatever_comes_is_read_as_what_it_is(guide, calls):
     rng, num_called, num_told = random.Random(7), 0, 0
     for _ in range(effort(30, 80, 80)):
-        text = walk(guide(Leeway(calls=calls, tools=TOOLS)), rng)
+        drawn = walk(guide(Leeway(calls=calls, tools=TOOLS)), rng, closing="\"'}])>", share=0.6, most_tokens=300)
+        text = None if drawn is None else drawn.decode(errors="replace")
         if text is None:
             continue
         _, words, called = read(text, calls)

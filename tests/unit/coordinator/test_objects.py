@@ -11,10 +11,10 @@ import pytest
 from coordinator.text.asked import NO_LEEWAY, Leeway
 from coordinator.text.structures import Structures
 from protos.inference_pb2 import SamplingParams
-from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
 from tests.effort import effort
 from tests.tiny_models import EOS
+from tests.unit.coordinator.grammar_kit import may_be, walk
 
 INTEGER, TEXT, WORD = {"type": "integer"}, {"type": "string"}, {"type": "string", "maxLength": 2}
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
@@ -32,17 +32,9 @@ def guide(tokenizer_folder):
     return make
 
 
-def may_be(guide, value):
+def may_come(guide, value):
     """Whether this may be a whole answer, with its properties in some order."""
-
-    def is_let(text):
-        try:
-            mask = guide.another().allowed(list(text.encode()))
-        except RequestError:
-            return False
-        return bool(mask[EOS // 8] >> EOS % 8 & 1)
-
-    return any(is_let(text) for text in texts(value))
+    return any(may_be(guide.another(), text) for text in texts(value))
 
 
 def texts(value):
@@ -110,7 +102,7 @@ def test_objects_have_the_properties_that_they_name(guide, schema, declared):
         expected["properties"] = {**schema["properties"], declared[1]: declared[2]}
     validator, made = jsonschema.Draft202012Validator(expected), guide(schema)
     for value in VALUES:
-        assert may_be(made, value) == validator.is_valid(value), value
+        assert may_come(made, value) == validator.is_valid(value), value
 
 
 @pytest.mark.parametrize(
@@ -118,8 +110,8 @@ def test_objects_have_the_properties_that_they_name(guide, schema, declared):
 )
 def test_a_request_may_ask_for_closed_objects_where_the_server_leaves_them_open(guide, closes, asked, is_open):
     made = guide({"type": "object", **A}, closes=closes, disable_additional_properties=asked)
-    assert may_be(made, {"a": 1})
-    assert may_be(made, {"a": 1, "c": 2}) == is_open
+    assert may_come(made, {"a": 1})
+    assert may_come(made, {"a": 1, "c": 2}) == is_open
 
 
 OPEN = [
@@ -137,7 +129,7 @@ OPEN = [
 def test_what_says_that_others_may_come_or_names_none_is_as_json_schema_has_it(guide, schema):
     validator, made = jsonschema.Draft202012Validator(schema), guide(schema)
     for value in VALUES:
-        assert may_be(made, value) == validator.is_valid(value), value
+        assert may_come(made, value) == validator.is_valid(value), value
 
 
 JOINED_NODE = {"allOf": [{"$ref": "#/$defs/node"}, {"type": "object", **B}], "$defs": {"node": NODE}}
@@ -147,23 +139,23 @@ def test_a_definition_that_refers_to_itself_may_be_joined_with_others(guide):
     """There its object is closed; by itself it is as JSON Schema has it."""
     made = guide(JOINED_NODE)
     for value in {"b": 1}, {"a": 1, "b": 2}, {"b": 1, "next": {"a": 1, "next": {}}}, {"b": 1, "next": {"c": 1}}:
-        assert may_be(made, value), value
+        assert may_come(made, value), value
     for value in {"a": 1}, {"b": 1, "c": 2}, {"b": 1, "next": {"a": "x"}}:
-        assert not may_be(made, value), value
+        assert not may_come(made, value), value
 
 
 def test_a_server_may_leave_them_open(guide):
     for schema, _ in CLOSED:
         validator, made = jsonschema.Draft202012Validator(schema), guide(schema, closes=False)
         for value in VALUES:
-            assert may_be(made, value) == validator.is_valid(value), (schema, value)
+            assert may_come(made, value) == validator.is_valid(value), (schema, value)
 
 
 def test_arguments_of_tools_are_closed_too(guide):
     tool = json.dumps({"type": "object", **A})
     made = guide(TEXT, leeway=Leeway(calls="llama3", tools=(("f", tool),)))
-    assert may_be(made, {"name": "f", "parameters": {"a": 1}})
-    assert not may_be(made, {"name": "f", "parameters": {"a": 1, "c": 2}})
+    assert may_come(made, {"name": "f", "parameters": {"a": 1}})
+    assert not may_come(made, {"name": "f", "parameters": {"a": 1, "c": 2}})
 
 
 # ---- each beginning leads to an end ----
@@ -193,20 +185,6 @@ SPENT = [
 ]
 
 
-def walk(guide, rng):
-    """Return an answer that the grammar lets come, drawn at random; None for a long one."""
-    output = []
-    while len(output) < 200:
-        mask = guide.allowed(output)
-        tokens = [8 * index + bit for index, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1]
-        ends = [token for token in tokens if token == EOS or chr(token) in '"}']
-        token = rng.choice(ends if ends and rng.random() < 0.4 else tokens)
-        if token == EOS:
-            return bytes(output).decode()
-        output.append(token)
-    return None
-
-
 @pytest.mark.parametrize("schema", SPENT)
 @pytest.mark.parametrize("closes", [True, False])
 def test_no_choice_of_tokens_is_a_dead_end(guide, schema, closes):
@@ -214,7 +192,8 @@ def test_no_choice_of_tokens_is_a_dead_end(guide, schema, closes):
     made = guide({"type": "object", **schema}, closes=closes)
     validator, whole = jsonschema.Draft202012Validator(schema), 0
     for seed in range(effort(20, 40, 200)):
-        text = walk(made.another(), random.Random(seed))
+        drawn = walk(made.another(), random.Random(seed), closing='"}', share=0.4, most_tokens=200)
+        text = None if drawn is None else drawn.decode()
         if text is not None:
             whole += 1
             validator.validate(json.loads(text))
@@ -226,4 +205,4 @@ def test_all_that_meets_the_schema_may_come_still(guide):
     for schema in SPENT[1:8]:
         made, validator = guide({"type": "object", **schema}, closes=False), jsonschema.Draft202012Validator(schema)
         for value in values:
-            assert may_be(made, value) == validator.is_valid(value), (schema, value)
+            assert may_come(made, value) == validator.is_valid(value), (schema, value)

@@ -21,6 +21,7 @@ from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
 from tests.effort import effort
 from tests.tiny_models import EOS
+from tests.unit.coordinator.grammar_kit import may_be as is_let
 
 # ---- what can be enforced ----
 
@@ -316,12 +317,7 @@ def may_be(tokenizer_folder):
     def check(schema, text, loose=("",)):
         """Whether this may be a whole answer. Raises RequestError where the schema is refused."""
         params = SamplingParams(json_schema=json.dumps(schema))
-        guide = grammars.guide_of(asyncio.run(structures.grammar(params, Leeway(loose=loose))))
-        try:
-            mask = guide.allowed(list(text.encode()))
-        except RequestError:
-            return False
-        return bool(mask[EOS // 8] >> EOS % 8 & 1)
+        return is_let(grammars.guide_of(asyncio.run(structures.grammar(params, Leeway(loose=loose)))), text)
 
     return check
 

@@ -14,6 +14,7 @@ from protos.inference_pb2 import Choice, SamplingParams
 from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
 from tests.tiny_models import EOS, byte_vocabulary, write_tokenizer
+from tests.unit.coordinator.grammar_kit import tokens_in
 
 ESCAPE = r"\\u\{(\w+)\}"  # of Rust's regular expressions, for which Python's have the character
 LACKING = (0x04, 0x1D, 0xE2, 0xF1)  # as the demo model's tokens lack the first two and the last
@@ -72,8 +73,7 @@ def test_every_answer_to_a_regular_expression_comes_to_an_end(structures, folder
     for _ in range(20):
         guide, answer = Grammars(folder, (EOS,)).guide_of(given), []
         while len(answer) < 12:
-            mask = guide.allowed(answer)
-            token_id = chooser.choice([each for each in range(8 * len(mask)) if mask[each // 8] >> each % 8 & 1])
+            token_id = chooser.choice(tokens_in(guide.allowed(answer)))
             if token_id == EOS:
                 break
             answer.append(token_id)

@@ -17,7 +17,8 @@ from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
 from tests.effort import effort, few
 from tests.schemas import chain, product
-from tests.tiny_models import EOS, SPECIAL_TOKENS, VOCAB_SIZE
+from tests.tiny_models import EOS, SPECIAL_TOKENS
+from tests.unit.coordinator.grammar_kit import may_be, tokens_in
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +46,6 @@ def reason_of(structures, **params):
     except RequestError as error:
         return error.reason
     return ""
-
-
-def may_be(guide, text):
-    """Whether this may be a whole answer."""
-    try:
-        mask = guide.allowed(list(text.encode()))
-    except RequestError:
-        return False
-    return bool(mask[EOS // 8] >> EOS % 8 & 1)
 
 
 KEEPS = {
@@ -435,7 +427,7 @@ def test_text_that_looks_like_a_special_token_comes_as_text(structures, tokenize
     token_ids = [*text.encode(), EOS]
     for count, token_id in enumerate(token_ids):
         mask = answer.allowed(token_ids[:count])
-        may_come = {each for each in range(VOCAB_SIZE) if mask[each // 8] >> each % 8 & 1}
+        may_come = set(tokens_in(mask))
         assert token_id in may_come
         assert may_come.isdisjoint(SPECIAL_TOKENS.values()) == (token_id != EOS)
 

@@ -10,9 +10,9 @@ import pytest
 from coordinator.text.ascii_classes import with_ascii_classes
 from coordinator.text.structures import Structures
 from protos.inference_pb2 import SamplingParams
-from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
 from tests.tiny_models import EOS
+from tests.unit.coordinator.grammar_kit import may_be as is_let
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +21,7 @@ def may_be(tokenizer_folder):
 
     def check(text, **params):
         """Whether this may be a whole answer."""
-        made = grammars.guide_of(asyncio.run(structures.grammar(SamplingParams(**params))))
-        try:
-            mask = made.allowed(list(text.encode()))
-        except RequestError:
-            return False
-        return bool(mask[EOS // 8] >> EOS % 8 & 1)
+        return is_let(grammars.guide_of(asyncio.run(structures.grammar(SamplingParams(**params)))), text)
 
     return check
 
