@@ -73,14 +73,14 @@ class Admission:
 
     def arrives(self, request: TrackedRequest, now: float) -> None:
         """Note whether a new request comes back when it was told to."""
-        request.has_turn = self._turns.take(request.prompt.key, now)
+        if len(self._turns):  # or nobody needs the key, a hash of the whole prompt
+            request.has_turn = self._turns.take(request.prompt.key, now)
 
     def num_spare(self, request: TrackedRequest, now: float) -> int:
         """Return how many seats a request leaves for those that come and can be in time."""
         if request.is_late:
             return SPARE_SEATS
-        due = request.due
-        can_wait = due is None or due.first_s == inf or self.admits_late
+        can_wait = self.admits_late or not request.limits_first
         if can_wait or request.output or request.has_turn:
             return 0
         return round(self._turns.num_kept(now, TURN_COMES_S))

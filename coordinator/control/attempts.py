@@ -242,6 +242,11 @@ class TrackedRequest:
         return Due(first_s, tpot_s, self.timeline.first_token_s, self.refuses_late and not self.output)
 
     @property
+    def limits_first(self) -> bool:
+        """Whether there is a limit on its first token."""
+        return self.slo is not None and self.slo.ttft_s is not None
+
+    @property
     def priority(self) -> int:
         """Its place among prompts that wait: the lower, the earlier."""
         return 0 if self.slo is None else self.slo.priority

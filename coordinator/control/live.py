@@ -128,7 +128,7 @@ class LiveAnswers:
                 raise
             instructions = self._wait(request, now)
         else:
-            if request.due is not None and request.due.first_s < inf:
+            if request.limits_first:
                 self._coming.happened(now)
                 self._tokens_coming.happened(now, self._num_to_compute(request.known, placed))
             self._check_wait(request, placed, now)
@@ -218,8 +218,7 @@ class LiveAnswers:
         """Raises RequestError for a request that comes and would wait for its first token for too long."""
         if request.output:
             return
-        is_limited = request.due is not None and request.due.first_s < inf
-        if is_limited and not self.admission.is_hopeless(request, placed, now):
+        if request.limits_first and not self.admission.is_hopeless(request, placed, now):
             return  # it has its first token in time, or goes behind all others then
         is_queue = placed.is_full or len(self.holding) > 0
         self.admission.check_wait(request, placed.queue_s, self.num_without_token if is_queue else 0, now)

@@ -30,6 +30,10 @@ class Turns:
         self._turns_s: dict[int, float] = {}  # the same by who
         self._are_taken: deque[bool] = deque([False] * NUM_TAKEN, maxlen=NUM_TAKEN)
 
+    def __len__(self) -> int:
+        """How many are to come."""
+        return len(self._to_come)
+
     def ended(self, now: float) -> None:
         """An answer has, and its place is free."""
         self._ends.happened(now)
