@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
 from coordinator.control.placement.costs import Costs
-from coordinator.control.placement.lateness import Lateness, NodeLateness, spared
+from coordinator.control.placement.lateness import Lateness, spared
 from coordinator.control.placement.policy import Placed, Wanted, within_pools
 from coordinator.control.registry import Node
 from coordinator.control.router import candidates
@@ -115,7 +115,7 @@ class _Weighing:
         if self._lateness is None:
             return placed
         read, write = self._lateness.on(reader), self._lateness.on(writer)
-        num_late, crowding, wait_s = self._num_late(reader, writer), self._crowding(read, write, (reader, writer)), 0.0
+        num_late, crowding, wait_s = self._num_late(reader, writer), self._crowding(self._lateness, reader, writer), 0.0
         if num_late or crowding > 1:
             wait_s = max(read.reading_wait_s(), write.room_s or write.writing_wait_s())
         return placed._replace(
@@ -165,7 +165,7 @@ class _Weighing:
             return num_late
         read, write = self._lateness.on(reader), self._lateness.on(writer)
         if not num_late:
-            num_late = int(read.is_own_late or self._crowding(read, write, (reader, writer)) > 1)
+            num_late = int(read.is_own_late or self._crowding(self._lateness, reader, writer) > 1)
         if self._reads_beside(reader) and not read.is_own_late:
             num_late += read.lasting_begins_s > read.own_due_s
         return num_late + (write.num_lost() if writer is self._spared else 0)
@@ -174,9 +174,10 @@ class _Weighing:
         """Whether the prompt would be read beside answers of those to come, while another node is spared them."""
         return self._spared is not None and reader is not self._spared and reader.usable.writes
 
-    def _crowding(self, read: NodeLateness, write: NodeLateness, pair: Pair) -> float:
+    def _crowding(self, lateness: Lateness, reader: Node, writer: Node) -> float:
+        pair = reader, writer
         if pair not in self._crowdings:
-            self._crowdings[pair] = write.crowding(read.least_read_s)
+            self._crowdings[pair] = lateness.on(writer).crowding(lateness.on(reader).least_read_s)
         return self._crowdings[pair]
 
     def _num_late(self, reader: Node, writer: Node) -> int:
