@@ -11,19 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from coordinator.control import drains
-from coordinator.control.calls import CallRecord
-from coordinator.control.capacity import Capacity, RecentCapacity
 from coordinator.control.instructions import Embedded, Emit, End, Instruction, MoveEnded, Send
-from coordinator.control.journal import Journal
-from coordinator.control.kinds import Kinds
-from coordinator.control.node_health import LossCause
+from coordinator.control.load import Prompt
+from coordinator.control.migration import check_target
+from coordinator.control.nodes import Kinds, LossCause, Node, Registry
 from coordinator.control.outcomes import MAX_MESSAGE_CHARS, cut_short
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Node, Registry
-from coordinator.control.roles import Roles
+from coordinator.control.request import SoFar
+from coordinator.control.request_log import CallRecord, Journal
+from coordinator.control.roles import Capacity, RecentCapacity, Roles
 from coordinator.control.slo import Slo
-from coordinator.control.so_far import SoFar
 from coordinator.control.tracker import Tracker
 from coordinator.doors.generation import Generation
 from coordinator.doors.validation import AnswerPlan
@@ -190,7 +186,7 @@ class Dispatcher:
         RequestError when there is no such node, or no other one."""
         node = self._registry.named(name)
         if not node.is_drained:
-            drains.check_target(node, self._registry.nodes, embeds=self._registry.embeds)
+            check_target(node, self._registry.nodes, embeds=self._registry.embeds)
             self._registry.drain(node)
             logger.info("%s %s is draining", node.kind, node.name)
             self.nodes_changed.set()

@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from coordinator.control.calls import CallRecord
-from coordinator.control.journal import Journal
-from coordinator.control.registry import Registry
+from coordinator.control.nodes import Registry
+from coordinator.control.request_log import CallRecord, Journal
 from coordinator.control.slo import SloClasses
 from coordinator.dispatcher import Dispatcher
 from coordinator.door_link import DoorCall, DoorLink, DoorLost, door_figures

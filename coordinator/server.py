@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Final
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from coordinator.control.journal import Journal
-from coordinator.control.ledger import Ledger
 from coordinator.control.live import NUM_EPOCHS
+from coordinator.control.load import Ledger
 from coordinator.control.metrics import Metrics
+from coordinator.control.nodes import MAX_FIRST_SESSION, Registry
 from coordinator.control.overview import Overview
 from coordinator.control.placement.policies import POLICIES
-from coordinator.control.registry import MAX_FIRST_SESSION, Registry
+from coordinator.control.request_log import Journal
 from coordinator.control.roles import Roles
 from coordinator.control.slo import SloClasses, parse_slo_classes
 from coordinator.control.tracker import Tracker

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from coordinator.control.loans import AUTO as LEND_AUTO
-from coordinator.control.loans import LENDS
 from coordinator.control.placement.policies import AUTO as AUTO_POLICY
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.roles import AUTO, FIXED
 from coordinator.control.slo import parse_slo_classes
+from coordinator.control.transfer_costs import AUTO as LEND_AUTO
+from coordinator.control.transfer_costs import LENDS
 from coordinator.text.answer_format import AUTO as AUTO_FORMAT
 from coordinator.text.answer_format import CALL_FORMATS, REASONING_FORMATS
 from coordinator.text.rendering import BadField, read_kwargs

@@ -1,29 +1,249 @@
-"""Admission control: which new requests are taken, deferred or refused, and when a refused one is to come back. Pure.
+"""Admit, defer or refuse new requests, and tell a refused one when to come back. Pure.
 
-A request with a limit on TTFT is planned to have its first token some time before the limit. How long before is learnt
-from how far the first tokens of requests that were expected in time came after what was expected, as a share of their
-limits (serving_core/margin.py). So the planned deadline is the same whether a long queue or a single step was to be
-predicted. A limit on TPOT is planned for as the part of it with which those that were planned to keep it did so.
+Margin. A request with a limit on TTFT is planned to have its first token some time before the limit. The margin is
+learned from how late first tokens were beside what was predicted, as a share of the limit (serving_core/margin.py), so
+a long queue and a single step have the same planned deadline. A limit on TPOT is planned with the part of it that
+lately was enough.
 
-Where late requests are refused, one whose prompt cannot be read in time is refused at once: to wait for the same
-deadline never helps. One that would make others late is deferred if it is expected to find a place in time, and refused
-at once if not.
+Refusals. With `--admission timely` a request whose prompt cannot be prefilled in time is refused at once. A request
+that would make others late is deferred if a place is expected in time, and refused at once otherwise. Whatever its
+limits, a request is refused whose first token would come more than `max_queue_wait_s` after its arrival.
 
-Whatever its limits, a request is refused that would wait longer than max_queue_wait_s for the first token.
+Retry-after. A place becomes free whenever a running request ends. Each refused request is told the next place that no
+other one was told, at the rate of the latest ends, so that a crowd which obeys comes back one by one. A request that
+comes back at its time is recognized by its prompt; one that comes earlier has lost its place. The time kept for those
+yet to come is the share of the latest places that were taken.
+
+Deferred admission. Prefilling a prompt early gains nothing while its node decodes as many sequences as attain their
+TPOT: the new sequence only makes each step longer. So a request that would be late, or make others late, waits. Higher
+priority goes first, then the earliest deadline. A request begins as soon as it makes nobody late; otherwise when SHARE
+of its time has passed, or when its prompt and those before it take so long to prefill that it can wait no longer,
+MARGIN times over, and its prefill node has nothing else to do. A request without a limit on TTFT can always wait
+longer.
+
+A request that can wait no longer and would make others late counts as late: late requests go behind all others, by
+priority and age, where they harm nobody. FLOOR of what begins is theirs, so that none waits for ever.
 """
 
+from bisect import bisect_right, insort
 from collections import deque
-from math import inf
-from typing import Final
+from math import ceil, inf
+from typing import Final, NamedTuple
 
-from coordinator.control.attempts import TrackedRequest
-from coordinator.control.expectation import Expectation
 from coordinator.control.placement.policy import Placed
-from coordinator.control.turns import Turns
+from coordinator.control.request import TrackedRequest
+from coordinator.control.slo import Expectation
 from serving_core import reasons
 from serving_core.due import Due
 from serving_core.errors import RequestError
 from serving_core.margin import Margin
+
+MAX_TIMES: Final = 32
+
+
+class Pace:
+    """Of one kind of event."""
+
+    def __init__(self) -> None:
+        self._times: deque[tuple[float, float]] = deque(maxlen=MAX_TIMES)  # when, and how much of it
+
+    def happened(self, now: float, part: float = 1.0) -> None:
+        """Once more, or a part of once."""
+        self._times.append((now, part))
+
+    def per_s(self, now: float) -> float:
+        """Times a second, over the last MAX_TIMES; 0 before there are two."""
+        if len(self._times) < 2:
+            return 0.0
+        first_s, first = self._times[0]
+        number, seconds = sum(part for _, part in self._times) - first, now - first_s
+        return number / seconds if seconds > 0 else 0.0
+
+
+MIN_RETRY_AFTER_S: Final = 1.0
+MAX_RETRY_AFTER_S: Final = 60.0
+GRACE_S: Final = 3.0  # that a request may come before its turn or after it
+MOST_TURNS: Final = 4096  # that are to come; of more the last ones are not kept
+NUM_TAKEN: Final = 32  # turns, the last ones, that tell how many are taken
+
+
+class Turns:
+    """Of those that were turned away."""
+
+    def __init__(self) -> None:
+        self._ends = Pace()
+        self._last_s = 0.0  # the turn of who was turned away last
+        self._to_come: list[tuple[float, int]] = []  # when, and who by the hash of the prompt; sorted
+        self._turns_s: dict[int, float] = {}  # the same by who
+        self._are_taken: deque[bool] = deque([False] * NUM_TAKEN, maxlen=NUM_TAKEN)
+
+    def __len__(self) -> int:
+        """How many are to come."""
+        return len(self._to_come)
+
+    def ended(self, now: float) -> None:
+        """An answer has, and its place is free."""
+        self._ends.happened(now)
+
+    def wait_s(self, now: float, least_s: float = 0.0, key: int | None = None) -> float:
+        """How long one more is to wait, at least so long. Its turn is kept where it has a key; it is told whole
+        seconds."""
+        per_s = self._ends.per_s(now)
+        turn_s = max(self._last_s, now) + (1 / per_s if per_s else 0.0)
+        self._last_s = min(turn_s, now + MAX_RETRY_AFTER_S)
+        wait_s = max(MIN_RETRY_AFTER_S, least_s, self._last_s - now)
+        self._forget(now)
+        if key is not None and key not in self._turns_s and len(self._turns_s) < MOST_TURNS:
+            self._turns_s[key] = now + ceil(wait_s)
+            insort(self._to_come, (self._turns_s[key], key))
+        return wait_s
+
+    def take(self, key: int, now: float) -> bool:
+        """Whether one that comes has a turn about now; it has none any more."""
+        self._forget(now)
+        if (turn_s := self._turns_s.pop(key, None)) is None:
+            return False
+        self._to_come.remove((turn_s, key))
+        is_its_turn = turn_s <= now + GRACE_S
+        self._are_taken.append(is_its_turn)
+        return is_its_turn
+
+    def num_kept(self, now: float, within_s: float) -> float:
+        """How many are expected whose turn is by then."""
+        if not self._to_come:
+            return 0.0
+        self._forget(now)
+        return bisect_right(self._to_come, (now + within_s, inf)) * sum(self._are_taken) / NUM_TAKEN
+
+    def kept_s(self, now: float, within_s: float) -> float:
+        """Seconds of the fleet's work that are kept for them."""
+        per_s = self._ends.per_s(now)
+        return self.num_kept(now, within_s) / per_s if per_s else 0.0
+
+    def _forget(self, now: float) -> None:
+        """Those that did not come."""
+        while self._to_come and self._to_come[0][0] < now - GRACE_S:
+            del self._turns_s[self._to_come.pop(0)[1]]
+            self._are_taken.append(False)
+
+
+SHARE: Final = 0.6  # of the time until the first token is due; found in simulation
+MARGIN: Final = 1.5  # prompts take longer than is expected where answers come beside them; found in simulation
+LOOKS_EVERY_S: Final = 0.25  # at least: who could wait until shortly before the next look goes now
+FLOOR: Final = 0.05  # of the requests that begin while late ones wait
+MAX_LATE_QUEUE_S: Final = 0.5  # of work before a late request on its reader: more would only wait there
+
+
+class _Held(NamedTuple):
+    """In the order in which they go."""
+
+    priority: int
+    until_s: float  # when SHARE of the time until its first token is due has passed
+    age: int
+    request: TrackedRequest
+    reads_s: float  # that its prompt takes
+    first_s: float  # when its first token is due
+    begins_s: float  # when it was expected to begin
+
+
+class Holding:
+    """Those that are held."""
+
+    def __init__(self) -> None:
+        self._held: list[_Held] = []
+        self._late: list[tuple[int, int, TrackedRequest]] = []  # by priority and age
+        self._num_owed = 0.0  # to late ones
+        self._margin = Margin()  # of when they begin, as a share of the time that they could be held for
+
+    def __len__(self) -> int:
+        return len(self._held) + len(self._late)
+
+    @property
+    def first(self) -> TrackedRequest | None:
+        """Which goes next, of those that are not late."""
+        return self._held[0].request if self._held else None
+
+    @property
+    def first_late(self) -> TrackedRequest | None:
+        """Which goes next, of those that are."""
+        return self._late[0][2] if self._late else None
+
+    def num_ahead(self, request: TrackedRequest) -> int:
+        """Return how many go before a request."""
+        if not request.is_held:
+            return len(self._held)
+        return next((place for place, held in enumerate(self._held) if held.request is request), 0)
+
+    def takes(self, request: TrackedRequest, placed: Placed, now: float, *, in_time: bool = False) -> bool:
+        """Holds a request that no node has had and that could be placed like this, where that is good for something:
+        tells whether it does. `in_time`: not if it is expected to wait for too long."""
+        due = request.due
+        if placed.is_timely or due is None or request.output or request.avoid:
+            return False
+        until_s = request.timeline.start_s + SHARE * (due.first_s - request.timeline.start_s)
+        begins_s = now + placed.wait_s
+        held = _Held(request.priority, until_s, request.age, request, placed.reads_s, due.first_s, begins_s)
+        if _is_over(held, placed.begins_s, now) or placed.begins_s == inf:
+            return False
+        spare_s = (self._margin.factor - 1) * (until_s - now) if until_s < inf else 0.0
+        if in_time and begins_s > until_s - spare_s:
+            return False
+        insort(self._held, held)
+        request.note_held(now)
+        return True
+
+    def urgent(self, placed: Placed, num_readers: int, now: float) -> TrackedRequest | None:
+        """Which goes all the same, where the first one could be placed like this and so many nodes read: of the first
+        one that can wait no longer, and those before it of its priority, the first."""
+        has_work = placed.begins_s - placed.reads_s > LOOKS_EVERY_S
+        begins_s, first = 0.0, None
+        for held in self._held:
+            if first is None or first.priority < held.priority:
+                first = held
+            begins_s += held.reads_s / num_readers
+            if _is_over(held, 0.0 if has_work else begins_s, now):
+                return first.request
+        return None
+
+    def take_late(self, request: TrackedRequest, now: float) -> None:
+        """Holds one that is late, whether it was held before or not."""
+        self.let_go(request)
+        insort(self._late, (request.priority, request.age, request))
+        request.is_late = True
+        request.note_held(now)
+
+    def may_late_begin(self, placed: Placed) -> bool:
+        """Whether the first late one may begin that could be placed like this."""
+        return (placed.is_timely and placed.queue_s <= MAX_LATE_QUEUE_S) or self._num_owed >= 1
+
+    def begins(self, request: TrackedRequest) -> None:
+        """A request begins, whether it was held or not."""
+        if request.is_late:
+            self._num_owed = max(0.0, self._num_owed - 1)
+        elif self._late:
+            self._num_owed = min(1.0, self._num_owed + FLOOR)
+        self.let_go(request)
+
+    def waited(self, request: TrackedRequest, now: float) -> None:
+        """One that was held is to begin now, or has waited in vain."""
+        held = next((each for each in self._held if each.request is request), None)
+        if held is not None and held.until_s < inf:
+            most_s = held.until_s - request.timeline.start_s
+            self._margin.note(most_s, most_s + now - held.begins_s)
+
+    def let_go(self, request: TrackedRequest) -> None:
+        """It begins, or ends; one that is not held is left alone."""
+        if request.is_held:
+            request.is_held = False
+            self._held = [held for held in self._held if held.request is not request]
+            self._late = [late for late in self._late if late[2] is not request]
+
+
+def _is_over(held: _Held, begins_s: float, now: float) -> bool:
+    """Whether it can wait no longer, were its prompt read in so many seconds from now on."""
+    looks_s = now + LOOKS_EVERY_S
+    return looks_s >= held.until_s or looks_s + MARGIN * begins_s >= held.first_s
+
 
 QUANTILE: Final = 0.95  # of those that are admitted keep their limits
 LATE_SHARE: Final = 0.05  # of its limit that a request which is refused late would have been late by, at least

@@ -1,14 +1,14 @@
 """What the nodes of a current attempt say of it, and what comes of that. Pure.
 
-Of moves and loans they speak otherwise: coordinator/control/moves.py and coordinator/control/lending.py.
+Of moves and loans they speak otherwise: coordinator/control/migration.py and coordinator/control/lending.py.
 """
 
 from typing import Any, Final
 
-from coordinator.control.attempts import TrackedRequest
 from coordinator.control.instructions import Embedded, Instruction, Send
 from coordinator.control.live import LiveAnswers
-from coordinator.control.moves import Moves
+from coordinator.control.migration import Moves
+from coordinator.control.nodes import Node
 from coordinator.control.outcomes import (
     MAX_MESSAGE_CHARS,
     completion,
@@ -17,8 +17,7 @@ from coordinator.control.outcomes import (
     restart_error,
     with_progress,
 )
-from coordinator.control.registry import Node
-from coordinator.control.suspects import MAX_DEATHS
+from coordinator.control.request import MAX_DEATHS, TrackedRequest
 from coordinator.control.timeline import Phase
 from protos import fleet_pb2, inference_pb2
 from serving_core import reasons

@@ -3,7 +3,7 @@
 from enum import Enum
 from typing import NamedTuple
 
-from coordinator.control.registry import Node
+from coordinator.control.nodes import Node
 from coordinator.control.timeline import Timeline
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError

@@ -8,10 +8,10 @@ reads is told at once, by a Cancel of the loan. No end of a loan is one of the r
 
 from typing import Any, Final
 
-from coordinator.control.attempts import Loan, TrackedRequest
 from coordinator.control.instructions import Instruction, Send
 from coordinator.control.live import LiveAnswers
-from coordinator.control.registry import Node
+from coordinator.control.nodes import Node
+from coordinator.control.request import Loan, TrackedRequest
 from protos import fleet_pb2
 from serving_core import residents
 

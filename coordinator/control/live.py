@@ -10,25 +10,20 @@ from itertools import islice
 from math import inf
 from typing import Final, NamedTuple
 
-from coordinator.control.admission import Admission
-from coordinator.control.attempts import Attempt, Move, MoveStage, TrackedRequest
-from coordinator.control.demand import Demand, Ended
-from coordinator.control.handover import Handover
-from coordinator.control.holding import Holding
+from coordinator.control.admission import Admission, Holding, Pace
 from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, MoveOutcome, Send
-from coordinator.control.ledger import Ledger
 from coordinator.control.lives import Lives
+from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
+from coordinator.control.nodes import Node, Registry, has_path
 from coordinator.control.outcomes import completion, too_late, with_expectation, with_progress
-from coordinator.control.pace import Pace
 from coordinator.control.placement.lateness import step_s
 from coordinator.control.placement.policy import Coming, Placed, Policy, Wanted
 from coordinator.control.placement.readers import best_reader, best_writer
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Node, Registry
-from coordinator.control.releases import Releases
-from coordinator.control.router import has_path
+from coordinator.control.request import Attempt, Move, MoveStage, Releases, TrackedRequest
+from coordinator.control.roles import Demand, Ended
 from coordinator.control.timeline import Phase
+from coordinator.control.transfer_costs import Handover
 from protos import fleet_pb2, inference_pb2
 from serving_core import reasons, residents
 from serving_core.errors import RequestError

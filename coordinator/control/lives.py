@@ -7,8 +7,8 @@ from collections import deque
 from itertools import islice
 from typing import Final, NamedTuple
 
-from coordinator.control.attempts import TrackedRequest
 from coordinator.control.outcomes import FINISH_REASONS, MAX_BYTES, attainment
+from coordinator.control.request import TrackedRequest
 from coordinator.control.slo import UNNAMED
 from protos import inference_pb2
 from serving_core.errors import RequestError

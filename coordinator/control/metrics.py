@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from coordinator.control.attainment import AttainmentCounts
-from coordinator.control.slo import UNNAMED, SloClass
+from coordinator.control.slo import UNNAMED, AttainmentCounts, SloClass
 from coordinator.control.timeline import Phase
 from protos import inference_pb2
 from serving_core.histograms import ANSWERS, TOKENS, Histogram

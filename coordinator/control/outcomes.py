@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Final
 
-from coordinator.control.attempts import Death, TrackedRequest
-from coordinator.control.registry import Node
+from coordinator.control.nodes import Node
+from coordinator.control.request import Death, TrackedRequest
 from coordinator.control.slo import MS
 from coordinator.control.timeline import Timeline
 from protos import fleet_pb2, inference_pb2

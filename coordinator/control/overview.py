@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from coordinator.control.ledger import Ledger
 from coordinator.control.lives import WINDOW_S, Times, life_of
+from coordinator.control.load import Ledger
 from coordinator.control.metrics import Metrics
-from coordinator.control.registry import Node, Registry
+from coordinator.control.nodes import Node, Registry
 from coordinator.control.slo import UNNAMED
 from coordinator.control.timeline import Phase
 from coordinator.control.tracker import Tracker

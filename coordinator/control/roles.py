@@ -1,27 +1,289 @@
-"""What nodes are asked to become: by an operator, or by the coordinator itself (`--roles auto`). Pure.
+"""Decide the role of each node, by order or by load (`--roles auto`), and how many nodes the load needs. Pure.
 
-A change takes nothing from a node: it goes on with what it has. It counts when the node has confirmed it, and for
-what it takes away from the moment that it is asked for (`Node.usable`). Nobody can take the last reader or the last
-writer away, nor the last way from the one to the other.
+Number of nodes needed, for an autoscaler:
 
-A node that the coordinator lends does both parts until it has been calm for a while; one after the other goes home
-then. A load near the limits may need a node that has just gone, and would make it go to and fro for ever; so whoever is
-lent soon after one went home stays several times as long at least, up to a bound. A part that nobody does any more gets
-a node sooner, before requests that wait for one are refused.
+    offered   requests per second that arrive, over the last minute, refused ones included
+    prefill_s seconds for the tokens of the mean prompt that no node has cached, at the rate of the median node
+    decode_s  seconds for the tokens of the mean output, each as its share of a step with as many sequences as a node
+              can hold: by its running slots, its KV pool (shared blocks counted once) and the limits on TPOT
+    needed    (offered + waiting / CATCH_UP_S) * (prefill_s + decode_s) / BUSY, rounded up; at least 1
+
+Means are over the requests that ended lately. The number of nodes and how busy they are do not enter: what a load needs
+does not depend on who serves it, so a fleet that has followed the number is told the same number again. BUSY leaves
+room for what the figures do not know; requests that wait raise the number. While costs are unknown it is the number of
+nodes that there are. It follows the load up and down; to hold it still for a while is the autoscaler's part.
+
+Pressure, for roles:
+
+    PREFILL   waiting prompts would take the prefill nodes LONG_QUEUE_S, and running slots are free on decode nodes
+    DECODE    running sequences fill the decode nodes, and prefill nodes have next to nothing to do
+    no prefill or no decode node
+              no node that is ready has the one role, and some have the other
+    EVEN      the queue is short, and decode nodes would have room without those that are on loan to them
+
+Prompts and sequences are counted by the ledger. Where requests have limits, the medians of those count: half of the
+time until first tokens are due is a long queue too, and a decode node is full with as many sequences as attain the TPOT
+limit.
+
+A role change takes nothing from a node: requests that it has go on. New capacity counts when the node has confirmed the
+change; capacity that is taken away counts from the order on (`Node.usable`). The last prefill node, the last decode
+node and the last path from one to the other cannot be taken away. A node that the coordinator has lent to the other
+role has both until the pressure has been even for a while, and then returns, one node after the other. A node that is
+lent soon after another one returned stays several times as long, up to a bound, so that a load near the limits does not
+make nodes go to and fro. A role that no node has is filled sooner, before requests that wait for it are refused.
 """
 
-from typing import Final
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from math import ceil, inf
+from statistics import fmean, median
+from typing import Final, NamedTuple
 
 from coordinator.control.instructions import Send
-from coordinator.control.ledger import Ledger
-from coordinator.control.pressure import Pressure, PressureGauge
-from coordinator.control.registry import Node, Registry
-from coordinator.control.router import does, has_path
+from coordinator.control.load import Ledger
+from coordinator.control.nodes import MAX_NODES, Node, Registry, does, has_path
 from protos import fleet_pb2
 from protos.convert import shape_to_wire
+from serving_core.costs import StepLoad
 from serving_core.errors import RequestError
 from serving_core.reasons import DRAINING, NO_OTHER_NODE
 from serving_core.shapes import BOTH, DECODE, PREFILL, Shape, check_shape, common, preset
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """A pool is that of the largest node that reads prompts, or writes answers, with those that may hold annexes for
+    it; None without any."""
+
+    max_model_len: int | None
+    prefill_pool_tokens: int | None
+    decode_pool_tokens: int | None
+    adapters: tuple[str, ...] | None  # None: no node has come that could tell
+    own_pool_tokens: int | None = None  # of the largest pool of those that write, by itself
+
+
+MAX_REMEMBERED: Final = 64  # capacities that a fleet had lately
+
+
+class RecentCapacity:
+    """What the fleet can be asked for, counting nodes that were there until a moment ago: they may come back while a
+    request waits for them, and what is refused as too long is refused for good."""
+
+    def __init__(self, registry: Registry, wait_s: float) -> None:
+        """`wait_s`: how long requests wait for nodes."""
+        self._registry = registry
+        self._wait_s = wait_s
+        self._seen_s: dict[Capacity, float] = {}  # when the fleet last had it, the latest at the end
+
+    def note(self, now: float) -> None:
+        """Remember the capacity of this moment. To be called some times a second."""
+        there = capacity(self._registry)
+        self._seen_s.pop(there, None)
+        self._seen_s[there] = now
+        while now - next(iter(self._seen_s.values())) > self._wait_s or len(self._seen_s) > MAX_REMEMBERED:
+            del self._seen_s[next(iter(self._seen_s))]
+
+    def at(self, now: float) -> Capacity:
+        """Return the largest length and pools of late. What an answer gets that names no length is of those there."""
+        there = capacity(self._registry)
+        lately = [there, *(seen for seen, seen_s in self._seen_s.items() if now - seen_s <= self._wait_s)]
+        return replace(
+            there,
+            max_model_len=_largest(seen.max_model_len for seen in lately),
+            prefill_pool_tokens=_largest(seen.prefill_pool_tokens for seen in lately),
+            decode_pool_tokens=_largest(seen.decode_pool_tokens for seen in lately),
+        )
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def capacity(registry: Registry) -> Capacity:
+    """At this moment."""
+    prefill, decode = ([node for node in registry.nodes if does(node, role)] for role in (PREFILL, DECODE))
+    if registry.embeds:
+        decode = []
+    lengths = [max(node.hello.max_model_len for node in nodes) for nodes in (prefill, decode) if nodes]
+    return Capacity(
+        max_model_len=min(lengths, default=None),
+        prefill_pool_tokens=max((node.reach_tokens for node in prefill), default=None),
+        decode_pool_tokens=max((node.reach_tokens for node in decode), default=None),
+        own_pool_tokens=max((node.pool_tokens for node in decode), default=None),
+        adapters=None if registry.adapters is None else tuple(registry.adapters),
+    )
+
+
+WINDOW_S: Final = 60.0
+LEAST_S: Final = 10.0  # of a window: two requests in the first second are not two a second
+CATCH_UP_S: Final = 30.0  # in which what waits is to be done, beside what comes
+BUSY: Final = 0.8  # of a node's time that may be spoken for
+MAX_SAMPLES: Final = 256
+
+
+class Ended(NamedTuple):
+    """An answer that has ended by itself, or an embedding."""
+
+    num_prompt: int
+    num_computed: int  # of its prompt's tokens, those that no node held
+    num_output: int
+    tpot_s: float = inf  # its limit
+    num_spared: float = 0.0  # of its prompt's tokens, those that others held for it (Ledger.tokens_spared)
+
+
+class Demand:
+    """What is asked of the fleet, lately."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._began_s: float | None = None  # when the first request came
+        self._by_second: deque[tuple[int, int]] = deque(maxlen=round(WINDOW_S))  # a second, and requests in it
+        self._ended: deque[Ended] = deque(maxlen=MAX_SAMPLES)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        self._now = now
+
+    def arrived(self, now: float) -> None:
+        """An answer is asked for, whether it is to begin or not."""
+        self._now = max(now, self._now)  # requests may come here in another order
+        self._began_s = self._now if self._began_s is None else self._began_s
+        last = self._by_second[-1] if self._by_second else None
+        if last is not None and last[0] == int(self._now):
+            self._by_second[-1] = (last[0], last[1] + 1)
+        else:
+            self._by_second.append((int(self._now), 1))
+
+    def ended(self, answer: Ended) -> None:
+        """An answer has got all its tokens."""
+        self._ended.append(answer)
+
+    def nodes_needed(self, nodes: Sequence[Node], num_waiting: int) -> int:
+        """As of the last that was heard of the time; so many answers wait for their first token."""
+        offered_per_s = self._per_s() + num_waiting / CATCH_UP_S
+        if not offered_per_s:
+            return 1
+        ready = [node for node in nodes if node.is_ready]
+        answer_s = self._answer_s(ready)
+        if answer_s is None:
+            return max(1, len(ready))
+        return min(MAX_NODES, max(1, ceil(offered_per_s * answer_s / BUSY)))
+
+    def _per_s(self) -> float:
+        if self._began_s is None:
+            return 0.0
+        number = sum(number for second, number in self._by_second if second >= self._now - WINDOW_S)
+        return number / min(WINDOW_S, max(LEAST_S, self._now - self._began_s))
+
+    def _answer_s(self, nodes: Sequence[Node]) -> float | None:
+        """Of one node's time, what a usual answer takes; None while that is not known."""
+        rates = [rate for node in nodes if (rate := node.load.prefill_tokens_per_s) > 0]
+        if not self._ended or not rates:
+            return None
+        read_s = fmean(each.num_computed for each in self._ended) / median(rates)
+        # The prompt's last step gives the first token; an embedding has none.
+        num_written = fmean(max(0, each.num_output - 1) for each in self._ended)
+        if num_written <= 0:
+            return read_s
+        num_before = fmean(each.num_prompt + each.num_output / 2 for each in self._ended)
+        num_held = num_before - fmean(each.num_spared for each in self._ended)
+        tpot_s = median(each.tpot_s for each in self._ended)
+        tokens_s = [seconds for node in nodes if (seconds := _token_s(node, num_before, num_held, tpot_s)) > 0]
+        return read_s + num_written * median(tokens_s) if tokens_s else None
+
+
+def _token_s(node: Node, num_before: float, num_held: float, tpot_s: float) -> float:
+    """What a token of an answer with so many tokens before it, which takes so many of the pool, takes on a node that is
+    full; 0: not known."""
+    weights = node.step_weights
+    in_time = EVEN * weights.num_answers_within(tpot_s, num_before) if tpot_s < inf else inf
+    num_answers = max(1, int(min(node.hello.max_num_seqs, node.pool_tokens / num_held, in_time)))
+    return weights.of_step(StepLoad(num_answers, round(num_answers * num_before))) / num_answers
+
+
+LONG_QUEUE_S: Final = 1.0
+LONG_PART: Final = 0.5  # of the time until first tokens are due
+SHORT_QUEUE_S: Final = 0.2
+EVEN: Final = 0.6  # of the answers that keep their limits together: so many on average, as they come and go
+FULL: Final = 0.9  # part of the seats, or of the KV pools, that is taken
+ROOMY: Final = 0.6
+
+
+class Pressure(Enum):
+    """What presses."""
+
+    READING = auto()
+    WRITING = auto()
+    NO_READER = auto()
+    NO_WRITER = auto()
+    NONE = auto()
+
+
+class PressureGauge:
+    """Measures again and again, and tells for how long it has been so."""
+
+    def __init__(self, ledger: Ledger, *, embeds: bool = False) -> None:
+        """`embeds`: whether nobody has to write."""
+        self._ledger = ledger
+        self._embeds = embeds
+        self._seen: Pressure | None = None
+        self._since_s = 0.0
+
+    def measure(self, nodes: Collection[Node], now: float) -> tuple[Pressure | None, float]:
+        """What presses, None between the limits, and the seconds since it does. To be called some times a second."""
+        seen = self._look([node for node in nodes if node.is_ready], now)
+        if seen is not self._seen:
+            self._seen, self._since_s = seen, now
+        return seen, now - self._since_s
+
+    def _look(self, nodes: Collection[Node], now: float) -> Pressure | None:
+        readers = [node for node in nodes if node.usable.reads]
+        writers = [node for node in nodes if node.usable.writes]
+        if writers and not readers:
+            return Pressure.NO_READER
+        if readers and not writers and not self._embeds:
+            return Pressure.NO_WRITER
+        rate = sum(node.load.prefill_tokens_per_s for node in readers)
+        if not rate or not writers:
+            return None
+        queue_s = sum(self._ledger.of(node).tokens_to_compute for node in readers) / rate
+        taken = self._taken(writers)
+        if queue_s >= min(LONG_QUEUE_S, LONG_PART * self._usual_left_s(readers, now)) and taken < FULL:
+            return Pressure.READING
+        if taken >= FULL and queue_s <= SHORT_QUEUE_S:
+            return Pressure.WRITING
+        is_calm = queue_s <= SHORT_QUEUE_S and self._taken([node for node in writers if node.home.writes]) <= ROOMY
+        return Pressure.NONE if is_calm else None
+
+    def _taken(self, writers: Collection[Node]) -> float:
+        """The part that all running answers take of these writers' seats or pools, whichever is larger. Those whose
+        prompts wait to be read hold some too, but would not if there were more readers."""
+        if not writers:
+            return math.inf
+        num_answers, num_tokens, num_held = self._ledger.running()
+        return max(
+            num_answers / sum(node.usable.seats for node in writers),
+            num_held / sum(node.pool_tokens for node in writers),
+            num_answers / self._num_in_time(writers, num_tokens / num_answers) if num_answers else 0.0,
+        )
+
+    def _num_in_time(self, writers: Collection[Node], num_cached: float) -> float:
+        """Answers behind so many tokens each that all these writers could give their tokens in time; inf without
+        limits, or where no answer could keep them."""
+        tpots_s = [each.due.tpot_s for node in writers for each in self._ledger.owed(node) if each.is_written]
+        limit_s = median([each for each in tpots_s if each < math.inf] or [math.inf])
+        seats = [node.step_weights.num_answers_within(limit_s, num_cached) for node in writers]
+        return EVEN * sum(seats) or math.inf
+
+    def _usual_left_s(self, readers: Collection[Node], now: float) -> float:
+        """Until the first tokens of the prompts that wait are due; inf without limits."""
+        owed = [each for node in readers for each in self._ledger.owed(node) if each.num_to_compute]
+        dues_s = [due_s for each in owed if (due_s := each.due.token_s(each.num_output)) < math.inf]
+        return median(dues_s) - now if dues_s else math.inf
+
 
 FIXED, AUTO = "fixed", "auto"
 CONFIRM_S: Final = 10.0  # for a node to confirm; then it counts as what it was

@@ -13,7 +13,7 @@
 
 Where the node that writes is to read the prompt itself, Reserve alone goes out, FirstToken comes from that node, and
 nothing is delivered or committed. A prompt that is read and gets no blocks within keep_after_s is answered by the
-node that has read it (Keep). An answer that is being written may move to another node: coordinator/control/moves.py.
+node that has read it (Keep). An answer that is being written may move to another node: migration.py.
 
 A request that there are no nodes for waits up to node_wait_s for some. So does one whose nodes were lost.
 
@@ -26,28 +26,32 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from coordinator.control import balance, drains, relief
 from coordinator.control.admission import Admission
 from coordinator.control.attempt_events import AttemptEvents
-from coordinator.control.attempts import TrackedRequest
 from coordinator.control.instructions import End, Instruction, Send
-from coordinator.control.ledger import Ledger
 from coordinator.control.lending import EVENTS as LOAN_EVENTS
 from coordinator.control.lending import Lending
 from coordinator.control.live import LiveAnswers, TokenRow
 from coordinator.control.lives import Lives
-from coordinator.control.loans import NEVER
+from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
-from coordinator.control.moves import Moves, keep
+from coordinator.control.migration import (
+    Moves,
+    keep,
+    leaving_drained,
+    leaving_full,
+    leaving_late,
+    num_left,
+    prompts_to_restart,
+)
+from coordinator.control.nodes import DRAINED, Node, Registry
 from coordinator.control.outcomes import completion, ended_before, with_progress
 from coordinator.control.placement.policies import AUTO, POLICIES
 from coordinator.control.placement.policy import Policy
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import DRAINED, Node, Registry
+from coordinator.control.request import NOTHING, SoFar, TrackedRequest, at_work
 from coordinator.control.slo import Slo
-from coordinator.control.so_far import NOTHING, SoFar
-from coordinator.control.suspects import at_work
 from coordinator.control.timeline import Phase, Timeline
+from coordinator.control.transfer_costs import NEVER
 from protos import fleet_pb2, inference_pb2
 from serving_core import reasons
 from serving_core.errors import RequestError
@@ -138,12 +142,12 @@ class Tracker:
 
     @property
     def num_nodes_needed(self) -> int:
-        """What the load of now asks for: coordinator/control/demand.py."""
+        """What the load of now asks for: coordinator/control/roles.py."""
         return self._live.demand.nodes_needed(self._registry.nodes, self.num_waiting)
 
     def num_left(self, node: Node) -> int:
         """Answers that the node still has a part in."""
-        return drains.num_left(node, self._live, self._live.releases)
+        return num_left(node, self._live, self._live.releases)
 
     def load_of(self, node: Node) -> inference_pb2.NodeLoad:
         """Return the load of a node as clients see it: its state becomes DRAINED when a drain has finished."""
@@ -327,12 +331,12 @@ class Tracker:
         return [cancel, keep(request)]
 
     def _relocate(self, now: float) -> list[Instruction]:
-        """What is to leave its node: see coordinator/control/drains.py, balance.py and relief.py."""
+        """Move requests off nodes that drain, are full, or make them late."""
         live, nodes, instructions = self._live, self._registry.nodes, list[Instruction]()
-        for request in drains.prompts(live, nodes):
+        for request in prompts_to_restart(live, nodes):
             instructions += live.elsewhere(request, now)
-        to_relieve = partial(relief.departures, coming=live.coming(now))
-        for departures in (drains.departures, balance.departures, to_relieve):
+        to_relieve = partial(leaving_late, coming=live.coming(now))
+        for departures in (leaving_drained, leaving_full, to_relieve):
             for request, target in departures(live, nodes, self._ledger, now):
                 instructions += self._moves.begin(request, target, now)
         return instructions

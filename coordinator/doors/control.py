@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from coordinator.control.calls import CallRecord
-from coordinator.control.capacity import Capacity
-from coordinator.control.journal import Journal
-from coordinator.control.registry import Registry
-from coordinator.control.router import has_path, why_no_path
+from coordinator.control.nodes import Registry, has_path, why_no_path
+from coordinator.control.request import SoFar
+from coordinator.control.request_log import CallRecord, Journal
+from coordinator.control.roles import Capacity
 from coordinator.control.slo import SloClasses
-from coordinator.control.so_far import SoFar
 from coordinator.dispatcher import Dispatcher
 from coordinator.doors.generation import Generation
 from coordinator.doors.validation import AnswerPlan

@@ -16,10 +16,8 @@ from prometheus_client.registry import Collector
 from coordinator.control.attempt_events import RESTART_REASONS
 from coordinator.control.instructions import MoveOutcome
 from coordinator.control.metrics import LENT, NOT_LENT, Metrics
-from coordinator.control.node_health import LossCause
+from coordinator.control.nodes import LossCause, Registry, has_path
 from coordinator.control.outcomes import FINISH_REASONS
-from coordinator.control.registry import Registry
-from coordinator.control.router import has_path
 from coordinator.control.timeline import Phase
 from coordinator.control.tracker import Tracker
 from coordinator.doors.http.counting import HttpCounts

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
-from coordinator.control.calls import CallRecord
-from coordinator.control.so_far import NOTHING, SoFar
+from coordinator.control.request import NOTHING, SoFar
+from coordinator.control.request_log import CallRecord
 from coordinator.doors.authentication import ASKER
 from coordinator.doors.bad_words import spellings
 from coordinator.doors.control import Control

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from coordinator.control.calls import CallRecord
-from coordinator.control.capacity import Capacity
-from coordinator.control.so_far import NOTHING, SoFar
+from coordinator.control.request import NOTHING, SoFar
+from coordinator.control.request_log import CallRecord
+from coordinator.control.roles import Capacity
 from coordinator.doors.validation import AnswerPlan
 from coordinator.text.answers import TextOptions
 from coordinator.traces.carrier import TRACEPARENT, TRACESTATE, Carrier

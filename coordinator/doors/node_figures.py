@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from coordinator.control.kinds import num_kinds
-from coordinator.control.registry import DRAINED, Node
+from coordinator.control.nodes import DRAINED, Node, num_kinds
 from coordinator.control.tracker import Tracker
 from protos.inference_pb2 import NodeLoad, TierLoad
 from serving_core.figures import Figure, Labels, counter, gauge, histogram

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from coordinator.control.calls import CallRecord
+from coordinator.control.request_log import CallRecord
 from coordinator.doors.authentication import ASKER
 from serving_core.errors import RequestError
 from serving_core.reasons import QUEUE_FULL

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from coordinator.control.calls import CallRecord
-from coordinator.control.capacity import Capacity
-from coordinator.control.so_far import SoFar
+from coordinator.control.request import SoFar
+from coordinator.control.request_log import CallRecord
+from coordinator.control.roles import Capacity
 from coordinator.doors.frames import framed, read_frame
 from coordinator.doors.generation import Generation
 from coordinator.doors.messages import (

@@ -4,7 +4,7 @@ an earlier call, which another run of the server may have had: its client tells 
 from collections.abc import Sequence
 from typing import Final
 
-from coordinator.control.so_far import NOTHING, SoFar
+from coordinator.control.request import NOTHING, SoFar
 from coordinator.doors.validation import AnswerPlan, Limits, bad, check_count, check_prompt_length, check_token_ids
 from protos import inference_pb2
 from protos.convert import FINISH_REASONS

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from coordinator.control.metrics import Metrics
-from coordinator.control.registry import Registry
+from coordinator.control.nodes import Registry
 from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
 from coordinator.doors.validation import MAX_ABORTED, check_count

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from coordinator.control.metrics import Metrics
+from coordinator.control.nodes import Node
 from coordinator.control.outcomes import FINISH_REASONS
-from coordinator.control.registry import Node
 from coordinator.control.tracker import Tracker
 from serving_core.figures import Figure, Labels, counter, gauge
 from serving_core.reasons import QUEUE_FULL

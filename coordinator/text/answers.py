@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.control.so_far import SoFar
+from coordinator.control.request import SoFar
 from coordinator.doors.generation import Generation
 from coordinator.text.detokenizer import Detokenizer
 from coordinator.text.stop_strings import StopMatcher

@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace import Span, SpanKind, StatusCode, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from coordinator.control.calls import CallRecord
+from coordinator.control.request_log import CallRecord
 from coordinator.traces.carrier import Carrier
 from coordinator.traces.spans import SpanRecord, call_name, call_span
 from serving_core.reminder import Reminder

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.control.node_health import FLAP_WINDOW_S, MIN_FLAPS
+from coordinator.control.nodes import FLAP_WINDOW_S, MIN_FLAPS
 from serving_core.shapes import Shape
 from serving_core.units import MIB, size_of
 from splitserve.client.answers import (

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from coordinator.control.live import TokenRow
-from coordinator.control.prompts import Prompt
+from coordinator.control.load import Prompt
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams

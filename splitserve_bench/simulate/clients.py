@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from coordinator.control.live import TokenRow
-from coordinator.control.prompts import Prompt
+from coordinator.control.load import Prompt
 from coordinator.control.slo import MS, Slo
 from coordinator.doors.statuses import retry_after_s
 from protos import fleet_pb2, inference_pb2

@@ -9,14 +9,13 @@ from functools import partial
 from operator import itemgetter
 from typing import Final, Protocol, cast
 
-from coordinator.control import drains
 from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, Send
-from coordinator.control.ledger import Ledger
 from coordinator.control.live import TokenRow
+from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
+from coordinator.control.migration import check_target
+from coordinator.control.nodes import Node, Registry
 from coordinator.control.placement.policies import POLICIES
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Node, Registry
 from coordinator.control.roles import Roles
 from coordinator.control.slo import Slo
 from coordinator.control.tracker import Tracker
@@ -108,7 +107,7 @@ class SimulatedCoordinator:
     def drain(self, name: str) -> None:
         """Takes the work from a node. Raises RequestError when there is no such node, or none that could take it."""
         node = self.registry.named(name)
-        drains.check_target(node, self.registry.nodes)
+        check_target(node, self.registry.nodes)
         self.registry.drain(node)
         self.catch_up()
         self._apply(self.tracker.tick(self._agenda.now), self._agenda.now)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from coordinator.control.loans import AUTO as LEND_AUTO
 from coordinator.control.placement.policies import AUTO
 from coordinator.control.roles import FIXED
+from coordinator.control.transfer_costs import AUTO as LEND_AUTO
 from coordinator.settings import ADMIT_ALL, CoordinatorSettings
 from serving_core.errors import SettingsError
 from serving_core.shapes import BOTH, DECODE, PREFILL

@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from coordinator.control.loans import LEAST_PATIENCE_S
-from coordinator.control.registry import VERSION_KEY
+from coordinator.control.nodes import VERSION_KEY
+from coordinator.control.transfer_costs import LEAST_PATIENCE_S
 from kv_transfer.results import Received, Sent, TransferFailed
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_to_wire

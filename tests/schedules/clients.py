@@ -7,8 +7,8 @@ import grpc
 from grpc.aio import AioRpcError, Metadata
 
 from coordinator.control.outcomes import FINISH_REASONS
+from coordinator.control.request import SoFar
 from coordinator.control.slo import Slo
-from coordinator.control.so_far import SoFar
 from coordinator.doors.resuming import read_so_far
 from coordinator.doors.statuses import to_status
 from coordinator.doors.validation import AnswerPlan, Limits

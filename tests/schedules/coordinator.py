@@ -4,12 +4,12 @@ import asyncio
 from collections import Counter
 from types import SimpleNamespace
 
-from coordinator.control.journal import Journal
-from coordinator.control.ledger import NOTHING, Ledger
 from coordinator.control.live import NUM_EPOCHS
+from coordinator.control.load import NOTHING, Ledger
 from coordinator.control.metrics import Metrics
-from coordinator.control.moves import may_move, roomiest
-from coordinator.control.registry import Registry
+from coordinator.control.migration import may_move, roomiest
+from coordinator.control.nodes import Registry
+from coordinator.control.request_log import Journal
 from coordinator.control.roles import Roles
 from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher

@@ -4,10 +4,10 @@ from heapq import heappush
 
 import pytest
 
-from coordinator.control.attempts import Attempt
 from coordinator.control.instructions import Emit
 from coordinator.control.live import LiveAnswers
-from coordinator.control.moves import Moves
+from coordinator.control.migration import Moves
+from coordinator.control.request import Attempt
 from decode_node.credit import Credit
 from kv_transfer.payload import HostPayload
 from protos import fleet_pb2

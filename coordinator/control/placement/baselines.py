@@ -13,12 +13,10 @@ are rules for nodes that do both; arrow chooses the two apart.
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from coordinator.control.handover import HandoverCosts
-from coordinator.control.ledger import Ledger
+from coordinator.control.load import Ledger, Prompt
+from coordinator.control.nodes import Node, candidates
 from coordinator.control.placement.policy import Placed, Wanted, within_pools
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Node
-from coordinator.control.router import candidates
+from coordinator.control.transfer_costs import HandoverCosts
 from serving_core.errors import RequestError
 from serving_core.reasons import NO_DECODE_WORKER
 from serving_core.shapes import DECODE, PREFILL

@@ -13,13 +13,12 @@ from heapq import nsmallest
 from operator import itemgetter
 from typing import Final, NamedTuple
 
-from coordinator.control.handover import HandoverCosts
-from coordinator.control.ledger import Ledger
+from coordinator.control.load import Ledger
+from coordinator.control.nodes import Node, candidates
 from coordinator.control.placement.costs import Costs
 from coordinator.control.placement.lateness import Lateness, spared
 from coordinator.control.placement.policy import Placed, Wanted, within_pools
-from coordinator.control.registry import Node
-from coordinator.control.router import candidates
+from coordinator.control.transfer_costs import HandoverCosts
 from serving_core.errors import RequestError
 from serving_core.reasons import NO_DECODE_WORKER
 from serving_core.shapes import DECODE, PREFILL

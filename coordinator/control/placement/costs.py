@@ -28,12 +28,10 @@ from math import ceil
 from statistics import median
 from typing import Final, NamedTuple
 
-from coordinator.control.attempts import Loan
-from coordinator.control.handover import HandoverCosts
-from coordinator.control.ledger import Ledger
-from coordinator.control.loans import NEVER
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Node
+from coordinator.control.load import Ledger, Prompt
+from coordinator.control.nodes import Node
+from coordinator.control.request import Loan
+from coordinator.control.transfer_costs import NEVER, HandoverCosts
 
 AGAIN: Final = 0.2
 

@@ -21,7 +21,7 @@ limits, and then of each step what the tightest limit that can be kept has left 
 the time, and all of it once the answers are over. Of answers whose prompts it has yet to read BEGUN count there.
 Answers without limits leave it a chunk with each of their steps. So a node itself shares out its time
 (prefill_node/slack.py, prefill_node/order.py): what is expected here is what it will try. How long answers become is
-guessed from those that ended (coordinator/control/lengths.py).
+guessed from those that ended (coordinator/control/load.py).
 
 An answer that makes nobody late as things stand is too many where, at any time while it is written, a step of all
 answers takes longer than the tightest limit (`crowding`): prompts would get no time, and whoever gets more tokens than
@@ -41,9 +41,9 @@ from functools import cached_property, partial
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
-from coordinator.control.ledger import Ledger, Owed
+from coordinator.control.load import Ledger, Owed
+from coordinator.control.nodes import Node
 from coordinator.control.placement.policy import Wanted
-from coordinator.control.registry import Node
 from prefill_node.order import timely
 from prefill_node.slack import FLOOR
 from serving_core.costs import StepLoad

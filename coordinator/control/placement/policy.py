@@ -4,11 +4,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
-from coordinator.control.attempts import Loan
-from coordinator.control.handover import HandoverCosts
-from coordinator.control.ledger import Ledger
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Node
+from coordinator.control.load import Ledger, Prompt
+from coordinator.control.nodes import Node
+from coordinator.control.request import Loan
+from coordinator.control.transfer_costs import HandoverCosts
 from serving_core.due import Due
 
 

@@ -6,12 +6,11 @@ than the pool of every reader is read by a node that writes.
 
 from collections.abc import Sequence
 
-from coordinator.control.handover import HandoverCosts
-from coordinator.control.ledger import Ledger
+from coordinator.control.load import Ledger
+from coordinator.control.nodes import Node, candidates, fitting
 from coordinator.control.placement.costs import Costs
 from coordinator.control.placement.policy import Placed, Wanted
-from coordinator.control.registry import Node
-from coordinator.control.router import candidates, fitting
+from coordinator.control.transfer_costs import HandoverCosts
 from serving_core.shapes import DECODE, PREFILL
 
 

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from coordinator.control.calls import CallRecord
+from coordinator.control.request_log import CallRecord
 from coordinator.doors.authentication import ASKER, BearerSecrets
 from coordinator.doors.exposition import CONTENT_TYPE
 from coordinator.doors.front import Front

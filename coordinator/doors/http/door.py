@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.control.calls import CallRecord
+from coordinator.control.request_log import CallRecord
 from coordinator.doors.authentication import ASKER, NO_ADMIN_KEY, NO_API_KEY, BearerSecrets
 from coordinator.doors.http.errors import error_response, http_error_response, internal_error
 from coordinator.doors.http.page import OVERVIEW_PATH, PAGE_PATHS, ROOT_PATH

@@ -2,13 +2,12 @@
 
 import math
 
-from coordinator.control.handover import HandoverCosts
-from coordinator.control.ledger import Ledger
+from coordinator.control.load import Ledger, Prompt
+from coordinator.control.nodes import Registry
 from coordinator.control.placement.lateness import Lateness
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Coming, Wanted
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Registry
+from coordinator.control.transfer_costs import HandoverCosts
 from serving_core.due import Due
 from tests import fleet_events as events
 

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from random import Random
 
 from coordinator.control.instructions import Emit, End, MoveEnded, Send
-from coordinator.control.ledger import Ledger
+from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Registry
-from coordinator.control.releases import RESEND_S
-from coordinator.control.router import has_path
+from coordinator.control.nodes import Registry, has_path
+from coordinator.control.request import RESEND_S
 from coordinator.control.slo import Slo
 from coordinator.control.tracker import Tracker
 from protos import fleet_pb2, inference_pb2

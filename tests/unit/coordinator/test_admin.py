@@ -141,7 +141,7 @@ def test_a_node_that_refuses_a_shape_ends_the_call_and_has_its_line(tmp_path, mo
     run(scenario())
     [line] = [record for record in caplog.records if "seats of a shape" in record.getMessage()]
     assert line.getMessage() == "decode node d0 refuses a shape: seats of a shape is 64"
-    assert "coordinator.control.journal" not in {record.name for record in caplog.records}
+    assert "coordinator.control.request_log" not in {record.name for record in caplog.records}
 
 
 def test_changes_that_are_asked_for_at_once_are_made_one_after_the_other(tmp_path):
@@ -409,7 +409,7 @@ def test_a_drain_needs_the_key(tmp_path):
 
 
 def test_a_move_has_a_line_and_its_answer_tells_of_it(tmp_path, caplog):
-    caplog.set_level("INFO", logger="coordinator.control.journal")
+    caplog.set_level("INFO", logger="coordinator.control.request_log")
 
     async def scenario():
         async with cluster(tmp_path) as c:
@@ -421,7 +421,7 @@ def test_a_move_has_a_line_and_its_answer_tells_of_it(tmp_path, caplog):
             await rest_of(call)
 
     run(scenario())
-    moved, finished = [record for record in caplog.records if record.name == "coordinator.control.journal"]
+    moved, finished = [record for record in caplog.records if record.name == "coordinator.control.request_log"]
     assert (moved.getMessage(), moved.request_id) == ("answer moved", "r")
     assert moved.fields.pop("seconds") > 0
     assert moved.fields == {"index": 0, "outcome": "moved", "from_node": "d0", "to_node": "d1", "kv_bytes": 60}

@@ -8,16 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.control.admission import FEWEST_FIRST_TOKENS, FEWEST_TOKENS, MOST_SPARE, Admission
-from coordinator.control.attempts import TrackedRequest
-from coordinator.control.handover import HandoverCosts
-from coordinator.control.holding import FLOOR
+from coordinator.control.admission import (
+    FEWEST_FIRST_TOKENS,
+    FEWEST_TOKENS,
+    FLOOR,
+    MAX_RETRY_AFTER_S,
+    MIN_RETRY_AFTER_S,
+    MOST_SPARE,
+    NUM_TAKEN,
+    Admission,
+)
+from coordinator.control.load import Prompt
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Placed, Wanted
-from coordinator.control.prompts import Prompt
+from coordinator.control.request import TrackedRequest
 from coordinator.control.slo import Slo
 from coordinator.control.timeline import Timeline
-from coordinator.control.turns import LEAST_S, MOST_S, NUM_TAKEN
+from coordinator.control.transfer_costs import HandoverCosts
 from serving_core.due import Due
 from serving_core.errors import RequestError
 from serving_core.margin import WINDOW
@@ -254,17 +261,17 @@ def test_the_refused_come_back_one_after_the_other_at_the_pace_of_endings(gaps_s
     for gap_s in gaps_s:
         now += gap_s
         wait_s = wait_of(found.refusal("QUEUE_FULL", "full", now))
-        assert LEAST_S - 1e-3 <= wait_s <= MOST_S + 1e-3
+        assert MIN_RETRY_AFTER_S - 1e-3 <= wait_s <= MAX_RETRY_AFTER_S + 1e-3
         turns_s.append(now + wait_s)
-        if wait_s < MOST_S - 1e-3 and len(turns_s) > 1:
-            assert turns_s[-1] > turns_s[-2] or wait_s == pytest.approx(LEAST_S, abs=1e-3)
+        if wait_s < MAX_RETRY_AFTER_S - 1e-3 and len(turns_s) > 1:
+            assert turns_s[-1] > turns_s[-2] or wait_s == pytest.approx(MIN_RETRY_AFTER_S, abs=1e-3)
     assert all(later_s >= earlier_s - 1e-3 for earlier_s, later_s in pairwise(turns_s)), "nobody overtakes"
 
 
 def test_who_would_be_late_for_long_comes_back_after_that_and_keeps_nobody_waiting():
     found = admission()
     assert wait_of(found.refusal("WOULD_BE_LATE", "late", NOW, 50.0)) == 50.0
-    assert wait_of(found.refusal("WOULD_BE_LATE", "late", NOW)) == LEAST_S
+    assert wait_of(found.refusal("WOULD_BE_LATE", "late", NOW)) == MIN_RETRY_AFTER_S
 
 
 def prompted(number, slo=None, now=NOW):
@@ -501,7 +508,7 @@ def test_what_a_node_refuses_ends_with_when_to_come_again():
     world = World(("p0", "d0"), admits_late=False)
     world.submit(slo=Slo("", 5.0, None))
     assert world.tell("p0", events.failed(world.attempt, "WOULD_BE_LATE"), 3.0) == ["cancel d0", "end WOULD_BE_LATE"]
-    assert wait_of(world.outcome) == LEAST_S
+    assert wait_of(world.outcome) == MIN_RETRY_AFTER_S
     assert "cannot be kept" in str(world.outcome)
     assert world.tell("d0", events.cancelled(world.attempt), 3.0) == []
     assert world.tracker.num_open == 0

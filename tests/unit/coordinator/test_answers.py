@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.control.so_far import SoFar
+from coordinator.control.request import SoFar
 from coordinator.doors.generation import Generation
 from coordinator.text.answers import Answer, AnswerText, TextOptions
 from coordinator.text.stop_strings import StopMatcher

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from coordinator.control.demand import CATCH_UP_S, LEAST_S, MAX_SAMPLES, WINDOW_S, Demand, Ended
-from coordinator.control.lengths import Lengths
-from coordinator.control.registry import MAX_NODES, Registry
+from coordinator.control.load import Lengths
+from coordinator.control.nodes import MAX_NODES, Registry
+from coordinator.control.roles import CATCH_UP_S, LEAST_S, MAX_SAMPLES, WINDOW_S, Demand, Ended
 from coordinator.control.slo import Slo
 from protos import inference_pb2
 from serving_core.errors import RequestError

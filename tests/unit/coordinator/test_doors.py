@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from coordinator import door_link
-from coordinator.control.calls import CallRecord
-from coordinator.control.capacity import Capacity
-from coordinator.control.so_far import NOTHING, SoFar
+from coordinator.control.request import NOTHING, SoFar
+from coordinator.control.request_log import CallRecord
+from coordinator.control.roles import Capacity
 from coordinator.door_link import DoorCall, DoorLink, DoorLost
 from coordinator.doors import frames, remote
 from coordinator.doors.frames import framed, read_frame

@@ -2,11 +2,8 @@
 
 import pytest
 
-from coordinator.control import drains
-from coordinator.control.balance import REST_S, WAIT_S
-from coordinator.control.drains import MAX_MOVES
-from coordinator.control.moves import NUM_TOKENS_AHEAD
-from coordinator.control.prompts import Prompt
+from coordinator.control.load import Prompt
+from coordinator.control.migration import MAX_DRAIN_MOVES, NUM_TOKENS_AHEAD, REST_S, WAIT_S, check_target
 from serving_core.errors import RequestError
 from serving_core.prefix import GRAFT
 from tests import fleet_events as events
@@ -53,15 +50,15 @@ def move(world, target, source="d0", now=2.0):
 
 
 def test_answers_leave_a_draining_node_a_few_at_a_time_and_the_next_when_one_has_gone():
-    world, attempts = written_on_d0(MAX_MOVES + 2)
-    assert left_on(world, "d0") == MAX_MOVES + 2
-    assert world.drain("d0", 1.0) == ["reserve d1"] * MAX_MOVES
-    targets = [job.attempt for job in world.jobs[-MAX_MOVES:]]
+    world, attempts = written_on_d0(MAX_DRAIN_MOVES + 2)
+    assert left_on(world, "d0") == MAX_DRAIN_MOVES + 2
+    assert world.drain("d0", 1.0) == ["reserve d1"] * MAX_DRAIN_MOVES
+    targets = [job.attempt for job in world.jobs[-MAX_DRAIN_MOVES:]]
     assert world.tick(1.1) == []
     assert move(world, targets[0], now=1.2) == ["cancel d0", "moved"]
-    assert left_on(world, "d0") == MAX_MOVES + 2  # until it has answered
+    assert left_on(world, "d0") == MAX_DRAIN_MOVES + 2  # until it has answered
     assert world.tell("d0", events.cancelled(attempts[0]), 1.3) == []
-    assert left_on(world, "d0") == MAX_MOVES + 1
+    assert left_on(world, "d0") == MAX_DRAIN_MOVES + 1
     assert world.step(targets[0], 2, node="d1", now=1.3) == ["emit 2:102"]
     assert world.tick(1.4) == ["reserve d1"]
 
@@ -182,10 +179,10 @@ def test_what_is_told_of_a_drained_node_does_not_depend_on_what_it_says_itself()
 def test_a_node_without_another_one_of_its_kind_cannot_drain(name, verb):
     world = World(("p0", "d0", "p1", "d1"))
     node = world.registry.find(name)
-    drains.check_target(node, world.registry.nodes)
+    check_target(node, world.registry.nodes)
     world.registry.drain(world.registry.find(f"{name[0]}1"))
     with pytest.raises(RequestError, match=f"^node {name} cannot drain: no other node {verb}$") as error:
-        drains.check_target(node, world.registry.nodes)
+        check_target(node, world.registry.nodes)
     assert error.value.reason == "NO_OTHER_NODE"
 
 

@@ -3,15 +3,19 @@ when those who find the fleet full are to come back."""
 
 import pytest
 
-from coordinator.control.attempts import Attempt
-from coordinator.control.handover import MAX_AGE_S, Handover, HandoverCosts
-from coordinator.control.handover import MAX_SAMPLES as MAX_HANDOVERS
-from coordinator.control.lengths import MAX_SAMPLES as MAX_LENGTHS
-from coordinator.control.lengths import MIN_SAMPLES, Lengths
-from coordinator.control.pace import MAX_SAMPLES as MAX_TIMES
-from coordinator.control.pace import Pace
-from coordinator.control.registry import Registry
-from coordinator.control.turns import GRACE_S, LEAST_S, MOST_S, NUM_TAKEN, Turns
+from coordinator.control.admission import (
+    GRACE_S,
+    MAX_RETRY_AFTER_S,
+    MAX_TIMES,
+    MIN_RETRY_AFTER_S,
+    NUM_TAKEN,
+    Pace,
+    Turns,
+)
+from coordinator.control.load import MAX_LENGTHS, MIN_LENGTHS, Lengths
+from coordinator.control.nodes import Registry
+from coordinator.control.request import Attempt
+from coordinator.control.transfer_costs import MAX_HANDOVER_AGE_S, MAX_HANDOVERS, Handover, HandoverCosts
 from coordinator.doors.statuses import retry_after_s
 from serving_core.errors import RequestError
 from tests import fleet_events as events
@@ -48,9 +52,9 @@ def lengths_of(*lengths):
 
 
 def test_until_enough_have_ended_an_answer_may_be_as_long_as_its_request_allows():
-    assert lengths_of(*[10] * (MIN_SAMPLES - 1)).left(0, 500) == 500
-    assert lengths_of(*[10] * MIN_SAMPLES).left(0, 500) == 10
-    assert lengths_of(*[10] * MIN_SAMPLES).left(0, 7) == 7
+    assert lengths_of(*[10] * (MIN_LENGTHS - 1)).left(0, 500) == 500
+    assert lengths_of(*[10] * MIN_LENGTHS).left(0, 500) == 10
+    assert lengths_of(*[10] * MIN_LENGTHS).left(0, 7) == 7
 
 
 def test_three_of_four_that_came_as_far_got_no_more():
@@ -113,8 +117,8 @@ def test_only_the_last_ones_count_and_none_that_is_old(nodes):
     for now, seconds in [*[(1.0, 9.0)] * 100, *[(2.0, 3.0)] * MAX_HANDOVERS]:
         move(handover, nodes, granted_s=now, first_token_s=now, step_start_s=now + seconds, now=now)
     assert handover.costs(2.0).move_s == 3.0
-    assert handover.costs(2.0 + MAX_AGE_S).move_s == 3.0
-    assert handover.costs(2.1 + MAX_AGE_S) == HandoverCosts()
+    assert handover.costs(2.0 + MAX_HANDOVER_AGE_S).move_s == 3.0
+    assert handover.costs(2.1 + MAX_HANDOVER_AGE_S) == HandoverCosts()
 
 
 # ---- when to come back ----
@@ -176,10 +180,10 @@ def test_time_is_kept_by_the_share_of_turns_that_were_taken(every):
 
 
 def test_short_rhythms_and_long_queues_have_bounds():
-    assert Turns().wait_s(5.0) == LEAST_S  # nothing is known
-    assert busy(0.001).wait_s(100.0) == LEAST_S
+    assert Turns().wait_s(5.0) == MIN_RETRY_AFTER_S  # nothing is known
+    assert busy(0.001).wait_s(100.0) == MIN_RETRY_AFTER_S
     turns = busy(10.0)
-    assert [turns.wait_s(100.0) for _ in range(10)][-4:] == [MOST_S] * 4
+    assert [turns.wait_s(100.0) for _ in range(10)][-4:] == [MAX_RETRY_AFTER_S] * 4
     assert turns.wait_s(130.0) == pytest.approx(30.0 + 25.0)  # two endings in the last 50 s
 
 

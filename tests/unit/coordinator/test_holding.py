@@ -5,8 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 
+from coordinator.control.request import SoFar
 from coordinator.control.slo import Slo
-from coordinator.control.so_far import SoFar
 from coordinator.control.timeline import Phase
 from protos import inference_pb2
 from serving_core.errors import RequestError

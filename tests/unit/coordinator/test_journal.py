@@ -5,10 +5,9 @@ import logging
 
 import pytest
 
-from coordinator.control.calls import CallRecord
 from coordinator.control.instructions import End
-from coordinator.control.journal import Journal
 from coordinator.control.metrics import Metrics
+from coordinator.control.request_log import CallRecord, Journal
 from coordinator.control.timeline import Timeline
 from protos import inference_pb2
 from serving_core.errors import RequestError

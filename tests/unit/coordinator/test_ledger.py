@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.control.ledger import Account, Ledger
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Registry
+from coordinator.control.load import Account, Ledger, Prompt
+from coordinator.control.nodes import Registry
 from serving_core.due import Due
 from tests import fleet_events as events
 

@@ -2,24 +2,23 @@
 
 import pytest
 
-from coordinator.control.handover import HandoverCosts
 from coordinator.control.instructions import Send
-from coordinator.control.ledger import Ledger
-from coordinator.control.loans import (
+from coordinator.control.load import Ledger, Prompt
+from coordinator.control.nodes import Registry
+from coordinator.control.placement.policies import POLICIES
+from coordinator.control.placement.policy import Wanted
+from coordinator.control.transfer_costs import (
     ALWAYS,
     AUTO,
     LEAST_PATIENCE_S,
-    MAX_AGE_S,
-    MIN_SAMPLES,
+    MAX_LOAN_AGE_S,
+    MIN_LOANS,
     NEVER,
     PATIENCE_S,
     UNMEASURED_S,
+    HandoverCosts,
     Loans,
 )
-from coordinator.control.placement.policies import POLICIES
-from coordinator.control.placement.policy import Wanted
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Registry
 from protos import fleet_pb2, inference_pb2
 from serving_core.shapes import Shape
 from tests import fleet_events as events
@@ -43,7 +42,7 @@ def measured(*loans, lends=AUTO, now=0.0):
 
 
 def test_what_was_never_measured_is_tried():
-    costs = measured(*[(100, 9.0)] * (MIN_SAMPLES - 1))
+    costs = measured(*[(100, 9.0)] * (MIN_LOANS - 1))
     assert costs.seconds(PAIR, 100) == UNMEASURED_S
     assert costs.is_worth(PAIR, 100, 1.1 * UNMEASURED_S)
     assert not costs.is_worth(PAIR, 100, UNMEASURED_S)
@@ -61,14 +60,14 @@ def test_a_price_is_never_less_than_was_measured(num_tokens, seconds):
 
 def test_old_loans_count_no_more():
     known = Loans(AUTO)
-    for _ in range(MIN_SAMPLES):
+    for _ in range(MIN_LOANS):
         known.ended(PAIR, 100, 9.0, 0.0)
-    assert known.costs(MAX_AGE_S).seconds(PAIR, 100) == 9.0
-    assert known.costs(MAX_AGE_S + 1).seconds(PAIR, 100) == UNMEASURED_S
+    assert known.costs(MAX_LOAN_AGE_S).seconds(PAIR, 100) == 9.0
+    assert known.costs(MAX_LOAN_AGE_S + 1).seconds(PAIR, 100) == UNMEASURED_S
 
 
 def test_always_and_never_ask_for_no_price():
-    slow = [(100, 9.0)] * MIN_SAMPLES
+    slow = [(100, 9.0)] * MIN_LOANS
     assert measured(*slow, lends=ALWAYS).is_worth(PAIR, 1, 0.0)
     assert not measured(lends=NEVER).is_worth(PAIR, 100, 9.0)
     assert not measured(lends=ALWAYS).is_worth(PAIR, 0, 9.0)
@@ -117,7 +116,7 @@ def test_what_the_reader_holds_is_not_lent():
 )
 def test_blocks_travel_where_that_is_faster_than_computing_them(lends, loan_s, is_lent):
     """96 tokens take 0.096 s to be computed."""
-    assert (placed(lends, loans=[(96, loan_s)] * MIN_SAMPLES).loan is not None) == is_lent
+    assert (placed(lends, loans=[(96, loan_s)] * MIN_LOANS).loan is not None) == is_lent
 
 
 def test_the_node_that_holds_the_prompt_is_preferred_while_its_queue_is_short():

@@ -2,10 +2,8 @@
 
 import pytest
 
-from coordinator.control.balance import REST_S
-from coordinator.control.drains import RETRY_S
-from coordinator.control.moves import NUM_TOKENS_AHEAD, RESERVE_TIMEOUT_S
-from coordinator.control.releases import RESEND_S
+from coordinator.control.migration import NUM_TOKENS_AHEAD, RESERVE_TIMEOUT_S, REST_S, RETRY_S
+from coordinator.control.request import RESEND_S
 from coordinator.control.slo import Slo
 from protos import fleet_pb2, inference_pb2
 from serving_core.due import Due

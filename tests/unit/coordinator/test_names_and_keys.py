@@ -8,7 +8,7 @@ from functools import partial
 import grpc
 import pytest
 
-from coordinator.control.journal import Journal
+from coordinator.control.request_log import Journal
 from coordinator.settings import CoordinatorSettings, check_settings
 from coordinator.text import chat_template, structures
 from protos import inference_pb2

@@ -5,10 +5,9 @@ import pytest
 from google.protobuf.json_format import MessageToJson
 
 from coordinator.control import lives
-from coordinator.control.attainment import AttainmentCounts
 from coordinator.control.lives import MAX_ENDED, WINDOW_S
 from coordinator.control.overview import MAX_LIVE, MAX_SAMPLES, Overview
-from coordinator.control.slo import Slo, SloClass
+from coordinator.control.slo import AttainmentCounts, Slo, SloClass
 from coordinator.control.timeline import MAX_MARKS, Phase, Timeline
 from serving_core.errors import RequestError
 from serving_core.reasons import WORKER_LOST

@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.control.handover import HandoverCosts
-from coordinator.control.ledger import Ledger
+from coordinator.control.load import Ledger, Prompt
+from coordinator.control.nodes import Registry
 from coordinator.control.placement.costs import Costs
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Wanted
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Registry
+from coordinator.control.transfer_costs import HandoverCosts
 from serving_core.errors import RequestError
 from serving_core.shapes import Shape
 from tests import fleet_events as events

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.control.load import Prompt
 from coordinator.control.placement.lateness import LOST, Lateness, Pace, spared, step_s
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import NOTHING_COMES, Coming, Wanted
-from coordinator.control.prompts import Prompt
 from serving_core.due import Due
 from tests import fleet_events as events
 from tests.unit.coordinator.placement_kit import COMING, NOW, TOKENS, Fleet

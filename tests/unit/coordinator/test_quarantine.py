@@ -3,8 +3,8 @@
 import grpc
 import pytest
 
-from coordinator.control.attempts import NUM_TOKENS_FURTHER
-from coordinator.control.pauses import Pauses
+from coordinator.control.nodes import Pauses
+from coordinator.control.request import NUM_TOKENS_FURTHER
 from tests import fleet_events as events
 from tests.scripted_nodes import DEADLINE_S, cluster, hand_over, read_all, refusal_of, run, step
 from tests.unit.coordinator.tracker_kit import World

@@ -2,15 +2,14 @@
 
 import pytest
 
-from coordinator.control.capacity import RecentCapacity, capacity
-from coordinator.control.drains import num_left
-from coordinator.control.handover import HandoverCosts
-from coordinator.control.ledger import Ledger
+from coordinator.control.load import Ledger, Prompt
+from coordinator.control.migration import num_left
+from coordinator.control.nodes import Registry
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Wanted
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Registry
-from coordinator.control.releases import Releases
+from coordinator.control.request import Releases
+from coordinator.control.roles import RecentCapacity, capacity
+from coordinator.control.transfer_costs import HandoverCosts
 from protos import fleet_pb2
 from protos.convert import shape_to_wire
 from serving_core.errors import RequestError

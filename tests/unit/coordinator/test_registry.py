@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.control.kinds import MAX_PAIRS, Kinds, num_kinds
-from coordinator.control.registry import Registry
+from coordinator.control.nodes import MAX_PAIRS, Kinds, Registry, num_kinds
 from coordinator.control.timeline import Phase, Timeline
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_to_wire
@@ -294,7 +293,7 @@ def test_losses_count_for_ten_minutes(registry):
 def test_losses_are_forgotten_of_those_that_have_been_gone_for_longest_and_only_where_there_are_too_many(
     registry, monkeypatch
 ):
-    monkeypatch.setattr("coordinator.control.registry.MAX_NAMES", 6)
+    monkeypatch.setattr("coordinator.control.nodes.MAX_NAMES", 6)
     for name in "abcdef":
         node = registry.admit(hello(name, "prefill"), 0.0)
         node.health.lost(0.0)

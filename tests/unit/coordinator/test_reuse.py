@@ -6,11 +6,10 @@ import logging
 import grpc
 import pytest
 
-from coordinator.control.journal import Journal
-from coordinator.control.ledger import Ledger
+from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Registry
+from coordinator.control.nodes import Registry
+from coordinator.control.request_log import Journal
 from coordinator.control.roles import FIXED, Roles
 from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher

@@ -7,9 +7,8 @@ import random
 
 import pytest
 
-from coordinator.control.ledger import Ledger
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Registry
+from coordinator.control.load import Ledger, Prompt
+from coordinator.control.nodes import Registry
 from coordinator.control.roles import (
     AUTO,
     CALM_S,

@@ -4,13 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.control.handover import HandoverCosts
-from coordinator.control.ledger import Ledger
+from coordinator.control.load import Ledger, Prompt
+from coordinator.control.nodes import Registry, does, has_path
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Wanted
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Registry
-from coordinator.control.router import does, has_path
+from coordinator.control.transfer_costs import HandoverCosts
 from serving_core.blocks import BlockAllocator
 from serving_core.errors import RequestError
 from serving_core.prefix import GRAFT, BlockNames, hint_of, root_name

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Registry
+from coordinator.control.load import Prompt
+from coordinator.control.nodes import Registry
 from coordinator.control.slo import MAX_CLASSES, MAX_PRIORITY, Limit, Slo, SloClass, SloClasses, parse_slo_classes
 from protos import inference_pb2
 from protos.inference_pb2 import GenerateRequest

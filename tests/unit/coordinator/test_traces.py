@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from coordinator.control.calls import MAX_MOVES, AnswerRecord, CallRecord, answer_index
+from coordinator.control.request_log import MAX_MOVES, AnswerRecord, CallRecord, answer_index
 from coordinator.control.timeline import MAX_MARKS, Mark, Phase, Timeline
 from coordinator.traces import export
 from coordinator.traces.spans import call_span

@@ -3,8 +3,7 @@
 import pytest
 
 from coordinator.control.attempt_events import MAX_EARLY_TOKENS
-from coordinator.control.attempts import ONE_EVENT_S
-from coordinator.control.releases import RESEND_S
+from coordinator.control.request import ONE_EVENT_S, RESEND_S
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from tests import fleet_events as events

@@ -2,12 +2,11 @@
 
 import pytest
 
-from coordinator.control.attempts import ONE_EVENT_S
 from coordinator.control.live import ASK_AGAIN_S
 from coordinator.control.lives import life_of
-from coordinator.control.pauses import RECOVERY_S, Pauses
+from coordinator.control.nodes import RECOVERY_S, Pauses
+from coordinator.control.request import ONE_EVENT_S, SoFar
 from coordinator.control.slo import Slo
-from coordinator.control.so_far import SoFar
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from tests import fleet_events as events

@@ -3,12 +3,11 @@
 import dataclasses
 
 from coordinator.control.instructions import Embedded, Emit, End, MoveEnded, Send
-from coordinator.control.ledger import Ledger
+from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
+from coordinator.control.nodes import Registry
 from coordinator.control.placement.policies import POLICIES
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Registry
-from coordinator.control.so_far import NOTHING
+from coordinator.control.request import NOTHING
 from coordinator.control.tracker import Tracker
 from serving_core.errors import RequestError
 from serving_core.requests import MEAN, Pooling, SamplingParams

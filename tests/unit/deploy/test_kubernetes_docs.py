@@ -4,7 +4,7 @@ import re
 
 import yaml
 
-from coordinator.control.demand import BUSY, CATCH_UP_S, MAX_SAMPLES, WINDOW_S
+from coordinator.control.roles import BUSY, CATCH_UP_S, MAX_SAMPLES, WINDOW_S
 from tests.unit.deploy.kubernetes_kit import PAGE, container, example, named, objects, ours
 from tests.unit.deploy.kustomize_kit import ROOT, render
 

@@ -1,35 +1,50 @@
-"""Running answers that move from the node that writes them to another one, with their KV. Pure.
+"""Migrate running requests to another node, with their KV: which ones, where to, and what comes of it. Pure.
 
-    begin        Reserve to the target, under an epoch of its own: room for what is known of the answer and some more
-    Reserved     Migrate, with the ticket, to the source, which writes on while its blocks travel, then stops for good
-    Committed    the target writes on; Cancel to the source, whose tokens before the target's first one still count
-    else         Cancel to the target, and when that has answered, Keep to the source, which writes on
+    begin        Reserve to the target, under an epoch of its own, for the tokens known and some more
+    Reserved     Migrate, with the descriptor, to the source, which decodes on while blocks travel, then stops
+    Committed    the target decodes on; Cancel to the source, whose tokens before the target's first one still count
+    else         Cancel to the target, and after its answer Keep to the source, which decodes on
 
-Blocks that the target holds already do not travel: its ticket names the last one. A source that has written the answer
-behind others says PAIRING_MISMATCH, and the answer moves whole the next time. So it does from a node that may hold
-blocks whose bits their names do not tell.
+Blocks that the target has cached do not travel: its descriptor names the last one. A source that has decoded the
+sequence beside others reports PAIRING_MISMATCH, and the next migration sends all blocks.
 
-The coordinator alone decides who goes on: a source that has stopped waits for Cancel or Keep, whatever has failed, and
-a commit that crosses the Cancel to its target counts for nothing. Until the commit the answer is the source's: its end,
-the loss of the source and its failures are handled as if nothing moved.
+The coordinator alone decides which node goes on: a source that has stopped waits for Cancel or Keep whatever has
+failed, and a commit that crosses the Cancel to its target counts for nothing. Until the commit the request is the
+source's: its end, the loss of the source and its failures are handled as if there were no migration.
+
+A drained node: prompts without a token begin again on other nodes, transfers under way finish, and running requests
+migrate, MAX_DRAIN_MOVES at a time, to the node with most room; a request that no other node has room for stays until
+one has. A node that stops decoding only keeps its prompts.
+
+A full node: where a prefilled prompt has waited for blocks for WAIT_S, the youngest running request migrates.
+
+A late node: a request whose TPOT limit is shorter than a step of its node falls behind with each token. Where its slack
+does not last until its end, it migrates to the node with most room on which it is in time and makes nobody late. It
+goes to the node that placement spares for prompts to come (placement/lateness.py) only if fewer of those would be late
+than sequences are here. The request that is least behind goes first.
+
+From a full or late node one request migrates at a time, and no request twice within REST_S.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
-from coordinator.control.attempts import Move, MoveStage, TrackedRequest, tell_sender
 from coordinator.control.instructions import Instruction, MoveOutcome, Send
-from coordinator.control.ledger import Ledger
 from coordinator.control.live import LiveAnswers, move_ended
-from coordinator.control.registry import Node
-from coordinator.control.router import fitting
+from coordinator.control.load import Ledger
+from coordinator.control.nodes import PARTS, Node, does, fitting, has_path
+from coordinator.control.placement.lateness import Lateness, spared, step_s
+from coordinator.control.placement.policy import Coming, Wanted
+from coordinator.control.request import Move, MoveStage, Releases, TrackedRequest, tell_sender
 from coordinator.control.timeline import Phase
 from protos import fleet_pb2
 from serving_core import reasons
+from serving_core.due import Due
 from serving_core.errors import RequestError
 from serving_core.prefix import GRAFT, tells_bits
-from serving_core.shapes import DECODE
+from serving_core.shapes import DECODE, PREFILL
 
 NUM_TOKENS_AHEAD: Final = 128  # that the source may write meanwhile: more than it does while a long answer's KV travels
 MIN_TOKENS_LEFT: Final = 8  # an answer that is about to end does so sooner where it is
@@ -232,3 +247,157 @@ def _move_of(request: TrackedRequest) -> Move:
 
 def _source_attempt(request: TrackedRequest) -> fleet_pb2.Attempt:
     return fleet_pb2.Attempt(request_id=request.request_id, epoch=_move_of(request).source_epoch)
+
+
+MAX_DRAIN_MOVES: Final = 4  # at once, from one node to another
+RETRY_S: Final = 1.0  # between two moves of one answer
+
+
+def check_target(node: Node, nodes: Collection[Node], *, embeds: bool = False) -> None:
+    """Raises RequestError when no other node could take the work of this one."""
+    others = [other for other in nodes if other is not node]
+    if not has_path(others, embeds=embeds):
+        missing = [PARTS[role][0] for role in ((PREFILL,) if embeds else PARTS) if not fitting(others, role, 0)]
+        what = f"no other node {' or '.join(missing)}" if missing else "the others take no hand-overs"
+        raise RequestError(reasons.NO_OTHER_NODE, f"node {node.name} cannot drain: {what}")
+
+
+def num_left(node: Node, requests: Iterable[TrackedRequest], releases: Releases) -> int:
+    """Answers that the node still has a part in; of those whose blocks it holds for other nodes, one stands for all."""
+    is_host = node.load.num_blocks_hosted > 0
+    return sum(_has_part(node, request) for request in requests) + releases.count(node) + is_host
+
+
+def prompts_to_restart(requests: Iterable[TrackedRequest], nodes: Collection[Node]) -> Iterator[TrackedRequest]:
+    """Those without a token that have a part on a node that drains."""
+    if all(node.is_ready for node in nodes):
+        return
+    for request in requests:
+        attempt = request.attempt
+        is_begun = attempt.has_first_token or attempt.early or (attempt.is_committed and not attempt.is_local)
+        if not is_begun and not all(node.is_ready for node in attempt.holders()):
+            yield request
+
+
+def leaving_drained(
+    requests: Iterable[TrackedRequest], nodes: Collection[Node], ledger: Ledger, now: float
+) -> Iterator[tuple[TrackedRequest, Node]]:
+    """Answers that are to move now, and where to. Each must have begun to move when the next one is asked for."""
+    leaves = {node for node in nodes if not (node.is_ready and does(node, DECODE))}
+    requests = list(requests) if leaves else []
+    under_way = Counter((request.move.source, request.move.target) for request in requests if request.move)
+    for request in requests:
+        source = request.attempt.decode
+        if source not in leaves or not may_move(request, now, rest_s=RETRY_S):
+            continue
+        free = [node for node in nodes if node is not source and under_way[source, node] < MAX_DRAIN_MOVES]
+        target = roomiest(request, free, ledger)
+        if target is not None:
+            under_way[source, target] += 1
+            yield request, target
+
+
+def _has_part(node: Node, request: TrackedRequest) -> bool:
+    move = request.move
+    is_target = move is not None and move.is_under_way and move.target is node
+    return is_target or any(node is holder for holder in request.attempt.holders())
+
+
+WAIT_S: Final = 0.5
+REST_S: Final = 10.0
+
+
+def leaving_full(
+    requests: Iterable[TrackedRequest], nodes: Collection[Node], ledger: Ledger, now: float
+) -> Iterator[tuple[TrackedRequest, Node]]:
+    """Answers that are to move now, and where to. Each must have begun to move when the next one is asked for."""
+    requests = list(requests)
+    full = {request.attempt.decode for request in requests if _waits(request, now)}
+    if not full:
+        return
+    busy = moving(requests)
+    for source in [node for node in nodes if node in full and node not in busy]:
+        running = [each for each in requests if each.attempt.decode is source and may_move(each, now, rest_s=REST_S)]
+        youngest = max(running, key=lambda each: each.age, default=None)
+        if youngest is None:
+            continue
+        others = [node for node in nodes if node not in full and node not in busy]
+        target = roomiest(youngest, others, ledger)
+        if target is not None:
+            busy |= {source, target}
+            yield youngest, target
+
+
+def moving(requests: Iterable[TrackedRequest]) -> set[Node]:
+    """The nodes between which answers are on their way."""
+    return {node for request in requests if request.move for node in (request.move.source, request.move.target)}
+
+
+def _waits(request: TrackedRequest, now: float) -> bool:
+    since_s = request.attempt.waits_since_s
+    return since_s is not None and now - since_s >= WAIT_S
+
+
+def leaving_late(
+    requests: Iterable[TrackedRequest], nodes: Collection[Node], ledger: Ledger, now: float, coming: Coming
+) -> Iterator[tuple[TrackedRequest, Node]]:
+    """Answers that are to move now, and where to. Each must have begun to move when the next one is asked for. `coming`
+    is what else is to be read."""
+    if not ledger.has_limits or len(nodes) < 2:
+        return
+    requests = list(requests)
+    busy = moving(requests)
+    for source in nodes:
+        if source in busy:
+            continue
+        look = _Look(ledger, now, coming, spared(nodes, ledger, now))
+        late = look.late(requests, source)
+        for request in late:
+            free = [node for node in nodes if node is not source and node not in busy]
+            if (target := look.relief(request, len(late), free)) is not None:
+                busy |= {source, target}
+                yield request, target
+                break
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """At a moment at which nothing changes."""
+
+    ledger: Ledger
+    now: float
+    coming: Coming
+    spared: Node | None
+
+    def late(self, requests: Iterable[TrackedRequest], source: Node) -> list[TrackedRequest]:
+        """Those that fall behind on a node, and will be late there, the one that is least behind first."""
+        now_s = step_s(source, self.ledger)
+        late = [
+            (each, due)
+            for each in requests
+            if each.attempt.decode is source and (due := each.due) is not None and due.tpot_s < now_s
+            if not self._is_in_time(each, due, now_s)
+            if may_move(each, self.now, rest_s=REST_S)
+        ]
+        return [each for each, due in sorted(late, key=lambda pair: -pair[1].token_s(len(pair[0].output)))]
+
+    def relief(self, request: TrackedRequest, num_late: int, free: list[Node]) -> Node | None:
+        """Where the answer, one of so many that are late, would be in time, and nobody late for it."""
+        due, known = request.due, request.known
+        assert due is not None
+        num_output = len(request.output)
+        wanted = Wanted(known, request.max_tokens, due=due, num_output=num_output, coming=self.coming)
+        lateness = Lateness(self.ledger, wanted, self.now)
+
+        def relieves(node: Node) -> bool:
+            then_s, there = step_s(node, self.ledger, num_more=1, num_more_cached=len(known)), lateness.on(node)
+            num_lost = there.num_lost() if node is self.spared else 0
+            return self._is_in_time(request, due, then_s) and there.writing(0.0) <= 0 and num_lost < num_late
+
+        able = [node for node in free if relieves(node)]
+        return roomiest(request, able, self.ledger)
+
+    def _is_in_time(self, request: TrackedRequest, due: Due, each_s: float) -> bool:
+        """Whether its last token could be, in such steps."""
+        last = request.sampling.max_tokens - 1
+        return self.now + request.num_tokens_left * each_s <= due.token_s(last)

@@ -1,22 +1,119 @@
-"""Which nodes there are, and how they do. Pure: no I/O, no clock."""
+"""Keep the nodes of the fleet: what each can do, its health, its state, and which of them may serve a request. Pure.
+
+The health of a node is kept under its name, across reconnects: a node that was lost because its heartbeats were slow
+gets a longer deadline when it returns, and a node that comes and goes is reported as flapping. While the coordinator
+itself was suspended, missing heartbeats say nothing about nodes.
+
+A request needs a prefill node and a decode node, which may be the same. A node's role says which of the two it may be.
+"""
 
 import itertools
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Final
 
-from coordinator.control.node_health import LossCause, NodeHealth
-from coordinator.control.pauses import Pauses
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_from_wire, shape_to_wire
+from protos.fleet_pb2 import Hello
 from serving_core.adapter_names import ADAPTER_NAME, MOST_ADAPTERS, adapters_in
 from serving_core.costs import StepWeights
 from serving_core.errors import RequestError
+from serving_core.failure_detector import AwakeClock, FailureDetector
 from serving_core.prefix import MAX_MAKERS
-from serving_core.reasons import BAD_PARAM, NAME_TAKEN, NODE_NOT_FOUND, PAIRING_MISMATCH, QUEUE_FULL
-from serving_core.shapes import BOTH, ROLES, Shape, check_shape, common, role_of
+from serving_core.reasons import (
+    BAD_PARAM,
+    NAME_TAKEN,
+    NO_DECODE_WORKER,
+    NO_PREFILL_WORKER,
+    NODE_NOT_FOUND,
+    PAIRING_MISMATCH,
+    QUEUE_FULL,
+)
+from serving_core.shapes import BOTH, DECODE, PREFILL, ROLES, Shape, check_shape, common, role_of
+
+RECOVERY_S: Final = 5.0  # after a pause, in which its traces show: streams that nodes have ended, nodes that come back
+
+
+class Pauses:
+    """Is told the time often: each `max_lag_s` at least while the process runs as it should. A gap of more than
+    `pause_s` is a pause."""
+
+    def __init__(self, max_lag_s: float, pause_s: float) -> None:
+        self._clock = AwakeClock(max_lag_s)
+        self._pause_s = pause_s
+        self._over_s = -math.inf  # when the last pause ended
+
+    def note(self, now: float) -> None:
+        """The process runs now."""
+        if self._clock.note(now) > self._pause_s:
+            self._over_s = now
+
+    def awake_s(self, now: float) -> float:
+        """The time by a clock that stands still during pauses, which is what our waits for others count by."""
+        return self._clock.read(now)
+
+    def is_recent(self, now: float) -> bool:
+        """Whether what goes wrong now may come from a pause."""
+        return now - self._over_s < RECOVERY_S
+
+
+STARVED: Final = 0.25  # of the time before it attached again, in which the process had no core
+FLAP_WINDOW_S: Final = 600.0
+MIN_FLAPS: Final = 3  # losses within the window from which on a node flaps
+
+
+class LossCause(StrEnum):
+    """Why the coordinator has lost a node that did not stop in good order."""
+
+    CONNECTION = "connection"  # its stream has ended: the process died, or its connection did
+    SILENCE = "silence"  # its heartbeats stay away: the process stands still, or the network does
+    STEP = "step"  # one step does not end
+    MESSAGE = "message"  # a message of its stream has not come
+    COMMANDS = "commands"  # it does not read what it is sent
+
+
+class NodeHealth:
+    """What is known of the node of one name."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._session = 0
+        self._detector = FailureDetector(timeout_s, 0.0)
+        self._losses_s: deque[float] = deque(maxlen=100)
+
+    def attached(self, session: int, hello: Hello, awake_s: float) -> None:
+        """The node has attached under this session. A process that shows the last session is known already; if it was
+        silent for want of a core, it may be so again, and will be waited for longer."""
+        if hello.session and hello.session == self._session:
+            self._detector.heard(awake_s, learns=hello.starved_share >= STARVED)
+        else:
+            self._detector = FailureDetector(self._timeout_s, awake_s)
+        self._session = session
+
+    def heard(self, awake_s: float) -> None:
+        """A heartbeat has come."""
+        self._detector.heard(awake_s)
+
+    def lost(self, now: float) -> None:
+        self._losses_s.append(now)
+
+    def why_silent(self, awake_s: float) -> str | None:
+        """Return why the node counts as lost for its silence, in words; None while it does not."""
+        return self._detector.why_suspected(awake_s)
+
+    @property
+    def longest_gap_s(self) -> float:
+        """Return the longest recent gap between two heartbeats."""
+        return self._detector.longest_gap_s
+
+    def num_losses(self, now: float) -> int:
+        """Return how often the node was lost within FLAP_WINDOW_S; MIN_FLAPS times or more: it flaps."""
+        return sum(now - lost_s < FLAP_WINDOW_S for lost_s in self._losses_s)
+
 
 READY: Final = "ready"  # states of a node
 DRAINING: Final = "draining"
@@ -367,3 +464,98 @@ def _compare(names: str, given: Mapping[str, str], expected: Mapping[str, str]) 
     ]
     if differences:
         raise RequestError(PAIRING_MISMATCH, f"{names} differ: {'; '.join(differences)}")
+
+
+PARTS: Final = {PREFILL: ("reads prompts", NO_PREFILL_WORKER), DECODE: ("writes answers", NO_DECODE_WORKER)}
+
+
+def candidates(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
+    """The ready nodes that do this part and that num_tokens tokens of one request fit on: one at least. Raises
+    RequestError when there is none."""
+    ready = fitting(nodes, role, 0)
+    able = [node for node in ready if num_tokens <= node.max_request_tokens]
+    if not able:
+        part, reason = PARTS[role]
+        raise RequestError(reason, f"no node that {part} {f'can hold {num_tokens} tokens' if ready else 'is ready'}")
+    return able
+
+
+def fitting(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
+    """The ready nodes that read prompts (prefill) or write answers (decode), and that num_tokens tokens of one request
+    fit on."""
+    return [node for node in nodes if does(node, role) and node.is_ready and num_tokens <= node.max_request_tokens]
+
+
+def does(node: Node, role: str) -> bool:
+    """Whether the node may be given prompts to read (prefill) or answers to write (decode)."""
+    return node.usable.reads if role == PREFILL else node.usable.writes
+
+
+def has_path(nodes: Iterable[Node], *others: Shape, embeds: bool = False) -> bool:
+    """Whether a request can be served by the ready nodes, and others of these shapes: one both reads and writes, or one
+    reads and another one takes its hand-overs. Where requests are for embeddings alone, one reads."""
+    shapes = [*(node.usable for node in nodes if node.is_ready), *others]
+    if any(shape.reads and (shape.writes or embeds) for shape in shapes):
+        return True
+    return any(shape.reads for shape in shapes) and any(shape.writes and shape.takes_handovers for shape in shapes)
+
+
+def why_no_path(nodes: Sequence[Node], *, embeds: bool = False) -> str:
+    """What a request lacks that cannot be served; empty where it can. `embeds` as has_path takes it."""
+    if has_path(nodes, embeds=embeds):
+        return ""
+    for role, (part, _) in PARTS.items():
+        if not fitting(nodes, role, 0):
+            return f"no node that {part} is ready"
+    return "no node that is ready takes what another one reads"
+
+
+MAX_PAIRS: Final = 100  # that are told of: a fleet of so many kinds is known to be unlike
+MAX_WORDS_CHARS: Final = 120  # of what one node has and the other has not
+
+
+def num_kinds(nodes: Iterable[Node]) -> int:
+    """Kinds of nodes; one that does not tell its traits is of none."""
+    return len({_kind(node) for node in nodes if node.traits})
+
+
+class Kinds:
+    """Tells once of each pair of kinds that meet."""
+
+    def __init__(self) -> None:
+        self._told: set[frozenset[object]] = set()
+
+    def meet(self, node: Node, nodes: Iterable[Node]) -> list[str]:
+        """A sentence for each kind among these nodes that has not met the node's own before."""
+        sentences = []
+        for other in nodes:
+            if not node.traits or not other.traits or _kind(node) == _kind(other):
+                continue
+            pair = frozenset((_kind(node), _kind(other)))
+            if pair not in self._told and len(self._told) < MAX_PAIRS:
+                self._told.add(pair)
+                sentences.append(_sentence(node, other))
+        return sentences
+
+
+def _kind(node: Node) -> frozenset[tuple[str, str]]:
+    return frozenset(node.traits.items())
+
+
+def _sentence(node: Node, other: Node) -> str:
+    unlike = "; ".join(_differences(node.traits, other.traits))
+    return f"answers of nodes {node.name} and {other.name} may differ in bits, as the nodes differ in {unlike}"
+
+
+def _differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """By trait, the words that only the one has, and those that only the other has."""
+    pairs = {key: (one.get(key, "").split(), other.get(key, "").split()) for key in sorted({*one, *other})}
+    return [
+        f"{key} ({_words_without(ours, theirs)} / {_words_without(theirs, ours)})"
+        for key, (ours, theirs) in pairs.items()
+        if ours != theirs
+    ]
+
+
+def _words_without(words: Sequence[str], others: Sequence[str]) -> str:
+    return " ".join(word for word in words if word not in others)[:MAX_WORDS_CHARS] or "-"

@@ -1,20 +1,34 @@
-"""A request as the tracker sees it, its current attempt, and its move to another node. Pure state."""
+"""The state of a request: its current attempt, its migration, and attempts that nodes have yet to release. Pure."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-from coordinator.control.expectation import Expectation
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Node
-from coordinator.control.slo import Slo
+from coordinator.control.load import Prompt
+from coordinator.control.nodes import Node
+from coordinator.control.slo import Expectation, Slo
 from coordinator.control.timeline import Phase, Timeline
-from protos import fleet_pb2
+from protos import fleet_pb2, inference_pb2
 from protos.convert import due_to_wire, job_to_wire
 from serving_core.due import Due
 from serving_core.requests import Pooling, Request, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SoFar:
+    """For a new answer it is NOTHING."""
+
+    token_ids: tuple[int, ...] = ()
+    num_chars: int = 0  # of the text
+    finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED  # if the last token ends it
+    since_first_s: float = 0.0
+    has_ended: bool = False  # the client has its end too
+
+
+NOTHING: Final = SoFar()
+
 
 ONE_EVENT_S: Final = 5.0  # within which losses of nodes count as one
 NUM_TOKENS_FURTHER: Final = 8  # more than a node that dies has written without a word
@@ -203,7 +217,7 @@ class TrackedRequest:
     predicted_first_s: float | None = None  # when its first token was expected, in time; None: not at all
     expectation: Expectation | None = None  # when nodes were first given it, or it was refused; with limits alone
     held_since_s: float | None = None  # when it was first held; None: never
-    is_held: bool = False  # before it is placed for the first time: coordinator/control/holding.py
+    is_held: bool = False  # before it is placed for the first time: coordinator/control/admission.py
     attempt: Attempt = field(init=False)  # the current one, or the last one while it waits for nodes after some
 
     @property
@@ -349,3 +363,72 @@ class TrackedRequest:
         self.num_kv_bytes += event.num_bytes
         self.num_kv_bytes_saved += event.num_bytes_saved
         return True
+
+
+RESEND_S = 5.0
+
+
+@dataclass(slots=True)
+class _Release:
+    node: Node
+    attempt: fleet_pb2.Attempt
+    asked_s: float
+
+
+class Releases:
+    """Remembers each Cancel until the node has answered it or is lost, and asks again every RESEND_S seconds."""
+
+    def __init__(self) -> None:
+        self._releases: dict[tuple[Node, int], _Release] = {}  # epochs are never used twice
+
+    def __len__(self) -> int:
+        return len(self._releases)
+
+    def ask(self, node: Node, request_id: str, epoch: int, now: float) -> fleet_pb2.NodeCommand:
+        """The Cancel to send to the node."""
+        release = _Release(node, fleet_pb2.Attempt(request_id=request_id, epoch=epoch), now)
+        self._releases[node, epoch] = release
+        return _cancel(release)
+
+    def settle(self, node: Node, epoch: int) -> bool:
+        """The node holds nothing of the attempt any more. False when it was not asked to let go."""
+        return self._releases.pop((node, epoch), None) is not None
+
+    def count(self, node: Node) -> int:
+        """Attempts that the node has yet to let go of."""
+        return sum(release.node is node for release in self._releases.values())
+
+    def lose(self, node: Node) -> None:
+        self._releases = {key: release for key, release in self._releases.items() if release.node is not node}
+
+    def overdue(self, now: float) -> list[tuple[Node, fleet_pb2.NodeCommand]]:
+        """The Cancels to send again."""
+        late = [release for release in self._releases.values() if now - release.asked_s >= RESEND_S]
+        for release in late:
+            release.asked_s = now
+        return [(release.node, _cancel(release)) for release in late]
+
+
+def _cancel(release: _Release) -> fleet_pb2.NodeCommand:
+    return fleet_pb2.NodeCommand(cancel=fleet_pb2.Cancel(attempt=release.attempt), attempt=release.attempt)
+
+
+# As many nodes as may die in a row of a request that comes no further.
+MAX_DEATHS: Final = 2
+
+
+def at_work(node: Node, requests: Iterable[TrackedRequest]) -> Iterator[TrackedRequest]:
+    """Those that the node's last step may have been about, of requests in order of age: all answers that it wrote, and
+    the oldest of its prompts, as many as a step holds beside the rest of the first."""
+    num_ahead, most = 0, node.shape.prompt_tokens or node.hello.max_num_batched_tokens
+    has_prompt = False
+    for request in requests:
+        attempt = request.attempt
+        if attempt.has_first_token:
+            if node is attempt.decode and attempt.is_committed:
+                yield request
+        elif node is attempt.prefill and num_ahead < most:
+            if request.may_have_come:
+                yield request
+            num_ahead += len(request.prompt) + len(request.output) if has_prompt else 0
+            has_prompt = True

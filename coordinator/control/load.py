@@ -1,19 +1,190 @@
-"""What the coordinator has given each node to do: the one account of load. Pure.
+"""Account for the load of each node: the one record of what the coordinator has given it to do. Pure.
 
-Heartbeats are up to a second old, so whoever decides where work goes counts what has been assigned instead. The tracker
-keeps the account; placement asks it.
+Heartbeats are up to a second old, so placement counts what has been assigned to a node instead. The tracker updates the
+account; placement reads it.
+
+The length of an output is estimated from the outputs that ended lately: `max_tokens` is often far more. (TetriInfer,
+arXiv 2401.11181, predicts lengths with a model.)
 """
 
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, deque
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 from typing import Final, NamedTuple
 
-from coordinator.control.lengths import Lengths
-from coordinator.control.marks import Marks, num_leading
-from coordinator.control.prompts import Prompt
-from coordinator.control.registry import Node
+from coordinator.control.nodes import Node
 from serving_core.due import Due
+from serving_core.prefix import BlockNames, child_name, hint_of, root_name
+
+
+def num_leading(marks: Sequence[int], known: Container[int]) -> int:
+    """How many of a prompt's marks are among these, which have with each all those before it too."""
+    return bisect_left(marks, True, key=lambda mark: mark not in known)
+
+
+@dataclass(slots=True)
+class Marks:
+    """Those of some prompts (Prompt.marks): who has a mark has all those before it too."""
+
+    num_repeated: int = 0  # by so many fewer they would be if each counted once
+    _known: set[int] = field(default_factory=set)
+    _more: Counter[int] = field(default_factory=Counter)  # of those that several have: who has it beside the first
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def __contains__(self, mark: object) -> bool:
+        return mark in self._known
+
+    def num_shared(self, marks: Sequence[int]) -> int:
+        """Of one of the prompts, with these marks: how many of them another one has too."""
+        return num_leading(marks, self._more)
+
+    def num_spared(self, marks: Sequence[int]) -> float:
+        """Of one of the prompts, with these marks: how many the others have for it, where all that have a mark have an
+        equal part of it."""
+        shares = [self._more[mark] for mark in marks[: self.num_shared(marks)]]
+        return sum(num_more / (num_more + 1) for num_more in shares)
+
+    def add(self, marks: Sequence[int]) -> None:
+        """One more prompt."""
+        num_known = num_leading(marks, self._known)
+        self._more.update(marks[:num_known])
+        self._known.update(marks)
+        self.num_repeated += num_known
+
+    def remove(self, marks: Sequence[int]) -> None:
+        """One of the prompts."""
+        num_shared, more = self.num_shared(marks), self._more
+        for mark in marks[:num_shared]:
+            more[mark] -= 1
+            if not more[mark]:
+                del more[mark]
+        self._known.difference_update(marks[num_shared:])
+        self.num_repeated -= num_shared
+
+
+class Prompt:
+    """The tokens that an attempt begins with, and the LoRA adapter that reads them, if any.
+
+    A block is hashed once for each maker that some node may hold it of, and only when that node holds all blocks before
+    it: the nodes of a fleet have one fingerprint and one block size, and so the same names for the same blocks.
+    """
+
+    def __init__(
+        self, token_ids: Sequence[int], cache_salt: str = "", adapter: str = "", *, is_read_whole: bool = False
+    ) -> None:
+        """`is_read_whole`: every token is computed, whatever is held of it (prefill_node/reading.py)."""
+        self._is_read_whole = is_read_whole
+        self.token_ids = list(token_ids)
+        self.cache_salt = cache_salt
+        self.adapter = adapter
+        self._names: BlockNames | None = None
+        self._root = b""
+        self._first: dict[bytes, int] = {}  # hints of what the first block may be called, by maker
+        self._marks: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @cached_property
+    def key(self) -> int:
+        """A hash: the same for the same prompt, in this process."""
+        return hash((tuple(self.token_ids), self.cache_salt, self.adapter))
+
+    def followed_by(self, token_ids: Sequence[int]) -> "Prompt":
+        """The prompt of a later attempt, which reads what was answered so far too, and scores nothing any more."""
+        return Prompt([*self.token_ids, *token_ids], self.cache_salt, self.adapter) if token_ids else self
+
+    def tokens_held(self, node: Node) -> int:
+        """Leading tokens, in whole blocks, whose KV the node has said to hold. It may have dropped them since."""
+        if self._is_read_whole or not node.hints:
+            return 0
+        block_size = node.block_size
+        if len(self) < block_size:
+            return 0
+        if self._names is None:
+            self._root = root_name(node.root_fingerprint, self.cache_salt, self.adapter)
+            self._names = BlockNames(self._root, block_size)
+        if not self._begins_on(node):
+            return 0
+
+        def is_held(name: bytes) -> bool:
+            return hint_of(name) in node.hints
+
+        held, _ = self._names.find(self.token_ids, len(self) // block_size, node.makers, is_held)
+        return len(held) * block_size
+
+    def _begins_on(self, node: Node) -> bool:
+        """Whether the node says to hold the first block; of many nodes, most do not."""
+        for maker in node.makers:
+            hint = self._first.get(maker)
+            if hint is None:
+                name = child_name(self._root, maker, self.token_ids[: node.block_size])
+                hint = self._first[maker] = hint_of(name)
+            if hint in node.hints:
+                return True
+        return False
+
+    def marks(self, block_size: int) -> Sequence[int]:
+        """For each full block a number that stands for all tokens up to its end, within this process."""
+        if not self._marks:
+            mark = hash((self.cache_salt, self.adapter))
+            for start in range(0, len(self) // block_size * block_size, block_size):
+                mark = hash((mark, *self.token_ids[start : start + block_size]))
+                self._marks.append(mark)
+        return self._marks
+
+    def marks_shared(self, block_size: int) -> Sequence[int]:
+        """Of the blocks that a node which is to write the answer may have in common with other requests."""
+        return () if self._is_read_whole else self.marks(block_size)
+
+    def tokens_to_compute(self, node: Node, coming: Container[int] = ()) -> int:
+        """Tokens that a node would have to compute which has the blocks of the marks `coming` by then: at least the
+        last one, which gives the first token of the answer, and with it the rest of its block, since blocks are reused
+        as a whole."""
+        block_size = node.block_size
+        num_shared = max(self.tokens_held(node), self.tokens_among(node, coming))
+        return len(self) - min(num_shared, (len(self) - 1) // block_size * block_size)
+
+    def tokens_among(self, node: Node, marks: Container[int]) -> int:
+        """Leading tokens, in whole blocks, whose marks are among these of prompts of the node."""
+        if self._is_read_whole or not marks or not node.shares_blocks:
+            return 0
+        return num_leading(self.marks(node.block_size), marks) * node.block_size
+
+
+MAX_LENGTHS: Final = 256
+MIN_LENGTHS: Final = 16
+MOST: Final = 0.75  # of the answers that came as far got no more
+
+
+class Lengths:
+    """Of the answers that have ended by themselves."""
+
+    def __init__(self) -> None:
+        self._lengths: deque[int] = deque()
+        self._sorted: list[int] = []  # the same: every placement asks, and answers end less often
+
+    def ended(self, num_tokens: int) -> None:
+        """An answer got so many."""
+        self._lengths.append(num_tokens)
+        insort(self._sorted, num_tokens)
+        if len(self._lengths) > MAX_LENGTHS:
+            del self._sorted[bisect_left(self._sorted, self._lengths.popleft())]
+
+    def left(self, num_output: int, most: int) -> int:
+        """How many an answer with so many will hardly exceed, at most `most`, what its request still allows. Where too
+        few came as far that is as many again; while few are known it is what is allowed."""
+        first = bisect_right(self._sorted, num_output)
+        num_further = len(self._sorted) - first
+        if num_further < MIN_LENGTHS:
+            return min(most, num_output) if num_output and len(self._sorted) >= MIN_LENGTHS else most
+        return min(most, self._sorted[first + int(MOST * num_further)] - num_output)
+
 
 RECOUNT_S: Final = 0.1
 
