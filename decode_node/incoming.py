@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kv_transfer.ends.receiver import KVReceiver
-from kv_transfer.errors import TransferError
-from kv_transfer.results import Received, TransferFailed
+from kv_transfer.results import Received, TransferError, TransferFailed
 from kv_transfer.ticket import Ticket
 from serving_core import reasons
 

@@ -15,7 +15,7 @@ ALL_WANTED_TOKENS: Final = 2  # of a share, up to which logits of each cost less
 
 
 class Drafter:
-    """A model that computes what decode_node/drafts.py plans, for all answers together. To be called by the thread
+    """A model that computes what decode_node/speculation.py plans, for all answers together. To be called by the thread
     that computes steps, between two of them."""
 
     def __init__(self, engine: Engine) -> None:

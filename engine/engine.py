@@ -19,8 +19,7 @@ from engine.attention.backends import choose_attention, invariant_attentions
 from engine.attention.native import NativeAttention
 from engine.attention.paged import Attention
 from engine.attention.partial import TILE_KEYS, PartialAttention
-from engine.cache.device_room import device_room
-from engine.cache.kv_pool import PagedKVPool
+from engine.cache.kv_pool import PagedKVPool, device_room
 from engine.decode_program import DecodeProgram, choose_program, num_scratch_blocks
 from engine.fake import FakeModel
 from engine.forward_batch import Built, ForwardBatch, build_batch
@@ -36,9 +35,8 @@ from engine.origin import engine_traits
 from engine.parallel import LEADER, RankGroup, alone, choose_device, on_all_ranks
 from engine.pipeline import Pipeline
 from engine.pooling import pool
-from engine.sampler import sample
-from engine.scores import take_scores
-from engine.step_clock import BUILD, COMPUTE, HAND_OVER, SAMPLE, StepClock
+from engine.sampler import sample, take_scores
+from engine.stepper import BUILD, COMPUTE, HAND_OVER, SAMPLE, StepClock
 from engine.streams import StepStream
 from serving_core.adapters import adapter_facts, read_adapters
 from serving_core.errors import ModelError, SettingsError
@@ -348,7 +346,7 @@ class Engine:
             ours = self.config.differences
             return self._attention_of_all(num_heads, score_scale=ours.score_scale, softcap=ours.score_softcap)
         from engine.foreign.decoder import ForeignDecoder
-        from engine.foreign.verification import check_model
+        from engine.foreign.loading import check_model
 
         assert isinstance(self.model, ForeignDecoder)
         attention = self._attention_of_all(num_heads, portable_only=self.model.needs_portable)

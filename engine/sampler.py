@@ -1,4 +1,6 @@
-"""Chooses the next token of each request from the model's logits.
+"""Choose the next token of each request from the model's logits: grammar masks, penalties, sampling, logprobs.
+
+In vLLM's order, behind the grammar: allowed tokens, bad ones, logit_bias, min_tokens, penalties.
 
 For one request, in vLLM's order: grammar, allowed tokens, bad ones, logit_bias, min_tokens, penalties, temperature,
 min_p, top_k, top_p, draw.
@@ -7,19 +9,200 @@ same request gets the same token in any batch, on any node and after any restart
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Final
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
-from engine.adjusting import adjust, is_adjusted
-from engine.logprobs import Beside, with_logprobs
-from engine.masks import forbid
 from engine.model.draws import Draw
 from engine.model.steps import Likeliest, Steps, TorchSteps
 from engine.overflow import overflowed
-from serving_core.requests import NO_TOKEN, Request, SampledToken
+from serving_core.errors import RequestError
+from serving_core.requests import NO_TOKEN, Request, SampledToken, Work
+
+
+def forbid(logits: torch.Tensor, requests: Sequence[Request]) -> dict[int, RequestError]:
+    """Makes the logits [S, vocab_size] of tokens that may not come next -inf, each row by its request. Tells the rows,
+    unchanged, whose grammar goes no further, and why."""
+    masks: dict[int, bytes] = {}
+    errors: dict[int, RequestError] = {}
+    for row, request in enumerate(requests):
+        if request.guide is not None:
+            try:
+                masks[row] = request.guide.allowed(request.output)
+            except RequestError as error:
+                errors[row] = error
+    if masks:  # at one go: each operation on the logits may wait for all threads
+        logits.masked_fill_(_forbidden(masks, *logits.shape).to(logits.device), -torch.inf)
+    return errors
+
+
+def _forbidden(masks: Mapping[int, bytes], num_rows: int, vocab_size: int) -> torch.Tensor:
+    """[num_rows, vocab_size], of bools; what the mask of a row does not reach to is forbidden, too."""
+    forbidden = np.zeros((num_rows, vocab_size), dtype=np.bool_)
+    for row, mask in masks.items():
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size]
+        forbidden[row, : len(bits)] = bits == 0
+        forbidden[row, len(bits) :] = True
+    return torch.from_numpy(forbidden)
+
+
+def is_adjusted(request: Request) -> bool:
+    """Whether its next token is chosen by other logits than the model's own."""
+    sampling = request.sampling
+    return (
+        bool(sampling.logit_bias)
+        or bool(sampling.allowed_token_ids)
+        or bool(sampling.bad_tokens)
+        or request.num_output_tokens < sampling.min_tokens
+        or sampling.repetition_penalty != 1
+        or sampling.frequency_penalty != 0
+        or sampling.presence_penalty != 0
+    )
+
+
+def adjust(logits: torch.Tensor, request: Request, eos_token_ids: Sequence[int]) -> None:
+    """Changes a row of logits [vocab_size], float32, in place."""
+    sampling = request.sampling
+    if sampling.allowed_token_ids:
+        _keep(logits, sampling.allowed_token_ids)
+    if sampling.bad_tokens:
+        logits.index_fill_(0, _on(logits.device, list(_last_of_bad(request))), -torch.inf)
+    for token, bias in sampling.logit_bias:
+        logits[token] += bias
+    if request.num_output_tokens < sampling.min_tokens:
+        logits.index_fill_(0, _on(logits.device, (*eos_token_ids, *sampling.stop_token_ids)), -torch.inf)
+    if sampling.repetition_penalty != 1:
+        _penalize_repetition(logits, request.token_ids, sampling.repetition_penalty)
+    if (sampling.frequency_penalty != 0 or sampling.presence_penalty != 0) and request.num_output_tokens:
+        _penalize_output(logits, request.output, sampling.frequency_penalty, sampling.presence_penalty)
+
+
+def _keep(logits: torch.Tensor, token_ids: Sequence[int]) -> None:
+    """Makes the logits of all other tokens -inf."""
+    allowed = _on(logits.device, token_ids)
+    kept = logits[allowed]
+    logits.fill_(-torch.inf)[allowed] = kept
+
+
+def _last_of_bad(request: Request) -> Iterator[int]:
+    """The last tokens of runs that the answer ends with but for these."""
+    token_ids = request.token_ids
+    for *before, last in request.sampling.bad_tokens:
+        if len(before) <= request.num_output_tokens and token_ids[len(token_ids) - len(before) :] == before:
+            yield last
+
+
+def _penalize_repetition(logits: torch.Tensor, token_ids: Sequence[int], penalty: float) -> None:
+    """Over prompt and output: divides positive logits and multiplies negative ones (CTRL, arXiv 1909.05858)."""
+    seen = _on(logits.device, token_ids)
+    values = logits[seen]  # a token that comes twice is written twice, with the same number
+    logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+
+
+def _penalize_output(logits: torch.Tensor, output: Sequence[int], frequency: float, presence: float) -> None:
+    """Over the output alone: subtracts for each occurrence, and once."""
+    seen, counts = np.unique(_packed(output), return_counts=True)
+    penalties = frequency * torch.from_numpy(counts) + presence
+    logits[_on(logits.device, seen)] -= penalties.to(logits.device, non_blocking=True)
+
+
+def _on(device: torch.device, token_ids: Sequence[int] | np.ndarray) -> torch.Tensor:
+    """Tokens as an index there, without awaiting what the device computes."""
+    packed = token_ids if isinstance(token_ids, np.ndarray) else _packed(token_ids)
+    return torch.from_numpy(packed).to(device, non_blocking=True)
+
+
+def _packed(token_ids: Sequence[int]) -> np.ndarray:
+    """As int64; several times as fast as torch and numpy read a list, which may have thousands."""
+    return np.array(array("q", token_ids))
+
+
+BLOCK: Final = 64  # tokens, of which the likeliest stands for all when the likeliest of a row are sought
+
+
+class Beside(NamedTuple):
+    """Whose logprobs are told beside a token's: the likeliest, so many, or where some are named, these."""
+
+    num_top: int
+    named: Sequence[int] = ()
+
+
+def with_logprobs(
+    logits: torch.Tensor,
+    highest: torch.Tensor,
+    rows: Sequence[int],
+    tokens: Sequence[int],
+    beside: Sequence[Beside],
+    steps: Steps,
+) -> list[SampledToken]:
+    """For each of these rows of logits [S, vocab_size], of which `highest` [S], float32, has the largest numbers, its
+    token with its logprob and those of the tokens beside it, the likeliest first, of equals the first. Logprobs are
+    rounded to float32."""
+    totals = steps.log_totals(logits, highest, rows)
+    if [*rows] != [*range(len(logits))]:
+        logits = logits[[*rows]]
+    ids = torch.tensor(tokens).to(logits.device)[:, None]
+    num_named = max(len(each.named) for each in beside)
+    if num_named:
+        named = [[*each.named, *[0] * (num_named - len(each.named))] for each in beside]
+        ids = torch.cat((ids, torch.tensor(named).to(logits.device)), 1)
+    if num_top := min(max(0 if each.named else each.num_top for each in beside), logits.shape[1]):
+        ids = torch.cat((ids, _likeliest(logits, num_top)), 1)
+    logprobs = (logits.gather(1, ids).double() - totals[:, None]).float()
+    scored = []
+    for listed, numbers, (count, names) in zip(ids.tolist(), logprobs.tolist(), beside, strict=True):
+        told = slice(1, 1 + len(names)) if names else slice(1 + num_named, 1 + num_named + count)
+        may_come = [pair for pair in zip(listed[told], numbers[told], strict=True) if pair[1] > -math.inf]
+        may_come.sort(key=lambda pair: -pair[1])
+        scored.append(SampledToken(listed[0], numbers[0], tuple(may_come)))
+    return scored
+
+
+def _likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """The ids [S, count] of the likeliest tokens of each row. They are in the first blocks, by their likeliest ones."""
+    num_blocks = logits.shape[1] // BLOCK
+    if count >= num_blocks:
+        return _first(logits, count)
+    end, device = num_blocks * BLOCK, logits.device
+    blocks = _first(logits[:, :end].view(-1, num_blocks, BLOCK).amax(2), count).sort().values
+    ids = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device=device)).flatten(1)
+    ids = torch.cat((ids, torch.arange(end, logits.shape[1], device=device).expand(len(ids), -1)), 1)
+    return ids.gather(1, _first(logits.gather(1, ids), count))
+
+
+def _first(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the largest numbers [S, count] of each row are, from the largest on, of equals the first. (topk alone tells
+    equals apart by what it likes.)"""
+    bits = numbers.float().view(torch.int32)
+    in_order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long()  # integers in the order of the numbers
+    places = torch.arange(numbers.shape[1], device=numbers.device)
+    return (in_order * 2**32 - places).topk(count).indices
+
+
+def take_scores(logits: torch.Tensor, works: Sequence[Work], steps: Steps) -> torch.Tensor:
+    """Adds to the scores of each request what its share of the step tells, in place of what was known from there on.
+    `logits` are those of the batch of these works; gives the rows among them that tokens are sampled from."""
+    left: list[int] = []
+    row = 0
+    for work in works:
+        request, first, num_scored = work.request, work.start, work.num_scored
+        if num_scored:
+            tokens = request.token_ids[first + 1 : first + 1 + num_scored]
+            beside = Beside(request.sampling.prompt_logprobs or 0)
+            ours = logits[row : row + num_scored]
+            highest, _ = steps.likeliest(ours)
+            scores = with_logprobs(ours, highest, range(num_scored), tokens, [beside] * num_scored, steps)
+            request.scores[first:] = scores
+        row += num_scored
+        if work.samples:
+            num_sampled = 1 + len(work.candidates)
+            left += range(row, row + num_sampled)
+            row += num_sampled
+    return logits[left]
+
 
 TORCH_STEPS: Final = TorchSteps()
 _SEED_MASK: Final = 2**64 - 1

@@ -1,4 +1,6 @@
-"""Runs an engine's steps in a thread of its own, so that a node's event loop stays free, and counts them.
+"""Run an engine's steps in a thread of its own, and say what the error of a step means.
+
+What is done beside a step that computes is no part of its own.
 
 While a step runs, the loop may offer the one behind it. When the first is done, the thread decides by its result
 whether the offered one follows. If so it begins at once, and the loop takes the first one's result in meanwhile; what
@@ -15,8 +17,67 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, Generic, NamedTuple, TypeVar
 
+import torch
+
+from engine.offload.layers_on_disk import WeightsLost
 from serving_core.failpoints import reach
 from serving_core.requests import OnLayer
+
+OUT_OF_MEMORY: Final = 2  # of CUDA's error codes
+OF_TRITON: Final = "Triton Error [CUDA]"
+OF_CPU_ALLOCATOR: Final = "DefaultCPUAllocator: can't allocate memory"
+MOST_FAILED_STEPS: Final = 4  # in a row, after which the next one is not believed to be better
+
+
+def is_fatal(error: Exception) -> bool:
+    """Whether every later step would fail too: weights that are gone, a device that has failed. CUDA gives such an
+    error to all calls that follow, the first of which may be Triton's."""
+    of_device = isinstance(error, torch.AcceleratorError) or str(error).startswith(OF_TRITON)
+    return isinstance(error, WeightsLost) or (of_device and not _is_out_of_memory(error))
+
+
+def cause_of(error: Exception) -> str:
+    """Return the cause in words that a client may read: the error's own message may hold paths."""
+    return "the node is out of memory" if _is_out_of_memory(error) else f"the step failed ({type(error).__name__})"
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, torch.AcceleratorError):
+        return getattr(error, "error_code", None) == OUT_OF_MEMORY
+    text = str(error)
+    return OF_CPU_ALLOCATOR in text or (text.startswith(OF_TRITON) and "out of memory" in text)
+
+
+PLAN = "plan"  # what the scheduler decides
+HAND_OVER = "threads"  # from the event loop to the engine's thread, or back
+BUILD = "build"  # the tensors of a batch
+COMPUTE = "compute"  # of CUDA devices only what starts it: the first to await them is `sample`
+SAMPLE = "sample"  # tokens out of logits
+DRAFT = "draft"  # what a draft model computes, between two steps
+AFTER = "after"  # what tokens mean: ends, records, blocks that are full
+SEND = "send"  # what the coordinator is told, and other decisions
+IDLE = "idle"  # nothing to compute
+PARTS: Final = (PLAN, BUILD, COMPUTE, SAMPLE, DRAFT, AFTER, SEND, HAND_OVER, IDLE)
+BETWEEN: Final = (PLAN, BUILD, SAMPLE, AFTER, SEND, HAND_OVER)
+
+
+class StepClock:
+    """Seconds of each part so far. They are one after the other, in whatever thread, so that they sum up to the time
+    from the start to the last lap."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds: Final = dict.fromkeys(PARTS, 0.0)
+        self._now = now
+        self._last_s = now()
+
+    def lap(self, part: str) -> None:
+        """All since the last lap was this part."""
+        now_s = self._now()
+        self.seconds[part] += now_s - self._last_s
+        self._last_s = now_s
+
 
 NUM_RECENT_STEPS: Final = 64
 TAKEN_IN_DEADLINE_S: Final = 600.0  # for the loop, to take in what a step gave

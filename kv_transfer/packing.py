@@ -6,7 +6,7 @@ from typing import Any
 
 import msgpack
 
-from kv_transfer.errors import TransferError
+from kv_transfer.results import TransferError
 
 MAX_ITEMS = 1024  # in one list; bounds what the decoder allocates before it has seen the items
 

@@ -1,4 +1,4 @@
-"""The bytes of blocks on their way: checksummed, gathered into frames, and cut out of frames again.
+"""The bytes of blocks in transfer: checksummed, gathered into frames, and cut out of frames again.
 
 Which kind of buffer holds them is the transport's choice: memoryviews on the host, or something else for a transport
 whose Payload knows how to handle it. The stores on both sides then read and write buffers of that kind.
@@ -6,11 +6,11 @@ whose Payload knows how to handle it. The stores on both sides then read and wri
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from xxhash import xxh3_64_intdigest
 
-from kv_transfer.errors import TransferError
+from kv_transfer.results import TransferError
 from kv_transfer.wire import MAX_DATA_BLOCKS, MAX_PAYLOAD_BYTES
 from serving_core.layout import KVLayout
 
@@ -90,3 +90,24 @@ class HostPayload(Payload):
 
 
 HOST: Payload = HostPayload()
+
+
+class KVStore(Protocol):
+    """The KV blocks of one rank, as buffers of the kind that the transport's Payload handles."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of the heads and layers in this store."""
+        ...
+
+    def heads(self, heads: range) -> "KVStore":
+        """The same blocks, but only these heads, counted from the store's own first; all of them: the store itself."""
+        ...
+
+    def read(self, layer: int, block_ids: Sequence[int]) -> tuple[Buffer, Buffer]:
+        """The K planes of these blocks in order, and their V planes, in one layer of the model that the store holds."""
+        ...
+
+    def write(self, layer: int, block_ids: Sequence[int], keys: Buffer, values: Buffer) -> None:
+        """The inverse of read."""
+        ...

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kv_transfer.errors import TransferError
+from kv_transfer.results import TransferError
 from serving_core.sharding import head_range, share_of
 
 ANY_LAYER: Final = range(1)  # without stages the plan is the same in each layer

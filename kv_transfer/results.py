@@ -5,6 +5,15 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from serving_core import reasons
+from serving_core.errors import SplitServeError
+
+
+class TransferError(SplitServeError):
+    """A ticket, a message or a layout that the corridor cannot accept."""
+
+
+class AnnexRecalled(TransferError):
+    """The node that holds an annex needs its blocks."""
 
 
 @dataclass(frozen=True, slots=True)

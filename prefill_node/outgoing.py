@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kv_transfer.ends.sender import KVSender, SendingTransfer
-from kv_transfer.errors import TransferError
-from kv_transfer.results import Sent, TransferFailed
+from kv_transfer.results import Sent, TransferError, TransferFailed
 from serving_core import reasons
 from serving_core.layout import KVLayout
 from serving_core.requests import OnLayer, Share

@@ -12,8 +12,8 @@ from engine.engine import Engine
 from kv_transfer.annexes.annex import Annex, most_tiles_of, open_annex
 from kv_transfer.annexes.host import AnnexHost
 from kv_transfer.annexes.wire import KEY_BYTES, Asker
-from kv_transfer.endpoints import annex_address_of
-from kv_transfer.errors import TransferError
+from kv_transfer.results import TransferError
+from kv_transfer.ticket import annex_address_of
 from serving_core.errors import SettingsError
 from serving_core.residents import Resident
 from serving_node.decisions import CloseAnnexes, OpenAnnex, RecallAnnex

@@ -7,7 +7,7 @@ that were evicted often enough do not count against it.
 
 from collections.abc import Collection
 
-from decode_node.writing import Writing, can_give_way
+from decode_node.batch import Writing, can_give_way
 from prefill_node.reading import Reading, num_cacheable
 from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents, Stage

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from decode_node.writing import can_give_way
+from decode_node.batch import can_give_way
 from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents, Stage
 from serving_node.hosting import Hosting

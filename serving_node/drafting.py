@@ -4,7 +4,7 @@ import logging
 from functools import partial
 from typing import Any
 
-from decode_node.drafts import DraftModel, Drafts
+from decode_node.speculation import DraftModel, Drafts
 from engine.drafting import Drafter
 from engine.stepper import Stepper
 

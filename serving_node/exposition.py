@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from decode_node.speculation import SpeculationCounts
-from engine.step_clock import StepClock
+from engine.stepper import StepClock
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from protos import inference_pb2

@@ -2,7 +2,7 @@
 
 import os
 
-from kv_transfer.endpoints import endpoint_of, host_of
+from kv_transfer.ticket import endpoint_of, host_of
 from serving_core.errors import SettingsError
 from serving_core.exposure import check_exposure, is_loopback
 from serving_core.ports import Port, check_ports

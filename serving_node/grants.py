@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from kv_transfer.errors import TransferError
-from kv_transfer.results import TransferFailed
+from kv_transfer.results import TransferError, TransferFailed
 from kv_transfer.ticket import Ticket
 from serving_core import reasons
 from serving_core.layout import KVLayout

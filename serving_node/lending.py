@@ -10,8 +10,7 @@ from functools import partial
 from itertools import accumulate, groupby
 from typing import Final, NamedTuple
 
-from kv_transfer.errors import TransferError
-from kv_transfer.results import Sent, TransferFailed
+from kv_transfer.results import Sent, TransferError, TransferFailed
 from kv_transfer.ticket import Ticket
 from protos import fleet_pb2
 from protos.convert import MAX_MADE, to_tail

@@ -7,10 +7,9 @@ hold both: a token of each answer that is being written, then chunks of prompts.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from decode_node.batch import Writing
 from decode_node.credit import Credit
-from decode_node.drafts import DraftModel
-from decode_node.speculation import Speculation
-from decode_node.writing import Writing
+from decode_node.speculation import DraftModel, Speculation
 from kv_transfer.annexes.wire import Asker
 from kv_transfer.results import Received, Sent, TransferFailed
 from prefill_node.reading import Reading

@@ -17,8 +17,7 @@ says Keep, and listens to nothing of that epoch any more.
 from collections.abc import Iterable
 from typing import Final
 
-from kv_transfer.errors import TransferError
-from kv_transfer.results import Sent, TransferFailed
+from kv_transfer.results import Sent, TransferError, TransferFailed
 from kv_transfer.ticket import Ticket
 from protos import fleet_pb2
 from protos.convert import attempt_of

@@ -14,9 +14,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
+from decode_node.batch import Writing, can_give_way, seats_in_time
 from decode_node.credit import Credit
-from decode_node.seats import seats_in_time
-from decode_node.writing import Writing, can_give_way
 from prefill_node.order import due_s
 from prefill_node.reading import Reading
 from serving_core.costs import StepCosts

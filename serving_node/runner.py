@@ -11,11 +11,10 @@ from decode_node.speculation import SpeculationCounts
 from engine.cache.tier_store import TierStore
 from engine.drafting import Drafter
 from engine.engine import Engine
-from engine.step_clock import StepClock
+from engine.stepper import StepClock
 from kv_transfer.annexes.annex import Annex
 from kv_transfer.annexes.wire import Asker
-from kv_transfer.ends.alarm import Alarm
-from kv_transfer.ends.receiver import KVReceiver
+from kv_transfer.ends.receiver import Alarm, KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.results import Received, Sent, TransferFailed
 from protos import convert, fleet_pb2, inference_pb2

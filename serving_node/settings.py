@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kv_transfer.endpoints import KV_TRANSPORTS
+from kv_transfer.ticket import KV_TRANSPORTS
 from serving_core.errors import SettingsError
 from serving_core.flags import flag
 from serving_core.settings import QUANTIZATIONS, EngineSettings

@@ -11,9 +11,21 @@ from typing import Any, Final
 
 from engine.drafting import Drafter
 from engine.engine import Engine
-from engine.step_clock import AFTER, DRAFT, HAND_OVER, IDLE, PLAN, SEND, StepClock
-from engine.step_errors import MOST_FAILED_STEPS, cause_of, is_fatal
-from engine.stepper import Ahead, Step, Stepper
+from engine.stepper import (
+    AFTER,
+    DRAFT,
+    HAND_OVER,
+    IDLE,
+    MOST_FAILED_STEPS,
+    PLAN,
+    SEND,
+    Ahead,
+    Step,
+    StepClock,
+    Stepper,
+    cause_of,
+    is_fatal,
+)
 from serving_core.backoff import Backoff
 from serving_core.errors import RankLost
 from serving_core.requests import SampledToken, Work

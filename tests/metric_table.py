@@ -13,7 +13,7 @@ from coordinator.door_link import DoorLink, door_figures
 from coordinator.doors.exposition import Exposition
 from coordinator.doors.http.counting import HttpCounts
 from decode_node.speculation import SpeculationCounts
-from engine.step_clock import StepClock
+from engine.stepper import StepClock
 from protos import inference_pb2
 from serving_core.figures import families
 from serving_core.histograms import BATCH, Histogram

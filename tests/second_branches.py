@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import click
 
-from decode_node.lookup import SHORTEST, Lookup, following
+from decode_node.speculation import SHORTEST, Lookup, following
 from engine.engine import Engine
 from serving_core.settings import EngineSettings
 from splitserve_bench.speculation.texts import CHAT, EDIT, SUMMARY, prompts_of

@@ -1,18 +1,19 @@
-"""Which attention backend an engine takes."""
+"""Choose the attention backend of an engine."""
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from engine.attention.native import NativeAttention
 from engine.attention.paged import Attention, PortableAttention
-from engine.attention.steps_apart import StepsApart
 from engine.attention.tiled import TiledAttention
 from engine.cache.kv_pool import PagedKVPool
-from engine.forward_batch import build_batch
+from engine.forward_batch import ForwardBatch, build_batch
 from engine.trial import tried
 from serving_core.extras import TRITON, is_installed
 from serving_core.requests import Share
@@ -20,6 +21,52 @@ from serving_core.requests import Share
 if TYPE_CHECKING:
     from engine.attention.triton_paged import TritonAttention
     from engine.attention.varlen import VarlenAttention
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    rows: slice  # of the query
+    backend: Attention
+    plan: Any
+
+
+class StepsApart:
+    """Requests of few tokens at the head of a batch by a backend whose programs share the keys of each, all from the
+    first of many tokens on by one that is good at many rows: a backend takes rows that follow each other, and their
+    order is the caller's. A node plans answers before prompts."""
+
+    def __init__(self, steps: Attention, prompts: Attention, few_tokens: int) -> None:
+        """The first takes requests of up to so many tokens."""
+        assert steps.pool is prompts.pool
+        self.steps, self.prompts = steps, prompts
+        self._few_tokens = few_tokens
+        self.name = prompts.name if steps is prompts else f"{prompts.name}, of steps {steps.name}"
+        self.pool = prompts.pool
+        self.score_scale, self.softcap = prompts.score_scale, prompts.softcap
+
+    def plan(self, batch: ForwardBatch, window: int | None) -> list[_Part]:
+        num_steps, num_requests, num_rows = self._num_steps(batch), len(batch.starts) - 1, batch.starts[-1]
+        if num_steps in (0, num_requests):
+            backend = self.steps if num_steps else self.prompts
+            return [_Part(slice(num_rows), backend, backend.plan(batch, window))]
+        first_row = batch.starts[num_steps]
+        steps, prompts = batch.part(0, num_steps), batch.part(num_steps, num_requests)
+        return [
+            _Part(slice(first_row), self.steps, self.steps.plan(steps, window)),
+            _Part(slice(first_row, num_rows), self.prompts, self.prompts.plan(prompts, window)),
+        ]
+
+    def attend(self, query: torch.Tensor, layer: int, plan: list[_Part]) -> torch.Tensor:
+        attended = [part.backend.attend(query[part.rows], layer, part.plan) for part in plan]
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _num_steps(self, batch: ForwardBatch) -> int:
+        """How many of its leading requests have few tokens."""
+        if batch.longest_query <= self._few_tokens:
+            return len(batch.starts) - 1
+        counts = (end - start for start, end in pairwise(batch.starts))
+        return next(number for number, count in enumerate(counts) if count > self._few_tokens)
+
 
 logger = logging.getLogger(__name__)
 

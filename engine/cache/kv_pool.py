@@ -1,29 +1,353 @@
-"""Where the keys and values of all tokens of one rank lie."""
+"""The KV pool of one rank: the key cache and value cache of each layer, as tensors and as bytes.
 
-from collections.abc import Sequence
+The scale of a block and head is its largest magnitude so far over the largest number of the dtype. When a later token
+is larger, the scale grows and the tokens before it are rounded anew; so the data depend on the steps in which a block
+was filled, but never on other blocks. A token at offset 0 starts a block anew, whatever lay there before.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.cache.planes import (
-    HeadSlice,
-    Stack,
-    await_stream,
-    bytes_of,
-    check_heads,
-    check_lengths,
-    copied,
-    empty_stacks,
-    index_of,
-)
-from engine.cache.quantization import QuantizedPlanes, ScaledPlanes, Touched
+from engine.native.huge_memory import huge_zeros
 from serving_core.errors import SettingsError
-from serving_core.layout import KVLayout
+from serving_core.layout import SCALE_BYTES, KVLayout, Plane
 from serving_core.memory import available_bytes
+from serving_core.settings import EngineSettings
 from serving_core.units import size_of
+
+
+def device_room(settings: EngineSettings, device: torch.device, num_kept_bytes: int) -> int:
+    """Bytes of --gpu-memory-utilization beside the weights, which are loaded, and what is kept for others; 0 where
+    nothing is asked of the device. Raises SettingsError where nothing is left."""
+    if device.type != "cuda" or settings.num_kv_blocks or settings.kv_cache_memory_bytes:
+        return 0
+    total = torch.cuda.mem_get_info(device)[1]
+    share = int(total * settings.gpu_memory_utilization)
+    taken = torch.cuda.memory_allocated(device) + num_kept_bytes
+    if taken >= share:
+        raise SettingsError(
+            f"--gpu-memory-utilization {settings.gpu_memory_utilization:g} of {size_of(total)} leaves nothing for KV "
+            f"beside {size_of(taken)} of weights"
+        )
+    return share - taken
+
+
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Stack(NamedTuple):
+    """The planes of K and V of one layer where both are of one shape, so that one copy moves both; else those of one of
+    them."""
+
+    plane: Plane
+    storage: torch.Tensor  # [2 or 1, num_blocks, plane.num_bytes] uint8
+
+
+def empty_stacks(layout: KVLayout, layer: int, num_blocks: int, device: torch.device) -> list[Stack]:
+    """All planes of a layer, zero: K, then V."""
+    keys, values = layout.planes(layer)
+    shapes = [(keys, 2)] if keys == values else [(keys, 1), (values, 1)]
+    return [Stack(plane, _zeros((height, num_blocks, plane.num_bytes), device)) for plane, height in shapes]
+
+
+def _zeros(shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":  # a request's blocks may lie anywhere, and each has addresses to be looked up
+        return huge_zeros(math.prod(shape)).view(shape)
+    return torch.zeros(shape, dtype=torch.uint8, device=device)
+
+
+class HeadSlice:
+    """The same blocks as a pool, but only some of its heads. What it reads are copies."""
+
+    def __init__(self, layout: KVLayout, stacks: Mapping[int, Sequence[Stack]], heads: range) -> None:
+        """`layout` and `stacks`, by layer, are the pool's."""
+        self.layout: Final = layout.with_heads(len(heads))
+        self._pool = (layout, stacks)
+        self._heads = heads
+        self._device = next(stack.storage.device for whole in stacks.values() for stack in whole)
+        self._slices = {layer: [_StackSlice(stack, heads) for stack in whole] for layer, whole in stacks.items()}
+
+    def heads(self, heads: range) -> "HeadSlice":
+        """Only these heads, counted from this slice's first; all of them give the slice itself."""
+        check_heads(heads, self.layout)
+        if len(heads) == self.layout.num_kv_heads:
+            return self
+        first = self._heads.start + heads.start
+        return HeadSlice(*self._pool, range(first, first + len(heads)))
+
+    def read_tensors(self, layer: int, block_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The K planes of these blocks in order, and their V planes, as 1-D uint8 tensors on the pool's device."""
+        index = index_of(block_ids)
+        keys, values = (planes for part in self._slices[layer] for planes in part.read(index, len(block_ids)))
+        return keys.flatten(), values.flatten()
+
+    def write_tensors(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
+        """The inverse of read_tensors, from 1-D uint8 tensors on any device; other heads keep what they hold.
+        Raises ValueError when they are not of the right length."""
+        check_lengths(len(keys), len(values), block_ids, self.layout.plane_bytes(layer))
+        index = index_of(block_ids)
+        rows = [(part, row) for part in self._slices[layer] for row in range(part.height)]
+        for (part, row), planes in zip(rows, (keys, values), strict=True):
+            part.write(row, index, planes.view(1, len(block_ids), part.plane.num_bytes))
+        await_stream(self._device)
+
+    def read(self, layer: int, block_ids: Sequence[int]) -> tuple[memoryview, memoryview]:
+        """The bytes of read_tensors, read-only."""
+        return bytes_of(*self.read_tensors(layer, block_ids))
+
+    def write(self, layer: int, block_ids: Sequence[int], keys: memoryview, values: memoryview) -> None:
+        """The inverse of read. Raises ValueError when they are not of the right length."""
+        self.write_tensors(layer, block_ids, copied(keys, self._device), copied(values, self._device))
+
+
+class _StackSlice:
+    """Some heads of a stack."""
+
+    def __init__(self, stack: Stack, heads: range) -> None:
+        self.plane: Final = stack.plane._replace(num_heads=len(heads))
+        self.height: Final = len(stack.storage)
+        self._device = stack.storage.device
+        self._word = _word_of(stack.plane, self.plane)
+        self._parts = [part[..., heads.start : heads.stop, :] for part in self._split(stack.plane, stack.storage)]
+
+    def read(self, index: slice | list[int], num_blocks: int) -> torch.Tensor:
+        """[height, num_blocks, plane.num_bytes]"""
+        planes = torch.empty((self.height, num_blocks, self.plane.num_bytes), dtype=torch.uint8, device=self._device)
+        for ours, theirs in zip(self._split(self.plane, planes), self._parts, strict=True):
+            ours.copy_(theirs[:, index])
+        return planes
+
+    def write(self, row: int, index: slice | list[int], planes: torch.Tensor) -> None:
+        """Planes [1, num_blocks, plane.num_bytes] to one row of the stack."""
+        planes = planes.to(self._device, non_blocking=self._device.type == "cuda")
+        if planes.storage_offset() % self._word.itemsize:
+            planes = planes.clone()
+        for theirs, (ours,) in zip(self._parts, self._split(self.plane, planes), strict=True):
+            theirs[row][index] = ours
+
+    def _split(self, plane: Plane, planes: torch.Tensor) -> list[torch.Tensor]:
+        """Of planes [k, n, num_bytes] data [k, n, block_size, heads, words] and, if any, scales [k, n, heads, 1]."""
+        if not plane.width:
+            return []
+        data = planes[..., : plane.data_bytes].view(self._word)
+        words = plane.head_bytes // self._word.itemsize
+        parts = [data.view(*planes.shape[:2], plane.block_size, plane.num_heads, words)]
+        if plane.scale_bytes:
+            scales = planes[..., plane.data_bytes :].view(self._word)
+            parts.append(scales.view(*planes.shape[:2], plane.num_heads, SCALE_BYTES // self._word.itemsize))
+        return parts
+
+
+@lru_cache(maxsize=256)  # asked for every layer of a slice
+def _word_of(whole: Plane, part: Plane) -> torch.dtype:
+    """The largest element that heads and planes of both are made of: copying is faster in large ones."""
+    sizes = (whole.num_bytes, part.num_bytes, part.head_bytes)
+    return _WORDS[math.gcd(*sizes, SCALE_BYTES if part.scale_bytes else 8)]
+
+
+def index_of(block_ids: Sequence[int]) -> slice | list[int]:
+    """Picks these blocks out of many: a slice, which copies faster and may be a view, when they are neighbours."""
+    first = block_ids[0] if block_ids else 0
+    run = range(first, first + len(block_ids))
+    return slice(run.start, run.stop) if tuple(block_ids) == tuple(run) else list(block_ids)
+
+
+def bytes_of(keys: torch.Tensor, values: torch.Tensor) -> tuple[memoryview, memoryview]:
+    """The bytes of contiguous uint8 tensors of one device, read-only: views of those in host memory, else copies."""
+    if keys.is_cuda:
+        on_host = [empty_on_host(len(each), keys.device).copy_(each, non_blocking=True) for each in (keys, values)]
+        await_stream(keys.device)
+        keys, values = on_host
+    return keys.numpy().data.toreadonly(), values.numpy().data.toreadonly()
+
+
+def copied(planes: memoryview, device: torch.device) -> torch.Tensor:
+    """A copy of the bytes, 1-D uint8 in host memory, from which the device is filled."""
+    copy = empty_on_host(planes.nbytes, device)
+    copy.numpy().data[:] = planes
+    return copy
+
+
+def empty_on_host(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """1-D uint8, that the device reads and writes by itself."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+
+
+def await_stream(device: torch.device) -> None:
+    """Returns when the device has done what this thread has queued."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def check_lengths(key_bytes: int, value_bytes: int, block_ids: Sequence[int], plane_bytes: tuple[int, int]) -> None:
+    """Raises ValueError unless these are the sizes of so many planes of K and of V, of which one has plane_bytes."""
+    expected = [len(block_ids) * each for each in plane_bytes]
+    if [key_bytes, value_bytes] != expected:
+        raise ValueError(
+            f"{key_bytes} and {value_bytes} bytes for {len(block_ids)} planes of K and V, not {expected[0]} and "
+            f"{expected[1]}"
+        )
+
+
+def check_heads(heads: range, layout: KVLayout) -> None:
+    """Raises ValueError unless these are neighbouring heads of the layout, at least one."""
+    if heads.step != 1 or not 0 <= heads.start < heads.stop <= layout.num_kv_heads:
+        raise ValueError(f"{heads} are not neighbouring heads of {layout.num_kv_heads}")
+
+
+LARGEST: Final = {"int8": 127.0, "fp8_e4m3": 448.0}
+_SMALLEST: Final = torch.finfo(torch.float32).tiny  # the reciprocals of smaller scales overflow; they count as 0
+_UNITS: Final = {"int8": 1.0, "fp8_e4m3": 256.0}  # what 1 stands for in what _decode gives
+_TILE_ELEMENTS: Final = 2**18  # on a CPU: the float32 of a tile stay in its cache
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """The U blocks that T new tokens go to; first those that hold earlier tokens, which must be kept."""
+
+    slots: torch.Tensor  # [T], what it was made from
+    planes: tuple[torch.Tensor, torch.Tensor]  # int64, numbers of planes in a stack of one [U] and of two [2 * U]
+    num_held: int  # how many of the U hold earlier tokens
+    is_held: torch.Tensor | None  # [num_held], of which of those that is so; None: of all
+    blocks: torch.Tensor  # [T] int64, which of the U a token goes to
+    offsets: torch.Tensor  # [T] int64, where in that block
+
+
+class ScaledPlanes(NamedTuple):
+    """K or V of all blocks: numbers times scales."""
+
+    numbers: torch.Tensor  # [num_blocks, block_size, num_kv_heads, width]
+    scales: torch.Tensor  # [num_blocks, num_kv_heads], float32 where they are of use
+
+
+class QuantizedPlanes:
+    """What is done with the planes of a layer, one stack after the other."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+        """Raises SettingsError when the scales would not lie on multiples of 4 bytes."""
+        for plane in (plane for layer in layout.layers for plane in layout.planes(layer)):
+            if plane.data_bytes % SCALE_BYTES:
+                raise SettingsError(
+                    f"a {layout.dtype} block of {plane.block_size} tokens, {plane.num_heads} heads and head size "
+                    f"{plane.width} takes {plane.data_bytes} bytes, which must be a multiple of {SCALE_BYTES}"
+                )
+        self._dtype = layout.dtype
+        self._block_size = layout.block_size
+        self._num_blocks = num_blocks
+        self._largest, self._unit = LARGEST[layout.dtype], _UNITS[layout.dtype]
+
+    def touch(self, slots: torch.Tensor) -> Touched:
+        """What `store` needs to know of slots [T]; the same for all layers."""
+        offsets = slots % self._block_size
+        ids, blocks = torch.unique(slots // self._block_size, return_inverse=True)
+        is_new = torch.zeros(len(ids), dtype=torch.bool, device=slots.device)
+        is_new.index_fill_(0, blocks[offsets == 0], True)
+        order = is_new.int().argsort(stable=True)
+        ids = ids[order]
+        planes = ids, torch.cat((ids, ids + self._num_blocks))
+        return Touched(slots, planes, len(ids) - int(is_new.sum()), None, order.argsort()[blocks], offsets)
+
+    def touch_apart(self, slots: torch.Tensor) -> Touched:
+        """The same of slots in a block each, awaiting nothing."""
+        offsets, ids = slots % self._block_size, slots // self._block_size
+        planes = ids, torch.cat((ids, ids + self._num_blocks))
+        return Touched(slots, planes, len(ids), offsets > 0, torch.arange(len(ids), device=ids.device), offsets)
+
+    def views(self, stacks: Sequence[Stack]) -> list[ScaledPlanes]:
+        """Of K and of V, the numbers as int8 or float8_e4m3fn."""
+        views: list[ScaledPlanes] = []
+        for stack in stacks:
+            data, scales = _parts(stack.plane, stack.storage)
+            numbers = data if self._dtype == "int8" else data.view(torch.float8_e4m3fn)
+            views += map(ScaledPlanes, numbers, scales)
+        return views
+
+    def store(self, stacks: Sequence[Stack], touched: Touched, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes keys and values [T, num_kv_heads, width] of the touched tokens."""
+        if len(stacks) == 1:
+            self._store(stacks[0], touched, torch.stack((keys, values)))
+            return
+        for stack, tokens in zip(stacks, (keys, values), strict=True):
+            if stack.plane.width:
+                self._store(stack, touched, tokens.unsqueeze(0))
+
+    def gather(
+        self, stacks: Sequence[Stack], blocks: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [len(blocks), block_size, num_kv_heads, width] of these blocks."""
+        keys, values = chain.from_iterable(self._gather(stack, blocks, dtype) for stack in stacks)
+        return keys, values
+
+    def _store(self, stack: Stack, touched: Touched, tokens: torch.Tensor) -> None:
+        """Tokens [1 or 2, T, H, D]."""
+        tokens = tokens.float()
+        numbers = touched.planes[len(tokens) - 1]
+        storage = stack.storage.flatten(0, 1)
+        planes = storage.index_select(0, numbers)
+        data, scales = _parts(stack.plane, planes.view(len(tokens), -1, stack.plane.num_bytes))
+
+        largest = tokens.abs().amax(-1)
+        index = touched.blocks.view(1, -1, 1).expand_as(largest)
+        grown = torch.zeros_like(scales).scatter_reduce_(1, index, largest, "amax").div_(self._largest)
+        held = scales[:, : touched.num_held]
+        if touched.is_held is not None:
+            held = torch.where(touched.is_held[:, None], held, 0.0)  # of who had the block before it may be no number
+        torch.maximum(grown[:, : touched.num_held], held, out=grown[:, : touched.num_held])
+        inverse = grown.reciprocal().masked_fill_(grown < _SMALLEST, 0.0)
+
+        if touched.num_held:
+            shrink = held * inverse[:, : touched.num_held] * self._unit
+            earlier = data[:, : touched.num_held]
+            kept = self._encode(self._decode(earlier).mul_(shrink[:, :, None, :, None]))
+            if touched.is_held is not None:
+                kept = torch.where(touched.is_held[:, None, None, None], kept, earlier)
+            earlier.copy_(kept)
+        scales.copy_(grown)
+        data[:, touched.blocks, touched.offsets] = self._encode(tokens * inverse[:, touched.blocks].unsqueeze(-1))
+        storage.view(torch.int32).index_copy_(0, numbers, planes.view(torch.int32))  # faster than by bytes
+
+    def _gather(self, stack: Stack, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[1 or 2, N, block_size, heads, width]"""
+        plane, storage = stack.plane, stack.storage
+        shape = (len(storage), len(blocks), plane.block_size, plane.num_heads, plane.width)
+        gathered = torch.empty(shape, dtype=dtype, device=storage.device)
+        if not plane.width:
+            return gathered
+        num_tiles = 1 + gathered.numel() // _TILE_ELEMENTS if storage.device.type == "cpu" else 1
+        planes = torch.cat((blocks, blocks + self._num_blocks)) if len(storage) == 2 else blocks
+        for tile, target in zip(planes.chunk(num_tiles), gathered.flatten(0, 1).chunk(num_tiles), strict=True):
+            data, scales = _parts(plane, storage.flatten(0, 1).index_select(0, tile))
+            target.copy_(self._decode(data).mul_((scales * self._unit)[:, None, :, None]))
+        return gathered
+
+    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Numbers up to LARGEST in magnitude, rounded to the nearest; as int8, which for fp8_e4m3 are the bits."""
+        if self._dtype == "int8":
+            return values.round().to(torch.int8)
+        return values.to(torch.float8_e4m3fn).view(torch.int8)
+
+    def _decode(self, data: torch.Tensor) -> torch.Tensor:
+        """The inverse of _encode, in float32 and in units of 1 / unit."""
+        if self._dtype == "int8":
+            return data.float()
+        # The bits of a float16 that is 1/256 of the number; torch's own conversion takes many times as long on a CPU.
+        return data.short().bitwise_left_shift_(7).bitwise_and_(-0x4001).view(torch.float16).float()
+
+
+def _parts(plane: Plane, planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of planes [..., num_bytes] data [..., block_size, heads, width] and scales [..., heads]."""
+    data, scales = planes[..., : plane.data_bytes], planes[..., plane.data_bytes :]
+    shape = (*planes.shape[:-1], plane.block_size, plane.num_heads, plane.width)
+    return data.view(torch.int8).view(shape), scales.view(torch.float32)
+
 
 TRIED_AT_ONCE: Final = 4096  # tokens: what rounding them takes of memory is bounded
 

@@ -1,22 +1,295 @@
-"""A decoder that transformers computes, over our pool and with our attention."""
+"""A decoder that transformers computes, over our KV pool and with our attention.
 
-from collections.abc import Callable
-from typing import Any, Final
+before them, or a window of it. Anything else is refused.
+
+The pool has the vectors alone, as the one key head of a cache without values. Attention is over them: queries are
+brought to their width by the matrices that would make keys, and what is attended becomes values afterwards.
+
+their interface of masks. No mask is ever made: in its place goes what tokens see.
+
+Whose step it is stands in a context variable, since not every model hands down what its caller says.
+
+divide them stay.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
 
 from engine.attention.paged import Attention, PortableAttention, Scoring
-from engine.foreign.interface import NAME, Call, Step, answering
 from engine.foreign.stages import Handover
 from engine.forward_batch import ForwardBatch
 from engine.model.llama import LAYERS_PER_REPORT
 from engine.parallel import LEADER, RankGroup
 from engine.pipeline import Pipeline
+from engine.quantization.quantized_linear import QuantizedMatrix, quantized_matrix
 from serving_core.errors import ModelError
 from serving_core.layout import KVLayout
 from serving_core.requests import OnLayer
 from serving_core.sharding import Extent, Shard
+from serving_core.weight_bits import INPUT_BITS, WEIGHT_BITS
+
+MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Takes a batch's index, a head's, and positions of queries and keys; says which see which."""
+
+POSITIONS = (0, 1, 2, 3, 7, 64, 1000, 8191, 8192, 2**20)  # of queries, to try a mask at
+NEAR = (-1000, -64, -2, -1, 0, 1, 2, 63, 64)  # distances to keys, likewise
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What takes the place of a mask: a token sees itself and the tokens before it, or the last `window` of them."""
+
+    window: int | None
+
+
+def sight_of(mask_function: MaskFunction, window: int | None) -> Sight:
+    """What a mask function lets tokens see, tried out at some positions. A window can only be this one. Raises
+    ModelError for any other mask."""
+    queries, keys = _pairs(window)
+    sees = mask_function(0, 0, queries, keys)
+    distances = queries - keys
+    for candidate in (None, window):
+        if torch.equal(sees, (distances >= 0) if candidate is None else (distances >= 0) & (distances < candidate)):
+            return Sight(candidate)
+    raise ModelError("attention under a mask that is neither causal nor a sliding window is not supported")
+
+
+@lru_cache(maxsize=16)
+def _pairs(window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of queries and keys that tell masks apart."""
+    edges = () if window is None else (window - 1, window, window + 1, 2 * window)
+    positions = {*POSITIONS, *edges}
+    pairs = [
+        (query, key)
+        for query in sorted(positions)
+        for key in sorted({query - distance for distance in (*NEAR, *edges)} | {0, query // 2})
+        if key >= 0
+    ]
+    queries, keys = torch.tensor(pairs, device="cpu").unbind(1)
+    return queries, keys
+
+
+EXPAND = "expand_kv"  # what layers of transformers make keys and values with
+
+
+class Expansion(NamedTuple):
+    """The matrices of H heads that make keys and values of latents of width L. Beside its L numbers a latent has those
+    that are rotated, which are the end of each head's key as they are."""
+
+    keys: torch.Tensor  # [H, width of what is not rotated, L]
+    values: torch.Tensor  # [H, width of V, L]
+
+    def of(self, heads: slice) -> "Expansion":
+        """That of some heads."""
+        return Expansion(self.keys[heads], self.values[heads])
+
+    def absorbed(self, queries: torch.Tensor) -> torch.Tensor:
+        """Queries [T, H, D] as [T, H, width of a token's vector], whose products with vectors are those with keys."""
+        plain, rotated = queries.tensor_split((self.keys.shape[1],), dim=2)
+        return torch.cat((torch.einsum("thd,hdl->thl", plain, self.keys), rotated), dim=2)
+
+    def expanded(self, attended: torch.Tensor) -> torch.Tensor:
+        """Sums of vectors [T, H, width of one] as those of values [T, H, width of V]."""
+        return torch.einsum("thl,hvl->thv", attended[..., : self.values.shape[2]], self.values)
+
+
+class Latents:
+    """In place of what a layer expands latents with."""
+
+    def __init__(self, layer: Any, name: str) -> None:
+        """`name` is that of the attention that is asked for latents; any other gets keys and values."""
+        self._layer, self._name = layer, name
+
+    def __call__(self, latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One key head [1, 1, T, width of a token's vector], and values of no width."""
+        if self._layer.config._attn_implementation != self._name:
+            expanded: tuple[torch.Tensor, torch.Tensor] = type(self._layer).expand_kv(self._layer, latents, rotated)
+            return expanded
+        vectors = torch.cat((latents, rotated), dim=-1)
+        return vectors, vectors[..., :0]
+
+    @property
+    def expansion(self) -> Expansion:
+        """Of the heads that the layer has here."""
+        widths = self._layer.qk_nope_head_dim, self._layer.v_head_dim
+        weight = self._layer.kv_b_proj.weight
+        keys, values = weight.view(-1, sum(widths), weight.shape[1]).split(widths, dim=1)
+        return Expansion(keys, values)
+
+
+def keep_latents(model: nn.Module, name: str) -> None:
+    """Has the model's layers ask the attention of this name for latents. Raises ModelError where they are not known to
+    have any."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, EXPAND)]
+    if not layers or any(layer.kv_b_proj.bias is not None for layer in layers):
+        raise ModelError(f"latent KV as {type(model).__name__} has it is not supported")
+    for layer in layers:
+        setattr(layer, EXPAND, Latents(layer, name))
+
+
+def expansion_of(layer: nn.Module) -> Expansion | None:
+    """What expands the latents that a layer asks attention for; None if it asks for keys and values."""
+    latents = getattr(layer, EXPAND, None)
+    return latents.expansion if isinstance(latents, Latents) else None
+
+
+NAME: Final = "splitserve_paged"
+WITHOUT_EFFECT: Final = (  # on attention: what else layers are told, and what only backends of transformers read
+    "cache_position",
+    "is_causal",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+)
+
+
+class Call(NamedTuple):
+    """What one layer asks for: T tokens, H heads, K key heads. Scores are capped at softcap, and a sink of each head
+    takes part in the sum of their weights. Of latents keys are the vectors of tokens, and values are of no width."""
+
+    layer: int
+    queries: torch.Tensor  # [T, H, D]
+    keys: torch.Tensor  # [T, K, D]
+    values: torch.Tensor  # [T, K, width of V]
+    scaling: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None  # [H]
+    expansion: Expansion | None  # of latents
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether scores are more than scaled products."""
+        return self.softcap is not None or self.sinks is not None
+
+    @property
+    def is_unusual(self) -> bool:
+        """Whether not every backend can."""
+        return self.is_scored or self.keys.shape[2] != self.values.shape[2]
+
+    @property
+    def output_shape(self) -> tuple[int, int, int]:
+        """[T, H, width of V]"""
+        width = self.values.shape[2] if self.expansion is None else self.expansion.values.shape[1]
+        return self.queries.shape[0], self.queries.shape[1], width
+
+
+class Step(Protocol):
+    """What a model computes at the moment."""
+
+    def attend(self, call: Call) -> torch.Tensor:
+        """The attention output [T, H, width of V]."""
+
+
+_step: ContextVar[Step] = ContextVar("step")
+
+
+@contextmanager
+def answering(step: Step) -> Iterator[None]:
+    """What models of this thread ask for within it goes to this step."""
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Sight | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Takes [1, heads, T, width], gives [1, T, heads, width] and no weights."""
+    asked = sorted(name for name, value in others.items() if value is not None and name not in WITHOUT_EFFECT)
+    if dropout:
+        asked.append("dropout")
+    if asked:
+        raise ModelError(f"{type(module).__name__} asks attention for {asked[0]}, which is not supported")
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int) or not isinstance(attention_mask, Sight):
+        raise ModelError(f"{type(module).__name__} asks for attention without a layer's number or a mask of its layer")
+    window = attention_mask.window
+    if sliding_window not in (None, window):
+        raise ModelError(f"{type(module).__name__} asks for a window of {sliding_window} under a mask of {window}")
+    queries, keys, values = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(scaling, complex):  # the root of a negative number
+        raise ModelError(f"{type(module).__name__} asks for scores times {scaling}, which is not a real number")
+    call = Call(layer, queries, keys, values, scaling, window, softcap, s_aux, expansion_of(module))
+    return _step.get().attend(call).unsqueeze(0), None
+
+
+def _see(*, mask_function: MaskFunction, config: Any, **others: Any) -> Sight:
+    window = getattr(config, "sliding_window", None)
+    return sight_of(mask_function, window if isinstance(window, int) else None)
+
+
+AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, _see)
+
+
+EXPERTS: Final = 3  # dimensions of the weights of several in one
+
+
+def check_quantizable(model: Any, quantization: str) -> None:
+    """Raises ModelError for a model most of whose weights would stay as they are."""
+    name = type(model).__name__
+    if any(parameter.ndim == EXPERTS for parameter in model.parameters()):
+        raise ModelError(f"--quantization {quantization}: transformers computes {name}, with experts as they are")
+    if not _linear_modules(model):
+        raise ModelError(f"--quantization {quantization}: transformers computes {name}, without linear modules")
+
+
+def quantize_model(model: Any, quantization: str) -> int:
+    """Has the linear modules of a filled model, but for the head and for what expands latents, compute with quantized
+    weights, and lets go of their own. Gives the bytes that these take."""
+    num_bytes = 0
+    for module in _linear_modules(model):
+        matrix = quantized_matrix(module.weight.detach(), WEIGHT_BITS[quantization])
+        if module.bias is not None:
+            matrix.set_bias(module.bias)
+        matrix.round_inputs(INPUT_BITS.get(quantization, 16))
+        module.weight = module.bias = None
+        module.forward = _Product(matrix)
+        num_bytes += matrix.num_bytes
+    return num_bytes
+
+
+def _linear_modules(model: Any) -> list[Any]:
+    left = {model.get_output_embeddings()} | {each.kv_b_proj for each in model.modules() if hasattr(each, EXPAND)}
+    linear = [module for module in model.modules() if type(module) is nn.Linear and module not in left]
+    return [module for module in linear if getattr(module, "weight", None) is not None]
+
+
+class _Product:
+    def __init__(self, matrix: QuantizedMatrix) -> None:
+        self._matrix = matrix
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = self._matrix(x.reshape(-1, x.shape[-1]))
+        return outputs.view(*x.shape[:-1], outputs.shape[1])
+
 
 EAGER: Final = "eager"  # transformers' own attention, step by step
 MOST_CHARACTERS: Final = 300

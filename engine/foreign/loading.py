@@ -1,15 +1,31 @@
-"""Builds a model of transformers and fills it from safetensors files, by transformers' own rules for names, fused and
-tied weights and buffers. No code from the folder is ever run."""
+"""Load a model of transformers, divide it over ranks, and verify it against transformers' own attention.
+
+steps beside another, against the whole text at once.
+
+Windows are made narrow for it, so that a short text is longer than they are.
+
+they are divided. What neither it nor we name, every rank computes whole.
+
+Divided parameters hold the rank's part alone; sums and gathers are hooks, over our own group.
+
+tied weights and buffers. No code from the folder is ever run.
+"""
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from types import EllipsisType
 from typing import Any, Final
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -25,27 +41,275 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.generic import ContextManagers
 from transformers.utils.logging import disable_progress_bar
 
-from engine.foreign.decoder import UNCOMPUTABLE, ForeignDecoder, in_a_line
-from engine.foreign.division import Cut, divide, leave_biases
-from engine.foreign.interface import NAME
-from engine.foreign.latent import keep_latents
-from engine.foreign.quantized import check_quantizable, quantize_model
+from engine.attention.paged import Attention
+from engine.foreign.decoder import (
+    NAME,
+    UNCOMPUTABLE,
+    ForeignDecoder,
+    check_quantizable,
+    in_a_line,
+    keep_latents,
+    quantize_model,
+)
 from engine.foreign.stages import keep_stage
-from engine.foreign.verification import check_staged
+from engine.foreign.tried import TRIED, TRIED_WITH
+from engine.forward_batch import build_batch
 from engine.model.checkpoint import Checkpoint, Part, whole_tensor
 from engine.model.weights import open_checkpoint, spell
-from engine.parallel import RankGroup
+from engine.parallel import LEADER, RankGroup
 from engine.pipeline import Pipeline
-from serving_core.errors import ModelError
+from serving_core.errors import ModelError, SettingsError
 from serving_core.layout import KVLayout
 from serving_core.load_progress import LoadProgress
 from serving_core.model_config import ModelConfig
+from serving_core.requests import Share
 from serving_core.rope_config import LONGROPE
 from serving_core.settings import EngineSettings
-from serving_core.sharding import Extent, Shard
+from serving_core.sharding import Extent, Shard, share_of
 from serving_core.stored_tensors import FLOATS
 
 logger = logging.getLogger(__name__)
+
+NUM_TOKENS: Final = 70
+NARROW_WINDOW: Final = 20
+CUTS: Final = (0, 5, 33, 34, 35, 68, 69)
+LARGEST_DIFFERENCE: Final = 1e-3  # of logits, as a part of how they spread
+COARSE_DIFFERENCE: Final = 0.1  # in 16 bits
+QUANTIZED_DIFFERENCE: Final = 0.25  # with keys and values in 8 bits
+
+
+def check_staged(config: ModelConfig) -> None:
+    """To be called before anything is loaded. Raises ModelError for what no test tries in stages, where nothing can be
+    compared."""
+    if not _is_tried(config):
+        raise ModelError(f"{config.architecture} was not tried in stages; --no-verify-model serves it nevertheless")
+
+
+@torch.inference_mode()
+def check_model(
+    model: ForeignDecoder, attention: Attention, group: RankGroup, config: ModelConfig, max_model_len: int
+) -> None:
+    """To be called on all ranks, before anything is in the pool. Raises ModelError where the two differ. Does nothing
+    for what the tests try: architectures in one version of transformers."""
+    if _is_tried(config):
+        return
+    layout = attention.pool.layout
+    most_tokens = attention.pool.num_blocks // 2 * layout.block_size
+    token_ids = [(31 * at + at * at) % config.vocab_size for at in range(min(NUM_TOKENS, max_model_len, most_tokens))]
+    if not token_ids:
+        raise ModelError("--verify-model needs two KV blocks at least")
+    with _narrow(model.module, NARROW_WINDOW):
+        try:
+            expected = model.eager(torch.tensor(token_ids, device=attention.pool.device))
+        except UNCOMPUTABLE as error:
+            raise ModelError(f"{config.architecture} cannot be compared: {in_a_line(error)}") from error
+        found = _in_parts(model, attention, token_ids)
+    verdict = b"" if expected is None or found is None else _verdict(expected, found, attention).encode()
+    said = [data.decode() for data in group.exchange(verdict) if data]
+    if said:
+        raise ModelError(f"{config.architecture} {said[0]}; --no-verify-model serves it nevertheless")
+    logger.info("%s agrees here with transformers' own attention", config.architecture)
+
+
+def _is_tried(config: ModelConfig) -> bool:
+    return config.architecture in TRIED and transformers.__version__ == TRIED_WITH
+
+
+def _in_parts(model: ForeignDecoder, attention: Attention, token_ids: list[int]) -> torch.Tensor | None:
+    """The logits of all tokens, computed in parts, each beside a part of the same text backwards."""
+    pool, logits = attention.pool, []
+    num_blocks = pool.layout.num_blocks_for(len(token_ids))
+    blocks, others = range(num_blocks - 1, -1, -1), range(num_blocks, 2 * num_blocks)
+    backwards = token_ids[::-1]
+    ends = [*(cut for cut in CUTS if cut < len(token_ids)), len(token_ids)]
+    for start, end in pairwise(ends):
+        beside = Share(backwards[start:end], start, others, samples=False)
+        share = Share(token_ids[start:end], start, blocks, samples=True)
+        batch = build_batch([beside, share], pool.layout.block_size, pool.device)
+        wanted = torch.arange(end - start, 2 * (end - start), device=pool.device)
+        logits.append(model(batch.wanting(wanted), attention))
+    rows = [part for part in logits if part is not None]
+    return torch.cat(rows) if rows else None
+
+
+def _verdict(expected: torch.Tensor, found: torch.Tensor, attention: Attention) -> str:
+    """Empty where they agree."""
+    expected, found = expected.float(), found.float()
+    spread = expected - expected.mean(-1, keepdim=True)
+    differences = (expected - found).norm(dim=-1) / spread.norm(dim=-1).clamp_min(1e-6)
+    is_quantized = attention.pool.layout.is_quantized
+    if attention.pool.compute_dtype == torch.float32 and not is_quantized:
+        limit, difference = LARGEST_DIFFERENCE, float(differences.max())
+    else:  # single tokens may be far off: a router took another expert
+        limit, difference = QUANTIZED_DIFFERENCE if is_quantized else COARSE_DIFFERENCE, float(differences.median())
+    if difference <= limit:  # not so for NaN
+        return ""
+    return f"is off by {difference:.2g} of its logits from transformers' own attention, more than {limit:g}"
+
+
+@contextmanager
+def _narrow(module: Any, window: int) -> Iterator[None]:
+    """Makes sliding windows narrow for a while."""
+    holders = [module.config, *module.modules()]
+    wide = [(holder, holder.sliding_window) for holder in holders if _window_of(holder) is not None]
+    try:
+        for holder, _ in wide:
+            holder.sliding_window = window
+        yield
+    finally:
+        for holder, before in wide:
+            holder.sliding_window = before
+
+
+def _window_of(holder: Any) -> int | None:
+    window = getattr(holder, "sliding_window", None)
+    return window if isinstance(window, int) else None
+
+
+# Of a matrix [outputs, inputs]: which dimension is divided.
+DIVIDED: Final = {
+    "colwise": -2,
+    "colwise_gather_output": -2,
+    "packed_colwise": -2,
+    "rowwise": -1,
+    "rowwise_split_input": -1,
+}
+WHOLE: Final = ("embedding_rowwise", "mla_kv_a_proj", "replicated_with_grad_allreduce")  # on every rank
+SUMMED: Final = ("moe_tp_experts", "rowwise", "rowwise_split_input")  # outputs are parts of a sum
+BESIDE_PLANS: Final[Mapping[str, Mapping[str, str]]] = {  # what plans leave out, of attention that they divide
+    "CohereForCausalLM": {f"model.layers.*.self_attn.{name}.weight": "colwise" for name in ("q_norm", "k_norm")},
+    "Glm4MoeLiteForCausalLM": {"model.layers.*.self_attn.q_proj": "colwise"},
+}
+PACKED: Final = 2  # matrices, one below the other
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of a parameter that a rank holds: of each of `parts` equal runs of one dimension a share."""
+
+    dim: int  # from the end
+    total: int
+    parts: int
+    rank: int
+    size: int
+
+    def runs(self, total: int, parts: int) -> list[range]:
+        """Those held of a dimension of this length that has so many of the parts."""
+        length = total // parts
+        share = share_of(length, self.rank, self.size)
+        return [range(part * length + share.start, part * length + share.stop) for part in range(parts)]
+
+    @property
+    def num_held(self) -> int:
+        return sum(map(len, self.runs(self.total, self.parts)))
+
+
+def divide(model: Any, group: RankGroup, num_heads: int) -> dict[str, Cut]:
+    """Makes this rank's part of a model that is on the meta device, of whose `num_heads` KV heads, or of those that
+    latents stand for, all ranks are to have equally many. Gives what it holds of each parameter that is divided, by its
+    name. Raises ModelError for a plan that asks for more than we can, or SettingsError for ranks whose parts would not
+    be equal."""
+    plan: Mapping[str, str] = model.tp_plan if group.size > 1 else {}
+    plan = plan and {**plan, **BESIDE_PLANS.get(type(model).__name__, {})}
+    if plan and num_heads % group.size:
+        raise SettingsError(
+            f"--tensor-parallel-size {group.size}: transformers computes this model, and its {num_heads} KV heads "
+            "are to be divided equally"
+        )
+    tied = {name.rpartition(".")[0] for name in model.all_tied_weights_keys}
+    cuts: dict[str, Cut] = {}
+    for path, module in model.named_modules():
+        for name, _ in list(module.named_parameters(recurse=False)):
+            style = plan.get(_pattern(f"{path}.{name}"))
+            if style is not None:
+                cuts[f"{path}.{name}"] = _cut(module, name, style, group)
+        style = plan.get(_pattern(path))
+        is_held = next(module.parameters(), None) is not None
+        if style is not None and is_held and path not in tied:
+            cuts |= {f"{path}.{name}": cut for name, cut in _divide_module(module, style, group).items()}
+    return cuts
+
+
+def leave_biases(model: nn.Module, cuts: Mapping[str, Cut], rank: int) -> None:
+    """To be called once the model is filled: of a sum over ranks only rank 0 adds the bias."""
+    for name, cut in cuts.items():
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        if rank != LEADER and attribute == "weight" and cut.dim == -1 and isinstance(module, nn.Linear):
+            module.register_parameter("bias", None)
+
+
+def _pattern(path: str) -> str:
+    """A path as plans spell it, with stars for numbers."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
+def _divide_module(module: nn.Module, style: str, group: RankGroup) -> dict[str, Cut]:
+    """What is held of its parameters."""
+    if style in SUMMED:
+        module.register_forward_hook(_Sum(group))
+    if style in WHOLE or style == "moe_tp_experts":
+        return {}
+    if style not in DIVIDED or not isinstance(module, nn.Linear):
+        raise ModelError(f"the model's tp_plan divides {type(module).__name__} by {style!r}, which is not supported")
+    inputs, outputs = module.in_features, module.out_features
+    if style == "rowwise_split_input":
+        module.register_forward_pre_hook(_Split(share_of(inputs, group.rank, group.size)))
+    if style == "colwise_gather_output":
+        module.register_forward_hook(_Gather(group, outputs))
+    cuts = {"weight": _cut(module, "weight", style, group)}
+    if module.bias is not None and DIVIDED[style] == -2:
+        cuts["bias"] = _cut(module, "bias", style, group)
+    return cuts
+
+
+def _cut(module: nn.Module, name: str, style: str, group: RankGroup) -> Cut:
+    """Replaces a parameter by one of the size that the rank holds."""
+    whole = getattr(module, name)
+    if style not in DIVIDED:
+        raise ModelError(f"the model's tp_plan divides {name} by {style!r}, which is not supported")
+    dim = max(DIVIDED[style], -whole.ndim)
+    parts = PACKED if style == "packed_colwise" else 1
+    cut = Cut(dim, whole.shape[dim], parts, group.rank, group.size)
+    shape = list(whole.shape)
+    shape[dim] = cut.num_held
+    setattr(module, name, nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta"), requires_grad=False))
+    return cut
+
+
+class _Sum:
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+
+    def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        output = output.contiguous()
+        self._group.all_reduce(output)
+        return output
+
+
+class _Gather:
+    """Makes outputs whole, of `total` columns."""
+
+    def __init__(self, group: RankGroup, total: int) -> None:
+        self._group, self._total = group, total
+
+    def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        held = share_of(self._total, self._group.rank, self._group.size)
+        whole = output.new_zeros((*output.shape[:-1], self._total))
+        whole[..., held.start : held.stop] = output
+        self._group.all_reduce(whole)
+        return whole
+
+
+class _Split:
+    """Takes the held columns of whole inputs."""
+
+    def __init__(self, held: range) -> None:
+        self._held = slice(held.start, held.stop)
+
+    def __call__(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (inputs[0][..., self._held], *inputs[1:])
+
 
 TAKEN_FOR: Final = {"MinistralForCausalLM": "MistralForCausalLM"}  # by transformers, where there are layer_types
 UNREADABLE: Final = (

@@ -1,19 +1,75 @@
-"""Reads parts of tensors from the files of a model."""
+"""Read parts of tensors from the files of a model: safetensors and GGUF."""
 
 import math
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
+import numpy as np
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from safetensors import SafetensorError, safe_open
 
-from engine.model.read_ahead import Span
 from serving_core.errors import ModelError
+from serving_core.gguf_header import GgufTensor
+from serving_core.gguf_weights import gguf_weights
+from serving_core.model_config import read_model_config
 from serving_core.sharding import Extent, whole
 from serving_core.stored_tensors import FLOATS, tensor_places
 from serving_core.text_parts import text_names
+
+AHEAD_BYTES: Final = 256 * 2**20  # in the page cache, which may count as our memory
+PIECE_BYTES: Final = 2**20  # a kernel takes so much of one advice, or less
+
+T = TypeVar("T")
+
+
+class Span(NamedTuple):
+    """Bytes of a file."""
+
+    file: Path
+    start: int
+    stop: int
+
+    def of_rows(self, rows: Extent) -> "Span":
+        """Those of the rows that are held, if these are the bytes of all."""
+        row_bytes = (self.stop - self.start) // max(1, rows.total)
+        return Span(self.file, self.start + rows.held.start * row_bytes, self.start + rows.held.stop * row_bytes)
+
+
+def read_ahead(items: Sequence[T], spans_of: Callable[[T], Iterable[Span]]) -> Generator[T]:
+    """The items in order, while what the next ones are read from is on its way, of AHEAD_BYTES or one item at least.
+    To be closed when it is not gone through to its end."""
+    coming, sizes, ahead_bytes = iter(items), deque[int](), 0
+    reader = ThreadPoolExecutor(1, "read ahead")
+    try:
+        for item in items:
+            while ahead_bytes < AHEAD_BYTES and (following := next(coming, None)) is not None:
+                spans = list(spans_of(following))
+                sizes.append(sum(span.stop - span.start for span in spans))
+                ahead_bytes += sizes[-1]
+                reader.submit(_advise, spans)
+            yield item
+            ahead_bytes -= sizes.popleft()
+    finally:
+        reader.shutdown(cancel_futures=True)
+
+
+def _advise(spans: Sequence[Span]) -> None:
+    """What fails here fails again, and is told, where it is read."""
+    for file, start, stop in spans:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for offset in range(start, stop, PIECE_BYTES):
+                os.posix_fadvise(descriptor, offset, min(PIECE_BYTES, stop - offset), os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
+
 
 MAPPED_BYTES: Final = 32 * 2**20  # mapped pages count as our memory, so mappings are let go this often
 INTEGERS: Final = ("I32",)
@@ -155,3 +211,79 @@ class TextPart(Checkpoint):
 
     def read_all(self, part: Part) -> torch.Tensor:
         return self._whole.read_all(part._replace(name=self._stored[part.name]))
+
+
+PIECE_ELEMENTS: Final = 2**17  # that a thread turns into floats at once: about what its cache holds
+PIECES_AHEAD: Final = 4  # of each thread, at most, that wait to be taken
+
+
+class GgufCheckpoint(Checkpoint):
+    """The tensors of a GGUF model, whatever they are stored as. Read some whole rows at a time, by as many threads as
+    torch computes with; only few of them are floats at any time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError when the files are not what the folder was made of."""
+        self._weights = gguf_weights(folder)
+        self._head_dim = read_model_config(folder).head_dim
+        num_threads = torch.get_num_threads()
+        self._at_once = num_threads * PIECES_AHEAD
+        # One thread alone would only be handed to and fro.
+        self._map = map if num_threads == 1 else ThreadPoolExecutor(num_threads, "gguf").map
+
+    def names(self) -> set[str]:
+        return set(self._weights.tensors)
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
+        return self._weights.tensors[name].shape, "F32"
+
+    def read(self, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
+        tensor, is_interleaved = self._weights.tensors[part.name], self._weights.is_interleaved(part.name)
+        addend = self._weights.addend(part.name)
+        is_vector = len(part.extents) == 1
+        rows, columns = (whole(1), part.extents[0]) if is_vector else part.extents
+        step = max(1, PIECE_ELEMENTS // columns.total)
+        if is_interleaved:  # whole heads
+            step = self._head_dim * max(1, step // self._head_dim)
+        pieces = [range(row, min(row + step, rows.held.stop)) for row in range(rows.held.start, rows.held.stop, step)]
+        with self._weights.open() as streams:
+            file = streams[tensor.part].fileno()
+
+            def read(piece: range) -> torch.Tensor:
+                floats = torch.from_numpy(_floats(file, tensor, piece, columns))
+                floats = floats[0] - addend if is_vector else floats
+                return _halves_of_heads(floats, self._head_dim) if is_interleaved else floats
+
+            for first in range(0, len(pieces), self._at_once):
+                some = pieces[first : first + self._at_once]
+                for piece, floats in zip(some, self._map(read, some), strict=True):
+                    yield piece.start - rows.held.start, floats
+
+    def spans(self, part: Part) -> Iterator[Span]:
+        """Whole rows, whatever columns are wanted."""
+        tensor = self._weights.tensors[part.name]
+        rows = whole(1) if len(part.extents) == 1 else part.extents[0]
+        stored = Span(self._weights.file_of(part.name), tensor.start, tensor.start + tensor.num_bytes)
+        yield stored.of_rows(rows)
+
+
+def _floats(
+    file: int, tensor: GgufTensor, rows: range, columns: Extent
+) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    """Rows of a tensor, and of these the columns that are held."""
+    kind, held = tensor.type, columns.held
+    row_bytes = columns.total // kind.block * kind.block_bytes
+    stored = bytearray(len(rows) * row_bytes)
+    if os.preadv(file, [stored], tensor.start + rows.start * row_bytes) < len(stored):
+        raise ModelError(f"the GGUF file ended within rows {rows.start} to {rows.stop} of a tensor while it was read")
+    first, last = held.start // kind.block, -(-held.stop // kind.block)
+    blocks = np.frombuffer(stored, np.uint8).reshape(len(rows), row_bytes)
+    blocks = blocks[:, first * kind.block_bytes : last * kind.block_bytes]
+    # One long row, as the library goes through rows a few at a time.
+    floats = dequantize(blocks.reshape(1, -1), GGMLQuantizationType(tensor.type_id)).reshape(len(rows), -1)
+    return floats[:, held.start - first * kind.block : held.stop - first * kind.block]
+
+
+def _halves_of_heads(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows that alternate between the halves of their head, with the first half before the second."""
+    pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)

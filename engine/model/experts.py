@@ -11,12 +11,11 @@ from typing import Final
 import torch
 from torch import nn
 
-from engine.model.dispatch import Shared
 from engine.model.layers import Deltas, Linear
 from engine.model.residual import Residual
-from engine.model.steps import Steps
+from engine.model.steps import Shared, Steps
 from engine.native.dispatch import choose_dispatch
-from engine.native.grouped import GroupedProduct, grouped_product
+from engine.native.linear import GroupedProduct, grouped_product
 from serving_core.experts import Experts
 from serving_core.sharding import Extent, Shard, share_of, whole
 

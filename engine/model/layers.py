@@ -14,8 +14,8 @@ from torch.nn import functional
 from engine.invariant import Rows, Tiling
 from engine.model.residual import Residual
 from engine.model.steps import Steps
-from engine.native.dense_linear import DenseMatrix
-from engine.native.dense_linear import best_variant as best_dense_variant
+from engine.native.linear import DenseMatrix
+from engine.native.linear import best_variant as best_dense_variant
 from engine.parallel import RankGroup
 from engine.quantization.quantized_linear import QuantizedMatrix, quantized_matrix
 from serving_core.sharding import Extent, Shard, whole

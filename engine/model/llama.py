@@ -35,7 +35,7 @@ from engine.model.residual import Residual, residual_of
 from engine.model.rope import RotaryEmbedding, Rotation, head_order
 from engine.model.step_backends import choose_steps
 from engine.model.steps import HeadNorms, Steps
-from engine.offload.offloaded_layers import OffloadedLayers
+from engine.offload.placement import OffloadedLayers
 from engine.parallel import LEADER, RankGroup
 from engine.pipeline import Pipeline
 from serving_core.differences import Differences

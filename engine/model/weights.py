@@ -10,10 +10,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import nn
 
-from engine.model.checkpoint import Checkpoint, Part, SafetensorsCheckpoint, TextPart, whole_tensor
+from engine.model.checkpoint import Checkpoint, Part, SafetensorsCheckpoint, Span, TextPart, read_ahead, whole_tensor
 from engine.model.layers import Layer, Linear
 from engine.model.llama import LlamaDecoder
-from engine.model.read_ahead import Span, read_ahead
 from engine.native.linear_library import best_variant
 from engine.offload.placement import Placement
 from engine.quantization import awq, gptq, w8a8
@@ -129,7 +128,7 @@ def open_checkpoint(folder: Path, root: str = "") -> Checkpoint:
     ModelError."""
     if not is_gguf(folder):
         return SafetensorsCheckpoint(weight_files(folder), root)
-    from engine.model.gguf_checkpoint import GgufCheckpoint  # here, as few models need what it imports
+    from engine.model.checkpoint import GgufCheckpoint  # here, as few models need what it imports
 
     return GgufCheckpoint(folder)
 

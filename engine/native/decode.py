@@ -24,7 +24,7 @@ from engine.model.llama import (
 )
 from engine.model.rope import Rotation
 from engine.model.steps import Likeliest
-from engine.native.dense_linear import DenseMatrix
+from engine.native.linear import DenseMatrix
 from engine.native.program import NativeProgram
 from engine.native.steps import ELEMENTS, NativeSteps
 from engine.quantization.quantized_linear import QuantizedMatrix

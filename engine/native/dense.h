@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define DENSE_VERSION 3 /* of everything below; engine/native/dense_linear.py expects the same */
+#define DENSE_VERSION 3 /* of everything below; engine/native/linear.py expects the same */
 
 #define OUTPUTS 16          /* of a vector of weights, each with a word of inputs */
 #define VECTOR_BYTES 64

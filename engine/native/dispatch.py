@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from engine.model.dispatch import Dispatch, Routing, Shared, TorchDispatch
+from engine.model.steps import Dispatch, Routing, Shared, TorchDispatch
 from engine.native import library as native_library
 from engine.native.threads import threads_for
 

@@ -1,9 +1,10 @@
-"""Where each layer's weights go while a model is loaded: where they compute, or elsewhere."""
+"""Weight offload: which layers' weights stay in memory, and where the others are."""
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Final, Protocol
 
 import torch
 from torch import nn
@@ -11,10 +12,49 @@ from torch import nn
 from engine.model.layers import Layer
 from engine.offload.layers_on_disk import DiskStore
 from engine.offload.layers_on_host import HostStore
-from engine.offload.offloaded_layers import LayerStore, OffloadedLayers
 from engine.offload.residence import ROOM, layers_elsewhere
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
+
+
+class OffloadedLayers(Protocol):
+    """Reads ahead for one model, whose layers say when they begin and end."""
+
+    @property
+    def where(self) -> str:
+        """In words: on disk, or in host memory."""
+
+    @property
+    def layer_bytes(self) -> Mapping[int, int]:
+        """Of each of these layers, by its number."""
+
+    @property
+    def num_read_bytes(self) -> int:
+        """So far."""
+
+    def read_alone(self) -> tuple[int, float]:
+        """Reads all of them once, for nothing; to be called between steps. Gives bytes and seconds."""
+
+
+class LayerStore(Protocol):
+    """Takes layers one at a time, as they are loaded."""
+
+    def begin(self) -> None:
+        """Another layer comes."""
+
+    def holding(self, module: Layer) -> AbstractContextManager[None]:
+        """Where a module of the layer is to be filled and packed."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the layer that came last, what can be elsewhere."""
+
+    def offload(self, number: int, layer: nn.Module) -> None:
+        """Puts that layer elsewhere. Raises SettingsError when there is no room for it."""
+
+    def finish(self) -> OffloadedLayers | None:
+        """To be called when all layers have come. None: none was put elsewhere."""
+
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,7 @@ from typing import Final
 
 import torch
 
-from engine.model.checkpoint import Checkpoint, Part
-from engine.model.read_ahead import Span
+from engine.model.checkpoint import Checkpoint, Part, Span
 from serving_core.errors import ModelError
 from serving_core.sharding import Extent, whole
 from serving_core.stored_quantization import FP8, FP8_SCALES, StoredQuantization

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from kv_transfer.annexes.wire import LEAST_S, MAX_BYTES, Asker, Kind, hear, hear_answer, tell
-from kv_transfer.errors import AnnexRecalled, TransferError
+from kv_transfer.results import AnnexRecalled, TransferError
 from serving_core.layout import KVLayout
 
 ROOM_S: Final = 3.0  # to connect, and to hear whether there is room

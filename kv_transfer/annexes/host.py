@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from kv_transfer.annexes.wire import ASKER_BYTES, KEY_BYTES, Asker, Header, Kind, hear, hear_payload, tell
-from kv_transfer.errors import TransferError
+from kv_transfer.results import TransferError
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
 

@@ -15,7 +15,7 @@ import zlib
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from kv_transfer.errors import AnnexRecalled, TransferError
+from kv_transfer.results import AnnexRecalled, TransferError
 
 KEY_BYTES: Final = 32
 MAX_BYTES: Final = 2**30  # of one message's payload

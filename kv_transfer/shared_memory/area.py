@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 from typing import Final
 
-from kv_transfer.errors import TransferError
+from kv_transfer.results import TransferError
 from serving_core.memory import available_bytes
 
 NONCE_BYTES: Final = 16

@@ -1,14 +1,17 @@
-"""A Dialer's end of shared memory."""
+"""The Dialer's end and the Listener's end of shared memory."""
 
 import asyncio
+import contextlib
 import logging
+import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kv_transfer.shared_memory.area import NONCE_BYTES, WrittenArea
-from kv_transfer.shared_memory.door import Door
+from kv_transfer.results import TransferError
+from kv_transfer.shared_memory.area import NONCE_BYTES, ReadArea, WrittenArea
+from kv_transfer.shared_memory.door import SHAKE_S, Door, address_of, is_same_user, new_socket
 from kv_transfer.shared_memory.notes import (
     SLOT_BYTES,
     Decline,
@@ -20,6 +23,7 @@ from kv_transfer.shared_memory.notes import (
     Taken,
     offset_of,
 )
+from serving_core.descriptors import NONE_LEFT, connections_within
 
 logger = logging.getLogger(__name__)
 
@@ -137,3 +141,129 @@ class Loan:
         self.close()
         if was_taken:
             self._on_gone()
+
+
+MAX_LENDERS: Final = 64  # of one Listener, visits included
+LENDER_DESCRIPTORS: Final = 2  # the memory, and the connection that tells when its sender is gone
+
+Tell = Callable[[bytes, Note], None]
+"""Takes the peer that a note is for."""
+
+
+class Borrower:
+    """Reads the memory of the senders that have dialled one Listener."""
+
+    def __init__(self, tell: Tell, *, is_willing: bool) -> None:
+        """Declines every offer unless it is willing."""
+        self.num_bytes = 0  # of blocks
+        self._is_willing = is_willing
+        self._max_lenders = connections_within(MAX_LENDERS, descriptors_each=LENDER_DESCRIPTORS)
+        self._tell = tell
+        self._visits: dict[bytes, _Visit] = {}  # by peer, until the sender is gone
+        self._copy = memoryview(bytearray(SLOT_BYTES if is_willing else 0))
+
+    @property
+    def num_lenders(self) -> int:
+        """Return the number of senders whose memory is read or is being asked for."""
+        return len(self._visits)
+
+    def take_offer(self, peer: bytes, offer: Offer) -> None:
+        """Visits the sender, and tells it what came of that."""
+        if not self._is_willing:
+            self._tell(peer, Declined(Decline.UNWANTED))
+        elif peer in self._visits:
+            self._tell(peer, Declined(Decline.BUSY))
+        elif self.num_lenders >= self._max_lenders:
+            self._tell(peer, Declined(Decline.FULL))
+        else:
+            try:
+                self._visits[peer] = _Visit(offer, lambda outcome: self._note_outcome(peer, outcome))
+            except OSError as error:
+                is_short = error.errno in NONE_LEFT
+                self._tell(peer, Declined(Decline.BUSY if is_short else Decline.UNREACHABLE))
+
+    def copy_of(self, peer: bytes, lent: Lent) -> memoryview | None:
+        """A copy of what lies in the slot, valid until the next one; the slot is returned already. None where there is
+        no such memory: its sender is gone, or never had any."""
+        visit = self._visits.get(peer)
+        if visit is None or visit.area is None or lent.slot >= visit.num_slots:
+            logger.warning("a message was dropped: its blocks lie in memory that is not shared")
+            return None
+        copy = self._copy[: lent.num_bytes]
+        visit.area.copy(offset_of(lent.slot), copy)
+        self._tell(peer, Returned(lent.number))
+        self.num_bytes += lent.num_bytes
+        return copy
+
+    def close(self) -> None:
+        for visit in self._visits.values():
+            visit.end()
+        self._visits.clear()
+
+    def _note_outcome(self, peer: bytes, outcome: Decline | None) -> None:
+        """It is taken, or declined, or what was taken is no longer there."""
+        if outcome is None:
+            self._tell(peer, Taken())
+            return
+        is_news = self._visits.pop(peer).area is None
+        if is_news:
+            self._tell(peer, Declined(outcome))
+
+
+class _Visit:
+    """At one sender's door, and then its memory for as long as the sender keeps the connection."""
+
+    def __init__(self, offer: Offer, on_outcome: Callable[[Decline | None], None]) -> None:
+        """`on_outcome` takes None once the memory can be read, and a Decline when it cannot, or no longer. Raises
+        OSError where nobody is there."""
+        self.area: ReadArea | None = None
+        self.num_slots: Final = offer.num_slots
+        self._offer = offer
+        self._on_outcome = on_outcome
+        self._loop = asyncio.get_running_loop()
+        self._socket = new_socket()
+        try:
+            self._socket.connect(address_of(offer.name))
+            if not is_same_user(self._socket):
+                raise PermissionError("another user's socket")
+            self._socket.send(offer.secret)
+        except OSError:
+            self._socket.close()
+            raise
+        self._late = self._loop.call_later(SHAKE_S, self._conclude, Decline.UNREACHABLE)
+        self._loop.add_reader(self._socket, self._come_back)
+
+    def end(self) -> None:
+        """Reads nothing more."""
+        self._late.cancel()
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        if self.area is not None:
+            self.area.close()
+
+    def _come_back(self) -> None:
+        """With the sender's descriptor; or without, when it has none to give or is gone."""
+        if self.area is not None:
+            self._conclude(Decline.UNREACHABLE)
+            return
+        descriptors: list[int] = []
+        with contextlib.suppress(OSError):
+            _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        if not descriptors:
+            self._conclude(Decline.BUSY)
+            return
+        try:
+            self.area = ReadArea(descriptors[0], self._offer.area_bytes, self._offer.nonce)
+        except TransferError as error:
+            logger.warning("a sender's memory is not read: %s", error)
+            self._conclude(Decline.UNLIKE)
+            return
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._late.cancel()
+        self._on_outcome(None)
+
+    def _conclude(self, outcome: Decline) -> None:
+        self.end()
+        self._on_outcome(outcome)

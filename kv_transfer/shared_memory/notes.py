@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from kv_transfer.errors import TransferError
 from kv_transfer.packing import check_bytes, check_int, pack_checked, unpack_checked
 from kv_transfer.payload import MESSAGE_BYTES
+from kv_transfer.results import TransferError
 from kv_transfer.shared_memory.area import HEAD_BYTES, NONCE_BYTES
 
 SLOT_BYTES: Final = MESSAGE_BYTES  # what is longer goes by the connection itself

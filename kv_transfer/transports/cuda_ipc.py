@@ -1,4 +1,4 @@
-"""Frames between two processes on one CUDA device, where NCCL has no group: it wants a device for each of its ranks.
+"""Frames between two processes on one CUDA device, where NCCL has no group.
 
 The sender has an area on the device, which the receiver opens by CUDA IPC: slots, and two numbers. A frame goes in
 parts, each numbered one higher than the last. The sender copies a part into the next slot and writes its number behind
@@ -7,18 +7,37 @@ down in turn that the slot may be written again. A process is told nothing else,
 """
 
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
 import torch
 
-from kv_transfer.errors import TransferError
 from kv_transfer.packing import check_bytes, check_int, pack, unpack
 from kv_transfer.payload import MESSAGE_BYTES
+from kv_transfer.results import TransferError
 from kv_transfer.transports import dist_stream
-from kv_transfer.transports.cuda_waits import wait_for_device, wait_until
+
+POLL_S: Final = 50e-6
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float) -> None:
+    """Raises TransferError where it is not so within this time."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise TransferError("a pair of ranks moved nothing for too long")
+        time.sleep(POLL_S)
+
+
+def wait_for_device(device: torch.device, timeout_s: float) -> None:
+    """Returns when what was queued on the current stream so far is done. Raises TransferError if that takes longer."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    wait_until(event.query, timeout_s)
+
 
 NUM_SLOTS: Final = 4
 SLOT_BYTES: Final = MESSAGE_BYTES

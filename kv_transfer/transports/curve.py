@@ -12,7 +12,7 @@ from typing import Final
 import zmq
 from zmq.utils import z85
 
-from kv_transfer.errors import TransferError
+from kv_transfer.results import TransferError
 from kv_transfer.transports import zap
 from kv_transfer.transports.ticket_key import show_key
 from kv_transfer.wire import MAX_PAYLOAD_BYTES

@@ -12,7 +12,7 @@ from typing import Final
 
 import zmq
 
-from kv_transfer.errors import TransferError
+from kv_transfer.results import TransferError
 from kv_transfer.transports import zap
 from serving_core.reminder import Reminder
 

@@ -13,10 +13,9 @@ from collections.abc import Collection, Hashable, Sequence
 
 import torch
 
-from kv_transfer.errors import TransferError
 from kv_transfer.payload import Payload
-from kv_transfer.transports.dist_address import DistAddress, listen
-from kv_transfer.transports.dist_stream import Stream
+from kv_transfer.results import TransferError
+from kv_transfer.transports.dist_stream import DistAddress, Stream, listen
 from kv_transfer.transports.tensor_payload import TensorPayload
 from kv_transfer.transports.torch_link import BROKEN, Message, ReceivingLink, SendingLink, reason
 from kv_transfer.transports.torch_pair import check_device

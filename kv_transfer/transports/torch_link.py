@@ -12,9 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-from kv_transfer.errors import TransferError
-from kv_transfer.transports.dist_address import DistAddress
-from kv_transfer.transports.dist_stream import Kind, Stream, pack_key, pack_sizes, unpack_key, unpack_message
+from kv_transfer.results import TransferError
+from kv_transfer.transports.dist_stream import (
+    DistAddress,
+    Kind,
+    Stream,
+    pack_key,
+    pack_sizes,
+    unpack_key,
+    unpack_message,
+)
 from kv_transfer.transports.torch_pair import RECEIVER_RANK, SENDER_RANK, Pair
 from kv_transfer.transports.transport import OnMessage, OnReply
 

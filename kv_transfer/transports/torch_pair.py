@@ -25,10 +25,9 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 
-from kv_transfer.errors import TransferError
+from kv_transfer.results import TransferError
 from kv_transfer.transports import dist_stream
-from kv_transfer.transports.cuda_ipc import DeviceGroup, are_on_one_device
-from kv_transfer.transports.cuda_waits import wait_for_device
+from kv_transfer.transports.cuda_ipc import DeviceGroup, are_on_one_device, wait_for_device
 from serving_core.errors import SettingsError
 
 logger = logging.getLogger(__name__)

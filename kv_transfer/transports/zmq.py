@@ -16,16 +16,14 @@ from pathlib import Path
 
 import zmq
 
-from kv_transfer.errors import TransferError
 from kv_transfer.payload import HOST, Payload
+from kv_transfer.results import TransferError
 from kv_transfer.shared_memory import notes
-from kv_transfer.shared_memory.borrowing import Borrower
-from kv_transfer.shared_memory.lending import Lender
+from kv_transfer.shared_memory.lending import Borrower, Lender
 from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.ticket_key import TicketKey
 from kv_transfer.transports.transport import MAX_FRAMES, OnLost, OnMessage, OnReply
-from kv_transfer.transports.zmq_connection import NO_HEADER, Connection, choose_family, open_socket, when_dropped
-from kv_transfer.transports.zmq_inbox import Inbox
+from kv_transfer.transports.zmq_connection import NO_HEADER, Connection, Inbox, choose_family, open_socket, when_dropped
 from serving_core.descriptors import NONE_LEFT, Spares, connections_within
 from serving_core.errors import SettingsError
 from serving_core.host_memory import keep_freed_memory

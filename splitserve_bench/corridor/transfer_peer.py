@@ -21,8 +21,7 @@ from xxhash import xxh3_64_intdigest
 
 from engine.cache.kv_pool import PagedKVPool
 from kv_transfer.ends.receiver import KVReceiver, Received, TransferFailed
-from kv_transfer.payload import Payload, blocks_per_message
-from kv_transfer.store import KVStore
+from kv_transfer.payload import KVStore, Payload, blocks_per_message
 from kv_transfer.ticket import Ticket
 from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.tensor_payload import TensorStore

@@ -10,9 +10,8 @@ from typing import Final
 
 import torch
 
-from engine.attention.backends import choose_attention
+from engine.attention.backends import StepsApart, choose_attention
 from engine.attention.paged import Attention
-from engine.attention.steps_apart import StepsApart
 from engine.cache.kv_pool import PagedKVPool
 from engine.cuda_graphs import CudaCapture
 from engine.forward_batch import build_batch

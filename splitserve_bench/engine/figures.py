@@ -84,7 +84,7 @@ class DecodeFigures:
 
 @dataclass(frozen=True, slots=True)
 class LoopFigures:
-    """What a node does between two decode steps of a batch, by the parts of engine/step_clock.py, beside the time that
+    """What a node does between two decode steps of a batch, by the parts of engine/stepper.py, beside the time that
     a step computes: CPU time, and time by the clock, each of the repeat in which it is least."""
 
     batch: int

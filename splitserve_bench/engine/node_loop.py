@@ -12,7 +12,7 @@ from typing import Any, Final
 import uvloop
 
 from engine.engine import Engine
-from engine.step_clock import BETWEEN, COMPUTE, StepClock
+from engine.stepper import BETWEEN, COMPUTE, StepClock
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.transports.loopback import LoopbackNetwork

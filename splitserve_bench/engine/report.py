@@ -6,7 +6,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from engine.step_clock import BETWEEN
+from engine.stepper import BETWEEN
 from serving_core.units import size_of
 from splitserve.commands.terminal import plain_table
 from splitserve_bench.engine.figures import (

@@ -43,11 +43,10 @@ from coordinator.text.rendering import Renderer
 from coordinator.text.tokenizer import read_tokenizer
 from kv_transfer import wire
 from kv_transfer.annexes.wire import MAX_BYTES, hear, hear_payload
-from kv_transfer.errors import TransferError
+from kv_transfer.results import TransferError
 from kv_transfer.shared_memory import notes
 from kv_transfer.ticket import Ticket
-from kv_transfer.transports.dist_address import DistAddress
-from kv_transfer.transports.dist_stream import pack_key, pack_sizes, unpack_key, unpack_message
+from kv_transfer.transports.dist_stream import DistAddress, pack_key, pack_sizes, unpack_key, unpack_message
 from protos import convert, fleet_pb2, inference_pb2, ranks_pb2
 from serving_core.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapters
 from serving_core.api_keys import read_api_keys

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.attention.triton_kernels import (
+from engine.attention.triton_paged import (
     ALONE,
     FEW_ROWS,
     LEAST_TILES,
@@ -27,9 +27,11 @@ from engine.attention.triton_kernels import (
     TILE_KEYS,
     attend,
     merge,
+    most_rows,
+    padded,
+    stages_by_rows,
 )
-from engine.attention.triton_paged import most_rows, padded, stages_by_rows
-from engine.model import triton_draws, triton_steps
+from engine.model import triton_steps
 from engine.model.draws import LIKELIEST_MASS
 from engine.quantization import triton_linear
 from engine.quantization.quantized_linear import OUTPUTS
@@ -138,9 +140,9 @@ def gating(dtype, *, is_gelu):
 
 
 def finding_edges():
-    constants = {"MASS": LIKELIEST_MASS, "HIGHEST": triton_draws.LARGEST_BIT, "COLUMNS": triton_draws.COLUMNS}
+    constants = {"MASS": LIKELIEST_MASS, "HIGHEST": triton_steps.LARGEST_BIT, "COLUMNS": triton_steps.COLUMNS}
     pointers = {"weights": "fp32", "edges": "fp32", "needed": "i64"}
-    return triton_draws.find_edges, pointers, {}, constants, 3, triton_draws.NUM_WARPS
+    return triton_steps.find_edges, pointers, {}, constants, 3, triton_steps.NUM_WARPS
 
 
 def attentions(memory_bytes):

@@ -5,8 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton, which comes with torch for CUDA, is not installed")
 
-from engine.attention.backends import choose_attention
-from engine.attention.steps_apart import StepsApart
+from engine.attention.backends import StepsApart, choose_attention
 from engine.attention.triton_paged import TritonAttention
 from engine.attention.varlen import VarlenAttention
 from engine.cache.kv_pool import PagedKVPool

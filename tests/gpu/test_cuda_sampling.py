@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.adjusting import adjust
 from engine.model.draws import Draw
 from engine.model.steps import TorchSteps
+from engine.sampler import adjust
 from serving_core.requests import Request, SamplingParams
 
 STEPS = TorchSteps()

@@ -11,8 +11,7 @@ from engine.model.draws import Draw
 from engine.model.rope import RotaryEmbedding
 from engine.model.step_backends import choose_steps
 from engine.model.steps import HeadNorms, TorchSteps
-from engine.model.triton_draws import least_in_nuclei
-from engine.model.triton_steps import TritonSteps
+from engine.model.triton_steps import TritonSteps, least_in_nuclei
 from serving_core.differences import GELU_TANH, SILU
 from serving_core.layout import KVLayout
 from serving_core.rope_config import DefaultRope

@@ -11,12 +11,16 @@ pytest.importorskip("triton", reason="Triton, which comes with torch for CUDA, i
 
 from engine.attention.backends import choose_attention, invariant_attentions
 from engine.attention.paged import PortableAttention
-from engine.attention.triton_kernels import ALONE, FEW_ROWS, MANY_ROWS, SHARING_ROWS, attend
 from engine.attention.triton_paged import (
+    ALONE,
     DEEP_STAGES,
+    FEW_ROWS,
+    MANY_ROWS,
     ONE_STAGE,
+    SHARING_ROWS,
     STAGES,
     TritonAttention,
+    attend,
     most_rows,
     shared_bytes,
     stages_by_rows,

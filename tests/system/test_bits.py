@@ -8,8 +8,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from engine.native.dense_linear import best_variant
 from engine.native.library import ENVIRONMENT, OFF
+from engine.native.linear import best_variant
 from serving_core.errors import ModelError
 from splitserve.cli import main
 from splitserve.launch import models

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from engine.native.dense_linear import best_variant
+from engine.native.linear import best_variant
 from splitserve import AsyncClient
 from tests.system.answers import request, stream
 from tests.system.cluster import wait_until

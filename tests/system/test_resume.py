@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 
-from engine.native.dense_linear import best_variant
+from engine.native.linear import best_variant
 from splitserve import AsyncClient, Client
 from splitserve.client.errors import Unavailable
 from tests.system.cluster import free_port, wait_until

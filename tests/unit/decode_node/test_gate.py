@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from decode_node.gate import (
+from decode_node.speculation import (
     BUDGET_S,
     BUDGET_SHARE,
     FIRST_SHARE,

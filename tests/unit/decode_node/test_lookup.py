@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from decode_node.lookup import LONGEST, MOST_TRIED, NOWHERE, SHORTEST, Lookup, following
+from decode_node.speculation import LONGEST, MOST_TRIED, NOWHERE, SHORTEST, Lookup, following
 
 
 def found(token_ids):

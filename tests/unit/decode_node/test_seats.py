@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from decode_node.seats import STRETCH, seats_in_time
+from decode_node.batch import STRETCH, seats_in_time
 from serving_core.due import Due
 from serving_core.residents import Stage
 from tests.unit.serving_node.residents_kit import House

@@ -2,7 +2,7 @@
 
 import pytest
 
-from decode_node.writing import MAX_EVICTIONS, Writing
+from decode_node.batch import MAX_EVICTIONS, Writing
 from serving_core.residents import Stage
 from tests.unit.serving_node.residents_kit import House
 

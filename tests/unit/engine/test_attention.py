@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.attention.backends import StepsApart
 from engine.attention.native import NativeAttention
 from engine.attention.paged import PortableAttention
-from engine.attention.steps_apart import StepsApart
 from engine.attention.tiled import TiledAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import build_batch

@@ -9,9 +9,9 @@ import torch
 
 from engine.engine import Engine
 from engine.native.decode import NativeDecode
-from engine.native.dense_linear import VARIANTS as DENSE_VARIANTS
-from engine.native.dense_linear import best_variant
 from engine.native.library import ENVIRONMENT, OFF
+from engine.native.linear import VARIANTS as DENSE_VARIANTS
+from engine.native.linear import best_variant
 from serving_core.settings import EngineSettings
 from tests.effort import effort, few
 from tests.foreign_models import DESCRIBED, MIXTURES, write_any_model

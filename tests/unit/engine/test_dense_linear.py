@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.model.layers import Linear, OneDNNMatrix
-from engine.native.dense_linear import VARIANTS, DenseMatrix, best_variant, dense_library
 from engine.native.huge_memory import ALIGNMENT, CHUNK_BYTES, HugeMemory
 from engine.native.library import ENVIRONMENT, OFF
+from engine.native.linear import VARIANTS, DenseMatrix, best_variant, dense_library
 from serving_core.sharding import whole
 from tests.unit.engine.in_one_test import for_each
 from tests.unit.engine.native_kit import thread_counts

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model.dispatch import Shared, TorchDispatch
+from engine.model.steps import Shared, TorchDispatch
 from engine.native.dispatch import NativeDispatch, experts_library
 from tests.unit.engine.in_one_test import for_each
 from tests.unit.engine.native_kit import thread_counts

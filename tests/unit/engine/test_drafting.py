@@ -3,7 +3,7 @@ to the bit, whether it writes what comes or not."""
 
 import pytest
 
-from decode_node.drafts import DraftModel
+from decode_node.speculation import DraftModel
 from engine.drafting import Drafter
 from engine.engine import Engine
 from protos import convert, fleet_pb2, inference_pb2

@@ -9,9 +9,8 @@ import torch
 from engine.engine import Engine
 from engine.model.experts import MixtureOfExperts
 from engine.model.residual import Residual
-from engine.native.dense_linear import best_variant
-from engine.native.grouped import GroupedProduct
 from engine.native.library import ENVIRONMENT, OFF
+from engine.native.linear import GroupedProduct, best_variant
 from engine.native.linear_library import best_variant as best_quantized_variant
 from engine.parallel import alone
 from serving_core.errors import ModelError

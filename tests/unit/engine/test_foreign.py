@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.attention.paged import PortableAttention
 from engine.engine import Engine
-from engine.foreign import interface
-from engine.foreign.sight import Sight
+from engine.foreign import decoder
+from engine.foreign.decoder import Sight
 from engine.foreign.tried import TRIED, TRIED_WITH
 from serving_core.blocks import BlockAllocator
 from serving_core.errors import ModelError, SettingsError
@@ -278,26 +278,26 @@ def test_other_dtypes_serve(family, fields, folder_of, untried):
 @pytest.fixture
 def untried(monkeypatch):
     """No architecture counts as tried."""
-    monkeypatch.setattr("engine.foreign.verification.TRIED", frozenset())
+    monkeypatch.setattr("engine.foreign.loading.TRIED", frozenset())
 
 
 @pytest.mark.parametrize("family", few([UNTRIED, "gemma2", "gpt_oss", "gpt_neox"], UNTRIED, "gemma2"))
 def test_untried_architectures_are_compared_first(family, folder_of, untried, caplog):
-    with caplog.at_level("INFO", "engine.foreign.verification"):
+    with caplog.at_level("INFO", "engine.foreign.loading"):
         load(folder_of(family), model_impl="transformers")
     assert "agrees here with transformers' own attention" in caplog.text
 
 
 def test_a_window_that_masks_and_layers_do_not_agree_upon(folder_of, monkeypatch):
     folder = folder_of("mistral")
-    monkeypatch.setattr(interface, "sight_of", lambda mask_function, window: Sight(window + 1))
+    monkeypatch.setattr(decoder, "sight_of", lambda mask_function, window: Sight(window + 1))
     with pytest.raises(ModelError, match="MistralAttention asks for a window of 13 under a mask of 14"):
         load(folder, model_impl="transformers")
 
 
 def test_scores_that_are_not_capped_are_found_out(folder_of, untried, monkeypatch):
     folder = folder_of("gemma2")
-    monkeypatch.setattr(interface.Call, "is_scored", False)
+    monkeypatch.setattr(decoder.Call, "is_scored", False)
     with pytest.raises(
         ModelError, match=r"Gemma2ForCausalLM is off by [\d.]+ of its logits .* --no-verify-model serves"
     ):

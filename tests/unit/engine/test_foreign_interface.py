@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, masking_utils
 
-from engine.foreign.interface import NAME, answering
-from engine.foreign.sight import Sight, sight_of
+from engine.foreign.decoder import NAME, Sight, answering, sight_of
 from serving_core.errors import ModelError
 
 

@@ -12,8 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from engine.model.checkpoint import Part
-from engine.model.gguf_checkpoint import PIECE_ELEMENTS, GgufCheckpoint
+from engine.model.checkpoint import PIECE_ELEMENTS, GgufCheckpoint, Part
 from engine.model.llama import LlamaDecoder
 from engine.model.weights import load_weights
 from engine.parallel import alone

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model.checkpoint import Part
-from engine.model.gguf_checkpoint import PIECE_ELEMENTS, GgufCheckpoint
+from engine.model.checkpoint import PIECE_ELEMENTS, GgufCheckpoint, Part
 from engine.model.weights import open_checkpoint
 from serving_core.errors import ModelError
 from serving_core.model_config import read_model_config

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.native import dense_linear, linear_library
-from engine.native.dense_linear import DenseMatrix
-from engine.native.grouped import grouped_product
+from engine.native import linear, linear_library
 from engine.native.library import ENVIRONMENT
+from engine.native.linear import DenseMatrix, grouped_product
 from engine.quantization.quantized_linear import quantized_matrix
 from tests.effort import effort
 from tests.unit.engine.in_one_test import for_each
@@ -88,7 +87,7 @@ def test_matrices_without_rows_are_not_read(kind, monkeypatch):
     x, starts = random(5, 33, seed=9, dtype=dtype), starts_of([0, 2, 0, 3])
     expected = grouped(x, starts)
     for unused in (0, 2):
-        matrix = (linear_library if kind == "int8" else dense_linear).Matrix.from_address(matrices[unused].address)
+        matrix = (linear_library if kind == "int8" else linear).Matrix.from_address(matrices[unused].address)
         matrix.weights = matrix.scales = NOWHERE
     assert torch.equal(grouped(x, starts), expected)
 

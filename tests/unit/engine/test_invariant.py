@@ -7,8 +7,8 @@ import torch
 
 from engine.engine import Engine
 from engine.invariant import TILE_ROWS, agreeing_sizes, in_tiles, telling_rows
-from engine.native.dense_linear import dense_library
 from engine.native.library import ENVIRONMENT, OFF
+from engine.native.linear import dense_library
 from serving_core.errors import SettingsError
 from serving_core.requests import Request, Work
 from serving_core.settings import EngineSettings

@@ -1,7 +1,7 @@
 import torch
 
 from engine.model.layers import Embedding, Linear, RowParallel
-from engine.native.dense_linear import best_variant
+from engine.native.linear import best_variant
 from engine.parallel import alone
 from serving_core.sharding import Extent, Shard, whole
 from tests.unit.engine.in_one_test import for_each

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from engine.logprobs import Beside, with_logprobs
+from engine.sampler import Beside, with_logprobs
 from tests.unit.engine.in_one_test import for_each
 from tests.unit.engine.native_kit import thread_counts
 

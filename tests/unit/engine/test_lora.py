@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.engine import Engine
-from engine.native.dense_linear import best_variant
 from engine.native.library import ENVIRONMENT, OFF
+from engine.native.linear import best_variant
 from serving_core.blocks import BlockAllocator
 from serving_core.errors import ModelError
 from serving_core.settings import EngineSettings

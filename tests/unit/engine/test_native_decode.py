@@ -12,8 +12,8 @@ import torch
 from engine.engine import Engine
 from engine.forward_batch import build_batch
 from engine.native.decode import MOST_ROWS, NativeDecode
-from engine.native.dense_linear import best_variant
 from engine.native.library import ENVIRONMENT, OFF
+from engine.native.linear import best_variant
 from engine.native.program import NativeProgram
 from engine.native.steps import NativeSteps
 from engine.native.steps import best_variant as best_steps

@@ -15,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.engine import Engine
-from engine.native.dense_linear import best_variant
+from engine.native.linear import best_variant
 from engine.offload import layers_on_disk
-from engine.offload.layer_file import PIECE_BYTES, LayerFile, LayerMemory, folder_on_disk
-from engine.offload.layers_on_disk import WeightsLost
+from engine.offload.layers_on_disk import PIECE_BYTES, LayerFile, LayerMemory, WeightsLost, folder_on_disk
 from engine.offload.residence import ROOM, Residence, layers_elsewhere
-from engine.step_errors import cause_of, is_fatal
+from engine.stepper import cause_of, is_fatal
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model

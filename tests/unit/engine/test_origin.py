@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from engine.engine import Engine
-from engine.native.dense_linear import best_variant
 from engine.native.library import native_library
+from engine.native.linear import best_variant
 from engine.origin import engine_traits
 from serving_core.blocks import BlockAllocator
 from serving_core.settings import EngineSettings

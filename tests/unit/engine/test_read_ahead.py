@@ -6,9 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.model import read_ahead as module
-from engine.model.checkpoint import Part, SafetensorsCheckpoint, TextPart, whole_tensor
-from engine.model.read_ahead import Span, read_ahead
+from engine.model import checkpoint as module
+from engine.model.checkpoint import Part, SafetensorsCheckpoint, Span, TextPart, read_ahead, whole_tensor
 from serving_core.sharding import Extent, whole
 from serving_core.stored_tensors import FLOATS
 

@@ -9,7 +9,7 @@ import torch
 from engine.engine import Engine
 from engine.forward_batch import build_batch
 from engine.model.residual import residual_of
-from engine.native.dense_linear import best_variant
+from engine.native.linear import best_variant
 from serving_core.errors import SettingsError
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.native.dense_linear import best_variant
+from engine.native.linear import best_variant
 from tests.foreign_models import generated, write_any_model
 from tests.lora_adapters import write_adapter
 from tests.tiny_models import write_fake_model, write_tiny_model

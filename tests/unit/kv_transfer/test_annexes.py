@@ -12,7 +12,7 @@ from engine.cache.kv_pool import PagedKVPool
 from kv_transfer.annexes.annex import Annex, most_tiles_of, open_annex
 from kv_transfer.annexes.host import MAX_ROWS, MAX_STRANGERS, AnnexHost
 from kv_transfer.annexes.wire import HEADER_BYTES, KEY_BYTES, Asker, Kind, hear_answer, tell
-from kv_transfer.errors import AnnexRecalled, TransferError
+from kv_transfer.results import AnnexRecalled, TransferError
 from serving_core.blocks import BlockAllocator
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout

@@ -10,7 +10,7 @@ import zmq
 from kv_transfer import wire
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender, TransferFailed
-from kv_transfer.errors import TransferError
+from kv_transfer.results import TransferError
 from kv_transfer.transports import curve
 from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener

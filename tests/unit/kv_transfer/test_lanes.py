@@ -7,11 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.ends.receiver import KVReceiver
-from kv_transfer.ends.receiving import ReceivingLane
+from kv_transfer.ends.receiver import KVReceiver, ReceivingLane
 from kv_transfer.ends.sender import KVSender
-from kv_transfer.errors import TransferError
-from kv_transfer.results import Received, Sent, TransferFailed, combined
+from kv_transfer.results import Received, Sent, TransferError, TransferFailed, combined
 from kv_transfer.ticket import Ticket
 from kv_transfer.transports.loopback import LoopbackNetwork
 from kv_transfer.wire import Abort, Data, Finish, decode

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.errors import TransferError
 from kv_transfer.plan import ANY_LAYER, Grid, Holding, KVCopy, describe, holdings, plan_copies, plan_nodes
+from kv_transfer.results import TransferError
 from serving_core.sharding import head_range, share_of
 from tests.effort import pairwise
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from kv_transfer.errors import TransferError
+from kv_transfer.results import TransferError
 from kv_transfer.shared_memory import area as area_module
 from kv_transfer.shared_memory import door as door_module
 from kv_transfer.shared_memory import lending

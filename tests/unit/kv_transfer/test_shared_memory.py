@@ -10,11 +10,10 @@ import pytest
 
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
-from kv_transfer.shared_memory import borrowing, lending
+from kv_transfer.shared_memory import lending
 from kv_transfer.shared_memory.area import HEAD_BYTES, NONCE_BYTES, WrittenArea
-from kv_transfer.shared_memory.borrowing import Borrower
 from kv_transfer.shared_memory.door import address_of, new_socket
-from kv_transfer.shared_memory.lending import NUM_SLOTS, Lender, Loan
+from kv_transfer.shared_memory.lending import NUM_SLOTS, Borrower, Lender, Loan
 from kv_transfer.shared_memory.notes import (
     SECRET_BYTES,
     SLOT_BYTES,
@@ -147,7 +146,7 @@ async def test_a_receiver_declines_for_a_reason(monkeypatch):
     assert ends.answers == [Declined(Decline.BUSY)]
     ends.close()
 
-    monkeypatch.setattr(borrowing, "MAX_LENDERS", 1)
+    monkeypatch.setattr(lending, "MAX_LENDERS", 1)
     full = Ends()
     full.borrower.take_offer(b"another peer", full.offer)
     assert await full.meet() == Declined(Decline.FULL)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from kv_transfer.errors import TransferError
+from kv_transfer.results import TransferError
 from serving_core.layout import KVLayout
 from tests.effort import few
 from tests.unit.kv_transfer.lanes_kit import SOURCE_IDS, TARGET_IDS, nodes_of, sliced

@@ -9,12 +9,12 @@ import zmq
 
 from kv_transfer import wire
 from kv_transfer.ends import receiver as receiver_module
-from kv_transfer.ends import receiving
+from kv_transfer.ends import receiver as receiving
 from kv_transfer.ends import sender as sender_module
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender, Sent
-from kv_transfer.errors import TransferError
 from kv_transfer.payload import HOST
+from kv_transfer.results import TransferError
 from kv_transfer.ticket import LaneEnd
 from kv_transfer.transports import zmq as zmq_transport
 from kv_transfer.transports.ticket_key import show_key

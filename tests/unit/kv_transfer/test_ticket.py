@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.errors import TransferError
 from kv_transfer.plan import KVCopy
+from kv_transfer.results import TransferError
 from kv_transfer.ticket import MAX_EPOCH, MAX_TOKENS, MAX_TP, Lane, LaneEnd, Ticket
 from serving_core.layout import DTYPE_BYTES, KVLayout, Widths
 

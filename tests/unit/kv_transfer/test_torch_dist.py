@@ -14,10 +14,9 @@ import uvloop
 
 from kv_transfer.ends.receiver import KVReceiver, Received
 from kv_transfer.ends.sender import KVSender, Sent
-from kv_transfer.errors import TransferError
+from kv_transfer.results import TransferError
 from kv_transfer.transports import torch_dist
-from kv_transfer.transports.dist_address import DistAddress
-from kv_transfer.transports.dist_stream import pack_key, pack_sizes, unpack_key, unpack_message
+from kv_transfer.transports.dist_stream import DistAddress, pack_key, pack_sizes, unpack_key, unpack_message
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from serving_core.errors import SettingsError
 from tests.effort import few

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kv_transfer.transports import dist_stream, torch_dist, torch_link
-from kv_transfer.transports.dist_address import DistAddress
 from kv_transfer.transports.dist_stream import (
     MAX_BODY_BYTES,
     PROTOCOL,
+    DistAddress,
     Kind,
     Stream,
     pack_key,

@@ -5,11 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.ends.receiver import KVReceiver, Received
-from kv_transfer.ends.receiving import ReceivingLane
-from kv_transfer.ends.sender import KVSender, Sent
-from kv_transfer.ends.sending import SendingLane
-from kv_transfer.errors import TransferError
+from kv_transfer.ends.receiver import KVReceiver, Received, ReceivingLane
+from kv_transfer.ends.sender import KVSender, SendingLane, Sent
+from kv_transfer.results import TransferError
 from kv_transfer.ticket import Lane
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from kv_transfer.wire import decode, encode

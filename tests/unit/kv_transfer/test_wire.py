@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer import payload
-from kv_transfer.errors import TransferError
 from kv_transfer.payload import HOST
+from kv_transfer.results import TransferError
 from kv_transfer.wire import (
     MAX_RANGES,
     Abort,

@@ -10,12 +10,12 @@ import zmq
 
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
-from kv_transfer.errors import TransferError
+from kv_transfer.results import TransferError
 from kv_transfer.transports import zmq as zmq_transport
 from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.ticket_key import show_key
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
-from kv_transfer.transports.zmq_inbox import Inbox
+from kv_transfer.transports.zmq_connection import Inbox
 from kv_transfer.wire import Finish, encode
 from serving_core.descriptors import Spares
 from tests.unit.kv_transfer.transfer_kit import (

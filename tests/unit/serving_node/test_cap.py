@@ -2,7 +2,7 @@
 
 import pytest
 
-from decode_node.writing import MAX_EVICTIONS, Writing
+from decode_node.batch import MAX_EVICTIONS, Writing
 from prefill_node.reading import Reading
 from serving_core.costs import StepCosts
 from serving_core.residents import Stage

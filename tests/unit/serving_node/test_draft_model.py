@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from decode_node.drafts import DraftModel
-from decode_node.gate import LEAST_STEPS
+from decode_node.speculation import LEAST_STEPS, DraftModel
 from engine.engine import Engine
 from engine.stepper import Stepper
 from serving_core.errors import SettingsError

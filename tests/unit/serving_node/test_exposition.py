@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.step_clock import DRAFT, PARTS
+from engine.stepper import DRAFT, PARTS
 from serving_core.blocks import BlockAllocator
 from serving_core.costs import StepLoad
 from serving_core.figures import families

@@ -3,9 +3,8 @@ draft model keeps its KV, and what it writes is right but where a test wants it 
 
 import pytest
 
-from decode_node import drafts
-from decode_node.drafts import DraftModel
-from decode_node.gate import BUDGET_S, LEAST_STEPS
+from decode_node import speculation
+from decode_node.speculation import BUDGET_S, LEAST_STEPS, DraftModel
 from serving_core.residents import Host
 from tests.toy_kv import NUM_TOKEN_IDS, answer_of
 from tests.unit.serving_node.logic_kit import Node, prompt_of
@@ -20,7 +19,7 @@ NUM_TOKENS = 24
 
 @pytest.fixture(autouse=True)
 def reads_little(monkeypatch):
-    monkeypatch.setattr(drafts, "MOST_READ", MOST_READ)
+    monkeypatch.setattr(speculation, "MOST_READ", MOST_READ)
 
 
 class DraftingNode(Node):

@@ -4,8 +4,7 @@ candidates are right or wrong as a test wants it."""
 import pytest
 
 from decode_node import speculation
-from decode_node.gate import LEAST_STEPS
-from decode_node.lookup import LONGEST, Lookup
+from decode_node.speculation import LEAST_STEPS, LONGEST, Lookup
 from serving_core.costs import StepCosts
 from tests.toy_kv import NUM_TOKEN_IDS, answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_SIZE, STEP_S, Node, prompt_of

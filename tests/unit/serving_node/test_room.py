@@ -2,8 +2,8 @@
 
 import pytest
 
+from decode_node.batch import Writing
 from decode_node.credit import Credit
-from decode_node.writing import Writing
 from prefill_node.reading import Reading
 from serving_core.costs import StepCosts
 from serving_core.due import Due

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from engine.offload.layers_on_disk import WeightsLost
-from engine.step_errors import MOST_FAILED_STEPS
-from engine.stepper import Stepper
+from engine.stepper import MOST_FAILED_STEPS, Stepper
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from protos import fleet_pb2, inference_pb2

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import engine.engine
 from engine.engine import Engine
-from engine.step_clock import BETWEEN
+from engine.stepper import BETWEEN
 from serving_core.errors import SettingsError
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings

@@ -1,4 +1,5 @@
-"""The half that turns KV into answers: one token a step for each that writes, and who gives way when blocks run out.
+"""Decode: one token a step for each running sequence, and which one is preempted when blocks run out.
+
 No I/O, no clock.
 
 One that writes and finds no block for its next token takes it from the youngest request that can give way, itself
@@ -12,12 +13,29 @@ It only ever writes behind what is published: the block of the token to come is 
 promise: with every other request out of the way, all blocks but the oldest's own are free.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from serving_core.costs import StepCosts
 from serving_core.leases import Leases
 from serving_core.requests import Work
 from serving_core.residents import Resident, Residents, Stage
+
+STRETCH: Final = 1.3  # of the tightest limit, by a step with all of them: some are ahead of theirs, and some soon end
+
+
+def seats_in_time(seated: Sequence[Resident], costs: StepCosts) -> float:
+    """Of as many answers as this, with contexts such as these have, a step takes STRETCH times the tightest of their
+    limits; at least 1, inf without limits. A limit that one answer alone would miss holds nobody up."""
+    tpots_s = [each.due.tpot_s for each in seated if each.due is not None and each.due.tpot_s < math.inf]
+    if not tpots_s:
+        return math.inf
+    weights = costs.weights
+    num_cached = sum(each.num_computed for each in seated if each.stage is Stage.WRITING) / len(seated)
+    kept_s = [tpot_s for tpot_s in tpots_s if weights.num_answers_within(tpot_s, num_cached)]
+    return weights.num_answers_within(STRETCH * min(kept_s), num_cached) if kept_s else math.inf
+
 
 MAX_EVICTIONS: Final = 2  # of one finished prompt
 
