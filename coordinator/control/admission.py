@@ -245,7 +245,7 @@ def _is_over(held: _Held, begins_s: float, now: float) -> bool:
     return looks_s >= held.until_s or looks_s + MARGIN * begins_s >= held.first_s
 
 
-QUANTILE: Final = 0.95  # of those that are admitted keep their limits
+QUANTILE: Final = 0.85  # of those that are admitted keep their limits
 LATE_SHARE: Final = 0.05  # of its limit that a request which is refused late would have been late by, at least
 MOST_SPARE: Final = 0.5  # of a limit: with more, hardly anybody would be admitted from whom to learn
 FEWEST_TOKENS: Final = 8  # of an output whose TPOT tells something
