@@ -14,6 +14,7 @@ from grpc_status import rpc_status
 
 from protos import inference_pb2, inference_pb2_grpc
 from protos.convert import shape_from_wire, shape_to_wire
+from serving_core.channels import SERVER_OPTIONS
 from serving_core.shapes import preset, role_of
 
 SERVICE = "splitserve.v1.Inference"
@@ -149,7 +150,7 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
 @contextmanager
 def serving(script: Script, host: str = "127.0.0.1") -> Iterator[str]:
     """Serves on a free port and gives its address; `script.set_health(status)` changes what the health service says."""
-    server = grpc.server(futures.ThreadPoolExecutor(8))
+    server = grpc.server(futures.ThreadPoolExecutor(8), options=SERVER_OPTIONS)
     inference_pb2_grpc.add_InferenceServicer_to_server(script, server)
     inference_pb2_grpc.add_AdminServicer_to_server(script, server)
     health_service = health.HealthServicer()

@@ -1,4 +1,4 @@
-"""The two clients: `Client` for plain code, `AsyncClient` for asyncio. They raise `splitserve.client.errors`.
+"""The two clients: `AsyncClient` for asyncio, `Client` for plain code. They raise `splitserve.client.errors`.
 
 Leaving the loop over an answer (break, exception, close, a cancelled task) cancels the call on the server.
 A call that fails as UNAVAILABLE before a server has taken it is tried up to three times. An answer whose call breaks
@@ -13,14 +13,16 @@ that cannot be used raises SettingsError.
 import asyncio
 import itertools
 import json
-import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
-from contextlib import aclosing, closing, contextmanager, suppress
-from typing import Any, Final, Self, TypeVar, Unpack
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager, suppress
+from functools import partial, wraps
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypedDict, TypeVar, Unpack
 
 import grpc
 import grpc.aio
+from anyio.from_thread import start_blocking_portal
 from grpc.aio import UsageError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -37,10 +39,13 @@ from splitserve.client.overview import Overview, to_overview
 from splitserve.client.questions import TIMEOUT_S, Prompt, Sampling, abort_request, embed_request, generate_request
 from splitserve.client.resuming import Course
 
+Params = ParamSpec("Params")
 Part = TypeVar("Part")
+Result = TypeVar("Result")
 
 READINESS: Final = "splitserve.v1.Inference"  # the health service's name for it, and the service's own
 LIVENESS: Final = ""
+_END: Final[Any] = object()  # of an iteration
 
 _RETRY_POLICY: Final = {
     "maxAttempts": 3,
@@ -67,190 +72,12 @@ def _options(num_channels: int) -> tuple[Option, ...]:
     return (*_OPTIONS, ("grpc.use_local_subchannel_pool", 1)) if num_channels > 1 else _OPTIONS
 
 
-class Client:
-    """A blocking client of one server. `timeout_s` is the deadline of each call that names none. Calls take turns on
-    `num_channels` connections: each stays at one door of a server that has several."""
-
-    def __init__(
-        self,
-        target: str,
-        *,
-        api_key: str | None = None,
-        timeout_s: float = TIMEOUT_S,
-        tls_ca: str = "",
-        tls_cert: str = "",
-        tls_key: str = "",
-        tls_server_name: str = "",
-        num_channels: int = 1,
-    ) -> None:
-        dialling = Dialling.of(target, TlsFiles(tls_cert, tls_key, tls_ca), tls_server_name)
-        self._target = str(dialling)
-        self._timeout_s = timeout_s
-        self._metadata = _metadata(api_key)
-        self._channels = [dialling.channel(_options(num_channels)) for _ in range(num_channels)]
-        self._stubs = itertools.cycle([inference_pb2_grpc.InferenceStub(channel) for channel in self._channels])
-        self._admin = inference_pb2_grpc.AdminStub(self._channels[0])
-        self._health = health_pb2_grpc.HealthStub(self._channels[0])
-        self._closed = threading.Event()
-
-    @property
-    def _inference(self) -> inference_pb2_grpc.InferenceStub:
-        """One channel after the other."""
-        return next(self._stubs)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Cancels the calls that still run."""
-        self._closed.set()
-        for channel in self._channels:
-            channel.close()
-
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        model: str = "",
-        request_id: str = "",
-        cache_salt: str = "",
-        ttft_ms: float | None = None,
-        tpot_ms: float | None = None,
-        slo_class: str = "",
-        priority: int | None = None,
-        deadline_s: float | None = None,
-        resume: bool = True,
-        chat: bool = False,
-        **sampling: Unpack[Sampling],
-    ) -> Iterator[Chunk]:
-        """Streams the answer to text, token ids or a conversation; the call starts with the first step of the loop.
-
-        The model reads text as it stands, or with `chat` as what a user says, in its chat template: so `splitserve
-        generate` sends it to a model that has one, unless that is told --raw.
-
-        Requests share the KV cache of a common beginning only with requests of the same cache_salt. ttft_ms and tpot_ms
-        are limits that the server is to keep, slo_class one of its classes, which has some; the last chunk's completion
-        tells which were kept. Of prompts that wait, those of a lower priority value are read first. With `resume` the
-        stream goes on by itself, within deadline_s, where its call breaks off; else that raises Unavailable.
-        """
-        request = generate_request(
-            prompt,
-            model=model,
-            request_id=request_id,
-            cache_salt=cache_salt,
-            sampling=sampling,
-            ttft_ms=ttft_ms,
-            tpot_ms=tpot_ms,
-            slo_class=slo_class,
-            priority=priority,
-            chat=chat,
-        )
-        return self._answers(request, deadline_s, resume)
-
-    def embed(
-        self,
-        text: str | Sequence[int],
-        *,
-        model: str = "",
-        request_id: str = "",
-        cache_salt: str = "",
-        priority: int | None = None,
-        truncate_prompt_tokens: int | None = None,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-    ) -> Embedding:
-        """The embedding of a text or of token ids, from a model that is made for it.
-
-        A text that is too long is refused, or cut to its first truncate_prompt_tokens tokens; -1: to as many as there
-        is room for. dimensions is how many leading numbers are kept, of a model that was trained for that. What
-        normalize leaves open the model's folder says.
-        """
-        request = embed_request(
-            text,
-            model=model,
-            request_id=request_id,
-            cache_salt=cache_salt,
-            priority=priority,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            dimensions=dimensions,
-            normalize=normalize,
-        )
-        return answers.to_embedding(self._call(self._inference.Embed, request))
-
-    def abort(self, request_ids: str | Sequence[str]) -> Aborted:
-        """Cancels live requests, one or several, also those of other clients."""
-        return answers.to_aborted(self._call(self._inference.Abort, abort_request(request_ids)))
-
-    def model_info(self) -> ModelInfo:
-        return answers.to_model_info(self._call(self._inference.GetModelInfo, inference_pb2.GetModelInfoRequest()))
-
-    def server_info(self) -> ServerInfo:
-        return answers.to_server_info(self._call(self._inference.GetServerInfo, inference_pb2.GetServerInfoRequest()))
-
-    def loads(self) -> Loads:
-        return answers.to_loads(self._call(self._inference.GetLoads, inference_pb2.GetLoadsRequest()))
-
-    def overview(self, *, after: int | None = None) -> Overview:
-        """What is going on. With `after` it tells lives too: of the answers that have ended those behind this number,
-        and the newest live ones."""
-        return to_overview(self._call(self._admin.GetOverview, inference_pb2.GetOverviewRequest(after=after)))
-
-    def set_role(self, node: str, to: str | Shape) -> NodeLoad:
-        """Gives a node another role, or any shape, while it serves; returns when the node has confirmed it."""
-        return answers.to_node_load(self._call(self._admin.SetRole, _set_role_request(node, to)).node)
-
-    def health(self, service: str = READINESS) -> bool:
-        """Whether the server can take requests now; with LIVENESS whether it runs at all."""
-        return _serving(self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service)))
-
-    def drain(self, node: str, *, deadline_s: float | None = None) -> Iterator[int]:
-        """Takes the work from a node: yields how many answers it still has a part in, down to 0. The node goes on
-        draining when the loop is left."""
-        return self._stream(self._admin.Drain, inference_pb2.DrainRequest(node=node), _num_left, deadline_s)
-
-    def _call(self, method: Any, request: Any) -> Any:
-        with _calling(self._target, self._closed):
-            return method(request, timeout=self._timeout_s, metadata=self._metadata)
-
-    def _answers(
-        self, request: inference_pb2.GenerateRequest, deadline_s: float | None, resume: bool
-    ) -> Iterator[Chunk]:
-        ends_s = time.monotonic() + (self._timeout_s if deadline_s is None else deadline_s)
-        course = Course(request, ends_s=ends_s, resumes=resume)
-        while True:
-            now = time.monotonic()
-            responses = self._stream(self._inference.Generate, course.question(now), _itself, course.left_s(now))
-            try:
-                with closing(responses):
-                    for response in responses:
-                        yield course.take(response, time.monotonic())
-                course.check_end()
-                return
-            except ClientError as error:
-                pause_s = course.pause_after(error, time.monotonic())
-            if pause_s is None:
-                return
-            if self._closed.wait(pause_s):
-                raise _closed()
-
-    def _stream(
-        self, method: Any, request: Any, read: Callable[[Any], Part], deadline_s: float | None
-    ) -> Generator[Part]:
-        timeout_s = self._timeout_s if deadline_s is None else deadline_s
-        with _calling(self._target, self._closed):
-            call = method(request, timeout=timeout_s, metadata=self._metadata)
-            try:
-                for response in call:
-                    yield read(response)
-            finally:
-                call.cancel()
-
-
 class AsyncClient:
-    """The same for asyncio; made and used inside one running event loop."""
+    """A client of one server, made and used inside one running event loop.
+
+    `timeout_s` is the deadline of each call that names none. Calls take turns on `num_channels` connections: each stays
+    at one API process of a server that has several.
+    """
 
     def __init__(
         self,
@@ -306,7 +133,7 @@ class AsyncClient:
         resume: bool = True,
         chat: bool = False,
         **sampling: Unpack[Sampling],
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk]:
         """Streams the answer to text, token ids or a conversation; the call starts with the first step of the loop.
 
         The model reads text as it stands, or with `chat` as what a user says, in its chat template: so `splitserve
@@ -389,7 +216,7 @@ class AsyncClient:
         """Whether the server can take requests now; with LIVENESS whether it runs at all."""
         return _serving(await self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service)))
 
-    def drain(self, node: str, *, deadline_s: float | None = None) -> AsyncIterator[int]:
+    def drain(self, node: str, *, deadline_s: float | None = None) -> AsyncGenerator[int]:
         """Takes the work from a node: yields how many answers it still has a part in, down to 0. The node goes on
         draining when the loop is left."""
         return self._stream(self._admin.Drain, inference_pb2.DrainRequest(node=node), _num_left, deadline_s)
@@ -412,7 +239,7 @@ class AsyncClient:
 
     async def _answers(
         self, request: inference_pb2.GenerateRequest, deadline_s: float | None, resume: bool
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk]:
         ends_s = time.monotonic() + (self._timeout_s if deadline_s is None else deadline_s)
         course = Course(request, ends_s=ends_s, resumes=resume)
         while True:
@@ -445,8 +272,99 @@ class AsyncClient:
                 call.cancel()
 
 
+class Options(TypedDict, total=False):
+    """Keyword arguments of `AsyncClient`, which has their defaults."""
+
+    api_key: str | None
+    timeout_s: float
+    tls_ca: str
+    tls_cert: str
+    tls_key: str
+    tls_server_name: str
+    num_channels: int
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, Params], Awaitable[Result]],
+) -> Callable[Concatenate["Client", Params], Result]:
+    """Return the method of `Client` that waits for the result of a method of `AsyncClient`."""
+
+    @wraps(method)
+    def call(self: "Client", /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+        return self._wait(partial(method, self._client, *args, **kwargs))
+
+    return call
+
+
+def _iterating(
+    method: Callable[Concatenate[AsyncClient, Params], AsyncGenerator[Part]],
+) -> Callable[Concatenate["Client", Params], Generator[Part]]:
+    """Return the method of `Client` that iterates over what a method of `AsyncClient` yields."""
+
+    @wraps(method)
+    def call(self: "Client", /, *args: Params.args, **kwargs: Params.kwargs) -> Generator[Part]:
+        return self._iterate(method(self._client, *args, **kwargs))
+
+    return call
+
+
+class Client:
+    """A blocking client of one server, for any number of threads: an `AsyncClient` on an event loop in a thread of its
+    own, which ends with `close`. Methods take and return what those of `AsyncClient` do."""
+
+    def __init__(self, target: str, **options: Unpack[Options]) -> None:
+        with ExitStack() as stack:
+            self._portal = stack.enter_context(start_blocking_portal())
+            self._client = self._portal.call(partial(AsyncClient, target, **options))
+            stack.callback(self._portal.call, self._client.close)
+            self._close = weakref.finalize(self, stack.pop_all().close)  # at the end of the process at the latest
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel the calls that still run."""
+        self._close()
+
+    generate = _iterating(AsyncClient.generate)
+    embed = _blocking(AsyncClient.embed)
+    abort = _blocking(AsyncClient.abort)
+    model_info = _blocking(AsyncClient.model_info)
+    server_info = _blocking(AsyncClient.server_info)
+    loads = _blocking(AsyncClient.loads)
+    overview = _blocking(AsyncClient.overview)
+    set_role = _blocking(AsyncClient.set_role)
+    health = _blocking(AsyncClient.health)
+    wait_until_healthy = _blocking(AsyncClient.wait_until_healthy)
+    drain = _iterating(AsyncClient.drain)
+
+    def _wait(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """Return the result of the work, which is cancelled where the wait ends early, as by Ctrl-C."""
+        try:
+            future = self._portal.start_task_soon(work)
+        except RuntimeError as error:  # the portal is closed
+            raise _closed() from error
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _iterate(self, parts: AsyncGenerator[Part]) -> Generator[Part]:
+        try:
+            while (part := self._wait(partial(anext, parts, _END))) is not _END:
+                yield part
+        except GeneratorExit:
+            with suppress(Cancelled):
+                self._wait(parts.aclose)
+            raise
+
+
 @contextmanager
-def _calling(target: str, closed: threading.Event | asyncio.Event) -> Iterator[None]:
+def _calling(target: str, closed: asyncio.Event) -> Iterator[None]:
     """What gRPC raises within it, of a call to target, is a ClientError. So is a cancellation that is not this task's,
     and whatever a channel says that was closed meanwhile."""
     if closed.is_set():

@@ -1,11 +1,9 @@
-"""A real gRPC server whose answers the test writes, and who asks it: the commands and both clients."""
-
-import asyncio
+"""A real gRPC server whose answers the test writes, and who asks it: the commands and the client."""
 
 import pytest
 from click.testing import CliRunner
 
-from splitserve import AsyncClient, Client
+from splitserve import Client
 from splitserve.cli import main
 from tests.scripted_server import Script, serving
 
@@ -30,19 +28,12 @@ def run(script):
         )
 
 
-def ask(target, prompt="hi", **options):
-    with Client(target) as client:
-        return list(client.generate(prompt, **options))
+@pytest.fixture
+def asked():
+    """What a question gives. `Client` asks by way of `AsyncClient`, so both are tried."""
 
+    def ask(target, prompt="hi", **options):
+        with Client(target) as client:
+            return list(client.generate(prompt, **options))
 
-async def ask_async(target, prompt="hi", **options):
-    async with AsyncClient(target) as client:
-        return [item async for item in client.generate(prompt, **options)]
-
-
-@pytest.fixture(params=["sync", "async"])
-def asked(request):
-    """The same question through either client."""
-    if request.param == "sync":
-        return ask
-    return lambda *args, **options: asyncio.run(ask_async(*args, **options))
+    return ask

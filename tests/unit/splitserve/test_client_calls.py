@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +31,7 @@ from splitserve.client.errors import (
     Unavailable,
     from_rpc_error,
 )
-from tests.scripted_server import chunk, refusal, serving
+from tests.scripted_server import Script, chunk, refusal, serving
 
 DEADLINE_S = 60.0
 OWN_ADDRESSES = sorted(
@@ -193,6 +195,37 @@ def test_close_of_the_iterator_cancels_on_the_server(script, target):
         assert script.cancelled.wait(DEADLINE_S)
 
 
+def test_a_client_that_nobody_closes_ends_with_its_process(script, target):
+    """Its thread and its calls too."""
+    script.endless = True
+    code = (
+        "import sys, splitserve; client = splitserve.Client(sys.argv[1]); stream = client.generate('hi'); "
+        "print(next(stream).index)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, target], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+    assert script.cancelled.wait(DEADLINE_S)
+
+
+class Interrupting(Script):
+    """Interrupts its client, who is in this process, while that waits for the first chunk."""
+
+    def Generate(self, request, context):
+        context.add_callback(self.cancelled.set)
+        os.kill(os.getpid(), signal.SIGINT)
+        self.cancelled.wait(DEADLINE_S)
+        yield chunk("too late")
+
+
+def test_ctrl_c_cancels_on_the_server_and_the_client_goes_on():
+    script = Interrupting()
+    with serving(script) as target, Client(target) as client:
+        with pytest.raises(KeyboardInterrupt):
+            next(client.generate("hi"))
+        assert script.cancelled.wait(DEADLINE_S)
+        assert client.model_info().served_model_name == "m"
+
+
 @pytest.mark.parametrize("host", OWN_ADDRESSES)
 def test_no_proxy_is_asked_for_a_server_on_this_machine(asked, script, host, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # nobody listens there
@@ -275,7 +308,7 @@ def test_a_closed_client_says_so(target):
         with pytest.raises(Cancelled, match="closed"):
             await client.loads()
         with pytest.raises(Cancelled, match="closed"):
-            await anext(aiter(client.generate("hi")))
+            await anext(client.generate("hi"))
 
     asyncio.run(ask_when_closed())
     client = Client(target)
@@ -283,7 +316,7 @@ def test_a_closed_client_says_so(target):
     with pytest.raises(Cancelled, match="closed"):
         client.loads()
     with pytest.raises(Cancelled, match="closed"):
-        next(iter(client.generate("hi")))
+        next(client.generate("hi"))
 
 
 def test_the_short_calls(script, target):

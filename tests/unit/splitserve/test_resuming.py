@@ -1,4 +1,4 @@
-"""Calls that break off: both clients against a real gRPC server whose calls end as the test tells it."""
+"""Calls that break off: the client against a real gRPC server whose calls end as the test tells it."""
 
 import asyncio
 import threading
@@ -37,24 +37,14 @@ class Breaking(Script):
                 context.abort_with_status(part)
 
 
-def ask(target, **options):
-    with Client(target) as client:
-        return list(client.generate("hi", deadline_s=DEADLINE_S, **options))
-
-
-async def ask_async(target, **options):
-    async with AsyncClient(target) as client:
-        return [item async for item in client.generate("hi", deadline_s=DEADLINE_S, **options)]
-
-
-@pytest.fixture(params=["sync", "async"])
-def asked(request, monkeypatch):
-    """What comes of a script through either client, which does not wait long before it asks again."""
+@pytest.fixture
+def asked(monkeypatch):
+    """What comes of a script through a client that does not wait long before it asks again."""
     monkeypatch.setattr(resuming, "FIRST_PAUSE_S", 0.01)
 
     def run(script, **options):
-        with serving(script) as target:
-            return ask(target, **options) if request.param == "sync" else asyncio.run(ask_async(target, **options))
+        with serving(script) as target, Client(target) as client:
+            return list(client.generate("hi", deadline_s=DEADLINE_S, **options))
 
     return run
 
