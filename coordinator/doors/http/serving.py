@@ -15,8 +15,8 @@ from coordinator.doors.exchange import WRITE_TIMEOUT_S
 from coordinator.doors.http.errors import error_response
 from coordinator.doors.http.sse import BREAK_OFF
 from coordinator.doors.sheds import CROWDED, HTTP, MALFORMED, SLOW, UNREAD, PortSheds, Sheds
-from serving_core.errors import RequestError, SettingsError
-from serving_core.ports import listened_on
+from serving_core.errors import RequestError
+from serving_core.ports import listening_sockets
 from serving_core.reasons import MALFORMED_REQUEST
 
 logger = logging.getLogger(__name__)
@@ -58,35 +58,29 @@ class HttpServer:
         config.ssl = tls  # older versions take paths alone
         self._server = uvicorn.Server(config)
         self._server.lifespan = config.lifespan_class(config)
-        self._socket: socket.socket | None = None
+        self.sockets: list[socket.socket] = []  # after `listen`
 
     def listen(self, host: str, port: int, *, shares_port: bool = False) -> int:
         """The port listened on; 0 takes a free one. Others of this user may share it, if they say so too. Raises
         SettingsError."""
-        self._socket = _listening_socket(host, port, shares_port)
-        bound: int = self._socket.getsockname()[1]
-        return bound
-
-    @property
-    def listening_socket(self) -> socket.socket:
-        """The socket listened on, after `listen`."""
-        assert self._socket is not None, "listen comes first"
-        return self._socket
+        self.sockets = listening_sockets(host, port, shares_port=shares_port, backlog=self._server.config.backlog)
+        number: int = self.sockets[0].getsockname()[1]
+        return number
 
     async def start(self) -> None:
         """Serves from now on, after `listen`."""
-        await self._server.startup(sockets=[self.listening_socket])
+        await self._server.startup(sockets=self.sockets)
 
     async def stop(self, grace_s: float) -> None:
         """Closes the port and idle connections, and after grace_s all others, which ends their calls."""
         if not self._server.started:
-            if self._socket is not None:
-                self._socket.close()
+            for each in self.sockets:
+                each.close()
             return
         state = self._server.server_state
         try:
             async with asyncio.timeout(grace_s):
-                await self._server.shutdown(sockets=[self.listening_socket])
+                await self._server.shutdown(sockets=self.sockets)
         except TimeoutError:
             logger.warning("%d HTTP calls are cut off", len(state.tasks))
             for connection in list(state.connections):
@@ -229,18 +223,3 @@ def _bad_request(message: str) -> bytes:
 
 def _connection_class(kept: "Connections[_Connection]", sheds: Sheds) -> type[Any]:
     return type("Connection", (_Connection,), {"kept": kept, "sheds": PortSheds(sheds, HTTP, SHED)})
-
-
-def _listening_socket(host: str, port: int, shares_port: bool = False) -> socket.socket:
-    host = listened_on(host)
-    is_ipv6 = ":" in host
-    try:
-        return socket.create_server(
-            (host, port),
-            family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
-            reuse_port=shares_port,
-            dualstack_ipv6=is_ipv6 and socket.has_dualstack_ipv6(),
-        )
-    except OSError as error:
-        message = f"cannot listen on {host}:{port}: port {port} is in use, or {host} is not an address of this machine"
-        raise SettingsError(message) from error

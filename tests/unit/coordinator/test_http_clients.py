@@ -161,7 +161,7 @@ def test_a_client_that_does_not_read_is_cut_off(tmp_path, monkeypatch):
 
     def with_small_buffer(self, *args, **options):
         port = listen(self, *args, **options)
-        self.listening_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by its connections
+        self.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by its connections
         return port
 
     monkeypatch.setattr(HttpServer, "listen", with_small_buffer)

@@ -24,7 +24,7 @@ async def serving_app(app, *, num_buffer_bytes=None, **options):
     server = HttpServer(app, Sheds(), **options)
     port = server.listen("127.0.0.1", 0)
     if num_buffer_bytes is not None:  # inherited by its connections
-        server.listening_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_buffer_bytes)
+        server.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_buffer_bytes)
     await server.start()
     try:
         yield port
