@@ -126,6 +126,21 @@ def test_a_genuine_replacement_character_does_not_wait():
     assert detokenizer.add(tokenizer.token_to_id("�")) == "�"
 
 
+def test_why_the_stream_of_the_library_is_not_enough():
+    """When `DecodeStream` passes this, it can take the place of coordinator/text/detokenizer.py: today it has told what
+    it takes back, and never tells a replacement character at the end."""
+    tokenizer = TOKENIZERS["llama"]
+    tokens = ids_of(tokenizer, "▁hello", "<0xC3>", "<0xA9>", "<0xFF>", "x")
+    stream = decoders.DecodeStream(skip_special_tokens=True)
+    with pytest.raises(Exception, match="Invalid prefix"):
+        [stream.step(tokenizer, token_id) for token_id in tokens]
+    detokenizer = DetokenizerFactory(tokenizer)(skip_special_tokens=True)
+    assert "".join(map(detokenizer.add, tokens)) == tokenizer.decode(tokens)
+    [replacement] = ids_of(tokenizer, "�")
+    assert decoders.DecodeStream().step(tokenizer, replacement) is None
+    assert tokenizer.decode([replacement]) == "�"
+
+
 def test_an_answer_keeps_the_space_before_its_later_words():
     tokenizer = TOKENIZERS["llama"]
     detokenizer = DetokenizerFactory(tokenizer)(skip_special_tokens=True)
