@@ -1,9 +1,11 @@
 """The pages hang together, and say what the code says."""
 
 import re
+import tomllib
 
 import pytest
 from click import Option
+from packaging.requirements import Requirement
 
 from coordinator.doors.statuses import CODES
 from protos import inference_pb2
@@ -42,6 +44,16 @@ def test_every_setting_is_in_the_configuration_with_its_variable():
                 continue
             assert f"`--{option.name.replace('_', '-')}`" in page
             assert f"`{option.envvar}`" in page
+
+
+def test_every_library_has_a_reason():
+    project = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]
+    extras = {name: each for name, each in project["optional-dependencies"].items() if name not in ("dev", "fuzz")}
+    page = (README.parent / "docs" / "dependencies.md").read_text()
+    told = set(re.findall(r"^\|(?: `(\w+)` \|)? `([\w-]+)` \| \w", page, re.MULTILINE))
+    wanted = [("", each) for each in project["dependencies"]]
+    wanted += [(extra, each) for extra, requirements in extras.items() for each in requirements]
+    assert told == {(extra, Requirement(each).name) for extra, each in wanted}
 
 
 def test_every_command_has_a_part():
