@@ -5,28 +5,145 @@ the library. What compiles here compiles on the nodes, whose threads have more o
 """
 
 import json
+import re
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from coordinator.text import reasoning
+from coordinator.text.answer_format import TAGS
 from coordinator.text.answering import answer_lines, line
 from coordinator.text.asked import NO_LEEWAY, Asked, Leeway
-from coordinator.text.constraints import to_grammar
-from coordinator.text.enforceable import Unenforceable
-from coordinator.text.leeway import with_leeway
-from coordinator.text.loosening import freed, loosened
-from coordinator.text.named_tokens import names_any
+from coordinator.text.calls.rules import BLANKS, Tag, rules
+from coordinator.text.constraints import FREE, may_begin_blank, to_grammar, unspelled_bytes
+from coordinator.text.enforceable import Unenforceable, freed, loosened, read_schema
 from coordinator.text.reasoning import Thoughts
-from coordinator.text.spelling import unspelled_bytes
-from coordinator.text.vocabulary import tokens_alone
+from coordinator.text.schemas import of_schema
 from serving_core.errors import RequestError
 from serving_core.grammars import LIMITS, Grammars
+
+# ---- The grammar of an answer that may have thoughts before its form, and calls of tools in its place ----
+
+CLOSE: Final = reasoning.CLOSE.replace("/", r"\/")  # in a regular expression of Lark
+ANY: Final = '{"type": "object"}'
+
+
+def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int]) -> str:
+    """The grammar of an answer with leeway; `grammar` is that of its form alone. `special` are tokens that no text
+    spells. Raises Unenforceable."""
+
+    def tag(text: str) -> str:
+        return f"<[{special[text]}]>" if text in special else json.dumps(text)
+
+    tools, thoughts = asked.leeway.tools, asked.thoughts
+    arguments = {name: f"@arguments{index}" if schema else "@object" for index, (name, schema) in enumerate(tools)}
+    calls = rules(asked.leeway.calls, arguments, tag, asked.leeway.most_calls) if arguments else ""
+    if not calls and thoughts is Thoughts.NONE:
+        return grammar
+    [_, form] = json.loads(grammar)["grammars"]
+    openings = [reasoning.OPEN] if thoughts is Thoughts.POSSIBLE else []
+    openings += [TAGS[asked.leeway.calls]] if calls and asked.leeway.calls in TAGS else []
+    if asked.kind == "regex" and openings:
+        form = {"name": "form", "lark_grammar": _beginning_otherwise(form["lark_grammar"], openings)}
+    is_next = may_begin_blank(asked.kind, asked.value)  # to thoughts, else nobody could tell whose the blanks are
+    start = f"start: {_before(thoughts, is_next)}{_either(is_next) if calls else '@form'}\n"
+    lark = FREE + start + _thoughts(thoughts, tag) + calls + BLANKS
+    schemas = {place: schema or ANY for place, (_, schema) in zip(arguments.values(), tools, strict=True)}
+    places = set(re.findall(r"@\w+", calls)) & schemas.keys()
+    named = {place: read_schema(schemas[place], closes_objects=asked.closes_objects) for place in places}
+    others = [{**of_schema(schema, asked.whitespace), "name": place[1:]} for place, schema in sorted(named.items())]
+    return json.dumps({"grammars": [{"lark_grammar": lark}, form, *others]})
+
+
+def _before(thoughts: Thoughts, is_next: bool) -> str:
+    """What stands before the form."""
+    before = "thoughts " if is_next else "thoughts blanks? "
+    return {Thoughts.NONE: "", Thoughts.POSSIBLE: f"({before})? ", Thoughts.BEGUN: before}[thoughts]
+
+
+def _either(is_next: bool) -> str:
+    """The form, or calls, of which blanks before them say nothing."""
+    return "(@form | blanks? calls)" if is_next else "(@form | calls)"
+
+
+def _beginning_otherwise(lark: str, openings: Sequence[str]) -> str:
+    """The grammar of a regular expression, which ends with its terminal, without the texts that are read as something
+    else, by how they begin."""
+    begun = "|".join(map(re.escape, openings))
+    return f"{lark} & ~/\\s*({begun})(?s:.*)/\n"
+
+
+def _thoughts(thoughts: Thoughts, tag: Tag) -> str:
+    """The rules for them; those that the prompt has begun have no tag."""
+    if thoughts is Thoughts.NONE:
+        return ""
+    begun, close = "" if thoughts is Thoughts.BEGUN else tag(reasoning.OPEN), tag(reasoning.CLOSE)
+    if close.startswith("<"):  # a special token; but text that looks like it is read as the end of thoughts too
+        return f"thoughts: {begun} TEXT? {close}\nTEXT: /(?s:.+)/ & ~/(?s:.*){CLOSE}(?s:.*)/\n"
+    if begun.startswith("<") or not begun:
+        return f"thoughts: {begun} thought\nthought[lazy]: /(?s:.*){CLOSE}/\n"
+    return f"thoughts[lazy]: /{reasoning.OPEN}(?s:.*){CLOSE}/\n"  # in one: else a form of any text would go on with it
+
+
+# A tokenizer that knows its tokens, and cuts a text into the longest of them: a fraction of a whole one in memory.
+# For who tries grammars and chooses no token. What compiles does not depend on how texts are cut.
+
+
+class _Tokens(TokenizerWrapper):
+    """Those of a tokenizer, for one that is made of them."""
+
+    def __init__(self, whole: LLTokenizer) -> None:
+        self.is_tokenizer_wrapper = True
+        self.eos_token_id, self.bos_token_id = whole.eos_token, None
+        self.tokens = [whole.decode_bytes([token_id]) for token_id in range(whole.vocab_size)]
+        self.special_token_ids = [*filter(whole.is_special_token, range(whole.vocab_size))]
+        self.made: LLTokenizer | None = None
+
+    def __call__(self, s: str) -> list[int]:
+        assert self.made is not None, "texts come when it is made"
+        return self.made.greedy_tokenize(s)
+
+
+def tokens_alone(text: str, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """Of a tokenizer.json. Raises ValueError where the library does not read it."""
+    ends = list(eos_token_ids)
+    tokens = _Tokens(LLTokenizer(text, eos_token=ends, slices=[]))
+    tokens.made = LLTokenizer(tokens, eos_token=ends, slices=[])
+    tokens.tokens, tokens.special_token_ids = (), ()  # the library has its own
+    return tokens.made
+
+
+# The tokens that a Lark grammar names: by their text, such as <|tool|>, or by id: <[7]>, <[1,5-9]>, all but <[^7]>.
+
+_NAME: Final = re.compile(r"<[^<>\s]+>")
+_RANGE: Final = re.compile(r"(\d{1,10})(?:-(\d{1,10}))?")
+_IDS: Final = re.compile(r"<\[(\^?)([\d,*-]+)\]>")
+
+
+def names_any(grammar: str, tokens: Collection[tuple[int, str]]) -> bool:
+    """Whether it may name one of these tokens, of which each has an id and a text. What stands in strings and comments
+    counts too."""
+    return any(_is_named(name, *token) for name in _NAME.findall(grammar) for token in tokens)
+
+
+def _is_named(name: str, token_id: int, text: str) -> bool:
+    ids = _IDS.fullmatch(name)
+    if ids is None:
+        return name == text
+    is_listed = any(_holds(part, token_id) for part in ids[2].split(","))
+    return is_listed != bool(ids[1])
+
+
+def _holds(part: str, token_id: int) -> bool:
+    ends = _RANGE.fullmatch(part)
+    return part == "*" or (ends is not None and int(ends[1]) <= token_id <= int(ends[2] or ends[1]))
+
 
 STACK_BYTES: Final = 2**20
 MAX_KNOWN_PARTS: Final = 256  # of schemas, since many are alike

@@ -6,19 +6,27 @@ What the library does not enforce it refuses by name; what it would enforce in p
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Final, TypeGuard
 
-from coordinator.text.ascii_classes import with_ascii_classes
-from coordinator.text.closing import close_objects
-from coordinator.text.controls import control_in, control_of_pattern, may_name_controls, without_control
 from coordinator.text.formats import WIDEST, is_number, put_format
-from coordinator.text.json_grammar import bytes_behind
-from coordinator.text.property_names import put_names
-from coordinator.text.recursion import endless_reference
-from coordinator.text.schemas import leads_to_data, schemas_in
-from coordinator.text.spent_names import replace_spent
+from coordinator.text.patterns import (
+    control_in,
+    control_of_pattern,
+    may_name_controls,
+    with_ascii_classes,
+    without_control,
+)
+from coordinator.text.schemas import (
+    bytes_behind,
+    close_objects,
+    endless_reference,
+    leads_to_data,
+    put_names,
+    replace_spent,
+    schemas_in,
+)
 
 EXACT: Final = 2**53  # integers up to here are what a float says
 INT64: Final = range(-(2**63), 2**63 - 1)  # the library takes a bound that is wider for the end of the range
@@ -55,7 +63,7 @@ def parse_schema(text: str) -> dict[str, Any]:
 
 
 def read_schema(text: str, *, closes_objects: bool = False) -> dict[str, Any]:
-    """As `of_schema` takes it; with `closes_objects` its objects are closed as in closing.py. Raises Unenforceable."""
+    """Return the schema as `of_schema` takes it, its objects closed with `closes_objects`. Raises Unenforceable."""
     schema = parse_schema(text)
     parts = list(schemas_in(schema))
     if closes_objects:
@@ -271,3 +279,66 @@ def _inexact(name: str) -> Unenforceable:
 
 def _is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+# ---- A JSON schema with less to keep to, for calls of tools that are not strict ----
+
+ANY: Final[Mapping[str, Any]] = {"type": "object"}
+FIRST: Final = ("type", "properties", "required")  # what others go by
+NAMED: Final = ("properties", "patternProperties")  # a schema for each name
+HOLDERS: Final = (*NAMED, "additionalProperties", "prefixItems", "items", "additionalItems")  # schemas
+ASIDE: Final = ("$ref", "allOf", "anyOf", "$defs", "definitions", "$id", "title", "description", "default", "examples")
+OF_THE_REST: Final = {"additionalProperties": "patternProperties", "items": "prefixItems", "additionalItems": "items"}
+
+
+def loosened(
+    text: str,
+    places: Collection[str],
+    is_enforced: Callable[[Mapping[str, Any]], bool],
+    *,
+    closes_objects: bool = False,
+) -> str:
+    """Of the definitions of these names in a schema, and of itself where a name is empty, what can be enforced as
+    `is_enforced` sees it: each part of them by itself. With `closes_objects` its objects are closed before, by what the
+    whole schema names. Raises Unenforceable."""
+    schema = parse_schema(text)
+    if closes_objects:
+        close_objects(schema, list(schemas_in(schema)))
+    for place in places:
+        for part in schemas_in(schema["$defs"][place] if place else schema):
+            _loosen(part, is_enforced)
+    return json.dumps(schema)
+
+
+def freed(text: str, places: Collection[str]) -> str:
+    """With any object at these places. Raises Unenforceable."""
+    if "" in places:
+        return json.dumps(ANY)
+    schema = parse_schema(text)
+    return json.dumps({**schema, "$defs": {**schema["$defs"], **dict.fromkeys(places, ANY)}})
+
+
+def _loosen(part: dict[str, Any], is_enforced: Callable[[Mapping[str, Any]], bool]) -> None:
+    if options := part.pop("oneOf", None):  # of which several may hold
+        part.setdefault("anyOf", options)
+    own = {name: _hollow(name, value) for name, value in part.items() if name not in ASIDE}
+    if is_enforced(own):
+        return
+    kept: dict[str, Any] = {}
+    for name in dict.fromkeys((*FIRST, *own)):
+        if name in own and is_enforced({**kept, name: own[name]}):
+            kept[name] = own[name]
+    for name in own:
+        if name not in kept or OF_THE_REST.get(name) in own.keys() - kept.keys():
+            del part[name]
+
+
+def _hollow(name: str, value: Any) -> Any:
+    """The same without what schemas in it ask for, but that there may be no value."""
+    if name not in HOLDERS:
+        return value
+    if isinstance(value, list):
+        return [each is not False for each in value]
+    if isinstance(value, dict) and name in NAMED:
+        return {each: schema is not False for each, schema in value.items()}
+    return value is not False

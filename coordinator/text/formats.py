@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Final, TypeGuard
 
-from coordinator.text.ascii_classes import with_ascii_classes
+from coordinator.text.patterns import with_ascii_classes
 
 IDLE: Final = ("binary", "password", "path", "float", "double")  # any string has the first, any number the others
 OF_DRAFTS: Final = (

@@ -1,7 +1,15 @@
-"""How a JSON schema is made: where in it further schemas are. Pure."""
+"""JSON schemas: what they hold and refer to, which names of properties they leave, and their grammar. Pure."""
 
-from collections.abc import Callable, Iterator
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Final
+from urllib.parse import unquote
+
+from llguidance import LLMatcher, LLTokenizer
+
+from serving_core.grammars import LIMITS
 
 DATA: Final = ("const", "enum", "default", "examples")  # keywords that hold data, whatever it looks like
 NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # a schema for each name
@@ -48,3 +56,303 @@ def leads_to_data(reference: str) -> bool:
             return True
         has_names = not has_names and step in NAMED
     return False
+
+
+# Schemas of which every value would have to hold another one of them, and so on without end.
+# The library compiles them, and an answer comes to a place from which nothing leads on.
+
+
+class References:
+    """Finds what a $ref of a schema refers to. `parts` are the schemas in it."""
+
+    def __init__(self, schema: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> None:
+        self._schema = schema
+        self._anchors = {str(part["$anchor"]): part for part in parts if "$anchor" in part}
+
+    def target(self, reference: str) -> Any:
+        """Return the schema within the whole one; None where that is nothing."""
+        own = str(self._schema.get("$id", "")).removesuffix("#")
+        fragment = unquote(reference.removeprefix(own).removeprefix("#"))
+        if not fragment.startswith("/"):
+            return self._anchors.get(fragment) if fragment else self._schema
+        place: Any = self._schema
+        for step in fragment.split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(place, list):
+                place = place[int(name)] if name.isdecimal() and int(name) < len(place) else None
+            else:
+                place = place.get(name) if isinstance(place, dict) else None
+        return place
+
+
+def endless_reference(schema: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> str:
+    """A $ref that no value can meet; empty if there is none. `parts` are the schemas in it. Where some of them have an
+    $id, references within those are not followed, and none is found."""
+    if any("$id" in part for part in parts if part is not schema):
+        return ""
+    references = References(schema, parts)
+    endless = {id(part): part for part in parts}  # as far as is known
+
+    def ends(part: Any) -> bool:
+        return id(part) not in endless
+
+    num_before = 0
+    while len(endless) != num_before:
+        num_before = len(endless)
+        for part in (*reversed(endless.values()), *endless.values()):  # what is needed may stand on either side
+            reference = part.get("$ref")
+            target = references.target(reference) if isinstance(reference, str) else True
+            if ends(target) and _has_value(part, ends):
+                endless.pop(id(part), None)
+    return next((str(part["$ref"]) for part in endless.values() if "$ref" in part), "")
+
+
+def _has_value(part: Mapping[str, Any], ends: Callable[[Any], bool]) -> bool:
+    """Whether one may end, its $ref apart."""
+    options = [given for name in ("anyOf", "oneOf") if (given := _listed(part, name))]
+    return all(any(map(ends, given)) for given in options) and all(map(ends, _held(part)))
+
+
+def _held(part: Mapping[str, Any]) -> Iterator[Any]:
+    """The schemas that every value of it has to meet, itself or with something within it."""
+    yield from _listed(part, "allOf")
+    if part.get("type") in ("object", ["object"]):
+        given = part.get("properties")
+        properties = given if isinstance(given, dict) else {}
+        others = part.get("additionalProperties") if not part.get("patternProperties") else True
+        yield from (properties.get(name, others) for name in _listed(part, "required") if isinstance(name, str))
+        if not properties and _count(part, "minProperties"):
+            yield others
+    if part.get("type") in ("array", ["array"]):
+        is_old = isinstance(part.get("items"), list)
+        first = _listed(part, "items" if is_old else "prefixItems")
+        fewest = _count(part, "minItems")
+        yield from first[:fewest]
+        if fewest > len(first):
+            yield part.get("additionalItems" if is_old else "items")
+
+
+def _listed(part: Mapping[str, Any], name: str) -> list[Any]:
+    return value if isinstance(value := part.get(name), list) else []
+
+
+def _count(part: Mapping[str, Any], name: str) -> int:
+    return value if isinstance(value := part.get(name), int) else 0
+
+
+# Objects that have the properties that their schema names, and no others.
+# By JSON Schema an object may have any further properties where `additionalProperties` is missing. Who writes a schema
+# for a model expects none, as OpenAI's strict mode, llama.cpp and xgrammar have it, and a model that may invent some
+# often never comes to an end.
+
+OF_OBJECTS: Final = ("properties", "patternProperties")
+OPTIONS: Final = ("allOf", "anyOf", "oneOf")
+
+
+def close_objects(schema: Mapping[str, Any], parts: Sequence[dict[str, Any]]) -> None:
+    """Close each object schema that names properties and does not say what others there may be. `parts` are the schemas
+    in `schema`. Where several of them are about the same object (allOf; a $ref or anyOf beside keywords), all of their
+    names may come, and the object stays open if one of them says so. A definition that is joined with others somewhere
+    stays as it is where it stands alone: the library takes no keywords beside a reference that leads back."""
+    references = References(schema, parts)
+    joined = {id(part): _joined(part, references) for part in parts}
+    inner = {id(each) for schemas in joined.values() for each in schemas}
+    for part in parts:
+        group = [part, *joined[id(part)]]
+        if id(part) not in inner and any(map(_has_names, group)) and not any(map(_tells_of_others, group)):
+            _close(part, group)
+
+
+def _close(part: dict[str, Any], group: Sequence[Mapping[str, Any]]) -> None:
+    for name in OF_OBJECTS:
+        named: dict[str, Any] = {key: {} for each in group if isinstance(each.get(name), dict) for key in each[name]}
+        if name == "properties":
+            named |= {key: {} for each in group for key in _listed(each, "required") if isinstance(key, str)}
+        if named and isinstance(own := part.get(name, {}), dict):
+            part[name] = named | own
+    part["additionalProperties"] = False
+
+
+def _joined(part: Mapping[str, Any], references: References) -> Sequence[Mapping[str, Any]]:
+    """The schemas that, beside the keywords of a part, are about the same value; none where they are all there is."""
+    num_sources = _has_names(part) + len(_listed(part, "allOf")) + sum(name in part for name in ("$ref", *OPTIONS[1:]))
+    if num_sources < 2:
+        return ()
+    found: dict[int, Mapping[str, Any]] = {}
+    left = list(_beside(part, references))
+    while left:
+        each = left.pop()
+        if id(each) not in found and each is not part:
+            found[id(each)] = each
+            left += _beside(each, references)
+    return list(found.values())
+
+
+def _beside(part: Mapping[str, Any], references: References) -> Iterator[Mapping[str, Any]]:
+    """The schemas that a part itself refers to for its value."""
+    for name in OPTIONS:
+        yield from (each for each in _listed(part, name) if isinstance(each, dict))
+    if isinstance(reference := part.get("$ref"), str) and isinstance(target := references.target(reference), dict):
+        yield target
+
+
+def _tells_of_others(part: Mapping[str, Any]) -> bool:
+    return "additionalProperties" in part or part.get("unevaluatedProperties", False) is not False
+
+
+def _has_names(part: Mapping[str, Any]) -> bool:
+    return any(isinstance(part.get(name), dict) for name in OF_OBJECTS)
+
+
+# ---- what is asked of the names of an object's properties, as the library knows it: as properties, or patterns ----
+
+BESIDE: Final = {"type", "title", "description"}  # keywords that ask nothing of a text
+MOST_COPIED_CHARS: Final = 2**17
+
+
+def put_names(part: dict[str, Any], schema: Mapping[str, Any]) -> None:
+    """In place of `propertyNames` of an object with any properties: one whose names are of a list has the properties of
+    that list, one whose names meet a pattern those of the pattern, and no others. What else is asked of names stays."""
+    asked = _asked(part.get("propertyNames"), schema)
+    if not asked or "properties" in part or "patternProperties" in part:
+        return
+    value = part.get("additionalProperties", True)
+    listed, pattern = asked.get("enum"), _pattern(asked)
+    if asked.keys() == {"enum"} and isinstance(listed, list) and all(isinstance(each, str) for each in listed):
+        if len(listed) * len(json.dumps(value)) > MOST_COPIED_CHARS:
+            return
+        part["properties"] = dict.fromkeys(listed, value)
+    elif pattern:
+        part["patternProperties"] = {pattern: value}
+    else:
+        return
+    del part["propertyNames"]
+    part["additionalProperties"] = False
+
+
+def _asked(names: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a text; nothing where that is not all."""
+    if isinstance(names, dict) and names.keys() == {"$ref"} and isinstance(schema.get("$defs"), dict):
+        names = schema["$defs"].get(str(names["$ref"]).removeprefix("#/$defs/"))
+    if not isinstance(names, dict) or names.get("type", "string") != "string":
+        return {}
+    return {keyword: value for keyword, value in names.items() if keyword not in BESIDE}
+
+
+def _pattern(asked: Mapping[str, Any]) -> str:
+    """That says the same; empty where none does."""
+    if asked.keys() == {"pattern"} and isinstance(asked["pattern"], str):
+        return str(asked["pattern"])
+    least, most = asked.get("minLength", 0), asked.get("maxLength", "")
+    is_length = asked.keys() <= {"minLength", "maxLength"} and str(least).isdecimal() and str(most or 0).isdecimal()
+    return rf"^(?s:.{{{least},{most}}})$" if is_length else ""
+
+
+# ---- JSON of a schema as a grammar of llguidance, and what it lets come ----
+
+ESCAPES: Final = 'nrbtf"\\'  # and no \uXXXX, which would spell a property's name so that its schema does not see it
+
+
+def of_schema(schema: Mapping[str, Any], whitespace: str | None) -> dict[str, Any]:
+    """One of the grammars of an answer: JSON of this schema, with our options whatever it says itself, which could make
+    the library lenient. `whitespace` is a regex for what may stand between the tokens of JSON, None for nothing."""
+    options = {
+        "whitespace_flexible": whitespace is not None,
+        "whitespace_pattern": whitespace,
+        "json_allowed_escapes": ESCAPES,
+    }
+    return {"json_schema": {**schema, "x-guidance": options}}
+
+
+def bytes_behind(schema: Mapping[str, Any], begun: str) -> frozenset[int] | None:
+    """Return the bytes that may follow this beginning of a JSON text of a schema: none where it leads nowhere. None
+    stands for a schema that the library does not take."""
+    matcher = LLMatcher(_bytes(), json.dumps({"grammars": [of_schema(schema, None)]}), log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        return None
+    if not matcher.consume_tokens([*begun.encode()]):
+        return frozenset()
+    mask = matcher.compute_bitmask()
+    return frozenset(byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1) if mask else frozenset()
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+# Patterns of names that leave no name: all of theirs are those of `properties`.
+# The library lets a comma come before each property that a pattern, or `additionalProperties`, may have, also where
+# every name is taken: then no token can follow.
+
+SAMPLES: Final = ("", "q", "z9 \u00e9")  # names that hardly any schema has
+_UNLIKE: Final = re.compile(r"\[\^|\[[^\]]*\[|&&|--|~~|\\[a-zA-Z0]|[\x00-\x1f]|\(\?")
+"""In a pattern that Python may read otherwise, or whose names answers cannot spell."""
+
+
+def replace_spent(parts: Sequence[dict[str, Any]]) -> None:
+    """Put properties in place of each pattern that stands for no other names than those that the schema has anywhere:
+    where schemas are joined, they may meet. Where patterns and properties leave no name for others, there are none."""
+    patterned = [part for part in parts if _mapping(part, "patternProperties")]
+    names = sorted({name for part in parts for name in _names(part)}) if patterned else []
+    for part in patterned:
+        patterns = part["patternProperties"]
+        for pattern in [each for each in patterns if _finds(each, names) is not False]:
+            if _is_spent(pattern, names):
+                _put_properties(part, pattern, patterns.pop(pattern), names)
+        own = sorted(_names(part))
+        if patterns and part.get("additionalProperties") is not False and not _leaves_others(patterns, own):
+            part["additionalProperties"] = False
+
+
+def _put_properties(part: dict[str, Any], pattern: str, schema: Any, names: Sequence[str]) -> None:
+    properties = _mapping(part, "properties")
+    matching = [name for name in names if _matches(pattern, name)]
+    added = {name: {"allOf": [properties[name], schema]} if name in properties else schema for name in matching}
+    part["properties"] = {**properties, **added}
+
+
+def _leaves_others(patterns: Collection[str], names: Sequence[str]) -> bool:
+    """Whether there are names that none of the patterns stands for."""
+    samples = [sample for sample in SAMPLES if sample not in names]
+    if any(all(_finds(pattern, [sample]) is False for pattern in patterns) for sample in samples):
+        return True
+    return not _is_spent("|".join(f"(?:{pattern})" for pattern in patterns), names, others=True)
+
+
+def _finds(pattern: str, names: Iterable[str]) -> bool | None:
+    """Whether a pattern stands for one of these names; None where the library alone can say."""
+    if _UNLIKE.search(pattern):
+        return None
+    try:
+        expression = re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return None
+    return any(map(expression.search, names))
+
+
+def _is_spent(pattern: str, names: Sequence[str], *, others: bool = False) -> bool:
+    """Whether no name is left of those that a pattern stands for; with `others`, of those that it does not."""
+    probe = {
+        "type": "object",
+        "properties": dict.fromkeys(names, False),
+        "patternProperties": {pattern: not others},
+        "additionalProperties": others,
+    }
+    behind = bytes_behind(probe, "{")
+    return behind is not None and ord('"') not in behind
+
+
+def _matches(pattern: str, name: str) -> bool:
+    probe = {"type": "object", "patternProperties": {pattern: True}, "additionalProperties": False}
+    return bool(bytes_behind(probe, "{" + json.dumps(name, ensure_ascii=False)))
+
+
+def _names(part: Mapping[str, Any]) -> set[str]:
+    required = part.get("required")
+    listed = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    return {*_mapping(part, "properties"), *listed}
+
+
+def _mapping(part: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return value if isinstance(value := part.get(name), dict) else {}

@@ -11,7 +11,7 @@ from coordinator.doors.http.openai_responses import ResponsesCall
 from coordinator.doors.prompts import tokenize
 from coordinator.doors.validation import check_chat
 from coordinator.text.chat_template import RenderOptions
-from coordinator.text.shown_tools import description
+from coordinator.text.rendering import description
 from coordinator.text.tokenizer import read_tokenizer
 from protos.inference_pb2 import ChatInput, ChatMessage, GenerateRequest
 from serving_core.errors import RequestError

@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.text.asked import Leeway
-from coordinator.text.enforceable import Unenforceable, read_schema
-from coordinator.text.loosening import freed, loosened
-from coordinator.text.recursion import endless_reference
-from coordinator.text.schemas import schemas_in
+from coordinator.text.enforceable import Unenforceable, freed, loosened, read_schema
+from coordinator.text.schemas import endless_reference, schemas_in
 from coordinator.text.structures import Structures
 from protos.inference_pb2 import SamplingParams
 from serving_core.errors import RequestError

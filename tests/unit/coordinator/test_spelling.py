@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from coordinator.text.spelling import class_of, unspelled_bytes, unspelled_in
+from coordinator.text.constraints import class_of, unspelled_bytes, unspelled_in
 from coordinator.text.structures import Structures
 from protos.inference_pb2 import Choice, SamplingParams
 from serving_core.errors import RequestError

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from coordinator.text.ascii_classes import with_ascii_classes
+from coordinator.text.patterns import with_ascii_classes
 from coordinator.text.structures import Structures
 from protos.inference_pb2 import SamplingParams
 from serving_core.grammars import Grammars

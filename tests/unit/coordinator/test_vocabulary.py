@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
+from coordinator.text.compiling import tokens_alone
 from coordinator.text.constraints import to_grammar
 from coordinator.text.structures import WHITESPACE
-from coordinator.text.vocabulary import tokens_alone
 from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
 from tests.schemas import SCHEMAS, many_schemas
@@ -115,10 +115,10 @@ def test_what_each_door_runs_imports_little(module):
 MEASURING = """
 import sys
 from pathlib import Path
-from coordinator.text import compiling, vocabulary
+from coordinator.text import compiling
 from serving_core import grammars
 from serving_core.memory import resident_bytes
-make = {"alone": vocabulary.tokens_alone, "whole": grammars.whole_tokenizer}[sys.argv[2]]
+make = {"alone": compiling.tokens_alone, "whole": grammars.whole_tokenizer}[sys.argv[2]]
 before = resident_bytes()
 grammars.Grammars(Path(sys.argv[1]), [int(sys.argv[3])], make).load()
 print(resident_bytes() - before)
