@@ -15,13 +15,14 @@ from coordinator.control.slo import SloClasses
 from coordinator.dispatcher import Dispatcher
 from coordinator.door_link import DoorCall, DoorLink, DoorLost, door_figures
 from coordinator.doors.control import LocalControl
-from coordinator.doors.frames import framed, read_frame
 from coordinator.doors.http.counting import CountCall
 from coordinator.doors.messages import (
     Situation,
     error_from_wire,
+    framed,
     info_from_wire,
     plan_from_wire,
+    read_frame,
     situation_to_wire,
 )
 from coordinator.doors.sheds import Sheds

@@ -24,7 +24,7 @@ from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
 from coordinator.door_processes import Doors
 from coordinator.door_service import DoorService
-from coordinator.doors.admin_service import AdminService
+from coordinator.doors.admin_service import AdminService, StatusService
 from coordinator.doors.authentication import NO_FLEET_SECRET, BearerAuthentication, BearerSecrets
 from coordinator.doors.control import LocalControl
 from coordinator.doors.exposition import Exposition
@@ -33,7 +33,6 @@ from coordinator.doors.health import HealthService
 from coordinator.doors.http.counting import HttpCounts
 from coordinator.doors.public import STOP_GRACE_S, Behind, PublicDoor, caps
 from coordinator.doors.sheds import FLEET, Sheds
-from coordinator.doors.status_service import StatusService
 from coordinator.doors.statuses import StatusInterceptor
 from coordinator.doors.tls import ServerTls
 from coordinator.fleet_service import FleetService

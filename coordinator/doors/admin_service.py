@@ -1,16 +1,22 @@
-"""The gRPC service for operators, on the public port."""
+"""What control answers over gRPC, whatever door is asked: the service for operators, and the state of the fleet."""
 
 import asyncio
+import importlib.metadata
 import logging
+import secrets
 import time
 from typing import Any, Final
 
+from coordinator.control.metrics import Metrics
+from coordinator.control.nodes import Registry
 from coordinator.control.overview import Overview
 from coordinator.control.roles import CONFIRM_S
+from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
 from coordinator.doors.exchange import write
+from coordinator.doors.validation import MAX_ABORTED, check_count
 from protos import inference_pb2, inference_pb2_grpc
-from protos.convert import shape_from_wire
+from protos.convert import PROTOCOL_VERSION, shape_from_wire
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM, DEADLINE_EXCEEDED
 
@@ -60,3 +66,43 @@ class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
     async def GetOverview(self, request: inference_pb2.GetOverviewRequest, _: Any) -> inference_pb2.Overview:
         after = request.after if request.HasField("after") else None
         return self._overview.to_wire(time.monotonic(), after=after)
+
+
+
+class StatusService(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
+    """Its methods raise RequestError; the interceptor turns it into a status."""
+
+    def __init__(
+        self, registry: Registry, tracker: Tracker, dispatcher: Dispatcher, metrics: Metrics, *, instance_id: str
+    ) -> None:
+        self._registry = registry
+        self._tracker = tracker
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._instance_id = instance_id or secrets.token_hex(16)
+        self._start_s = time.monotonic()
+
+    async def Abort(self, request: inference_pb2.AbortRequest, _: Any) -> inference_pb2.AbortResponse:
+        check_count("request_ids", len(request.request_ids), MAX_ABORTED)
+        response = inference_pb2.AbortResponse()
+        for request_id in request.request_ids:
+            known = self._dispatcher.abort(request_id)
+            (response.aborted if known else response.unknown).append(request_id)
+            await asyncio.sleep(0)  # others go on meanwhile
+        return response
+
+    async def GetServerInfo(self, _request: Any, _context: Any) -> inference_pb2.GetServerInfoResponse:
+        return inference_pb2.GetServerInfoResponse(
+            version=importlib.metadata.version("splitserve"),
+            protocol_version=PROTOCOL_VERSION,
+            uptime_s=time.monotonic() - self._start_s,
+            instance_id=self._instance_id,
+            nodes=[node.hello.node for node in self._registry.nodes],
+        )
+
+    async def GetLoads(self, _request: Any, _context: Any) -> inference_pb2.GetLoadsResponse:
+        # Live are also answers that have ended but that nodes have yet to let go of: at 0 the fleet holds nothing.
+        loads = [self._tracker.load_of(node) for node in self._registry.nodes]
+        return inference_pb2.GetLoadsResponse(
+            nodes=loads, num_live_requests=self._tracker.num_open, slo_classes=self._metrics.attainment.to_wire()
+        )

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from coordinator.doors.truncation import WHAT_FITS
+from coordinator.doors.prompts import WHAT_FITS
 from coordinator.doors.validation import AnswerPlan, Limits, bad, check_prompt_length, check_token_ids, prompt_limit
 from coordinator.text.answers import TextOptions
 from protos.inference_pb2 import EmbedRequest, GenerateRequest

@@ -16,7 +16,7 @@ DEADLINE_S: Final = 30.0
 
 
 class ForwardedStatus:
-    """What doors/status_service.py answers at control."""
+    """What `StatusService` of doors/admin_service.py answers at control."""
 
     def __init__(self, stub: inference_pb2_grpc.InferenceStub) -> None:
         self._stub = stub

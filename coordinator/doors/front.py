@@ -2,28 +2,33 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
 from coordinator.control.request import NOTHING, SoFar
 from coordinator.control.request_log import CallRecord
 from coordinator.doors.authentication import ASKER
-from coordinator.doors.bad_words import spellings
 from coordinator.doors.control import Control
 from coordinator.doors.embedding import as_question, check_writes, embedder_of, most_kept, plan_embedding
 from coordinator.doors.generation import Generation
-from coordinator.doors.prompts import tokenize, tokenize_cut, within
+from coordinator.doors.prompts import USUAL, Terms, check_truncation, cut, tokenize, tokenize_cut, uncut_limit, within
 from coordinator.doors.resuming import check_counts, read_so_far
-from coordinator.doors.terms import USUAL, Terms
-from coordinator.doors.truncation import check_truncation, cut, uncut_limit
 from coordinator.doors.unknown_fields import UnknownFields
-from coordinator.doors.validation import AnswerPlan, Limits, check_input, check_num_answers, plan_answers
+from coordinator.doors.validation import (
+    MAX_BAD_WORD_CHARS,
+    AnswerPlan,
+    Limits,
+    bad,
+    check_input,
+    check_num_answers,
+    plan_answers,
+)
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.answers import AnswerText
 from coordinator.text.asked import Leeway
 from coordinator.text.structures import Structures, constraint_of
-from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.tokenizer import Tokenizer, TokenLimit
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.model_config import ModelConfig
@@ -289,3 +294,15 @@ class Front:
 def _begins_a_text(request: inference_pb2.GenerateRequest) -> bool:
     """Whether the answer is a text of its own, and does not go on with the prompt's."""
     return request.HasField("chat") and not request.chat.continue_final_message
+
+
+# ---- Words that an answer is not to have, as the tokens that spell them ----
+
+_LIMIT = TokenLimit(MAX_BAD_WORD_CHARS, lambda fewest: bad("bad_words", f"has one of at least {fewest} tokens"))
+
+
+async def spellings(tokenizer: Tokenizer, words: Sequence[str]) -> Collection[tuple[int, ...]]:
+    """Of each word at a beginning, and behind a space."""
+    texts = dict.fromkeys(text for word in words for text in (word, f" {word.lstrip()}"))
+    runs = [await tokenizer.encode(text, _LIMIT, add_special_tokens=False) for text in texts]
+    return dict.fromkeys(tuple(run) for run in runs if run)

@@ -3,13 +3,16 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
 
 from coordinator.doors.authentication import ASKER
-from coordinator.doors.truncation import uncut_limit
-from coordinator.doors.validation import Limits
+from coordinator.doors.validation import Limits, bad, check_count, prompt_limit
+from coordinator.text.asked import NO_LEEWAY, Leeway
 from coordinator.text.chat_template import RenderOptions
 from coordinator.text.tokenizer import Tokenizer, TokenLimit
 from protos import inference_pb2
+from protos.inference_pb2 import GenerateRequest
 from serving_core.errors import RequestError
 from serving_core.reasons import DEADLINE_EXCEEDED
 
@@ -64,3 +67,62 @@ async def within(timeout_s: float, what: str) -> AsyncIterator[None]:
             yield
     except TimeoutError as error:
         raise RequestError(DEADLINE_EXCEEDED, f"{what} not ready within {timeout_s:g} s") from error
+
+
+# ---- Prompts that their clients let the server cut: how long they may be before, and what is left of them ----
+
+MAX_UNCUT_TOKENS: Final = 2**17  # or what the context holds, if that is more
+WHAT_FITS: Final = -1
+
+
+def check_truncation(request: GenerateRequest, limits: Limits) -> None:
+    """Checks what can be told before the prompt is tokenized. Raises RequestError."""
+    if not request.HasField("truncate_prompt_tokens"):
+        return
+    most = request.truncate_prompt_tokens
+    if most != WHAT_FITS and most < 1:
+        raise bad("truncate_prompt_tokens", f"must be {WHAT_FITS} or at least 1, not {most}")
+    check_count("tokenized.input_ids", len(request.tokenized.input_ids), _most_uncut(limits))
+
+
+def uncut_limit(request: GenerateRequest, limits: Limits) -> TokenLimit:
+    """How long the prompt of a request may be as it comes."""
+    if not request.HasField("truncate_prompt_tokens"):
+        return prompt_limit(limits)
+    most = _most_uncut(limits)
+    return TokenLimit(
+        most, lambda fewest: bad("input", f"has at least {fewest} tokens, the limit is {most} before it is cut")
+    )
+
+
+def cut(prompt: list[int], request: GenerateRequest, limits: Limits, *, keeps_first: bool = False) -> list[int]:
+    """Return what the request asks to keep of its prompt: the last tokens, or the first."""
+    if not request.HasField("truncate_prompt_tokens"):
+        return prompt
+    most = request.truncate_prompt_tokens
+    if most == WHAT_FITS:
+        most = prompt_limit(limits, max(limits.least_answer_tokens, request.sampling_params.max_tokens)).most
+    if most <= 0:
+        return prompt  # for which there is no room, as will be said
+    return prompt[:most] if keeps_first else prompt[-most:]
+
+
+def _most_uncut(limits: Limits) -> int:
+    return max(MAX_UNCUT_TOKENS, limits.max_model_len)
+
+
+# ---- what a door has to say of a request that has no field for it ----
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Of one request."""
+
+    default_max_tokens: int | None = None  # instead of the model's own
+    num_prompts_behind: int = 0  # of the same call
+    drops_answers: bool = False  # it asks about its prompt: there may be no room for any answer
+    keeps_first: bool = False  # of the tokens of a prompt that is cut, instead of the last ones
+    leeway: Leeway = NO_LEEWAY
+
+
+USUAL: Final = Terms()

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -9,8 +11,9 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH
 
-from coordinator.doors.authentication import NO_ADMIN_KEY, NO_API_KEY, BearerAuthentication, BearerSecrets
-from coordinator.doors.caps import SPARE, Caps, connection_caps
+from coordinator.control.request_log import CallRecord
+from coordinator.doors.authentication import ASKER, NO_ADMIN_KEY, NO_API_KEY, BearerAuthentication, BearerSecrets
+from coordinator.doors.connections import SPARE, Caps, connection_caps
 from coordinator.doors.control import Control
 from coordinator.doors.front import Front, ServedModel
 from coordinator.doors.grpc_port import GrpcPort
@@ -20,7 +23,6 @@ from coordinator.doors.http.counting import CountCall
 from coordinator.doors.http.page import AskOverview, Page
 from coordinator.doors.http.serving import HttpServer
 from coordinator.doors.inference_service import InferenceService, Status
-from coordinator.doors.places import Places
 from coordinator.doors.reflection import add_reflection
 from coordinator.doors.sheds import GRPC, Sheds
 from coordinator.doors.statuses import StatusInterceptor
@@ -29,7 +31,8 @@ from coordinator.settings import CoordinatorSettings, api_keys, origins
 from protos import inference_pb2, inference_pb2_grpc
 from serving_core.channels import public_options
 from serving_core.descriptors import num_descriptors
-from serving_core.errors import SettingsError
+from serving_core.errors import RequestError, SettingsError
+from serving_core.reasons import QUEUE_FULL
 
 logger = logging.getLogger(__name__)
 
@@ -216,3 +219,27 @@ def caps(settings: CoordinatorSettings) -> Caps:
         wanted=wanted // doors,
         wanted_per_peer=max(1, per_peer // doors) if per_peer else 0,
     )
+
+
+# ---- How many gRPC calls a door answers at a time ----
+
+
+class Places:
+    """Taken by calls that may be made, one each."""
+
+    def __init__(self, most: int, noting_refusal: Callable[[CallRecord], AbstractContextManager[None]]) -> None:
+        self._most = most
+        self._noting_refusal = noting_refusal
+        self._num_taken = 0
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Hold a place. Raises RequestError where there is none."""
+        if self._num_taken >= self._most:
+            with self._noting_refusal(CallRecord("", ASKER.get())):
+                raise RequestError(QUEUE_FULL, f"{self._num_taken} calls at once, the limit is {self._most}")
+        self._num_taken += 1
+        try:
+            yield
+        finally:
+            self._num_taken -= 1

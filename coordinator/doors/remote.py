@@ -17,14 +17,15 @@ from typing import Any, Final
 from coordinator.control.request import SoFar
 from coordinator.control.request_log import CallRecord
 from coordinator.control.roles import Capacity
-from coordinator.doors.frames import framed, read_frame
 from coordinator.doors.generation import Generation
 from coordinator.doors.messages import (
     Situation,
     call_to_wire,
     error_from_wire,
     error_to_wire,
+    framed,
     info_to_wire,
+    read_frame,
     situation_from_wire,
 )
 from coordinator.doors.sheds import Sheds

@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 
 from coordinator.doors.exchange import read, write
 from coordinator.doors.health import OPEN_METHODS
-from coordinator.doors.wire_fields import check_num_fields
+from coordinator.doors.unknown_fields import check_num_fields
 from serving_core import reasons
 from serving_core.errors import RequestError
 

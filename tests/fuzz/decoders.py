@@ -25,19 +25,17 @@ from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
 from coordinator.doors.authentication import BearerSecrets
 from coordinator.doors.http.anthropic_messages import MessagesCall
-from coordinator.doors.http.bodies import MAX_BODY_BYTES, gunzipped
 from coordinator.doors.http.embeddings import parse_embeddings
-from coordinator.doors.http.fields import read_fields
+from coordinator.doors.http.fields import MAX_BODY_BYTES, gunzipped, read_fields
 from coordinator.doors.http.openai_responses import ResponsesCall
 from coordinator.doors.http.requests import parse_batch, parse_chat, parse_completion
 from coordinator.doors.http.slo import set_limits
 from coordinator.doors.http.tokenizing import parse_tokenize
+from coordinator.doors.prompts import check_truncation, cut
 from coordinator.doors.resuming import check_counts, read_so_far
 from coordinator.doors.sampling_defaults import read_sampling_defaults
-from coordinator.doors.truncation import check_truncation, cut
-from coordinator.doors.unknown_fields import unknown_in_message
+from coordinator.doors.unknown_fields import check_num_fields, unknown_in_message
 from coordinator.doors.validation import Limits, check_input, plan_answers
-from coordinator.doors.wire_fields import check_num_fields
 from coordinator.text.answer_format import READERS, AnswerFormat
 from coordinator.text.rendering import Renderer
 from coordinator.text.tokenizer import read_tokenizer

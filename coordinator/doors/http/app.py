@@ -23,13 +23,12 @@ from coordinator.doors.exposition import CONTENT_TYPE
 from coordinator.doors.front import Front
 from coordinator.doors.http.answering import Answering, unless_gone
 from coordinator.doors.http.anthropic_messages import MessagesCall
-from coordinator.doors.http.bodies import read_json
 from coordinator.doors.http.counting import CountCall, Counting
 from coordinator.doors.http.dialects import Dialect, Translation
 from coordinator.doors.http.door import REQUEST_ID_HEADER, Door, request_id_for
 from coordinator.doors.http.embeddings import AskedEmbeddings, check_size, embed_all, parse_embeddings, response_body
 from coordinator.doors.http.errors import ANTHROPIC_PATH, on_http_exception, on_request_error, renamed
-from coordinator.doors.http.fields import Fields
+from coordinator.doors.http.fields import Fields, read_json
 from coordinator.doors.http.openai_responses import ResponsesCall
 from coordinator.doors.http.page import Page
 from coordinator.doors.http.requests import (

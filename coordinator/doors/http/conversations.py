@@ -1,10 +1,11 @@
 """From the JSON of a conversation to what a chat template is given. Pure."""
 
+import json
+import math
 from collections.abc import Collection, Mapping
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from coordinator.doors.http.fields import Fields, check_num_values, shown
-from coordinator.doors.http.json_text import parsed
 from coordinator.doors.validation import MAX_MESSAGES, MAX_PARTS, MAX_TEMPLATE_KWARGS_CHARS
 from coordinator.text.calls.reader import MAX_CALLS, NAME
 from protos.inference_pb2 import ChatInput, ChatMessage
@@ -202,3 +203,42 @@ def name_of(function: Fields) -> str:
     if name is None or not NAME.fullmatch(name):
         raise function.error("name", f"a name that matches {NAME.pattern}")
     return name
+
+
+# ---- JSON of a model, read so that it can be written again ----
+
+MAX_DEPTH: Final = 256  # of what a model wrote: the stack has room for it wherever it is written again
+
+
+def parsed(text: str) -> Any:
+    """Parse JSON that can be written again as it is. Raises ValueError for all else: what is no JSON, numbers that a
+    float does not hold (1e400) or JSON does not know (NaN), half surrogate pairs, and more than MAX_DEPTH levels."""
+    try:
+        value = json.loads(text, parse_float=_finite, parse_constant=_refuse_constant)
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not _is_shallow(value):
+        raise ValueError(f"it has more than {MAX_DEPTH} levels")
+    return value
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:80]} is beyond the range of a float")
+    return number
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _is_shallow(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        if not inner:
+            return True
+        level = [each for values in inner for each in values]
+    return False

@@ -14,7 +14,7 @@ from coordinator.doors.front import Embedding, Front
 from coordinator.doors.http.errors import renamed
 from coordinator.doors.http.fields import Fields
 from coordinator.doors.http.known_fields import EMBEDDINGS, settle
-from coordinator.doors.http.request_ids import ids_of
+from coordinator.doors.http.requests import ids_of
 from coordinator.doors.validation import bad
 from protos.inference_pb2 import EmbedRequest, TokenizedInput
 from serving_core.errors import RequestError

@@ -12,10 +12,8 @@ from coordinator.doors.http.constraints import constraint_names, read_constraint
 from coordinator.doors.http.conversations import parse_conversation, parse_conversations
 from coordinator.doors.http.fields import INT64, UINT32, Fields, shown
 from coordinator.doors.http.known_fields import BATCH, CHAT, COMPLETIONS, settle
-from coordinator.doors.http.request_ids import ids_of
 from coordinator.doors.http.tools import Offer, parse_offer
-from coordinator.doors.terms import USUAL, Terms
-from coordinator.doors.truncation import WHAT_FITS
+from coordinator.doors.prompts import USUAL, WHAT_FITS, Terms
 from coordinator.doors.validation import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_ANSWERS,
@@ -23,9 +21,11 @@ from coordinator.doors.validation import (
     MAX_CONSTRAINT_CHARS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROB_TOKEN_IDS,
+    MAX_REQUEST_ID_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     WHOLE_VOCABULARY,
+    bad,
 )
 from coordinator.text.answer_format import PLAIN, AnswerFormat
 from coordinator.text.asked import Leeway
@@ -307,3 +307,18 @@ def _chat_logprobs(fields: Fields) -> int | None:
     if num_top:
         raise fields.problem("top_logprobs", "needs logprobs: true")
     return None
+
+
+# ---- The ids of the requests that one call becomes ----
+
+
+def ids_of(request_id: str, count: int) -> list[str]:
+    """The call's own where there is one request, else with a number behind it. Raises RequestError where that makes it
+    too long."""
+    if count == 1:
+        return [request_id]
+    ids = [f"{request_id}-{index}" for index in range(count)]
+    limit = MAX_REQUEST_ID_CHARS - len(ids[-1]) + len(request_id)
+    if limit < len(request_id) <= MAX_REQUEST_ID_CHARS:
+        raise bad("request_id", f"has {len(request_id)} characters, the limit for {count} requests is {limit}")
+    return ids

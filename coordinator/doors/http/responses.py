@@ -12,17 +12,19 @@ from typing import Any, Final
 
 from coordinator.control.outcomes import FINISH_REASONS
 from coordinator.doors.http.conversations import ASSISTANT
-from coordinator.doors.http.echo import NOTHING, Echo, echo_of
 from coordinator.doors.http.logprobs import (
+    NOTHING,
+    Echo,
+    ScoredDeltas,
     TextOffsets,
     TokenNames,
     chat_logprobs,
     completion_logprobs,
+    echo_of,
     prompt_logprobs,
 )
 from coordinator.doors.http.messages import Delta, Deltas, Message
 from coordinator.doors.http.requests import Asked
-from coordinator.doors.http.scored_deltas import ScoredDeltas
 from coordinator.doors.validation import skips_special_tokens
 from coordinator.text.answer_format import PLAIN, AnswerFormat
 from coordinator.text.reasoning import ThoughtCounter, ends_thinking

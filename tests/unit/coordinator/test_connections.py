@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from coordinator.doors.caps import LEAST_DESCRIPTORS, RESERVE, Caps, connection_caps
-from coordinator.doors.connections import Connections, peer_of
+from coordinator.doors.connections import LEAST_DESCRIPTORS, RESERVE, Caps, Connections, connection_caps, peer_of
 from serving_core.errors import SettingsError
 from tests.effort import effort
 

@@ -11,16 +11,17 @@ from coordinator.control.request import NOTHING, SoFar
 from coordinator.control.request_log import CallRecord
 from coordinator.control.roles import Capacity
 from coordinator.door_link import DoorCall, DoorLink, DoorLost
-from coordinator.doors import frames, remote
-from coordinator.doors.frames import framed, read_frame
+from coordinator.doors import messages, remote
 from coordinator.doors.messages import (
     Situation,
     call_to_wire,
     error_from_wire,
     error_to_wire,
+    framed,
     info_from_wire,
     info_to_wire,
     plan_from_wire,
+    read_frame,
     situation_from_wire,
     situation_to_wire,
 )
@@ -123,7 +124,7 @@ def test_a_frame_that_breaks_off_or_is_too_large_is_an_error(monkeypatch):
     for cut in (1, 4, 6):
         with pytest.raises(ConnectionError, match="broke off"):
             read_all(framed(b"hello")[:cut])
-    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 4)
+    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 4)
     with pytest.raises(ConnectionError, match="a message of 5 bytes, the limit is 4"):
         read_all(framed(b"hello"))
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from coordinator.doors.http.echo import Echo, echo_of
+from coordinator.doors.http.logprobs import Echo, echo_of
 from coordinator.doors.http.requests import MAX_SCORED_PROMPTS
 from coordinator.doors.validation import MAX_PROMPT_LOGPROBS
 from coordinator.text.tokenizer import read_tokenizer

@@ -19,7 +19,7 @@ from coordinator.doors.http.requests import (
     parse_chat,
     parse_completion,
 )
-from coordinator.doors.terms import Terms
+from coordinator.doors.prompts import Terms
 from coordinator.doors.validation import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from serving_core.errors import RequestError
 

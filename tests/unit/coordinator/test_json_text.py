@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.doors.http.json_text import MAX_DEPTH, parsed
+from coordinator.doors.http.conversations import MAX_DEPTH, parsed
 from serving_core.json_lines import json_line
 
 VALUES = st.recursive(

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coordinator.doors.unknown_fields import MAX_LOGGED, UnknownFields, unknown_in_message
-from coordinator.doors.wire_fields import MAX_FIELDS, check_num_fields
+from coordinator.doors.unknown_fields import MAX_FIELDS, MAX_LOGGED, UnknownFields, check_num_fields, unknown_in_message
 from protos import inference_pb2
 from protos.inference_pb2 import ChatInput, ChatMessage, Choice, GenerateRequest, SamplingParams, TokenizedInput
 from serving_core.errors import RequestError
