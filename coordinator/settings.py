@@ -17,9 +17,9 @@ from coordinator.text.answer_format import CALL_FORMATS, REASONING_FORMATS
 from coordinator.text.rendering import BadField, read_kwargs
 from serving_core.api_keys import read_api_keys
 from serving_core.errors import SettingsError
-from serving_core.exposure import check_exposure
 from serving_core.extras import require
 from serving_core.flags import flag
+from serving_core.ports import check_exposure
 from serving_core.settings import MODEL_IMPLS, RUNNERS
 from serving_core.telemetry import LogSettings
 from serving_core.tls import SERVER, TlsError, check_purpose

@@ -14,8 +14,8 @@ from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from serving_core import heap
 from serving_core.errors import ModelError, RequestError
+from serving_core.memory import trim
 from serving_core.reasons import BAD_PARAM, PAIRING_MISMATCH
 from serving_core.tokenizer_files import read_tokenizer_files, vocabulary_digest
 
@@ -104,7 +104,7 @@ class Grammars:
         this model cannot be kept to a grammar."""
         if self._tokenizer is None:
             self._tokenizer, self._vocabulary = self._read()
-            heap.trim()
+            trim()
         return self._tokenizer
 
     def _read(self) -> tuple[LLTokenizer, str]:

@@ -1,10 +1,11 @@
 """Typed reading of the JSON files of a model folder."""
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from serving_core.errors import ModelError
 
@@ -109,3 +110,19 @@ class JsonFields:
         if value is None:
             raise ModelError(f"{name} is missing in {self._where}")
         return value
+
+
+# ---- JSON in one line, whatever its reader takes for the end of a line ----
+
+# U+0085, U+2028 and U+2029 end lines for `str.splitlines` and httpx, and half of a surrogate pair is no UTF-8. Within
+# JSON they stand in strings alone, where each may be an escape. The control characters below U+0020 always are.
+_ESCAPED: Final = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
+
+
+def json_line(value: Any) -> str:
+    """Return JSON without blanks that can be encoded and has no end of a line in it. Raises ValueError for a number
+    that JSON does not know."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    if text.isascii():
+        return text
+    return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -4,7 +4,9 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Final
 
 import click
@@ -15,7 +17,6 @@ from serving_core.descriptors import raise_limit
 from serving_core.errors import ModelError, SettingsError
 from serving_core.interrupts import end_at_once
 from serving_core.telemetry import LogSettings, configure_logging
-from serving_core.threads import check_threads
 
 PR_SET_NAME: Final = 15  # <linux/prctl.h>
 
@@ -55,3 +56,35 @@ def _name_process(name: str) -> None:
     """Have `top` and `ps -o comm` show the name, of which Linux keeps 15 bytes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+# The threads that processes need, with those of libraries: some abort the process where they cannot start one, without
+# a word of why. Limits on processes count them, those of a user and those of a container.
+
+FEWEST: Final = 12  # of a process of a cluster, on two CPUs
+
+
+def check_threads(num_processes: int = 1) -> None:
+    """Raises SettingsError where the system does not let so many processes of a cluster have their threads."""
+    needed = FEWEST * num_processes
+    if (num := num_startable(needed)) < needed:
+        those = "a process needs" if num_processes == 1 else f"{num_processes} processes need"
+        raise SettingsError(
+            f"{those} {needed} threads at least, and the system allows {num} more: its limit on processes is too low "
+            "(ulimit -u, docker run --pids-limit)"
+        )
+
+
+def num_startable(most: int) -> int:
+    """How many threads, up to so many, can be had now beside all that there are: found out by starting them."""
+    done = threading.Event()
+    threads = []
+    with suppress(RuntimeError):
+        for _ in range(most):
+            thread = threading.Thread(target=done.wait, daemon=True)
+            thread.start()
+            threads.append(thread)
+    done.set()
+    for thread in threads:
+        thread.join()
+    return len(threads)

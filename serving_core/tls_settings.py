@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from serving_core.errors import SettingsError
-from serving_core.exposure import is_loopback
 from serving_core.flags import flag
+from serving_core.ports import is_loopback
 from serving_core.tls import TlsFiles
 
 

@@ -4,8 +4,7 @@ import os
 
 from kv_transfer.ticket import endpoint_of, host_of
 from serving_core.errors import SettingsError
-from serving_core.exposure import check_exposure, is_loopback
-from serving_core.ports import Port, check_ports
+from serving_core.ports import Port, check_exposure, check_ports, is_loopback
 from serving_core.tls import CLIENT, TlsError, check_purpose
 from serving_core.tls_settings import check_open
 from serving_node.ranks.processes import is_first_here, started_rank

@@ -4,7 +4,7 @@ from typing import Final
 
 import grpc
 
-from serving_core.handshakes import why_no_handshake
+from serving_core.channels import why_no_handshake
 
 LOST_STATUS: Final = "Internal error from Core"  # gRPC's, where it writes while the other end hangs up
 

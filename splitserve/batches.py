@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from serving_core.errors import SettingsError
-from serving_core.json_lines import json_line
+from serving_core.json_fields import json_line
 from serving_core.units import MIB, size_of
 
 MAX_LINE_BYTES: Final = 4 * MIB + 4096  # what the server takes in one body, and what stands around it

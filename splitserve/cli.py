@@ -22,7 +22,7 @@ COMMANDS: Final = {
     "status": ("splitserve.commands.status:status", "Show the model, the nodes and their load."),
     "top": ("splitserve.commands.top:top", "Show live what is going on: nodes, queues, rates, times against limits."),
     "role": ("splitserve.commands.role:role", "Make a node prefill, decode or both while the cluster serves."),
-    "drain": ("splitserve.commands.drain:drain", "Take the work from a node while the cluster serves."),
+    "drain": ("splitserve.commands.role:drain", "Take the work from a node while the cluster serves."),
     "certs": ("splitserve.commands.certs:certs", "Make a private CA and a certificate for each role."),
     "coordinator": ("splitserve.commands.roles:coordinator", "Run the coordinator alone."),
     "prefill": ("splitserve.commands.roles:prefill", "Run one prefill node."),

@@ -68,7 +68,6 @@ class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
         return self._overview.to_wire(time.monotonic(), after=after)
 
 
-
 class StatusService(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
     """Its methods raise RequestError; the interceptor turns it into a status."""
 

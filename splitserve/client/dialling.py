@@ -8,7 +8,7 @@ import grpc.aio
 
 from serving_core.channels import NO_PROXY, Option, channel_credentials
 from serving_core.errors import SettingsError
-from serving_core.exposure import is_on_this_machine
+from serving_core.ports import is_on_this_machine
 from serving_core.tls import SCHEME, TlsError, TlsFiles
 
 WITHOUT_TLS: Final = "http://"

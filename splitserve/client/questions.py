@@ -1,14 +1,21 @@
 """What a client may ask, as wire messages. Both clients and the command line build their requests here."""
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, TypedDict, cast
+from typing import Annotated, Any, Final, TypedDict, TypeVar, cast
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message as WireMessage
 
 from protos import inference_pb2
-from splitserve.client.conversations import Message, as_json, chat_input
-from splitserve.client.wire_fields import BYTES, filled, refused
+from splitserve.client.errors import Refused, bad_argument
 
 TIMEOUT_S: Final = 600.0
 """What a call, or a whole answer, may take where nobody says."""
+
+Message = Mapping[str, Any]
+"""One turn of a conversation: `role` (system, user or assistant) and `content`, a text or a list of text parts. What
+else there is of it, such as tool_calls, is for the chat template."""
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text as it stands, token ids, or a conversation for the model's chat template."""
@@ -163,3 +170,114 @@ def _listed(name: str, value: Any, expected: str) -> Sequence[Any]:
     if not isinstance(value, Sequence) or isinstance(value, BYTES):
         raise refused(name, f"must be {expected}", value)
     return value
+
+
+# ---- Wire messages from what a caller has given, field by field, so that a refusal names the one that is wrong ----
+
+M = TypeVar("M", bound=WireMessage)
+
+MAX_SHOWN_CHARS: Final = 80
+BYTES: Final = (bytes, bytearray, memoryview)  # lists of integers to Python, and text to protobuf: nobody means either
+
+_KINDS: Final = {
+    FieldDescriptor.CPPTYPE_BOOL: ("true or false", "bools"),
+    FieldDescriptor.CPPTYPE_DOUBLE: ("a number", "numbers"),
+    FieldDescriptor.CPPTYPE_FLOAT: ("a number", "numbers"),
+    FieldDescriptor.CPPTYPE_INT32: ("an integer of 32 bits", "integers of 32 bits"),
+    FieldDescriptor.CPPTYPE_INT64: ("an integer of 64 bits", "integers of 64 bits"),
+    FieldDescriptor.CPPTYPE_STRING: ("a string of valid Unicode", "strings of valid Unicode"),
+    FieldDescriptor.CPPTYPE_UINT32: ("an integer from 0 to 2**32 - 1", "integers from 0 to 2**32 - 1"),
+}
+
+
+def filled(message: M, fields: dict[str, Any], names: dict[str, str] | None = None) -> M:
+    """The message, with these fields set; None leaves one out. Raises Refused, which calls a field by its name in
+    `names`, where the wire cannot carry what was given."""
+    for field, value in fields.items():
+        if value is None:
+            continue
+        try:
+            if isinstance(value, BYTES):
+                raise TypeError("bytes")
+            message.MergeFrom(type(message)(**{field: value}))
+        except (TypeError, ValueError) as error:
+            expected = _expected(message.DESCRIPTOR.fields_by_name[field])
+            raise refused((names or {}).get(field, field), f"must be {expected}", value) from error
+    return message
+
+
+def refused(name: str, problem: str, value: object) -> Refused:
+    """For an argument that is something else."""
+    shown = repr(value)
+    if len(shown) > MAX_SHOWN_CHARS:
+        shown = shown[: MAX_SHOWN_CHARS - 3] + "..."
+    return bad_argument(f"{name} {problem}, not {shown}", field=name)
+
+
+def _expected(field: Any) -> str:
+    """Of a field's descriptor."""
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        key, value = (_KINDS[each.cpp_type][1] for each in field.message_type.fields)
+        return f"a mapping of {key} to {value}"
+    one, many = _KINDS[field.cpp_type]
+    return f"a list of {many}" if field.is_repeated else one
+
+
+# ---- Conversations as OpenAI writes them, as the messages of the wire ----
+
+ASSISTANT: Final = "assistant"
+OWN_FIELDS: Final = ("role", "content", "extra_json")
+
+
+def chat_input(messages: Sequence[Message]) -> inference_pb2.ChatInput:
+    """Raises Refused, which names the message."""
+    return inference_pb2.ChatInput(messages=[_message(f"prompt[{i}]", each) for i, each in enumerate(messages)])
+
+
+def _message(name: str, message: Message) -> inference_pb2.ChatMessage:
+    if not isinstance(message, Mapping):
+        raise refused(name, "must be a message", message)
+    extra = {key: value for key, value in message.items() if key not in OWN_FIELDS and value is not None}
+    if extra and message.get("extra_json"):
+        raise bad_argument(f"{name} has extra_json, and fields that belong into it: {', '.join(extra)}", field=name)
+    if calls := extra.get("tool_calls"):
+        extra["tool_calls"] = [_call(call) for call in calls] if isinstance(calls, list) else calls
+    content = message.get("content")
+    if content is None and message.get("role") != ASSISTANT:
+        raise bad_argument(f"{name} has no content", field=name)
+    fields = {
+        "role": message.get("role"),
+        **_content(f"{name}.content", content),
+        "extra_json": as_json(name, extra) if extra else message.get("extra_json"),
+    }
+    return filled(inference_pb2.ChatMessage(), fields, {field: f"{name}.{field}" for field in fields})
+
+
+def _content(name: str, content: Any) -> dict[str, Any]:
+    """The field for the texts of a list of parts, or for anything else as it is. Raises Refused."""
+    if not isinstance(content, list):
+        return {"content": content}
+    for index, part in enumerate(content):
+        if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise refused(f"{name}[{index}]", "must be a text part: models read text alone", part)
+    return {"content_parts": [part["text"] for part in content]}
+
+
+def _call(call: Any) -> Any:
+    """OpenAI writes a call's arguments as JSON text, templates take them as an object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        read = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": read}} if isinstance(read, dict) else call
+
+
+def as_json(name: str, value: Any) -> str:
+    """Raises Refused for what is no JSON."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise bad_argument(f"{name} cannot be written as JSON: {error}", field=name) from error

@@ -1,23 +1,75 @@
 """Commands that ask a running server: generate, chat."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, get_args, get_type_hints
 
 import click
 
 from serving_core.units import KIB, MIB, size_of
 from splitserve.client.answers import Chunk, Completion, ModelInfo
 from splitserve.client.errors import ClientError, Refused
-from splitserve.client.questions import TIMEOUT_S
-from splitserve.commands.conversation import Conversation
-from splitserve.commands.endings import why_stopped
-from splitserve.commands.sampling_options import sampling_options
+from splitserve.client.questions import TIMEOUT_S, Message, Sampling
 from splitserve.commands.server_options import Server, server_options
 from splitserve.commands.terminal import report, stderr, timeline_view
+
+# ---- flags for the fields of `questions.Sampling` ----
+
+Command = Callable[..., None]
+
+
+def sampling_options(default_max_tokens: int) -> Callable[[Command], Command]:
+    """A flag for each field of Sampling. None has a default of click's, but help tells the command's own limit."""
+
+    def add(command: Command) -> Command:
+        for name, hint in reversed(get_type_hints(Sampling, include_extras=True).items()):
+            kind, help = get_args(hint)
+            if name == "max_tokens":
+                help = f"Most tokens of the answer; default: {default_max_tokens}, or what the context still holds."
+            command = _sampling_option(name, kind, help)(command)
+        return command
+
+    return add
+
+
+def _sampling_option(name: str, hint: Any, help: str) -> Callable[[Command], Command]:
+    spelling = f"--{name.replace('_', '-')}"
+    kinds = get_args(hint)
+    if name == "logit_bias":
+        return click.option(spelling, multiple=True, callback=_logit_bias, metavar="TOKEN_ID=BIAS", help=help)
+    if name == "bad_tokens":
+        help += " May be repeated."
+        return click.option(spelling, multiple=True, callback=_token_runs, metavar="TOKEN_ID,...", help=help)
+    if name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids", "logprob_token_ids", "choice"):
+        kind = int if name.endswith("_ids") else str
+        return click.option(spelling, multiple=True, type=kind, callback=_if_any, help=help + " May be repeated.")
+    if bool in kinds:
+        return click.option(f"{spelling}/--no-{spelling[2:]}", default=None, help=help)
+    return click.option(spelling, type=kinds[0], help=help)
+
+
+def _if_any(_: click.Context, __: click.Parameter, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    return values or None
+
+
+def _token_runs(_: click.Context, __: click.Parameter, runs: tuple[str, ...]) -> list[list[int]] | None:
+    try:
+        return [[int(token_id) for token_id in run.split(",")] for run in runs] or None
+    except ValueError as error:
+        raise click.BadParameter("expected TOKEN_ID,..., such as 42,17") from error
+
+
+def _logit_bias(_: click.Context, __: click.Parameter, pairs: tuple[str, ...]) -> dict[int, float] | None:
+    try:
+        return {int(token_id): float(bias) for token_id, bias in (pair.split("=") for pair in pairs)} or None
+    except ValueError as error:
+        raise click.BadParameter("expected TOKEN_ID=BIAS, such as 42=-1.5") from error
+
 
 GENERATE_TOKENS: Final = 256
 CHAT_TOKENS: Final = 512
@@ -231,3 +283,105 @@ def _print_json(chunks: Iterable[Chunk]) -> None:
 def _given(sampling: dict[str, Any]) -> dict[str, Any]:
     """What was given on the command line; click has () for a flag that may be repeated and was not given."""
     return {name: value for name, value in sampling.items() if value not in (None, ())}
+
+
+# ---- the conversation of `splitserve chat`, and the commands within it ----
+
+COMMANDS: Final = "/reset, /system TEXT and /save FILE"
+_COMMAND: Final = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
+
+
+class Conversation:
+    """What was said so far, behind what the model is told before."""
+
+    def __init__(self, system: str) -> None:
+        self._system = system
+        self._turns: list[Message] = []
+
+    @property
+    def messages(self) -> list[Message]:
+        """The whole conversation, as the server is sent it."""
+        before: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
+        return [*before, *self._turns]
+
+    def asking(self, question: str) -> list[Message]:
+        """Return the messages that ask a question, which is no part of the conversation until it is answered."""
+        return [*self.messages, {"role": "user", "content": question}]
+
+    def add(self, question: str, answer: str) -> None:
+        """Add an answered question."""
+        self._turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def obey(self, line: str) -> str | None:
+        """Carry out a line that is a command, and return what to report of that; None for a line that is none."""
+        if (command := _COMMAND.fullmatch(line)) is None:
+            return None
+        name, argument = command[1], (command[2] or "").strip()
+        match name:
+            case "reset":
+                self._turns = []
+                return "The conversation begins anew."
+            case "system":
+                self._system, self._turns = argument, []
+                told = f"the model is told: {argument}" if argument else "the model is told nothing before"
+                return f"The conversation begins anew; {told}"
+            case "save":
+                return self._save(argument)
+        return f"There is no command /{name}; there are {COMMANDS}"
+
+    def _save(self, file: str) -> str:
+        """Write the messages to a file, which must be a new one."""
+        if not file:
+            return "Nothing is saved: /save FILE names the file"
+        text = json.dumps(self.messages, ensure_ascii=False, indent=2)
+        try:
+            with Path(file).expanduser().open("x", encoding="utf-8", errors="replace") as opened:
+                opened.write(text)
+        except OSError as error:
+            return f"Nothing is saved: {file}: {error.strerror}"
+        except (RuntimeError, ValueError) as error:  # a home that is not known; a name with a null character
+            return f"Nothing is saved: {file}: {error}"
+        return f"Saved {len(self.messages)} messages to {file}"
+
+
+# ---- why an answer stopped where the model itself had not ended it, in a sentence for a terminal ----
+
+
+def why_stopped(completion: Completion, model: ModelInfo, max_tokens: int) -> str | None:
+    """None for an answer that the model ended. `max_tokens` is the limit that was asked for, or stood in for one."""
+    match completion.finish_reason:
+        case "stop":
+            return _why_at_stop(completion.matched_stop, model)
+        case "length":
+            return f"The answer is cut off after {_tokens(completion.completion_tokens)}: " + _why_at_length(
+                completion, model, max_tokens
+            )
+        case _:
+            return f"The answer was ended after {_tokens(completion.completion_tokens)}: its request was aborted."
+
+
+def _why_at_stop(matched: str | int | None, model: ModelInfo) -> str | None:
+    if isinstance(matched, str):
+        return f"Stopped at the stop string {matched!r} (--stop)."
+    if matched is not None and matched not in model.eos_token_ids:
+        return f"Stopped at token {matched} (--stop-token-ids)."
+    return None
+
+
+def _why_at_length(completion: Completion, model: ModelInfo, max_tokens: int) -> str:
+    if completion.completion_tokens in (max_tokens, model.default_sampling_params.get("max_tokens")):
+        return "--max-tokens raises this limit."
+    num_tokens = completion.prompt_tokens + completion.completion_tokens
+    if num_tokens >= model.max_model_len:
+        return (
+            f"with the prompt's {_tokens(completion.prompt_tokens)} it fills the context of {model.max_model_len} "
+            "(--max-model-len of the server)."
+        )
+    return (
+        f"with the prompt's {_tokens(completion.prompt_tokens)} it fills the KV cache of the server's nodes "
+        "(their --kv-cache-memory-bytes)."
+    )
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token" if count == 1 else f"{count} tokens"

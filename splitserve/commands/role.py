@@ -1,12 +1,13 @@
-"""`splitserve role`."""
+"""Commands that change a node while the cluster serves: role, drain."""
 
 import click
 
 from serving_core.errors import SettingsError
 from serving_core.shapes import BOTH, DECODE, PREFILL, ROLES, Shape
+from splitserve.client.questions import TIMEOUT_S as REQUEST_TIMEOUT_S
 from splitserve.commands.server_options import Server, operator_options
 from splitserve.commands.status import TIMEOUT_S
-from splitserve.commands.terminal import shape_text, stdout
+from splitserve.commands.terminal import shape_text, stdout, waiting
 
 NUMBER = click.IntRange(min=1, max=2**32 - 1)
 
@@ -51,3 +52,26 @@ def _shape(role: str, prompt_tokens: int | None, seats: int | None, *, takes_han
                 f"{flag} must {'be given too' if value is None else 'not be given'} for the role {role}"
             )
     return Shape(prompt_tokens or 0, seats or 0, takes_handovers and role != PREFILL)
+
+
+# ---- `splitserve drain` ----
+
+
+@click.command()
+@click.argument("node")
+@operator_options
+@click.option(
+    "--deadline",
+    "deadline_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=REQUEST_TIMEOUT_S,
+    show_default=True,
+    help="Seconds to wait until nothing is left; the node drains on after them.",
+)
+def drain(node: str, server: Server, deadline_s: float) -> None:
+    """Take the work from NODE: it gets nothing new, its running answers move to other nodes. Returns when nothing is
+    left. To drain it again is to wait for the same end."""
+    with server.client() as client, waiting(f"Asking {node} to drain") as show:
+        for num_left in client.drain(node, deadline_s=deadline_s):
+            show(f"{node} is draining: {num_left} {'request' if num_left == 1 else 'requests'} left")
+    stdout.print(f"{node} is drained: it has no part in any request", markup=False, soft_wrap=True)

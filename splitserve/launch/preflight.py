@@ -15,8 +15,8 @@ from serving_core.extras import require
 from serving_core.memory import available_bytes
 from serving_core.model_config import ModelConfig, read_model_config
 from serving_core.ports import Port, check_ports
+from serving_core.process import check_threads
 from serving_core.settings import EngineSettings
-from serving_core.threads import check_threads
 from serving_core.tls import CLIENT, check_purpose, hosts_of
 from serving_core.units import size_of
 from splitserve.launch.cluster import LOOPBACK, ClusterSettings, Process

@@ -24,7 +24,7 @@ from coordinator.doors.http.errors import internal_error, renamed
 from coordinator.doors.http.responses import Answered, Envelope, Form, Usage
 from protos.inference_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH, Chunk, GenerateResponse
 from serving_core.errors import RequestError
-from serving_core.json_lines import json_line
+from serving_core.json_fields import json_line
 from serving_core.waiting import first_to_end
 
 logger = logging.getLogger(__name__)

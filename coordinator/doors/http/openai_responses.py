@@ -13,7 +13,7 @@ from coordinator.doors.http.tools import MAX_TOOLS
 from coordinator.doors.validation import MAX_MESSAGES
 from coordinator.text.calls.reader import Kind
 from serving_core.errors import RequestError
-from serving_core.json_lines import json_line
+from serving_core.json_fields import json_line
 
 SYSTEM: Final = "system"
 ROLES: Final = {"user": "user", "assistant": ASSISTANT, "system": SYSTEM, "developer": SYSTEM}

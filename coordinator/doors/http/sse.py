@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from starlette.types import Scope, Send
 
-from serving_core.json_lines import json_line
+from serving_core.json_fields import json_line
 
 BREAK_OFF: Final = "break_off"  # of the state of a call's scope: what ends its response as one that is not whole
 DONE: Final = b"data: [DONE]\n\n"

@@ -26,7 +26,7 @@ from protos.inference_pb2 import (
     TopLogprob,
 )
 from serving_core.errors import RequestError
-from serving_core.json_lines import json_line
+from serving_core.json_fields import json_line
 from tests.tiny_models import EOS, write_fake_model
 from tests.unit.coordinator.later import openai
 

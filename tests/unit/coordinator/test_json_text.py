@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.doors.http.conversations import MAX_DEPTH, parsed
-from serving_core.json_lines import json_line
+from serving_core.json_fields import json_line
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

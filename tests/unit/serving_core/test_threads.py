@@ -13,7 +13,7 @@ import os, resource, sys
 from serving_core.errors import SettingsError
 from serving_core.process import run_process
 from serving_core.telemetry import LogSettings
-from serving_core.threads import check_threads
+from serving_core.process import check_threads
 resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
 if os.geteuid() == 0:
     os.setresuid({NOBODY}, {NOBODY}, {NOBODY})

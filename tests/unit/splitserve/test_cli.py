@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from protos import inference_pb2
 from splitserve.cli import COMMANDS, main
-from splitserve.commands.conversation import Conversation
+from splitserve.commands.ask import Conversation
 from splitserve.commands.terminal import duration_of
 from splitserve.commands.variables import unknown_variables
 from tests import forked
