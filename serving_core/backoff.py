@@ -1,6 +1,7 @@
-"""Pauses that grow while the same trouble comes back. Pure: times come in."""
+"""How long to pause while the same trouble returns, and how often to report it. Pure: times come in."""
 
 import math
+from typing import Final
 
 
 class Backoff:
@@ -17,3 +18,29 @@ class Backoff:
         self._pause_s = self._first_s if is_first else min(2 * self._pause_s, self._longest_s)
         self._last_s = now
         return self._pause_s
+
+
+FIRST_PAUSE_S: Final = 5.0
+LONGEST_PAUSE_S: Final = 300.0
+MAX_SENTENCES: Final = 16  # remembered
+
+
+class Reminder:
+    """Says when to repeat what stays true: at once, then after a pause that doubles each time."""
+
+    def __init__(self, first_pause_s: float = FIRST_PAUSE_S) -> None:
+        self._first_pause_s = first_pause_s
+        self._said: dict[str, tuple[float, float]] = {}  # sentence to when it is due again, and the pause after that
+
+    def is_due(self, sentence: str, now: float) -> bool:
+        """Whether to say it now. Each sentence has pauses of its own, so two that take turns are not always news."""
+        due_s, pause_s = self._said.pop(sentence, (now, self._first_pause_s))
+        is_due = now >= due_s
+        self._said[sentence] = (now + pause_s, min(2 * pause_s, LONGEST_PAUSE_S)) if is_due else (due_s, pause_s)
+        if len(self._said) > MAX_SENTENCES:
+            del self._said[next(iter(self._said))]
+        return is_due
+
+    def forget(self) -> None:
+        """Nothing of it is true any more."""
+        self._said.clear()

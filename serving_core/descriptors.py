@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Final, Never
 
-from serving_core.reminder import Reminder
+from serving_core.backoff import Reminder
 
 logger = logging.getLogger(__name__)
 

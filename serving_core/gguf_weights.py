@@ -1,4 +1,6 @@
-"""The tensors of a model folder that was made of a GGUF file, under the names of a Hugging Face checkpoint.
+"""Read the tensors of a model folder made of a GGUF file, under the names of a Hugging Face checkpoint.
+
+A GGUF file has all experts of a layer in one tensor for each projection; a checkpoint has a tensor for each expert.
 
 Such a folder has what the file's header says, as splitserve.gguf.folder writes it, and a link to the file, or to each
 of its parts, whose weights stay where they are. Torch-free.
@@ -7,15 +9,124 @@ of its parts, whose weights stay where they are. Torch-free.
 import functools
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from io import BufferedReader
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from serving_core.errors import ModelError
-from serving_core.gguf_names import checkpoint_tensors
-from serving_core.gguf_parts import MOST_PARTS, ROPE_FACTORS, open_parts, read_model
+from serving_core.gguf_header import MOST_PARTS, ROPE_FACTORS, GgufTensor, open_parts, read_model
+
+OUTSIDE: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+IN_LAYER: Final = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+NORMS_OF_OUTPUTS: Final = {  # where attention and feed-forward have norms before and behind them
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+GATES_AND_SHARED: Final = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+EXPERT_COUNT: Final = "expert_count"
+STACKED: Final = "_exps"  # ends the name of a tensor of all experts of a layer
+ONE_ROW: Final = "ffn_gate_inp_shexp"  # is a vector in files
+
+
+class Names(NamedTuple):
+    """Of the modules in a layer, by llama.cpp's names; those of experts have a place for the expert's number."""
+
+    modules: Mapping[str, str]
+    of_experts: Mapping[str, str] = {}
+
+
+MIXTURE: Final = Names(
+    IN_LAYER | GATES_AND_SHARED,
+    {
+        "ffn_gate": "mlp.experts.{}.gate_proj",
+        "ffn_up": "mlp.experts.{}.up_proj",
+        "ffn_down": "mlp.experts.{}.down_proj",
+    },
+)
+MIXTRAL: Final = Names(
+    IN_LAYER | {"ffn_gate_inp": "block_sparse_moe.gate"},
+    {
+        "ffn_gate": "block_sparse_moe.experts.{}.w1",
+        "ffn_up": "block_sparse_moe.experts.{}.w3",
+        "ffn_down": "block_sparse_moe.experts.{}.w2",
+    },
+)
+PLAIN: Final = Names(IN_LAYER)
+FOUR_NORMS: Final = Names(IN_LAYER | NORMS_OF_OUTPUTS)
+NAMES: Final = {
+    "gemma2": FOUR_NORMS,
+    "gemma3": FOUR_NORMS,
+    "olmoe": MIXTURE,
+    "qwen2moe": MIXTURE,
+    "qwen3moe": MIXTURE,
+}  # of others PLAIN, and MIXTRAL of Llama's with experts
+
+
+def checkpoint_tensors(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
+    """The tensors of a file by their names in a checkpoint. One that is not known there, or is there twice, gets a name
+    that no checkpoint has."""
+    architecture = metadata.get("general.architecture")
+    num_experts = metadata.get(f"{architecture}.{EXPERT_COUNT}", 0)
+    names = MIXTRAL if architecture == "llama" and num_experts else NAMES.get(str(architecture), PLAIN)
+    found: dict[str, GgufTensor] = {}
+    for name, tensor in tensors.items():
+        for checkpoint_name, part in _of_checkpoint(name, tensor, names, num_experts):
+            found[checkpoint_name if checkpoint_name not in found else f"gguf:{name}"] = part
+    return found
+
+
+def _of_checkpoint(
+    name: str, tensor: GgufTensor, names: Names, num_experts: object
+) -> Iterator[tuple[str, GgufTensor]]:
+    """What a tensor, or each part of it, is called."""
+    module, _, attribute = name.rpartition(".")
+    found: list[tuple[str, GgufTensor]] = []
+    match module.split("."):
+        case [_] if module in OUTSIDE:
+            found = [(OUTSIDE[module], tensor)]
+        case ["blk", layer, *path] if layer.isdecimal():
+            in_layer = _of_layer(path, tensor, names, num_experts)
+            found = [(f"model.layers.{layer}.{ours}", part) for ours, part in in_layer]
+    for ours, part in found:
+        yield f"{ours}.{attribute}", part
+    if not found:
+        yield f"gguf:{name}", tensor
+
+
+def _of_layer(path: list[str], tensor: GgufTensor, names: Names, num_experts: object) -> list[tuple[str, GgufTensor]]:
+    match path:
+        case [part] if part in names.modules:
+            is_row = part == ONE_ROW and len(tensor.shape) == 1
+            return [(names.modules[part], replace(tensor, shape=(1, *tensor.shape)) if is_row else tensor)]
+        case [part] if part.endswith(STACKED) and len(tensor.shape) == 3 and tensor.shape[0] == num_experts:
+            ours = names.of_experts.get(part.removesuffix(STACKED))
+            return [(ours.format(expert), own) for expert, own in enumerate(tensor.slices())] if ours else []
+        case [part, expert] if part in names.of_experts and expert.isdecimal():
+            return [(names.of_experts[part].format(expert), tensor)]
+    return []
+
 
 LINK: Final = "model.gguf"
 SOURCE: Final = "model.gguf.source"  # the digest of what the folder was made of

@@ -9,13 +9,11 @@ from typing import Final
 from serving_core.adapters import read_adapters
 from serving_core.errors import SettingsError
 from serving_core.layout import DTYPE_BYTES, KVLayout
-from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig, read_model_config
-from serving_core.settings import EngineSettings
+from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig, read_model_config, text_names
+from serving_core.settings import WEIGHT_BITS, EngineSettings
 from serving_core.sharding import check_num_ranks, check_pp_size, check_tp_size, rank_layout
 from serving_core.stored_quantization import FP8, FP8_SCALES, check_quantization
 from serving_core.stored_tensors import StoredTensor, stored_tensors
-from serving_core.text_parts import text_names
-from serving_core.weight_bits import WEIGHT_BITS
 
 MOST_INVARIANT_RANKS: Final = 2  # whose sum does not depend on the order
 HOST_POOL_BYTES: Final = 512 * 2**20  # where the size of the pool is not given

@@ -1,9 +1,15 @@
-"""What one node's engine can be told. The flags derive from these fields; names follow vLLM's."""
+"""Settings of one node's engine. The flags derive from these fields; names follow vLLM's."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from serving_core.flags import flag
-from serving_core.weight_bits import WEIGHT_BITS
+
+WEIGHT_BITS: Final = {"int8": 8, "int4": 4, "w8a8": 8}
+HEAD_BITS: Final = 8  # also among weights of 4 bits: what it rounds is seen at once
+INPUT_BITS: Final = {"w8a8": 8}  # to which kernels round what is multiplied with them; 16 with others
+GROUP_SIZE_4_BIT: Final = 32  # inputs that share a scale (float32) and a zero (a byte); of 8 bits all do
+
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

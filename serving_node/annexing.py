@@ -11,9 +11,9 @@ from typing import Any, Final, Protocol
 from serving_core import reasons
 from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents
-from serving_node.claim import HOLD_S, LAPSE_S, Claim
+from serving_node.claims import HOLD_S, LAPSE_S, Claim
 from serving_node.decisions import CloseAnnexes, OpenAnnex
-from serving_node.endings import Endings
+from serving_node.outputs import Endings
 
 RETRY_S: Final = 0.2
 PATIENCE_S: Final = 30.0  # with hosts that have no room, in all until one has some

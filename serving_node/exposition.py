@@ -11,7 +11,7 @@ from kv_transfer.ends.sender import KVSender
 from protos import inference_pb2
 from serving_core.figures import Figure, Values, counter, gauge, histogram
 from serving_core.residents import Residents, Stage
-from serving_node.step_counts import StepCounts
+from serving_node.streak import StepCounts
 
 
 class Observed(Protocol):

@@ -20,7 +20,7 @@ from serving_core import reasons
 from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents, Stage
 from serving_node.decisions import CancelTransfer, FinishSend, Receive, Send
-from serving_node.endings import Endings
+from serving_node.outputs import Endings
 
 MAY_WAIT: Final = (Stage.AWAITING, Stage.READ, Stage.STOPPED)
 

@@ -16,31 +16,24 @@ from prefill_node.reading import Reading
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core import reasons
 from serving_core.blocks import BlockAllocator, BlockLease
-from serving_core.costs import StepCosts, StepLoad
+from serving_core.costs import StepCosts, StepLoad, StepRates
 from serving_core.errors import RequestError
 from serving_core.layout import KVLayout
 from serving_core.leases import Leases
-from serving_core.rates import StepRates
 from serving_core.requests import Guide, SampledToken, Work, would_end
 from serving_core.residents import Key, Resident, Residents, Stage
 from serving_core.shapes import Shape, check_shape, role_of
 from serving_node.annexing import Annexing, Opened
-from serving_node.answers import Answers
 from serving_node.arrivals import Arrivals
-from serving_node.borrowing import Borrowings
-from serving_node.cache_report import CacheReport
-from serving_node.claim import Claim
+from serving_node.claims import Claim, Hosting
 from serving_node.decisions import Beat, Decision, RecallAnnex
-from serving_node.endings import Endings
 from serving_node.handovers import HandOvers
-from serving_node.hosting import Hosting
-from serving_node.lending import Lending
-from serving_node.lookahead import works_ahead
 from serving_node.moves import Moves
+from serving_node.outputs import Answers, CacheReport, Endings
+from serving_node.peer_fetch import Borrowings, Lending
 from serving_node.room import Room
 from serving_node.second_tier import NO_TIER, SecondTier, TierPlan
-from serving_node.step_counts import StepCounts
-from serving_node.streak import Streaks
+from serving_node.streak import StepCounts, Streaks, works_ahead
 
 
 @dataclass(frozen=True, slots=True)

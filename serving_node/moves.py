@@ -25,8 +25,8 @@ from serving_core import reasons
 from serving_core.leases import Leases
 from serving_core.residents import Move, Resident, Residents, Stage
 from serving_node.decisions import CancelTransfer, Send, SendMore
-from serving_node.endings import Endings
 from serving_node.handovers import HandOvers
+from serving_node.outputs import Endings
 
 MAX_TAIL_TOKENS: Final = 512  # of 5 bytes each at most: they leave room for makers in a tail
 

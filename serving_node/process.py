@@ -18,7 +18,7 @@ from serving_node.link import FleetLink, Node
 from serving_node.ranks.leading import die, end_at_once
 from serving_node.ranks.processes import check_world, start_followers, started_rank
 from serving_node.settings import PACKAGES, NodeSettings
-from serving_node.stuck import StuckForGood
+from serving_node.watchdog import StuckForGood
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from serving_core.costs import StepCosts
 from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents, Stage
 from serving_node.cap import Cap, num_blocks_of
-from serving_node.claim import Claim
-from serving_node.hosting import Hosting
+from serving_node.claims import Claim, Hosting
 
 HOLDING: Final = (Stage.WRITING, Stage.GRANTED, Stage.READING)
 SEATED: Final = (Stage.WRITING, Stage.GRANTED, Stage.STOPPED)

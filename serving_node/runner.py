@@ -19,16 +19,16 @@ from kv_transfer.ends.sender import KVSender
 from kv_transfer.results import Received, Sent, TransferFailed
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core.blocks import BlockAllocator, BlockLease
-from serving_core.costs import StepCosts
+from serving_core.costs import StepCosts, StepRates
 from serving_core.errors import RequestError
 from serving_core.failpoints import reach
 from serving_core.memory import resident_bytes
-from serving_core.rates import StepRates
 from serving_core.requests import Guide
 from serving_core.residents import Key, Resident, Residents
 from serving_core.shapes import preset
 from serving_core.waiting import first_to_end
 from serving_node.annex_ends import AnnexEnds, tile_tokens
+from serving_node.claims import most_hosted_tokens
 from serving_node.compiling import Compiling
 from serving_node.decisions import (
     Beat,
@@ -50,7 +50,6 @@ from serving_node.decisions import (
 )
 from serving_node.drafting import draft_model_of
 from serving_node.grants import Grants
-from serving_node.hosting import most_hosted_tokens
 from serving_node.link import FleetLink
 from serving_node.logic import Limits, NodeLogic
 from serving_node.ranks.leading import Followers
@@ -59,8 +58,8 @@ from serving_node.ranks.transfers import NodeTransfers
 from serving_node.reports import new_incarnation, node_info, rank_loads
 from serving_node.second_tier import NO_TIER, TierPlan
 from serving_node.settings import OFF, NodeSettings
-from serving_node.step_counts import StepCounts
 from serving_node.stepping import Stepping
+from serving_node.streak import StepCounts
 
 logger = logging.getLogger(__name__)
 

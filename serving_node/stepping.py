@@ -33,8 +33,7 @@ from serving_node.drafting import write_ahead
 from serving_node.logic import NodeLogic
 from serving_node.ranks.leading import Followers, die, end_at_once
 from serving_node.ranks.transfers import NodeTransfers
-from serving_node.starvation import Starvation
-from serving_node.stuck import CALM_S, FIRST_PAUSE_S, LEAST_S, LONGEST_PAUSE_S, check_hope, why_stuck
+from serving_node.watchdog import CALM_S, FIRST_PAUSE_S, LEAST_S, LONGEST_PAUSE_S, Starvation, check_hope, why_stuck
 
 logger = logging.getLogger(__name__)
 

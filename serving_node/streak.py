@@ -1,7 +1,11 @@
-"""Steps in a row that give one token to each of the same answers, none of which ends. Pure.
+"""Decode steps in a row, the step that is built while another one runs, and counts of steps. Pure.
 
-What comes of them is what NodeLogic's step_done and plan give, for less: for those who play steps through, as a
-simulation does, and compute nothing in them.
+A streak gives what NodeLogic's `step_done` and `plan` give for that many decode steps, at less cost, to a simulation
+that computes nothing in the steps.
+
+Async scheduling: the next step is built while one runs only where nothing else could have a part in it, so that
+`NodeLogic.plan` would give the same step if the running one ends no request and no event comes. Otherwise the built
+step never begins, and nothing has to be undone but a block that a request may have got one step early.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,13 +13,37 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from prefill_node.reading import Reading
-from serving_core.costs import StepLoad
+from serving_core.costs import StepLoad, StepRates
+from serving_core.figures import BATCH, Histogram
 from serving_core.leases import Leases
-from serving_core.rates import StepRates
 from serving_core.requests import Request, Work
 from serving_core.residents import Resident, Residents, Stage
 from serving_node.room import Room
-from serving_node.step_counts import StepCounts
+
+PHASES: Final = ("prefill", "decode", "mixed")
+
+
+class StepCounts:
+    """Of all steps that gave anything."""
+
+    def __init__(self) -> None:
+        self.seconds = {phase: Histogram() for phase in PHASES}
+        self.tokens = Histogram(BATCH)  # of prompts, and those that answers got
+        self.answers = Histogram(BATCH)
+        self.num_prompt_tokens = 0
+        self.num_answer_tokens = 0
+
+    def add(self, load: StepLoad, step_s: float, num_more: int = 0) -> None:
+        """A step is done, which gave the answers so many tokens more than one each."""
+        num_prompt_tokens, num_answers = load.num_prompt_tokens, load.num_answers
+        num_answer_tokens = num_answers + num_more
+        phase = "decode" if not num_prompt_tokens else "mixed" if num_answers else "prefill"
+        self.seconds[phase].observe(step_s)
+        self.tokens.observe(num_prompt_tokens + num_answer_tokens)
+        self.answers.observe(num_answers)
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_answer_tokens += num_answer_tokens
+
 
 WAITING: Final = (Stage.QUEUED, Stage.READING)
 
@@ -171,3 +199,25 @@ def _num_steps(resident: Resident, eos_token_ids: Sequence[int]) -> int:
     if resident.stage is not Stage.WRITING or resident.num_to_compute != 1 or may_end or resident.hosts:
         return 0
     return sampling.max_tokens - request.num_output_tokens - 1
+
+
+def works_ahead(works: Sequence[Work], residents: Residents, leases: Leases) -> list[Work]:
+    """One token more of each answer of the running step, whose own is not known yet; with the blocks for it. Empty
+    where the step is of anything but all answers, one is at its last token or may have blocks elsewhere, or blocks are
+    short."""
+    if len(works) != residents.count(Stage.WRITING) or not is_calm(residents):
+        return []
+    at_work = [residents.of(work.request) for work in works]
+    for work, resident in zip(works, at_work, strict=True):
+        request = work.request
+        if resident.stage is not Stage.WRITING or work.num_tokens != 1 or work.candidates or not resident.in_step:
+            return []
+        if resident.hosts:
+            return []
+        if request.num_output_tokens + 1 >= request.sampling.max_tokens:
+            return []
+    if not grow(at_work, leases, 2):
+        return []
+    for resident in at_work:
+        resident.num_candidates = 1
+    return [Work(work.request, work.start + 1, 1, work.block_ids) for work in works]

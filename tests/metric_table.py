@@ -15,11 +15,10 @@ from coordinator.doors.http.counting import HttpCounts
 from decode_node.speculation import SpeculationCounts
 from engine.stepper import StepClock
 from protos import inference_pb2
-from serving_core.figures import families
-from serving_core.histograms import BATCH, Histogram
+from serving_core.figures import BATCH, Histogram, families
 from serving_core.residents import Residents
 from serving_node.exposition import NodeExposition
-from serving_node.step_counts import StepCounts
+from serving_node.streak import StepCounts
 from tests import fleet_events as events
 from tests.doc_table import DOCS, page_with
 from tests.unit.coordinator.tracker_kit import World

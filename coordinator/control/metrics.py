@@ -10,7 +10,7 @@ from typing import Final
 from coordinator.control.slo import UNNAMED, AttainmentCounts, SloClass
 from coordinator.control.timeline import Phase
 from protos import inference_pb2
-from serving_core.histograms import ANSWERS, TOKENS, Histogram
+from serving_core.figures import ANSWERS, TOKENS, Histogram
 
 # How a loan ended: with blocks, or without any, which are then computed.
 LENT: Final = "lent"

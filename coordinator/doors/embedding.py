@@ -6,9 +6,8 @@ from coordinator.doors.prompts import WHAT_FITS
 from coordinator.doors.validation import AnswerPlan, Limits, bad, check_prompt_length, check_token_ids, prompt_limit
 from coordinator.text.answers import TextOptions
 from protos.inference_pb2 import EmbedRequest, GenerateRequest
-from serving_core.embedders import Embedder
 from serving_core.errors import RequestError
-from serving_core.model_config import ModelConfig
+from serving_core.model_config import Embedder, ModelConfig
 from serving_core.reasons import BAD_PARAM
 from serving_core.requests import Pooling, SamplingParams
 

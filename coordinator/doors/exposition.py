@@ -24,8 +24,7 @@ from coordinator.doors.http.counting import HttpCounts
 from coordinator.doors.sheds import Sheds
 from coordinator.doors.statuses import CODES
 from protos.inference_pb2 import NodeLoad, TierLoad
-from serving_core.figures import Figure, Labels, counter, families, family, gauge, histogram
-from serving_core.histograms import BATCH, Histogram
+from serving_core.figures import BATCH, Figure, Histogram, Labels, counter, families, family, gauge, histogram
 from serving_core.reasons import QUEUE_FULL
 from serving_core.shapes import ROLES
 

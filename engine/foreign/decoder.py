@@ -34,8 +34,8 @@ from engine.quantization.quantized_linear import QuantizedMatrix, quantized_matr
 from serving_core.errors import ModelError
 from serving_core.layout import KVLayout
 from serving_core.requests import OnLayer
+from serving_core.settings import INPUT_BITS, WEIGHT_BITS
 from serving_core.sharding import Extent, Shard
-from serving_core.weight_bits import INPUT_BITS, WEIGHT_BITS
 
 MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 """Takes a batch's index, a head's, and positions of queries and keys; says which see which."""

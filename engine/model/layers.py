@@ -18,8 +18,8 @@ from engine.native.linear import DenseMatrix
 from engine.native.linear import best_variant as best_dense_variant
 from engine.parallel import RankGroup
 from engine.quantization.quantized_linear import QuantizedMatrix, quantized_matrix
+from serving_core.settings import HEAD_BITS
 from serving_core.sharding import Extent, Shard, whole
-from serving_core.weight_bits import HEAD_BITS
 
 
 class Source(NamedTuple):

@@ -21,7 +21,7 @@
 #include "attention_vector_plain.h"
 
 #define EXPERTS_VERSION 1 /* engine/native/dispatch.py expects the same */
-#define MOST_EXPERTS 1024 /* as in serving_core/experts.py */
+#define MOST_EXPERTS 1024 /* as in serving_core/differences.py */
 #define CHUNK 256         /* columns that are added up at a time */
 #define LOG2_E 1.44269504088896340736f
 #define TAKEN -1.0f       /* in place of a power, which is no less than 0 */

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import torch
 from torch.nn import functional
 
-from serving_core.weight_bits import GROUP_SIZE_4_BIT
+from serving_core.settings import GROUP_SIZE_4_BIT
 
 INPUTS_MULTIPLE: Final = 16  # what group sizes are multiples of
 _TILE_ELEMENTS: Final = 2**20  # whose float32 are at hand at a time

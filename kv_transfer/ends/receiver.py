@@ -38,7 +38,7 @@ from kv_transfer.wire import (
 )
 from serving_core import reasons
 from serving_core.failpoints import reach
-from serving_core.histograms import Histogram
+from serving_core.figures import Histogram
 from serving_core.sharding import rank_layout
 
 

@@ -33,7 +33,7 @@ from kv_transfer.transports.transport import Dialer
 from kv_transfer.wire import BlockRange, Committed, Data, Missing, Refused, Segment, decode, encode
 from serving_core import reasons
 from serving_core.failpoints import reach
-from serving_core.histograms import Histogram
+from serving_core.figures import Histogram
 from serving_core.sharding import rank_layout
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ import click
 from serving_core.extras import require
 from serving_core.flags import environment_of, settings_command
 from splitserve.commands.terminal import report
+from splitserve.launch.cluster import BOTH, COORDINATOR, DECODE, PREFILL, Room, command_of, flat, replaced
 from splitserve.launch.models import resolve
-from splitserve.launch.rooms import BOTH, COORDINATOR, DECODE, PREFILL, Room, command_of, flat, replaced
 
 
 def role_command(room: Room, help: str) -> click.Command:

@@ -19,8 +19,7 @@ from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, up_set
 from splitserve.launch.fork_server import ForkServer, preloading
 from splitserve.launch.launcher import Cluster, free_port
 from splitserve.launch.models import resolve
-from splitserve.launch.preflight import check_public_ports
-from splitserve.launch.process_age import process_age_s
+from splitserve.launch.preflight import check_public_ports, process_age_s
 from splitserve.signals import run_to_end, run_until_signal
 
 DEMO_QUESTION = "What is the capital of France, and what is it known for?"

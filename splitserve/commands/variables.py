@@ -22,9 +22,9 @@ def unknown_variables(environment: Mapping[str, str]) -> str:
 def known_variables() -> frozenset[str]:
     """Every variable that some command or process reads."""
     from splitserve.launch.cluster import (
+        ROOMS,
         ClusterSettings,  # here, as it takes its time and most environments have none of ours
     )
-    from splitserve.launch.rooms import ROOMS
 
     settings_classes: list[type[Any]] = [ClusterSettings, *(room.settings_class for room in ROOMS)]
     flags = {field.name for settings_class in settings_classes for field, _ in fields_of(settings_class)}

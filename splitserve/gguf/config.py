@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 from serving_core.errors import ModelError
-from serving_core.gguf_parts import ROPE_FACTORS, GgufModel
+from serving_core.gguf_header import ROPE_FACTORS, GgufModel
 from serving_core.json_fields import JsonFields
 from splitserve.gguf import experts, gemma
 

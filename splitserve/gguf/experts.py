@@ -7,10 +7,10 @@ architecture, and so do we.
 from collections.abc import Mapping
 from typing import Any, Final
 
+from serving_core.differences import MOST_EXPERTS
 from serving_core.errors import ModelError
-from serving_core.experts import MOST_EXPERTS
 from serving_core.gguf_header import GgufTensor
-from serving_core.gguf_names import EXPERT_COUNT, STACKED
+from serving_core.gguf_weights import EXPERT_COUNT, STACKED
 from serving_core.json_fields import JsonFields
 
 CHOSEN: Final = "expert_used_count"

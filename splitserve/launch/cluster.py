@@ -1,21 +1,81 @@
-"""A cluster as a plan: which processes, with which settings. Pure; the launcher carries it out."""
+"""A cluster as a plan: which processes, with which settings and command lines. Pure; the launcher carries it out."""
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
+from coordinator.settings import CoordinatorSettings
 from serving_core.cpus import divide_cpus
 from serving_core.errors import SettingsError
-from serving_core.flags import build, environment_of, fields_of, flag
+from serving_core.flags import build, environment_of, fields_of, flag, to_argv
 from serving_core.settings import EngineSettings
 from serving_core.socket_folder import fits
+from serving_node.settings import PACKAGES, NodeSettings
 from splitserve.launch.models import LocalModel
-from splitserve.launch.rooms import BOTH, COORDINATOR, DECODE, PREFILL, ROOMS, Room, command_of
+
+# Flags of nodes whose values are paths, beside MODEL and those of adapters.
+PATHS: Final = {"speculative_model", "tls_cert", "tls_key", "tls_ca", "kv_disk_path", "weights_disk_path"}
+
+Settings = CoordinatorSettings | NodeSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A role: its package and what a process of it can be told."""
+
+    role: str
+    package: str
+    settings_class: type[Any]
+
+
+COORDINATOR: Final = Room("coordinator", "coordinator", CoordinatorSettings)
+PREFILL, DECODE, BOTH = (Room(role, package, NodeSettings) for role, package in PACKAGES.items())
+ROOMS: Final = (COORDINATOR, PREFILL, DECODE, BOTH)
+
+
+def command_of(room: Room, settings: Any) -> list[str]:
+    """The argv that starts a process of this room with these settings."""
+    return [sys.executable, "-m", room.package, *to_argv(settings)]
+
+
+def flat(settings: Any) -> dict[str, Any]:
+    """Every flag's value by name, nested settings flattened."""
+    return dict(_flat_items(settings))
+
+
+def in_full(settings: Any) -> dict[str, Any]:
+    """The same for a node that runs in another folder, be it on another host with the same files."""
+    values = flat(settings)
+    adapters = (each.partition("=") for each in values["lora"])
+    values["lora"] = tuple(f"{name}{sign}{full_path(folder)}" for name, sign, folder in adapters)
+    return values | {name: full_path(values[name]) for name in PATHS}
+
+
+def full_path(text: str) -> str:
+    """A path of this machine in full; all else as it was given."""
+    path = Path(text).expanduser()
+    return str(path.resolve()) if text and path.exists() else text
+
+
+def replaced(settings: Any, **changes: Any) -> Any:
+    """The same settings with other values for these flags."""
+    return build(type(settings), {**flat(settings), **changes})
+
+
+def _flat_items(settings: Any) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _flat_items(value)
+        else:
+            yield field.name, value
+
 
 LOOPBACK: Final = "127.0.0.1"
 FOR_THE_FLEET: Final = ("tls_cert", "tls_key")  # with a CA alone: else nodes speak to the coordinator as without TLS

@@ -31,12 +31,20 @@ from serving_core.socket_folder import SocketFolder
 from serving_core.tls import SCHEME, TlsFiles, hosts_of
 from splitserve.client.clients import AsyncClient
 from splitserve.client.errors import ClientError, Unavailable
-from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, Place, Process, num_nodes, plan_cluster
+from splitserve.launch.cluster import (
+    COORDINATOR,
+    LOOPBACK,
+    NO_HTTP,
+    ClusterSettings,
+    Place,
+    Process,
+    num_nodes,
+    plan_cluster,
+)
 from splitserve.launch.fork_server import ForkServer
 from splitserve.launch.log_folder import keep_latest, log_folder
 from splitserve.launch.models import LocalModel, Report
 from splitserve.launch.preflight import check_processes, cuda_devices, missing_kernels
-from splitserve.launch.rooms import COORDINATOR
 from splitserve.launch.supervisor import Death, Supervisor
 
 POLL_S: Final = 0.1

@@ -1,11 +1,16 @@
-"""What is known of a cluster before its processes start. What would keep one from starting is one sentence here."""
+"""Check a cluster before its processes start, and tell how long this process has run."""
 
 import ctypes
 import functools
+import os
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+
+import psutil
 
 from coordinator.settings import check_settings
 from coordinator.text.tokenizer import read_tokenizer
@@ -19,8 +24,20 @@ from serving_core.process import check_threads
 from serving_core.settings import EngineSettings
 from serving_core.tls import CLIENT, check_purpose, hosts_of
 from serving_core.units import size_of
-from splitserve.launch.cluster import LOOPBACK, ClusterSettings, Process
-from splitserve.launch.rooms import PREFILL
+from splitserve.launch.cluster import LOOPBACK, PREFILL, ClusterSettings, Process
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, interpreter start-up included.
+
+    On Linux from the kernel's own clock: psutil's start time is off by up to a second, the boot time's rounding.
+    """
+    if sys.platform != "linux":
+        return time.time() - psutil.Process().create_time()
+    fields_after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start_ticks = int(fields_after_name[19])  # proc(5): starttime is field 22
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
+
 
 CUDA_DRIVER: Final = "libcuda.so.1"
 CUDA_DEVICES: Final = Path("/proc/driver/nvidia/gpus")  # an entry for each

@@ -22,10 +22,9 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from serving_core.errors import SettingsError
-from splitserve.launch.cluster import LOCAL_RAY, LOOPBACK, ClusterSettings, Process
+from splitserve.launch.cluster import COORDINATOR, LOCAL_RAY, LOOPBACK, ClusterSettings, Process, full_path, in_full
 from splitserve.launch.models import Report
 from splitserve.launch.ray_rank import RankActor
-from splitserve.launch.rooms import COORDINATOR, full_path, in_full
 from splitserve.launch.supervisor import Death, Supervisor
 
 ADDRESS: Final = re.compile(r"[\w.-]+:\d{1,5}", re.ASCII)

@@ -14,11 +14,10 @@ from typing import Any, Final, TypeVar
 from kv_transfer.ticket import endpoint_of
 from serving_core.errors import SplitServeError
 from serving_core.flags import build, environment_of
-from splitserve.launch.cluster import LOOPBACK, Process
+from splitserve.launch.cluster import LOOPBACK, ROOMS, Process, command_of
 from splitserve.launch.launcher import free_port
 from splitserve.launch.log_folder import keep_latest
 from splitserve.launch.models import resolve
-from splitserve.launch.rooms import ROOMS, command_of
 from splitserve.launch.supervisor import Supervisor
 
 MAX_LINES: Final = 1000  # that wait to be asked for

@@ -19,10 +19,9 @@ from typing import Final, Protocol, Self
 
 from serving_core.load_progress import progress_in
 from serving_core.telemetry import parse_line
-from splitserve.launch.cluster import Process
+from splitserve.launch.cluster import COORDINATOR, Process
 from splitserve.launch.fork_server import PID_OR_CODE, ForkServer
 from splitserve.launch.models import Report
-from splitserve.launch.rooms import COORDINATOR
 
 CHUNK_BYTES: Final = 2**16
 LONGEST_LINE_BYTES: Final = 2**16

@@ -24,7 +24,7 @@ from splitserve.client.clients import AsyncClient
 from splitserve.launch.cluster import NO_HTTP, ClusterSettings
 from splitserve.launch.launcher import Cluster, free_port
 from splitserve.launch.models import LocalModel, Report
-from splitserve.launch.process_age import process_age_s
+from splitserve.launch.preflight import process_age_s
 from splitserve_bench.errors import BenchError
 from splitserve_bench.prompts import GREEDY, Prompts
 

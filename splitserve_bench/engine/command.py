@@ -17,7 +17,7 @@ from serving_core.flags import SizeRange
 from serving_core.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
 from splitserve.commands.terminal import report, stdout
 from splitserve.launch.models import Report
-from splitserve.launch.process_age import process_age_s
+from splitserve.launch.preflight import process_age_s
 from splitserve_bench.engine.figures import STEP_TOKENS, EngineBench, PromptSize
 from splitserve_bench.engine.peers import our_result, ratios, read_peers
 from splitserve_bench.engine.random_models import SHAPES, shape_of, write_random_model

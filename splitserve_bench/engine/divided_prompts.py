@@ -30,7 +30,7 @@ from kv_transfer.annexes.wire import KEY_BYTES, Asker
 from serving_core.blocks import BlockAllocator
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
-from serving_node.hosting import Hosting
+from serving_node.claims import Hosting
 from splitserve_bench.engine.random_models import SHAPES, shape_of, write_random_model
 from splitserve_bench.engine.stopwatch import ATTENTION, watching
 from splitserve_bench.prompts import Prompts

@@ -15,9 +15,8 @@ from engine.engine import Engine
 from engine.model.layers import Linear
 from serving_core.errors import SettingsError
 from serving_core.model_config import FAKE_ARCHITECTURE, read_model_config
-from serving_core.settings import EngineSettings
+from serving_core.settings import INPUT_BITS, WEIGHT_BITS, EngineSettings
 from serving_core.sharding import whole
-from serving_core.weight_bits import INPUT_BITS, WEIGHT_BITS
 from splitserve.launch.models import Report
 from splitserve_bench.engine.costs import prompt_flops
 from splitserve_bench.engine.driver import PromptRun

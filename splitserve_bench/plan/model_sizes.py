@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from serving_core.differences import Experts
 from serving_core.errors import ModelError
-from serving_core.experts import Experts
 from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.layout import DTYPE_BYTES, KVLayout
 from serving_core.model_config import read_model_config
-from serving_core.settings import EngineSettings
+from serving_core.settings import GROUP_SIZE_4_BIT, HEAD_BITS, WEIGHT_BITS, EngineSettings
 from serving_core.sharding import most_kv_heads
-from serving_core.weight_bits import GROUP_SIZE_4_BIT, HEAD_BITS, WEIGHT_BITS
 
 GATED, PLAIN = 3, 2  # products of a feed-forward layer
 BLOOM_MODEL_LEN: Final = 2048

@@ -16,9 +16,8 @@ from kv_transfer.results import Received, Sent, TransferFailed
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_to_wire
 from serving_core.blocks import BlockAllocator
-from serving_core.costs import StepCosts
+from serving_core.costs import NUM_RECENT, StepCosts, StepRates
 from serving_core.prefix import origin_of
-from serving_core.rates import NUM_RECENT, StepRates
 from serving_core.requests import SampledToken, Work
 from serving_core.residents import Resident
 from serving_core.shapes import preset, role_of

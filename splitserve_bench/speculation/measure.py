@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Final
 
 from protos import convert, fleet_pb2
 from serving_core.blocks import BlockAllocator
-from serving_core.costs import StepCosts
+from serving_core.costs import StepCosts, StepRates
 from serving_core.errors import SettingsError
-from serving_core.rates import StepRates
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
 from serving_core.shapes import BOTH, preset

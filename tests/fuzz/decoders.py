@@ -48,10 +48,9 @@ from kv_transfer.transports.dist_stream import DistAddress, pack_key, pack_sizes
 from protos import convert, fleet_pb2, inference_pb2, ranks_pb2
 from serving_core.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapters
 from serving_core.api_keys import read_api_keys
-from serving_core.embedders import read_embedder
 from serving_core.errors import ModelError, RequestError, SettingsError
 from serving_core.json_fields import JsonFields
-from serving_core.model_config import ModelConfig, read_model_config
+from serving_core.model_config import ModelConfig, read_embedder, read_model_config
 from serving_core.requests import SamplingParams
 from serving_core.stored_tensors import stored_tensors
 from serving_core.telemetry import parse_line

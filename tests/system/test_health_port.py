@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving_node.stuck import LEAST_S
+from serving_node.watchdog import LEAST_S
 from tests.system.answers import outcome, request, stream
 from tests.system.cluster import Cluster, free_port, wait_until
 from tests.system.oracle import fake_answer

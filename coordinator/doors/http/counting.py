@@ -9,8 +9,7 @@ from typing import Final
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving_core.figures import Figure, counter, histogram
-from serving_core.histograms import Histogram
+from serving_core.figures import Figure, Histogram, counter, histogram
 
 METHODS: Final = ("GET", "POST")
 OTHER: Final = "other"  # the method or the path of a call that we have no word for

@@ -12,9 +12,8 @@ from coordinator.doors.embedding import pooling_of
 from coordinator.doors.http.embeddings import MAX_AT_ONCE, MAX_INPUTS, MAX_NUMBERS, parse_embeddings
 from coordinator.doors.http.fields import Fields
 from protos.inference_pb2 import AbortRequest, EmbedRequest
-from serving_core.embedders import Embedder
 from serving_core.errors import RequestError
-from serving_core.model_config import read_model_config
+from serving_core.model_config import Embedder, read_model_config
 from serving_core.reasons import NO_PREFILL_WORKER
 from serving_core.requests import LAST, MEAN, Pooling
 from tests import fleet_events as events

@@ -11,7 +11,7 @@ from coordinator.control.metrics import Metrics
 from coordinator.control.slo import UNNAMED, parse_slo_classes
 from coordinator.doors.exposition import Exposition
 from protos import inference_pb2
-from serving_core.histograms import BATCH, SECONDS, TOKENS, Histogram
+from serving_core.figures import BATCH, SECONDS, TOKENS, Histogram
 from tests import fleet_events as events
 from tests.metric_table import PAGE, page
 from tests.unit.coordinator.tracker_kit import World

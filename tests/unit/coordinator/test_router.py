@@ -14,7 +14,7 @@ from serving_core.errors import RequestError
 from serving_core.prefix import GRAFT, BlockNames, hint_of, root_name
 from serving_core.shapes import Shape
 from serving_core.tiers import TierIndex
-from serving_node.cache_report import CacheReport
+from serving_node.outputs import CacheReport
 from tests import fleet_events as events
 
 TOKENS = list(range(1, 69))  # four full blocks of 16 and four tokens

@@ -7,7 +7,7 @@ from functools import cache
 import yaml
 
 from serving_core.flags import settings_command
-from splitserve.launch.rooms import ROOMS, flat
+from splitserve.launch.cluster import ROOMS, flat
 from tests.tls_kit import authority
 from tests.unit.deploy.kustomize_kit import ROOT, render
 

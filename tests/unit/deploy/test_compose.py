@@ -15,9 +15,8 @@ from kv_transfer.transports.zmq import WILDCARDS
 from serving_core.flags import ENV_PREFIX, fields_of, settings_command
 from serving_node.exposure import check_network, is_encrypted
 from splitserve.commands.certs import certs
-from splitserve.launch.cluster import ClusterSettings, Place, plan_cluster
+from splitserve.launch.cluster import ROOMS, ClusterSettings, Place, flat, plan_cluster
 from splitserve.launch.models import LocalModel
-from splitserve.launch.rooms import ROOMS, flat
 from tests.tls_kit import authority
 
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,7 @@ from serving_core.flags import secrets_of
 from serving_node.exposure import check_network
 from serving_node.health import FOLLOWER_STATES, node_states
 from serving_node.settings import NodeSettings
-from serving_node.stuck import LEAST_S, MARGIN
+from serving_node.watchdog import LEAST_S, MARGIN
 from splitserve.commands.variables import unknown_variables
 from tests.unit.deploy.kubernetes_kit import (
     MODEL,

@@ -16,8 +16,8 @@ from engine.model.llama import LlamaDecoder
 from engine.parallel import alone
 from serving_core.model_config import read_model_config
 from serving_core.requests import Share
+from serving_core.settings import INPUT_BITS, WEIGHT_BITS
 from serving_core.sharding import shard_of
-from serving_core.weight_bits import INPUT_BITS, WEIGHT_BITS
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
 
 META = torch.device("meta")

@@ -9,10 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from engine.engine import Engine
 from serving_core.errors import ModelError
-from serving_core.model_config import read_model_config
+from serving_core.model_config import read_model_config, text_names
 from serving_core.needs import needs_of
 from serving_core.settings import EngineSettings
-from serving_core.text_parts import text_names
 from tests.effort import few
 from tests.foreign_models import greedy_answers
 from tests.lora_adapters import WEIGHTS, write_adapter, write_merged

@@ -1,6 +1,6 @@
 """What stays true is repeated, and not without end."""
 
-from serving_core.reminder import FIRST_PAUSE_S, LONGEST_PAUSE_S, Reminder
+from serving_core.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S, Reminder
 
 
 def test_what_stays_true_is_said_ever_more_rarely_and_news_at_once():

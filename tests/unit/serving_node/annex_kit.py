@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from kv_transfer.annexes.wire import Asker
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core.blocks import BlockAllocator
-from serving_core.costs import StepCosts
-from serving_core.rates import StepRates
+from serving_core.costs import StepCosts, StepRates
 from serving_core.requests import Request, SampledToken, SamplingParams
 from serving_core.shapes import preset
 from serving_node.annexing import RETRY_S

@@ -10,10 +10,9 @@ from kv_transfer.results import Received, Sent, TransferFailed
 from kv_transfer.ticket import Ticket
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core.blocks import BlockAllocator
-from serving_core.costs import StepCosts
+from serving_core.costs import StepCosts, StepRates
 from serving_core.layout import KVLayout
 from serving_core.prefix import hint_of
-from serving_core.rates import StepRates
 from serving_core.requests import NO_TOKEN, Request, SampledToken, SamplingParams
 from serving_core.residents import Stage
 from serving_core.shapes import preset

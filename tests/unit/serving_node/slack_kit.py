@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 from protos import convert, fleet_pb2
 from serving_core.blocks import BlockAllocator
-from serving_core.costs import StepCosts, StepLoad, StepWeights
-from serving_core.rates import StepRates
+from serving_core.costs import StepCosts, StepLoad, StepRates, StepWeights
 from serving_core.requests import Request, SampledToken, SamplingParams
 from serving_core.residents import Stage
 from serving_core.shapes import preset

@@ -18,10 +18,9 @@ from serving_core.settings import EngineSettings
 from serving_core.tls_settings import TlsSettings
 from serving_node.annex_ends import AnnexEnds, tile_tokens
 from serving_node.annexing import PATIENCE_S, RETRY_S
-from serving_node.claim import HOLD_S, LAPSE_S, MOST_STEP_S
+from serving_node.claims import HOLD_S, LAPSE_S, MOST_STEP_S, Hosting
 from serving_node.decisions import OpenAnnex
 from serving_node.exposure import check_network
-from serving_node.hosting import Hosting
 from serving_node.link import LinkSettings
 from serving_node.settings import NodeSettings
 from tests.tls_kit import authority, flags_of

@@ -9,7 +9,7 @@ import pytest
 from serving_core import reasons
 from serving_core.residents import Stage
 from serving_node.annexing import RETRY_S
-from serving_node.claim import HOLD_S
+from serving_node.claims import HOLD_S
 from tests.effort import few
 from tests.unit.serving_node.annex_kit import Fellows, LongNode
 from tests.unit.serving_node.logic_kit import LAYOUT

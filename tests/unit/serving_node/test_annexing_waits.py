@@ -8,7 +8,7 @@ from kv_transfer.results import TransferFailed
 from serving_core.requests import MEAN, Pooling
 from serving_core.residents import Stage
 from serving_node.annexing import PATIENCE_S, RETRY_S
-from serving_node.claim import HOLD_S
+from serving_node.claims import HOLD_S
 from tests.unit.serving_node.annex_kit import TILE, Fellows, LongNode
 from tests.unit.serving_node.logic_kit import LAYOUT
 

@@ -5,15 +5,15 @@ import pytest
 from serving_core.blocks import BlockAllocator
 from serving_core.prefix import hint_of
 from serving_core.tiers import TierIndex
-from serving_node import cache_report
-from serving_node.cache_report import CacheReport
+from serving_node import outputs
+from serving_node.outputs import CacheReport
 
 MAX_HINTS = 100
 
 
 @pytest.fixture(autouse=True)
 def short_messages(monkeypatch):
-    monkeypatch.setattr(cache_report, "MAX_HINTS", MAX_HINTS)
+    monkeypatch.setattr(outputs, "MAX_HINTS", MAX_HINTS)
 
 
 class Coordinator:

@@ -3,8 +3,7 @@
 import pytest
 
 from serving_core.residents import Stage
-from serving_node.claim import HOLD_S, LAPSE_S, Claim
-from serving_node.hosting import Hosting
+from serving_node.claims import HOLD_S, LAPSE_S, Claim, Hosting
 from tests.unit.serving_node.residents_kit import LAYOUT, House
 
 

@@ -7,7 +7,7 @@ from serving_core.blocks import BlockAllocator
 from serving_core.costs import StepLoad
 from serving_core.figures import families
 from serving_node.exposition import NodeExposition
-from serving_node.step_counts import StepCounts
+from serving_node.streak import StepCounts
 from tests.unit.serving_node.runner_kit import carry_tickets, fleet, make_request, running
 
 

@@ -8,8 +8,7 @@ from prefill_node.reading import Reading
 from serving_core.costs import StepCosts
 from serving_core.due import Due
 from serving_core.residents import Host, Stage
-from serving_node.claim import Claim
-from serving_node.hosting import Hosting
+from serving_node.claims import Claim, Hosting
 from serving_node.room import Room
 from tests.unit.serving_node.residents_kit import LAYOUT, House
 from tests.unit.serving_node.slack_kit import ExactCosts

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from serving_node.starvation import TASKS, Starvation
+from serving_node.watchdog import TASKS, Starvation
 
 NUM_RIVALS = 6  # on one core: who computes there has it for a seventh of the time
 PINNED = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})"
@@ -15,7 +15,7 @@ BUSY = f"{PINNED}\nwhile True: pass"
 COMPUTE = f"""
 {PINNED}
 import time
-from serving_node.starvation import Starvation
+from serving_node.watchdog import Starvation
 
 begun_s, starvation = time.monotonic(), Starvation()
 for _ in range(10):

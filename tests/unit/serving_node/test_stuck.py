@@ -11,10 +11,10 @@ import pytest
 
 from protos import inference_pb2
 from serving_core.costs import StepCosts, StepLoad
-from serving_node import stepping, stuck
+from serving_node import stepping
 from serving_node.link import FleetLink, LinkSettings
 from serving_node.ranks.leading import LOST_EXIT_CODE
-from serving_node.stuck import LEAST_S, MARGIN, UNKNOWN_S, StuckForGood, check_hope, why_stuck
+from serving_node.watchdog import LEAST_S, MARGIN, UNKNOWN_S, StuckForGood, check_hope, why_stuck
 from tests import forked
 from tests.scripted_nodes import cluster, read_all
 from tests.unit.serving_node.hanging_node import HANGS
@@ -99,7 +99,7 @@ def short_pause(monkeypatch):
 @pytest.fixture
 def soon_stuck(monkeypatch):
     """Make steps count as stuck early, for tests that judge no step which goes on."""
-    for module in (stuck, stepping):
+    for module in (watchdog, stepping):
         monkeypatch.setattr(module, "LEAST_S", 0.3)
 
 

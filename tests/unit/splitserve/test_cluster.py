@@ -10,10 +10,24 @@ import pytest
 from serving_core.errors import SettingsError
 from serving_core.flags import build, environment_of, fields_of, settings_command
 from serving_node.ranks import processes as rank_processes
-from splitserve.launch.cluster import PLANNED, ClusterSettings, Place, Process, plan_cluster, up_settings_class
+from splitserve.launch.cluster import (
+    COORDINATOR,
+    DECODE,
+    PLANNED,
+    PREFILL,
+    ROOMS,
+    ClusterSettings,
+    Place,
+    Process,
+    command_of,
+    flat,
+    in_full,
+    plan_cluster,
+    replaced,
+    up_settings_class,
+)
 from splitserve.launch.models import LocalModel
 from splitserve.launch.preflight import cuda_devices
-from splitserve.launch.rooms import COORDINATOR, DECODE, PREFILL, ROOMS, command_of, flat, in_full, replaced
 
 MODEL = LocalModel(Path("/models/tiny"), "tiny")
 PLACE = Place(fleet_port=4000, socket_dir="/run/x", fleet_secret="s3cret", instance_id="this one", cpus=(0, 1, 2, 5))

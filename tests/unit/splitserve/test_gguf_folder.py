@@ -12,11 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coordinator.text.tokenizer import read_tokenizer
-from serving_core.embedders import Embedder
 from serving_core.errors import ModelError
 from serving_core.fingerprint import fingerprint
 from serving_core.gguf_header import read_header
-from serving_core.model_config import read_model_config
+from serving_core.model_config import Embedder, read_model_config
 from serving_core.needs import needs_of
 from serving_core.requests import LAST, MEAN
 from serving_core.rope_config import DefaultRope, FactorRope, LinearRope, YarnRope

@@ -10,7 +10,7 @@ import yaml
 
 from coordinator.settings import CoordinatorSettings
 from serving_node.settings import NodeSettings
-from serving_node.stuck import LEAST_S
+from serving_node.watchdog import LEAST_S
 from tests.observability import ALERTS, DASHBOARDS, DEPLOY, queries
 from tests.promql import parse
 from tests.vllm_dashboards import queries as vllm_queries

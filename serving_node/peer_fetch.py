@@ -1,23 +1,33 @@
-"""Blocks of prompts that come from other nodes, which hold more of their tokens than this one. Pure.
+"""Remote prefix fetch: blocks that this node fetches from prefix caches of other nodes, and sends to them. Pure.
 
-The coordinator has priced it and says who would lend (`Job.borrow`). A prompt that is about to start waits in the queue
-while those blocks come: this node opens room for them (`Borrow`), its ticket goes by way of the coordinator to the
-lender, and what comes is published as blocks that the pool holds. Then it starts as any other. Others start meanwhile.
-Whatever does not come, or not in time, is computed; a prompt is offered blocks once.
+The coordinator has priced the fetch and names the source (`Job.borrow`). A prompt that is about to start waits in the
+queue while its blocks come: this node reserves blocks (`Borrow`), the transfer descriptor travels by way of the
+coordinator to the source, and blocks that arrive enter the prefix cache. Then the prompt starts as any other; other
+prompts start meanwhile. What does not come in time is computed. A prompt is offered a fetch once.
+
+At the source the blocks are leased until they have been sent, so no other tokens can take them. Blocks in the host or
+disk tier are read back first.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from itertools import accumulate, groupby
+from typing import Final, NamedTuple
 
-from kv_transfer.results import Received, TransferFailed
+from kv_transfer.results import Received, Sent, TransferError, TransferFailed
+from kv_transfer.ticket import Ticket
 from prefill_node.reading import Reading, num_cacheable
 from protos import fleet_pb2
-from protos.convert import attempt_of, from_tail
+from protos.convert import MAX_MADE, attempt_of, from_tail, to_tail
+from serving_core import reasons
 from serving_core.blocks import BlockLease
 from serving_core.leases import Leases, Loan
+from serving_core.prefix import BlockNames, root_name
 from serving_core.residents import Offer, Resident
-from serving_node.decisions import Borrow, CancelTransfer
-from serving_node.endings import Endings
+from serving_node.decisions import Borrow, CancelTransfer, Lend
+from serving_node.outputs import Endings
+from serving_node.second_tier import SecondTier
 
 MAX_LOANS: Final = 16  # at a time
 
@@ -157,3 +167,99 @@ class Borrowings:
 
 def _late_at_s(borrowing: _Borrowing) -> float:
     return borrowing.started_s + borrowing.offer.patience_s
+
+
+MAX_LENT: Final = 64  # at a time
+
+
+class _Asked(NamedTuple):
+    """What another node has room for."""
+
+    lend: fleet_pb2.Lend
+    ticket: Ticket
+    names: BlockNames
+    token_ids: list[int]  # of the blocks that there is room for
+
+
+class Lending:
+    """The loans of one node."""
+
+    def __init__(self, leases: Leases, tier: SecondTier, endings: Endings, fingerprint: Mapping[str, str]) -> None:
+        self._leases = leases
+        self._tier = tier
+        self._endings = endings
+        self._fingerprint = fingerprint
+        self._awaited: dict[int, _Asked] = {}  # by epoch: blocks are being read back for these
+        self._under_way: dict[int, tuple[fleet_pb2.Attempt, BlockLease]] = {}  # by epoch
+
+    def __contains__(self, epoch: int) -> bool:
+        """Whether the transfer of this epoch is one of these."""
+        return epoch in self._under_way
+
+    @property
+    def held(self) -> dict[int, BlockLease]:
+        """Return the leases of blocks that other nodes fetch, by epoch."""
+        return {epoch: lease for epoch, (_, lease) in self._under_way.items()}
+
+    def lend(self, lend: fleet_pb2.Lend, num_spare: int, now: float) -> None:
+        """Another node has room for blocks: its ticket. What is read back for it leaves num_spare blocks free."""
+        epoch = lend.attempt.epoch
+        if epoch in self._under_way or epoch in self._awaited:
+            return
+        try:
+            asked = self._asked(lend)
+        except TransferError as error:
+            self._fail(lend.attempt, str(error))
+            return
+        self._awaited[epoch] = asked
+        num_known, on_end = asked.ticket.num_cached_blocks, partial(self._send, asked)
+        if not self._tier.fetch(asked.names, asked.token_ids, num_known, num_spare, now, on_end):
+            self._send(asked)
+
+    def sent(self, epoch: int, result: Sent | TransferFailed) -> None:
+        """A transfer is over."""
+        attempt, lease = self._under_way.pop(epoch)
+        lease.release()
+        if isinstance(result, TransferFailed):
+            self._fail(attempt, result.message)
+
+    def detached(self) -> None:
+        """The coordinator is gone."""
+        self._awaited.clear()
+        for epoch in self._under_way:
+            self._endings.decide(CancelTransfer(epoch))
+
+    def _asked(self, lend: fleet_pb2.Lend) -> _Asked:
+        """Raises TransferError where nothing can be lent."""
+        if len(self._under_way) + len(self._awaited) >= MAX_LENT:
+            raise TransferError(f"{MAX_LENT} loans are under way, the limit")
+        ticket, epoch, block_size = Ticket.decode(lend.ticket), lend.attempt.epoch, self._leases.block_size
+        if ticket.epoch != epoch:
+            raise TransferError(f"the ticket is for epoch {ticket.epoch}, and the loan's is {epoch}")
+        names = BlockNames(root_name(self._fingerprint, lend.cache_salt, lend.adapter), block_size)
+        token_ids = list(lend.token_ids[: ticket.num_blocks * block_size])
+        return _Asked(lend, ticket, names, token_ids)
+
+    def _send(self, asked: _Asked) -> None:
+        """All that can be had is in the pool."""
+        epoch = asked.lend.attempt.epoch
+        if self._awaited.get(epoch) is not asked:
+            return  # the coordinator has gone meanwhile
+        del self._awaited[epoch]
+        lease, makers = self._leases.lend(asked.names, asked.token_ids)
+        makers = _tellable(makers)
+        if len(makers) <= asked.ticket.num_cached_blocks:
+            lease.release()
+            self._fail(asked.lend.attempt, "the node holds no more of the tokens than the other one")
+            return
+        self._under_way[epoch] = asked.lend.attempt, lease
+        self._endings.decide(Lend(epoch, asked.lend.ticket, lease.block_ids[: len(makers)], to_tail([], makers)))
+
+    def _fail(self, attempt: fleet_pb2.Attempt, message: str) -> None:
+        self._endings.tell(failed=fleet_pb2.Failed(attempt=attempt, reason=reasons.TRANSFER_FAILED, message=message))
+
+
+def _tellable(makers: list[bytes]) -> list[bytes]:
+    """As many of the first ones as a tail tells of."""
+    runs = list(accumulate(len(list(run)) for _, run in groupby(makers)))
+    return makers[: runs[MAX_MADE - 1]] if len(runs) > MAX_MADE else makers

@@ -1,0 +1,204 @@
+"""What a step gives to each request, how each request ends, and which full blocks the node reports. Pure.
+
+A request ends by success, failure, cancel or the loss of the coordinator. At that moment it may be in a running step or
+in a transfer: its blocks are freed when neither uses them any more, and only then is the end reported.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from protos import convert, fleet_pb2
+from protos.convert import attempt_of
+from serving_core.blocks import BlockAllocator
+from serving_core.leases import Leases
+from serving_core.prefix import hint_of
+from serving_core.requests import SampledToken, finish_reason
+from serving_core.residents import Resident, Residents, Stage
+from serving_core.tiers import TierIndex
+from serving_node.decisions import CancelTransfer, Decision, Tell
+
+
+class Endings:
+    """Ends requests, and collects what is decided about all of them."""
+
+    def __init__(self, residents: Residents, leases: Leases) -> None:
+        self._residents = residents
+        self._leases = leases
+        self._decisions: list[Decision] = []
+
+    def take(self) -> list[Decision]:
+        """What has been decided since the last call, in order."""
+        decisions, self._decisions = self._decisions, []
+        return decisions
+
+    def decide(self, decision: Decision) -> None:
+        self._decisions.append(decision)
+
+    def tell(self, **event: Any) -> None:
+        """Decides to tell the coordinator one event, by its field of fleet_pb2.NodeEvent."""
+        self.decide(Tell(event))
+
+    def fail(self, resident: Resident, reason: str, message: str) -> None:
+        """Ends a request with a reason of serving_core.reasons."""
+        wire = attempt_of(resident.request)
+        self.end(resident, failed=fleet_pb2.Failed(attempt=wire, reason=reason, message=message))
+
+    def end(self, resident: Resident, **event: Any) -> None:
+        """Ends a request, unless it is ending already. `event`, if any, is told once nothing is held."""
+        if resident in self._residents and not resident.is_ending:
+            resident.ending = event
+            if resident.is_sending or resident.is_receiving:
+                self.decide(CancelTransfer(resident.request.epoch))
+        self.settle(resident)
+
+    def settle(self, resident: Resident) -> None:
+        """Frees a request that is ending when nothing touches it any more. To be called when a step or a transfer lets
+        go of it."""
+        if resident.ending is None or resident.is_busy or resident not in self._residents:
+            return
+        self._leases.give_back(resident)
+        self._residents.remove(resident)
+        if resident.ending:
+            self.tell(**resident.ending)
+
+
+MAX_HINTS: Final = 2**16  # of either kind in one message
+
+
+class CacheReport:
+    """What the coordinator has been told, and what has changed since. Pure."""
+
+    def __init__(
+        self, allocator: BlockAllocator, tier: TierIndex, makers: Sequence[bytes], tell: Callable[..., None]
+    ) -> None:
+        """`makers` are those that the pool's blocks may be of, in the order in which they are looked for."""
+        self._allocator = allocator
+        self._tier = tier
+        self._makers = makers
+        self._tell = tell
+        self._is_known = False  # whether the coordinator knows what was told before
+
+    def forget(self) -> None:
+        """The coordinator is another one, or has lost sight of this node: it knows nothing."""
+        self._is_known = False
+
+    def _names(self) -> list[bytes]:
+        return list(dict.fromkeys([*self._allocator.take_names(), *self._tier.take_names()]))
+
+    def _changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Of both together: a block that goes from the one to the other is held all the time."""
+        (stored, removed), (put, dropped) = self._allocator.take_changes(), self._tier.take_changes()
+        if not (stored or removed or put or dropped):
+            return [], []
+        is_held = {name: self._is_held(name) for name in (*stored, *put, *removed, *dropped)}
+        new = [name for name in dict.fromkeys([*stored, *put]) if is_held[name]]
+        return new, [name for name in dict.fromkeys([*removed, *dropped]) if not is_held[name]]
+
+    def _is_held(self, name: bytes) -> bool:
+        return name in self._allocator.blocks_by_name or name in self._tier
+
+    def tell(self) -> None:
+        """Tells what has changed, or everything to one who knows nothing."""
+        stored, removed = self._changes() if self._is_known else (self._names(), [])
+        self._is_known = True
+        removals, additions = list(_parts(removed)), list(_parts(stored))
+        together = [(removals.pop(), additions.pop(0))] if removals and additions else []
+        for gone, new in (*((part, []) for part in removals), *together, *(([], part) for part in additions)):
+            self._tell(cache_changed=fleet_pb2.CacheChanged(removed=gone, stored=new, makers=self._makers))
+
+
+def _parts(names: list[bytes]) -> Iterator[list[int]]:
+    for first in range(0, len(names), MAX_HINTS):
+        yield list(map(hint_of, names[first : first + MAX_HINTS]))
+
+
+class Answers:
+    """The answers of one node's requests."""
+
+    def __init__(
+        self,
+        residents: Residents,
+        leases: Leases,
+        endings: Endings,
+        cache_report: CacheReport,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self._residents = residents
+        self._leases = leases
+        self._endings = endings
+        self._cache_report = cache_report
+        self._eos_token_ids = eos_token_ids
+
+    def take(
+        self,
+        resident: Resident,
+        tokens: Sequence[SampledToken],
+        step_tokens: fleet_pb2.StepTokens,
+        num_candidates: int,
+        now: float,
+    ) -> bool:
+        """The tokens of a request that a step has given: a first one is told at once, others are put into
+        `step_tokens`. The KV of all but the last is there: they were candidates, none of which ends an answer. Tells
+        whether the last one does."""
+        has_ended, told = False, step_tokens.tokens
+        num_before = len(told)
+        for index, token in enumerate(tokens):
+            if index:
+                resident.num_computed += 1
+                self._leases.publish(resident)
+            if token.is_token:
+                has_ended = self._take_one(resident, token, step_tokens, now)
+        if num_candidates and len(told) > num_before:
+            told[-1].num_proposed, told[-1].num_accepted = num_candidates, len(told) - num_before - 1
+        return has_ended
+
+    def _take_one(self, resident: Resident, token: SampledToken, step_tokens: fleet_pb2.StepTokens, now: float) -> bool:
+        """One more token of a request; what was cancelled meanwhile says nothing. Tells whether it is the last."""
+        request, is_first = resident.request, resident.computes_prompt
+        request.token_ids.append(token.token_id)
+        resident.has_first_token = True
+        reason = finish_reason(request, self._eos_token_ids)
+        if is_first or reason is not None:
+            self._cache_report.tell()  # before the client can ask again
+        if is_first:
+            resident.note_begun(now)
+        if not resident.is_ending and is_first:
+            first_token = self._first_token(resident, now)
+            convert.tell_token(first_token.token, request, token, reason)
+            convert.tell_scores(first_token.token, request.scores)
+            self._endings.tell(first_token=first_token)
+        elif not resident.is_ending:
+            convert.tell_token(step_tokens.tokens.add(), request, token, reason)
+        if resident.stage is not Stage.WRITING and not resident.hands_over:
+            self._residents.enter(resident, Stage.WRITING)
+        elif resident.hands_over and reason is None:
+            resident.tail = [token.token_id]
+        return reason is not None
+
+    def end_without_token(self, resident: Resident, last: SampledToken, now: float) -> None:
+        """Ends a request whose last token is none: the embedding of the prompt was all that was wanted, or it has
+        failed."""
+        if last.embedding:
+            self._end_embedded(resident, last, now)
+        elif last.error is not None:
+            self._endings.fail(resident, last.error.reason, str(last.error))
+
+    def _end_embedded(self, resident: Resident, token: SampledToken, now: float) -> None:
+        assert resident.reading_since_s is not None
+        embedded = fleet_pb2.Embedded(
+            attempt=convert.attempt_of(resident.request),
+            embedding=token.embedding,
+            prefill_s=now - resident.reading_since_s,
+            num_cached_tokens=self._leases.num_cached_tokens(resident),
+        )
+        self._cache_report.tell()  # before the client can ask again
+        self._endings.end(resident, embedded=embedded)
+
+    def _first_token(self, resident: Resident, now: float) -> fleet_pb2.FirstToken:
+        """Without the token."""
+        assert resident.reading_since_s is not None
+        return fleet_pb2.FirstToken(
+            attempt=convert.attempt_of(resident.request),
+            prefill_s=now - resident.reading_since_s,
+            num_cached_tokens=self._leases.num_cached_tokens(resident),
+        )

@@ -1,0 +1,141 @@
+"""Detect what is wrong with this node: a stuck step, starvation of CPU time, a lost coordinator. Pure.
+
+A step is stuck when it takes far longer than steps like it. A step unlike any before has only the coordinator's limit
+(`--step-timeout-s`). A node with a stuck step stays detached until the step ends; if that takes too long, only a new
+process helps.
+
+Starvation is what Linux counts as the time in which threads of this process waited for a CPU; on other systems it is 0.
+"""
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import grpc
+
+from serving_core.channels import why_no_handshake
+from serving_core.errors import SplitServeError
+
+LEAST_S: Final = 3.0  # that any step may take
+MARGIN: Final = 5.0  # beyond those, so many times what is expected
+# How long a node stays away after a stuck step has ended, and after how long without one the next is the first again.
+FIRST_PAUSE_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 60.0
+UNKNOWN_S: Final = 600.0  # after which a step of which nothing is known counts as stuck here too
+CALM_S: Final = 600.0
+
+
+class StuckForGood(SplitServeError):
+    """The running step is not waited for any longer."""
+
+
+def why_stuck(step_age_s: float, expected_s: float) -> str | None:
+    """Why a step that runs for so long counts as stuck, in words; None where it does not. inf: nothing is expected."""
+    if step_age_s <= _most_s(expected_s):
+        return None
+    return f"one step has taken {step_age_s:.1f} s so far, and about {expected_s:.2g} s were expected"
+
+
+def check_hope(step_age_s: float, expected_s: float, stuck_exit_s: float) -> None:
+    """Raises StuckForGood for a step that has counted as stuck for so long."""
+    stuck_from_s = UNKNOWN_S if math.isinf(expected_s) else _most_s(expected_s)
+    if step_age_s > stuck_from_s + stuck_exit_s:
+        message = f"one step has not ended in {step_age_s:.0f} s, --stuck-exit-s ({stuck_exit_s:g}) after it was stuck"
+        raise StuckForGood(message)
+
+
+def _most_s(expected_s: float) -> float:
+    """How long a step may take of which so much is expected."""
+    return LEAST_S + MARGIN * expected_s
+
+
+LOST_STATUS: Final = "Internal error from Core"  # gRPC's, where it writes while the other end hangs up
+
+SILENCE: Final = "nothing answers there"
+# What gRPC's words for a connection that did not come about hold, and what it means; the first that fits counts.
+_MEANINGS: Final = (
+    ("Too many open files", "this process has no descriptor left (ulimit -n)"),
+    ("errors resolving", "that is not an address that can be resolved"),
+    ("Connection refused", "nothing listens there"),
+    ("http1.x server", "an HTTP port answers there, not a gRPC one"),
+    ("Failed parsing HTTP/2", "what listens there does not speak gRPC"),
+    ("timeout", SILENCE),
+)
+
+
+def why_not_attached(error: Exception, address: str, *, over_tls: bool) -> str:
+    """What keeps a node from the coordinator at `address`, or has parted it from it."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        code, details = error.code(), error.details() or ""
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return _not_there(address, "a gRPC port answers that is not the fleet's, such as the public one")
+        if details.startswith(("failed to connect", "errors resolving")):
+            what = next((what for words, what in _MEANINGS if words in details), None)
+            if what is None and (what := why_no_handshake(details, over_tls=over_tls)) and over_tls:
+                return f"no TLS with a coordinator at {address}: {what}"
+            return _not_there(address, what or details)
+        if details == LOST_STATUS:
+            return "the coordinator ended the stream"
+        return f"no stream to the coordinator: {code.name}: {details}"
+    if isinstance(error, TimeoutError):
+        return _not_there(address, SILENCE)
+    return str(error) or type(error).__name__
+
+
+def _not_there(address: str, what: str) -> str:
+    return f"no coordinator at {address}: {what}; --coordinator must name its fleet port, by default 50052"
+
+
+TASKS: Final = Path("/proc/self/task")
+NS: Final = 1e-9
+
+
+class _Wait(NamedTuple):
+    """A thread's time in which it was ready to run and had no core."""
+
+    seconds: float
+    is_ours: bool  # gRPC and ZeroMQ name their threads; those that compute bear the process's name
+
+
+class Starvation:
+    """How much the threads of this process have waited for a core since it was made."""
+
+    def __init__(self) -> None:
+        self._looked_s = time.monotonic()
+        self._waits = _waits({})
+        self.seconds = 0.0
+        """Time in which a thread of ours waited, as of the last look: what these threads do together is held up by it
+        whichever of them it is."""
+
+    def look(self) -> float:
+        """Return the share of the time since the last look in which one thread, of whomever, waited the longest."""
+        now, waits = time.monotonic(), _waits(self._waits)
+        elapsed_s, self._looked_s = now - self._looked_s, now
+        added_s = {
+            each: wait.seconds - self._waits[each].seconds for each, wait in waits.items() if each in self._waits
+        }
+        self.seconds += min(elapsed_s, sum(added_s[each] for each in added_s if waits[each].is_ours))
+        self._waits = waits
+        return min(1.0, max(added_s.values(), default=0.0) / elapsed_s) if elapsed_s else 0.0
+
+
+def _waits(before: Mapping[str, _Wait]) -> dict[str, _Wait]:
+    """By thread. Whose a thread is stays what it was before: this runs on the event loop, for hundreds of threads."""
+    found = {}
+    with suppress(OSError):
+        name = _read(str(os.getpid()), "comm")
+        for thread in os.listdir(TASKS):
+            with suppress(OSError):  # the thread has ended
+                _, wait_ns, _ = _read(thread, "schedstat").split()
+                is_ours = before[thread].is_ours if thread in before else _read(thread, "comm") == name
+                found[thread] = _Wait(int(wait_ns) * NS, is_ours)
+    return found
+
+
+def _read(thread: str, name: str) -> bytes:
+    with open(f"{TASKS}/{thread}/{name}", "rb", buffering=0) as file:
+        return file.readall()
