@@ -1,4 +1,4 @@
-"""Distributed KV: blocks of this node's pool that hold KV of other nodes' requests, and claims of requests on them. Pure.
+"""Distributed KV: blocks of this node that hold KV of other nodes' requests, and claims of requests on them. Pure.
 
 KV of other nodes' requests is recalled for an older request that has no room beside it; the younger request then begins
 again, behind the older one. Only older requests do so, which is why the oldest keeps what it has.

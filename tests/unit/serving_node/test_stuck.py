@@ -11,7 +11,7 @@ import pytest
 
 from protos import inference_pb2
 from serving_core.costs import StepCosts, StepLoad
-from serving_node import stepping
+from serving_node import stepping, watchdog
 from serving_node.link import FleetLink, LinkSettings
 from serving_node.ranks.leading import LOST_EXIT_CODE
 from serving_node.watchdog import LEAST_S, MARGIN, UNKNOWN_S, StuckForGood, check_hope, why_stuck
