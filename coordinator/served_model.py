@@ -2,15 +2,19 @@
 
 import logging
 from pathlib import Path
+from typing import Any, Final
 
 from coordinator.doors.front import ServedModel
-from coordinator.doors.sampling_defaults import neutral_defaults, read_sampling_defaults
+from coordinator.doors.validation import check_number
 from coordinator.settings import CoordinatorSettings, model_names
 from coordinator.text.answer_format import UNTOLD, AnswerFormat, answer_format
 from coordinator.text.structures import Structures
 from coordinator.text.tokenizer import read_tokenizer
 from protos import inference_pb2
-from serving_core.errors import ModelError
+from protos.inference_pb2 import SamplingParams
+from serving_core import requests
+from serving_core.errors import ModelError, RequestError
+from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.model_config import read_model_config
 
 logger = logging.getLogger(__name__)
@@ -62,3 +66,46 @@ def _sampling_defaults(settings: CoordinatorSettings, folder: Path) -> inference
         named = ", ".join(f"{field.name} {value:g}" for field, value in defaults.ListFields())
         logger.info("requests that do not say otherwise are sampled as the model's folder says: %s", named)
     return defaults
+
+
+# What a request gets where it leaves its sampling open: what the model's authors recommend, else neutral values.
+
+FILE: Final = "generation_config.json"
+NUMBERS: Final = ("temperature", "top_p", "min_p", "repetition_penalty")
+
+
+def neutral_defaults() -> SamplingParams:
+    """Those of the engine, which leave the model's own probabilities as they are."""
+    neutral = requests.SamplingParams(max_tokens=1)
+    return SamplingParams(top_k=neutral.top_k, **{name: getattr(neutral, name) for name in NUMBERS})
+
+
+def read_sampling_defaults(folder: Path) -> tuple[SamplingParams, list[str]]:
+    """The neutral defaults with what generation_config.json names beside them, and a sentence for each value in it
+    that cannot be used. Raises ModelError when the file is broken; a folder without it has none."""
+    defaults, problems = neutral_defaults(), list[str]()
+    if not (folder / FILE).exists():
+        return defaults, problems
+    fields = read_json_object(folder / FILE)
+    for name in (*NUMBERS, "top_k", "max_new_tokens", "do_sample"):
+        if fields.raw(name) is None:
+            continue
+        try:
+            defaults.MergeFrom(SamplingParams(**_read(fields, name)))
+        except (ModelError, RequestError) as error:
+            problems.append(str(error))
+    return defaults, problems
+
+
+def _read(fields: JsonFields, name: str) -> dict[str, Any]:
+    """What a value of the file asks for. Raises ModelError or RequestError when it is none."""
+    match name:
+        case "top_k":
+            return {"top_k": fields.integer(name, minimum=-1)}
+        case "max_new_tokens":
+            return {"max_tokens": fields.integer(name)}
+        case "do_sample":  # without it, transformers takes the likeliest token, whatever else the file has
+            return {} if fields.boolean(name, True) else {"temperature": 0.0}
+    value = fields.number(name)
+    check_number(name, value)
+    return {name: value}

@@ -43,8 +43,8 @@ from serving_core.errors import ModelError, SettingsError
 from serving_core.extras import require
 from serving_core.fingerprint import fingerprint
 from serving_core.grammars import Grammars
+from serving_core.heap import keep_freed_memory
 from serving_core.layout import KVLayout
-from serving_core.memory import keep_freed_memory
 from serving_core.model_config import FAKE_ARCHITECTURE, NATIVE, ModelConfig, read_model_config
 from serving_core.needs import check_settings, compute_dtype, model_layout, num_blocks_for
 from serving_core.prefix import origin_of

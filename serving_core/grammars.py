@@ -15,7 +15,7 @@ from typing import Final
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from serving_core.errors import ModelError, RequestError
-from serving_core.memory import trim
+from serving_core.heap import trim
 from serving_core.reasons import BAD_PARAM, PAIRING_MISMATCH
 from serving_core.tokenizer_files import read_tokenizer_files, vocabulary_digest
 

@@ -1,7 +1,5 @@
-"""How much memory this process takes and may still take, and what the C library does with freed memory. Torch-free."""
+"""How much memory this process takes, and may still take. Torch-free."""
 
-import ctypes
-import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -69,30 +67,3 @@ def _room(folder: Path, limit_name: str, usage_name: str, reclaimable_name: str)
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     usage = int((folder / usage_name).read_text()) - int(stat[reclaimable_name])
     yield max(0, int(limit) - usage)
-
-
-# ---- what this process has freed, and holds all the same ----
-
-
-def trim() -> None:
-    """Gives it back to the system, where the C library can: what reading a large file takes for a moment would else
-    stay with the process."""
-    if release := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        release(0)
-
-
-# ---- what the C library does with memory that received frames and steps no longer need ----
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-MAX_HEAP_BYTES: Final = 32 * 2**20  # larger pieces are mapped anew each time; the most that glibc takes
-KEPT_BYTES: Final = 128 * 2**20
-
-
-def keep_freed_memory() -> None:
-    """Lets this process keep up to KEPT_BYTES of freed memory on each heap, for what comes next. By default glibc gives
-    it back after nearly every frame, and after some steps that read prompts, and each page that is fetched again costs
-    a fault: up to a fifth of a receiver's CPU time. C libraries other than glibc are left alone."""
-    if platform.libc_ver()[0] == "glibc":
-        library = ctypes.CDLL(None)
-        library.mallopt(_M_MMAP_THRESHOLD, MAX_HEAP_BYTES)
-        library.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)

@@ -6,11 +6,10 @@ import signal
 import grpc
 
 from coordinator.door_settings import DoorSettings
-from coordinator.doors.forwarding import ForwardedAdmin, ForwardedStatus, asked
 from coordinator.doors.health import HealthService
 from coordinator.doors.messages import ASKED
 from coordinator.doors.public import Behind, PublicDoor
-from coordinator.doors.remote import RemoteControl
+from coordinator.doors.remote import ForwardedAdmin, ForwardedStatus, RemoteControl, asked
 from coordinator.doors.tls import ServerTls
 from coordinator.served_model import read_served_model
 from protos import doors_pb2, doors_pb2_grpc, inference_pb2, inference_pb2_grpc

@@ -5,34 +5,50 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from typing import Final
 
 from coordinator.control.request import NOTHING, SoFar
 from coordinator.control.request_log import CallRecord
 from coordinator.doors.authentication import ASKER
 from coordinator.doors.control import Control
-from coordinator.doors.embedding import as_question, check_writes, embedder_of, most_kept, plan_embedding
 from coordinator.doors.generation import Generation
-from coordinator.doors.prompts import USUAL, Terms, check_truncation, cut, tokenize, tokenize_cut, uncut_limit, within
-from coordinator.doors.resuming import check_counts, read_so_far
+from coordinator.doors.prompts import (
+    USUAL,
+    WHAT_FITS,
+    Terms,
+    check_truncation,
+    cut,
+    tokenize,
+    tokenize_cut,
+    uncut_limit,
+    within,
+)
 from coordinator.doors.unknown_fields import UnknownFields
 from coordinator.doors.validation import (
     MAX_BAD_WORD_CHARS,
     AnswerPlan,
     Limits,
     bad,
+    check_count,
     check_input,
     check_num_answers,
+    check_prompt_length,
+    check_token_ids,
     plan_answers,
+    prompt_limit,
 )
 from coordinator.text.answer_format import AnswerFormat
-from coordinator.text.answers import AnswerText
-from coordinator.text.asked import Leeway
+from coordinator.text.answers import AnswerText, TextOptions
+from coordinator.text.constraints import Leeway
 from coordinator.text.structures import Structures, constraint_of
 from coordinator.text.tokenizer import Tokenizer, TokenLimit
 from protos import inference_pb2
+from protos.convert import FINISH_REASONS
+from protos.inference_pb2 import EmbedRequest, GenerateRequest
 from serving_core.errors import RequestError
-from serving_core.model_config import ModelConfig
-from serving_core.reasons import ABORTED
+from serving_core.model_config import Embedder, ModelConfig
+from serving_core.reasons import ABORTED, BAD_PARAM
+from serving_core.requests import Pooling, Request, SamplingParams, finish_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,3 +322,131 @@ async def spellings(tokenizer: Tokenizer, words: Sequence[str]) -> Collection[tu
     texts = dict.fromkeys(text for word in words for text in (word, f" {word.lstrip()}"))
     runs = [await tokenizer.encode(text, _LIMIT, add_special_tokens=False) for text in texts]
     return dict.fromkeys(tuple(run) for run in runs if run)
+
+
+# ---- what a client may ask of embeddings: checked before any node hears of it ----
+
+NO_ANSWERS: Final = "the model makes embeddings, and writes no answers"
+NO_EMBEDDINGS: Final = "the model writes answers, and makes no embeddings unless it is served with --runner pooling"
+
+
+def check_writes(config: ModelConfig) -> None:
+    """Raises RequestError where a model makes embeddings alone."""
+    if config.embedder is not None:
+        raise RequestError(BAD_PARAM, NO_ANSWERS, field="model")
+
+
+def embedder_of(config: ModelConfig) -> Embedder:
+    """Raises RequestError where a model is there to write answers."""
+    if config.embedder is None:
+        raise RequestError(BAD_PARAM, NO_EMBEDDINGS, field="model")
+    return config.embedder
+
+
+def as_question(request: EmbedRequest) -> GenerateRequest:
+    """What a request for an embedding has in common with one for an answer."""
+    question = GenerateRequest(request_id=request.request_id, model=request.model, cache_salt=request.cache_salt)
+    match request.WhichOneof("input"):
+        case "text":
+            question.text = request.text
+        case "tokenized":
+            question.tokenized.CopyFrom(request.tokenized)
+    for name in ("priority", "truncate_prompt_tokens"):
+        if request.HasField(name):
+            setattr(question, name, getattr(request, name))
+    return question
+
+
+def most_kept(request: EmbedRequest, limits: Limits) -> int | None:
+    """To how many tokens a longer input is cut; None: it is not."""
+    if not request.HasField("truncate_prompt_tokens"):
+        return None
+    most, room = request.truncate_prompt_tokens, prompt_limit(limits).most
+    return room if most == WHAT_FITS else most
+
+
+def plan_embedding(request: EmbedRequest, prompt: list[int], limits: Limits, config: ModelConfig) -> AnswerPlan:
+    """Checks everything that was not checked before, and fills in what the client left open. Raises RequestError."""
+    if not prompt:
+        raise bad("input", "is empty: an embedding needs at least one token")
+    check_prompt_length(len(prompt), limits)
+    check_token_ids("input", prompt, limits)
+    return AnswerPlan(
+        request_id=request.request_id,
+        prompt=prompt,
+        cache_salt=request.cache_salt,
+        samplings=(SamplingParams(max_tokens=0),),
+        text=TextOptions(),
+        adapter="" if request.model in limits.served_model_names else request.model,
+        pooling=pooling_of(request, config),
+    )
+
+
+def pooling_of(request: EmbedRequest, config: ModelConfig) -> Pooling:
+    """How the embedding is made that a request asks for. Raises RequestError."""
+    embedder = embedder_of(config)
+    normalizes = request.normalize if request.HasField("normalize") else embedder.normalizes
+    if not request.HasField("dimensions") or request.dimensions == config.hidden_size:
+        return Pooling(embedder.kind, normalizes)
+    asked = request.dimensions
+    if not embedder.may_be_cut:
+        why = "its config.json names neither is_matryoshka nor matryoshka_dimensions"
+        raise bad("dimensions", f"({asked}) is not supported by the model, which has {config.hidden_size}: {why}")
+    if not 1 <= asked <= config.hidden_size:
+        raise bad("dimensions", f"must be within [1, {config.hidden_size}], not {asked}")
+    if embedder.lengths and asked not in embedder.lengths:
+        raise bad("dimensions", f"must be one of {', '.join(map(str, embedder.lengths))}, not {asked}")
+    return Pooling(embedder.kind, normalizes, asked)
+
+
+# Answers that go on where an earlier call of their client broke off: what may be asked of them. Nothing is kept of an
+# earlier call, which another run of the server may have had: its client tells what it has.
+
+MAX_SINCE_FIRST_S: Final = 86_400.0
+
+
+def check_counts(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
+    """Checks what can be told before the prompt is tokenized. Raises RequestError."""
+    for each in request.so_far:
+        check_count("so_far.token_ids", len(each.token_ids), limits.max_model_len)
+
+
+def read_so_far(
+    request: inference_pb2.GenerateRequest, plan: AnswerPlan, limits: Limits, eos_token_ids: Sequence[int]
+) -> tuple[SoFar, ...]:
+    """What the client has of each answer of the plan. Raises RequestError."""
+    if not request.so_far:
+        return (NOTHING,) * len(plan.samplings)
+    if len(request.so_far) != len(plan.samplings):
+        raise bad("so_far", f"must have one entry for each of n ({len(plan.samplings)}), not {len(request.so_far)}")
+    if plan.samplings[0].temperature and not request.sampling_params.HasField("seed"):
+        raise bad("seed", "is missing: an answer goes on with the seed that it began with")
+    found = []
+    for each, sampling in zip(request.so_far, plan.samplings, strict=True):
+        _check(each, sampling, limits)
+        ending = _finish_reason(plan.prompt, each.token_ids, sampling, eos_token_ids)
+        if not each.has_ended and not ending:
+            check_prompt_length(len(plan.prompt) + len(each.token_ids), limits)
+        found.append(SoFar(tuple(each.token_ids), each.num_chars, ending, each.since_first_s, each.has_ended))
+    return tuple(found)
+
+
+def _check(each: inference_pb2.AnswerSoFar, sampling: SamplingParams, limits: Limits) -> None:
+    if len(each.token_ids) > sampling.max_tokens:
+        problem = f"has {len(each.token_ids)} tokens of an answer, over max_tokens ({sampling.max_tokens})"
+        raise bad("so_far", problem)
+    check_token_ids("so_far", each.token_ids, limits)
+    if not 0 <= each.since_first_s <= MAX_SINCE_FIRST_S:  # NaN is not
+        problem = f"has since_first_s of {each.since_first_s:g}, which must be within [0, {MAX_SINCE_FIRST_S:g}]"
+        raise bad("so_far", problem)
+
+
+def _finish_reason(
+    prompt: Sequence[int], token_ids: Sequence[int], sampling: SamplingParams, eos_token_ids: Sequence[int]
+) -> inference_pb2.FinishReason:
+    """How the last token ends the answer, as a node would say."""
+    if not token_ids:
+        return inference_pb2.FINISH_REASON_UNSPECIFIED
+    so_far = Request("", 0, [*prompt, *token_ids], len(prompt), sampling)
+    reason = finish_reason(so_far, eos_token_ids)
+    return FINISH_REASONS[reason] if reason is not None else inference_pb2.FINISH_REASON_UNSPECIFIED

@@ -8,8 +8,8 @@ from typing import Final
 
 from coordinator.doors.authentication import ASKER
 from coordinator.doors.validation import Limits, bad, check_count, prompt_limit
-from coordinator.text.asked import NO_LEEWAY, Leeway
 from coordinator.text.chat_template import RenderOptions
+from coordinator.text.constraints import NO_LEEWAY, Leeway
 from coordinator.text.tokenizer import Tokenizer, TokenLimit
 from protos import inference_pb2
 from protos.inference_pb2 import GenerateRequest

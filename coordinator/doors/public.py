@@ -16,14 +16,13 @@ from coordinator.doors.authentication import ASKER, NO_ADMIN_KEY, NO_API_KEY, Be
 from coordinator.doors.connections import SPARE, Caps, connection_caps
 from coordinator.doors.control import Control
 from coordinator.doors.front import Front, ServedModel
-from coordinator.doors.grpc_port import GrpcPort
+from coordinator.doors.grpc_port import GrpcPort, add_reflection
 from coordinator.doors.health import INFERENCE, HealthService
 from coordinator.doors.http.app import Metrics, make_app
 from coordinator.doors.http.counting import CountCall
 from coordinator.doors.http.page import AskOverview, Page
 from coordinator.doors.http.serving import HttpServer
 from coordinator.doors.inference_service import InferenceService, Status
-from coordinator.doors.reflection import add_reflection
 from coordinator.doors.sheds import GRPC, Sheds
 from coordinator.doors.statuses import StatusInterceptor
 from coordinator.doors.tls import ServerTls

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from coordinator.text import reasoning
-from coordinator.text.calls import hermes, mistral
-from coordinator.text.calls.hermes import HermesReader
-from coordinator.text.calls.llama3 import Llama3Reader
-from coordinator.text.calls.mistral import MistralReader
+from coordinator.text.calls.json_calls import (
+    HERMES_CLOSE,
+    HERMES_OPEN,
+    MISTRAL_TAG,
+    HermesReader,
+    Llama3Reader,
+    MistralReader,
+)
 from coordinator.text.calls.pythonic import PythonicReader
 from coordinator.text.calls.reader import BLANKS, CallReader, Kind, Piece
 from coordinator.text.reasoning import ReasoningReader, Thoughts
@@ -22,7 +26,7 @@ READERS: Final[Mapping[str, type[CallReader]]] = {
     "mistral": MistralReader,
     "pythonic": PythonicReader,
 }
-TAGS: Final = {"hermes": hermes.OPEN, "mistral": mistral.TAG}  # of calls that may stand anywhere in an answer
+TAGS: Final = {"hermes": HERMES_OPEN, "mistral": MISTRAL_TAG}  # of calls that may stand anywhere in an answer
 CALL_FORMATS: Final = (AUTO, *READERS, NONE)
 REASONING_FORMATS: Final = (AUTO, THINK, NONE)
 
@@ -59,7 +63,7 @@ class AnswerFormat:
     def tags(self) -> tuple[str, ...]:
         """What thoughts and calls are known by, and stays in the text where a tokenizer has it as a special token."""
         thoughts = (reasoning.OPEN, reasoning.CLOSE) if self.thinks else ()
-        return (*thoughts, hermes.OPEN, hermes.CLOSE) if self.calls == "hermes" else thoughts
+        return (*thoughts, HERMES_OPEN, HERMES_CLOSE) if self.calls == "hermes" else thoughts
 
     def reader(
         self,

@@ -19,9 +19,8 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from coordinator.text import reasoning
 from coordinator.text.answer_format import TAGS
 from coordinator.text.answering import answer_lines, line
-from coordinator.text.asked import NO_LEEWAY, Asked, Leeway
 from coordinator.text.calls.rules import BLANKS, Tag, rules
-from coordinator.text.constraints import FREE, may_begin_blank, to_grammar, unspelled_bytes
+from coordinator.text.constraints import FREE, NO_LEEWAY, Asked, Leeway, may_begin_blank, to_grammar, unspelled_bytes
 from coordinator.text.enforceable import Unenforceable, freed, loosened, read_schema
 from coordinator.text.reasoning import Thoughts
 from coordinator.text.schemas import of_schema
@@ -162,7 +161,7 @@ class Compiler:
             self._unspelled = unspelled_bytes(_text_tokens(tokenizer))
 
     def answer(self, question: Mapping[str, Any]) -> bytes:
-        """The line that answers a question: the fields of asked.Asked."""
+        """The line that answers a question: the fields of `Asked`."""
         leeway = Leeway(**question["leeway"])
         asked = Asked(**{**question, "leeway": leeway, "thoughts": Thoughts(question["thoughts"])})
         try:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from decimal import Decimal
 from typing import Any, Final, TypeGuard
 
-from coordinator.text.formats import WIDEST, is_number, put_format
 from coordinator.text.patterns import (
+    WIDEST,
     control_in,
     control_of_pattern,
+    is_number,
     may_name_controls,
+    put_format,
     with_ascii_classes,
     without_control,
 )

@@ -9,7 +9,7 @@ from typing import Final
 
 from coordinator.text import constraints
 from coordinator.text.answering import KILLED
-from coordinator.text.asked import MAX_BYTES, MAX_CPU_S, NO_LEEWAY, Asked, Leeway
+from coordinator.text.constraints import MAX_BYTES, MAX_CPU_S, NO_LEEWAY, Asked, Leeway
 from coordinator.text.program import Program
 from coordinator.text.reasoning import Thoughts, thoughts_behind
 from protos import inference_pb2

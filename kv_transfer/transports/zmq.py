@@ -26,7 +26,7 @@ from kv_transfer.transports.transport import MAX_FRAMES, OnLost, OnMessage, OnRe
 from kv_transfer.transports.zmq_connection import NO_HEADER, Connection, Inbox, choose_family, open_socket, when_dropped
 from serving_core.descriptors import NONE_LEFT, Spares, connections_within
 from serving_core.errors import SettingsError
-from serving_core.memory import keep_freed_memory
+from serving_core.heap import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from coordinator.control.roles import FIXED, Roles
 from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
 from coordinator.doors.authentication import BearerSecrets
+from coordinator.doors.front import check_counts, read_so_far
 from coordinator.doors.http.anthropic_messages import MessagesCall
 from coordinator.doors.http.embeddings import parse_embeddings
 from coordinator.doors.http.fields import MAX_BODY_BYTES, gunzipped, read_fields
@@ -32,10 +33,9 @@ from coordinator.doors.http.requests import parse_batch, parse_chat, parse_compl
 from coordinator.doors.http.slo import set_limits
 from coordinator.doors.http.tokenizing import parse_tokenize
 from coordinator.doors.prompts import check_truncation, cut
-from coordinator.doors.resuming import check_counts, read_so_far
-from coordinator.doors.sampling_defaults import read_sampling_defaults
 from coordinator.doors.unknown_fields import check_num_fields, unknown_in_message
 from coordinator.doors.validation import Limits, check_input, plan_answers
+from coordinator.served_model import read_sampling_defaults
 from coordinator.text.answer_format import READERS, AnswerFormat
 from coordinator.text.rendering import Renderer
 from coordinator.text.tokenizer import read_tokenizer

@@ -9,7 +9,7 @@ from grpc.aio import AioRpcError, Metadata
 from coordinator.control.outcomes import FINISH_REASONS
 from coordinator.control.request import SoFar
 from coordinator.control.slo import Slo
-from coordinator.doors.resuming import read_so_far
+from coordinator.doors.front import read_so_far
 from coordinator.doors.statuses import to_status
 from coordinator.doors.validation import AnswerPlan, Limits
 from coordinator.text.answers import AnswerText, TextOptions

@@ -1,6 +1,5 @@
 """How many HTTP calls came to which endpoint, how they ended and how long they took."""
 
-import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +14,6 @@ METHODS: Final = ("GET", "POST")
 OTHER: Final = "other"  # the method or the path of a call that we have no word for
 UNCOUNTED: Final = ("/health", "/ready", "/ping", "/metrics")  # what asks by the clock
 CLIENT_LEFT: Final = 499  # before there was a status: nginx's word for it
-_PARAMETER: Final = re.compile(r"{[^}]*}")
-_KEPT: Final = re.compile(r"{(\w+):\w+}")
 
 CountCall = Callable[[str, str, int, float], None]
 """Is told of every call that is over: its endpoint, its method, its status and its seconds."""
@@ -51,9 +48,7 @@ class Counting:
     def __init__(self, app: ASGIApp, *, count_call: CountCall, routes: Sequence[Route]) -> None:
         self._app = app
         self._count_call = count_call
-        self._handlers = [
-            (re.compile(_PARAMETER.sub(".*", route.path)), _KEPT.sub(r"{\1}", route.path)) for route in routes
-        ]
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in UNCOUNTED:
@@ -76,4 +71,4 @@ class Counting:
             self._count_call(self._handler(scope["path"]), method, status or 500, time.monotonic() - began_s)
 
     def _handler(self, path: str) -> str:
-        return next((name for pattern, name in self._handlers if pattern.fullmatch(path)), OTHER)
+        return next((route.path_format for route in self._routes if route.path_regex.fullmatch(path)), OTHER)

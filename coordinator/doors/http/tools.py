@@ -9,7 +9,7 @@ from typing import Any, Final
 from coordinator.doors.http.conversations import function_of, name_of
 from coordinator.doors.http.fields import Fields, shown
 from coordinator.text.answer_format import AnswerFormat
-from coordinator.text.calls.forced import ListReader, NamedReader
+from coordinator.text.calls.json_calls import ListReader, NamedReader
 from coordinator.text.calls.reader import MAX_CALLS, CallReader
 from coordinator.text.schemas import with_references
 

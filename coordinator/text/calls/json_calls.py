@@ -3,7 +3,7 @@
 import json
 from typing import Final
 
-from coordinator.text.calls.reader import BLANKS, CallReader, Steps
+from coordinator.text.calls.reader import BLANKS, CallReader, Piece, Steps
 
 ARGUMENTS: Final = ("arguments", "parameters")
 
@@ -130,3 +130,102 @@ def _unquoted(value: str) -> str:
     except ValueError:  # of escapes that JSON does not know, and of halves of surrogate pairs
         return value
     return text
+
+
+# ---- Calls as Hermes and Qwen write them: <tool_call>{"name": "f", "arguments": {...}}</tool_call> ----
+
+HERMES_OPEN: Final = "<tool_call>"
+HERMES_CLOSE: Final = "</tool_call>"
+
+
+class HermesReader(JsonCallReader):
+    """One call in every pair of tags, with text before and between them. A second call in the same tags is a call too,
+    and what else follows a call there is text."""
+
+    def _read(self) -> Steps[None]:
+        yield from self._until(HERMES_OPEN)
+        while True:
+            if (yield from self._calls((yield from self._solid()))):
+                if (yield from self._until(HERMES_CLOSE, HERMES_OPEN)) == HERMES_OPEN:  # the end was forgotten
+                    continue
+                self._held.clear()
+            yield from self._until(HERMES_OPEN)
+
+
+# Calls as Llama 3 writes them: {"name": "f", "parameters": {...}}; {...}, from the beginning of the answer on.
+
+PYTHON_TAG: Final = "<|python_tag|>"
+
+
+class Llama3Reader(JsonCallReader):
+    """Calls alone, behind the tag or without it, then text. An answer that begins otherwise is text."""
+
+    offered_only = True
+
+    def _read(self) -> Steps[None]:
+        char = yield from self._opening(PYTHON_TAG)
+        while char == "{" and (behind := (yield from self._call())):
+            char = behind
+            if char in ";,":
+                self._held.clear()
+                char = yield from self._solid()
+
+
+# Calls as Mistral's models write them: [TOOL_CALLS] and a JSON list of calls; later ones [TOOL_CALLS]f{...} for each
+# call, also with [CALL_ID] and [ARGS] between the name and the arguments.
+
+MISTRAL_TAG: Final = "[TOOL_CALLS]"
+MISTRAL_ARGUMENTS: Final = "[ARGS]"
+
+
+class MistralReader(JsonCallReader):
+    """Text, then calls behind every tag. The tag is a special token, which must not be left out of the text."""
+
+    def _read(self) -> Steps[None]:
+        while True:
+            yield from self._until(MISTRAL_TAG)
+            char = yield from self._solid()
+            if char == "[":
+                yield from self._list()
+            elif char == "{":
+                yield from self._calls(char)
+            else:
+                yield from self._named(char)
+
+    def _named(self, char: str) -> Steps[None]:
+        """A call whose name begins with this character, and has the arguments behind it."""
+        start = len(self._held) - 1
+        while char != "{":
+            char = self._take((yield))
+        name = "".join(self._held[start:-1]).partition("[")[0].strip(BLANKS)
+        if self._begin(name):
+            yield from self._told_object()
+            self._end()
+
+
+# Calls that an answer is held to by a JSON schema, whatever the model's own form: a list of them, or the arguments of
+# one alone.
+
+
+class ListReader(JsonCallReader):
+    """The answer is a JSON list of calls. Where it was cut short, what is left of it is no text."""
+
+    def finish(self) -> list[Piece]:
+        self._held.clear()
+        return super().finish()
+
+    def _read(self) -> Steps[None]:
+        if (yield from self._solid()) == "[":
+            yield from self._list()
+
+
+class NamedReader(CallReader):
+    """The answer is the arguments of a call of the one tool that there is."""
+
+    def _read(self) -> Steps[None]:
+        [name] = self._names
+        char = yield
+        self._begin(name)
+        while True:
+            self._argue(char)
+            char = yield

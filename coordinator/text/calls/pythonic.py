@@ -5,7 +5,7 @@ import json
 import warnings
 from typing import Any, Final
 
-from coordinator.text.calls.llama3 import TAG
+from coordinator.text.calls.json_calls import PYTHON_TAG
 from coordinator.text.calls.reader import BLANKS, CallReader, Steps
 
 NAMES: Final = {"true": True, "false": False, "null": None}  # of JSON, which models mix in
@@ -18,7 +18,7 @@ class PythonicReader(CallReader):
     offered_only = True
 
     def _read(self) -> Steps[None]:
-        char = yield from self._opening(TAG)
+        char = yield from self._opening(PYTHON_TAG)
         if char != "[":
             return
         char = ","

@@ -9,7 +9,7 @@ import keyword
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
-from coordinator.text.calls import hermes, llama3, mistral
+from coordinator.text.calls.json_calls import HERMES_CLOSE, HERMES_OPEN, MISTRAL_ARGUMENTS, MISTRAL_TAG, PYTHON_TAG
 
 Tag = Callable[[str], str]
 """How Lark writes what a format is known by: where it is a special token it comes as that alone."""
@@ -32,10 +32,10 @@ def rules(calls: str, tools: Mapping[str, str], tag: Tag, most: int) -> str:
     """Those of a format, of at most so many calls; empty where it can call none of the tools."""
     match calls:
         case "hermes":
-            pair = f"{tag(hermes.OPEN)} blanks? call blanks? {tag(hermes.CLOSE)}"
+            pair = f"{tag(HERMES_OPEN)} blanks? call blanks? {tag(HERMES_CLOSE)}"
             return f"calls: ({pair} blanks?){{1,{most}}}\n" + _objects(tools, "arguments")
         case "llama3":
-            return f"calls: {tag(llama3.TAG)}? {_listed('call', ';', most)}\n" + _objects(tools, "parameters")
+            return f"calls: {tag(PYTHON_TAG)}? {_listed('call', ';', most)}\n" + _objects(tools, "parameters")
         case "mistral":
             return _of_mistral(tools, tag, most)
         case "pythonic":
@@ -56,9 +56,9 @@ def _objects(tools: Mapping[str, str], arguments: str) -> str:
 
 def _of_mistral(tools: Mapping[str, str], tag: Tag, most: int) -> str:
     """A list behind the tag, or a call for each tag."""
-    named = _any_of(f"{_text(name)} {tag(mistral.ARGUMENTS)}? blanks? {grammar}" for name, grammar in tools.items())
+    named = _any_of(f"{_text(name)} {tag(MISTRAL_ARGUMENTS)}? blanks? {grammar}" for name, grammar in tools.items())
     return (
-        f"calls: {tag(mistral.TAG)} blanks? list | ({tag(mistral.TAG)} blanks? ({named}) blanks?){{1,{most}}}\n"
+        f"calls: {tag(MISTRAL_TAG)} blanks? list | ({tag(MISTRAL_TAG)} blanks? ({named}) blanks?){{1,{most}}}\n"
         f'list: "[" blanks? {_listed("call", ",", most)} blanks? "]"\n' + _objects(tools, "arguments")
     )
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.text.answer_format import PLAIN, READERS, AnswerFormat, answer_format
-from coordinator.text.calls.forced import ListReader, NamedReader
+from coordinator.text.calls.json_calls import ListReader, NamedReader
 from coordinator.text.calls.pythonic import parse_call
 from coordinator.text.calls.reader import MAX_CALLS, MAX_HELD_CHARS, Kind
 from coordinator.text.reasoning import ThoughtCounter

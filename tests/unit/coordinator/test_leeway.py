@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 
 from coordinator.text.answer_format import AnswerFormat
-from coordinator.text.asked import Leeway
 from coordinator.text.calls.reader import Kind
+from coordinator.text.constraints import Leeway
 from coordinator.text.structures import Structures, may_begin_blank
 from protos.inference_pb2 import Choice, SamplingParams
 from serving_core.errors import RequestError

@@ -8,7 +8,7 @@ import random
 import jsonschema
 import pytest
 
-from coordinator.text.asked import NO_LEEWAY, Leeway
+from coordinator.text.constraints import NO_LEEWAY, Leeway
 from coordinator.text.structures import Structures
 from protos.inference_pb2 import SamplingParams
 from serving_core.grammars import Grammars

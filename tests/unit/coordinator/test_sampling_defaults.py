@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from coordinator.doors.sampling_defaults import neutral_defaults, read_sampling_defaults
+from coordinator.served_model import neutral_defaults, read_sampling_defaults
 from protos import inference_pb2
 from serving_core.errors import ModelError
 from tests.scripted_nodes import begin, cluster, run

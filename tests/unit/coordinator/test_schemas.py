@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.text.asked import Leeway
+from coordinator.text.constraints import Leeway
 from coordinator.text.enforceable import Unenforceable, freed, loosened, read_schema
 from coordinator.text.schemas import endless_reference, schemas_in
 from coordinator.text.structures import Structures

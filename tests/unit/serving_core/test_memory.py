@@ -79,7 +79,8 @@ def test_what_this_process_takes_is_told_without_a_descriptor_too():
 
 MEASURING = """
 import ctypes
-from serving_core.memory import resident_bytes, trim
+from serving_core.heap import trim
+from serving_core.memory import resident_bytes
 
 library = ctypes.CDLL(None)
 library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
