@@ -1,4 +1,4 @@
-"""How long to pause while the same trouble returns, and how often to report it. Pure: times come in."""
+"""Pauses that grow while the same trouble comes back. Pure: times come in."""
 
 import math
 from typing import Final
@@ -19,6 +19,8 @@ class Backoff:
         self._last_s = now
         return self._pause_s
 
+
+# ---- How often to say what stays true. Pure: times come in ----
 
 FIRST_PAUSE_S: Final = 5.0
 LONGEST_PAUSE_S: Final = 300.0
