@@ -16,7 +16,6 @@ from splitserve.commands.terminal import report, stdout
 from splitserve.signals import run_to_end
 from splitserve_bench.compare.compare_command import compare_command
 from splitserve_bench.device.device_command import device_command
-from splitserve_bench.dominance.command import dominance_command
 from splitserve_bench.engine.command import engine_command
 from splitserve_bench.engine.prompts_command import prompts_command
 from splitserve_bench.models import writing_model
@@ -54,7 +53,6 @@ bench.add_command(device_command)
 bench.add_command(prompts_command)
 bench.add_command(serve_command)
 bench.add_command(compare_command)
-bench.add_command(dominance_command)
 bench.add_command(reality_command)
 bench.add_command(speculation_command)
 

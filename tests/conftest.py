@@ -24,7 +24,6 @@ LONGEST = (
     "system/test_descriptors",
     "system/test_bad_input",
     "unit/splitserve_bench/test_goodput",
-    "unit/splitserve_bench/test_dominance",
     "unit/splitserve_bench/test_compare_run",
     "unit/splitserve_bench/test_device",
     "unit/serving_node/test_slack",

@@ -154,7 +154,6 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     (r"splitserve bench reuse", By(_SYSTEM + "test_bench_reuse.py::test_what_was_read_or_written_is_not_read_again")),
     (r"splitserve bench speculation", By(_BENCH + "test_speculation.py::test_the_command")),
     (r"splitserve bench compare", By(_SYSTEM + "test_bench_compare.py::test_each_contender_answers_the_same_requests")),
-    (r"splitserve bench dominance", By(_BENCH + "test_dominance.py::test_it_is_printed_and_drawn")),
     (r"splitserve bench simulate", By(_SYSTEM + "test_bench_simulate.py::test_both_serve_the_same_load")),
     (r"splitserve bench serve .*--stages", By(_BENCH + "test_serve_stages.py::test_a_server_is_loaded_in_stages")),
     (

@@ -31,7 +31,6 @@ IN_BASE = {
     "plan-transfer",
     "simulate",
     "bench serve",
-    "bench dominance",
     "plan profile",
 }
 WITHOUT_MODEL = {"bench device"}

@@ -22,7 +22,6 @@ from splitserve_bench.simulate.profile import CorridorProfile, TierProfile, read
 from splitserve_bench.simulate.toy_model import ToyModel
 from tests.effort import effort
 from tests.tiny_models import write_tokenizer
-from tests.unit.splitserve_bench.dominance_kit import write_trace
 from tests.unit.splitserve_bench.simulate_kit import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -39,6 +38,7 @@ from tests.unit.splitserve_bench.simulate_kit import (
     request,
     step_s,
 )
+from tests.unit.splitserve_bench.trace_kit import write_trace
 
 SPLIT, COLOCATED = FleetSize(1, 1), FleetSize(0, 0, 1)
 BLOCK_S = BLOCK_BYTES / BYTES_PER_S

@@ -21,9 +21,9 @@ from splitserve_bench.simulate.profile import read_profile
 from splitserve_bench.simulate.reality import Figures, Pair, figures_of
 from splitserve_bench.simulate.reality_report import reality_json, reality_view
 from tests.unit.splitserve_bench.bench_serve_kit import failed
-from tests.unit.splitserve_bench.dominance_kit import write_trace
 from tests.unit.splitserve_bench.plan_kit import model_folder
 from tests.unit.splitserve_bench.simulate_kit import PROFILE
+from tests.unit.splitserve_bench.trace_kit import write_trace
 
 PLANE = Grid((1, 2, 4), (10, 30), tuple(tuple(row + column / 10 for column in (10, 30)) for row in (1, 2, 4)))
 
