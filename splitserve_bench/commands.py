@@ -15,7 +15,6 @@ from splitserve.commands.plan_transfer import layout_of
 from splitserve.commands.terminal import report, stdout
 from splitserve.signals import run_to_end
 from splitserve_bench.compare.compare_command import compare_command
-from splitserve_bench.device.device_command import device_command
 from splitserve_bench.engine.command import engine_command
 from splitserve_bench.engine.prompts_command import prompts_command
 from splitserve_bench.models import writing_model
@@ -49,7 +48,6 @@ def bench() -> None:
 
 
 bench.add_command(engine_command)
-bench.add_command(device_command)
 bench.add_command(prompts_command)
 bench.add_command(serve_command)
 bench.add_command(compare_command)

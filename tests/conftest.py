@@ -25,7 +25,6 @@ LONGEST = (
     "system/test_bad_input",
     "unit/splitserve_bench/test_goodput",
     "unit/splitserve_bench/test_compare_run",
-    "unit/splitserve_bench/test_device",
     "unit/serving_node/test_slack",
     "unit/serving_node/test_logic_fleet",
     "unit/engine/test_bits",

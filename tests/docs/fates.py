@@ -140,12 +140,11 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     ),
     (r"splitserve simulate", By(_BENCH + "test_simulate.py::test_it_says_what_bench_serve_says")),
     (r"splitserve plan ", By(_BENCH + "test_plan_search.py::test_the_command_finds_a_plan_and_says_how_to_run_it")),
-    (r"splitserve bench device", By(_BENCH + "test_device.py::test_every_step_can_be_done_in_tiny_sizes")),
+    (r"python -m splitserve_bench\.device", By(_BENCH + "test_device.py::test_every_step_can_be_done_in_tiny_sizes")),
     (
         r"python -c .*write_random_model",
         By(_BENCH + "test_costs.py::test_a_random_model_is_one_that_transformers_can_read"),
     ),
-    (r"(\S+=\S+ )*VLLM-PYTHON ", _OTHERS),
     (r"splitserve bench engine", By(_BENCH + "test_engine.py::test_the_tables_show_every_figure")),
     (r"splitserve bench prompts", By(_BENCH + "test_prompts.py::test_rows_for_each_size_and_kind_of_weights")),
     (r"splitserve bench weights", By(_BENCH + "test_weights.py::test_figures_of_plain_and_of_quantized_weights")),
@@ -166,7 +165,7 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
         By(_SYSTEM + "test_bench_serve.py::test_both_sides_count_the_tokens_of_texts_alike"),
     ),
     (r"splitserve bench serve", By(_SYSTEM + "test_bench_serve.py::test_the_nodes_count_the_same")),
-    (r"python peer_|vllm ", _OTHERS),
+    (r"(\S+=\S+ )*python peer_|vllm ", _OTHERS),
     (r"lm_eval ", By("tests/clients/test_clients.py::test_lm_eval")),
     # Set-up, containers, Kubernetes.
     (r"make demo", By(_LAUNCHER + "test_the_demo_answers_shows_the_timeline_and_leaves_nothing")),
