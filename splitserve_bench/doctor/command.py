@@ -141,9 +141,7 @@ def _measure(
 
 
 def _check_bits(model: LocalModel, flags: Mapping[str, Any], cores: int, tp_size: int, as_json: bool) -> None:
-    from splitserve_bench.bits.check import BitsFigures, check_bits
-    from splitserve_bench.bits.questions import BitsBench
-    from splitserve_bench.bits.report import bits_view, conclusion
+    from splitserve_bench.bits import BitsBench, BitsFigures, bits_view, check_bits, conclusion
     from splitserve_bench.doctor.doctor import all_cpus
 
     found: list[BitsFigures] = []

@@ -14,8 +14,7 @@ from serving_core.errors import ModelError
 from splitserve.cli import main
 from splitserve.launch import models
 from splitserve.launch.models import LocalModel
-from splitserve_bench.bits.check import check_bits
-from splitserve_bench.bits.questions import BitsBench
+from splitserve_bench.bits import BitsBench, check_bits
 from tests.tiny_models import write_tiny_model
 
 HISTORIES = [
@@ -73,7 +72,7 @@ async def check(model, sizes, except_for=(), **flags):
 async def test_nothing_that_happens_to_an_answer_changes_a_bit(dtype, tmp_path):
     model = write_model(tmp_path / "model", dtype=dtype)
     figures = await check(model, FEW)
-    assert figures.promise == "promised: the same bits whatever happened to an answer"
+    assert figures.promise == "promised: the same bits whatever happened to an output"
 
 
 @pytest.mark.nightly
@@ -135,7 +134,7 @@ def test_doctor_finds_the_bits_that_keys_and_values_of_8_bits_change(tmp_path):
     differing = {each["history"] for each in figures["histories"] if each["difference"]}
     assert "alone" not in differing
     assert "chunks of 16" in differing
-    assert "histories changed bits of answers: " in figures["conclusion"]
+    assert "histories changed bits of outputs: " in figures["conclusion"]
 
 
 @pytest.mark.nightly

@@ -9,10 +9,18 @@ from rich.console import Console
 
 from splitserve.cli import main
 from splitserve.client.answers import Completion, NodeInfo, Timeline, TokenLogprob, TopLogprob
-from splitserve_bench.bits.check import BitsFigures, promise_of
-from splitserve_bench.bits.histories import Played
-from splitserve_bench.bits.questions import Answer, BitsBench, Difference, draw_questions, first_difference
-from splitserve_bench.bits.report import bits_view, conclusion
+from splitserve_bench.bits import (
+    BitsBench,
+    BitsFigures,
+    Difference,
+    Output,
+    Played,
+    bits_view,
+    conclusion,
+    draw_requests,
+    first_difference,
+    promise_of,
+)
 from splitserve_bench.errors import BenchError
 from tests.tiny_models import write_fake_model
 
@@ -20,9 +28,9 @@ SIZES = BitsBench(8, (5, 100, 30), (8, 20))
 COMPLETION = Completion("length", None, 5, 2, 0, Timeline(*[0.0] * 8, "p", "d", 0, 0, 0.0), 0, 0, 0)
 
 
-def answer(*tokens, logprob=-1.0, top=-2.0):
+def output(*tokens, logprob=-1.0, top=-2.0):
     logprobs = tuple(TokenLogprob(token, logprob, (TopLogprob(7, top),)) for token in tokens)
-    return Answer(tokens, logprobs, COMPLETION)
+    return Output(tokens, logprobs, COMPLETION)
 
 
 def next_float(number):
@@ -31,41 +39,41 @@ def next_float(number):
     return struct.unpack("<f", struct.pack("<I", bits + 1))[0]
 
 
-def test_equal_answers_do_not_differ():
-    assert first_difference([answer(1, 2), answer(3)], [answer(1, 2), answer(3)]) is None
+def test_equal_outputs_do_not_differ():
+    assert first_difference([output(1, 2), output(3)], [output(1, 2), output(3)]) is None
 
 
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        ([answer(1, 2), answer(3, 9)], Difference(1, 1, is_token=True)),
-        ([answer(1, 2), answer(3, 4, logprob=next_float(-1.0))], Difference(1, 0, is_token=False)),
-        ([answer(1, 2, top=next_float(-2.0)), answer(3, 9)], Difference(0, 0, is_token=False)),
-        ([answer(1, 2), answer(3)], Difference(1, 1, is_token=True)),
-        ([answer(1, 2, 5), answer(3, 4)], Difference(0, 2, is_token=True)),
+        ([output(1, 2), output(3, 9)], Difference(1, 1, is_token=True)),
+        ([output(1, 2), output(3, 4, logprob=next_float(-1.0))], Difference(1, 0, is_token=False)),
+        ([output(1, 2, top=next_float(-2.0)), output(3, 9)], Difference(0, 0, is_token=False)),
+        ([output(1, 2), output(3)], Difference(1, 1, is_token=True)),
+        ([output(1, 2, 5), output(3, 4)], Difference(0, 2, is_token=True)),
     ],
 )
 def test_the_first_difference_is_found_down_to_the_last_bit(found, expected):
-    assert first_difference([answer(1, 2), answer(3, 4)], found) == expected
+    assert first_difference([output(1, 2), output(3, 4)], found) == expected
 
 
-def test_questions_are_the_same_each_time_half_greedy_and_half_sampled():
-    questions = draw_questions(SIZES, 260, 1024)
-    assert questions == draw_questions(SIZES, 260, 1024)
-    assert [len(question.prompt) for question in questions] == [5, 100, 30, 5, 100, 30, 5, 100]
-    assert sum(question.sampling["temperature"] == 0 for question in questions) == 4
-    assert len({question.seed for question in questions}) == 1 + 4
-    assert all(8 <= question.max_tokens <= 20 for question in questions)
-    assert all(0 <= token < 260 for question in questions for token in question.prompt)
+def test_requests_are_the_same_each_time_half_greedy_and_half_sampled():
+    requests = draw_requests(SIZES, 260, 1024)
+    assert requests == draw_requests(SIZES, 260, 1024)
+    assert [len(request.prompt) for request in requests] == [5, 100, 30, 5, 100, 30, 5, 100]
+    assert sum(request.sampling["temperature"] == 0 for request in requests) == 4
+    assert len({request.seed for request in requests}) == 1 + 4
+    assert all(8 <= request.max_tokens <= 20 for request in requests)
+    assert all(0 <= token < 260 for request in requests for token in request.prompt)
 
 
 def test_prompts_that_the_context_does_not_hold_are_left_out():
-    assert {len(question.prompt) for question in draw_questions(SIZES, 260, 100)} == {5, 30}
+    assert {len(request.prompt) for request in draw_requests(SIZES, 260, 100)} == {5, 30}
     with pytest.raises(BenchError, match="a context of 60 tokens is too short"):
-        draw_questions(SIZES, 260, 60)
+        draw_requests(SIZES, 260, 60)
 
 
-WHATEVER = "whatever happened to an answer"
+WHATEVER = "whatever happened to an output"
 
 
 def node(*, history_free="no", batch_invariant="no", tp_size="1", kv_cache_dtype="bfloat16", **traits):
@@ -78,7 +86,7 @@ def node(*, history_free="no", batch_invariant="no", tp_size="1", kv_cache_dtype
 @pytest.mark.parametrize(
     ("described", "promise"),
     [
-        (node(history_free="yes"), "promised: the same bits whatever happened to an answer"),
+        (node(history_free="yes"), "promised: the same bits whatever happened to an output"),
         (node(history_free="yes", threads="2"), f"promised: the same bits {WHATEVER} (with equal numbers of threads)"),
         (node(kv_cache_dtype="int8"), "not promised: keys and values in 8 bits"),
         (node(tp_size="4"), "not promised: the order in which 4 ranks"),
@@ -90,7 +98,7 @@ def test_what_is_promised(described, promise):
     assert promise_of(described).startswith(promise)
 
 
-GOOD = Played("crowd", "7 answers at the same time", True, None)
+GOOD = Played("crowd", "7 outputs at the same time", True, None)
 MISSED = Played("moved", "0 moves", False, None)
 BAD = Played("chunks of 16", "3 prompts cut", True, Difference(2, 17, is_token=False))
 
@@ -100,7 +108,7 @@ BAD = Played("chunks of 16", "3 prompts cut", True, Difference(2, 17, is_token=F
     [
         ((GOOD,), "none of 1 histories changed a bit of a token or a log-probability", False),
         ((GOOD, MISSED), "no history changed a bit, but of 2 some could not be played: moved", False),
-        ((GOOD, MISSED, BAD), "1 of 3 histories changed bits of answers: chunks of 16", True),
+        ((GOOD, MISSED, BAD), "1 of 3 histories changed bits of outputs: chunks of 16", True),
     ],
 )
 def test_the_conclusion(histories, said, differs):
@@ -113,7 +121,7 @@ def test_the_view_has_a_line_for_each_history():
     console.print(bits_view(BitsFigures("m", {"device": "cpu"}, "promised: bits", (GOOD, MISSED, BAD))))
     lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
     assert lines[:2] == ["m: device cpu", "promised: bits"]
-    assert "crowd ok 7 answers at the same time" in lines
+    assert "crowd ok 7 outputs at the same time" in lines
     assert "moved not played 0 moves" in lines
     assert "chunks of 16 differ: request 2, log-probabilities 17 3 prompts cut" in lines
 
