@@ -20,9 +20,6 @@ from typing import Any, Final
 
 import click
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from engine.attention.backends import choose_attention
 from engine.cache.kv_pool import PagedKVPool
@@ -37,7 +34,7 @@ from splitserve.launch.cluster import NO_HTTP, ClusterSettings
 from splitserve.launch.launcher import Cluster, free_port
 from splitserve.launch.models import LocalModel
 from splitserve_bench.engine.machine import least_s, measure_machine
-from splitserve_bench.engine.random_models import SHAPES, shape_of, write_random_model
+from splitserve_bench.models import SHAPES, shape_of, write_random_model
 from splitserve_bench.options import ListOf
 from splitserve_bench.prompts import GREEDY, Prompts
 
@@ -96,13 +93,9 @@ def print_device(sizes: Sizes, folder: Path) -> None:
 
 
 def write_model(sizes: Sizes, folder: Path) -> None:
-    """Write a model of random weights whose tokenizer has a word for each token, unless it is there."""
+    """Write a model of random weights, unless it is there."""
     if not (folder / MODEL_WRITTEN).exists():
-        shape = shape_of(sizes.shape, sizes.layers)
-        write_random_model(folder, shape)
-        words = Tokenizer(WordLevel({f"w{number}": number for number in range(shape.vocab_size)}, unk_token="w0"))
-        words.pre_tokenizer = WhitespaceSplit()
-        words.save(str(folder / "tokenizer.json"))
+        write_random_model(folder, shape_of(sizes.shape, sizes.layers))
         (folder / MODEL_WRITTEN).touch()
     print(folder, size_of(sum(path.stat().st_size for path in folder.iterdir())))
 
@@ -173,7 +166,7 @@ def steps_of(sizes: Sizes, folder: Path, own: Sequence[str]) -> dict[str, tuple[
     engine = (
         f"--prompts {sizes.prompts} --batches {sizes.batches} --contexts {sizes.contexts} --repeats {sizes.repeats}"
     )
-    engine += f" --block-size {sizes.block_size} --max-num-batched-tokens {sizes.step_tokens} --shared-steps"
+    engine += f" --block-size {sizes.block_size} --max-num-batched-tokens {sizes.step_tokens}"
     transfer = f"--transport {transport} --device {'cuda' if is_cuda else 'cpu'} --block-size {sizes.block_size}"
     transfer += f" --prompt-tokens {sizes.cluster_prompt_tokens}"
     measured = [*bench, "engine", str(folder), *engine.split()]

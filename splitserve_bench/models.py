@@ -1,13 +1,198 @@
-"""Which models benches take."""
+"""Open the model that a benchmark measures: a MODEL, or random weights with the sizes of a known model, on whose values
+speed does not depend."""
 
+import dataclasses
+import json
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from serving_core.errors import SettingsError
+from serving_core.memory import available_bytes
 from serving_core.model_config import read_model_config
+from serving_core.units import size_of
 from splitserve.launch.models import LocalModel, Report, resolve
 from splitserve_bench.errors import BenchError
 
+WEIGHT_BYTES: Final = 2  # of bfloat16
+DEVIATION: Final = 0.02  # of the weights, as models are initialized: logits stay finite
+SEED: Final = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a model of the Llama, Qwen3, Qwen3-MoE or Gemma 3 family with a tied head and bfloat16 weights."""
+
+    architecture: str
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    num_experts: int = 0  # in place of each feed-forward; 0: there are none
+    num_chosen: int = 0  # of them by each token
+    expert_size: int = 0
+
+    @property
+    def has_head_norms(self) -> bool:
+        return self.model_type.startswith(("gemma3", "qwen3"))
+
+    @property
+    def has_four_norms(self) -> bool:
+        return self.model_type.startswith("gemma3")
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the number of weights of all matrices."""
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        mixture = self.num_experts * (1 + 3 * self.expert_size)
+        layer = self.hidden_size * (heads + (mixture or 3 * self.intermediate_size))
+        return self.num_layers * layer + self.vocab_size * self.hidden_size
+
+
+SHAPES: Final = {
+    "gemma-3-1b": Shape("Gemma3ForCausalLM", "gemma3_text", 1152, 26, 4, 1, 256, 6912, 262144, 32768),
+    "qwen3-0.6b": Shape("Qwen3ForCausalLM", "qwen3", 1024, 28, 16, 8, 128, 3072, 151936, 40960),
+    "qwen3-30b-a3b": Shape("Qwen3MoeForCausalLM", "qwen3_moe", 2048, 48, 32, 4, 128, 6144, 151936, 40960, 128, 8, 768),
+    "llama-3.1-8b": Shape("LlamaForCausalLM", "llama", 4096, 32, 32, 8, 128, 14336, 128256, 131072),
+    "llama-3.2-1b": Shape("LlamaForCausalLM", "llama", 2048, 16, 32, 8, 64, 8192, 128256, 131072),
+    "smollm2-135m": Shape("LlamaForCausalLM", "llama", 576, 30, 9, 3, 64, 1536, 49152, 8192),
+}
+
 
 def writing_model(model: str, report: Report) -> LocalModel:
-    """The model's folder, as `resolve` gives it. Raises BenchError for a model that makes embeddings."""
+    """Return the model's folder, as `resolve` does. Raises BenchError for a model that makes embeddings."""
     local = resolve(model, report)
     if read_model_config(local.folder).embedder is not None:
         raise BenchError(f"{local.name} makes embeddings, and what is measured here is a model that writes answers")
     return local
+
+
+@contextmanager
+def model_folder(model: str, shape: str | None, num_layers: int, report: Report) -> Iterator[Path]:
+    """Yield the folder of a model, or one of a shape of SHAPES that is removed at the end, also at SIGTERM."""
+    if shape is None:
+        yield writing_model(model, report).folder
+        return
+    sizes = shape_of(shape, num_layers)
+
+    def end(signal_number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + signal_number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with tempfile.TemporaryDirectory(prefix="splitserve-bench-") as scratch:
+            report(f"writing random weights of the sizes of {shape} ...")
+            folder = Path(scratch) / (f"{shape}-{num_layers}-layers" if num_layers else shape)
+            write_random_model(folder, sizes)
+            yield folder
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def shape_of(name: str, num_layers: int) -> Shape:
+    """Return a shape of SHAPES with as many of its layers, 0 for all. Raises SettingsError where it has fewer, or its
+    weights do not fit into memory."""
+    whole = SHAPES[name]
+    if num_layers > whole.num_layers:
+        raise SettingsError(f"--layers {num_layers}: {name} has {whole.num_layers}")
+    shape = dataclasses.replace(whole, num_layers=num_layers or whole.num_layers)
+    needed, free = WEIGHT_BYTES * shape.num_parameters, available_bytes()
+    if needed > free:
+        raise SettingsError(
+            f"{shape.num_layers} layers of {name} take {size_of(needed)}, and {size_of(free)} of memory are free; "
+            "--layers gives it fewer"
+        )
+    return shape
+
+
+def write_random_model(folder: Path, shape: Shape) -> None:
+    """Write config.json, model.safetensors, the same ones each time on one kind of device, and a tokenizer with a word
+    for each token."""
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # which draws billions of numbers at once
+    generator = torch.Generator(device).manual_seed(SEED)
+
+    def matrix(num_outputs: int, num_inputs: int) -> torch.Tensor:
+        weight = torch.empty(num_outputs, num_inputs, dtype=torch.bfloat16, device=device)
+        return weight.normal_(0, DEVIATION, generator=generator).cpu()
+
+    def norm(size: int) -> torch.Tensor:
+        return torch.full((size,), 0.0 if shape.has_four_norms else 1.0, dtype=torch.bfloat16)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(_config(shape), indent=2))
+    tensors = {"model.embed_tokens.weight": matrix(shape.vocab_size, shape.hidden_size)}
+    for layer in range(shape.num_layers):
+        tensors |= _layer(f"model.layers.{layer}", shape, matrix, norm)
+    tensors["model.norm.weight"] = norm(shape.hidden_size)
+    save_file(tensors, folder / "model.safetensors")
+    tokenizer = Tokenizer(WordLevel({f"w{number}": number for number in range(shape.vocab_size)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def _config(shape: Shape) -> dict[str, Any]:
+    mixture = {
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.num_chosen,
+        "moe_intermediate_size": shape.expert_size,
+        "norm_topk_prob": True,
+    }
+    gemma = {"query_pre_attn_scalar": shape.head_dim, "sliding_window": 512}
+    return {
+        "architectures": [shape.architecture],
+        "model_type": shape.model_type,
+        **(gemma if shape.has_four_norms else {"hidden_act": "silu"}),
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate_size,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+        **(mixture if shape.num_experts else {}),
+    }
+
+
+def _layer(path: str, shape: Shape, matrix: Callable[[int, int], Any], norm: Callable[[int], Any]) -> dict[str, Any]:
+    hidden = shape.hidden_size
+    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    tensors = {
+        "input_layernorm": norm(hidden),
+        "self_attn.q_proj": matrix(heads, hidden),
+        "self_attn.k_proj": matrix(kv_heads, hidden),
+        "self_attn.v_proj": matrix(kv_heads, hidden),
+        "self_attn.o_proj": matrix(hidden, heads),
+        "post_attention_layernorm": norm(hidden),
+    }
+    if shape.has_four_norms:
+        tensors |= {name: norm(hidden) for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm")}
+    feed_forwards = {f"mlp.experts.{expert}": shape.expert_size for expert in range(shape.num_experts)}
+    if feed_forwards:
+        tensors["mlp.gate"] = matrix(shape.num_experts, hidden)
+    for name, inner in (feed_forwards or {"mlp": shape.intermediate_size}).items():
+        tensors[f"{name}.gate_proj"] = matrix(inner, hidden)
+        tensors[f"{name}.up_proj"] = matrix(inner, hidden)
+        tensors[f"{name}.down_proj"] = matrix(hidden, inner)
+    if shape.has_head_norms:
+        tensors |= {f"self_attn.{name}": norm(shape.head_dim) for name in ("q_norm", "k_norm")}
+    return {f"{path}.{name}.weight": tensor for name, tensor in tensors.items()}

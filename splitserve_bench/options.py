@@ -13,6 +13,8 @@ from serving_core.units import parse_size
 
 Command = Callable[..., Any]
 
+json_option: Final = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+
 PAIR: Final = re.compile(r"(ttft|tpot|e2el):\S*", re.ASCII)  # one limit of several after one flag
 
 

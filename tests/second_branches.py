@@ -14,7 +14,7 @@ import click
 from decode_node.speculation import SHORTEST, Lookup, following
 from engine.engine import Engine
 from serving_core.settings import EngineSettings
-from splitserve_bench.speculation.texts import CHAT, EDIT, SUMMARY, prompts_of
+from splitserve_bench.engine.speculation import CHAT, EDIT, SUMMARY, prompts_of
 from tests.toy_scheduler import greedy, run_all
 
 NUM_CANDIDATES: Final = 8

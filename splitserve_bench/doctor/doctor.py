@@ -222,7 +222,7 @@ async def _node(task: NodeTask, name: str, report: Report, together: asyncio.Bar
 
 
 async def _transfers(layout: KVLayout, report: Report) -> list[Measured]:
-    from splitserve_bench.corridor.transfer import (  # imports torch, which help can do without
+    from splitserve_bench.transfer.measure import (  # imports torch, which help can do without
         TransferBench,
         measure_transfer,
     )

@@ -88,7 +88,7 @@ def main() -> None:
 
 def _prompts(engine: Any, task: NodeTask) -> tuple[NodeFigures, Run]:
     from splitserve_bench.engine.driver import PromptRun
-    from splitserve_bench.engine.figures import PromptSize
+    from splitserve_bench.engine.sizes import PromptSize
 
     found = []
     for num_tokens in task.prompt_tokens:

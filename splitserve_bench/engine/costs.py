@@ -1,4 +1,4 @@
-"""What the work of a decoder costs: multiplications and additions, and bytes that have to be read. Torch-free.
+"""The costs of a decoder: multiplications and additions, and bytes that have to be read. Torch-free.
 
 With P parameters in the matrices of the layers that a token takes, P_head in the head, d = heads * head size, L layers
 and S prompt tokens:
@@ -17,7 +17,7 @@ from serving_core.model_config import ModelConfig
 
 
 def body_parameters(config: ModelConfig) -> int:
-    """Weights of the matrices in all layers; of mixtures of experts those that a token takes."""
+    """Return the weights of the matrices in all layers; of mixtures of experts those that a token takes."""
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (2 * heads + 2 * kv_heads)
@@ -30,12 +30,12 @@ def body_parameters(config: ModelConfig) -> int:
 
 
 def head_parameters(config: ModelConfig) -> int:
-    """Weights of the matrix that gives the logits."""
+    """Return the weights of the matrix that gives the logits."""
     return config.hidden_size * config.vocab_size
 
 
 def prompt_flops(config: ModelConfig, num_tokens: int) -> int:
-    """Operations to compute a prompt and the logits of its last token, however it is cut into steps."""
+    """Return the operations that compute a prompt and the logits of its last token, however it is cut into steps."""
     seen_twice = 0
     for window in config.sliding_windows:
         beyond = 0 if window is None else max(0, num_tokens - window)
@@ -45,18 +45,18 @@ def prompt_flops(config: ModelConfig, num_tokens: int) -> int:
 
 
 def decode_flops(config: ModelConfig, contexts: Sequence[float]) -> float:
-    """Operations of one decode step. A context is what a request's token sees, itself included."""
+    """Return the operations of one decode step. A context is what a request's token sees, itself included."""
     matrices = (body_parameters(config) + head_parameters(config)) * len(contexts)
     return 2 * matrices + 4 * config.num_heads * config.head_dim * _seen(config, contexts)
 
 
 def decode_kv_bytes(config: ModelConfig, layout: KVLayout, contexts: Sequence[float]) -> float:
-    """Bytes of KV that one decode step reads."""
+    """Return the bytes of KV that one decode step reads."""
     return 2 * layout.plane.num_bytes / layout.block_size * _seen(config, contexts)
 
 
 def _seen(config: ModelConfig, contexts: Sequence[float]) -> float:
-    """Tokens seen in all layers together."""
+    """Return the tokens seen in all layers together."""
     return sum(
         context if window is None else min(context, window) for window in config.sliding_windows for context in contexts
     )

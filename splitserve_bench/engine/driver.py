@@ -1,47 +1,72 @@
-"""Runs real works through one engine: prompts in chunks, and greedy decode steps over contexts of a given length."""
+"""Load an engine and run real steps of it: prompts in chunks, and greedy decode steps over contexts of one length."""
 
+import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Final, NamedTuple
 
+import torch
+
 from engine.engine import Engine
+from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
+from serving_core.model_config import FAKE_ARCHITECTURE, read_model_config
 from serving_core.requests import Request, SamplingParams, Work
-from splitserve_bench.engine.figures import STEP_TOKENS, EngineBench, PromptSize
+from serving_core.settings import EngineSettings
+from splitserve_bench.engine.sizes import STEP_TOKENS, EngineBench, PromptSize
 from splitserve_bench.prompts import Prompts
 
 NUM_STEPS: Final = 16  # decode steps in a row, as the scripts for peers do
 GREEDY: Final = SamplingParams(max_tokens=2**30, temperature=0, ignore_eos=True)
 
 
+def load_engine(folder: Path, settings: EngineSettings, num_kv_blocks: int = 0) -> Engine:
+    """Load the model of a folder with these settings. Raises ModelError, or SettingsError for the fake model."""
+    if read_model_config(folder, settings.model_impl).architecture == FAKE_ARCHITECTURE:
+        raise SettingsError("the fake model computes nothing that could be measured")
+    return Engine(dataclasses.replace(settings, model=str(folder), num_kv_blocks=num_kv_blocks))
+
+
+@contextmanager
+def threads(num_threads: int) -> Iterator[None]:
+    """Have torch compute with as many threads; 0 leaves its own number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def num_blocks_for(sizes: EngineBench, layout: KVLayout) -> int:
-    """Blocks of a pool that holds all prompts, or all contexts, of one measurement at a time."""
+    """Return the blocks of a pool that holds all prompts, or all contexts, of one measurement at a time."""
     of_prompts = [each.count * layout.num_blocks_for(each.num_tokens) for each in sizes.prompts]
-    longest = layout.num_blocks_for(max(sizes.contexts) + NUM_STEPS) + 1  # a node keeps one more free for each
+    longest = layout.num_blocks_for(max(sizes.contexts) + NUM_STEPS)
     return max(*of_prompts, max(sizes.batches) * longest)
 
 
 def most_tokens(sizes: EngineBench) -> int:
-    """Of one request."""
+    """Return the tokens of the longest request."""
     return max(max(sizes.contexts) + NUM_STEPS, *(each.num_tokens for each in sizes.prompts))
 
 
 class Chunk(NamedTuple):
-    """What a step computes of one prompt."""
+    """Tokens of one prompt that a step computes."""
 
     prompt: int
     start: int
     num_tokens: int
 
 
-def chunks_of(size: PromptSize, step_tokens: int, *, shares_steps: bool) -> list[list[Chunk]]:
-    """The steps that compute all prompts in their order: each of one prompt, or each as full as can be."""
+def chunks_of(size: PromptSize, step_tokens: int) -> list[list[Chunk]]:
+    """Return the steps that compute all prompts in their order, each as full as can be."""
     steps: list[list[Chunk]] = []
     left = 0
     for prompt in range(size.count):
         start = 0
-        left = left if shares_steps else 0
         while start < size.num_tokens:
             if not left:
                 steps.append([])
@@ -53,20 +78,18 @@ def chunks_of(size: PromptSize, step_tokens: int, *, shares_steps: bool) -> list
 
 
 class PromptRun:
-    """Prompts of one length, each from its own blocks."""
+    """Prompts of one length, each in its own blocks."""
 
-    def __init__(
-        self, engine: Engine, size: PromptSize, step_tokens: int = STEP_TOKENS, *, shares_steps: bool = False
-    ) -> None:
+    def __init__(self, engine: Engine, size: PromptSize, step_tokens: int = STEP_TOKENS) -> None:
         prompts = Prompts(engine.config.vocab_size, size.num_tokens)
         num_blocks = engine.layout.num_blocks_for(size.num_tokens)
         self._engine = engine
-        self._steps = chunks_of(size, step_tokens, shares_steps=shares_steps)
+        self._steps = chunks_of(size, step_tokens)
         self._requests = [_request(index, prompts.draw()) for index in range(size.count)]
         self._blocks = [range(index * num_blocks, (index + 1) * num_blocks) for index in range(size.count)]
 
     def run_s(self) -> float:
-        """Seconds to compute all prompts and the first token of each."""
+        """Compute all prompts and the first token of each, and return the seconds."""
         start_s = time.perf_counter()
         for chunks in self._steps:
             self._engine.step(
@@ -79,7 +102,7 @@ class PromptRun:
 
 
 class DecodeRun:
-    """Requests whose contexts grow from one length to the next, and batches of which decode a few steps from there."""
+    """Requests whose contexts grow from one length to the next, and batches of which decode some steps from there."""
 
     def __init__(
         self, engine: Engine, num_requests: int, most_context_tokens: int, step_tokens: int = STEP_TOKENS
@@ -95,26 +118,26 @@ class DecodeRun:
         self._step_tokens = step_tokens
 
     def extend(self, context_tokens: int) -> None:
-        """Makes all contexts so long. To be called with ascending lengths."""
+        """Compute all contexts up to this length. To be called with ascending lengths."""
         for request, prompt, blocks in zip(self.requests, self._prompts, self._blocks, strict=True):
             request.token_ids[:] = prompt[: context_tokens + 1]
             self._compute(request, blocks, self._whole_blocks(self._context_tokens), context_tokens)
         self._context_tokens = context_tokens
 
     def rewind(self, batch: int) -> None:
-        """Takes the first `batch` requests back to the context."""
+        """Take the first `batch` requests back to the context."""
         start = self._whole_blocks(self._context_tokens)
         for request, blocks in zip(self.requests[:batch], self._blocks[:batch], strict=True):
             del request.token_ids[self._context_tokens + 1 :]
-            # An 8-bit block is filled from its start: what follows a context that ends within one is begun anew.
+            # An 8-bit block is filled from its start: a block in which the context ends is computed again.
             self._compute(request, blocks, start, self._context_tokens)
 
     def work(self, index: int, start: int, num_tokens: int) -> Work:
-        """Of a step that computes tokens of one of the requests, as often as one likes."""
+        """Return the part of a step that computes these tokens of one of the requests."""
         return Work(self.requests[index], start, num_tokens, self._blocks[index])
 
     def run_s(self, batch: int, num_steps: int = NUM_STEPS) -> float:
-        """Mean seconds of the steps that follow a rewind of the first `batch` requests."""
+        """Return the mean seconds of the steps that follow a rewind of the first `batch` requests."""
         return statistics.fmean(self.steps_s(batch, num_steps))
 
     def steps_s(self, batch: int, num_steps: int = NUM_STEPS) -> list[float]:

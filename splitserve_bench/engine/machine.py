@@ -1,7 +1,8 @@
-"""What this machine does with plain products and plain memory: the rates that an engine's are divided by."""
+"""The rates that this machine reaches with plain products and plain memory, by which an engine's are divided."""
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -10,7 +11,6 @@ from torch.nn import functional
 from engine.model.layers import Linear
 from serving_core.memory import available_bytes
 from serving_core.sharding import whole
-from splitserve_bench.engine.figures import MachineFigures
 
 CPU_SHAPES: Final = ((512, 1024, 1024), (512, 2048, 2048), (512, 4096, 4096))  # rows, inputs, outputs
 CUDA_SHAPES: Final = ((4096, 4096, 4096), (8192, 8192, 8192))
@@ -21,8 +21,20 @@ SAMPLE_S: Final = 0.25  # how long each kind of product or read is tried
 FLOAT_BYTES: Final = 4
 
 
+@dataclass(frozen=True, slots=True)
+class MachineFigures:
+    """The best that torch reaches here with this number of threads, and with what."""
+
+    num_threads: int
+    gemm_dtype: str
+    gemm_flops_per_s: float
+    gemm_with: str
+    read_bytes_per_s: float
+    read_with: str
+
+
 def measure_machine(device: torch.device, dtype: torch.dtype) -> MachineFigures:
-    """The best of several products in dtype and of several ways to read memory, with torch's threads."""
+    """Return the best of several products in dtype and of several ways to read memory, with torch's threads."""
     gemm_flops_per_s, gemm_with = max(_gemms(device, dtype))
     read_bytes_per_s, read_with = max(_reads(device))
     return MachineFigures(
@@ -36,28 +48,21 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> MachineFigures:
 
 
 def better_of(one: MachineFigures, other: MachineFigures) -> MachineFigures:
-    """The better rates of two measurements of the same kind."""
+    """Return the better rates of two measurements of the same kind."""
     gemm = max(one, other, key=lambda figures: figures.gemm_flops_per_s)
     read = max(one, other, key=lambda figures: figures.read_bytes_per_s)
-    return MachineFigures(
-        gemm.num_threads,
-        gemm.gemm_dtype,
-        gemm.gemm_flops_per_s,
-        gemm.gemm_with,
-        read.read_bytes_per_s,
-        read.read_with,
-    )
+    return replace(gemm, read_bytes_per_s=read.read_bytes_per_s, read_with=read.read_with)
 
 
 def synchronize(device: torch.device) -> None:
-    """Returns when the device has done all that it was told."""
+    """Wait until the device has done all that it was told."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @torch.inference_mode()
 def _gemms(device: torch.device, dtype: torch.dtype) -> list[tuple[float, str]]:
-    """Rates with the names of what reached them."""
+    """Return rates with the names of what reached them."""
     rates = []
     for num_rows, num_inputs, num_outputs in CUDA_SHAPES if device.type == "cuda" else CPU_SHAPES:
         x = torch.randn(num_rows, num_inputs, device=device).to(dtype)
@@ -77,7 +82,7 @@ def _gemms(device: torch.device, dtype: torch.dtype) -> list[tuple[float, str]]:
 
 @torch.inference_mode()
 def _reads(device: torch.device) -> list[tuple[float, str]]:
-    """Rates with the names of what reached them."""
+    """Return rates with the names of what reached them."""
     if device.type == "cuda":
         num_bytes = min(MOST_DEVICE_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
     else:
@@ -93,7 +98,7 @@ def _reads(device: torch.device) -> list[tuple[float, str]]:
 
 
 def least_s(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of several runs, after one that does not count."""
+    """Return the seconds of the fastest of several runs, after one that does not count."""
     work()
     synchronize(device)
     samples_s: list[float] = []

@@ -1,7 +1,8 @@
-"""Results of other engines on the same machine, and how ours compare. Torch-free.
+"""Results of other engines, or of ours with other settings, on the same machine, and how ours compare. Torch-free.
 
 A result is a JSON object: "peer" is a name, "load_s" the seconds to load a model after all imports, "prefill" maps
 COUNTxLENGTH to tokens per second, "decode" maps bBATCH_ctxCONTEXT to milliseconds per step. Each but the name may lack.
+`bench engine --json` prints one as "result", so that its output is a file of a peer too.
 """
 
 import json
@@ -9,12 +10,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from serving_core.errors import SettingsError
-from splitserve_bench.engine.figures import EngineFigures
+
+if TYPE_CHECKING:
+    from splitserve_bench.engine.measure import EngineFigures  # imports torch
 
 MARK: Final = "RESULT "  # begins the line of a script's output that holds its result
+OURS: Final = "splitserve"
 LOAD, PREFILL, DECODE = "load", "prefill", "decode"
 UNITS: Final = {LOAD: "s", PREFILL: "tokens/s", DECODE: "ms"}
 
@@ -42,7 +46,8 @@ class Ratio:
 
 
 def read_peers(path: Path) -> list[PeerResult]:
-    """The results in a file: one JSON object, or a script's output with lines that begin with RESULT.
+    """Return the results in a file: one JSON object, or a script's output with lines that begin with RESULT. Ours are
+    named after the file.
 
     Raises SettingsError with one sentence when there are none or one cannot be understood.
     """
@@ -54,21 +59,27 @@ def read_peers(path: Path) -> list[PeerResult]:
     return [_parse(each, path) for each in marked or [text]]
 
 
-def our_result(figures: EngineFigures, name: str = "splitserve") -> PeerResult:
-    """Ours in the peers' terms: medians, and loading with the first steps but without imports."""
+def our_result(figures: "EngineFigures") -> PeerResult:
+    """Return ours in the peers' terms: medians, and loading with the first steps but without imports."""
     ours = {(LOAD, ""): figures.start.load_s + figures.start.warm_up_s}
     ours |= {(PREFILL, str(each.prompts)): each.tokens_per_s for each in figures.prefill}
     ours |= {(DECODE, decode_key(each.batch, each.context_tokens)): each.step_s * 1e3 for each in figures.decode}
-    return PeerResult(name, ours)
+    return PeerResult(OURS, ours)
+
+
+def result_json(result: PeerResult) -> dict[str, Any]:
+    """Return a result as files have it."""
+    of_kind = {kind: {key: value for (k, key), value in result.figures.items() if k == kind} for kind in UNITS}
+    return {"peer": result.peer, "load_s": of_kind[LOAD][""], PREFILL: of_kind[PREFILL], DECODE: of_kind[DECODE]}
 
 
 def decode_key(batch: int, context_tokens: int) -> str:
-    """Under which a result has steps of so many requests at so long contexts."""
+    """Return the key of decode steps of a batch at a context."""
     return f"b{batch}_ctx{context_tokens}"
 
 
 def ratios(ours: PeerResult, peers: Sequence[PeerResult]) -> list[Ratio]:
-    """For each of our figures that a peer has too, in our order."""
+    """Return a ratio for each of our figures that a peer has too, in our order."""
     rows = []
     for (kind, key), value in ours.figures.items():
         known = [(peer.figures[kind, key], peer.peer) for peer in peers if (kind, key) in peer.figures]
@@ -87,6 +98,8 @@ def _parse(text: str, path: Path) -> PeerResult:
         result = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SettingsError(f"{path} holds neither a JSON object nor a line that begins with RESULT") from error
+    if isinstance(result, dict) and isinstance(result.get("result"), dict):
+        result = {**result["result"], "peer": path.stem}
     if not isinstance(result, dict) or not isinstance(result.get("peer"), str):
         raise SettingsError(f"{path}: a result must be a JSON object with the name of the peer")
     figures: dict[tuple[str, str], float] = {}

@@ -73,7 +73,7 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     (r"splitserve demo", By(_LAUNCHER + "test_the_demo_answers_shows_the_timeline_and_leaves_nothing")),
     (r"splitserve up MODEL --config", By("tests/docs/test_commands.py::test_the_example_of_a_file_is_read")),
     (
-        r"splitserve up (/path/to/model|--prefill 1 --decode 1 )",
+        r"splitserve up (/path/to/model|--prefill 1 --decode 1( |$)|--dtype )",
         By(_LAUNCHER + "test_a_cluster_serves_and_survives_a_node_but_not_its_coordinator"),
     ),
     (r"splitserve up \S+\.gguf", By(_SYSTEM + "test_gguf.py::test_up_serves_a_file")),
@@ -113,10 +113,6 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
         r"splitserve up --kv-(host|disk)-bytes",
         By(_SYSTEM + "test_kv_tiers.py::test_a_chat_whose_beginning_was_evicted"),
     ),
-    (
-        r"torchrun .* splitserve_bench.engine.sequence_parallel",
-        By(_BENCH + "test_sequence_parallel.py::test_divided_steps_hold_less"),
-    ),
     (r"torchrun ", By(_SYSTEM + "test_tensor_parallel.py::test_ranks_started_together_as_torchrun_does")),
     (
         r"splitserve (coordinator|prefill|decode|both) .*--tls",
@@ -143,15 +139,12 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     (r"python -m splitserve_bench\.device", By(_BENCH + "test_device.py::test_every_step_can_be_done_in_tiny_sizes")),
     (
         r"python -c .*write_random_model",
-        By(_BENCH + "test_costs.py::test_a_random_model_is_one_that_transformers_can_read"),
+        By(_BENCH + "test_models.py::test_a_random_model_is_one_that_transformers_can_read"),
     ),
+    (r"splitserve bench engine .*--measure accuracy", By(_BENCH + "test_accuracy.py::test_the_command")),
+    (r"splitserve bench engine .*--measure speculation", By(_BENCH + "test_speculation.py::test_the_command")),
     (r"splitserve bench engine", By(_BENCH + "test_engine.py::test_the_tables_show_every_figure")),
-    (r"splitserve bench prompts", By(_BENCH + "test_prompts.py::test_rows_for_each_size_and_kind_of_weights")),
-    (r"splitserve bench weights", By(_BENCH + "test_weights.py::test_figures_of_plain_and_of_quantized_weights")),
     (r"splitserve bench transfer", By(_BENCH + "test_transfer.py::test_the_command")),
-    (r"splitserve bench ranks", By(_SYSTEM + "test_bench_ranks.py::test_a_model_in_stages_and_over_ranks")),
-    (r"splitserve bench reuse", By(_SYSTEM + "test_bench_reuse.py::test_what_was_read_or_written_is_not_read_again")),
-    (r"splitserve bench speculation", By(_BENCH + "test_speculation.py::test_the_command")),
     (r"splitserve bench compare", By(_SYSTEM + "test_bench_compare.py::test_each_contender_answers_the_same_requests")),
     (r"splitserve bench simulate", By(_SYSTEM + "test_bench_simulate.py::test_both_serve_the_same_load")),
     (r"splitserve bench serve .*--stages", By(_BENCH + "test_serve_stages.py::test_a_server_is_loaded_in_stages")),

@@ -3,12 +3,9 @@
 It has 3 layers of 4 heads and 2 KV heads of 12, hidden size 48, inner size 80 and 260 token ids.
 """
 
-from dataclasses import replace
-
 import pytest
 
 from engine.engine import Engine
-from serving_core.errors import SettingsError
 from serving_core.model_config import read_model_config
 from serving_core.settings import EngineSettings
 from splitserve_bench.engine.costs import (
@@ -18,15 +15,12 @@ from splitserve_bench.engine.costs import (
     head_parameters,
     prompt_flops,
 )
-from splitserve_bench.engine.random_models import SHAPES, Shape, shape_of, write_random_model
-from splitserve_bench.engine.weight_bytes import read_weight_bytes
+from splitserve_bench.engine.measure import read_weight_bytes
 from tests.foreign_models import write_foreign_model
 from tests.tiny_models import write_tiny_llama
 
 LAYER = 48 * 48 + 2 * 48 * 24 + 48 * 48 + 3 * 48 * 80  # q, k and v, o, gate and up and down
-TINY = Shape("Qwen3ForCausalLM", "qwen3", 48, 3, 4, 2, 16, 80, 260, 1024)
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-MIXTURE = Shape("Qwen3MoeForCausalLM", "qwen3_moe", 48, 3, 4, 2, 16, 80, 260, 1024, 6, 2, 24)
 
 
 @pytest.fixture
@@ -62,35 +56,6 @@ def test_a_decode_step_reads_the_kv_of_all_contexts(config):
     assert decode_kv_bytes(config, config.kv_layout(16, "int8"), [5, 9]) == in_int8 * 3 * 14 == 2_058
 
 
-@pytest.mark.parametrize(
-    ("name", "millions"),
-    [
-        ("qwen3-0.6b", 596),
-        ("llama-3.2-1b", 1236),
-        ("smollm2-135m", 134),
-        ("qwen3-30b-a3b", 30_532 - 311),  # whose head is tied here
-    ],  # as published, less norms
-)
-def test_shapes_have_as_many_parameters_as_their_models(name, millions):
-    assert SHAPES[name].num_parameters // 10**6 in (millions - 1, millions)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("shape", [TINY, MIXTURE], ids=lambda shape: shape.model_type)
-def test_a_random_model_is_one_that_transformers_can_read(shape, tmp_path):
-    import transformers
-
-    write_random_model(tmp_path, shape)
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
-    assert matrices == shape.num_parameters
-    config = read_model_config(tmp_path)
-    not_taken = 3 * 3 * 48 * 24 * (shape.num_experts - shape.num_chosen)
-    assert body_parameters(config) + head_parameters(config) == matrices - not_taken
-    assert (config.dtype, config.tie_word_embeddings) == ("bfloat16", True)
-
-
 @pytest.mark.nightly
 def test_a_mixture_costs_what_its_tokens_take(tmp_path):
     attention, dense = 2 * 48 * 48 + 2 * 48 * 24, 3 * 48 * 80
@@ -108,12 +73,3 @@ def test_experts_that_no_token_takes_are_not_read(tmp_path):
     one, many = read_weight_bytes(loaded, 1), read_weight_bytes(loaded, 1000)
     experts = 4 * 6 * 3 * 48 * 80 * 4  # layers, experts, projections, bytes
     assert many - one == pytest.approx(4 / 6 * experts, rel=0.01)
-
-
-def test_only_what_fits_into_memory_is_written(monkeypatch):
-    monkeypatch.setattr("splitserve_bench.engine.random_models.available_bytes", lambda: 10 * 2**30)
-    assert shape_of("qwen3-30b-a3b", 4) == replace(SHAPES["qwen3-30b-a3b"], num_layers=4)
-    with pytest.raises(SettingsError, match=r"48 layers of qwen3-30b-a3b take 56\.\d GiB, and 10\.0 GiB of memory are"):
-        shape_of("qwen3-30b-a3b", 0)
-    with pytest.raises(SettingsError, match="--layers 49: qwen3-30b-a3b has 48"):
-        shape_of("qwen3-30b-a3b", 49)

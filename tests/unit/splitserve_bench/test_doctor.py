@@ -15,14 +15,14 @@ from click.testing import CliRunner
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
 from splitserve.cli import main
-from splitserve_bench.corridor import transfer_ends
 from splitserve_bench.doctor import doctor as measuring
 from splitserve_bench.doctor.doctor import NODE_MODULE, DoctorBench, Measured, batches_of, conclude, node_cpus
 from splitserve_bench.doctor.environment import command_for, find_environment
 from splitserve_bench.doctor.node import NodeFigures, NodeTask
 from splitserve_bench.doctor.processes import figures_of
 from splitserve_bench.doctor.report import pays_lines
-from splitserve_bench.engine.random_models import Shape, write_random_model
+from splitserve_bench.models import Shape, write_random_model
+from splitserve_bench.transfer import measure as transfer_ends
 from tests.effort import few
 from tests.tiny_models import write_fake_model
 from tests.unit.splitserve_bench.stand_ins import figures_here

@@ -12,7 +12,6 @@ from serving_core.settings import EngineSettings
 from splitserve.cli import main
 from splitserve.launch.models import LocalModel
 from splitserve_bench.compare.contenders import SPLIT, ClusterContender, colocated
-from splitserve_bench.corridor import transfer_ends
 from splitserve_bench.doctor import saving
 from splitserve_bench.doctor.doctor import NODE_MODULE, DoctorBench
 from splitserve_bench.doctor.grids import ANSWERS, PROMPTS, GridFigures, GridTask, measure_grid, usual_fastest
@@ -32,12 +31,13 @@ from splitserve_bench.doctor.saving import (
     profile_of,
     spread_of,
 )
-from splitserve_bench.engine.random_models import Shape, write_random_model
+from splitserve_bench.models import Shape, write_random_model
 from splitserve_bench.serve.records import Outcome
 from splitserve_bench.simulate.fleet import FleetSize, simulate
 from splitserve_bench.simulate.grid import Grid
 from splitserve_bench.simulate.profile import read_profile
 from splitserve_bench.simulate.spread import NO_SPREAD, Spread
+from splitserve_bench.transfer import measure as transfer_ends
 from tests.effort import few
 from tests.tiny_models import write_tokenizer
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, SIZES, request, step_s

@@ -8,22 +8,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import engine.engine
 from engine.engine import Engine
-from engine.stepper import BETWEEN
 from serving_core.errors import SettingsError
-from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
 from splitserve.cli import main
-from splitserve_bench.engine import engine as bench_engine
-from splitserve_bench.engine import machine, stopwatch
-from splitserve_bench.engine.choosing import WAYS
+from splitserve_bench.engine import machine, measure
 from splitserve_bench.engine.driver import NUM_STEPS, DecodeRun, PromptRun, chunks_of, num_blocks_for
-from splitserve_bench.engine.figures import EngineBench, PromptSize
+from splitserve_bench.engine.measure import SAMPLING, read_weight_bytes
 from splitserve_bench.engine.peers import PeerResult, Ratio, ratios, read_peers
-from splitserve_bench.engine.random_models import SHAPES, Shape
-from splitserve_bench.engine.stopwatch import ATTENTION, HEAD, LINEARS, PARTS, SAMPLING, Stopwatch, watching
-from splitserve_bench.engine.weight_bytes import read_weight_bytes
+from splitserve_bench.engine.sizes import EngineBench, PromptSize
+from splitserve_bench.models import SHAPES, Shape
 from tests.effort import few
 from tests.foreign_models import write_foreign_model
 from tests.tiny_models import write_fake_model, write_tiny_llama, write_tiny_model
@@ -57,7 +51,7 @@ def test_the_json_holds_every_figure(tmp_path, run):
     peer = tmp_path / "peer.log"
     peer.write_text('RESULT {"peer": "a", "prefill": {"2x40": 1e-3}, "decode": {"b3_ctx36": 1e-9, "b9_ctx9": 1}}\n')
     threads_before = torch.get_num_threads()
-    result = run(folder, *SIZES, "--json", "--peer-json", peer, "--structured")
+    result = run(folder, *SIZES, "--json", "--peer-json", peer)
     assert result.exit_code == 0, result.output
     assert torch.get_num_threads() == threads_before
     figures = json.loads(result.stdout)
@@ -68,13 +62,8 @@ def test_the_json_holds_every_figure(tmp_path, run):
     assert start["ready_s"] == pytest.approx(start["imports_s"] + start["load_s"] + start["warm_up_s"])
     _check_prefill(figures["prefill"], figures["machine"]["gemm_flops_per_s"])
     _check_decode(figures["decode"], figures["machine"]["read_bytes_per_s"])
-    _check_profiles(figures["profiles"])
-    _check_loop(figures["loop"])
-    assert [each["way"] for each in figures["choosing"]] == list(WAYS)
-    assert all((each["batch"], each["vocab_size"]) == (3, 260) and each["step_s"] > 0 for each in figures["choosing"])
-    structured = figures["structured"]
-    assert (structured["batch"], structured["vocab_size"]) == (3, 260)
-    assert min(structured["step_s"], structured["plain_step_s"]) > 0
+    assert [each["parameters"] for each in figures["sampling"]] == list(SAMPLING)
+    assert all((each["batch"], each["vocab_size"]) == (3, 260) and each["step_s"] > 0 for each in figures["sampling"])
     assert [(each["kind"], each["key"], each["is_ahead"]) for each in figures["ratios"]] == [
         ("prefill", "2x40", True),
         ("decode", "b3_ctx36", False),
@@ -100,24 +89,6 @@ def _check_decode(rows, read_bytes_per_s):
         assert row["best_step_s"] <= row["step_s"]
 
 
-def _check_profiles(profiles):
-    names = ["a decode step of 3 requests at 36 tokens", "a prompt of 40 tokens in one chunk"]
-    assert [profile["name"] for profile in profiles] == names
-    for profile in profiles:
-        assert sum(part["own_s"] for part in profile["parts"]) == pytest.approx(profile["step_s"])
-        assert sum(part["share"] for part in profile["parts"]) == pytest.approx(1)
-        calls = {part["name"]: part["num_calls"] for part in profile["parts"]}
-        assert (calls[LINEARS], calls[HEAD], calls[SAMPLING]) == (3 * 4, 1, 1)
-        assert calls[ATTENTION] == 1 + 3  # a plan, then once a layer
-
-
-def _check_loop(rows):
-    assert [(row["batch"], row["context_tokens"]) for row in rows] == [(1, 20), (3, 20)]
-    for row in rows:
-        assert list(row["cpu_s"]) == list(row["clock_s"]) == list(BETWEEN)
-        assert min(row["step_s"], *row["cpu_s"].values(), *row["clock_s"].values()) > 0
-
-
 def test_the_tables_show_every_figure(tmp_path, run):
     folder = write_tiny_llama(tmp_path / "model")
     peer = tmp_path / "peer.json"
@@ -130,8 +101,7 @@ def test_the_tables_show_every_figure(tmp_path, run):
         "GB/s",
         "2x40",
         "of the bandwidth",
-        *PARTS,
-        *BETWEEN,
+        *SAMPLING,
         "decode b3_ctx36, ms",
         "[a]",
         "ahead",
@@ -143,7 +113,7 @@ def test_the_tables_show_every_figure(tmp_path, run):
 @pytest.mark.nightly
 def test_a_model_that_transformers_computes_has_figures_without_what_is_known_of_ours_alone(tmp_path, run):
     folder = write_foreign_model(tmp_path / "model", "gpt2")
-    result = run(folder, *SIZES, "--structured", "--json")
+    result = run(folder, *SIZES, "--json")
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
     assert figures["engine"]["model_impl"].startswith("transformers")
@@ -155,25 +125,20 @@ def test_a_model_that_transformers_computes_has_figures_without_what_is_known_of
     unknown = ("weight_bytes", "flops", "bandwidth_share", "gemm_share")
     assert {row[name] for row in figures["decode"] for name in unknown} == {None}
     assert {row[name] for row in figures["prefill"] for name in ("flops", "gemm_share")} == {None}
-    assert figures["profiles"] == []
-    assert figures["structured"]["batch"] == 3
-    _check_loop(figures["loop"])
 
 
 @pytest.mark.nightly
 def test_what_is_not_known_of_a_model_that_transformers_computes_is_said(tmp_path, run):
     shown = run(write_foreign_model(tmp_path / "model", "gpt2"), *SIZES)
     assert shown.exit_code == 0, shown.output
-    assert "parts of a step are not known" in shown.stdout
+    assert "operations and bytes of weights are not known" in shown.stdout
 
 
 @pytest.mark.nightly
 def test_the_line_above_prefill_says_what_a_step_holds(tmp_path, run):
     folder = write_tiny_llama(tmp_path / "model")
-    alone = run(folder, *SIZES, "--max-num-batched-tokens", "16")
-    assert "prefill, prompts one after the other in chunks of 16 tokens:" in alone.stdout
-    shared = run(folder, *SIZES, "--max-num-batched-tokens", "96", "--shared-steps")
-    assert "prefill, prompts together in steps of 96 tokens:" in shared.stdout
+    shown = run(folder, *SIZES, "--max-num-batched-tokens", "96")
+    assert "prefill, prompts together in steps of 96 tokens:" in shown.stdout
 
 
 @pytest.mark.nightly
@@ -188,44 +153,23 @@ def test_a_shape_is_measured_without_a_model(run, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_transformers_can_be_measured_beside_it(run, monkeypatch):
+def test_other_settings_are_compared_by_what_the_command_printed_with_them(run, monkeypatch, tmp_path):
     tiny = Shape("Gemma3ForCausalLM", "gemma3_text", 48, 3, 4, 1, 12, 80, 260, 1024)
     monkeypatch.setitem(SHAPES, "gemma-3-1b", tiny)
-    result = run("--shape", "gemma-3-1b", *SIZES, "--with-transformers", "--json")
-    assert result.exit_code == 0, result.output
-    figures = json.loads(result.stdout)
+    theirs = run("--shape", "gemma-3-1b", *SIZES, "--model-impl", "transformers", "--json")
+    assert theirs.exit_code == 0, theirs.output
+    file = tmp_path / "transformers.json"
+    file.write_text(theirs.stdout)
+    figures = json.loads(run("--shape", "gemma-3-1b", *SIZES, "--peer-json", file, "--json").stdout)
     assert figures["engine"]["model_impl"] == "native"
-    gain = {(row["kind"], row["key"]): row for row in figures["gain"]}
+    rows = {(row["kind"], row["key"]): row for row in figures["ratios"]}
     keys = {("prefill", "2x40"), ("prefill", "1x24")}
-    assert gain.keys() == {("load", ""), *keys, *(("decode", f"b{b}_ctx{c}") for b in (1, 3) for c in (20, 36))}
-    row = gain["decode", "b1_ctx20"]
-    assert row["peer"] == "--model-impl transformers"
+    assert rows.keys() == {("load", ""), *keys, *(("decode", f"b{b}_ctx{c}") for b in (1, 3) for c in (20, 36))}
+    row = rows["decode", "b1_ctx20"]
+    assert row["peer"] == "transformers"
     assert row["ours"] == pytest.approx(figures["decode"][0]["step_s"] * 1e3)
+    assert row["theirs"] == pytest.approx(json.loads(theirs.stdout)["decode"][0]["step_s"] * 1e3)
     assert row["ratio"] == pytest.approx(row["ours"] / row["theirs"])
-
-
-@pytest.mark.nightly
-def test_the_price_of_batch_invariance_can_be_measured(tmp_path, run):
-    folder = write_tiny_llama(tmp_path / "model")
-    result = run(folder, *SIZES, "--batch-invariant", "--json")
-    assert result.exit_code == 0, result.output
-    figures = json.loads(result.stdout)
-    assert figures["engine"]["batch_invariant"] == "yes"
-    price = {(row["kind"], row["key"]): row for row in figures["price"]}
-    keys = {("prefill", "2x40"), ("prefill", "1x24")}
-    assert price.keys() == {("load", ""), *keys, *(("decode", f"b{b}_ctx{c}") for b in (1, 3) for c in (20, 36))}
-    row = price["prefill", "2x40"]
-    assert row["peer"] == "without --batch-invariant"
-    assert row["ours"] == figures["prefill"][0]["tokens_per_s"]
-    assert row["ratio"] == pytest.approx(row["ours"] / row["theirs"])
-
-
-@pytest.mark.nightly
-def test_the_price_of_batch_invariance_is_shown_where_it_was_measured(tmp_path, run):
-    folder = write_tiny_llama(tmp_path / "model")
-    result = run(folder, *SIZES, "--batch-invariant")
-    assert "the price of --batch-invariant" in result.stdout
-    assert "the price of" not in run(folder, *SIZES).stdout
 
 
 def test_random_weights_do_not_stay_behind(run, tmp_path, monkeypatch):
@@ -237,7 +181,7 @@ def test_random_weights_do_not_stay_behind(run, tmp_path, monkeypatch):
         folders.append((folder, folder.exists()))
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(bench_engine, "measure_engine", interrupted)
+    monkeypatch.setattr(measure, "measure_engine", interrupted)
     assert run("--shape", "qwen3-0.6b").exit_code == 128 + signal.SIGTERM
     ((folder, was_there),) = folders
     assert (was_there, folder.is_relative_to(tmp_path), list(tmp_path.iterdir())) == (True, True, [])
@@ -249,6 +193,8 @@ def test_random_weights_do_not_stay_behind(run, tmp_path, monkeypatch):
     [
         (["model", "--shape", "qwen3-0.6b"], "not both"),
         (["model", "--layers", "2"], "--layers goes with --shape"),
+        (["--shape", "smollm2-135m", "--measure", "accuracy"], "--measure accuracy needs a MODEL"),
+        (["--shape", "smollm2-135m", "--measure", "speculation"], "--measure speculation needs a MODEL"),
         (["--shape", "smollm2-135m", "--layers", "31"], "--layers 31: smollm2-135m has 30"),
         (["--prompts", "8x"], "'8x' is not of the form COUNTxLENGTH"),
         (["--prompts", "0x8"], "'0x8' is not of the form COUNTxLENGTH"),
@@ -318,39 +264,10 @@ def test_prompts_are_computed_each_in_its_own_blocks(tmp_path):
     assert all(keys[block].any() for block in range(9))
 
 
-def test_own_time_leaves_out_what_is_within(monkeypatch):
-    ticks = iter(range(100))
-    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(ticks))
-    watch = Stopwatch(torch.device("cpu"))
-    inner = watch.around(LINEARS, lambda x: x + 1)
-    outer = watch.around(HEAD, lambda x: inner(inner(x)))
-    assert outer(1) == 3
-    assert (watch.own_s[LINEARS], watch.own_s[HEAD]) == (2, 3)  # from 0 to 5, less 1-2 and 3-4
-    assert (watch.num_calls[LINEARS], watch.num_calls[HEAD], watch.total_s) == (2, 1, 5)
-
-
-def test_watches_change_no_answer_and_go_away(tmp_path):
-    loaded = load(write_tiny_llama(tmp_path))
-    request = Request("a", 0, list(range(20)), 20, SamplingParams(max_tokens=1, temperature=0))
-    works = [Work(request, 0, 20, range(3))]
-    sample, plain = engine.engine.sample, loaded.step(works)
-    with watching(loaded) as watch:
-        assert loaded.step(works) == plain
-    assert watch.num_calls[HEAD] == 1
-    assert loaded.step(works) == plain
-    assert watch.num_calls[HEAD] == 1
-    assert engine.engine.sample is sample
-    assert "step" not in vars(loaded)
-    assert not any("forward" in vars(module) for module in loaded.model.modules())
-
-
-def test_steps_of_each_prompt_alone_and_of_several():
+def test_prompts_share_steps():
     size = PromptSize(3, 5)
-    alone = [[(prompt, start, count)] for prompt in range(3) for start, count in ((0, 4), (4, 1))]
-    assert chunks_of(size, 4, shares_steps=False) == alone
-    shared = [[(0, 0, 4)], [(0, 4, 1), (1, 0, 3)], [(1, 3, 2), (2, 0, 2)], [(2, 2, 3)]]
-    assert chunks_of(size, 4, shares_steps=True) == shared
-    assert chunks_of(size, 100, shares_steps=True) == [[(0, 0, 5), (1, 0, 5), (2, 0, 5)]]
+    assert chunks_of(size, 4) == [[(0, 0, 4)], [(0, 4, 1), (1, 0, 3)], [(1, 3, 2), (2, 0, 2)], [(2, 2, 3)]]
+    assert chunks_of(size, 100) == [[(0, 0, 5), (1, 0, 5), (2, 0, 5)]]
 
 
 # ---- figures of peers ----

@@ -1,0 +1,296 @@
+"""How fast the data plane transfers the KV of a prompt that is computed, from `finish` to the sender's commit.
+
+The sender is this process and the receiver another, each with a KV pool and, where there are two, a core of its own.
+Every repeat goes once through all transports and yardsticks, so that what disturbs the machine hits all alike. The
+connection exists before; what arrives is compared with what was sent. Rates, and ratios to those of the yardsticks, are
+those of the fastest repeats.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from engine.cache.kv_pool import PagedKVPool
+from kv_transfer.ends.sender import KVSender, Sent, TransferFailed
+from kv_transfer.ticket import Ticket
+from kv_transfer.transports.transport import Dialer
+from kv_transfer.transports.zmq import ZmqDialer
+from serving_core.cpus import confined
+from serving_core.layout import KVLayout
+from serving_core.socket_folder import SocketFolder
+from splitserve.launch.models import Report
+from splitserve_bench.child import start_child
+from splitserve_bench.errors import BenchError
+from splitserve_bench.transfer.peer import (
+    DEADLINE_S,
+    MAX_LINE_BYTES,
+    ZMQ_SHM,
+    Arrival,
+    block_ids_of,
+    check_device,
+    device_of,
+    dialer_of,
+    digest_of,
+    fill,
+    store_of,
+)
+
+TAIL: Final = b"tail"
+STOP_S: Final = 10.0
+SHARE_S: Final = 10.0  # until both processes share memory
+COPY, TCP = "memory copy", "TCP socket"  # the yardsticks
+
+
+@dataclass(frozen=True, slots=True)
+class TransferBench:
+    """What is measured."""
+
+    transports: tuple[str, ...]
+    prompt_tokens: tuple[int, ...]
+    repeats: int
+    is_scattered: bool  # whether a prompt's blocks lie anywhere in the pool, instead of side by side
+    device: str = "cpu"  # where both pools are; of several CUDA devices on two
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Seconds of several repeats."""
+
+    fastest_s: float
+    median_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One transfer: seconds from finish to commit, CPU seconds of the sending process until then, and the arrival."""
+
+    commit_s: float
+    cpu_s: float
+    arrival: Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFigures:
+    """One transport and one prompt, which takes num_bytes. CPU seconds are medians; ratios are of rates, for the same
+    bytes."""
+
+    transport: str
+    prompt_tokens: int
+    num_bytes: int
+    commit: Spread
+    bytes_per_s: float
+    tcp_ratio: float  # to a plain TCP socket between the two processes
+    copy_ratio: float  # to copying the bytes in memory once
+    sender_cpu_s: float
+    receiver_cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """Everything that was measured with one layout, on so many CPUs (0: not known)."""
+
+    layout: KVLayout
+    num_cpus: int
+    transfers: tuple[TransferFigures, ...]
+
+
+async def measure_transfer(layout: KVLayout, sizes: TransferBench, report: Report) -> TransferReport:
+    """Start the receiving process, measure, and stop it. Raises BenchError, and SettingsError when the pools do not fit
+    into the memory, or a transport does not move blocks of the device."""
+    check_device(sizes.transports, sizes.device)
+    pool_blocks = layout.num_blocks_for(max(sizes.prompt_tokens))
+    transfers: list[TransferFigures] = []
+    with SocketFolder() as folder:
+        async with (
+            peer_process(str(folder.path)) as (peer, num_cpus),
+            open_sender(layout, pool_blocks, sizes.transports, peer, sizes.device) as sender,
+        ):
+            for prompt_tokens in sizes.prompt_tokens:
+                report(f"blocks of {layout.block_size}, prompts of {prompt_tokens} tokens ...")
+                num_blocks = layout.num_blocks_for(prompt_tokens)
+                num_bytes = num_blocks * layout.block_bytes
+                for name in sizes.transports:  # connects
+                    await sender.sample(name, num_blocks, sizes.is_scattered)
+                samples: dict[str, list[Sample]] = {name: [] for name in sizes.transports}
+                plain_s: dict[str, list[float]] = {COPY: [], TCP: []}
+                for _ in range(sizes.repeats):
+                    for name, taken in samples.items():
+                        taken.append(await sender.sample(name, num_blocks, sizes.is_scattered))
+                    plain_s[COPY].append(copy_s(num_bytes))
+                    plain_s[TCP].append(await peer.plain_s(num_bytes))
+                fastest = {name: min(seconds) for name, seconds in plain_s.items()}
+                transfers += [figures_of(name, prompt_tokens, num_bytes, samples[name], fastest) for name in samples]
+    return TransferReport(layout, num_cpus, tuple(transfers))
+
+
+def figures_of(
+    transport: str, prompt_tokens: int, num_bytes: int, samples: Sequence[Sample], plain_s: Mapping[str, float]
+) -> TransferFigures:
+    """Return the figures of one or more samples of a transport, beside the seconds of each yardstick."""
+    commits_s = [sample.commit_s for sample in samples]
+    commit = Spread(min(commits_s), statistics.median(commits_s))
+    return TransferFigures(
+        transport=transport,
+        prompt_tokens=prompt_tokens,
+        num_bytes=num_bytes,
+        commit=commit,
+        bytes_per_s=num_bytes / commit.fastest_s,
+        tcp_ratio=plain_s[TCP] / commit.fastest_s,
+        copy_ratio=plain_s[COPY] / commit.fastest_s,
+        sender_cpu_s=statistics.median(sample.cpu_s for sample in samples),
+        receiver_cpu_s=statistics.median(sample.arrival.cpu_s for sample in samples),
+    )
+
+
+def copy_s(num_bytes: int) -> float:
+    """Return the seconds that a copy from one buffer into another takes, both of them touched before."""
+    source, target = bytearray(b"\1") * num_bytes, bytearray(b"\2") * num_bytes
+    start_s = time.perf_counter()
+    memoryview(target)[:] = source
+    return time.perf_counter() - start_s
+
+
+class PeerProcess:
+    """The receiving process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def ask(self, **command: Any) -> Any:
+        """Send a command and return its answer. Raises BenchError when the process cannot obey, or is not in time."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                line = await self._process.stdout.readline()
+        except TimeoutError as error:
+            raise BenchError(f"the receiving process did not answer within {DEADLINE_S:g} s") from error
+        if not line:
+            raise BenchError("the receiving process has ended")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise BenchError(answer["error"])
+        return answer
+
+    async def expect(self, transport: str, num_blocks: int, is_scattered: bool) -> bytes:
+        """Return a transfer descriptor for as many blocks."""
+        answer = await self.ask(expect=transport, num_blocks=num_blocks, is_scattered=is_scattered)
+        return bytes.fromhex(answer["descriptor"])
+
+    async def arrival(self) -> Arrival:
+        """Return what arrived of the last transfer. Raises BenchError when it failed."""
+        return Arrival(**await self.ask(arrival=True))
+
+    async def plain_s(self, num_bytes: int) -> float:
+        """Return the seconds until the process has received as many bytes from a plain TCP socket and said so."""
+        source = bytearray(b"\1") * num_bytes
+        address = (await self.ask(plain_bytes=num_bytes))["address"]
+        with socket.create_connection(tuple(address), timeout=DEADLINE_S) as connection:
+            start_s = time.perf_counter()
+            connection.sendall(source)
+            connection.recv(1)
+            return time.perf_counter() - start_s
+
+
+class Sender:
+    """A filled pool with a sender for each transport, and the process that receives. Belongs to one event loop."""
+
+    def __init__(self, pool: PagedKVPool, senders: Mapping[str, KVSender], peer: PeerProcess) -> None:
+        self._pool = pool
+        self._senders = senders
+        self._peer = peer
+
+    async def sample(self, transport: str, num_blocks: int, is_scattered: bool) -> Sample:
+        """Make one transfer. Raises BenchError when it fails, or when what arrived is not what was sent."""
+        sender = self._senders[transport]
+        block_ids = block_ids_of(num_blocks, self._pool.num_blocks, is_scattered)
+        descriptor = await self._peer.expect(transport, num_blocks, is_scattered)
+        done: asyncio.Future[Sent | TransferFailed] = asyncio.get_running_loop().create_future()
+        transfer = sender.start(descriptor, done.set_result)
+        if transport == ZMQ_SHM:
+            await _until_shared(sender.transport, descriptor)
+        cpu_at_start_s, start_s = time.process_time(), time.perf_counter()
+        transfer.finish(block_ids, TAIL)
+        result = await done
+        commit_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_at_start_s
+        if isinstance(result, TransferFailed):
+            raise BenchError(f"a transfer over {transport} failed: {result.message}")
+        arrival = await self._peer.arrival()
+        if arrival.digest != digest_of(sender.store, sender.transport.payload, block_ids):
+            raise BenchError(f"{transport} committed other bytes than were sent")
+        return Sample(commit_s, cpu_s, arrival)
+
+
+async def _until_shared(dialer: Dialer, descriptor: bytes) -> None:
+    """Return when blocks for the receiver go through shared memory. Raises BenchError when they never do."""
+    assert isinstance(dialer, ZmqDialer)
+    address = Ticket.decode(descriptor).ends[0].address
+    give_up_s = time.perf_counter() + SHARE_S
+    while not dialer.shares_with(address):
+        if time.perf_counter() > give_up_s:
+            raise BenchError("the two processes share no memory; the log says why")
+        await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def open_sender(
+    layout: KVLayout, pool_blocks: int, transports: Sequence[str], peer: PeerProcess, device_name: str
+) -> AsyncIterator[Sender]:
+    """Open the pools of both ends; transports connect on the first transfer. Raises SettingsError when a pool is too
+    large."""
+    device = device_of(device_name, is_sender=True)
+    pool = PagedKVPool(layout, pool_blocks, device)
+    fill(pool, range(pool_blocks), is_random=True)
+    dialers = {name: dialer_of(name, device) for name in transports}
+    keys = [dialer.key.hex() for dialer in dialers.values() if dialer.key]
+    await peer.ask(
+        open=layout.uniform_fields(), pool_blocks=pool_blocks, device=device_name, transports=transports, keys=keys
+    )
+    senders = {name: KVSender(dialers[name], store_of(name, pool), deadline_s=DEADLINE_S) for name in transports}
+    try:
+        yield Sender(pool, senders, peer)
+    finally:
+        for sender in senders.values():
+            await sender.close()
+
+
+@asynccontextmanager
+async def peer_process(folder: str) -> AsyncIterator[tuple[PeerProcess, int]]:
+    """Start the receiving process. Yields it and how many CPUs the two have: one each where there are two. This process
+    stays on its own CPU, and torch computes with one thread, until the end."""
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    with confined(cpus[1:2] or cpus):  # the child inherits it
+        module = "splitserve_bench.transfer.peer"
+        process = await start_child(module, folder, limit=MAX_LINE_BYTES, OMP_NUM_THREADS="1")
+    try:
+        with confined(cpus[:1]), _one_thread():
+            yield PeerProcess(process), min(2, len(cpus))
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
