@@ -22,7 +22,6 @@ MINUTES = {
     "tests/schedules": 1.2,
     "tests/system/test_base_install.py": 0.4,
     "tests/system/test_bench_serve.py": 0.3,
-    "tests/system/test_bench_simulate.py": 0.5,
     "tests/system/test_dashboards.py": 0.2,
     "tests/system/test_doors.py": 1.1,
     "tests/system/test_moves.py": 1.2,
@@ -101,7 +100,6 @@ TESTS = {  # the most telling first
         "tests/unit/splitserve_bench/test_doctor.py",
         "tests/unit/splitserve_bench/test_simulate_fleets.py",
         "tests/system/test_bench_serve.py",
-        "tests/system/test_bench_simulate.py",
     ],
 }
 SIMULATED_DEVICE = "tests/gpu"  # tests of this folder run on the simulated CUDA device
