@@ -15,8 +15,7 @@ from typing import Final, NamedTuple
 import click
 
 from prefill_node.order import timely
-from splitserve_bench.plan.asked import AskedLoad
-from splitserve_bench.plan.loads import Loads
+from splitserve_bench.plan.loads import AskedLoad, Loads
 from splitserve_bench.simulate.profile import Profile, read_profile
 
 

@@ -20,8 +20,8 @@ from splitserve_bench.models import writing_model
 from splitserve_bench.options import NewFile, Size
 
 if TYPE_CHECKING:
-    from splitserve_bench.doctor.doctor import DoctorBench
     from splitserve_bench.doctor.environment import Environment
+    from splitserve_bench.doctor.measure import DoctorBench
 
 MOST_RUNNING: Final = 256
 
@@ -101,8 +101,8 @@ def doctor(
     if check_bits:
         _check_bits(writing_model(model, report), flags, cores, tp, as_json)
         return
-    from splitserve_bench.doctor.doctor import DoctorBench, all_cpus
     from splitserve_bench.doctor.environment import find_environment
+    from splitserve_bench.doctor.measure import DoctorBench, all_cpus
 
     environment = find_environment(model, all_cpus())
     if not as_json:
@@ -120,7 +120,7 @@ def _measure(
     environment: "Environment | None",
 ) -> None:
     """With an environment, which is not shown yet, everything is one JSON object."""
-    from splitserve_bench.doctor.doctor import measure_doctor
+    from splitserve_bench.doctor.measure import measure_doctor
     from splitserve_bench.doctor.report import doctor_view, pays_lines
 
     async def main() -> None:
@@ -131,7 +131,7 @@ def _measure(
         else:
             stdout.print(doctor_view(figures))
         if save_path is not None:
-            from splitserve_bench.doctor.saving import measure_profile
+            from splitserve_bench.doctor.measure import measure_profile
 
             profile = await measure_profile(model, settings, sizes, figures.costs.corridor.bytes_per_s, report)
             profile.save(save_path)
@@ -141,8 +141,10 @@ def _measure(
 
 
 def _check_bits(model: LocalModel, flags: Mapping[str, Any], cores: int, tp_size: int, as_json: bool) -> None:
-    from splitserve_bench.bits import BitsBench, BitsFigures, bits_view, check_bits, conclusion
-    from splitserve_bench.doctor.doctor import all_cpus
+    from splitserve_bench.bits.check import BitsFigures, check_bits
+    from splitserve_bench.bits.questions import BitsBench
+    from splitserve_bench.bits.report import bits_view, conclusion
+    from splitserve_bench.doctor.measure import all_cpus
 
     found: list[BitsFigures] = []
 

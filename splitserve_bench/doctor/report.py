@@ -10,7 +10,7 @@ from rich.text import Text
 
 from serving_core.units import size_of
 from splitserve.commands.terminal import plain_table
-from splitserve_bench.doctor.doctor import TRANSPORT, DoctorFigures, PaysBetween
+from splitserve_bench.doctor.measure import TRANSPORT, DoctorFigures, PaysBetween
 from splitserve_bench.doctor.split_model import MARGIN
 
 STYLES: Final = {"split": "green", "even": "", "colocated": "yellow"}

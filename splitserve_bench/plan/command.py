@@ -1,6 +1,8 @@
-"""`splitserve plan`. What it searches with is imported when it runs, so that help is quick."""
+"""`splitserve plan`, whose flags of a load are those of `bench serve`. What it searches with is imported when it runs,
+so that help is quick."""
 
 import json
+import math
 import os
 from pathlib import Path
 from time import perf_counter
@@ -9,30 +11,199 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from serving_core.extras import require
+from serving_core.settings import KV_CACHE_DTYPES, QUANTIZATIONS
 from splitserve.commands.terminal import counting, report, stderr, stdout
 from splitserve.signals import run_to_end
-from splitserve_bench.plan.asked import Asked
-from splitserve_bench.plan.options import (
-    PlanGroup,
-    asked_of,
-    fleet_options,
-    hardware_options,
-    load_options,
-    objective_options,
-    output_options,
-    search_options,
-)
-from splitserve_bench.plan.profile_command import profile_command
+from splitserve_bench.options import PAIR, ListOf, NewFile, NumberRange, Size, options_of, repeat_flags
+from splitserve_bench.plan.hardware import DEVICES, INFINIBAND, LINK_NAMES
+from splitserve_bench.plan.loads import MOST_COUNTED, AskedLoad
+from splitserve_bench.serve.serve_options import ABOVE_0, RANDOM, TRACES, check_burstiness, check_dataset
 
 if TYPE_CHECKING:
+    from splitserve_bench.plan.candidates import Asked
+    from splitserve_bench.plan.nodes import AskedNodes
     from splitserve_bench.plan.race import Race
-    from splitserve_bench.plan.study import Study
+    from splitserve_bench.plan.search import Study
 
 EVERY: Final = 10  # simulations, a line of progress at least where there is no terminal
+COUNT: Final = click.IntRange(1)
+MOST_GPUS: Final = 1024
+MOST_TP: Final = 64
+LEAST_TP: Final = (1, 2, 3, 4, 8)  # of which a profile's node has the smallest that the model fits on
+SLO: Final = ("--goodput", "--slo")
+# Fields that are called like their flags.
+NODE_FLAGS: Final = (
+    *("max_model_len", "max_num_batched_tokens", "max_num_seqs", "weights_memory_bytes", "quantization"),
+    *("kv_cache_dtype", "device_memory_bytes"),
+)
+LOAD_FLAGS: Final = (
+    *("dataset_name", "length_scale", "random_input_len", "random_output_len", "random_range_ratio"),
+    *("burstiness", "seed"),
+)
+SEARCH_FLAGS: Final = (
+    *("candidates", "goodput", "attainment", "tolerance", "max_probes", "num_prompts", "seconds", "all_plans"),
+    "gpus",
+)
+
+
+class PlanGroup(click.Group):
+    """Takes several pairs after one flag, as vLLM's command does."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, repeat_flags(args, dict.fromkeys(SLO, PAIR)))
+
+
+def parse_size(text: str) -> int:
+    """Raises ValueError."""
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= MOST_TP):
+        raise ValueError(f"{text!r} is no parallel size from 1 to {MOST_TP}")
+    return int(text)
+
+
+def parse_figure(text: str) -> tuple[str, float]:
+    """NAME=NUMBER. Raises ValueError."""
+    name, _, number = text.partition("=")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not (name and value > 0 and math.isfinite(value)):
+        raise ValueError(f"{text!r} is not HARDWARE=NUMBER with a number above 0")
+    return name.lower(), value
+
+
+NAMES: Final = ListOf("NAME,...", str.lower)
+FIGURES: Final = ListOf("NAME=NUMBER,...", parse_figure)
+SIZES: Final = ListOf("N,...", parse_size)
+PRESETS: Final = ", ".join(DEVICES)
+
+node_options = options_of(
+    click.option(
+        "--model",
+        type=click.Path(exists=True, file_okay=False),
+        help="Folder with the model's config.json; its weights are not needed.",
+    ),
+    click.option("--link", type=click.Choice(LINK_NAMES), help="Of devices of a host; by default the hardware's own."),
+    click.option(
+        "--device-memory",
+        "device_memory_bytes",
+        default=0,
+        type=Size(),
+        help="Of one device, such as 80GiB; default: the hardware's.",
+    ),
+    click.option("--max-model-len", default=0, type=click.IntRange(0), help="Tokens of a request; else the model's."),
+    click.option(
+        "--max-num-batched-tokens",
+        default=0,
+        type=click.IntRange(0),
+        help="Of a node's step; default: a profile's, else that of nodes on such devices.",
+    ),
+    click.option("--max-num-seqs", default=0, type=click.IntRange(0, 1024), help="Of a node; default: likewise."),
+    click.option(
+        "--weights-memory-bytes",
+        default=0,
+        type=Size(),
+        help="Most that a device holds of the weights, such as 60GiB, as of `splitserve up`: layers beyond are in host "
+        "memory, or on a disk beside a CPU; default: nodes hold all.",
+    ),
+    click.option(
+        "--quantization",
+        default="none",
+        show_default=True,
+        type=click.Choice(QUANTIZATIONS),
+        help="Of the weights, as of `splitserve up`.",
+    ),
+    click.option(
+        "--kv-cache-dtype",
+        default="auto",
+        show_default=True,
+        type=click.Choice(KV_CACHE_DTYPES),
+        help="Of keys and values, as of `splitserve up`.",
+    ),
+)
+fleet_options = options_of(
+    click.option(
+        "--profile",
+        "profiles",
+        multiple=True,
+        type=click.Path(exists=True, dir_okay=False),
+        help="What a node takes, as `splitserve doctor --save` has measured it; give it again for other kinds of node. "
+        "Without it that is worked out from the hardware's data sheet.",
+    ),
+    click.option("--hardware", type=NAMES, help=f"Of all nodes: {PRESETS}, or as profiles call it."),
+    click.option("--prefill-hardware", type=NAMES, help="Of prefill nodes; several are all tried."),
+    click.option("--decode-hardware", type=NAMES, help="Of decode nodes; several are all tried."),
+    click.option(
+        "--host-link", default=INFINIBAND, show_default=True, type=click.Choice(LINK_NAMES), help="Between hosts."
+    ),
+    click.option("--gpus", type=click.IntRange(1, MOST_GPUS), help="Devices in all."),
+    click.option("--gpus-per-host", default=8, show_default=True, type=click.IntRange(1, MOST_TP)),
+    click.option(
+        "--cells",
+        default=0,
+        type=click.IntRange(0),
+        help="Equal clusters that share the load, each with a coordinator of its own; default: one for each host.",
+    ),
+    click.option("--tp", "tp_sizes", default="1,2,4,8", show_default=True, type=SIZES),
+    click.option(
+        "--pp",
+        "pp_sizes",
+        default="1",
+        show_default=True,
+        type=SIZES,
+        help="Stages of a node, of each of the sizes of --tp.",
+    ),
+)
+objective_options = options_of(
+    click.option("--cost", "objective", flag_value="cost", help="Search for the most requests a dollar."),
+    click.option("--power", "objective", flag_value="power", help="Search for the most requests a second a kilowatt."),
+    click.option("--price", type=FIGURES, help="Dollars an hour of a device: h100=4.75,a100=2.2 (the defaults)."),
+    click.option("--watts", type=FIGURES, help="Of a device: h100=700,a100=400 (the defaults)."),
+)
+load_options = options_of(
+    click.option(
+        "--dataset-name", "--dataset", default=RANDOM, show_default=True, type=click.Choice((RANDOM, *TRACES))
+    ),
+    click.option("--dataset-path", type=click.Path(exists=True, dir_okay=False), help="The trace."),
+    click.option("--length-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's lengths."),
+    click.option("--random-input-len", default=1024, show_default=True, type=COUNT),
+    click.option("--random-output-len", default=128, show_default=True, type=COUNT),
+    click.option("--random-range-ratio", default=0.0, show_default=True, type=NumberRange(0, 1, max_open=True)),
+    click.option("--burstiness", default=1.0, show_default=True, type=ABOVE_0, help="1 is Poisson; random only."),
+)
+search_options = options_of(
+    click.option(*SLO, multiple=True, metavar="ttft:MS tpot:MS", help="Limits that a good request meets, in ms."),
+    click.option("--attainment", default=0.9, show_default=True, type=NumberRange(0, 1, min_open=True)),
+    click.option("--tolerance", default=0.03, show_default=True, type=ABOVE_0, help="Of the goodput."),
+    click.option("--candidates", default=20, show_default=True, type=COUNT, help="Most plans that are simulated."),
+    click.option("--all", "all_plans", is_flag=True, help="Find every plan's knee, not only those of the best two."),
+    click.option("--max-probes", default=12, show_default=True, type=COUNT, help="Of a plan, beyond quick ones."),
+    click.option(
+        "--num-prompts",
+        default=200,
+        show_default=True,
+        type=click.IntRange(1, MOST_COUNTED),
+        help="Requests that count, at least.",
+    ),
+    click.option(
+        "--seconds",
+        default=2.0,
+        show_default=True,
+        type=ABOVE_0,
+        help=f"For which they come, at least, but for more than {MOST_COUNTED} requests.",
+    ),
+    click.option("--seed", default=0, show_default=True, type=click.IntRange(0)),
+    click.option("--jobs", default=0, type=click.IntRange(0, 256), help="Processes; default: one for each CPU."),
+)
+output_options = options_of(
+    click.option("--plot", type=NewFile(), help="Picture of the knees (PNG)."),
+    click.option("--save", "save_path", type=NewFile(), help="The JSON object."),
+    click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables."),
+)
 
 
 @click.group("plan", cls=PlanGroup, invoke_without_command=True)
-@hardware_options
+@node_options
 @fleet_options
 @objective_options
 @load_options
@@ -42,14 +213,13 @@ EVERY: Final = 10  # simulations, a line of progress at least where there is no 
 def plan_command(
     context: click.Context, /, jobs: int, plot: Path | None, save_path: Path | None, as_json: bool, **flags: Any
 ) -> None:
-    """Find how to divide --gpus devices into nodes that read, that write or that do both, and with how many ranks each,
-    for the most good requests a second: by simulation, with the decisions of the real coordinator and the real
-    nodes."""
+    """Find how to divide --gpus devices into prefill nodes, decode nodes and nodes that do both, and with how many
+    ranks each, for the most good requests a second: by simulation, with the decisions of the real coordinator and the
+    real nodes."""
     if context.invoked_subcommand is not None:
         return
-    from splitserve_bench.plan.findings import findings_of, words_of
-    from splitserve_bench.plan.report import best_commands, draw, plan_json, plan_view, save
-    from splitserve_bench.plan.study import study_of
+    from splitserve_bench.plan.report import best_commands, draw, findings_of, plan_json, plan_view, save, words_of
+    from splitserve_bench.plan.search import study_of
 
     if plot is not None:
         require("bench")
@@ -77,10 +247,25 @@ def plan_command(
         report(f"picture: {plot}")
 
 
-def _run(study: "Study", race: "Race", asked: Asked, jobs: int) -> None:
+@plan_command.command("profile")
+@node_options
+@click.option("--hardware", required=True, type=click.Choice(list(DEVICES)), help="Of the node.")
+@click.option("--tp", type=click.IntRange(1, MOST_TP), help="Default: the smallest size that the model fits on.")
+@click.option("--save", "save_path", required=True, type=NewFile(), help="The profile.")
+def profile_command(hardware: str, tp: int | None, save_path: Path, **flags: Any) -> None:
+    """Write the profile of one node, worked out from the hardware's data sheet, for `splitserve simulate --profile`."""
+    from splitserve_bench.plan.nodes import machines_of
+
+    sizes = (tp,) if tp is not None else LEAST_TP
+    kind = machines_of(_nodes_of({**flags, "hardware": (hardware,), "tp_sizes": sizes})).kinds[0]
+    kind.profile.save(save_path)
+    report(f"written: {save_path}, of {kind.hardware} TP {kind.tp}")
+
+
+def _run(study: "Study", race: "Race", asked: "Asked", jobs: int) -> None:
     """Raises BenchError."""
-    from splitserve_bench.plan.crew import run_race
-    from splitserve_bench.plan.progress import Progress
+    from splitserve_bench.plan.race import Progress
+    from splitserve_bench.plan.search import run_race
 
     began_s = perf_counter()
     progress = Progress(race, study.plans, asked.cells, began_s)
@@ -99,4 +284,46 @@ def _num_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-plan_command.add_command(profile_command)
+def asked_of(flags: dict[str, Any]) -> "Asked":
+    """Return what the flags ask for. Raises click.UsageError and SettingsError for those that contradict each other."""
+    from splitserve_bench.plan.candidates import DEVICE, Asked
+
+    gpus, per_host = flags["gpus"], flags["gpus_per_host"]
+    if gpus is None:
+        raise click.UsageError("--gpus N is needed: how many devices there are")
+    cells = flags["cells"] or (gpus // per_host if gpus % per_host == 0 else 1)
+    if gpus % cells:
+        raise click.UsageError(f"--cells {cells}: {gpus} devices cannot be divided evenly into so many")
+    check_dataset(flags["dataset_name"], flags["dataset_path"], flags["length_scale"])
+    check_burstiness(flags["dataset_name"], flags["burstiness"])
+    load = AskedLoad(dataset_path=flags["dataset_path"] or "", **{name: flags[name] for name in LOAD_FLAGS})
+    return Asked(
+        _nodes_of(flags),
+        load,
+        cells=cells,
+        objective=flags["objective"] or DEVICE,
+        **{name: flags[name] for name in SEARCH_FLAGS},
+    )
+
+
+def _nodes_of(flags: dict[str, Any]) -> "AskedNodes":
+    """Without some of the flags: of one node alone, which has no price and nobody to send to."""
+    from splitserve_bench.plan.nodes import AskedNodes
+
+    own = flags["hardware"] or ()
+    prefill, decode = (tuple(flags.get(f"{role}_hardware") or own) for role in ("prefill", "decode"))
+    return AskedNodes(
+        model=flags["model"] or "",
+        profiles=flags.get("profiles", ()),
+        prefill_hardware=prefill,
+        decode_hardware=decode,
+        both_hardware=tuple(dict.fromkeys((*own, *prefill, *decode))),
+        link=flags["link"] or "",
+        host_link=flags.get("host_link", INFINIBAND),
+        gpus_per_host=flags.get("gpus_per_host", MOST_TP),
+        tp_sizes=tuple(sorted(flags["tp_sizes"])),
+        pp_sizes=tuple(sorted(flags.get("pp_sizes", (1,)))),
+        dollars_per_h=flags.get("price") or (),
+        watts=flags.get("watts") or (),
+        **{name: flags[name] for name in NODE_FLAGS},
+    )

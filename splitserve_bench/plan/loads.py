@@ -6,16 +6,30 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from splitserve_bench.plan.asked import AskedLoad
 from splitserve_bench.serve.arrivals import send_times_s
 from splitserve_bench.serve.datasets import Shape, clipped_words, fit, longer_share, plan, random_load
 from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.serve.serve_options import AZURE, RANDOM
 from splitserve_bench.serve.traces import TracedRequest, at_rate, read_azure_trace, read_mooncake_trace, trace_load
 
+MOST_COUNTED: Final = 10_000  # requests of a probe
 MOST_TRACED: Final = 100_000  # requests that are read of a trace
 SAMPLE: Final = 500  # requests from which mean lengths are told
 OTHER_PROMPT: Final = 2**40  # added to a trace's hash ids each time that it begins again
+
+
+@dataclass(frozen=True, slots=True)
+class AskedLoad:
+    """The flags of a load, as plain values that JSON can carry to the processes that simulate."""
+
+    dataset_name: str
+    dataset_path: str
+    length_scale: float
+    random_input_len: int
+    random_output_len: int
+    random_range_ratio: float
+    burstiness: float
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,4 @@
-"""The sizes of a model that decide what it costs, as the config.json of its folder has them.
-
-Of models that SplitServe serves, and of OPT and BLOOM, which published tables are about: these can be planned, not
-served.
-"""
+"""The sizes of a model that decide what it costs, as the config.json of its folder has them."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,14 +6,12 @@ from typing import Final
 
 from serving_core.differences import Experts
 from serving_core.errors import ModelError
-from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.layout import DTYPE_BYTES, KVLayout
 from serving_core.model_config import read_model_config
 from serving_core.settings import GROUP_SIZE_4_BIT, HEAD_BITS, WEIGHT_BITS, EngineSettings
 from serving_core.sharding import most_kv_heads
 
-GATED, PLAIN = 3, 2  # products of a feed-forward layer
-BLOOM_MODEL_LEN: Final = 2048
+MLP_PRODUCTS: Final = 3  # of a gated feed-forward layer
 GROUP_BITS: Final = (32 + 8) / GROUP_SIZE_4_BIT  # of each weight of 4 bits, for the scale and the zero
 
 
@@ -30,7 +24,6 @@ class ModelSizes:
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    mlp_products: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -90,11 +83,11 @@ class ModelSizes:
     def _body(self, share_of_experts: float) -> int:
         """Of all layers, with so much of their experts where they have some."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        dense, num_dense, mixture = self.mlp_products * self.intermediate_size, self.num_layers, 0
+        dense, num_dense, mixture = MLP_PRODUCTS * self.intermediate_size, self.num_layers, 0
         if (experts := self.experts) is not None:
             num_dense = len(experts.dense_layers)
             neurons = round(share_of_experts * experts.num_experts * experts.intermediate_size) + experts.shared_size
-            mixture = self.mlp_products * neurons + experts.num_gates
+            mixture = MLP_PRODUCTS * neurons + experts.num_gates
         rows = self.num_layers * attention + num_dense * dense + (self.num_layers - num_dense) * mixture
         return self.hidden_size * rows
 
@@ -141,22 +134,14 @@ class ModelSizes:
 
 def read_model_sizes(folder: Path) -> ModelSizes:
     """Raises ModelError."""
-    name = folder.resolve().name
-    if folder.is_dir():
-        fields = read_json_object(folder / "config.json")
-        if fields.raw("model_type") == "opt":
-            return _opt(fields, name)
-        if fields.raw("model_type") == "bloom":
-            return _bloom(fields, name)
     config = read_model_config(folder)
     if config.has_latent_kv:
         raise ModelError(f"{config.architecture} has latent KV, and what attention over it costs is not known here")
     return ModelSizes(
-        name=name,
+        name=folder.resolve().name,
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
-        mlp_products=GATED,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -165,40 +150,4 @@ def read_model_sizes(folder: Path) -> ModelSizes:
         is_tied=config.tie_word_embeddings,
         dtype=config.dtype,
         experts=config.experts,
-    )
-
-
-def _opt(fields: JsonFields, name: str) -> ModelSizes:
-    num_layers, num_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
-    max_model_len = fields.integer("max_position_embeddings")
-    return _plain(fields, name, num_layers, num_heads, fields.integer("ffn_dim"), max_model_len)
-
-
-def _bloom(fields: JsonFields, name: str) -> ModelSizes:
-    """Older files have the names of GPT-2."""
-    num_layers = fields.integer("num_hidden_layers" if "num_hidden_layers" in fields else "n_layer")
-    num_heads = fields.integer("num_attention_heads" if "num_attention_heads" in fields else "n_head")
-    return _plain(fields, name, num_layers, num_heads, 4 * fields.integer("hidden_size"), BLOOM_MODEL_LEN)
-
-
-def _plain(
-    fields: JsonFields, name: str, num_layers: int, num_heads: int, intermediate_size: int, max_model_len: int
-) -> ModelSizes:
-    """Every head has keys and values of its own, and embedding and head are one matrix."""
-    hidden_size = fields.integer("hidden_size")
-    if hidden_size % num_heads:
-        raise fields.error("hidden_size", f"a multiple of the {num_heads} heads")
-    return ModelSizes(
-        name=name,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        mlp_products=PLAIN,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
-        vocab_size=fields.integer("vocab_size"),
-        max_model_len=max_model_len,
-        is_tied=True,
-        dtype="float16",
     )

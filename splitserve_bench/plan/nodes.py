@@ -1,31 +1,27 @@
-"""The kinds of node that a plan can have: devices of one hardware, joined as ranks, that hold the model."""
+"""The kinds of node that a plan can have: those of profiles, or devices of one hardware, joined as ranks, that hold the
+model."""
 
 import dataclasses
-import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Final
 
+from engine.micro_batches import num_micro_batches
 from engine.offload.residence import layers_elsewhere
 from serving_core.errors import SettingsError
-from serving_core.json_fields import read_json_object
 from serving_core.settings import EngineSettings
 from serving_core.shapes import BOTH
 from serving_node.settings import NodeSettings
-from splitserve_bench.plan.asked import AskedNodes
-from splitserve_bench.plan.devices import CPU, DEVICES, Device, device_of, link_of
+from splitserve_bench.plan.hardware import CPU, DEVICES, LINK, Roofline, device_of, link_of
 from splitserve_bench.plan.model_sizes import ModelSizes, read_model_sizes
-from splitserve_bench.plan.roofline import LINK, Roofline
-from splitserve_bench.plan.stages import StagedRoofline
-from splitserve_bench.plan.steps import MeasuredSteps
-from splitserve_bench.plan.tables import Entry, Table, read_table
-from splitserve_bench.simulate.costs import StepLoad, Steps
-from splitserve_bench.simulate.grid import Grid
+from splitserve_bench.simulate.costs import ProfileCosts, costs_of
 from splitserve_bench.simulate.profile import (
     ControlProfile,
     CorridorProfile,
+    Grid,
     NodeSizes,
     Profile,
     StepProfile,
@@ -34,34 +30,64 @@ from splitserve_bench.simulate.profile import (
 
 MEMORY: Final = 0.9  # of a device's, for weights and KV; vLLM's default too
 MESSAGE_S: Final = 0.5e-3  # between coordinator and node, within a data centre
-TRANSFER_S: Final = 1e-3  # of a hand-over, beside its bytes
+TRANSFER_S: Final = 1e-3  # of a KV transfer, beside its bytes
 DOOR_S: Final = 1e-3  # from a client to the coordinator and back
 PLACES: Final = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 512, 32), *range(512, 16384, 128))
 CONTEXTS: Final = (0, 128, 512, 2048, 8192, 32768, 131072)
-QUANTIZED_FLAGS: Final = ("quantization", "kv_cache_dtype")
-BESIDE: Final = 512  # tokens of a prompt, and tokens before each answer, of the steps that tell attention_beside_factor
-MEASURED: Final = "measured"  # the hardware of a profile of `splitserve doctor --save`
+SHEET_FLAGS: Final = ("weights_memory_bytes", "quantization", "kv_cache_dtype")
 
 
 @dataclass(frozen=True, slots=True)
-class NodeKind:
-    """Nodes that are alike. Bytes a second are those of one rank's link, in a host and between two."""
+class AskedNodes:
+    """The flags of nodes. Paths are "" where there is none, numbers 0 where they are to be found out."""
 
-    hardware: str
-    tp: int
-    sizes: NodeSizes
-    steps: Steps
-    num_sending: int  # ranks with KV that no other one has
-    bytes_per_s: float
-    host_bytes_per_s: float
-    message_s: float
-    transfer_s: float
+    model: str
+    profiles: tuple[str, ...]
+    prefill_hardware: tuple[str, ...]
+    decode_hardware: tuple[str, ...]
+    both_hardware: tuple[str, ...]
+    link: str
+    host_link: str
+    gpus_per_host: int
+    tp_sizes: tuple[int, ...]
+    device_memory_bytes: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    dollars_per_h: tuple[tuple[str, float], ...] = ()
+    watts: tuple[tuple[str, float], ...] = ()
+    pp_sizes: tuple[int, ...] = (1,)
+    weights_memory_bytes: int = 0
+    quantization: str = "none"
+    kv_cache_dtype: str = "auto"
+
+
+@dataclass(frozen=True, eq=False)
+class NodeKind:
+    """Nodes that are alike. Two kinds are never equal."""
+
+    profile: Profile
+    host_bytes_per_s: float  # of KV to a node on another host; the profile has those to one on the same host
     dollars_per_h: float
     watts: float
     kv_cache_memory_bytes: int  # of each rank
-    pp: int = 1  # stages of tp ranks
     weights_memory_bytes: int = 0  # of each rank; 0: they hold all
-    profile: Profile | None = None  # that `splitserve doctor --save` has measured of them
+
+    @property
+    def sizes(self) -> NodeSizes:
+        return self.profile.node
+
+    @property
+    def hardware(self) -> str:
+        return self.profile.hardware
+
+    @property
+    def tp(self) -> int:
+        return self.profile.tensor_parallel_size
+
+    @property
+    def pp(self) -> int:
+        return self.profile.pipeline_parallel_size
 
     @property
     def num_devices(self) -> int:
@@ -71,6 +97,10 @@ class NodeKind:
     def grid(self) -> str:
         """Its ranks in words."""
         return f"TP{self.tp} PP{self.pp}" if self.pp > 1 else f"TP{self.tp}"
+
+    @cached_property
+    def costs(self) -> ProfileCosts:
+        return costs_of(self.profile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,79 +116,57 @@ class Machines:
 
 
 def machines_of(asked: AskedNodes) -> Machines:
-    """Raises SettingsError, ModelError and BenchError."""
-    path = Path(asked.profile) if asked.profile else None
-    if path is not None and path.is_file() and path.suffix == ".json" and "format" in read_json_object(path):
-        return _measured(read_profile(path), asked)
+    """Return the kinds of node that the flags allow. Raises SettingsError and ModelError."""
+    if asked.profiles:
+        return _machines_of_profiles(asked)
     if not asked.model:
         raise SettingsError("--model FOLDER is needed: how large the model is decides what fits and what steps take")
-    model = read_model_sizes(Path(asked.model)).stored_as(asked.quantization, asked.kv_cache_dtype)
-    table = read_table(path) if path is not None else None
-    if table is not None:
-        _refuse_flags(asked, "tables have what was measured without it", QUANTIZED_FLAGS)
-    names = dict.fromkeys((*asked.prefill_hardware, *asked.decode_hardware, *asked.both_hardware))
+    names = _names(asked)
     if not names:
         raise SettingsError("--hardware NAME is needed, or a --profile that splitserve doctor --save has written")
     _check_figures(asked, names)
+    model = read_model_sizes(Path(asked.model)).stored_as(asked.quantization, asked.kv_cache_dtype)
     kinds: list[NodeKind] = []
     unfit: list[str] = []
-    for hardware in names:
-        for tp, pp in product(asked.tp_sizes, asked.pp_sizes):
-            try:
-                kinds.append(_kind(asked, model, table, hardware, tp, pp))
-            except _Unfit as why:
-                unfit.append(f"{hardware}, TP {tp}{f', PP {pp}' if pp > 1 else ''}: {why}")
+    for hardware, tp, pp in product(names, asked.tp_sizes, asked.pp_sizes):
+        try:
+            kinds.append(_kind_of_sheet(asked, model, hardware, tp, pp))
+        except _Unfit as why:
+            unfit.append(f"{hardware}, TP {tp}{f', PP {pp}' if pp > 1 else ''}: {why}")
     if not kinds:
         raise SettingsError(f"{model.name} fits nowhere: {'; '.join(unfit)}")
     max_model_len = min(asked.max_model_len or model.max_model_len, model.max_model_len)
     return Machines(model.name, model.vocab_size, max_model_len, DOOR_S, tuple(kinds), tuple(unfit))
 
 
-def profile_of(machines: Machines, kind: NodeKind) -> Profile:
-    """For `splitserve simulate`: steps at places close enough to go straight between them."""
-    sizes, steps = kind.sizes, kind.steps
-    columns = [place for place in CONTEXTS if place <= sizes.max_model_len]
-    answers = [place for place in PLACES if place < sizes.max_num_seqs] + [sizes.max_num_seqs]
-    chunks = [place for place in PLACES if place < sizes.max_num_batched_tokens] + [sizes.max_num_batched_tokens]
-    return Profile(
-        model=machines.name,
-        cores=kind.num_devices,
-        node=sizes,
-        steps=StepProfile(
-            answers=_grid(answers, columns, steps.answers_s),
-            prompts=_grid(chunks, columns, steps.chunk_s),
-            overhead_s=0.0,
-            attention_beside_factor=statistics.median(_beside_factor(steps, num) for num in answers),
-        ),
-        corridor=CorridorProfile(kind.transfer_s, kind.bytes_per_s * kind.num_sending),
-        control=ControlProfile(kind.message_s, machines.door_s),
-    )
-
-
-def _beside_factor(steps: Steps, num_answers: int) -> float:
-    """What the tokens before answers cost beside a prompt, over what they do alone: 1 where that is nothing."""
-    alone_s = steps.answers_s(num_answers, BESIDE) - steps.answers_s(num_answers, 0)
-    with_s, without_s = (steps.both_s(StepLoad(num_answers, num_answers * each, BESIDE)) for each in (BESIDE, 0))
-    beside_s = with_s - without_s
-    return beside_s / alone_s if min(alone_s, beside_s) > 0 else 1.0
-
-
-def _grid(rows: Sequence[float], columns: Sequence[float], seconds_of: Callable[[float, float], float]) -> Grid:
-    seconds = tuple(tuple(seconds_of(row, column) for column in columns) for row in rows)
-    return Grid(tuple(rows), tuple(columns), seconds)
-
-
 class _Unfit(Exception):
     """Such a node cannot be had."""
 
 
-def _measured(profile: Profile, asked: AskedNodes) -> Machines:
-    """One kind, of as many devices as a node had, which counts as one."""
-    if asked.both_hardware:
-        raise SettingsError("--hardware is for data sheets and tables: this profile was measured on what it is of")
-    _check_figures(asked, (MEASURED,))
-    said = "this profile has what was measured: splitserve doctor takes that flag as well"
-    _refuse_flags(asked, said, ("weights_memory_bytes", *QUANTIZED_FLAGS))
+def _names(asked: AskedNodes) -> list[str]:
+    return list(dict.fromkeys((*asked.prefill_hardware, *asked.decode_hardware, *asked.both_hardware)))
+
+
+def _machines_of_profiles(asked: AskedNodes) -> Machines:
+    defaults = {field.name: field.default for field in dataclasses.fields(asked)}
+    for flag in SHEET_FLAGS:
+        if getattr(asked, flag) != defaults[flag]:
+            said = "a profile has what was measured: splitserve doctor takes that flag as well"
+            raise SettingsError(f"--{flag.replace('_', '-')} is for data sheets: {said}")
+    profiles = [_limited(read_profile(Path(path)), asked) for path in asked.profiles]
+    first, names = profiles[0], sorted({profile.hardware for profile in profiles})
+    if len(models := sorted({profile.model for profile in profiles})) > 1:
+        raise SettingsError(f"--profile: nodes of a plan have one model, and the profiles are of {', '.join(models)}")
+    if unknown := [name for name in _names(asked) if name not in names]:
+        raise SettingsError(f"--hardware: the profiles are of {', '.join(names)}, not of {unknown[0]}")
+    _check_figures(asked, names)
+    kinds = tuple(_kind_of_profile(profile, asked) for profile in profiles)
+    max_model_len = max(profile.node.max_model_len for profile in profiles)
+    return Machines(first.model, first.node.vocab_size, max_model_len, first.control.door_s, kinds, ())
+
+
+def _limited(profile: Profile, asked: AskedNodes) -> Profile:
+    """The profile, of nodes that take in what the flags say."""
     node = profile.node
     node = dataclasses.replace(
         node,
@@ -166,82 +174,91 @@ def _measured(profile: Profile, asked: AskedNodes) -> Machines:
         max_num_batched_tokens=asked.max_num_batched_tokens or node.max_num_batched_tokens,
         max_num_seqs=asked.max_num_seqs or node.max_num_seqs,
     )
-    profile = dataclasses.replace(profile, node=node)
-    speed, control = profile.corridor.bytes_per_s, profile.control
-    kind = NodeKind(
-        MEASURED,
-        1,
-        node,
-        MeasuredSteps(profile),
-        num_sending=1,
-        bytes_per_s=speed,
-        host_bytes_per_s=speed,
-        message_s=control.message_s,
-        transfer_s=profile.corridor.latency_s,
-        dollars_per_h=dict(asked.dollars_per_h).get(MEASURED, 0.0),
-        watts=dict(asked.watts).get(MEASURED, 0.0),
-        kv_cache_memory_bytes=node.num_blocks * node.block_bytes,
-        profile=profile,
+    return dataclasses.replace(profile, node=node)
+
+
+def _kind_of_profile(profile: Profile, asked: AskedNodes) -> NodeKind:
+    """Its devices are what its parallel sizes say: a node of `splitserve doctor`, of however many cores, counts as
+    one."""
+    node, num_devices = profile.node, profile.tensor_parallel_size * profile.pipeline_parallel_size
+    dollars_per_h, watts = _prices(asked, profile.hardware)
+    return NodeKind(
+        profile,
+        host_bytes_per_s=profile.corridor.bytes_per_s,
+        dollars_per_h=num_devices * dollars_per_h,
+        watts=num_devices * watts,
+        kv_cache_memory_bytes=node.num_blocks * node.block_bytes // num_devices,
     )
-    return Machines(profile.model, node.vocab_size, node.max_model_len, control.door_s, (kind,), ())
 
 
-def _refuse_flags(asked: AskedNodes, why: str, flags: Sequence[str]) -> None:
-    defaults = {field.name: field.default for field in dataclasses.fields(asked)}
-    for flag in flags:
-        if getattr(asked, flag) != defaults[flag]:
-            raise SettingsError(f"--{flag.replace('_', '-')} is for data sheets: {why}")
-
-
-def _kind(asked: AskedNodes, model: ModelSizes, table: Table | None, hardware: str, tp: int, pp: int) -> NodeKind:
-    device = device_of(hardware)
-    if device is None and not (table is not None and asked.device_memory_bytes):
-        raise SettingsError(f"{hardware} is none of {', '.join(DEVICES)}: a table of it needs --device-memory too")
+def _kind_of_sheet(asked: AskedNodes, model: ModelSizes, hardware: str, tp: int, pp: int) -> NodeKind:
+    """A node whose steps follow from the hardware's data sheet, as a profile."""
+    if (device := DEVICES.get(hardware)) is None:
+        raise SettingsError(f"{hardware} is none of {', '.join(DEVICES)}")
     if tp * pp > asked.gpus_per_host:
         raise _Unfit(f"a host has {asked.gpus_per_host} devices")
     if tp > model.num_heads:
         raise _Unfit(f"the model has {model.num_heads} heads")
     if pp > model.num_layers:
         raise _Unfit(f"the model has {model.num_layers} layers")
-    if pp > 1 and table is not None:
-        raise _Unfit("tables are of one stage")
     elsewhere_bytes = _elsewhere_bytes(asked.weights_memory_bytes, model, tp, pp)
-    if elsewhere_bytes and table is not None:
-        raise _Unfit("tables are of weights that devices hold, and these take more than --weights-memory-bytes")
-    within = link_of(asked.link or (device.link if device else "pcie"), device or DEVICES["l4"])
-    between = link_of(asked.host_link, device or DEVICES["l4"])
-    steps: Steps
-    if table is None:
-        assert device is not None
-        stage = Roofline(model, device, within, tp, elsewhere_bytes * pp)
-        steps = stage if pp == 1 else StagedRoofline(stage, pp)
-    else:
-        steps = table.steps(_entry(table, asked, hardware, tp), model, within)
-    memory_bytes = asked.device_memory_bytes or (device.memory_bytes if device else 0)
-    sizes = _sizes(asked, model, hardware, memory_bytes, tp, pp)
-    share = asked.gpus_per_host if between.is_shared else 1
+    within, between = link_of(asked.link or device.link, device), link_of(asked.host_link, device)
+    steps = Roofline(model, device, within, tp, pp, elsewhere_bytes * pp)
+    node = _sizes(asked, model, hardware, asked.device_memory_bytes or device.memory_bytes, tp, pp)
+    num_sending = min(tp, model.num_kv_heads) * pp  # ranks with KV that no other one has
+    num_sharing = asked.gpus_per_host if between.is_shared else 1
+    dollars_per_h, watts = _prices(asked, hardware)
+    profile = Profile(
+        model=model.name,
+        cores=tp * pp,
+        node=node,
+        steps=_step_profile(steps, node),
+        corridor=CorridorProfile(TRANSFER_S, num_sending * within.bytes_per_s * LINK),
+        control=ControlProfile(MESSAGE_S, DOOR_S),
+        hardware=hardware,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+    )
     return NodeKind(
-        hardware,
-        tp,
-        sizes,
-        steps,
-        num_sending=min(tp, model.num_kv_heads) * pp,
-        bytes_per_s=within.bytes_per_s * LINK,
-        host_bytes_per_s=between.bytes_per_s * LINK / share,
-        message_s=MESSAGE_S,
-        transfer_s=TRANSFER_S,
-        dollars_per_h=tp * pp * _figure(asked.dollars_per_h, hardware, device, device.dollars_per_h if device else 0.0),
-        watts=tp * pp * _figure(asked.watts, hardware, device, device.watts if device else 0.0),
-        kv_cache_memory_bytes=sizes.num_blocks * model.rank_block_bytes(sizes.block_size, tp, pp),
-        pp=pp,
+        profile,
+        host_bytes_per_s=num_sending * between.bytes_per_s * LINK / num_sharing,
+        dollars_per_h=tp * pp * dollars_per_h,
+        watts=tp * pp * watts,
+        kv_cache_memory_bytes=node.num_blocks * model.rank_block_bytes(node.block_size, tp, pp),
         weights_memory_bytes=asked.weights_memory_bytes if elsewhere_bytes else 0,
     )
 
 
-def _figure(given: Sequence[tuple[str, float]], hardware: str, device: Device | None, usual: float) -> float:
-    """What is given for the hardware, as it is called or as the device that it is."""
-    figures = dict(given)
-    return figures.get(hardware, figures.get(device.name, usual) if device else usual)
+def _step_profile(steps: Roofline, sizes: NodeSizes) -> StepProfile:
+    """The steps at places close enough to go straight between them. Beside a prompt, stages compute attention of
+    answers in as many micro-batches as the prompt."""
+    columns = [place for place in CONTEXTS if place <= sizes.max_model_len]
+    answers = [place for place in PLACES if place < sizes.max_num_seqs] + [sizes.max_num_seqs]
+    chunks = [place for place in PLACES if place < sizes.max_num_batched_tokens] + [sizes.max_num_batched_tokens]
+    num_parts = num_micro_batches(sizes.max_num_batched_tokens, steps.pp) if steps.pp > 1 else 1
+    return StepProfile(
+        answers=_grid(answers, columns, [[steps.answers_s(num, each) for each in columns] for num in answers]),
+        prompts=_grid(chunks, columns, [[steps.chunk_s(num, each) for each in columns] for num in chunks]),
+        overhead_s=0.0,
+        attention_beside_factor=(num_parts + steps.pp - 1) / (steps.pp * num_parts),
+    )
+
+
+def _grid(rows: Sequence[float], columns: Sequence[float], seconds: Sequence[Sequence[float]]) -> Grid:
+    return Grid(tuple(rows), tuple(columns), tuple(map(tuple, seconds)))
+
+
+def _prices(asked: AskedNodes, hardware: str) -> tuple[float, float]:
+    """Return dollars an hour and watts of a device: as given for the hardware as it is called, or for the device that
+    it is; else that device's, or 0 of an unknown one."""
+    device = device_of(hardware)
+    dollars_per_h, watts = dict(asked.dollars_per_h), dict(asked.watts)
+    if device is None:
+        return dollars_per_h.get(hardware, 0.0), watts.get(hardware, 0.0)
+    return (
+        dollars_per_h.get(hardware, dollars_per_h.get(device.name, device.dollars_per_h)),
+        watts.get(hardware, watts.get(device.name, device.watts)),
+    )
 
 
 def _check_figures(asked: AskedNodes, names: Collection[str]) -> None:
@@ -261,21 +278,6 @@ def _elsewhere_bytes(memory_bytes: int, model: ModelSizes, tp: int, pp: int) -> 
         return layers[0] * len(layers_elsewhere(layers, model.rank_weight_bytes(tp, pp) - sum(layers), memory_bytes))
     except SettingsError as error:
         raise _Unfit(str(error)) from error
-
-
-def _entry(table: Table, asked: AskedNodes, hardware: str, tp: int) -> Entry:
-    entries = table.entries()
-    models = sorted({each.model for each in entries})
-    wanted = asked.table_model or (models[0] if len(models) == 1 else "")
-    if wanted not in models:
-        raise SettingsError(f"--table-model must be one of the table's: {', '.join(models)}")
-    for entry in entries:
-        if (entry.model, entry.tp) == (wanted, tp) and entry.hardware.lower() in ("", hardware):
-            return entry
-    known = sorted({each.hardware.lower() for each in entries if each.model == wanted and each.hardware})
-    if known and hardware not in known:
-        raise SettingsError(f"the table has {wanted} on {', '.join(known)}, not on {hardware}")
-    raise _Unfit("the table has no such size")
 
 
 def _sizes(asked: AskedNodes, model: ModelSizes, hardware: str, memory_bytes: int, tp: int, pp: int) -> NodeSizes:

@@ -24,10 +24,8 @@ from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
 from serving_core.shapes import Shape
-from splitserve_bench.simulate.agenda import Agenda
-from splitserve_bench.simulate.line import Event, EventLine, Line
+from splitserve_bench.simulate.events import Agenda, Event, EventLine, Line, StreakTokens
 from splitserve_bench.simulate.node import SimulatedNode
-from splitserve_bench.simulate.stretch import StreakTokens
 
 TICK_S: Final = 0.25
 FIRST_EPOCH: Final = 0

@@ -1,29 +1,175 @@
-"""A whole simulated fleet under a load."""
+"""A whole simulated fleet under a load, and the clients that send it."""
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Final, Protocol
 
+from coordinator.control.live import TokenRow
+from coordinator.control.load import Prompt
 from coordinator.control.placement.policies import AUTO
 from coordinator.control.roles import FIXED
+from coordinator.control.slo import MS, Slo
 from coordinator.control.transfer_costs import AUTO as LEND_AUTO
+from coordinator.doors.statuses import retry_after_s
 from coordinator.settings import ADMIT_ALL, CoordinatorSettings
-from serving_core.errors import SettingsError
+from protos import fleet_pb2, inference_pb2
+from serving_core.errors import RequestError, SettingsError
+from serving_core.requests import SamplingParams
 from serving_core.shapes import BOTH, DECODE, PREFILL
-from splitserve_bench.serve.records import Outcome, PlannedRequest, TierUse
-from splitserve_bench.simulate.agenda import Agenda
-from splitserve_bench.simulate.clients import LoadClients
+from splitserve_bench.serve.grpc_backend import REFUSALS
+from splitserve_bench.serve.records import Outcome, PlannedRequest, TierUse, returns_at_s
+from splitserve_bench.serve.reply import Reply
+from splitserve_bench.serve.timelines import KEPT, times_of
 from splitserve_bench.simulate.coordinator import Clients, SimulatedCoordinator
-from splitserve_bench.simulate.corridor import Corridor
-from splitserve_bench.simulate.costs import Costs, ProfileCosts
-from splitserve_bench.simulate.machine import Machine
+from splitserve_bench.simulate.costs import NO_DRAWS, NO_NOISE, Costs, Draws, Machine, Noise, costs_of
+from splitserve_bench.simulate.events import Agenda, ToyModel
 from splitserve_bench.simulate.node import SimulatedNode
-from splitserve_bench.simulate.noise import NO_NOISE, Draws, Noise
 from splitserve_bench.simulate.profile import NodeSizes, Profile
-from splitserve_bench.simulate.toy_model import ToyModel
+from splitserve_bench.simulate.transfer import Transfers
+
+
+class Server(Protocol):
+    """Who is asked."""
+
+    def submit(
+        self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, deadline_s: float, slo: Slo | None = None
+    ) -> None: ...
+
+
+class LoadClients:
+    """Every request of a load, each with a client of its own."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        planned: Sequence[PlannedRequest],
+        *,
+        model: ToyModel,
+        door_s: float,
+        max_concurrency: int | None,
+        request_timeout_s: float,
+        obey_retry_after: int = 0,
+        noise: Draws = NO_DRAWS,
+    ) -> None:
+        """`door_s`: from a client to the coordinator and back, times a factor of the `noise` for each request. Every
+        answer is checked. Requests are sent again after a refusal as `run_load` does."""
+        self._agenda, self._planned = agenda, planned
+        self._model = model
+        self._half_s, self._noise = door_s / 2, noise
+        self._num_free = max_concurrency or len(planned)
+        self._timeout_s, self._most_repeats = request_timeout_s, obey_retry_after
+        self._waiting: deque[PlannedRequest] = deque()
+        self._answers: dict[str, _Answer] = {}
+        self._outcomes: dict[int, list[Outcome]] = {each.index: [] for each in planned}
+        self._num_left = len(planned)
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """In the order of the load, when all is over; those of the sendings of a request follow each other."""
+        return [outcome for each in self._outcomes.values() for outcome in each]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is under way, and nothing comes back."""
+        return not self._num_left
+
+    def start(self, server: Server) -> None:
+        """Sends everything when it is due."""
+        self._server = server
+        for planned in self._planned:
+            self._agenda.at(planned.send_at_s, lambda planned=planned: self._due(planned))  # type: ignore[misc]
+
+    def _due(self, planned: PlannedRequest) -> None:
+        self._waiting.append(planned)
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        while self._waiting and self._num_free:
+            self._num_free -= 1
+            self._send(self._waiting.popleft())
+
+    def _send(self, planned: PlannedRequest) -> None:
+        request_id = f"{planned.index}/{planned.num_refusals_before}"
+        half_s = self._half_s * self._noise.factor(planned.index)
+        self._answers[request_id] = _Answer(planned, Reply(planned, lambda: self._agenda.now), half_s)
+        sampling = SamplingParams(max_tokens=planned.output_tokens, temperature=0.0, ignore_eos=True)
+        prompt, deadline_s, slo = Prompt(planned.prompt), self._agenda.now + self._timeout_s, slo_of(planned)
+        self._agenda.after(
+            half_s,
+            lambda: self._server.submit(request_id, prompt, sampling, deadline_s=deadline_s, slo=slo),
+        )
+
+    # ---- what comes ----
+
+    def arrived(self, request_id: str, tokens: list[fleet_pb2.SampledToken], moment_s: float) -> None:
+        """The next tokens of an answer left the coordinator at this moment."""
+        answer = self._answers[request_id]
+        for token in tokens:
+            answer.token_ids.append(token.token_id)
+        assert tokens[-1].index == len(answer.token_ids) - 1, "a token came twice, or out of order"
+        answer.reply.arrived(moment_s + answer.half_s, len(tokens))
+
+    def row_arrived(self, row: TokenRow, moments_s: Sequence[float]) -> None:
+        """The next tokens of an answer left the coordinator one by one, at these moments."""
+        answer = self._answers[row.attempt.request_id]
+        assert row.first_index == len(answer.token_ids), "a token came twice, or out of order"
+        answer.token_ids += row.token_ids
+        for moment_s in moments_s:
+            answer.reply.arrived(moment_s + answer.half_s, 1)
+
+    def ended(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
+        """The end of an answer has left the coordinator."""
+        self._agenda.after(self._answers[request_id].half_s, lambda: self._end(request_id, outcome))
+
+    def _end(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
+        answer = self._answers.pop(request_id)
+        self._model.check_answer(answer.planned.prompt, answer.token_ids)
+        if isinstance(outcome, RequestError):
+            is_refused = outcome.reason in REFUSALS
+            wait_s = retry_after_s(outcome) if is_refused else None
+            answer.reply.timeline = times_of(outcome.metadata) or None
+            result = answer.reply.outcome(str(outcome), is_refused=is_refused, retry_after_s=wait_s)
+        else:
+            answer.reply.num_output_tokens = outcome.completion_tokens
+            answer.reply.timeline = times_of({name: getattr(outcome.timeline, name) for name in KEPT})
+            answer.reply.num_cached_tokens = outcome.cached_tokens
+            result = answer.reply.outcome()
+        self._outcomes[result.index].append(result)
+        again_s = returns_at_s(result, self._most_repeats, self._timeout_s)
+        if again_s is None:
+            self._num_left -= 1
+        else:
+            num_before = result.num_refusals_before + 1
+            again = replace(answer.planned, send_at_s=again_s, num_refusals_before=num_before)
+            self._agenda.at(again_s, lambda: self._due(again))
+        self._num_free += 1
+        self._send_waiting()
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One answer under way."""
+
+    planned: PlannedRequest
+    reply: Reply
+    half_s: float  # from its client to the coordinator, or back
+    token_ids: list[int] = field(default_factory=list)
+
+
+def slo_of(planned: PlannedRequest) -> Slo | None:
+    """The limits that the server is told."""
+    ttft_s, tpot_s = (each_ms and each_ms / MS for each_ms in (planned.ttft_ms, planned.tpot_ms))
+    slo = Slo("", ttft_s, tpot_s)
+    return slo if slo.has_limits else None
+
 
 MOST_NODES: Final = 1024
 NODES_PER_MACHINE: Final = 2  # as doctor measures them
+
+Node = tuple[str, str, Profile]
+"""Its name, the role that it begins in, and its profile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +225,7 @@ class Played:
 
 
 class Fleet:
-    """Nodes, the corridor between them, and their coordinator."""
+    """Nodes, the transfers between them, and their coordinator."""
 
     def __init__(
         self,
@@ -89,11 +235,11 @@ class Fleet:
         model: ToyModel,
         settings: CoordinatorSettings | None = None,
         *,
-        corridor: Corridor | None = None,
+        transfers: Transfers | None = None,
         takes_streaks: bool = True,
     ) -> None:
         self._agenda, self._sizes, self._model, self._takes_streaks = agenda, sizes, model, takes_streaks
-        self.corridor = corridor or Corridor(agenda, sizes.layout, block_bytes=sizes.block_bytes)
+        self.transfers = transfers or Transfers(agenda, sizes)
         self.coordinator = SimulatedCoordinator(agenda, clients, settings or CoordinatorSettings())
         self.nodes: dict[str, SimulatedNode] = {}
 
@@ -114,7 +260,7 @@ class Fleet:
             self._model,
             costs,
             self._agenda,
-            self.corridor,
+            self.transfers,
             machine=machine,
             noise=noise,
             takes_streaks=self._takes_streaks,
@@ -127,7 +273,7 @@ class Fleet:
         """The node's process is gone."""
         node = self.nodes.pop(name)
         node.lost()
-        self.corridor.lose(node)
+        self.transfers.lose(node)
         self.coordinator.lose(node)
 
 
@@ -171,7 +317,7 @@ def play(
         obey_retry_after=obey_retry_after,
     )
     fleet = Fleet(agenda, clients, profile.node, model, size.settings)
-    start_nodes(fleet, profile, size, seed)
+    start_nodes(fleet, [(*node, profile) for node in size.nodes()], size.nodes_per_machine, seed)
     clients.start(fleet.coordinator)
     agenda.run(lambda: clients.is_over)
     return Played(clients.outcomes, _tier_use(fleet, profile.node))
@@ -190,15 +336,16 @@ def _tier_use(fleet: Fleet, sizes: NodeSizes) -> TierUse | None:
     )
 
 
-def start_nodes(fleet: Fleet, profile: Profile, size: FleetSize, seed: int = 0) -> None:
-    """Those that share a machine follow each other. Who shares none, or where that makes no difference, needs none."""
-    steps, messages = profile.steps, profile.control.spread
-    beside, alone = ProfileCosts(profile), ProfileCosts(profile, is_alone=True)
-    nodes = size.nodes()
-    for first in range(0, len(nodes), size.nodes_per_machine):
-        on_machine = nodes[first : first + size.nodes_per_machine]
-        has_company = len(on_machine) > 1
-        machine = Machine(alone) if has_company and steps.knows_neighbours else None
-        for name, role in on_machine:
-            noise = Noise(steps.answers_spread, steps.prompts_spread, messages, f"{seed} {name}")
-            fleet.start(name, role, beside if has_company else alone, machine=machine, noise=noise)
+def start_nodes(fleet: Fleet, nodes: Sequence[Node], nodes_per_machine: int = NODES_PER_MACHINE, seed: int = 0) -> None:
+    """Start nodes, of which those of one profile share machines with the next ones of it. A node that shares none, or
+    whose profile knows no difference, needs no machine."""
+    for profile, alike in groupby(nodes, key=lambda node: node[2]):
+        named, steps = [(name, role) for name, role, _ in alike], profile.steps
+        for first in range(0, len(named), nodes_per_machine):
+            on_machine = named[first : first + nodes_per_machine]
+            has_company = len(on_machine) > 1
+            costs, alone = costs_of(profile, is_alone=not has_company), costs_of(profile, is_alone=True)
+            machine = Machine(alone) if has_company and steps.knows_neighbours else None
+            for name, role in on_machine:
+                noise = Noise(steps.answers_spread, steps.prompts_spread, profile.control.spread, f"{seed} {name}")
+                fleet.start(name, role, costs, profile.node, machine, noise)

@@ -40,15 +40,10 @@ from serving_node.logic import Limits, NodeLogic
 from serving_node.second_tier import TierPlan
 from serving_node.settings import NodeSettings
 from serving_node.streak import Streak
-from splitserve_bench.simulate.agenda import Agenda
-from splitserve_bench.simulate.corridor import Corridor
-from splitserve_bench.simulate.costs import Costs, StepLoad, load_of
-from splitserve_bench.simulate.line import EventLine
-from splitserve_bench.simulate.machine import Machine, Progress
-from splitserve_bench.simulate.noise import NO_NOISE, Noise
+from splitserve_bench.simulate.costs import NO_NOISE, Costs, Machine, Noise, Progress, StepLoad, load_of
+from splitserve_bench.simulate.events import Agenda, EventLine, Stretch, ToyModel
 from splitserve_bench.simulate.profile import NodeSizes
-from splitserve_bench.simulate.stretch import Stretch
-from splitserve_bench.simulate.toy_model import ToyModel
+from splitserve_bench.simulate.transfer import Transfers
 
 TIMES: Final = NodeSettings()
 LEAST_TIMEOUT_S: Final = min(TIMES.credit_timeout_s, TIMES.ticket_timeout_s, LEAST_PATIENCE_S)
@@ -66,7 +61,7 @@ class SimulatedNode:
         model: ToyModel,
         costs: Costs,
         agenda: Agenda,
-        corridor: Corridor,
+        transfers: Transfers,
         *,
         machine: Machine | None = None,
         noise: Noise = NO_NOISE,
@@ -77,7 +72,7 @@ class SimulatedNode:
         self.name, self.costs, self.noise = name, costs, noise
         self.line: EventLine  # to the coordinator, once it is attached
         self.is_lost = False
-        self._sizes, self._model, self._agenda, self._corridor = sizes, model, agenda, corridor
+        self._sizes, self._model, self._agenda, self._transfers = sizes, model, agenda, transfers
         self._machine, self._takes_streaks = machine, takes_streaks
         self._pace = costs  # of the running step, as the other nodes of its machine are
         self.allocator = BlockAllocator(sizes.num_blocks)
@@ -301,7 +296,7 @@ class SimulatedNode:
             is_short = work.num_tokens == 1 or (work.samples and end < self._sizes.overlap_min_tokens)
             if not is_short:
                 num_blocks = -(-end // block_size) if work.samples else end // block_size
-                self._corridor.ready(self, work.request.epoch, num_blocks, since_s=self._started_s)
+                self._transfers.ready(self, work.request.epoch, num_blocks, since_s=self._started_s)
 
     # ---- transfers ----
 
@@ -366,18 +361,18 @@ class SimulatedNode:
             case Receive(resident=resident, num_blocks=num_blocks):
                 self._receive(resident, num_blocks)
             case Send(resident=resident, block_ids=block_ids):
-                self._corridor.send(self, resident.request.epoch, resident.ticket, len(block_ids))
+                self._transfers.send(self, resident.request.epoch, resident.ticket, len(block_ids))
             case SendMore(resident=resident, block_ids=block_ids):
-                self._corridor.ready(self, resident.request.epoch, len(block_ids), since_s=self._agenda.now)
+                self._transfers.ready(self, resident.request.epoch, len(block_ids), since_s=self._agenda.now)
             case FinishSend(resident=resident, block_ids=block_ids, tail=tail):
-                self._corridor.finish(self, resident.request.epoch, len(block_ids), tail)
+                self._transfers.finish(self, resident.request.epoch, len(block_ids), tail)
             case Borrow(offer=offer, block_ids=block_ids, num_cached=num_cached):
                 self._open(offer.epoch, len(block_ids), num_cached, offer.num_tokens)
             case Lend(epoch=epoch, ticket=ticket, block_ids=block_ids, tail=tail):
-                self._corridor.send(self, epoch, ticket, len(block_ids))
-                self._corridor.finish(self, epoch, len(block_ids), tail)
+                self._transfers.send(self, epoch, ticket, len(block_ids))
+                self._transfers.finish(self, epoch, len(block_ids), tail)
             case CancelTransfer(epoch=epoch):
-                self._corridor.cancel(self, epoch)
+                self._transfers.cancel(self, epoch)
 
     def _receive(self, resident: Resident, num_blocks: int) -> None:
         num_tokens = len(resident.request.token_ids)
@@ -385,7 +380,7 @@ class SimulatedNode:
 
     def _open(self, epoch: int, num_blocks: int, num_cached: int, num_tokens: int, behind: bytes = b"") -> None:
         sizes = {"num_blocks": num_blocks, "num_cached": num_cached, "num_tokens": num_tokens}
-        ticket = self._corridor.open(self, epoch, **sizes, behind=behind)
+        ticket = self._transfers.open(self, epoch, **sizes, behind=behind)
         self.logic.granted(epoch, ticket)
 
     def _read_back(self, load_id: int, slots: Sequence[int]) -> None:

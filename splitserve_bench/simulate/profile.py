@@ -1,20 +1,107 @@
-"""What one node, the corridor and the control plane cost on a machine, as `splitserve doctor --save` measured it."""
+"""What one node, the transfers and the control plane cost on a machine, as `splitserve doctor --save` measured it."""
 
 import dataclasses
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 from serving_core.errors import ModelError, SettingsError
 from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.layout import KVLayout
-from splitserve_bench.simulate.grid import Grid
-from splitserve_bench.simulate.spread import NO_SPREAD, Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Seconds by two quantities, each measured at one or more ascending places: seconds[row][column]."""
+
+    rows: tuple[float, ...]
+    columns: tuple[float, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def at(self, row: float, column: float) -> float:
+        """Straight between the places; before the first as at the first; beyond the last as between the last two, but
+        never less than at the last."""
+        return self.row(row).at(column)
+
+    def row(self, row: float) -> "Row":
+        """All that is at one place of the first quantity."""
+        lower, upper, share = _between(self.rows, row)
+        return Row(self.columns, self.seconds[lower], self.seconds[upper], share)
+
+
+class Row:
+    """A line between two rows of a grid, to be asked more than once."""
+
+    def __init__(self, columns: Sequence[float], below: Sequence[float], above: Sequence[float], share: float) -> None:
+        self._columns, self._below, self._above, self._share = columns, below, above, share
+
+    def at(self, column: float) -> float:
+        """As Grid.at has it."""
+        left, right, part = _between(self._columns, column)
+        below, above, share = self._below, self._above, self._share
+        low = below[left] + part * _rise(below[left], below[right], part)
+        high = above[left] + part * _rise(above[left], above[right], part)
+        return low + share * _rise(low, high, share)
+
+
+def _between(places: Sequence[float], at: float) -> tuple[int, int, float]:
+    """The places on either side, and how far it is from the one to the other: more than 1 beyond the last."""
+    if at <= places[0] or len(places) == 1:
+        return 0, 0, 0.0
+    right = bisect_left(places, at, 1, len(places) - 1)
+    return right - 1, right, (at - places[right - 1]) / (places[right] - places[right - 1])
+
+
+def _rise(start: float, end: float, share: float) -> float:
+    return end - start if share <= 1 else max(0.0, end - start) + min(0.0, end - start) / share
+
+
+NUM_FACTORS: Final = 1024  # that a spread is cut into
+MOST_SPREADS: Final = 64  # whose factors are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Quantiles of what something takes, as multiples of what a profile says of it: factors[i] is the one below which
+    shares[i] of all are. Both ascend."""
+
+    shares: tuple[float, ...] = (0.5,)
+    factors: tuple[float, ...] = (1.0,)
+
+    def at(self, share: float) -> float:
+        """The factor below which so many are: straight between the quantiles, and beyond the outer ones as at these."""
+        right = bisect_right(self.shares, share)
+        if right in (0, len(self.shares)):
+            return self.factors[max(0, right - 1)]
+        left = right - 1
+        part = (share - self.shares[left]) / (self.shares[right] - self.shares[left])
+        return self.factors[left] + part * (self.factors[right] - self.factors[left])
+
+    @property
+    def mean(self) -> float:
+        """Of all factors."""
+        return fmean(equal_shares(self))
+
+
+NO_SPREAD: Final = Spread()
+
+
+@lru_cache(MOST_SPREADS)
+def equal_shares(spread: Spread) -> tuple[float, ...]:
+    """NUM_FACTORS factors, each as likely as the others; or a single one where all are alike."""
+    if len(set(spread.factors)) == 1:
+        return spread.factors[:1]
+    return tuple(spread.at((index + 0.5) / NUM_FACTORS) for index in range(NUM_FACTORS))
+
 
 FORMAT: Final = 1
 MOST_PLACES: Final = 1000  # of a grid, in either direction
+MEASURED: Final = "measured"  # the hardware of a profile that does not say on what it was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +203,12 @@ class Profile:
     steps: StepProfile
     corridor: CorridorProfile
     control: ControlProfile
-    flags: Mapping[str, str | int | bool] = field(
+    flags: Mapping[str, str | int | bool] = field(  # of `splitserve up`, for such nodes
         default_factory=dict, hash=False
-    )  # of `splitserve up`, for such nodes
+    )
+    hardware: str = MEASURED  # of each device of a node
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     def save(self, path: Path) -> None:
         """Raises SettingsError."""
@@ -146,6 +236,9 @@ def read_profile(path: Path) -> Profile:
                 control.number("message_s"), control.number("door_s"), _spread(control.nested("spread"))
             ),
             flags=_flags(fields.nested("flags")),
+            hardware=fields.text("hardware", MEASURED),
+            tensor_parallel_size=fields.integer("tensor_parallel_size", 1),
+            pipeline_parallel_size=fields.integer("pipeline_parallel_size", 1),
         )
     except ModelError as error:
         raise SettingsError(f"--profile: {error}") from error
@@ -237,8 +330,3 @@ def _nested(fields: JsonFields, name: str) -> JsonFields:
     if (found := fields.nested(name)) is None:
         raise fields.error(name, "an object")
     return found
-
-
-def flat_grid(rows: Sequence[float], seconds: Sequence[float]) -> Grid:
-    """Seconds that depend on the row alone."""
-    return Grid(tuple(rows), (0.0,), tuple((each,) for each in seconds))

@@ -6,11 +6,9 @@ from coordinator.control.roles import FIXED
 from coordinator.settings import CoordinatorSettings
 from serving_core.shapes import role_of
 from splitserve_bench.serve.records import PlannedRequest
-from splitserve_bench.simulate.agenda import Agenda
-from splitserve_bench.simulate.clients import LoadClients
-from splitserve_bench.simulate.fleet import Fleet
+from splitserve_bench.simulate.events import Agenda, ToyModel
+from splitserve_bench.simulate.fleet import Fleet, LoadClients
 from splitserve_bench.simulate.profile import NodeSizes
-from splitserve_bench.simulate.toy_model import ToyModel
 
 MOVE_S = 0.03
 STEP_S, STEP_PER_REQUEST_S = 0.02, 0.001

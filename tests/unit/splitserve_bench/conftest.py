@@ -23,8 +23,9 @@ def certificates_read_once():
 
 @pytest.fixture
 def crew_here(monkeypatch):
-    """Searches are simulated in this process instead of in workers."""
-    monkeypatch.setattr("splitserve_bench.plan.crew.run_crew", run_crew_here)
+    """Searches and grids are simulated in this process instead of in workers."""
+    for user in ("plan.search", "dominance.play"):
+        monkeypatch.setattr(f"splitserve_bench.{user}.run_crew", run_crew_here)
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 """A machine whose costs one can add up on paper."""
 
 from splitserve_bench.serve.records import PlannedRequest
-from splitserve_bench.simulate.grid import Grid
-from splitserve_bench.simulate.profile import ControlProfile, CorridorProfile, NodeSizes, Profile, StepProfile
+from splitserve_bench.simulate.profile import ControlProfile, CorridorProfile, Grid, NodeSizes, Profile, StepProfile
 
 BLOCK_SIZE, BLOCK_BYTES, NUM_LAYERS = 16, 16_000, 10
 VOCAB_SIZE = 5000

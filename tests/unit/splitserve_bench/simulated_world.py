@@ -10,13 +10,10 @@ from coordinator.settings import CoordinatorSettings
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from splitserve_bench.serve.records import PlannedRequest
-from splitserve_bench.simulate.agenda import Agenda
-from splitserve_bench.simulate.clients import LoadClients
-from splitserve_bench.simulate.fleet import Fleet
-from splitserve_bench.simulate.machine import Machine
-from splitserve_bench.simulate.noise import Noise
-from splitserve_bench.simulate.spread import Spread
-from splitserve_bench.simulate.toy_model import ToyModel
+from splitserve_bench.simulate.costs import Machine, Noise
+from splitserve_bench.simulate.events import Agenda, ToyModel
+from splitserve_bench.simulate.fleet import Fleet, LoadClients
+from splitserve_bench.simulate.profile import Spread
 from tests.unit.splitserve_bench.simulate_kit import SIZES
 
 BLOCK_SIZE = 4

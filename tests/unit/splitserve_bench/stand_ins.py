@@ -6,12 +6,12 @@ processes: it forks them from a server that has their imports.
 """
 
 import asyncio
-import dataclasses
 import importlib
 import io
 import json
 import subprocess
 import sys
+from contextlib import asynccontextmanager
 
 from serving_core.errors import SplitServeError
 from splitserve_bench.errors import BenchError
@@ -55,12 +55,27 @@ async def run_crew_here(module, asked, num_workers, next_job, on_done):
         on_done(key, json.loads(json.dumps(do(json.loads(json.dumps(job))))))
 
 
-async def figures_here(module, task, name, report, together=None):
-    """Do as `doctor.processes.figures_of`, in this process and with the CPUs that it has."""
-    figures, _ = importlib.import_module(module).measure_node(task)
-    if together is not None:
-        await together.wait()
-    return json.loads(json.dumps(dataclasses.asdict(figures)))
+@asynccontextmanager
+async def worker_here(module, asked, name, tell=str):
+    """Do as `crew.worker`, in this process and with the CPUs that it has."""
+    do = importlib.import_module(module).prepare(json.dumps(json.loads(asked) | {"cpus": ""}))
+    yield WorkerHere(do)
+
+
+class WorkerHere:
+    """It has nobody to go on beside."""
+
+    def __init__(self, do):
+        self._do = do
+
+    async def started(self):
+        pass
+
+    async def begin(self, job):
+        pass
+
+    async def done(self, job):
+        return json.loads(json.dumps(self._do(json.loads(json.dumps(job)))))
 
 
 async def fork_process(*command, stdin=None, stdout=None, limit=2**16, env=None, process_group=None):

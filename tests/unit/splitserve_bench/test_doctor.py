@@ -15,17 +15,16 @@ from click.testing import CliRunner
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
 from splitserve.cli import main
-from splitserve_bench.doctor import doctor as measuring
-from splitserve_bench.doctor.doctor import NODE_MODULE, DoctorBench, Measured, batches_of, conclude, node_cpus
+from splitserve_bench.corridor import transfer_ends
+from splitserve_bench.doctor import measure as measuring
 from splitserve_bench.doctor.environment import command_for, find_environment
-from splitserve_bench.doctor.node import NodeFigures, NodeTask
-from splitserve_bench.doctor.processes import figures_of
+from splitserve_bench.doctor.measure import DoctorBench, Measured, batches_of, conclude, measured, node_cpus
 from splitserve_bench.doctor.report import pays_lines
-from splitserve_bench.models import Shape, write_random_model
-from splitserve_bench.transfer import measure as transfer_ends
+from splitserve_bench.doctor.steps import PROMPTS, StepFigures, StepTask
+from splitserve_bench.engine.random_models import Shape, write_random_model
 from tests.effort import few
 from tests.tiny_models import write_fake_model
-from tests.unit.splitserve_bench.stand_ins import figures_here
+from tests.unit.splitserve_bench.stand_ins import worker_here
 
 TINY = Shape("LlamaForCausalLM", "llama", 48, 3, 4, 2, 12, 80, 260, 1024)
 TINY_SIZES = ("--running", "2", "--prompt-tokens", "40,16", "--output-tokens", "64 8", "--repeats", "1")
@@ -54,9 +53,9 @@ def concluded(output_tokens=(50, 1), most_tokens=1000, part=None):
 
 
 def costs_of(part):
-    prompts_s = tuple(0.01 + part * 0.001 * num_tokens for num_tokens in (100, 200, 300))
-    steps_s = tuple(0.01 + part * 0.0025 * batch for batch in (1, 2, 4, 8))
-    return NodeFigures({}, prompts_s, (), 0, 0.0), NodeFigures({"device": "cpu"}, (), steps_s, 4, steps_s[2])
+    prompts = tuple((0.01 + part * 0.001 * num_tokens,) for num_tokens in (100, 200, 300))
+    steps = tuple((0.01 + part * 0.0025 * batch,) * 2 for batch in (1, 2, 4, 8))
+    return StepFigures(prompts), StepFigures(steps, (), {"device": "cpu"})
 
 
 def test_what_follows_from_figures():
@@ -164,22 +163,13 @@ def test_the_environment_is_what_the_machine_says():
 
 
 @pytest.mark.nightly
-def test_the_command_measures_a_model(tmp_path, monkeypatch):
-    barriers = []
-
-    async def spied(*arguments):
-        barriers.append(arguments[-1])
-        return await figures_of(*arguments)
-
-    monkeypatch.setattr(measuring, "figures_of", spied)
+def test_the_command_measures_a_model(tmp_path):
     write_random_model(tmp_path / "tiny", TINY)
     result = run(tmp_path / "tiny", *TINY_SIZES, "--json")
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
     assert (figures["model"], figures["cores"], figures["running"]) == ("tiny", 1, 2)
     assert figures["environment"]["command"].startswith("splitserve up ")
-    assert isinstance(barriers[0], asyncio.Barrier) == figures["at_once"]  # neither rests beside the other
-    assert barriers[0] is barriers[1]
     assert (figures["engine"]["dtype"], figures["engine"]["threads"]) == ("bfloat16", "1")
     assert [each["amount"] for each in figures["prompts"]] == [16, 40]
     assert [each["amount"] for each in figures["steps"]] == [1, 2, 4]
@@ -193,7 +183,7 @@ def test_the_command_measures_a_model(tmp_path, monkeypatch):
     lengths = [(each["prompt_tokens"], each["output_tokens"]) for each in figures["comparisons"]]
     assert lengths == [(16, 8), (16, 64), (40, 8), (40, 64)]
     assert len(figures["conclusions"]) >= 3
-    for text in ("prefill node: prompts of 40 tokens", "decode node: decode steps of 4 requests", "corridor"):
+    for text in ("prefill node: prompts with 0 tokens", "decode node: answers with 512 tokens", "KV transfers"):
         assert text in result.stderr
 
 
@@ -201,7 +191,7 @@ def test_the_command_measures_a_model(tmp_path, monkeypatch):
 def test_the_tables_show_every_figure(request, tmp_path, monkeypatch, measures_here):
     if measures_here:
         request.getfixturevalue("forked_processes")
-        monkeypatch.setattr(measuring, "figures_of", figures_here)
+        monkeypatch.setattr(measuring, "worker", worker_here)
     write_random_model(tmp_path / "tiny", TINY)
     result = run(tmp_path / "tiny", *TINY_SIZES, "--dtype", "float32", "--kv-cache-dtype", "int8")
     assert result.exit_code == 0, result.output
@@ -279,7 +269,8 @@ def test_an_error_of_a_node_is_told_in_its_words(tmp_path):
 async def test_a_node_is_gone_even_when_it_is_cancelled_twice(tmp_path):
     settings = dataclasses.asdict(EngineSettings(model=str(tmp_path)))
     others = set(psutil.Process().children())
-    measuring = asyncio.create_task(figures_of(NODE_MODULE, NodeTask(settings, "", (1,), (), 1), "prefill node", str))
+    task = StepTask(settings, "", PROMPTS, (1,), (0,), 1)
+    measuring = asyncio.create_task(measured({"prefill node": task}, str, at_once=False))
     async with asyncio.timeout(DEADLINE_S):
         while not (children := set(psutil.Process().children()) - others):
             await asyncio.sleep(0.01)

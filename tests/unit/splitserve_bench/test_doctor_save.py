@@ -12,17 +12,16 @@ from serving_core.settings import EngineSettings
 from splitserve.cli import main
 from splitserve.launch.models import LocalModel
 from splitserve_bench.compare.contenders import SPLIT, ClusterContender, colocated
-from splitserve_bench.doctor import saving
-from splitserve_bench.doctor.doctor import NODE_MODULE, DoctorBench
-from splitserve_bench.doctor.grids import ANSWERS, PROMPTS, GridFigures, GridTask, measure_grid, usual_fastest
-from splitserve_bench.doctor.node import NodeTask
-from splitserve_bench.doctor.processes import figures_of
-from splitserve_bench.doctor.saving import (
-    GRIDS_MODULE,
+from splitserve_bench.corridor import transfer_ends
+from splitserve_bench.crew import worker
+from splitserve_bench.doctor import measure as saving
+from splitserve_bench.doctor.measure import (
     LONE_OUTPUT_TOKENS,
     LONE_PROMPT_TOKENS,
     LONE_REQUESTS,
+    MODULE,
     SHORT_REQUESTS,
+    DoctorBench,
     alone_factor,
     control_of,
     few_of,
@@ -31,13 +30,20 @@ from splitserve_bench.doctor.saving import (
     profile_of,
     spread_of,
 )
-from splitserve_bench.models import Shape, write_random_model
+from splitserve_bench.doctor.steps import (
+    ANSWERS,
+    GO_ON,
+    MEASURE,
+    PROMPTS,
+    StepFigures,
+    StepTask,
+    measure,
+    usual_fastest,
+)
+from splitserve_bench.engine.random_models import Shape, write_random_model
 from splitserve_bench.serve.records import Outcome
 from splitserve_bench.simulate.fleet import FleetSize, simulate
-from splitserve_bench.simulate.grid import Grid
-from splitserve_bench.simulate.profile import read_profile
-from splitserve_bench.simulate.spread import NO_SPREAD, Spread
-from splitserve_bench.transfer import measure as transfer_ends
+from splitserve_bench.simulate.profile import NO_SPREAD, Grid, Spread, read_profile
 from tests.effort import few
 from tests.tiny_models import write_tokenizer
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, SIZES, request, step_s
@@ -134,7 +140,7 @@ async def test_lone_requests_go_to_nodes_of_as_many_cores_as_the_steps_were_meas
             asked.append((*self._asked, contender, len(planned), max_concurrency))
             return [lone(0.4, step_s(1), queue_s=0.0, server_first_s=0.3, transfer_s=0.0)] * len(planned)
 
-    async def steps(answers, prompts, report, *, at_once):
+    async def steps(prompts, answers, report, *, at_once):
         assert (answers.cpus, prompts.cpus) == saving.node_cpus(cpus, cores)[0][::-1]
         assert at_once == (contender.num_nodes == 2)
         return PROFILE.steps
@@ -152,7 +158,7 @@ async def test_lone_requests_go_to_nodes_of_as_many_cores_as_the_steps_were_meas
 
 def test_the_share_that_steps_take_alone_is_the_median_of_a_few():
     """Of every second row up to the last one, with the fewest tokens before them."""
-    task = GridTask({}, "", ANSWERS, (1, 2, 4, 8, 16), (32, 256), 3, 9)
+    task = StepTask({}, "", ANSWERS, (1, 2, 4, 8, 16), (32, 256), 3, 9)
     few = few_of(task)
     assert [task.num_equal(*place) for place in [(4, 32), (4, 256), (8, 32)]] == [9, 0, 0]
     assert few.num_spread == 0
@@ -160,8 +166,8 @@ def test_the_share_that_steps_take_alone_is_the_median_of_a_few():
     assert dataclasses.replace(few, rows=task.rows, columns=task.columns, num_spread=9) == task
     seconds = ((1.0, 9.0), (2.0, 9.0), (3.0, 9.0), (4.0, 9.0), (5.0, 9.0))
     beside = Grid(task.rows, task.columns, seconds)
-    assert alone_factor(beside, few, GridFigures(((0.9,), (1.8,), (2.5,)))) == pytest.approx(0.6)
-    assert alone_factor(beside, few, GridFigures(((1.1,), (9.0,), (2.5,)))) == 1.0
+    assert alone_factor(beside, few, StepFigures(((0.9,), (1.8,), (2.5,)))) == pytest.approx(0.6)
+    assert alone_factor(beside, few, StepFigures(((1.1,), (9.0,), (2.5,)))) == 1.0
 
 
 def test_noise_makes_no_time_negative():
@@ -180,8 +186,8 @@ def test_the_sizes_of_a_node(tiny):
 @pytest.mark.parametrize("kv_cache_dtype", few(["auto", "int8"], "int8"))
 def test_steps_of_a_tiny_model(tiny, kv_cache_dtype):
     settings = dataclasses.asdict(EngineSettings(model=str(tiny), device="cpu", kv_cache_dtype=kv_cache_dtype))
-    answers, another_answer = measure_grid(GridTask(settings, "", ANSWERS, (1, 3), (8, 40), 1, 20))
-    prompts, another_chunk = measure_grid(GridTask(settings, "", PROMPTS, (1, 5, 64), (0, 33), 1, 3))
+    answers, another_answer = measure(StepTask(settings, "", ANSWERS, (1, 3), (8, 40), 1, 20))
+    prompts, another_chunk = measure(StepTask(settings, "", PROMPTS, (1, 5, 64), (0, 33), 1, 3))
     for _ in range(3):  # as often as the other node needs
         another_answer()
         another_chunk()
@@ -218,34 +224,25 @@ def test_overheads_are_what_is_left_of_the_mean_of_a_spread():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("module", "task", "measured"),
-    [
-        (GRIDS_MODULE, lambda settings: GridTask(settings, "", PROMPTS, (8,), (0,), 1), "seconds"),
-        (NODE_MODULE, lambda settings: NodeTask(settings, "", (8,), (), 1), "prompts_s"),
-        (NODE_MODULE, lambda settings: NodeTask(settings, "", (), (2,), 1), "steps_s"),
-    ],
-    ids=["grid", "prompts", "answers"],
-)
-async def test_who_is_measured_first_goes_on_until_the_other_one_is(tiny, module, task, measured):
+@pytest.mark.parametrize(("kind", "row"), [(PROMPTS, 8), (ANSWERS, 2)])
+async def test_who_is_measured_first_goes_on_until_the_other_one_is(tiny, kind, row):
     """Else the other one would be measured beside a node that rests."""
-    task = task(dataclasses.asdict(EngineSettings(model=str(tiny), device="cpu")))
-    together, others = asyncio.Barrier(2), set(psutil.Process().children())
+    settings = dataclasses.asdict(EngineSettings(model=str(tiny), device="cpu"))
+    task, others = StepTask(settings, "", kind, (row,), (8,), 1), set(psutil.Process().children())
 
     def started():
         return set(psutil.Process().children()) - others
 
-    async with asyncio.timeout(DEADLINE_S):
-        first = asyncio.create_task(figures_of(module, task, "first", str, together))
-        while not together.n_waiting:
-            await asyncio.sleep(0.01)
+    async with asyncio.timeout(DEADLINE_S), worker(MODULE, json.dumps(dataclasses.asdict(task)), "first") as first:
+        await first.started()
+        figures = await first.done(MEASURE)
+        await first.begin(GO_ON)
         [node] = started()
-        spent_s = cpu_s(node)
-        while cpu_s(node) < spent_s + 0.1:
-            await asyncio.sleep(0.01)
-        assert not first.done()
-        second = await figures_of(module, task, "second", str, together)
-    assert len((await first)[measured]) == len(second[measured]) == 1
+        for _ in range(2):
+            spent_s = cpu_s(node)
+            while cpu_s(node) < spent_s + 0.1:
+                await asyncio.sleep(0.01)
+    assert [len(seconds) for seconds in figures["seconds"]] == [1]
     assert not started()
 
 

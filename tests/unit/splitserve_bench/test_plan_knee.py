@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from splitserve_bench.compare.search import Counted, Goal
-from splitserve_bench.plan.knee import KneeSearch, knee_of
+from splitserve_bench.plan.race import KneeSearch, knee_of
 from tests.effort import effort
 
 KNEE = 10.0

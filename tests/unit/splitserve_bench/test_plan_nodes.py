@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -11,30 +12,25 @@ from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
 from serving_core.shapes import BOTH, DECODE, PREFILL
 from splitserve.cli import main
-from splitserve_bench.plan.clients import JudgingClients
-from splitserve_bench.plan.commands import commands_of
-from splitserve_bench.plan.devices import DEVICES, LINKS, link_of
-from splitserve_bench.plan.fleets import LinkedCorridor, PlannedCosts, run_clients
+from splitserve_bench.plan.candidates import Plan, Pool
+from splitserve_bench.plan.fleets import JudgingClients, LinkedTransfers, run_clients
+from splitserve_bench.plan.hardware import ATTENTION, DEVICES, LAYER_S, LINK, LINKS, MEMORY, PRODUCTS, Roofline, link_of
 from splitserve_bench.plan.model_sizes import read_model_sizes
-from splitserve_bench.plan.nodes import machines_of, profile_of
-from splitserve_bench.plan.plans import Plan, Pool
-from splitserve_bench.plan.roofline import ATTENTION, LAYER_S, LINK, MEMORY, PRODUCTS, Roofline, collectives_s
-from splitserve_bench.plan.stages import StagedRoofline
-from splitserve_bench.plan.study import study_of
+from splitserve_bench.plan.nodes import machines_of
+from splitserve_bench.plan.report import commands_of
+from splitserve_bench.plan.search import study_of
 from splitserve_bench.serve.metrics import Limits, tpot_s, ttft_s
-from splitserve_bench.simulate.agenda import Agenda
-from splitserve_bench.simulate.costs import ProfileCosts, StepLoad
+from splitserve_bench.simulate.costs import StepLoad
+from splitserve_bench.simulate.events import Agenda
 from splitserve_bench.simulate.fleet import FleetSize, simulate
 from splitserve_bench.simulate.profile import read_profile
 from tests.tiny_models import write_tiny_llama, write_tiny_model
 from tests.unit.splitserve_bench.plan_kit import (
     asked,
     asked_nodes,
-    llmservingsim_folder,
     model_folder,
     paper_nodes,
     plan_of,
-    splitwise_file,
 )
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, request
 
@@ -116,14 +112,12 @@ def test_two_ranks_halve_the_work_and_pay_two_rings_a_layer(folder):
     one, two = (Roofline(model, H100, link, tp) for tp in (1, 2))
     work_s = one.answers_s(8, 500) - 8 * LAYER_S
     rings_s = 16 * (2 * link.latency_s + 8 * 1024 * 2 / (link.bytes_per_s * LINK))
-    assert collectives_s(model, link, 2, 8) == pytest.approx(rings_s)
     assert two.answers_s(8, 500) == pytest.approx(work_s / 2 + 8 * LAYER_S + rings_s)
 
 
 def test_stages_pass_answers_on_and_compute_parts_of_a_chunk_at_once(folder):
     model, link = read_model_sizes(folder), link_of("nvlink", H100)
-    stage = Roofline(model, H100, link, 2)
-    staged = StagedRoofline(stage, 2)
+    stage, staged = (Roofline(model, H100, link, 2, pp) for pp in (1, 2))
 
     def hops_s(num_tokens, num_sampled):
         num_bytes = 2 * num_tokens * 1024 * 2 + num_sampled * 5000 * 2
@@ -133,10 +127,11 @@ def test_stages_pass_answers_on_and_compute_parts_of_a_chunk_at_once(folder):
     assert staged.chunk_s(100, 7) == pytest.approx(stage.chunk_s(100, 7) + hops_s(100, 1))  # too few for two parts
     in_eight = 9 / 2 * stage.chunk_s(512, 7 + (4096 - 512) / 2) + hops_s(512, 1)
     assert staged.chunk_s(4096, 7) == pytest.approx(in_eight)
-    lone = StepLoad(8, 4000, 40, 0)
-    assert staged.both_s(lone) == pytest.approx(stage.both_s(lone) + hops_s(48, 9))
-    parts_s = 9 / 2 * stage.mixed_s(1, 500, 255, 2040 * 7 / 8 / 2) + hops_s(256, 9)
-    assert staged.both_s(StepLoad(8, 4000, 2040, 0)) == pytest.approx(parts_s)
+
+
+def test_beside_a_prompt_stages_compute_attention_of_answers_in_parts(nodes):
+    (kind,) = machines_of(replace(nodes, tp_sizes=(1,), pp_sizes=(2,), max_num_batched_tokens=512)).kinds
+    assert kind.profile.steps.attention_beside_factor == 9 / 16  # of eight parts, two at once but for the ends
 
 
 def test_stages_hold_a_model_that_ranks_alone_do_not(nodes):
@@ -147,7 +142,8 @@ def test_stages_hold_a_model_that_ranks_alone_do_not(nodes):
     small = replace(nodes, pp_sizes=(1, 2, 16), tp_sizes=(1,), device_memory_bytes=body_bytes)
     machines = machines_of(replace(small, gpus_per_host=16))
     [kind] = machines.kinds
-    assert (kind.grid, kind.num_devices, kind.dollars_per_h, kind.num_sending) == ("TP1 PP2", 2, 9.5, 2)
+    assert (kind.grid, kind.num_devices, kind.dollars_per_h) == ("TP1 PP2", 2, 9.5)
+    assert kind.profile.corridor.bytes_per_s == 2 * 450e9 * LINK  # each stage sends what it has
     assert [words.partition(":")[0] for words in machines.unfit] == ["h100, TP 1", "h100, TP 1, PP 16"]
     plan = Plan((Pool(PREFILL, kind, 1), Pool(DECODE, kind, 1)), 4, 4)
     assert (str(plan), plan.num_devices) == ("1P TP1 PP2 + 1D TP1 PP2", 4)
@@ -160,37 +156,32 @@ def test_layers_that_have_no_room_are_read_while_a_step_computes(nodes):
     model = read_model_sizes(nodes_folder(nodes))
     layer_bytes = 2 * 1024 * (2 * (16 + 4) * 64 + 3 * 2048)
     other_bytes = 2 * 2 * 5000 * 1024
-    small = replace(nodes, tp_sizes=(1,), weights_memory_bytes=other_bytes + 4 * layer_bytes)
+    small = replace(
+        nodes, tp_sizes=(1,), weights_memory_bytes=other_bytes + 4 * layer_bytes, max_num_batched_tokens=16384
+    )
     [kind] = machines_of(small).kinds  # two layers stay, and two of the other six are there at a time
     read_s = 6 * layer_bytes / (64e9 * LINK)
     in_memory = Roofline(model, H100, link_of("nvlink", H100), 1)
-    assert kind.steps.answers_s(8, 500) == pytest.approx(read_s)
-    assert kind.steps.chunk_s(16384, 0) == in_memory.chunk_s(16384, 0) > read_s
-    assert kind.steps.both_s(StepLoad(8, 4000, 16, 0)) == pytest.approx(read_s)
+    assert kind.costs.step_s(StepLoad(8, 4000)) == pytest.approx(read_s)
+    assert kind.costs.step_s(StepLoad(0, 0, 16384)) == pytest.approx(in_memory.chunk_s(16384, 0), rel=0.01)
+    assert in_memory.chunk_s(16384, 0) > read_s
+    assert kind.costs.step_s(StepLoad(8, 4000, 16, 0)) == pytest.approx(read_s)
     weight_bytes = other_bytes + 4 * layer_bytes
     assert kind.sizes.num_blocks == (int(80 * 2**30 * 0.9) - weight_bytes) // (16 * model.rank_token_bytes(1))
     [staged] = machines_of(replace(small, pp_sizes=(2,))).kinds
     assert staged.weights_memory_bytes == 0  # four layers and one of two matrices are no more than that
     [staged] = machines_of(replace(small, pp_sizes=(2,), weights_memory_bytes=other_bytes // 2 + 3 * layer_bytes)).kinds
-    assert staged.steps.answers_s(8, 500) > 2 * 3 * layer_bytes / (64e9 * LINK)  # one stage after the other, and hops
+    assert staged.costs.step_s(StepLoad(8, 4000)) > 2 * 3 * layer_bytes / (
+        64e9 * LINK
+    )  # one stage after the other, and hops
 
 
 def test_too_little_memory_for_weights_is_no_node(nodes, tmp_path):
     with pytest.raises(SettingsError, match="h100, TP 1: --weights-memory-bytes 1000: these weights take"):
         machines_of(replace(nodes, weights_memory_bytes=1000))
-    table = str(splitwise_file(tmp_path / "perf_model.csv"))
-    names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), ("h100-80gb",))
-    with pytest.raises(SettingsError, match="tables are of weights that devices hold"):
-        machines_of(replace(nodes, profile=table, tp_sizes=(1,), weights_memory_bytes=10**8, **names))
     PROFILE.save(tmp_path / "profile.json")
     with pytest.raises(SettingsError, match="splitserve doctor takes that flag as well"):
         machines_of(replace(paper_nodes(tmp_path), weights_memory_bytes=10**8))
-
-
-def test_a_step_of_both_reads_the_weights_once(folder):
-    steps = Roofline(read_model_sizes(folder), H100, link_of("nvlink", H100), 1)
-    load = StepLoad(8, 4000, 64, 0)
-    assert steps.answers_s(8, 500) < steps.both_s(load) < steps.answers_s(8, 500) + steps.chunk_s(64, 0)
 
 
 def test_a_node_has_the_memory_that_weights_leave(nodes):
@@ -198,7 +189,7 @@ def test_a_node_has_the_memory_that_weights_leave(nodes):
     model = read_model_sizes(nodes_folder(nodes))
     assert one.sizes.num_blocks == (int(80 * 2**30 * 0.9) - model.weight_bytes) // (16 * model.rank_token_bytes(1))
     assert two.sizes.num_blocks > 2 * one.sizes.num_blocks * 0.99
-    assert (two.num_sending, two.dollars_per_h, two.watts) == (2, 9.5, 1400)
+    assert (two.profile.corridor.bytes_per_s, two.dollars_per_h, two.watts) == (2 * 450e9 * LINK, 9.5, 1400)
 
 
 def nodes_folder(nodes):
@@ -220,24 +211,31 @@ def test_nodes_that_cannot_be_had(nodes, values, words):
         machines_of(replace(nodes, **values))
 
 
-def test_a_table_says_what_hardware_it_has(nodes, tmp_path):
-    table = str(splitwise_file(tmp_path / "perf_model.csv"))
-    names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), ("h100-80gb",))
-    machines = machines_of(replace(nodes, profile=table, tp_sizes=(1, 2, 4), **names))
-    assert [kind.tp for kind in machines.kinds] == [1, 2]
-    assert machines.unfit == ("h100-80gb, TP 4: the table has no such size",)
-    with pytest.raises(SettingsError, match="on a100-80gb, h100-80gb, not on h200"):
-        machines_of(replace(nodes, profile=table, **dict.fromkeys(names, ("h200",))))
-
-
-def test_a_price_is_of_a_device_by_whatever_name_it_is_called(nodes, tmp_path):
-    table = str(splitwise_file(tmp_path / "perf_model.csv"))
-    names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), ("h100-80gb",))
-    of_table = replace(nodes, profile=table, tp_sizes=(2,), watts=(("h100-80gb", 9.0),), **names)
-    (kind,) = machines_of(replace(of_table, dollars_per_h=(("h100", 3.0), ("a100", 1.0)))).kinds
+def test_a_price_is_of_a_device_by_whatever_name_it_is_called(tmp_path):
+    replace(PROFILE, hardware="h100-80gb", tensor_parallel_size=2).save(tmp_path / "profile.json")
+    nodes = replace(paper_nodes(tmp_path), watts=(("h100-80gb", 9.0),))
+    (kind,) = machines_of(replace(nodes, dollars_per_h=(("h100", 3.0), ("a100", 1.0)))).kinds
     assert (kind.dollars_per_h, kind.watts) == (6.0, 18.0)
-    (kind,) = machines_of(of_table).kinds
+    (kind,) = machines_of(nodes).kinds
     assert kind.dollars_per_h == 2 * 4.75
+
+
+def test_profiles_are_kinds_of_node_that_flags_choose_among(tmp_path):
+    for name, hardware, tp in (("one", "fast", 1), ("two", "fast", 2), ("slow", "slow", 1)):
+        replace(PROFILE, hardware=hardware, tensor_parallel_size=tp).save(tmp_path / f"{name}.json")
+    paths = tuple(str(tmp_path / f"{name}.json") for name in ("one", "two", "slow"))
+    own = replace(paper_nodes(tmp_path), profiles=paths, prefill_hardware=("fast",), decode_hardware=("slow",))
+    machines = machines_of(own)
+    assert [(kind.hardware, kind.num_devices) for kind in machines.kinds] == [("fast", 1), ("fast", 2), ("slow", 1)]
+    plans = study_of(asked(own, gpus=4, candidates=99)).plans
+    split = [plan for plan in plans if plan.count_of(PREFILL)]
+    assert {pool.kind.hardware for plan in split for pool in plan.pools if pool.role == PREFILL} == {"fast"}
+    assert {pool.kind.hardware for plan in split for pool in plan.pools if pool.role == DECODE} == {"slow"}
+    with pytest.raises(SettingsError, match="the profiles are of fast, slow, not of h100"):
+        machines_of(replace(own, both_hardware=("h100",)))
+    replace(PROFILE, model="other").save(tmp_path / "other.json")
+    with pytest.raises(SettingsError, match="the profiles are of other, paper"):
+        machines_of(replace(own, profiles=(*paths, str(tmp_path / "other.json"))))
 
 
 @pytest.mark.parametrize(
@@ -280,14 +278,15 @@ def test_without_tp_a_profile_is_of_the_smallest_size_that_the_model_fits_on(tmp
     assert f"written: {file}, of cpu TP 1" in result.stderr
     _, one = saved("one.json", "--tp", "1")
     assert file.read_bytes() == one.read_bytes()
-    result, _ = saved("several.json", "--tp", "1,2")
-    assert (result.exit_code, "a profile is of one node, not of cpu TP 1, cpu TP 2" in result.stderr) == (2, True)
+    result, file = saved("two.json", "--tp", "2")
+    assert result.exit_code == 0, result.output
+    assert read_profile(file).tensor_parallel_size == 2
 
 
 def test_a_measured_profile_is_one_kind_of_node(tmp_path):
     PROFILE.save(tmp_path / "profile.json")
     (kind,) = machines_of(paper_nodes(tmp_path)).kinds
-    assert kind.steps.answers_s(2, 100) == PROFILE.steps.answers.at(2, 100)
+    assert kind.costs.step_s(StepLoad(2, 200)) == PROFILE.steps.answers.at(2, 100)
 
 
 def test_a_measured_profile_is_simulated_as_by_splitserve_simulate(tmp_path):
@@ -325,37 +324,25 @@ def test_nodes_step_as_on_such_devices_where_nothing_is_said(nodes):
     assert found == {"h100": (2048, 256), "cpu": (512, 64)}
 
 
-@pytest.mark.parametrize(
-    ("hardware", "values", "rel"),
-    [
-        ("h100", {}, 0.05),
-        ("h100", {"pp_sizes": (2,)}, 0.05),
-        ("l4", {}, 0.05),
-        ("cpu", {}, 0.05),
-        ("rtx", {"profile": llmservingsim_folder, "device_memory_bytes": 2**36}, 0.12),  # attention of their own
-    ],
-)
-def test_steps_of_both_of_a_profile_that_is_made_are_near_those_of_its_source(nodes, tmp_path, hardware, values, rel):
+@pytest.mark.parametrize("hardware", ["h100", "l4", "cpu"])
+def test_a_step_of_both_has_the_products_of_all_its_tokens_and_both_attentions(nodes, hardware):
+    """So it takes no less than its prompt or its answers, and hardly more than one after the other."""
     names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), (hardware,))
-    if "profile" in values:
-        values = {**values, "profile": str(values["profile"](tmp_path))}
     sizes = {"tp_sizes": (1,), "max_num_seqs": 256, "max_num_batched_tokens": 2048}
-    machines = machines_of(replace(nodes, **sizes, **names, **values))
-    (kind,) = machines.kinds
-    made, source = ProfileCosts(profile_of(machines, kind)), PlannedCosts(kind, 0)
-    places = ((1, 500, 64), (16, 200, 256), (32, 1000, 2000), (128, 300, 1900), (128, 4000, 512), (256, 2000, 1700))
-    for num, context, chunk in places:
-        load = StepLoad(num, num * context, chunk, 0)
-        assert made.step_s(load) == pytest.approx(source.step_s(load), rel=rel)
+    (kind,) = machines_of(replace(nodes, **sizes, **names)).kinds
+    for num, context, chunk in ((1, 500, 64), (16, 200, 256), (128, 300, 1900), (128, 4000, 512)):
+        prompts_s = kind.costs.step_s(StepLoad(0, 0, chunk, 0))
+        answers_s = kind.costs.step_s(StepLoad(num, num * context))
+        both_s = kind.costs.step_s(StepLoad(num, num * context, chunk, 0))
+        assert max(prompts_s, answers_s) < both_s < 1.05 * (prompts_s + answers_s)
 
 
-def test_a_profile_that_is_made_says_what_its_source_says(nodes, tmp_path):
-    machines = machines_of(nodes)
-    profile_of(machines, machines.kinds[0]).save(tmp_path / "made.json")
-    made, steps = read_profile(tmp_path / "made.json"), machines.kinds[0].steps
+def test_a_profile_says_what_its_data_sheet_says(nodes, folder):
+    kind, _ = machines_of(nodes).kinds
+    steps, sheet = kind.profile.steps, Roofline(read_model_sizes(folder), H100, link_of("nvlink", H100), 1)
     for num, context in ((1, 0), (7, 300), (32, 2000)):
-        assert made.steps.answers.at(num, context) == pytest.approx(steps.answers_s(num, context), rel=0.02)
-        assert made.steps.prompts.at(10 * num, context) == pytest.approx(steps.chunk_s(10 * num, context), rel=0.03)
+        assert steps.answers.at(num, context) == pytest.approx(sheet.answers_s(num, context), rel=0.02)
+        assert steps.prompts.at(10 * num, context) == pytest.approx(sheet.chunk_s(10 * num, context), rel=0.03)
 
 
 # ---- plans ----
@@ -382,16 +369,17 @@ def test_unlike_hardware_is_on_hosts_of_its_own(nodes):
 def test_bytes_go_by_the_narrower_end_and_the_link_between(nodes):
     machines = machines_of(nodes)
     one, two = machines.kinds
-    corridor = LinkedCorridor(Agenda(), one.sizes.layout, block_bytes=one.sizes.block_bytes)
+    plan = Plan((Pool(PREFILL, one, 4), Pool(DECODE, two, 1)), 8, 4)
+    transfers = LinkedTransfers(Agenda(), plan)
+    hosts = {placed.name: placed.host for placed in plan.placed()}
+    near, far = (next(name for name in hosts if name.startswith(PREFILL) and hosts[name] == host) for host in (0, 1))
 
-    class End:
-        def __init__(self, kind, host):
-            self.costs = PlannedCosts(kind, host)
+    def bytes_s(sender, receiver):
+        return transfers.bytes_s(SimpleNamespace(name=sender), SimpleNamespace(name=receiver), 10**9)
 
-    near_s = corridor.bytes_s(End(two, 0), End(one, 0), 10**9)
-    assert near_s == pytest.approx(1e9 / (450e9 * LINK))
-    assert corridor.bytes_s(End(two, 0), End(two, 0), 10**9) == pytest.approx(near_s / 2)
-    assert corridor.bytes_s(End(one, 0), End(one, 1), 10**9) == pytest.approx(1e9 / (LINKS["ib"].bytes_per_s * LINK))
+    assert bytes_s("decode-0", near) == bytes_s(near, "decode-0") == pytest.approx(1e9 / (450e9 * LINK))
+    assert bytes_s("decode-0", "decode-0") == pytest.approx(bytes_s(near, near) / 2)
+    assert bytes_s("decode-0", far) == bytes_s(near, far) == pytest.approx(1e9 / (LINKS["ib"].bytes_per_s * LINK))
 
 
 def test_a_shared_link_between_hosts_is_divided(nodes):
@@ -484,13 +472,8 @@ def test_the_commands_say_how_they_are_stored(folder):
 
 
 @pytest.mark.parametrize("flags", [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}], ids=str)
-def test_what_was_measured_is_not_made_smaller(flags, folder, tmp_path):
+def test_what_was_measured_is_not_made_smaller(flags, tmp_path):
     name = next(iter(flags)).replace("_", "-")
-    hardware = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), ("h100-80gb",))
-    table = str(splitwise_file(tmp_path / "perf_model.csv"))
-    with pytest.raises(SettingsError, match=f"--{name} is for data sheets: tables have what was measured"):
-        machines_of(asked_nodes(model=str(folder), profile=table, **hardware, **flags))
     PROFILE.save(tmp_path / "profile.json")
-    none = dict.fromkeys(hardware, ())
     with pytest.raises(SettingsError, match=f"--{name} is for data sheets: .* takes that flag as well"):
-        machines_of(asked_nodes(profile=str(tmp_path / "profile.json"), **none, **flags))
+        machines_of(replace(paper_nodes(tmp_path), **flags))

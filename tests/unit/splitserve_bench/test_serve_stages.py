@@ -325,7 +325,7 @@ def simulate(tmp_path):
 def test_a_simulated_fleet_takes_as_long_to_recover_as_its_queue_is_long(simulate):
     """A prompt of 100 tokens takes 102 ms: of 20 a second for 10 s about 100 are left, which shrink by 7.3 a second. A
     fleet that is told the limits reads the others first, and is back as soon as they come at a rate that it serves."""
-    results = [simulate(*RECOVERY, *flags) for flags in (["--no-limits"], [])]
+    results = [simulate(*RECOVERY, *flags) for flags in (["--no-send-limits"], [])]
     assert [result.exit_code for result in results] == [0, 0], [result.output for result in results]
     untold, told = (json.loads(result.stdout) for result in results)
     for result in (untold, told):

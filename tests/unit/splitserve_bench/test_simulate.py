@@ -13,13 +13,10 @@ from serving_core.errors import SettingsError
 from splitserve.cli import main
 from splitserve_bench.serve.misses import PHASE_FIELDS
 from splitserve_bench.serve.records import PlannedRequest
-from splitserve_bench.simulate.agenda import Agenda
-from splitserve_bench.simulate.clients import LoadClients
 from splitserve_bench.simulate.costs import ProfileCosts
-from splitserve_bench.simulate.fleet import Fleet, FleetSize, play, simulate
-from splitserve_bench.simulate.grid import Grid
-from splitserve_bench.simulate.profile import CorridorProfile, TierProfile, read_profile
-from splitserve_bench.simulate.toy_model import ToyModel
+from splitserve_bench.simulate.events import Agenda, ToyModel
+from splitserve_bench.simulate.fleet import Fleet, FleetSize, LoadClients, play, simulate
+from splitserve_bench.simulate.profile import CorridorProfile, Grid, TierProfile, read_profile
 from tests.effort import effort
 from tests.tiny_models import write_tokenizer
 from tests.unit.splitserve_bench.simulate_kit import (
@@ -331,7 +328,7 @@ def test_texts_have_the_lengths_that_a_tokenizer_tells(profile, tmp_path):
 
 def test_only_the_same_simulation_is_saved_where_another_one_was(profile, tmp_path):
     words = ("--both", 1, *LOAD, "--num-prompts", 3, "--request-rate", 5, "--save-result", "--result-dir", tmp_path)
-    others = [(), ("--seed", 1), ("--no-limits",), ("--request-timeout-s", 9), ("--goodput", "ttft:300")]
+    others = [(), ("--seed", 1), ("--no-send-limits",), ("--request-timeout-s", 9), ("--goodput", "ttft:300")]
     for num, more in enumerate((*others, ())):
         assert run(profile, *words, *more).exit_code == 0
         saved = sorted(tmp_path.glob("simulated-1B-5.0qps-paper-*.json"))

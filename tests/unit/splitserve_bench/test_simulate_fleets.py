@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve_bench.serve.records import PlannedRequest
+from splitserve_bench.simulate.costs import Progress
 from splitserve_bench.simulate.fleet import FleetSize, simulate
-from splitserve_bench.simulate.machine import Progress
 from tests.effort import effort, few
 from tests.unit.splitserve_bench.simulate_kit import (
     BLOCK_BYTES,

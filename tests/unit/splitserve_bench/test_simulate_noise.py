@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 
 from serving_core.errors import SettingsError
 from splitserve_bench.serve.metrics import ttft_s
-from splitserve_bench.simulate.costs import StepLoad
+from splitserve_bench.simulate.costs import Draws, Noise, StepLoad
 from splitserve_bench.simulate.fleet import FleetSize, simulate
-from splitserve_bench.simulate.noise import Draws, Noise
-from splitserve_bench.simulate.profile import read_profile
-from splitserve_bench.simulate.spread import NUM_FACTORS, Spread, equal_shares
+from splitserve_bench.simulate.profile import NUM_FACTORS, Spread, equal_shares, read_profile
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, request
 
 FLEET = FleetSize(2, 2)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from serving_core.errors import SettingsError
 from splitserve_bench.simulate.costs import ProfileCosts, StepLoad
-from splitserve_bench.simulate.grid import Grid
-from splitserve_bench.simulate.profile import read_profile
+from splitserve_bench.simulate.profile import Grid, read_profile
 from tests.unit.splitserve_bench.simulate_kit import PROFILE
 
 PLANE = Grid((1, 2, 4), (10, 30), tuple(tuple(row + column / 10 for column in (10, 30)) for row in (1, 2, 4)))

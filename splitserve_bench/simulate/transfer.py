@@ -1,4 +1,4 @@
-"""The corridor of a simulation: KV blocks between nodes, with the words that both ends hear about a transfer.
+"""The KV transfers of a simulation: blocks between nodes, with the words that both ends hear about a transfer.
 
 The blocks of one sender leave one after the other, in the order in which they become ready. What a step makes ready may
 leave layer by layer while the step runs; its last layer cannot.
@@ -12,17 +12,18 @@ from typing import Final, Protocol
 from kv_transfer.results import Received, Sent, TransferFailed
 from kv_transfer.ticket import TRANSFER_ID_BYTES, LaneEnd, Ticket
 from serving_core import reasons
-from serving_core.layout import KVLayout
-from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.costs import Costs
+from splitserve_bench.simulate.events import Agenda
+from splitserve_bench.simulate.profile import NodeSizes
 
 TTL_S: Final = 600.0
 ADDRESS: Final = "simulated"
 
 
 class End(Protocol):
-    """A node, as the corridor knows it."""
+    """A node, as its transfers know it."""
 
+    name: str
     costs: Costs
 
     def coming(self, epoch: int) -> None: ...
@@ -58,14 +59,13 @@ class Transfer:
     tail: bytes = b""
 
 
-class Corridor:
+class Transfers:
     """All transfers between the nodes of a fleet."""
 
-    def __init__(self, agenda: Agenda, layout: KVLayout, *, block_bytes: int) -> None:
-        """`layout` stands in the tickets; `block_bytes` are those that really travel for a block."""
+    def __init__(self, agenda: Agenda, sizes: NodeSizes) -> None:
         self._agenda = agenda
-        self._layout = layout
-        self._block_bytes = block_bytes
+        self._layout = sizes.layout
+        self._block_bytes = sizes.block_bytes  # those that really travel, unlike the layout's
         self._ids = itertools.count()
         self._by_ticket: dict[bytes, Transfer] = {}
         self._receiving: dict[tuple[End, int], Transfer] = {}

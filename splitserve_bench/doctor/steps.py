@@ -1,36 +1,41 @@
-"""Steps of one node by what is in them, as `splitserve doctor --save` measures them: an engine in a process of its own.
+"""Steps of one node by what is in them, as `splitserve doctor` measures them: an engine in a process of its own.
 
-`python -m splitserve_bench.doctor.grids TASK` takes a JSON object with the fields of GridTask, and talks as
-processes.py says. Of repeats the fastest counts, which others on the machine disturb least; how far equal steps spread
-is measured at one place of the grid. When all is measured it goes on with steps until it is killed, so that another one
-is beside a busy one all the time.
+`python -m splitserve_bench.doctor.steps TASK` takes a JSON object with the fields of StepTask, and is a worker of
+splitserve_bench/crew.py with two jobs: MEASURE, and GO_ON, which repeats the last step until the process is killed, so
+that another node is measured beside a busy one. Of repeats the fastest counts, which others on the machine disturb
+least; how far equal steps spread is measured at one place of the grid.
 """
 
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Final
 
 from serving_core.cpus import pin
-from serving_core.errors import SplitServeError
 from serving_core.settings import EngineSettings
+from splitserve_bench.crew import say, work
 
 ANSWERS, PROMPTS = "answers", "prompts"
+MEASURE: Final = {"measure": True}
+GO_ON: Final = {"measure": False}
+
+Step = Callable[[], object]
+Seconds = dict[tuple[int, int], float]
 
 
 @dataclass(frozen=True, slots=True)
-class GridTask:
-    """What to measure, all of it ascending: steps of `rows` answers, or of prompts in chunks of `rows` tokens, with
+class StepTask:
+    """What to measure, all of it ascending: steps of `rows` answers, or prompts in which `rows` tokens follow, with
     `columns` tokens before them; and how far `num_spread` steps spread that have the row in the middle and the fewest
     tokens before them."""
 
     settings: dict[str, Any]  # of EngineSettings, but for the size of the pool
-    cpus: str
+    cpus: str  # in the form of --cpus
     kind: str  # ANSWERS or PROMPTS
     rows: tuple[int, ...]
     columns: tuple[int, ...]
@@ -44,19 +49,18 @@ class GridTask:
 
 
 @dataclass(frozen=True, slots=True)
-class GridFigures:
-    """seconds[row][column]; and what each of the equal steps took whose spread was asked for, as a multiple of that."""
+class StepFigures:
+    """seconds[row][column]; what each of the equal steps took whose spread was asked for, as a multiple of that; and
+    how the engine describes itself."""
 
     seconds: tuple[tuple[float, ...], ...]
     factors: tuple[float, ...] = ()
+    description: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-Step = Callable[[], object]
-
-
-def measure_grid(task: GridTask) -> tuple[GridFigures, Step]:
-    """In this process, whose cores are settled; with what takes a step like the last ones. Raises ModelError or
-    SettingsError."""
+def measure(task: StepTask) -> tuple[StepFigures, Step]:
+    """Measure in this process, whose cores are settled; also return what takes a step like the last ones. Raises
+    ModelError or SettingsError."""
     from engine.engine import Engine  # torch, whose threads are as many as there are cores when it is imported
     from serving_core.model_config import read_model_config
     from splitserve_bench.engine.driver import NUM_STEPS
@@ -69,17 +73,19 @@ def measure_grid(task: GridTask) -> tuple[GridFigures, Step]:
     num_requests = 1 if is_of_prompts else max(task.rows)
     engine = Engine(dataclasses.replace(settings, num_kv_blocks=num_requests * layout.num_blocks_for(most_tokens)))
     engine.warm_up()
-    return _prompts(engine, task) if is_of_prompts else _answers(engine, task)
+    seconds, factors, step = (_prompts if is_of_prompts else _answers)(engine, task)
+    rows = tuple(tuple(seconds[row, column] for column in task.columns) for row in task.rows)
+    return StepFigures(rows, tuple(factors), engine.description), step
 
 
-def _answers(engine: Any, task: GridTask) -> tuple[GridFigures, Step]:
+def _answers(engine: Any, task: StepTask) -> tuple[Seconds, list[float], Step]:
     from splitserve_bench.engine.driver import NUM_STEPS, DecodeRun
 
     run = DecodeRun(engine, max(task.rows), max(task.columns))
-    seconds: dict[tuple[int, int], float] = {}
+    seconds: Seconds = {}
     factors: list[float] = []
     for context_tokens in task.columns:
-        _say(progress=f"answers with {context_tokens} tokens before them ...")
+        say(progress=f"answers with {context_tokens} tokens before them ...")
         run.extend(context_tokens)
         for batch in task.rows:
             num_equal = task.num_equal(batch, context_tokens)
@@ -87,7 +93,7 @@ def _answers(engine: Any, task: GridTask) -> tuple[GridFigures, Step]:
             usual_s = seconds[batch, context_tokens] = usual_fastest(list(map(fmean, samples_s)), task.repeats)
             if num_equal:
                 factors = [step_s / usual_s for steps_s in samples_s for step_s in steps_s]
-    return _figures(task, seconds, factors), lambda: _answers_s(run, task.rows[-1], 1)
+    return seconds, factors, partial(_answers_s, run, task.rows[-1], 1)
 
 
 def _answers_s(run: Any, batch: int, repeats: int) -> list[list[float]]:
@@ -100,33 +106,38 @@ def _answers_s(run: Any, batch: int, repeats: int) -> list[list[float]]:
     return samples_s
 
 
-def _prompts(engine: Any, task: GridTask) -> tuple[GridFigures, Step]:
-    """Every chunk is the last of its prompt: it samples, too."""
+def _prompts(engine: Any, task: StepTask) -> tuple[Seconds, list[float], Step]:
+    """Every prompt ends with the tokens that are measured: it samples, too."""
     from splitserve_bench.engine.driver import DecodeRun
+    from splitserve_bench.engine.figures import STEP_TOKENS
 
     run = DecodeRun(engine, 1, max(task.columns) + max(task.rows))
-    seconds: dict[tuple[int, int], float] = {}
+    seconds: Seconds = {}
     factors: list[float] = []
-    for context_tokens in task.columns:
-        _say(progress=f"prompts with {context_tokens} tokens before the chunk ...")
-        for chunk in task.rows:
-            run.extend(context_tokens + chunk - 1)
-            works = [run.work(0, context_tokens, chunk)]
-            num_equal = task.num_equal(chunk, context_tokens)
-            samples_s = _chunks_s(engine, works, max(task.repeats, num_equal))
-            usual_s = seconds[chunk, context_tokens] = usual_fastest(samples_s, task.repeats)
+
+    def steps(num_tokens: int, before: int) -> None:
+        end = before + num_tokens
+        for start in range(before, end, STEP_TOKENS):
+            engine.step([run.work(0, start, min(STEP_TOKENS, end - start))])
+
+    for before in task.columns:
+        say(progress=f"prompts with {before} tokens before the chunk ...")
+        for num_tokens in task.rows:
+            run.extend(before + num_tokens - 1)
+            num_equal = task.num_equal(num_tokens, before)
+            samples_s = _samples_s(partial(steps, num_tokens, before), max(task.repeats, num_equal))
+            usual_s = seconds[num_tokens, before] = usual_fastest(samples_s, task.repeats)
             if num_equal:
                 factors = [step_s / usual_s for step_s in samples_s]
-    last = run.work(0, task.columns[-1], task.rows[-1])
-    return _figures(task, seconds, factors), lambda: engine.step([last])
+    return seconds, factors, partial(steps, task.rows[-1], task.columns[-1])
 
 
-def _chunks_s(engine: Any, works: Sequence[Any], num_steps: int) -> list[float]:
-    engine.step(works)  # the first of its shapes
+def _samples_s(step: Step, num_samples: int) -> list[float]:
+    step()  # the first of its shapes
     samples_s: list[float] = []
-    for _ in range(num_steps):
+    for _ in range(num_samples):
         start_s = time.perf_counter()
-        engine.step(works)
+        step()
         samples_s.append(time.perf_counter() - start_s)
     return samples_s
 
@@ -138,29 +149,23 @@ def usual_fastest(samples_s: Sequence[float], repeats: int) -> float:
     return median(map(min, groups))
 
 
-def _figures(task: GridTask, seconds: Mapping[tuple[int, int], float], factors: Sequence[float]) -> GridFigures:
-    rows = tuple(tuple(seconds[row, column] for column in task.columns) for row in task.rows)
-    return GridFigures(rows, tuple(factors))
+def prepare(asked: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Settle this process's cores. Raises SplitServeError for a task that cannot be done."""
+    fields = json.loads(asked)
+    task = StepTask(**{**fields, **{name: tuple(fields[name]) for name in ("rows", "columns")}})
+    pin(task.cpus)
+    steps: list[Step] = []
 
-
-def main() -> None:
-    """Does the task that is this process's argument."""
-    fields = json.loads(sys.argv[1])
-    lists: dict[str, Sequence[int]] = {name: tuple(fields[name]) for name in ("rows", "columns")}
-    task = GridTask(**{**fields, **lists})
-    try:
-        pin(task.cpus)
-        figures, step = measure_grid(task)
-        _say(figures=dataclasses.asdict(figures))
+    def do(job: dict[str, Any]) -> dict[str, Any]:
+        if job == MEASURE:
+            figures, step = measure(task)
+            steps.append(step)
+            return dataclasses.asdict(figures)
         while True:
-            step()
-    except SplitServeError as error:
-        _say(error=str(error))
+            steps[-1]()
 
-
-def _say(**line: Any) -> None:
-    print(json.dumps(line), flush=True)
+    return do
 
 
 if __name__ == "__main__":
-    main()
+    work(prepare)

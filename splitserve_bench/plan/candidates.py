@@ -9,22 +9,60 @@ the limit on TPOT and the pool, both where their seconds and those of the steps 
 which order plans are looked at, and which of very many at all. It decides nothing else.
 """
 
+import dataclasses
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from serving_core.shapes import BOTH, DECODE, PREFILL
-from splitserve_bench.plan.asked import COST, DEVICE, Asked
-from splitserve_bench.plan.loads import Lengths
-from splitserve_bench.plan.nodes import Machines, NodeKind
+from splitserve_bench.plan.loads import AskedLoad, Lengths
+from splitserve_bench.plan.nodes import AskedNodes, Machines, NodeKind
 from splitserve_bench.serve.metrics import Limits
+from splitserve_bench.simulate.costs import StepLoad
 
+DEVICE, COST, POWER = "device", "cost", "power"
+# What goodput is shown by: words, and times what requests a second are.
+OBJECTIVES: Final = {DEVICE: ("req/s a device", 1), COST: ("requests a dollar", 3600), POWER: ("req/s a kilowatt", 1)}
 RATIOS: Final = 3  # of nodes that read to nodes that write, for each pair of kinds
 HALVINGS: Final = 40
 ROUNDS: Final = 20
 FILL: Final = 1.5
 USUAL_TPOT_S: Final = 0.05  # where no limit says how long an answer may take
 LETTERS: Final = {PREFILL: "P", DECODE: "D", BOTH: "B"}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The flags of a search."""
+
+    nodes: AskedNodes
+    load: AskedLoad
+    gpus: int
+    cells: int
+    objective: str  # one of OBJECTIVES
+    candidates: int
+    goodput: tuple[str, ...]
+    attainment: float
+    tolerance: float
+    max_probes: int
+    num_prompts: int
+    seconds: float
+    all_plans: bool  # are searched to the end, not only the best two
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+def asked_from_json(text: str) -> Asked:
+    """Return what to_json has written."""
+    fields = {name: _tuples(value) for name, value in json.loads(text).items()}
+    nodes, load = (({name: _tuples(value) for name, value in fields.pop(part).items()}) for part in ("nodes", "load"))
+    return Asked(nodes=AskedNodes(**nodes), load=AskedLoad(**load), **fields)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,68 +162,66 @@ class Estimates:
     def __init__(self, lengths: Lengths, limits: Limits) -> None:
         self._input, self._output = lengths.mean_input_tokens, lengths.mean_output_tokens
         self._tpot_s = limits.tpot_s
+        self._known: dict[tuple[str, NodeKind], float] = {}
 
-    def reads_per_s(self, kind: NodeKind) -> float:
-        """Prompts."""
-        return 1 / self._prompt_s(kind)
-
-    def writes_per_s(self, kind: NodeKind) -> float:
-        """Answers, from a node that does nothing else."""
-        return self._rate(kind, 0.0)
-
-    def does_per_s(self, kind: NodeKind) -> float:
-        """Requests, from a node that does both."""
-        return self._rate(kind, self._prompt_s(kind))
+    def requests_per_s(self, role: str, kind: NodeKind) -> float:
+        """Return the requests of which a node in this role does its part in a second."""
+        if (role, kind) not in self._known:
+            prompt_s = self._prompt_s(kind)
+            self._known[role, kind] = 1 / prompt_s if role == PREFILL else self._rate(kind, prompt_s * (role == BOTH))
+        return self._known[role, kind]
 
     def of(self, pools: Iterable[Pool]) -> float:
-        """Requests a second of all; at least those of one that comes when the one before has ended."""
+        """Return the requests a second of all; at least those of one that comes when the one before has ended."""
         pools = tuple(pools)
         of_role: dict[str, float] = {PREFILL: 0.0, DECODE: 0.0, BOTH: 0.0}
-        rate_of = {PREFILL: self.reads_per_s, DECODE: self.writes_per_s, BOTH: self.does_per_s}
         for pool in pools:
-            of_role[pool.role] += pool.count * rate_of[pool.role](pool.kind)
-        lone_s = max(
-            self._prompt_s(pool.kind) + self._output * pool.kind.steps.answers_s(1, self._input) for pool in pools
-        )
+            of_role[pool.role] += pool.count * self.requests_per_s(pool.role, pool.kind)
+        lone_s = max(self._prompt_s(pool.kind) + self._output * _answers_s(pool.kind, 1, self._input) for pool in pools)
         return max(1 / lone_s, min(of_role[PREFILL], of_role[DECODE]) + of_role[BOTH])
 
     def fill_s(self, pools: Sequence[Pool], rate: float) -> float:
-        """How long it takes at this rate until as many answers run as will: longer than a mean answer, as the long ones
-        are what piles up."""
-        writers = [pool for pool in pools if pool.role != PREFILL]
-        of_each = rate / sum(pool.count for pool in writers)
+        """Return how long it takes at this rate until as many requests decode as will: longer than a mean output, as
+        the long ones are what piles up."""
+        decoding = [pool for pool in pools if pool.role != PREFILL]
+        of_each = rate / sum(pool.count for pool in decoding)
         is_alone = all(pool.role == BOTH for pool in pools)
-        return FILL * max(self._answer_s(pool, of_each, is_alone) for pool in writers)
+        return FILL * max(self._output_s(pool, of_each, is_alone) for pool in decoding)
 
-    def _answer_s(self, pool: Pool, rate: float, is_alone: bool) -> float:
-        """At its limit, unless the node reaches a lower pace. is_alone: it reads all its prompts itself."""
+    def _output_s(self, pool: Pool, rate: float, is_alone: bool) -> float:
+        """At its limit, unless the node reaches a lower pace. is_alone: it computes all its prompts itself."""
         kind, limit_s = pool.kind, self._tpot_s or USUAL_TPOT_S
         free = 1 - rate * self._prompt_s(kind) if is_alone else 1.0
         tpot_s, context = 0.0, self._input + self._output / 2
         for _ in range(ROUNDS if free > 0 else 0):
             num_answers = min(kind.sizes.max_answers, max(1.0, rate * self._output * tpot_s))
-            tpot_s = kind.steps.answers_s(num_answers, context) / free
+            tpot_s = _answers_s(kind, num_answers, context) / free
         return self._output * min(limit_s, tpot_s or limit_s)
 
     def _prompt_s(self, kind: NodeKind) -> float:
         chunk = kind.sizes.max_num_batched_tokens
-        return kind.steps.chunk_s(chunk, self._input / 2) * self._input / chunk
+        load = StepLoad(num_prompt_tokens=chunk, num_before=chunk * self._input / 2)
+        return kind.costs.step_s(load) * self._input / chunk
 
     def _rate(self, kind: NodeKind, prompt_s: float) -> float:
-        """The highest rate at which steps, with what prompts take between them, are within the limit."""
+        """Return the highest rate at which steps, with what prompts take between them, are within the limit."""
         context = self._input + self._output / 2
         most = min(kind.sizes.max_answers, kind.sizes.num_blocks * kind.sizes.block_size / context)
         if self._tpot_s is None:
-            return 1 / (prompt_s + self._output * kind.steps.answers_s(most, context) / most)
+            return 1 / (prompt_s + self._output * _answers_s(kind, most, context) / most)
         low, high = 0.0, most / (self._output * self._tpot_s)
         for _ in range(HALVINGS):
             rate = (low + high) / 2
-            step_s = kind.steps.answers_s(max(1.0, rate * self._output * self._tpot_s), context)
+            step_s = _answers_s(kind, max(1.0, rate * self._output * self._tpot_s), context)
             if step_s <= self._tpot_s * (1 - rate * prompt_s):
                 low = rate
             else:
                 high = rate
         return low
+
+
+def _answers_s(kind: NodeKind, num_answers: float, context_tokens: float) -> float:
+    return kind.costs.step_s(StepLoad(num_answers, num_answers * context_tokens))
 
 
 def candidates(asked: Asked, machines: Machines, estimates: Estimates, longest_tokens: int) -> list[Plan]:

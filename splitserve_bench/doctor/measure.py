@@ -1,0 +1,507 @@
+"""What two nodes on this machine cost, and from which lengths on a prefill and a decode node beat two that do both;
+and, for `splitserve simulate`, a profile of such nodes.
+
+For what `splitserve doctor` shows:
+
+1. A prefill node computes prompts and a decode node does steps, at the same time, each in a process on its own cores as
+   under `splitserve up`: what they take from each other of the memory is in the figures.
+2. KV of prompts is transferred between two processes, as in `splitserve bench transfer`.
+3. One node on the cores of both does prompts and then steps, where there are cores for two.
+4. split_model.py says what follows.
+
+For a profile:
+
+1. Steps by what is in them, on both nodes at the same time where there are cores for both: each beside a busy one from
+   its first step to its last; and how far equal ones spread.
+2. A few of them once more on each node alone: what share of that time they take while the other one rests.
+3. A cluster is asked one request after the other: what a message, the door, a transfer and a node's own work around a
+   step take is what remains of its timelines when the steps are taken away. Its nodes have the cores of those above:
+   it is a prefill and a decode node, or, where there are no cores for both, one that does both, which has no transfers:
+   their latency is then 0.
+"""
+
+import asyncio
+import dataclasses
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from serving_core.cpus import divide_cpus
+from serving_core.errors import SettingsError
+from serving_core.layout import KVLayout
+from serving_core.model_config import FAKE_ARCHITECTURE, read_model_config
+from serving_core.needs import model_layout, num_blocks_for
+from serving_core.settings import EngineSettings
+from serving_core.shapes import BOTH
+from serving_node.settings import NodeSettings
+from splitserve.launch.models import LocalModel, Report
+from splitserve_bench.compare.arena import Arena
+from splitserve_bench.compare.contenders import SPLIT, ClusterContender, colocated
+from splitserve_bench.crew import worker
+from splitserve_bench.doctor.split_model import (
+    Comparison,
+    DecodeCost,
+    NodeCosts,
+    PrefillCost,
+    WholeCost,
+    compare,
+    fit_corridor,
+    fit_decode,
+    fit_prefill,
+    pays_between,
+    prompt_tokens_per_output_token,
+    smoother_from,
+)
+from splitserve_bench.doctor.steps import ANSWERS, GO_ON, MEASURE, PROMPTS, StepFigures, StepTask
+from splitserve_bench.errors import BenchError
+from splitserve_bench.prompts import Prompts
+from splitserve_bench.serve.metrics import tpot_s, ttft_s
+from splitserve_bench.serve.records import Outcome, PlannedRequest
+from splitserve_bench.simulate.profile import (
+    NO_SPREAD,
+    ControlProfile,
+    CorridorProfile,
+    Grid,
+    NodeSizes,
+    Profile,
+    Spread,
+    StepProfile,
+)
+
+PREFILL_NODE, DECODE_NODE, WHOLE_NODE = "prefill node", "decode node", "one node for both"
+MODULE: Final = "splitserve_bench.doctor.steps"
+TRANSPORT: Final = "zmq-shm"  # as between two nodes of one machine
+TRANSFER_TOKENS: Final = (16, 512, 2048)
+TRANSFER_REPEATS: Final = 5
+SHORT_CONTEXT_TOKENS: Final = 128  # in the cache before the decode steps
+LONG_CONTEXT_TOKENS: Final = 512
+LONG_CONTEXTS: Final = 4  # answers at most of the steps that tell what longer contexts take
+MARGIN_TOKENS: Final = 32  # of a context beyond its tokens: the steps that follow
+CHUNKS: Final = (1, 16, 64, 128, 256, 512)
+CONTEXTS: Final = (0, 512, 1536)  # before a chunk
+ANSWER_CONTEXTS: Final = (32, 256, 1024)  # before a token of an answer
+NUM_SPREAD: Final = 96  # equal steps, of prompts and of answers
+SPREAD_PERCENTS: Final = (1, 5, 25, 50, 75, 95, 99)
+LONE_PROMPT_TOKENS: Final = 256  # one chunk, in a model of some context
+LONE_OUTPUT_TOKENS: Final = 32
+LONE_REQUESTS: Final = 12
+SHORT_PROMPT_TOKENS: Final = 16
+SHORT_REQUESTS: Final = 48  # of one token, for what varies beside steps
+LONE_TIMEOUT_S: Final = 300.0
+NODE_FLAGS: Final = (
+    *("dtype", "quantization", "kv_cache_dtype", "weights_memory_bytes", "weights_disk_path"),
+    "batch_invariant",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorBench:
+    """What is measured, and for which load and lengths the two ways are compared."""
+
+    cores: int  # of a node
+    running: int  # answers for each of the two nodes
+    prompt_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...]
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class PaysBetween:
+    """The prompt lengths at which the split pays for one output length, None at both ends when at none; and from which
+    on it takes less time between tokens, however many requests it serves."""
+
+    output_tokens: int
+    least_prompt_tokens: int | None
+    most_prompt_tokens: int | None
+    smoother_from_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Something of so many tokens, requests or bytes, and the seconds that it takes."""
+
+    amount: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorFigures:
+    """Everything that was found. The engine describes itself; amounts of transfers are bytes."""
+
+    model: str
+    engine: Mapping[str, str]
+    cores: int
+    at_once: bool  # whether there are cores for both nodes at the same time
+    running: int
+    prompts: tuple[Measured, ...]
+    steps: tuple[Measured, ...]
+    transfers: tuple[Measured, ...]
+    costs: NodeCosts
+    balanced_prompt_tokens: int  # the prompt whose tokens are weighed against those of answers
+    balance: float  # tokens of such a prompt that take as long as one output token
+    comparisons: tuple[Comparison, ...]
+    most_prompt_tokens: int  # that the ranges go to: those that the model takes
+    pays: tuple[PaysBetween, ...]
+
+
+async def measure_doctor(
+    model: LocalModel, settings: EngineSettings, sizes: DoctorBench, report: Report
+) -> DoctorFigures:
+    """Measure nodes and transfers one after the other. Raises BenchError, ModelError, and SettingsError when the model
+    or the sizes cannot be used."""
+    layout, most_tokens = _check(model.folder, settings, sizes)
+    parts, at_once = node_cpus(all_cpus(), sizes.cores)
+    prefill, decode = _tasks(model.folder, settings, sizes, parts)
+    nodes = await measured({PREFILL_NODE: prefill, DECODE_NODE: decode}, report, at_once=at_once)
+    whole = None
+    if at_once:
+        prefill, decode = _tasks(model.folder, settings, sizes, (",".join(parts),) * 2)
+        names = f"{WHOLE_NODE}, prompts", f"{WHOLE_NODE}, answers"
+        whole = await measured(dict(zip(names, (prefill, decode), strict=True)), report, at_once=False)
+    transfers = await _transfers(layout, report)
+    return conclude(model.name, sizes, nodes, whole, transfers, layout.token_bytes, most_tokens)
+
+
+async def measured(tasks: Mapping[str, StepTask], report: Report, *, at_once: bool) -> Sequence[StepFigures]:
+    """Measure the tasks of nodes, by their names, each in a process of its own: one after the other, or at once, each
+    beside busy ones until the last of them is measured. When one fails, the others are stopped. Raises BenchError, and
+    SettingsError for what a node cannot use."""
+    turns = asyncio.Semaphore(len(tasks) if at_once else 1)
+    together = asyncio.Barrier(len(tasks) if at_once else 1)
+
+    async def measure(name: str, task: StepTask) -> StepFigures:
+        async with turns, worker(MODULE, json.dumps(dataclasses.asdict(task)), name, report) as node:
+            await node.started()
+            figures = await node.done(MEASURE)
+            await node.begin(GO_ON)
+            await together.wait()
+            seconds = tuple(map(tuple, figures["seconds"]))
+            return StepFigures(seconds, tuple(figures["factors"]), figures["description"])
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(measure(*each)) for each in tasks.items()]
+    except* (BenchError, SettingsError) as failures:
+        failed: BaseException = failures
+        while isinstance(failed, BaseExceptionGroup):
+            failed = failed.exceptions[0]
+        raise failed from None
+    return [each.result() for each in running]
+
+
+def conclude(
+    model: str,
+    sizes: DoctorBench,
+    nodes: Sequence[StepFigures],
+    whole: Sequence[StepFigures] | None,
+    transfers: Sequence[Measured],
+    token_bytes: int,
+    most_tokens: int,
+) -> DoctorFigures:
+    """Return what follows from the figures of a prefill and a decode node, of one node in their place where there are
+    cores for both at once, and from transfers, of a model that takes so many tokens."""
+    of_prefill, of_decode = nodes
+    costs = NodeCosts(
+        *_fitted(sizes, nodes),
+        fit_corridor([(each.amount, each.seconds) for each in transfers]),
+        token_bytes,
+        None if whole is None else WholeCost(*_fitted(sizes, whole)),
+    )
+    usual = sizes.prompt_tokens[len(sizes.prompt_tokens) // 2]
+    lengths = [(prompt, output) for prompt in sizes.prompt_tokens for output in sizes.output_tokens]
+    return DoctorFigures(
+        model=model,
+        engine=of_decode.description,
+        cores=sizes.cores,
+        at_once=whole is not None,
+        running=sizes.running,
+        prompts=tuple(map(Measured, sizes.prompt_tokens, column_of(of_prefill))),
+        steps=tuple(map(Measured, batches_of(sizes.running), column_of(of_decode))),
+        transfers=tuple(transfers),
+        costs=costs,
+        balanced_prompt_tokens=usual,
+        balance=prompt_tokens_per_output_token(costs, sizes.running, usual),
+        comparisons=tuple(compare(costs, sizes.running, *each) for each in lengths),
+        most_prompt_tokens=most_tokens,
+        pays=tuple(_pays(costs, sizes.running, output, most_tokens) for output in sizes.output_tokens),
+    )
+
+
+def column_of(figures: StepFigures, column: int = 0) -> list[float]:
+    """Return the seconds of all rows in one of the columns."""
+    return [row[column] for row in figures.seconds]
+
+
+def _fitted(sizes: DoctorBench, nodes: Sequence[StepFigures]) -> tuple[PrefillCost, DecodeCost]:
+    of_prefill, of_decode = nodes
+    batches, longer_s = batches_of(sizes.running), column_of(of_decode, 1)
+    at = max(index for index, batch in enumerate(batches) if batch <= LONG_CONTEXTS)
+    steps = list(zip(batches, column_of(of_decode), strict=True))
+    prompts = list(zip(sizes.prompt_tokens, column_of(of_prefill), strict=True))
+    longer = (batches[at], LONG_CONTEXT_TOKENS, longer_s[at])
+    return fit_prefill(prompts), fit_decode(steps, SHORT_CONTEXT_TOKENS, longer)
+
+
+def _pays(costs: NodeCosts, running: int, output_tokens: int, most_tokens: int) -> PaysBetween:
+    least, most = pays_between(costs, running, output_tokens, most_tokens) or (None, None)
+    return PaysBetween(output_tokens, least, most, smoother_from(costs, running, output_tokens, most_tokens))
+
+
+def batches_of(running: int) -> tuple[int, ...]:
+    """Return the batches to measure: up to the running answers of two nodes, by powers of two, and these themselves."""
+    powers = [2**exponent for exponent in range((2 * running).bit_length()) if 2**exponent <= 2 * running]
+    return tuple(sorted({*powers, running, 2 * running}))
+
+
+def node_cpus(cpus: Sequence[int], cores: int) -> tuple[tuple[str, str], bool]:
+    """Return the CPUs of two nodes, and whether they are different ones; the same ones where there are not enough for
+    both. Raises SettingsError when there are not enough for one. CPUs that are not known stay unpinned."""
+    if not cpus:
+        return ("", ""), False
+    if cores > len(cpus):
+        raise SettingsError(f"--cores {cores} is more than the {len(cpus)} CPUs of this process")
+    if 2 * cores > len(cpus):
+        only = divide_cpus(cpus[:cores], 1)[0]
+        return (only, only), False
+    first, second = divide_cpus(cpus[: 2 * cores], 2)
+    return (first, second), True
+
+
+def all_cpus() -> list[int]:
+    """Return the CPUs that this process may use; none where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def _check(folder: Path, settings: EngineSettings, sizes: DoctorBench) -> tuple[KVLayout, int]:
+    """Return the layout of the KV, and how many tokens the model takes."""
+    config = read_model_config(folder)
+    if config.architecture == FAKE_ARCHITECTURE:
+        raise SettingsError("the fake model computes nothing that could be measured")
+    most, needed = config.max_position_embeddings, max(*sizes.prompt_tokens, LONG_CONTEXT_TOKENS + MARGIN_TOKENS)
+    if needed > most:
+        raise SettingsError(f"{needed} tokens are more than the model's {most}")
+    dtype = config.dtype if settings.dtype == "auto" else settings.dtype
+    kv_dtype = dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
+    return config.kv_layout(settings.block_size, kv_dtype), most
+
+
+def _tasks(
+    folder: Path, settings: EngineSettings, sizes: DoctorBench, parts: tuple[str, str]
+) -> tuple[StepTask, StepTask]:
+    """Of prompts and of decode steps."""
+    fields = _fields(folder, settings)
+    contexts = (SHORT_CONTEXT_TOKENS, LONG_CONTEXT_TOKENS)
+    return (
+        StepTask(fields, parts[0], PROMPTS, sizes.prompt_tokens, (0,), sizes.repeats),
+        StepTask(fields, parts[1], ANSWERS, batches_of(sizes.running), contexts, sizes.repeats),
+    )
+
+
+def _fields(folder: Path, settings: EngineSettings) -> dict[str, Any]:
+    return dataclasses.asdict(dataclasses.replace(settings, model=str(folder), device="cpu"))
+
+
+async def _transfers(layout: KVLayout, report: Report) -> list[Measured]:
+    from splitserve_bench.corridor.transfer import (  # imports torch, which help can do without
+        TransferBench,
+        measure_transfer,
+    )
+
+    report("KV transfers ...")
+    measured = await measure_transfer(
+        layout, TransferBench((TRANSPORT,), TRANSFER_TOKENS, TRANSFER_REPEATS, is_scattered=False), report
+    )
+    return [Measured(each.num_bytes, each.commit.fastest_s) for each in measured.transfers]
+
+
+async def measure_profile(
+    model: LocalModel, settings: EngineSettings, sizes: DoctorBench, bytes_per_s: float, report: Report
+) -> Profile:
+    """Measure a node; `bytes_per_s` is that of transfers. Raises BenchError, ModelError and SettingsError."""
+    cpus, (parts, at_once) = all_cpus(), node_cpus(all_cpus(), sizes.cores)
+    node = node_sizes(model.folder, settings)
+    tasks = _profile_tasks(model.folder, settings, sizes, parts, node.max_model_len)
+    steps = await measure_steps(*tasks, report, at_once=at_once)
+    report("a cluster, one request after the other ...")
+    flags = {name: getattr(settings, name) for name in NODE_FLAGS}
+    contender, num_cpus = lone_cluster(sizes.cores, at_once=at_once)
+    outcomes = await _lone_requests(model, contender, cpus[:num_cpus], flags, node, report)
+    long, short = outcomes[:LONE_REQUESTS], outcomes[LONE_REQUESTS:]
+    profile = profile_of(model.name, sizes.cores, node, steps, bytes_per_s, long, short)
+    return dataclasses.replace(profile, flags=given_flags(settings))
+
+
+def given_flags(settings: EngineSettings) -> dict[str, Any]:
+    """Those of NODE_FLAGS that are not as usual."""
+    usual = EngineSettings()
+    return {name: value for name in NODE_FLAGS if (value := getattr(settings, name)) != getattr(usual, name)}
+
+
+def profile_of(
+    model: str,
+    cores: int,
+    node: NodeSizes,
+    steps: StepProfile,
+    bytes_per_s: float,
+    outcomes: Sequence[Outcome],
+    short: Sequence[Outcome],
+) -> Profile:
+    """From steps without overhead, and what became of requests that were alone in a cluster of one node, or of two, one
+    of which rested while the other one worked: some of one length, and more of them short, which tell of messages."""
+    num_prompt_tokens = outcomes[0].num_prompt_tokens
+    answer_s = steps.answers.at(1, num_prompt_tokens + LONE_OUTPUT_TOKENS / 2) * steps.answers_alone_factor
+    overhead_s = _median(outcomes, lambda each: (tpot_s(each) or 0.0) / steps.answers_spread.mean - answer_s)
+    chunk_s = steps.prompts.at(num_prompt_tokens, 0) * steps.prompts_alone_factor + overhead_s
+    prompt_overhead_s = _median(outcomes, lambda each: _phase(each, "prefill_s") / steps.prompts_spread.mean - chunk_s)
+    latency_s = _median(outcomes, lambda each: _phase(each, "transfer_s"))
+    return Profile(
+        model=model,
+        cores=cores,
+        node=node,
+        steps=dataclasses.replace(steps, overhead_s=overhead_s, prompt_overhead_s=prompt_overhead_s),
+        corridor=CorridorProfile(latency_s, bytes_per_s),
+        control=control_of(short),
+    )
+
+
+def lone_cluster(cores: int, *, at_once: bool) -> tuple[ClusterContender, int]:
+    """Who is asked lone requests, and on how many CPUs: each node on as many as the steps were measured on. Two nodes,
+    or one where there are no cores for both at once."""
+    if at_once:
+        return ClusterContender("two nodes", SPLIT, 1, 1, 0), 2 * cores
+    return colocated(1, cores), cores
+
+
+def node_sizes(folder: Path, settings: EngineSettings) -> NodeSizes:
+    """Of a node that is told nothing else."""
+    config, nodes = read_model_config(folder), NodeSettings().resolved(BOTH, "cpu")
+    layout = model_layout(settings, config)
+    return NodeSizes(
+        num_blocks=num_blocks_for(settings, layout, 1),
+        block_size=layout.block_size,
+        block_bytes=layout.block_bytes,
+        num_layers=layout.num_layers,
+        max_model_len=settings.max_model_len or config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        max_num_batched_tokens=nodes.max_num_batched_tokens,
+        max_num_seqs=nodes.max_num_seqs,
+        max_num_queued=nodes.max_num_queued,
+        overlap_min_tokens=nodes.overlap_min_tokens,
+    )
+
+
+def _profile_tasks(
+    folder: Path, settings: EngineSettings, sizes: DoctorBench, parts: tuple[str, str], max_model_len: int
+) -> tuple[StepTask, StepTask]:
+    """Of prompts and of answers, as far as the model's context reaches."""
+    fields = _fields(folder, settings)
+    room = max_model_len // 2
+    chunks = tuple(each for each in CHUNKS if each <= room)
+    before, before_answers = (tuple(each for each in places if each <= room) for places in (CONTEXTS, ANSWER_CONTEXTS))
+    return (
+        StepTask(fields, parts[0], PROMPTS, chunks, before, sizes.repeats, NUM_SPREAD),
+        StepTask(fields, parts[1], ANSWERS, batches_of(sizes.running), before_answers, sizes.repeats, NUM_SPREAD),
+    )
+
+
+async def measure_steps(prompts: StepTask, answers: StepTask, report: Report, *, at_once: bool) -> StepProfile:
+    """Measure the steps of both nodes, without overhead. Nodes on the same cores take turns and are no neighbours."""
+    tasks = {PREFILL_NODE: prompts, DECODE_NODE: answers}
+    of_prompts, of_answers = await measured(tasks, report, at_once=at_once)
+    steps = StepProfile(
+        answers=Grid(answers.rows, answers.columns, of_answers.seconds),
+        prompts=Grid(prompts.rows, prompts.columns, of_prompts.seconds),
+        overhead_s=0.0,
+        answers_spread=spread_of(of_answers.factors),
+        prompts_spread=spread_of(of_prompts.factors),
+    )
+    if not at_once:
+        return steps
+    few = {f"{name}, alone": few_of(task) for name, task in tasks.items()}
+    prompts_alone, answers_alone = await measured(few, report, at_once=False)
+    return dataclasses.replace(
+        steps,
+        answers_alone_factor=alone_factor(steps.answers, few_of(answers), answers_alone),
+        prompts_alone_factor=alone_factor(steps.prompts, few_of(prompts), prompts_alone),
+    )
+
+
+def few_of(task: StepTask) -> StepTask:
+    """Every second row of it, with the fewest tokens before them."""
+    return dataclasses.replace(task, rows=task.rows[::-2][::-1], columns=task.columns[:1], num_spread=0)
+
+
+def control_of(outcomes: Sequence[Outcome]) -> ControlProfile:
+    """Return the medians of messages and of the way through the door, and how far both spread around them."""
+    messages_s = [_phase(each, "prefill_queue_s") / 2 for each in outcomes]
+    doors_s = [max(0.0, _door_s(each)) for each in outcomes]
+    message_s, door_s = statistics.median(messages_s), statistics.median(doors_s)
+    factors = [each_s / message_s for each_s in messages_s if message_s]
+    factors += [each_s / door_s for each_s in doors_s if door_s]
+    return ControlProfile(message_s, door_s, spread_of(factors))
+
+
+def spread_of(factors: Sequence[float]) -> Spread:
+    """Return the quantiles of these factors; of none, no spread."""
+    if not factors:
+        return NO_SPREAD
+    percentiles = statistics.quantiles(factors, n=100, method="inclusive")
+    shares = tuple(percent / 100 for percent in SPREAD_PERCENTS)
+    return Spread(shares, tuple(percentiles[percent - 1] for percent in SPREAD_PERCENTS))
+
+
+def alone_factor(beside: Grid, task: StepTask, alone: StepFigures) -> float:
+    """What steps take alone, of what they take beside a busy node: median over those that were measured both ways. Not
+    above 1, as noise can make it."""
+    places = [(row, column) for row in range(len(task.rows)) for column in range(len(task.columns))]
+    shares = [alone.seconds[row][column] / beside.at(task.rows[row], task.columns[column]) for row, column in places]
+    return min(1.0, statistics.median(shares))
+
+
+async def _lone_requests(
+    model: LocalModel,
+    contender: ClusterContender,
+    cpus: Sequence[int],
+    flags: Mapping[str, Any],
+    node: NodeSizes,
+    report: Report,
+) -> list[Outcome]:
+    prompts = Prompts(node.vocab_size, min(LONE_PROMPT_TOKENS, node.max_model_len // 2))
+    planned = [PlannedRequest(index, 0.0, tuple(prompts.draw()), LONE_OUTPUT_TOKENS) for index in range(LONE_REQUESTS)]
+    planned += [
+        PlannedRequest(LONE_REQUESTS + index, 0.0, tuple(prompts.draw()[:SHORT_PROMPT_TOKENS]), 1)
+        for index in range(SHORT_REQUESTS)
+    ]
+    warm_up = [PlannedRequest(index, 0.0, tuple(prompts.draw()), LONE_OUTPUT_TOKENS) for index in range(2)]
+    with tempfile.TemporaryDirectory(prefix="splitserve-doctor-") as logs:
+        arena = Arena(model, cpus, flags, Path(logs), report)
+        outcomes = await arena.run(
+            contender,
+            warm_up,
+            planned,
+            max_concurrency=1,
+            request_timeout_s=LONE_TIMEOUT_S,
+            on_progress=lambda progress: None,
+        )
+    if errors := [outcome.error for outcome in outcomes if outcome.error]:
+        raise BenchError(f"a request that was alone in a cluster failed: {errors[0]}")
+    return outcomes
+
+
+def _median(outcomes: Sequence[Outcome], seconds_of: Callable[[Outcome], float]) -> float:
+    """Not below 0, as noise can make a difference."""
+    return max(0.0, statistics.median(map(seconds_of, outcomes)))
+
+
+def _door_s(outcome: Outcome) -> float:
+    return (ttft_s(outcome) or 0.0) - _phase(outcome, "ttft_s")
+
+
+def _phase(outcome: Outcome, name: str) -> float:
+    assert outcome.timeline is not None, "a server of ours tells where the time went"
+    return outcome.timeline[name]
