@@ -45,13 +45,11 @@ from splitserve_bench.compare.contenders import SPLIT, ClusterContender, colocat
 from splitserve_bench.crew import worker
 from splitserve_bench.doctor.split_model import (
     Comparison,
-    DecodeCost,
     NodeCosts,
     PrefillCost,
     WholeCost,
     compare,
     fit_corridor,
-    fit_decode,
     fit_prefill,
     pays_between,
     prompt_tokens_per_output_token,
@@ -78,9 +76,7 @@ MODULE: Final = "splitserve_bench.doctor.steps"
 TRANSPORT: Final = "zmq-shm"  # as between two nodes of one machine
 TRANSFER_TOKENS: Final = (16, 512, 2048)
 TRANSFER_REPEATS: Final = 5
-SHORT_CONTEXT_TOKENS: Final = 128  # in the cache before the decode steps
-LONG_CONTEXT_TOKENS: Final = 512
-LONG_CONTEXTS: Final = 4  # answers at most of the steps that tell what longer contexts take
+STEP_CONTEXTS: Final = (128, 512)  # tokens in each cache before the decode steps
 MARGIN_TOKENS: Final = 32  # of a context beyond its tokens: the steps that follow
 CHUNKS: Final = (1, 16, 64, 128, 256, 512)
 CONTEXTS: Final = (0, 512, 1536)  # before a chunk
@@ -220,8 +216,8 @@ def conclude(
         cores=sizes.cores,
         at_once=whole is not None,
         running=sizes.running,
-        prompts=tuple(map(Measured, sizes.prompt_tokens, column_of(of_prefill))),
-        steps=tuple(map(Measured, batches_of(sizes.running), column_of(of_decode))),
+        prompts=tuple(map(Measured, sizes.prompt_tokens, _first(of_prefill))),
+        steps=tuple(map(Measured, batches_of(sizes.running), _first(of_decode))),
         transfers=tuple(transfers),
         costs=costs,
         balanced_prompt_tokens=usual,
@@ -232,19 +228,15 @@ def conclude(
     )
 
 
-def column_of(figures: StepFigures, column: int = 0) -> list[float]:
-    """Return the seconds of all rows in one of the columns."""
-    return [row[column] for row in figures.seconds]
+def _first(figures: StepFigures) -> list[float]:
+    """Return the seconds of all rows with the fewest tokens before them."""
+    return [row[0] for row in figures.seconds]
 
 
-def _fitted(sizes: DoctorBench, nodes: Sequence[StepFigures]) -> tuple[PrefillCost, DecodeCost]:
+def _fitted(sizes: DoctorBench, nodes: Sequence[StepFigures]) -> tuple[PrefillCost, Grid]:
     of_prefill, of_decode = nodes
-    batches, longer_s = batches_of(sizes.running), column_of(of_decode, 1)
-    at = max(index for index, batch in enumerate(batches) if batch <= LONG_CONTEXTS)
-    steps = list(zip(batches, column_of(of_decode), strict=True))
-    prompts = list(zip(sizes.prompt_tokens, column_of(of_prefill), strict=True))
-    longer = (batches[at], LONG_CONTEXT_TOKENS, longer_s[at])
-    return fit_prefill(prompts), fit_decode(steps, SHORT_CONTEXT_TOKENS, longer)
+    prompts = list(zip(sizes.prompt_tokens, _first(of_prefill), strict=True))
+    return fit_prefill(prompts), Grid(batches_of(sizes.running), STEP_CONTEXTS, tuple(of_decode.seconds))
 
 
 def _pays(costs: NodeCosts, running: int, output_tokens: int, most_tokens: int) -> PaysBetween:
@@ -282,7 +274,7 @@ def _check(folder: Path, settings: EngineSettings, sizes: DoctorBench) -> tuple[
     config = read_model_config(folder)
     if config.architecture == FAKE_ARCHITECTURE:
         raise SettingsError("the fake model computes nothing that could be measured")
-    most, needed = config.max_position_embeddings, max(*sizes.prompt_tokens, LONG_CONTEXT_TOKENS + MARGIN_TOKENS)
+    most, needed = config.max_position_embeddings, max(*sizes.prompt_tokens, STEP_CONTEXTS[-1] + MARGIN_TOKENS)
     if needed > most:
         raise SettingsError(f"{needed} tokens are more than the model's {most}")
     dtype = config.dtype if settings.dtype == "auto" else settings.dtype
@@ -295,10 +287,9 @@ def _tasks(
 ) -> tuple[StepTask, StepTask]:
     """Of prompts and of decode steps."""
     fields = _fields(folder, settings)
-    contexts = (SHORT_CONTEXT_TOKENS, LONG_CONTEXT_TOKENS)
     return (
         StepTask(fields, parts[0], PROMPTS, sizes.prompt_tokens, (0,), sizes.repeats),
-        StepTask(fields, parts[1], ANSWERS, batches_of(sizes.running), contexts, sizes.repeats),
+        StepTask(fields, parts[1], ANSWERS, batches_of(sizes.running), STEP_CONTEXTS, sizes.repeats),
     )
 
 

@@ -153,8 +153,10 @@ def _fit_line(figures: DoctorFigures) -> str:
 
 
 def _cache_line(figures: DoctorFigures) -> str:
-    added_us = figures.costs.decode.cached_token_s * 1e9
-    return f"each further token in one answer's cache adds {added_us:.0f} ns to a step"
+    steps = figures.costs.decode
+    (few, many), (short_s, long_s) = steps.columns, steps.seconds[-1]
+    added_s = max(0.0, long_s - short_s) / (steps.rows[-1] * (many - few))
+    return f"each further token in one answer's cache adds {added_s * 1e9:.0f} ns to a step"
 
 
 def _corridor_line(figures: DoctorFigures) -> str:

@@ -4,8 +4,8 @@ Pure arithmetic over what one node of a machine costs. The assumptions:
 
 - Every request has a prompt of n tokens and an answer of m tokens, and the clients keep 2 B answers running: B on each
   of two colocated nodes, or all 2 B on the one decode node. No prompt's beginning is cached.
-- prefill_s(n) is a + b n + c n². step_s(b) is measured at some batches, straight in between, and grows with what the
-  answers have in their cache, n + m / 2 tokens each.
+- prefill_s(n) is a + b n + c n². step_s(b) is measured at some batches and contexts, straight in between and beyond;
+  the answers have n + m / 2 tokens each in their cache.
 - Colocated, a prompt is computed between the steps of the answers that run there and stalls each by prefill_s(n),
   however it is cut into chunks. While one answer is written, B - 1 others begin beside it:
       time between tokens = step_s(B) + (B - 1) prefill_s(n) / m
@@ -30,10 +30,11 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
+from splitserve_bench.simulate.profile import Grid
+
 MARGIN: Final = 1.1  # what is less than a tenth apart is even
 GRID: Final = 1.05  # ratio of neighbouring prompt lengths that are tried
 DEGREES: Final = (0, 1, 2)
-MOST_CACHED: Final = 0.9  # of a step, for what is cached: a measurement that was disturbed may say more
 
 Verdict = Literal["split", "even", "colocated"]
 
@@ -49,22 +50,6 @@ class PrefillCost:
     def prefill_s(self, num_tokens: int) -> float:
         """Of a prompt of so many tokens."""
         return self.base_s + self.token_s * num_tokens + self.pair_s * num_tokens**2
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeCost:
-    """Seconds of a step at ascending batches, each request with context_tokens in its cache; and what one more token
-    in the cache of one request adds."""
-
-    batches: tuple[int, ...]
-    steps_s: tuple[float, ...]
-    context_tokens: int
-    cached_token_s: float
-
-    def step_s(self, batch: int, context_tokens: float) -> float:
-        """Straight between the batches, and beyond them as between the last two."""
-        cached_s = batch * (context_tokens - self.context_tokens) * self.cached_token_s
-        return _straight(self.batches, self.steps_s, batch) + cached_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +69,7 @@ class WholeCost:
     """What one node costs that has the cores of both."""
 
     prefill: PrefillCost
-    decode: DecodeCost
+    decode: Grid  # seconds of a step, by answers and tokens in each cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +77,7 @@ class NodeCosts:
     """What two nodes of one machine cost, and one in their place where that was measured."""
 
     prefill: PrefillCost
-    decode: DecodeCost
+    decode: Grid
     corridor: CorridorCost
     token_bytes: int  # of KV
     whole: WholeCost | None = None
@@ -145,8 +130,8 @@ def compare(costs: NodeCosts, running: int, prompt_tokens: int, output_tokens: i
     """With so many answers running for each of the two nodes."""
     prefill_s, hand_over_s = costs.prefill.prefill_s(prompt_tokens), costs.hand_over_s(prompt_tokens)
     context_tokens = prompt_tokens + output_tokens / 2
-    step_s = costs.decode.step_s(running, context_tokens)
-    joint_step_s = costs.decode.step_s(2 * running, context_tokens)
+    step_s = costs.decode.at(running, context_tokens)
+    joint_step_s = costs.decode.at(2 * running, context_tokens)
     prefill_node_s = prefill_s + hand_over_s
     decode_node_s = output_tokens * joint_step_s / (2 * running) + hand_over_s
     colocated = 2 / (prefill_s + output_tokens * step_s / running)
@@ -163,7 +148,7 @@ def compare(costs: NodeCosts, running: int, prompt_tokens: int, output_tokens: i
 
 def _whole(costs: WholeCost, running: int, prompt_tokens: int, output_tokens: int) -> Served:
     prefill_s = costs.prefill.prefill_s(prompt_tokens)
-    step_s = costs.decode.step_s(running, prompt_tokens + output_tokens / 2)
+    step_s = costs.decode.at(running, prompt_tokens + output_tokens / 2)
     requests_per_s = 1 / (prefill_s + output_tokens * step_s / running)
     return Served(requests_per_s, step_s + (running - 1) * prefill_s / output_tokens)
 
@@ -194,7 +179,7 @@ def smoother_from(costs: NodeCosts, running: int, output_tokens: int, most_promp
 def prompt_tokens_per_output_token(costs: NodeCosts, running: int, prompt_tokens: int) -> float:
     """How many tokens of a prompt of that length take as long as one output token of a step with all answers of both
     nodes: at such a mix the two nodes are in balance."""
-    step_s = costs.decode.step_s(2 * running, costs.decode.context_tokens)
+    step_s = costs.decode.at(2 * running, costs.decode.columns[0])
     return step_s / (2 * running) * prompt_tokens / costs.prefill.prefill_s(prompt_tokens)
 
 
@@ -222,22 +207,6 @@ def fit_corridor(points: Sequence[tuple[int, float]]) -> CorridorCost:
     return CorridorCost(max(0.0, few_s - few_bytes * byte_s), 1 / byte_s)
 
 
-def fit_decode(batches: Sequence[tuple[int, float]], context_tokens: int, longer: tuple[int, int, float]) -> DecodeCost:
-    """From batches and their seconds of a step at a context, and the batch, longer context and seconds of one more of
-    these batches. However long the longer one took, a step without any cache takes some time."""
-    ordered = sorted(batches)
-    batch, longer_tokens, longer_s = longer
-    added_s = max(0.0, longer_s - dict(ordered)[batch])
-    token_s = added_s / (batch * (longer_tokens - context_tokens))
-    most_token_s = MOST_CACHED * min(seconds / (each * context_tokens) for each, seconds in ordered)
-    return DecodeCost(
-        tuple(each for each, _ in ordered),
-        tuple(seconds for _, seconds in ordered),
-        context_tokens,
-        min(token_s, most_token_s),
-    )
-
-
 def _lengths(most: int) -> list[int]:
     """Prompt lengths to try, ascending."""
     num_steps = math.ceil(math.log(most) / math.log(GRID))
@@ -256,11 +225,3 @@ def _judge(requests: float, pace: float, prefill_node_s: float, decode_node_s: f
     if pace < 1 / MARGIN:
         return "colocated", "two small batches step faster"
     return "even", "within a tenth"
-
-
-def _straight(places: Sequence[float], values: Sequence[float], at: float) -> float:
-    if len(places) == 1:
-        return values[0]
-    right = next((index for index, place in enumerate(places[1:], 1) if place >= at), len(places) - 1)
-    share = (at - places[right - 1]) / (places[right] - places[right - 1])
-    return values[right - 1] + share * (values[right] - values[right - 1])

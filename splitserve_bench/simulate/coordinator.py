@@ -13,7 +13,6 @@ from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, 
 from coordinator.control.live import TokenRow
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
-from coordinator.control.migration import check_target
 from coordinator.control.nodes import Node, Registry
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.roles import Roles
@@ -23,7 +22,6 @@ from coordinator.settings import ADMIT_ALL, CoordinatorSettings
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
-from serving_core.shapes import Shape
 from splitserve_bench.simulate.events import Agenda, Event, EventLine, Line, StreakTokens
 from splitserve_bench.simulate.node import SimulatedNode
 
@@ -49,7 +47,8 @@ class Attachment:
 
 
 class SimulatedCoordinator:
-    """Takes nodes and requests in, and tells the clients what comes of them."""
+    """Takes nodes and requests in, and tells the clients what comes of them. Before anything else is decided,
+    `catch_up` is to hear what has come."""
 
     def __init__(self, agenda: Agenda, clients: Clients, settings: CoordinatorSettings) -> None:
         self._agenda, self._clients, self._settings = agenda, clients, settings
@@ -69,7 +68,7 @@ class SimulatedCoordinator:
             admits_late=settings.admission == ADMIT_ALL,
             max_queue_wait_s=settings.max_queue_wait_s,
         )
-        self._roles = Roles(self.registry, self.ledger, policy=settings.roles)
+        self.roles = Roles(self.registry, self.ledger, policy=settings.roles)
         self._attachments: dict[Node, Attachment] = {}
         agenda.after(TICK_S, self._tick)
 
@@ -90,25 +89,7 @@ class SimulatedCoordinator:
         known = next((each for each, attachment in self._attachments.items() if attachment.node is node), None)
         self.catch_up()
         if known is not None:  # else it was stuck, and is not back yet
-            self._apply(self._lose(known), self._agenda.now)
-
-    def set_shape(self, name: str, to: str | Shape) -> None:
-        """Asks a node to take a role or a shape. Raises RequestError."""
-        self.catch_up()
-        _, _, instructions = self._roles.set_shape(name, to, self._agenda.now)
-        self._apply(instructions, self._agenda.now)
-
-    def num_left(self, name: str) -> int:
-        """Answers that a node still has a part in."""
-        return self.tracker.num_left(self.registry.named(name))
-
-    def drain(self, name: str) -> None:
-        """Takes the work from a node. Raises RequestError when there is no such node, or none that could take it."""
-        node = self.registry.named(name)
-        check_target(node, self.registry.nodes)
-        self.registry.drain(node)
-        self.catch_up()
-        self._apply(self.tracker.tick(self._agenda.now), self._agenda.now)
+            self.apply(self._lose(known), self._agenda.now)
 
     def _attach_again(self, node: SimulatedNode) -> None:
         """Once the step that it was stuck in has ended."""
@@ -135,7 +116,7 @@ class SimulatedCoordinator:
             self.registry.cache_changed(known, event.cache_changed)
         else:
             self.catch_up()
-            self._apply(self.tracker.handle(known, event, now), now)
+            self.apply(self.tracker.handle(known, event, now), now)
 
     def catch_up(self) -> None:
         """Hears what has come from stretches by now; where answers only go on, the order between nodes is of no
@@ -155,7 +136,7 @@ class SimulatedCoordinator:
 
     def _hear_step(self, known: Node, tokens: StreakTokens, now: float) -> None:
         """They have the fields of the message that they stand for."""
-        self._apply(self.tracker.step_tokens(known, cast("fleet_pb2.StepTokens", tokens), now), now)
+        self.apply(self.tracker.step_tokens(known, cast("fleet_pb2.StepTokens", tokens), now), now)
 
     def _lose(self, known: Node) -> list[Instruction]:
         attachment = self._attachments.pop(known)
@@ -178,13 +159,7 @@ class SimulatedCoordinator:
         except RequestError as refusal:
             self._clients.ended(request_id, refusal)
         else:
-            self._apply(instructions, now)
-
-    def abort(self, request_id: str) -> None:
-        """Ends a live answer; another one is left alone."""
-        now = self._agenda.now
-        self.catch_up()
-        self._apply(self.tracker.finish(request_id, inference_pb2.FINISH_REASON_ABORT, now), now)
+            self.apply(instructions, now)
 
     # ---- all ----
 
@@ -193,14 +168,15 @@ class SimulatedCoordinator:
         self.catch_up()
         for known, *_ in self.registry.expired(now):
             node = self._attachments[known].node
-            self._apply(self._lose(known), now)
+            self.apply(self._lose(known), now)
             node.detached()
             self._attach_again(node)
-        self._apply(self.tracker.tick(now), now)
-        self._apply(self._roles.tick(now), now)
+        self.apply(self.tracker.tick(now), now)
+        self.apply(self.roles.tick(now), now)
         self._agenda.after(TICK_S, self._tick)
 
-    def _apply(self, instructions: Iterable[Instruction], now: float) -> None:
+    def apply(self, instructions: Iterable[Instruction], now: float) -> None:
+        """Does what has been decided at that moment."""
         for instruction in instructions:
             match instruction:
                 case Emit():

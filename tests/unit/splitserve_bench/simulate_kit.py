@@ -1,5 +1,6 @@
 """A machine whose costs one can add up on paper."""
 
+from protos import inference_pb2
 from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.simulate.profile import ControlProfile, CorridorProfile, Grid, NodeSizes, Profile, StepProfile
 
@@ -49,3 +50,9 @@ def request(index, num_prompt_tokens, num_output_tokens, at_s=0.0):
     """One with a prompt of its own."""
     prompt = tuple((index * 37 + place) % VOCAB_SIZE for place in range(num_prompt_tokens))
     return PlannedRequest(index, at_s, prompt, num_output_tokens)
+
+
+def abort(coordinator, request_id, now):
+    """End a live request; another one is left alone."""
+    coordinator.catch_up()
+    coordinator.apply(coordinator.tracker.finish(request_id, inference_pb2.FINISH_REASON_ABORT, now), now)

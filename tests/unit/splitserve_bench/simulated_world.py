@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
+from coordinator.control import drains
 from coordinator.control.slo import Slo
 from coordinator.settings import CoordinatorSettings
 from protos import inference_pb2
@@ -14,7 +15,7 @@ from splitserve_bench.simulate.costs import Machine, Noise
 from splitserve_bench.simulate.events import Agenda, ToyModel
 from splitserve_bench.simulate.fleet import Fleet, LoadClients
 from splitserve_bench.simulate.profile import Spread
-from tests.unit.splitserve_bench.simulate_kit import SIZES
+from tests.unit.splitserve_bench.simulate_kit import SIZES, abort
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 97
@@ -193,7 +194,7 @@ class World:
 
     def cancel(self):
         index = self.random.randrange(len(self.planned))
-        self.fleet.coordinator.abort(f"{index}/0")
+        abort(self.fleet.coordinator, f"{index}/0", self.agenda.now)
 
     def lose(self):
         """A node is gone, and comes back later with nothing."""
@@ -205,21 +206,31 @@ class World:
 
     def flip(self):
         with suppress(RequestError):  # the last reader and the last writer stay
-            self.fleet.coordinator.set_shape(self.random.choice(sorted(self.roles)), self.random.choice(ROLES))
+            coordinator, now = self.fleet.coordinator, self.agenda.now
+            coordinator.catch_up()
+            name, role = self.random.choice(sorted(self.roles)), self.random.choice(ROLES)
+            _, _, instructions = coordinator.roles.set_shape(name, role, now)
+            coordinator.apply(instructions, now)
             self.seen["flipped"] += 1
 
     def drain(self):
         """A node is drained, and begins anew when it is idle."""
         name = self.random.choice(sorted(self.roles))
         with suppress(RequestError):
-            self.fleet.coordinator.drain(name)
+            coordinator = self.fleet.coordinator
+            node = coordinator.registry.named(name)
+            drains.check_target(node, coordinator.registry.nodes)
+            coordinator.registry.drain(node)
+            coordinator.catch_up()
+            coordinator.apply(coordinator.tracker.tick(self.agenda.now), self.agenda.now)
             self.seen["drained"] += 1
             self._restart_when_idle(self.fleet.nodes[name])
 
     def _restart_when_idle(self, node):
         if self.fleet.nodes.get(node.name) is not node:
             return
-        if node.logic.is_idle and not self.fleet.coordinator.num_left(node.name):
+        coordinator = self.fleet.coordinator
+        if node.logic.is_idle and not coordinator.tracker.num_left(coordinator.registry.named(node.name)):
             self.fleet.lose(node.name)
             self._start(node.name, self.roles[node.name])
         else:

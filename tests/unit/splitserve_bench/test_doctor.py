@@ -62,7 +62,7 @@ def test_what_follows_from_figures():
     figures = concluded()
     assert (figures.model, figures.engine, figures.cores, figures.running) == ("tiny", {"device": "cpu"}, 1, 4)
     assert figures.costs.prefill.prefill_s(150) == pytest.approx(0.16)
-    assert figures.costs.decode.step_s(6, 5000) == pytest.approx(0.025)
+    assert figures.costs.decode.at(6, 5000) == pytest.approx(0.025)
     assert figures.costs.hand_over_s(100) == pytest.approx(0.003)
     assert (figures.balanced_prompt_tokens, figures.balance) == (200, pytest.approx(0.03 / 8 * 200 / 0.21))
     lengths = [(each.prompt_tokens, each.output_tokens) for each in figures.comparisons]

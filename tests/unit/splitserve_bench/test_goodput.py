@@ -31,6 +31,7 @@ from tests.unit.splitserve_bench.simulate_kit import (
     SIZES,
     TOKEN_S,
     VOCAB_SIZE,
+    abort,
     request,
     step_s,
 )
@@ -223,7 +224,7 @@ class Leaving(Door):
 
     def submit(self, request_id, *arguments, **options):
         super().submit(request_id, *arguments, **options)
-        self.agenda.after(self.PATIENCE_S, lambda: self.coordinator.abort(request_id))
+        self.agenda.after(self.PATIENCE_S, lambda: abort(self.coordinator, request_id, self.agenda.now))
 
 
 @pytest.mark.parametrize(

@@ -9,22 +9,22 @@ from hypothesis import strategies as st
 
 from splitserve_bench.doctor.split_model import (
     CorridorCost,
-    DecodeCost,
     NodeCosts,
     PrefillCost,
     compare,
     fit_corridor,
-    fit_decode,
     fit_prefill,
     pays_between,
     prompt_tokens_per_output_token,
     smoother_from,
 )
+from splitserve_bench.simulate.profile import Grid
 
 # A prompt takes 10 ms + 1 ms a token, a step 20 ms for 4 answers and 30 ms for 8, a hand-over 2 ms + 10 µs a token.
+STEPS = {4: 0.02, 8: 0.03}
 COSTS = NodeCosts(
     PrefillCost(base_s=0.01, token_s=0.001, pair_s=0.0),
-    DecodeCost(batches=(4, 8), steps_s=(0.02, 0.03), context_tokens=100, cached_token_s=0.0),
+    Grid((4, 8), (100,), ((0.02,), (0.03,))),
     CorridorCost(latency_s=0.002, bytes_per_s=1e6),
     token_bytes=10,
 )
@@ -74,18 +74,19 @@ def test_from_where_on_answers_are_smoother():
     assert smoother_from(COSTS, 1, 50, 1000) is None  # an answer alone on its node is stalled by none
 
 
+def cached(cached_token_s, factor=1.0):
+    """Steps that take so much longer for each token in a cache."""
+    rows = [
+        [factor * (step_s + batch * each * cached_token_s) for each in (0, 1000)] for batch, step_s in STEPS.items()
+    ]
+    return Grid(tuple(STEPS), (100, 1100), tuple(map(tuple, rows)))
+
+
 def test_a_longer_context_makes_steps_longer():
-    decode = replace(COSTS.decode, cached_token_s=1e-6)
-    assert decode.step_s(4, 350) == pytest.approx(0.02 + 4 * 250e-6)
+    decode = cached(1e-6)
+    assert decode.at(4, 350) == pytest.approx(0.02 + 4 * 250e-6)
     found = compare(replace(COSTS, decode=decode), 4, 300, 100)  # 350 tokens in the middle of an answer
     assert found.split_tpot_s == pytest.approx(0.03 + 8 * 250e-6 + 8 * 0.005 / 100)
-
-
-def test_steps_lie_straight_between_the_batches():
-    decode = DecodeCost((2, 4, 8), (0.01, 0.02, 0.03), 100, 0.0)
-    steps_s = [decode.step_s(batch, 100) for batch in (1, 2, 3, 4, 6, 8, 12)]
-    assert steps_s == pytest.approx([0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04])
-    assert DecodeCost((3,), (0.5,), 100, 0.0).step_s(7, 100) == 0.5
 
 
 def test_the_balance_of_prompt_and_output_tokens():
@@ -122,15 +123,6 @@ def test_the_corridor_from_two_transfers():
     assert (faster_when_larger.latency_s, faster_when_larger.bytes_per_s) == (pytest.approx(0.003), pytest.approx(1e6))
 
 
-def test_the_costs_of_steps():
-    found = fit_decode([(8, 0.03), (4, 0.02)], 128, (4, 512, 0.02768))
-    assert (found.batches, found.steps_s, found.context_tokens) == ((4, 8), (0.02, 0.03), 128)
-    assert found.cached_token_s == pytest.approx(0.00768 / 4 / 384)
-    assert fit_decode([(4, 0.02)], 128, (4, 512, 0.01)).cached_token_s == 0
-    disturbed = fit_decode([(4, 0.02), (8, 0.03)], 128, (4, 512, 9.0))
-    assert min(disturbed.step_s(batch, 0) for batch in (4, 6, 8)) > 0
-
-
 @given(
     st.integers(1, 64),
     st.integers(1, 5000),
@@ -139,14 +131,13 @@ def test_the_costs_of_steps():
     st.floats(1e-6, 1e-2),
 )
 def test_a_machine_that_is_faster_in_all_judges_alike(running, prompt_tokens, output_tokens, factor, cached_token_s):
-    decode = replace(COSTS.decode, cached_token_s=cached_token_s)
     slower = NodeCosts(
         PrefillCost(0.01 * factor, 0.001 * factor, 0.0),
-        DecodeCost(decode.batches, tuple(factor * each for each in decode.steps_s), 100, cached_token_s * factor),
+        cached(cached_token_s, factor),
         CorridorCost(0.002 * factor, 1e6 / factor),
         10,
     )
-    one = compare(replace(COSTS, decode=decode), running, prompt_tokens, output_tokens)
+    one = compare(replace(COSTS, decode=cached(cached_token_s)), running, prompt_tokens, output_tokens)
     other = compare(slower, running, prompt_tokens, output_tokens)
     assert other.requests_ratio == pytest.approx(one.requests_ratio)
     assert other.pace_ratio == pytest.approx(one.pace_ratio)
