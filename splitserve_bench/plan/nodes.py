@@ -71,7 +71,6 @@ class NodeKind:
     dollars_per_h: float
     watts: float
     kv_cache_memory_bytes: int  # of each rank
-    weights_memory_bytes: int = 0  # of each rank; 0: they hold all
 
     @property
     def sizes(self) -> NodeSizes:
@@ -174,7 +173,7 @@ def _limited(profile: Profile, asked: AskedNodes) -> Profile:
         max_num_batched_tokens=asked.max_num_batched_tokens or node.max_num_batched_tokens,
         max_num_seqs=asked.max_num_seqs or node.max_num_seqs,
     )
-    return dataclasses.replace(profile, node=node)
+    return dataclasses.replace(profile, node=node, flags={**profile.flags, **_flags(asked, has_elsewhere=False)})
 
 
 def _kind_of_profile(profile: Profile, asked: AskedNodes) -> NodeKind:
@@ -215,6 +214,7 @@ def _kind_of_sheet(asked: AskedNodes, model: ModelSizes, hardware: str, tp: int,
         steps=_step_profile(steps, node),
         corridor=CorridorProfile(TRANSFER_S, num_sending * within.bytes_per_s * LINK),
         control=ControlProfile(MESSAGE_S, DOOR_S),
+        flags=_flags(asked, has_elsewhere=elsewhere_bytes > 0),
         hardware=hardware,
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
@@ -225,7 +225,6 @@ def _kind_of_sheet(asked: AskedNodes, model: ModelSizes, hardware: str, tp: int,
         dollars_per_h=tp * pp * dollars_per_h,
         watts=tp * pp * watts,
         kv_cache_memory_bytes=node.num_blocks * model.rank_block_bytes(node.block_size, tp, pp),
-        weights_memory_bytes=asked.weights_memory_bytes if elsewhere_bytes else 0,
     )
 
 
@@ -242,6 +241,20 @@ def _step_profile(steps: Roofline, sizes: NodeSizes) -> StepProfile:
         overhead_s=0.0,
         attention_beside_factor=(num_parts + steps.pp - 1) / (steps.pp * num_parts),
     )
+
+
+def _flags(asked: AskedNodes, *, has_elsewhere: bool) -> dict[str, str | int | bool]:
+    """What such nodes are to be told: how they hold weights and KV, and how long requests may be."""
+    flags: dict[str, str | int | bool] = {}
+    if has_elsewhere:
+        flags["weights_memory_bytes"] = asked.weights_memory_bytes
+    if asked.max_model_len:
+        flags["max_model_len"] = asked.max_model_len
+    if asked.quantization != "none":
+        flags["quantization"] = asked.quantization
+    if asked.kv_cache_dtype != "auto":
+        flags["kv_cache_dtype"] = asked.kv_cache_dtype
+    return flags
 
 
 def _grid(rows: Sequence[float], columns: Sequence[float], seconds: Sequence[Sequence[float]]) -> Grid:

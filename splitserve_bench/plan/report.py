@@ -18,7 +18,6 @@ from coordinator.control.slo import DEFAULT, MAX_MS, MS
 from coordinator.settings import CoordinatorSettings
 from serving_core.errors import ModelError, SettingsError
 from serving_core.model_config import read_model_config
-from serving_core.shapes import BOTH, DECODE, PREFILL
 from splitserve.commands.terminal import plain_table
 from splitserve_bench.compare.search import Counted, SearchResult, settle
 from splitserve_bench.compare.verdict import plain
@@ -173,6 +172,7 @@ def _interval(finding: Finding) -> str:
 
 
 MOST_CURVES: Final = 6
+WEIGHTS: Final = "weights_memory_bytes"  # a flag that nodes may have which need not
 SECRETS: Final = "SPLITSERVE_FLEET_SECRET and SPLITSERVE_API_KEY"  # without which nobody listens off loopback
 PUBLIC: Final = "--host 0.0.0.0 --http-host 0.0.0.0 --fleet-host 0.0.0.0"
 JOINED: Final = "--coordinator COORDINATOR:50052 --kv-bind 'tcp://eth0:*'"  # as the user's hosts have them
@@ -193,13 +193,13 @@ def commands_of(study: Study, plan: Plan) -> list[str]:
     each_cell = f", in each of {asked.cells} cells" if asked.cells > 1 else ""
     of_coordinator = [*_limits(study.limits), *_in_flight(plan)]
     if num_hosts == 1 and (pools := _pool_sizes(plan, asked.nodes)):
-        return [f"Run it{each_cell}:", f"  {_up(plan, model, asked.nodes, [*pools, *of_coordinator])}"]
+        return [f"Run it{each_cell}:", f"  {_up(plan, model, [*pools, *of_coordinator])}"]
     hosts = f"{num_hosts} host{'s' if num_hosts > 1 else ''}"
     words = [f"Run it on {hosts}{each_cell}, with {SECRETS} set; COORDINATOR and eth0 are to be yours:"]
     words.append(f"  splitserve coordinator {shlex.quote(model)} {' '.join([PUBLIC, *of_coordinator])}")
     num_taken = Counter[int]()  # devices of each host
     for each in placed:
-        words.append(f"  {_node(each, num_taken[each.host], model, asked.nodes)}")
+        words.append(f"  {_node(each, num_taken[each.host], model, plan.gpus_per_host)}")
         num_taken[each.host] += each.kind.num_devices
     return words
 
@@ -217,42 +217,39 @@ def _plain(number: float) -> str:
 
 
 def _pool_sizes(plan: Plan, asked: AskedNodes) -> list[str]:
-    """What gives each node of a cluster the pool that it was simulated with; nothing where no flag of all does."""
+    """What gives each node of a cluster the pool that it was simulated with; nothing where no flags of all do."""
     kinds = [pool.kind for pool in plan.pools]
+    if not _are_told_alike(kinds):
+        return []
     if len(sizes := {kind.kv_cache_memory_bytes for kind in kinds}) == 1:
         return [f"--kv-cache-memory-bytes {sizes.pop()}"]
     is_cuda = not any(kind.hardware in (CPU, MEASURED) for kind in kinds)
     return [f"--gpu-memory-utilization {MEMORY:g}"] if is_cuda and not asked.device_memory_bytes else []
 
 
-def _up(plan: Plan, model: str, asked: AskedNodes, others: Sequence[str]) -> str:
-    flags = [f"--{role} {plan.count_of(role)}" for role in (PREFILL, DECODE) if plan.count_of(role)]
-    flags += [f"--{role} {plan.count_of(role)}" for role in (BOTH,) if plan.count_of(role)]
+def _up(plan: Plan, model: str, others: Sequence[str]) -> str:
+    kinds = [pool.kind for pool in plan.pools]
+    flags = [f"--{pool.role} {pool.count}" for pool in plan.pools]
     flags += [f"--{pool.role}-tp {pool.kind.tp}" for pool in plan.pools if pool.kind.tp > 1]
     flags += [f"--{pool.role}-pp {pool.kind.pp}" for pool in plan.pools if pool.kind.pp > 1]
-    kinds = [pool.kind for pool in plan.pools]
     flags += [
         f"--max-num-batched-tokens {min(kind.sizes.max_num_batched_tokens for kind in kinds)}",
         f"--max-num-seqs {min(kind.sizes.max_num_seqs for kind in kinds)}",
-        *_stored(asked, max(kind.weights_memory_bytes for kind in kinds)),
-        *_measured(kinds[0]),
+        *_profile_flags(kinds),
     ]
     return f"splitserve up {shlex.quote(model)} {' '.join([*flags, *others])}"
 
 
-def _stored(asked: AskedNodes, memory_bytes: int) -> list[str]:
-    """How nodes hold weights, of which only so much may be in memory, and KV; and how long requests may be."""
-    flags = [f"--weights-memory-bytes {memory_bytes}"] if memory_bytes else []
-    flags += [f"--max-model-len {asked.max_model_len}"] if asked.max_model_len else []
-    flags += [f"--quantization {asked.quantization}"] if asked.quantization != "none" else []
-    return [*flags, *([f"--kv-cache-dtype {asked.kv_cache_dtype}"] if asked.kv_cache_dtype != "auto" else [])]
+def _profile_flags(kinds: Sequence[NodeKind]) -> list[str]:
+    """All that nodes of these kinds are to be told; of weights, that most of them do not fit may be true of some."""
+    given = {name: value for kind in kinds for name, value in kind.profile.flags.items()}
+    words = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
+    return [flag if value is True else f"{flag} {shlex.quote(str(value))}" for flag, value in words.items()]
 
 
-def _measured(kind: NodeKind) -> list[str]:
-    """What the nodes of a profile had, which all nodes of a plan have then."""
-    given = kind.profile.flags.items()
-    words = [(f"--{name.replace('_', '-')}", "" if value is True else shlex.quote(f"{value}")) for name, value in given]
-    return [f"{flag} {value}".strip() for flag, value in words]
+def _are_told_alike(kinds: Sequence[NodeKind]) -> bool:
+    told = [{name: value for name, value in kind.profile.flags.items() if name != WEIGHTS} for kind in kinds]
+    return all(each == told[0] for each in told)
 
 
 def _in_flight(plan: Plan) -> list[str]:
@@ -261,7 +258,7 @@ def _in_flight(plan: Plan) -> list[str]:
     return [f"--max-num-queued-reqs {seats}"] if seats > CoordinatorSettings().max_num_queued_reqs else []
 
 
-def _node(placed: Placed, first: int, model: str, asked: AskedNodes) -> str:
+def _node(placed: Placed, first: int, model: str, gpus_per_host: int) -> str:
     """With the devices of its host from that one on."""
     kind = placed.kind
     devices = ",".join(map(str, range(first, first + kind.num_devices)))
@@ -269,15 +266,14 @@ def _node(placed: Placed, first: int, model: str, asked: AskedNodes) -> str:
     flags = []
     if kind.hardware in (CPU, MEASURED):  # whose device is a core, or as many cores as a node was measured on
         visible = ""
-        flags += [f"--cpus {devices if kind.hardware == CPU else f'{first + 1}/{asked.gpus_per_host}'}"]
+        flags += [f"--cpus {devices if kind.hardware == CPU else f'{first + 1}/{gpus_per_host}'}"]
     flags += [f"--tensor-parallel-size {kind.tp}"] if kind.tp > 1 else []
     flags += [f"--pipeline-parallel-size {kind.pp}"] if kind.pp > 1 else []
     flags += [
         f"--max-num-batched-tokens {kind.sizes.max_num_batched_tokens}",
         f"--max-num-seqs {kind.sizes.max_num_seqs}",
         f"--kv-cache-memory-bytes {kind.kv_cache_memory_bytes}",
-        *_stored(asked, kind.weights_memory_bytes),
-        *_measured(kind),
+        *_profile_flags([kind]),
     ]
     command = f"{visible}splitserve {placed.role} {shlex.quote(model)} {JOINED} {' '.join(flags)}"
     return f"{command}  # host {placed.host}, {kind.hardware}"

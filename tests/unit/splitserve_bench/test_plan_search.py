@@ -433,7 +433,10 @@ def test_the_commands_of_a_plan_say_what_has_no_room(nodes):
     held_bytes = 100_000_000
     study = study_of(asked(replace(nodes, weights_memory_bytes=held_bytes), gpus=4))
     one, two = study.machines.kinds
-    assert (one.weights_memory_bytes, two.weights_memory_bytes) == (held_bytes, 0)  # two ranks hold 82 MB each
+    assert (one.profile.flags, two.profile.flags) == (
+        {"weights_memory_bytes": held_bytes},
+        {},
+    )  # two ranks hold 82 MB each
     mixed = Plan((Pool(PREFILL, one, 1), Pool(DECODE, two, 1)), 4, 4)
     assert f"--weights-memory-bytes {held_bytes}" in " ".join(commands_of(study, mixed))
     assert "--weights-memory-bytes" not in " ".join(commands_of(study, Plan((Pool(BOTH, two, 1),), 4, 4)))
@@ -511,8 +514,19 @@ def test_nodes_have_the_flags_that_they_were_measured_with(tmp_path, gpus_per_ho
     assert all(flags.items() <= each.items() for each in nodes)
 
 
+def test_nodes_of_unlike_flags_are_started_one_by_one(tmp_path):
+    for name, flags in (("plain", {}), ("small", {"quantization": "w8a8"})):
+        replace(PROFILE, hardware=name, flags=flags).save(tmp_path / f"{name}.json")
+    paths = tuple(str(tmp_path / f"{name}.json") for name in ("plain", "small"))
+    study = study_of(asked(replace(paper_nodes(tmp_path), profiles=paths), gpus=2))
+    plain_kind, small = study.machines.kinds
+    found = made(commands_of(study, Plan((Pool(PREFILL, plain_kind, 1), Pool(DECODE, small, 1)), 2, 2)))
+    assert [flags["quantization"] for role in ("prefill", "decode") for flags in found[role]] == ["none", "w8a8"]
+
+
 def test_the_longest_request_that_was_planned_for_is_the_longest_that_is_taken(nodes):
-    study = study_of(asked(replace(nodes, max_model_len=300), gpus=8))
+    nodes = replace(nodes, max_model_len=300)
+    study = study_of(asked(nodes, gpus=8))
     assert made(commands_of(study, plan_of(nodes, 2, 2)))["up"][0]["max_model_len"] == 300
     others = made(commands_of(study, plan_of(nodes, 2, -3)))
     assert {flags["max_model_len"] for role in ("prefill", "decode") for flags in others[role]} == {300}
