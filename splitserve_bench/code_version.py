@@ -12,8 +12,8 @@ SUFFIXES: Final = (".py", ".so")
 NODE: Final = ("serving_node", "prefill_node", "decode_node", "kv_transfer", "protos", "serving_core")
 DECIDING: Final = ("coordinator", *NODE)
 SERVING: Final = ("splitserve", *DECIDING, "engine")  # all that runs when requests are served
-_BENCH: Final = ("simulate", "plan.loads", "dominance.simulator")
-_LOADS: Final = ("arrivals", "datasets", "grpc_backend", "metrics", "misses", "records", "reply", "told", "traces")
+_BENCH: Final = ("simulate", "plan.asked", "plan.loads", "dominance.simulator")
+_LOADS: Final = ("arrivals", "datasets", "metrics", "records")
 # All that runs when that is simulated, and what makes the requests and judges the answers.
 SIMULATED: Final = (
     *DECIDING,

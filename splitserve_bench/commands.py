@@ -14,14 +14,15 @@ from serving_core.settings import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATION
 from splitserve.commands.plan_transfer import layout_of
 from splitserve.commands.terminal import report, stdout
 from splitserve.signals import run_to_end
-from splitserve_bench.compare.compare_command import compare_command
+from splitserve_bench.compare.command import compare_command
 from splitserve_bench.device.device_command import device_command
 from splitserve_bench.dominance.command import dominance_command
 from splitserve_bench.engine.command import engine_command
 from splitserve_bench.engine.prompts_command import prompts_command
 from splitserve_bench.models import writing_model
 from splitserve_bench.options import ListOf
-from splitserve_bench.serve.serve_command import serve_command
+from splitserve_bench.serve.command import serve_command
+from splitserve_bench.simulate.reality_command import reality_command
 from splitserve_bench.speculation.command import speculation_command
 
 TRANSPORTS: Final = ("zmq-shm", "zmq-ipc", "zmq-tcp", "zmq-curve", "torch_dist-gloo", "loopback")
@@ -54,6 +55,7 @@ bench.add_command(prompts_command)
 bench.add_command(serve_command)
 bench.add_command(compare_command)
 bench.add_command(dominance_command)
+bench.add_command(reality_command)
 bench.add_command(speculation_command)
 
 

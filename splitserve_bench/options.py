@@ -117,3 +117,10 @@ def options_of(*options: Callable[[Command], Command]) -> Callable[[Command], Co
         return command
 
     return add
+
+
+def option(*names: str, help: str = "", default: Any = None, **more: Any) -> Callable[[Command], Command]:
+    """An option of click's, whose help tells the default where there is one."""
+    if default is not None:
+        more |= {"default": default, "show_default": default != ""}
+    return click.option(*names, help=help, **more)

@@ -9,8 +9,7 @@ import click
 
 from splitserve_bench.serve.arrivals import send_times_s
 from splitserve_bench.serve.datasets import plan, random_load
-from splitserve_bench.serve.metrics import Limits, is_good
-from splitserve_bench.serve.told import told
+from splitserve_bench.serve.metrics import Limits, is_good, told
 from splitserve_bench.simulate.fleet import FleetSize, simulate
 from splitserve_bench.simulate.profile import read_profile
 

@@ -9,8 +9,9 @@ Nodes are pinned to the given cores, evenly. The coordinator and the load genera
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from serving_core.cpus import confined
 from serving_core.flags import build
@@ -19,27 +20,18 @@ from splitserve.launch.launcher import Cluster, free_port
 from splitserve.launch.models import LocalModel, Report
 from splitserve_bench.compare.contenders import ClusterContender, Contender, PeerContender
 from splitserve_bench.errors import BenchError
-from splitserve_bench.serve.load import describe, run_load
-from splitserve_bench.serve.records import Outcome, PlannedRequest
-from splitserve_bench.serve.target import OPENAI, SPLITSERVE, Progress, ServedModel, Target
-
-# Flags of a cluster that a contender sets, that the comparison needs for itself, or that are secrets.
-OWN_FLAGS: Final = frozenset(
-    {"model", "prefill", "decode", "both", "host", "grpc_port", "http_host", "http_port", "log_dir", "config"}
-    | {
-        "api_key",
-        "api_key_file",
-        "fleet_secret",
-        "tls_cert",
-        "tls_key",
-        "tls_ca",
-        "tls_verify_clients",
-        "trusted_network",
-    }
+from splitserve_bench.serve.generator import describe, run_load
+from splitserve_bench.serve.records import (
+    OPENAI,
+    SPLITSERVE,
+    Outcome,
+    PlannedRequest,
+    Progress,
+    ServedModel,
+    Target,
 )
-WARM_UP_CONCURRENCY: Final = 4
 
-Result = TypeVar("Result")
+WARM_UP_CONCURRENCY: Final = 4
 
 
 class Arena:
@@ -48,7 +40,7 @@ class Arena:
     def __init__(
         self, model: LocalModel, cores: Sequence[int], flags: Mapping[str, Any], log_dir: Path, report: Report
     ) -> None:
-        """`flags` go to every cluster of ours, but for OWN_FLAGS. Logs of each cluster get a folder in log_dir, beside
+        """`flags` of `splitserve up` go to every cluster of ours. Logs of each cluster get a folder in log_dir, beside
         those that are there."""
         self._model = model
         self._cores = cores
@@ -72,7 +64,15 @@ class Arena:
         Raises BenchError when one does not, or when a node is lost, and LaunchError when the cluster does not start.
         """
         async with self._serving(contender) as (target, check):
-            await _warm_up(contender, target, warm_up, request_timeout_s)
+            warmed = await run_load(
+                target,
+                warm_up,
+                max_concurrency=WARM_UP_CONCURRENCY,
+                request_timeout_s=request_timeout_s,
+                on_progress=lambda progress: None,
+            )
+            if errors := [outcome.error for outcome in warmed if outcome.error]:
+                raise BenchError(f"{contender.name} cannot answer: {errors[0]}")
             outcomes = await run_load(
                 target,
                 planned,
@@ -89,8 +89,9 @@ class Arena:
     ) -> AsyncIterator[tuple[Target, Callable[[], Coroutine[Any, Any, None]]]]:
         """Where it serves, and a check that raises BenchError when it lost a node, or no longer answers."""
         if isinstance(contender, PeerContender):
-            target = target_of(contender)
-            yield Target(OPENAI, target.address, model=(await describe(target)).model), lambda: _check_peer(target)
+            target = Target(OPENAI, contender.address)
+            target = replace(target, model=(await describe(target)).model)
+            yield target, lambda: _check_peer(target)
             return
         self._num_started += 1
         async with self._cluster(contender) as cluster:
@@ -112,29 +113,10 @@ class Arena:
             return Cluster(build(ClusterSettings, values), values, self._model, report=self._report)
 
 
-def target_of(peer: PeerContender) -> Target:
-    """Where a peer serves, whatever model."""
-    return Target(OPENAI, peer.address)
-
-
 async def describe_peers(contenders: Sequence[Contender]) -> dict[str, ServedModel]:
     """What the peers say of themselves, by name. Raises BenchError when one does not answer."""
-    return {each.name: await describe(target_of(each)) for each in contenders if isinstance(each, PeerContender)}
-
-
-async def _warm_up(
-    contender: Contender, target: Target, planned: Sequence[PlannedRequest], request_timeout_s: float
-) -> None:
-    outcomes = await run_load(
-        target,
-        planned,
-        max_concurrency=WARM_UP_CONCURRENCY,
-        request_timeout_s=request_timeout_s,
-        on_progress=lambda progress: None,
-    )
-    errors = [outcome.error for outcome in outcomes if outcome.error]
-    if errors:
-        raise BenchError(f"{contender.name} cannot answer: {errors[0]}")
+    peers = [each for each in contenders if isinstance(each, PeerContender)]
+    return {each.name: await describe(Target(OPENAI, each.address)) for each in peers}
 
 
 async def _check_nodes(cluster: Cluster) -> None:

@@ -8,30 +8,55 @@ Every objective has searches of its own. Where servers are told the limits, what
 nothing of another; where they are not, the same cell is judged by all. A cell that is saved is not measured again.
 """
 
+import hashlib
+import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, fields
+from pathlib import Path
+from random import Random
+from typing import Any, Final
 
-from serving_core.errors import SplitServeError
-from splitserve.launch.models import Report
+from serving_core.errors import SettingsError, SplitServeError
+from serving_core.model_config import read_model_config
+from splitserve.launch.models import LocalModel, Report
 from splitserve_bench.compare.arena import Arena
-from splitserve_bench.compare.cells import Cell, Cells, Measured
+from splitserve_bench.compare.comparison import Comparison, Entry, Forecaster, ProbeRun, concluded, judged_by
 from splitserve_bench.compare.contenders import ClusterContender, Contender
-from splitserve_bench.compare.entry import Comparison, Entry, ProbeRun, concluded, judged_by
-from splitserve_bench.compare.forecast import Forecaster
-from splitserve_bench.compare.search import FixedRates, Goal, Probe, RateSearch
-from splitserve_bench.compare.slo import FixedSlo, Judgement, RelativeSlo, Scales, Slo, judge
-from splitserve_bench.compare.unloaded import Unloaded, fit_unloaded, sample
-from splitserve_bench.compare.verdict import plain
-from splitserve_bench.compare.workload import Workload, seed_of
+from splitserve_bench.compare.search import FixedRates, Goal, Probe, RateSearch, plain
+from splitserve_bench.compare.slo import (
+    FixedSlo,
+    Judgement,
+    RelativeSlo,
+    Scales,
+    Slo,
+    Unloaded,
+    fit_unloaded,
+    judge,
+    sample,
+)
 from splitserve_bench.errors import BenchError
-from splitserve_bench.serve.metrics import Limits, tpot_s, ttft_s
-from splitserve_bench.serve.records import PlannedRequest
-from splitserve_bench.serve.target import Progress
-from splitserve_bench.serve.told import told
+from splitserve_bench.serve.arrivals import send_times_s
+from splitserve_bench.serve.datasets import at_rate, fit, longer_share, plan
+from splitserve_bench.serve.metrics import Limits, told, tpot_s, ttft_s
+from splitserve_bench.serve.options import Dataset
+from splitserve_bench.serve.records import (
+    Outcome,
+    PlannedRequest,
+    Progress,
+    ServedModel,
+    pack_request,
+    to_outcome,
+)
+from splitserve_bench.serve.results import request_lines, write_whole
+from splitserve_bench.serve.workload import Source
 
+ARGUMENTS: Final = "arguments.json"
+DIGEST_BYTES: Final = 8
+OUTCOME_FIELDS: Final = frozenset(field.name for field in fields(Outcome))
+MAX_TRACED: Final = 100_000  # requests that are read of a trace
+SAMPLE: Final = 200  # drawn requests from which a share is told
 WARM_UP_REQUESTS: Final = 8
 MOST_REQUESTS: Final = 5000  # of one probe
 WARM_UP, UNLOADED = 0.0, -1.0  # rates that no probe has, for the seeds of loads that are none
@@ -53,6 +78,160 @@ class CompareBench:
     seconds: float  # for which a probe sends requests, at least
     request_timeout_s: float
     seed: int
+
+
+class Workload:
+    """Plans loads for one model: the same data set at any rate, and other requests for every seed. Of a trace, a seed
+    chooses the stretch that is replayed, of texts the order, so that probes may share some."""
+
+    def __init__(self, dataset: Dataset, model: ServedModel, folder: Path | None = None) -> None:
+        """The model's folder has the tokenizer, for texts. Raises BenchError when the data set cannot be read, or the
+        server did not tell its vocabulary; ModelError for a folder without a tokenizer."""
+        if model.vocab_size is None:
+            raise BenchError("without the size of the vocabulary no prompts can be drawn")
+        self._burstiness = dataset.burstiness
+        self._max_model_len = model.max_model_len
+        self._source = Source(dataset, model.vocab_size, folder, MAX_TRACED)
+
+    def load(self, rate: float, num_requests: int, seed: int) -> list[PlannedRequest]:
+        """So many requests at that mean rate per second, or all of a file that has fewer."""
+        if traced := self._source.traced:
+            start = Random(f"{seed} stretch").randrange(max(1, len(traced) - num_requests + 1))
+            stretch = at_rate(traced[start : start + num_requests], rate)
+            shapes, send_at_s = self._source.replayed(stretch, seed), [each.at_s for each in stretch]
+        else:
+            shapes = self._source.drawn(num_requests, Random(f"{seed} shapes"))
+            send_at_s = send_times_s(len(shapes), rate, self._burstiness, Random(f"{seed} arrivals"))
+        if self._max_model_len is not None:
+            shapes = list(fit(shapes, self._max_model_len).shapes)
+        return plan(shapes, send_at_s)
+
+    def clipped_share(self) -> float:
+        """The share of the data set's requests that are longer than all can take, and so clipped in every load."""
+        lengths = [each.input_tokens + each.output_tokens for each in self._source.traced]
+        lengths = lengths or [len(each.prompt) + each.output_tokens for each in self._source.drawn(SAMPLE, Random(0))]
+        return 0.0 if self._max_model_len is None else longer_share(lengths, self._max_model_len)
+
+
+def served_by_all(model: LocalModel, max_model_len: int | None, peers: Sequence[ServedModel]) -> ServedModel:
+    """The model with the longest requests that our clusters and all peers take."""
+    config = read_model_config(model.folder)
+    lengths = [config.max_position_embeddings, max_model_len, *(peer.max_model_len for peer in peers)]
+    return ServedModel(model.name, min(length for length in lengths if length is not None), config.vocab_size)
+
+
+def seed_of(base: int, rate: float, number: int) -> int:
+    """The seed of a probe: the same for all contenders, another one for every rate and repetition, so that a server
+    that keeps KV between probes never sees a prompt again."""
+    digest = hashlib.blake2s(f"{base} {rate!r} {number}".encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A load for a contender; `label` is for people."""
+
+    contender: Contender
+    label: str
+    planned: Sequence[PlannedRequest]
+
+    @property
+    def name(self) -> str:
+        digest = hashlib.blake2s(repr(self.contender).encode(), digest_size=DIGEST_BYTES)
+        for each in self.planned:
+            digest.update(pack_request(each))
+        return f"{self.contender.name}-{self.label}-{digest.hexdigest()}".replace(" ", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What became of a load, in its order. is_repeated: a pass that was stopped had sent part of it to a server that
+    may have kept its KV."""
+
+    outcomes: tuple[Outcome, ...]
+    is_repeated: bool = False
+
+
+class Cells:
+    """The cells of one comparison, in a folder of their own."""
+
+    def __init__(self, folder: Path, arguments: Mapping[str, Any]) -> None:
+        """Takes up the comparison that is in `folder`. Raises SettingsError when it has other arguments, or the folder
+        cannot be used."""
+        self._probes = folder / "probes"
+        try:
+            self._probes.mkdir(parents=True, exist_ok=True)
+            asked, path = json.loads(json.dumps(arguments)), folder / ARGUMENTS
+            if path.exists():
+                _check_same(json.loads(path.read_text(encoding="utf-8")), asked, folder)
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"--save-dir {folder} cannot be used: {error}") from error
+        write_whole(path, json.dumps(asked, indent=2))
+
+    def __len__(self) -> int:
+        """How many are saved."""
+        return sum(1 for _ in self._probes.glob("[!.]*.json"))
+
+    def __contains__(self, cell: Cell) -> bool:
+        return self._path(cell).exists()
+
+    def find(self, cell: Cell) -> Measured | None:
+        """What was measured before. Raises BenchError for a file that is none of ours."""
+        if cell not in self:
+            return None
+        path = self._path(cell)
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            return Measured(tuple(map(_outcome, saved["requests"])), saved["is_repeated"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BenchError(f"{path.name} cannot be read: remove it, and it will be measured again") from error
+
+    def begin(self, cell: Cell) -> bool:
+        """Notes that it is being measured. Whether that had been begun before, and was not ended."""
+        was_begun = self._mark(cell).exists()
+        write_whole(self._mark(cell), "")
+        return was_begun
+
+    def save(self, cell: Cell, measured: Measured) -> None:
+        """Raises BenchError when it cannot be written."""
+        saved = {
+            "contender": cell.contender.name,
+            "load": cell.label,
+            "is_repeated": measured.is_repeated,
+            "requests": [
+                line | {"told_ttft_ms": planned.ttft_ms, "told_tpot_ms": planned.tpot_ms}
+                for planned, line in zip(cell.planned, request_lines(measured.outcomes), strict=True)
+            ],
+        }
+        write_whole(self._path(cell), json.dumps(saved))
+        self._mark(cell).unlink(missing_ok=True)
+
+    def _path(self, cell: Cell) -> Path:
+        return self._probes / f"{cell.name}.json"
+
+    def _mark(self, cell: Cell) -> Path:
+        return self._probes / f".{cell.name}.begun"
+
+
+def _outcome(line: Mapping[str, Any]) -> Outcome:
+    return to_outcome({name: value for name, value in line.items() if name in OUTCOME_FIELDS})
+
+
+def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
+    old, new = _flat(before, ""), _flat(now, "")
+    for name in [*new, *old]:
+        if old.get(name) != new.get(name):
+            raise SettingsError(
+                f"--save-dir {folder} holds a comparison of other arguments or code: its {name} is {old.get(name)}, "
+                f"not {new.get(name)}; give another folder"
+            )
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
 
 
 class ContenderError(BenchError):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from splitserve_bench.serve.spread import interval
+from splitserve_bench.serve.metrics import interval
 
 STEP: Final = 2.0
 MOST_SEEDS: Final = 3  # probes of one rate
@@ -207,6 +207,11 @@ def falling(curve: Sequence[Counted]) -> list[float]:
             pool = (good + pool[0], total + pool[1], rates + pool[2])
         pools.append(pool)
     return [good / total for good, total, rates in pools for _ in range(rates)]
+
+
+def plain(rate: float) -> str:
+    """Three digits, without an exponent for large ones."""
+    return f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}"
 
 
 def _sure_passes(curve: Sequence[Counted], attainment: float) -> list[float]:

@@ -6,19 +6,17 @@ its unloaded TTFT does; those on TPOT are the same for all; those on E2EL are mu
 Splitwise's, they are limits of single requests, a share of which must meet all of them: that is DistServe's attainment.
 """
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from splitserve_bench.compare.unloaded import Unloaded
-from splitserve_bench.errors import BenchError
-from splitserve_bench.serve.metrics import Limits, missed, parse_pairs
-from splitserve_bench.serve.misses import Misses, count_misses, is_complete
-from splitserve_bench.serve.records import Outcome, PlannedRequest
-from splitserve_bench.serve.spread import effective_size
+from coordinator.control.slo import MS
+from splitserve_bench.serve.metrics import Limits, Misses, count_misses, effective_size, missed, parse_pairs
+from splitserve_bench.serve.records import Outcome, PlannedRequest, is_complete
 
-MS: Final = 1e3
+QUANTILES: Final = (0.0, 0.5, 0.9, 1.0)  # of the prompt lengths
+REPEATS: Final = 3  # requests of about each length
 
 
 class Slo(Protocol):
@@ -59,7 +57,23 @@ class FixedSlo:
         return self.limits
 
     def __str__(self) -> str:
-        return ", ".join(f"{name.upper()} ≤ {seconds * MS:g} ms" for name, seconds in self.limits.by_name().items())
+        return str(self.limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Unloaded:
+    """What a request costs while nothing else runs. TTFT is ttft_base_s + ttft_s_per_token times its prompt tokens."""
+
+    ttft_base_s: float
+    ttft_s_per_token: float
+    tpot_s: float
+
+    def ttft_s(self, num_prompt_tokens: int) -> float:
+        return self.ttft_base_s + self.ttft_s_per_token * num_prompt_tokens
+
+    def answer_s(self, planned: PlannedRequest) -> float:
+        """From the request to the last token."""
+        return self.ttft_s(len(planned.prompt)) + self.tpot_s * (planned.output_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +133,48 @@ def judge(slo: Slo, pairs: Sequence[tuple[PlannedRequest, Outcome]]) -> Judgemen
 def parse_scales(words: Sequence[str]) -> Scales:
     """Scales from words such as `ttft:6 tpot:1.5`, each word one or several such pairs; a later pair of the same name
     wins. Anything else is a BenchError."""
-    return Scales(**parse_pairs(words, "a scale is NAME:FACTOR", _factor))
+    return Scales(**parse_pairs(words, "a scale is NAME:FACTOR, above 0", lambda value: value > 0))
 
 
-def _factor(text: str, pair: str) -> float:
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise BenchError(f"{pair!r} has no factor") from error
-    if not (value > 0 and math.isfinite(value)):
-        raise BenchError(f"a factor must be above 0, not {pair!r}")
-    return value
+def sample(planned: Sequence[PlannedRequest]) -> list[PlannedRequest]:
+    """REPEATS different requests of about each of some prompt lengths, all to be sent as soon as the one before it has
+    ended; answers of several tokens where there are such."""
+    candidates = [each for each in planned if each.output_tokens > 1] or list(planned)
+    ordered = sorted(candidates, key=lambda each: len(each.prompt))
+    last = len(ordered) - REPEATS
+    chosen: dict[int, PlannedRequest] = {}
+    for quantile in QUANTILES:
+        start = max(0, min(last, round(quantile * (len(ordered) - 1))))
+        chosen |= {each.index: each for each in ordered[start : start + REPEATS]}
+    return [replace(each, index=index, send_at_s=0.0) for index, each in enumerate(chosen.values())]
+
+
+def fit_unloaded(ttfts: Iterable[tuple[int, float]], tpots_s: Sequence[float]) -> Unloaded:
+    """The line through pairs of prompt tokens and TTFT, one at least, that has the least relative errors; neither its
+    base nor its slope is below 0. The median of the TPOTs, or 0 without any. TTFTs are above 0."""
+    base_s, s_per_token = _line(list(ttfts))
+    return Unloaded(base_s, s_per_token, statistics.median(tpots_s) if tpots_s else 0.0)
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Base and slope by least squares, each point weighted by the inverse square of its seconds."""
+    weights = [1 / seconds**2 for _, seconds in points]
+    mean_tokens = _mean(weights, [tokens for tokens, _ in points])
+    mean_s = _mean(weights, [seconds for _, seconds in points])
+    spread = _mean(weights, [(tokens - mean_tokens) ** 2 for tokens, _ in points])
+    if spread == 0:
+        return mean_s, 0.0
+    together = _mean(weights, [(tokens - mean_tokens) * (seconds - mean_s) for tokens, seconds in points])
+    slope = max(0.0, together / spread)
+    base_s = mean_s - slope * mean_tokens
+    if base_s >= 0:
+        return base_s, slope
+    squares = _mean(weights, [tokens**2 for tokens, _ in points])
+    return 0.0, _mean(weights, [tokens * seconds for tokens, seconds in points]) / squares
+
+
+def _mean(weights: Sequence[float], values: Sequence[float]) -> float:
+    return sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
 
 
 def _scaled(scale: float | None, unloaded_s: float) -> float | None:

@@ -7,10 +7,21 @@ from random import Random
 from typing import Final
 
 from splitserve_bench.serve.arrivals import send_times_s
-from splitserve_bench.serve.datasets import Shape, clipped_words, fit, longer_share, plan, random_load
+from splitserve_bench.serve.datasets import (
+    Shape,
+    TracedRequest,
+    at_rate,
+    clipped_words,
+    fit,
+    longer_share,
+    plan,
+    random_load,
+    read_azure_trace,
+    read_mooncake_trace,
+    trace_load,
+)
+from splitserve_bench.serve.options import AZURE, RANDOM
 from splitserve_bench.serve.records import PlannedRequest
-from splitserve_bench.serve.serve_options import AZURE, RANDOM
-from splitserve_bench.serve.traces import TracedRequest, at_rate, read_azure_trace, read_mooncake_trace, trace_load
 
 MOST_COUNTED: Final = 10_000  # requests of a probe
 MOST_TRACED: Final = 100_000  # requests that are read of a trace

@@ -1,16 +1,22 @@
-"""When the requests of an open-loop load are sent, whatever the server does."""
+"""When the requests of an open-loop load are sent, whatever the server does: at one rate, at a rate that grows from
+request to request, or in stages."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 from typing import Final
 
+from serving_core.errors import SettingsError
 from splitserve_bench.errors import BenchError
 
 LINEAR, EXPONENTIAL = "linear", "exponential"
 RAMPS: Final = (LINEAR, EXPONENTIAL)
+MAX_STAGED_REQUESTS: Final = 100_000
+MAX_STAGED_S: Final = 86_400.0
+_STAGE: Final = re.compile(r"(\d+(?:\.\d+)?)x(\d+(?:\.\d+)?)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,24 @@ class Ramp:
         if self.strategy == LINEAR:
             return 1 / (self.start_per_s + (self.end_per_s - self.start_per_s) * share)
         return 1 / (self.start_per_s * math.pow(self.end_per_s / self.start_per_s, share))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of a load with one request rate, `times` the rate that all stages are multiples of."""
+
+    times: float
+    rate_per_s: float
+    start_s: float
+    seconds: float
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.seconds
+
+    @property
+    def num_requests(self) -> int:
+        return round(self.rate_per_s * self.seconds)
 
 
 def send_times_s(num_requests: int, rate_per_s: float, burstiness: float, rng: Random) -> list[float]:
@@ -49,6 +73,51 @@ def ramp_times_s(num_requests: int, ramp: Ramp, burstiness: float, rng: Random) 
     """The same of a rate that changes; such loads last as long as their mean gaps, with every seed."""
     means_s = [ramp.gap_s(index, num_requests) for index in range(num_requests)]
     return _times_s(means_s, math.fsum(means_s), burstiness, rng)
+
+
+def stage_times_s(stages: Sequence[Stage], burstiness: float, seed: int) -> list[float]:
+    """The same of stages: the requests of each at random moments within it. The gap before the first request of a stage
+    and the one after its last are drawn too."""
+    all_s: list[float] = []
+    for number, stage in enumerate(stages):
+        if stage.num_requests:
+            rng = Random(f"{seed} stage {number}")
+            *times_s, end_s = send_times_s(stage.num_requests + 1, stage.rate_per_s, burstiness, rng)
+            all_s += [stage.start_s + stage.seconds * (each / end_s) for each in times_s]
+    return all_s
+
+
+def parse_stages(text: str) -> tuple[tuple[float, float], ...]:
+    """Return multiple and seconds of each stage from words such as `0.8x20,3x60`. Raises SettingsError."""
+    pairs = []
+    for word in text.replace(",", " ").split():
+        match = _STAGE.fullmatch(word)
+        if match is None or not float(match[2]) > 0:
+            raise SettingsError(f"--stages {word}: a stage is TIMESxSECONDS, such as 3x60")
+        pairs.append((float(match[1]), float(match[2])))
+    seconds = sum(seconds for _, seconds in pairs)
+    if not any(times for times, _ in pairs) or seconds > MAX_STAGED_S:
+        raise SettingsError(
+            f"--stages {text!r}: stages have some requests, in at most {MAX_STAGED_S:g} s, not {seconds:g} s"
+        )
+    return tuple(pairs)
+
+
+def stages_of(text: str, base_per_s: float) -> tuple[Stage, ...]:
+    """Return the stages one after the other, at multiples of base_per_s requests/s. Raises SettingsError."""
+    pairs = parse_stages(text)
+    starts_s = accumulate((seconds for _, seconds in pairs), initial=0.0)
+    stages = tuple(
+        Stage(times, times * base_per_s, start_s, seconds)
+        for (times, seconds), start_s in zip(pairs, starts_s, strict=False)
+    )
+    num_requests = sum(stage.num_requests for stage in stages)
+    if not 0 < num_requests <= MAX_STAGED_REQUESTS:
+        raise SettingsError(
+            f"--stages {text} of {base_per_s:.4g} requests/s are {num_requests} requests: 1 to {MAX_STAGED_REQUESTS} "
+            "can be sent"
+        )
+    return stages
 
 
 def _times_s(means: Sequence[float], last_s: float, burstiness: float, rng: Random) -> list[float]:

@@ -1,17 +1,29 @@
-"""What the requests of a load are: prompts, most of random tokens, and how long the answers are."""
+"""What the requests of a load are: random ones, and those of traces, which tell when requests came to a service and how
+long their prompts and answers were. Traces hold no text. Prompts are random tokens; where a trace tells which prompts
+begin alike, theirs do too."""
 
+import csv
+import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import lru_cache
+from itertools import islice, pairwise
+from pathlib import Path
 from random import Random
-from typing import Final
+from typing import Any, Final, TextIO, TypeVar
 
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.records import PlannedRequest
 
 SPECIAL_MARGIN_TOKENS: Final = 1024
-MOST_IDS: Final = 2**22
+MAX_IDS: Final = 2**22
+AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MOONCAKE_BLOCK_TOKENS: Final = 512
+MAX_TOKENS: Final = 2**24
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +77,8 @@ def ordinary_ids(vocab_size: int) -> tuple[int, ...]:
     """Ids to draw prompts from. Special tokens are the first or the last ids of a vocabulary, so 1024 at either end are
     left out; of a small vocabulary only an eighth at either end. All prompts have these very ids, so that a token takes
     8 bytes and not 40."""
-    if not 1 <= vocab_size <= MOST_IDS:
-        raise BenchError(f"a vocabulary has 1 to {MOST_IDS} tokens, not {vocab_size}")
+    if not 1 <= vocab_size <= MAX_IDS:
+        raise BenchError(f"a vocabulary has 1 to {MAX_IDS} tokens, not {vocab_size}")
     margin = min(SPECIAL_MARGIN_TOKENS, vocab_size // 8)
     return tuple(range(margin, vocab_size - margin))
 
@@ -118,3 +130,177 @@ def _clipped(shape: Shape, max_model_len: int) -> Shape:
     output_tokens = min(shape.output_tokens, max(max_model_len - prompt_tokens, max_model_len // 2))
     kept = shape.prompt[: max_model_len - output_tokens]
     return Shape(kept, output_tokens, shape.text if len(kept) == prompt_tokens else "")
+
+
+# ---- traces ----
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """One request of a trace, after scaling. at_s counts from the trace's first request; lengths are at least 1.
+
+    Requests whose hash_ids begin alike have prompts that begin alike; each id stands for block_tokens tokens of the
+    prompt, the last one for what is left. Without hash_ids no two prompts have anything in common.
+    """
+
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...] = ()
+    block_tokens: float = MOONCAKE_BLOCK_TOKENS
+
+
+def read_azure_trace(path: Path, *, length_scale: float = 1.0, limit: int | None = None) -> list[TracedRequest]:
+    """The first `limit` requests of a CSV file with the columns TIMESTAMP, ContextTokens and GeneratedTokens, as the
+    Azure LLM inference traces have; a timestamp without an offset is UTC. length_scale multiplies token counts. A file
+    or row that cannot be used is a BenchError naming file, line and value."""
+    return _read(path, _azure_rows, length_scale, limit)
+
+
+def read_mooncake_trace(path: Path, *, length_scale: float = 1.0, limit: int | None = None) -> list[TracedRequest]:
+    """The first `limit` requests of a file with one JSON object a line: timestamp (ms), input_length, output_length
+    and hash_ids, one for each 512 tokens of the prompt, as the Mooncake traces have. Otherwise as read_azure_trace."""
+    return _read(path, _mooncake_rows, length_scale, limit)
+
+
+def at_rate(traced: Sequence[TracedRequest], rate_per_s: float) -> list[TracedRequest]:
+    """The same requests on a stretched time axis, so that the mean gap between two is 1 / rate; the bursts stay.
+    An infinite rate sends all at 0. Requests that all came at one moment have no gaps to stretch: a BenchError."""
+    if not rate_per_s > 0:
+        raise BenchError(f"the request rate must be above 0 requests/s, not {rate_per_s:g}")
+    if len(traced) < 2 or math.isinf(rate_per_s):
+        return [replace(each, at_s=0.0) for each in traced]
+    first_s, span_s = traced[0].at_s, traced[-1].at_s - traced[0].at_s
+    if span_s <= 0:
+        raise BenchError(f"the {len(traced)} requests came at one moment: a rate cannot stretch their gaps")
+    wanted_s = (len(traced) - 1) / rate_per_s
+    return [replace(each, at_s=wanted_s * ((each.at_s - first_s) / span_s)) for each in traced]
+
+
+def trace_load(traced: Sequence[TracedRequest], vocab_size: int, seed: int, first: int = 0) -> list[Shape]:
+    """Prompts and answer lengths of a trace. Tokens depend on the seed and on the hash id, or without hash ids on the
+    request's index, which counts from `first`; not on how many requests there are."""
+    ids = ordinary_ids(vocab_size)
+    return [
+        Shape(_traced_prompt(each, index, ids, seed), each.output_tokens) for index, each in enumerate(traced, first)
+    ]
+
+
+def _traced_prompt(traced: TracedRequest, index: int, ids: Sequence[int], seed: int) -> tuple[int, ...]:
+    if not traced.hash_ids:
+        return tuple(Random(f"{seed} request {index}").choices(ids, k=traced.input_tokens))
+    tokens: list[int] = []
+    for number, hash_id in enumerate(traced.hash_ids, start=1):
+        end = traced.input_tokens if number == len(traced.hash_ids) else round(number * traced.block_tokens)
+        num_missing = min(end, traced.input_tokens) - len(tokens)
+        tokens += Random(f"{seed} block {hash_id}").choices(ids, k=max(0, num_missing))
+    return tuple(tokens)
+
+
+def _read(
+    path: Path, rows_of: Callable[[Path], Iterator[tuple[str, TracedRequest]]], length_scale: float, limit: int | None
+) -> list[TracedRequest]:
+    """`rows_of` gives what each line says, unscaled, and where it stands."""
+    if not (length_scale > 0 and math.isfinite(length_scale)):
+        raise BenchError(f"the length scale must be above 0, not {length_scale:g}")
+    try:
+        rows = list(islice(rows_of(path), limit))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BenchError(f"{path} cannot be read: {error}") from error
+    if not rows:
+        raise BenchError(f"{path} has no requests")
+    for (_, row), (where, later) in pairwise(rows):
+        if later.at_s < row.at_s:
+            raise BenchError(f"{where}: {row.at_s - later.at_s:g} s before the row above it")
+    first_s = rows[0][1].at_s
+    return [
+        replace(
+            row,
+            at_s=row.at_s - first_s,
+            input_tokens=max(1, round(row.input_tokens * length_scale)),
+            output_tokens=max(1, round(row.output_tokens * length_scale)),
+            block_tokens=row.block_tokens * length_scale,
+        )
+        for _, row in rows
+    ]
+
+
+def _azure_rows(path: Path) -> Iterator[tuple[str, TracedRequest]]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file)
+        missing = [name for name in AZURE_COLUMNS if name not in (reader.fieldnames or ())]
+        if missing:
+            raise BenchError(f"{path}, line 1: no column {', '.join(missing)}")
+        for row in reader:
+            where = f"{path}, line {reader.line_num}"
+            at_s, input_tokens, output_tokens = (
+                parsed(parse, row[name], name, where)
+                for name, parse in zip(AZURE_COLUMNS, (_timestamp_s, token_count, token_count), strict=True)
+            )
+            yield where, TracedRequest(at_s, int(input_tokens), int(output_tokens))
+
+
+def _mooncake_rows(path: Path) -> Iterator[tuple[str, TracedRequest]]:
+    with path.open(encoding="utf-8") as file:
+        for where, row in json_rows(file, path):
+            at_s = parsed(_milliseconds, row.get("timestamp"), "timestamp", where) / 1e3
+            lengths = [parsed(token_count, row.get(name), name, where) for name in ("input_length", "output_length")]
+            hash_ids = parsed(_hash_ids, row.get("hash_ids", []), "hash_ids", where)
+            num_blocks = math.ceil(lengths[0] / MOONCAKE_BLOCK_TOKENS)
+            if hash_ids and len(hash_ids) != num_blocks:
+                raise BenchError(f"{where}: {len(hash_ids)} hash_ids for {lengths[0]} tokens instead of {num_blocks}")
+            yield where, TracedRequest(at_s, lengths[0], lengths[1], hash_ids)
+
+
+def json_rows(file: TextIO, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The JSON objects of a file that has one a line, but for blank lines, each with its place in words. Raises
+    BenchError."""
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield where, parsed(_json_object, line, "line", where)
+
+
+def parsed(parse: Callable[[Any], Value], value: Any, name: str, where: str) -> Value:
+    try:
+        return parse(value)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise BenchError(f"{where}: {name} cannot be {str(value)[:80]!r}") from error
+
+
+def _timestamp_s(text: str) -> float:
+    moment = datetime.fromisoformat(text)  # leaves out what a timestamp tells beyond microseconds
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def token_count(value: Any) -> int:
+    count = _whole(value)
+    if count > MAX_TOKENS:
+        raise ValueError
+    return count
+
+
+def _whole(value: Any) -> int:
+    number = int(value)
+    if isinstance(value, bool | float) or number < 0:
+        raise ValueError
+    return number
+
+
+def _milliseconds(value: Any) -> float:
+    if isinstance(value, bool) or not math.isfinite(float(value)):
+        raise ValueError
+    return float(value)
+
+
+def _hash_ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise TypeError
+    return tuple(_whole(each) for each in value)
+
+
+def _json_object(line: str) -> dict[str, Any]:
+    value = json.loads(line)
+    if not isinstance(value, dict):
+        raise TypeError
+    return value

@@ -1,45 +1,240 @@
-"""The load generator: `python -m splitserve_bench.serve.generator`, a process of its own that does nothing else.
+"""Sends a planned load from a process of its own, which does nothing else, and collects what becomes of it.
 
-It reads an order and its requests from stdin, connects, sends every request when it is due whether or not earlier ones
-are answered, and writes what becomes of them to stdout, both as `wire` says. With a bound on concurrency, what is due
-waits for a free place and its `sent_s` is when it got one. Each sending of a request that is sent again after a refusal
-has an outcome of its own.
+`python -m splitserve_bench.serve.generator` reads an order and its requests from stdin, connects, sends every request
+when it is due whether or not earlier ones are answered, and writes what becomes of them to stdout. With a bound on
+concurrency, what is due waits for a free place and its `sent_s` is when it got one. Each sending of a request that is
+sent again after a refusal has an outcome of its own.
+
+Both ends speak JSON, one object a line: an Order and then each PlannedRequest in; out, objects with the one key
+`outcome`, `progress` or `failure`.
 """
 
 import asyncio
 import gc
+import json
 import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from typing import Any, BinaryIO, Final
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
-import msgpack
 import uvloop
 
 from serving_core.errors import SplitServeError
-from splitserve_bench.serve import wire
+from serving_core.tls import TlsFiles
+from splitserve_bench.child import start_child
+from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.backends import Backend, open_backend
-from splitserve_bench.serve.records import Outcome, returns_at_s
-from splitserve_bench.serve.reply import Reply, RequestFailed
-from splitserve_bench.serve.target import Progress
-from splitserve_bench.serve.wire import Order, OrderedRequest
+from splitserve_bench.serve.records import (
+    Outcome,
+    PlannedRequest,
+    Progress,
+    Reply,
+    RequestFailed,
+    ServedModel,
+    Target,
+    pack_request,
+    returns_at_s,
+    to_outcome,
+)
 
-PROGRESS_S: Final = 0.25
 CONNECT_S: Final = 30.0
-MOST_WARM_CONNECTIONS: Final = 32  # at the same time; more are made when they are needed
-READ_BYTES: Final = 2**20
+START_S: Final = 120.0  # for the generator to read its plan and to connect, before it says anything
+PROGRESS_S: Final = 0.25
+SILENCE_S: Final = 60.0  # of a generator that reports its progress
+STOP_S: Final = 10.0
+MAX_WARM_CONNECTIONS: Final = 32  # at the same time; more are made when they are needed
+MAX_LINE_BYTES: Final = 2**26  # an outcome of a million tokens
+DIGITS: Final = 9  # of arrivals: nanoseconds
+TOKEN_TYPE: Final = "I"  # 4 bytes
 
 Write = Callable[[bytes], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the generator is told before the requests."""
+
+    target: Target
+    num_requests: int
+    max_concurrency: int | None
+    request_timeout_s: float
+    obey_retry_after: int = 0  # how often at most a refused request is sent again
+
+
+async def describe(target: Target) -> ServedModel:
+    """What the server serves. Raises BenchError when it does not answer, or serves another model than target's."""
+    backend = open_backend(target)
+    try:
+        return await backend.describe(CONNECT_S)
+    finally:
+        await backend.close()
+
+
+async def run_load(
+    target: Target,
+    planned: Sequence[PlannedRequest],
+    *,
+    max_concurrency: int | None,
+    request_timeout_s: float,
+    on_progress: Callable[[Progress], None],
+    on_outcome: Callable[[Outcome], None] | None = None,
+    obey_retry_after: int = 0,
+) -> list[Outcome]:
+    """Sends every request when it is due; the outcomes in the order of `planned`, whose indices must differ.
+
+    With max_concurrency, what is due waits until fewer are under way. request_timeout_s counts from when a request is
+    sent. A request that is refused, and told to come back within request_timeout_s, is sent again then, at most
+    obey_retry_after times, and has an outcome of each sending, which follow each other. `on_progress` is told four
+    times a second how far it is, `on_outcome` each outcome as it comes. Cancelling ends the generator, and with it
+    every request. Raises BenchError when the server cannot be reached at the start, or the generator fails.
+    """
+    assert len({request.index for request in planned}) == len(planned)
+    outcomes: dict[int, list[Outcome]] = {request.index: [] for request in planned}
+    order = Order(target, len(planned), max_concurrency, request_timeout_s, obey_retry_after)
+    deadline_s = _longest_s(order, planned)
+    async with _generator() as process:
+        await _send_plan(process, order, planned)
+        try:
+            async with asyncio.timeout(deadline_s):
+                async for said in _lines(process):
+                    if isinstance(said, Progress):
+                        on_progress(said)
+                        continue
+                    outcomes[said.index].append(said)
+                    if on_outcome is not None:
+                        on_outcome(said)
+        except TimeoutError as error:
+            raise BenchError(f"the load was not over after {deadline_s:.0f} s") from error
+    ended = [
+        bool(each) and returns_at_s(each[-1], obey_retry_after, request_timeout_s) is None for each in outcomes.values()
+    ]
+    if missing := ended.count(False):
+        raise BenchError(f"the load generator ended without the outcomes of {missing} requests")
+    return [outcome for each in outcomes.values() for outcome in each]
+
+
+def order_line(order: Order) -> bytes:
+    return _line(asdict(order))
+
+
+def read_plan(lines: Iterable[bytes]) -> tuple[Order, list[PlannedRequest]]:
+    """Raises EOFError when the plan does not come to its end."""
+    order: Order | None = None
+    requests = []
+    for line in lines:
+        if not line.endswith(b"\n"):
+            break
+        fields = json.loads(line)
+        if order is None:
+            target = Target(**{**fields["target"], "tls": TlsFiles(**fields["target"]["tls"])})
+            order = Order(**{**fields, "target": target})
+        else:
+            requests.append(PlannedRequest(**{**fields, "prompt": array(TOKEN_TYPE, fields["prompt"])}))
+    if order is None or len(requests) != order.num_requests:
+        raise EOFError("the plan ended before its end")
+    return order, requests
+
+
+def read_line(line: bytes) -> Outcome | Progress | str:
+    """What the generator says; a failure is its message."""
+    ((kind, value),) = json.loads(line).items()
+    if kind == "outcome":
+        return to_outcome(value)
+    return Progress(**value) if kind == "progress" else str(value)
+
+
+def outcome_line(outcome: Outcome) -> bytes:
+    arrivals_s = [round(moment_s, DIGITS) for moment_s in outcome.arrivals_s]
+    return _line({"outcome": {**asdict(outcome), "arrivals_s": arrivals_s}})
+
+
+def progress_line(progress: Progress) -> bytes:
+    return _line({"progress": asdict(progress)})
+
+
+def failure_line(message: str) -> bytes:
+    return _line({"failure": message})
+
+
+def _line(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+# ---- the process that asked for the load ----
+
+
+def _longest_s(order: Order, planned: Sequence[PlannedRequest]) -> float:
+    """The longest that a load may take: all are sent, and then every one in its turn takes all its time; as often as it
+    is sent again it waits for that first."""
+    last_s = max((request.send_at_s for request in planned), default=0.0)
+    turns = 1 if order.max_concurrency is None else -(-len(planned) // order.max_concurrency)
+    num_times = turns * (1 + order.obey_retry_after) + order.obey_retry_after
+    return START_S + last_s + num_times * order.request_timeout_s + SILENCE_S
+
+
+@asynccontextmanager
+async def _generator() -> AsyncIterator[asyncio.subprocess.Process]:
+    """The process, which is killed unless it has ended."""
+    process = await start_child("splitserve_bench.serve.generator", limit=MAX_LINE_BYTES)
+    try:
+        yield process
+        async with asyncio.timeout(STOP_S):
+            await process.wait()
+    except TimeoutError as error:
+        raise BenchError(f"the load generator did not end within {STOP_S:g} s after its last word") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _send_plan(process: asyncio.subprocess.Process, order: Order, planned: Sequence[PlannedRequest]) -> None:
+    assert process.stdin is not None
+    try:
+        async with asyncio.timeout(START_S):
+            process.stdin.write(order_line(order))
+            for request in planned:
+                process.stdin.write(pack_request(request))
+                await process.stdin.drain()
+            process.stdin.close()
+            await process.stdin.wait_closed()
+    except TimeoutError as error:
+        raise BenchError(f"the load generator did not take its plan within {START_S:g} s") from error
+    except ConnectionError as error:
+        raise BenchError("the load generator ended before it had its plan") from error
+
+
+async def _lines(process: asyncio.subprocess.Process) -> AsyncIterator[Outcome | Progress]:
+    """What the generator says, to its end. Raises BenchError when that is a failure, or nothing for too long."""
+    assert process.stdout is not None
+    patience_s = START_S
+    while True:
+        try:
+            async with asyncio.timeout(patience_s):
+                line = await process.stdout.readline()
+        except TimeoutError as error:
+            raise BenchError(f"the load generator said nothing for {patience_s:g} s") from error
+        if not line:
+            return
+        said = read_line(line)
+        if isinstance(said, str):
+            raise BenchError(said)
+        yield said
+        patience_s = SILENCE_S
+
+
+# ---- the generator ----
 
 
 class Load:
     """One run of all requests against one backend."""
 
-    def __init__(self, order: Order, requests: Sequence[OrderedRequest], backend: Backend, write: Write) -> None:
+    def __init__(self, order: Order, requests: Sequence[PlannedRequest], backend: Backend, write: Write) -> None:
         self._order = order
         self._requests = sorted(requests, key=lambda request: (request.send_at_s, request.index))
         self._backend = backend
@@ -59,7 +254,7 @@ class Load:
                     await self._until(request.send_at_s)
                     sending.create_task(self._send(request, body))
             reporting.cancel()
-        self._write(wire.progress_line(self._progress()))
+        self._write(progress_line(self._progress()))
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._start_s
@@ -72,7 +267,7 @@ class Load:
                 return
             await asyncio.sleep(wait_s)
 
-    async def _send(self, request: OrderedRequest, body: bytes) -> None:
+    async def _send(self, request: PlannedRequest, body: bytes) -> None:
         """Sends the request, and again after a refusal as often as the order says."""
         outcome = await self._send_once(request, body)
         most_repeats, patience_s = self._order.obey_retry_after, self._order.request_timeout_s
@@ -84,26 +279,25 @@ class Load:
         self._num_failed += bool(outcome.error)
         self._num_output_tokens += outcome.num_output_tokens
 
-    async def _send_once(self, request: OrderedRequest, body: bytes) -> Outcome:
+    async def _send_once(self, request: PlannedRequest, body: bytes) -> Outcome:
         async with self._places:
             self._num_sent += not request.num_refusals_before
-            reply = Reply(request, self._now_s)
-            timeout_s = self._order.request_timeout_s
-            error, is_refused, retry_after_s = "", False, None
+            reply, timeout_s = Reply(request, self._now_s), self._order.request_timeout_s
             try:
                 await self._backend.answer(body, reply, timeout_s)
+                outcome = reply.outcome()
             except RequestFailed as failure:
-                error, is_refused = str(failure) or "failed", failure.is_refused
-                retry_after_s = failure.retry_after_s
+                outcome = reply.outcome(
+                    str(failure) or "failed", is_refused=failure.is_refused, retry_after_s=failure.retry_after_s
+                )
             except TimeoutError:
-                error = f"no complete answer within {timeout_s:g} s"
-            outcome = reply.outcome(error, is_refused=is_refused, retry_after_s=retry_after_s)
-        self._write(wire.outcome_line(outcome))
+                outcome = reply.outcome(f"no complete answer within {timeout_s:g} s")
+        self._write(outcome_line(outcome))
         return outcome
 
     async def _report(self) -> None:
         while True:
-            self._write(wire.progress_line(self._progress()))
+            self._write(progress_line(self._progress()))
             await asyncio.sleep(PROGRESS_S)
 
     def _progress(self) -> Progress:
@@ -117,11 +311,11 @@ class Load:
         )
 
 
-async def run_order(order: Order, requests: Sequence[OrderedRequest], write: Write) -> None:
+async def run_order(order: Order, requests: Sequence[PlannedRequest], write: Write) -> None:
     """Connects and runs the load. Raises SplitServeError when the server does not answer at all."""
     backend = open_backend(order.target)
     try:
-        num_connections = min(order.max_concurrency or MOST_WARM_CONNECTIONS, MOST_WARM_CONNECTIONS, len(requests))
+        num_connections = min(order.max_concurrency or MAX_WARM_CONNECTIONS, MAX_WARM_CONNECTIONS, len(requests))
         await backend.warm_up(num_connections, CONNECT_S)
         load = Load(order, requests, backend, write)
         gc.collect()
@@ -129,44 +323,6 @@ async def run_order(order: Order, requests: Sequence[OrderedRequest], write: Wri
         await load.run()
     finally:
         await backend.close()
-
-
-def read_plan(stream: BinaryIO) -> tuple[Order, list[OrderedRequest]]:
-    """Raises EOFError when the plan does not come to its end."""
-    unpacker = msgpack.Unpacker(max_buffer_size=wire.MOST_BYTES)
-    messages = _messages(stream, unpacker)
-    order = wire.unpack_order(next(messages, None) or _ended())
-    requests = [wire.unpack_request(message) for message in messages]
-    return (order, requests) if len(requests) == order.num_requests else _ended()
-
-
-def _messages(stream: BinaryIO, unpacker: Any) -> Any:
-    while data := stream.read(READ_BYTES):
-        unpacker.feed(data)
-        yield from unpacker
-
-
-def _ended() -> Any:
-    raise EOFError("the plan ended before its end")
-
-
-def _allow_many_connections() -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # some systems call it unlimited and mean less
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-async def _main() -> None:
-    order, requests = read_plan(sys.stdin.buffer)
-    pipe = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
-    transport, protocol = await asyncio.get_running_loop().connect_write_pipe(_Output, pipe)
-    try:
-        await run_order(order, requests, transport.write)
-    except SplitServeError as error:
-        transport.write(wire.failure_line(str(error)))
-    finally:
-        transport.close()
-        await protocol.closed
 
 
 class _Output(asyncio.BaseProtocol):
@@ -178,6 +334,25 @@ class _Output(asyncio.BaseProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not self.closed.done():
             self.closed.set_result(None)
+
+
+async def _main() -> None:
+    order, requests = read_plan(sys.stdin.buffer)
+    pipe = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+    transport, protocol = await asyncio.get_running_loop().connect_write_pipe(_Output, pipe)
+    try:
+        await run_order(order, requests, transport.write)
+    except SplitServeError as error:
+        transport.write(failure_line(str(error)))
+    finally:
+        transport.close()
+        await protocol.closed
+
+
+def _allow_many_connections() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # some systems call it unlimited and mean less
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the outcomes of a load amount to: latencies as vLLM's `bench serve` defines them, and attainment.
+"""What the outcomes of a load amount to: latencies as vLLM's `bench serve` defines them, attainment, and its interval.
 
 - TTFT: first token - sent. Latencies count from the moment a request was sent, not from when it was to be sent;
   how late the generator was is the send lag (vLLM: client_queue_time), and reported beside them.
@@ -6,21 +6,34 @@
 - ITL: the gaps between moments at which tokens came. TTST: second token - first token, 0 when both came at once.
 - E2EL: end of the answer - sent.
 - Attainment: the share of the *offered* requests that met all limits. What failed or was turned away is a miss.
+
+Misses come in clusters: a queue that has grown delays many requests, not one. A run of such requests says no more than
+a smaller number of independent ones: their number divided by the design effect, 1 + 2 x the sum of the
+autocorrelations. The sum is Geyer's initial positive sequence: lags in pairs, as long as a pair's sum is positive.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Final
 
+from coordinator.control.slo import MAX_MS, MS
 from splitserve_bench.errors import BenchError
-from splitserve_bench.serve.misses import Misses, count_misses, is_complete, phase_means
-from splitserve_bench.serve.records import Outcome
-from splitserve_bench.serve.spread import effective_size, interval
+from splitserve_bench.serve.records import Outcome, PlannedRequest, is_complete
 
 GOODPUT_NAMES: Final = ("ttft", "tpot", "e2el")
+# By the field names of answers.Timeline: the first token comes at the end of the prefill.
+FIRST_TOKEN_PHASES: Final = ("prefill_queue_s", "prefill_s")
+LATER_PHASES: Final = ("credit_wait_s", "transfer_s", "decode_queue_s", "decode_s")
+PHASE_FIELDS: Final = FIRST_TOKEN_PHASES + LATER_PHASES
+MAX_ERRORS: Final = 5  # that are told
+CONFIDENCE: Final = 0.95
+Z: Final = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+SAME: Final = 1e-9  # no difference of shares but one of rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,126 +49,44 @@ class Limits:
         limits = zip(GOODPUT_NAMES, (self.ttft_s, self.tpot_s, self.e2el_s), strict=True)
         return {name: limit for name, limit in limits if limit is not None}
 
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """Values of one kind, whatever their unit. Without values there is no mean and no percentile: None."""
-
-    values: tuple[float, ...]
-
-    @property
-    def mean(self) -> float | None:
-        return statistics.fmean(self.values) if self.values else None
-
-    @property
-    def median(self) -> float | None:
-        return self.percentile(50)
-
-    @property
-    def std(self) -> float | None:
-        """Of these values, not of what they may be a sample of: divided by n."""
-        return statistics.pstdev(self.values) if self.values else None
-
-    @property
-    def max(self) -> float | None:
-        return max(self.values, default=None)
-
-    def percentile(self, percent: float) -> float | None:
-        """Linear between the two values beside it, as numpy's default."""
-        if not self.values:
-            return None
-        values = sorted(self.values)
-        below, beyond = divmod((len(values) - 1) * percent / 100, 1)
-        low, high = values[int(below)], values[min(int(below) + 1, len(values) - 1)]
-        return low + (high - low) * beyond
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """How many requests were sent again when they had been told to, and what became of their last sending."""
-
-    num: int
-    num_admitted: int  # not refused again
-    num_good: int
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """A load in figures. Latencies, tokens and phases are those of the complete answers.
-
-    duration_s is from the start of the load to its last answer. attainment counts complete answers when there are no
-    limits; attainment_ttft and _tpot look at one limit alone, None when it is not set. max_concurrent_requests are
-    all that were under way at one moment; max_output_tokens_per_s is of the best second, seconds counted from the
-    first send. phases_s are means by the field names of answers.Timeline, empty when the server tells none.
-    cached_share is of the prompt tokens, those that were not computed; None when the server does not tell.
-    """
-
-    outcomes: tuple[Outcome, ...]
-    limits: Limits
-    duration_s: float
-    num_completed: int
-    num_refused: int
-    num_good: int
-    attainment: float
-    attainment_interval: tuple[float, float]  # at 95 %, with misses that come in clusters reckoned with (spread.py)
-    attainment_ttft: float | None
-    attainment_tpot: float | None
-    total_input_tokens: int
-    total_output_tokens: int
-    max_output_tokens_per_s: float
-    max_concurrent_requests: int
-    latencies_s: dict[str, Distribution]  # by the names of LATENCIES
-    send_lag_s: Distribution  # of all requests
-    phases_s: dict[str, float]
-    cached_share: float | None
-    misses: Misses
-    returned: Returned
-
-    @property
-    def num_offered(self) -> int:
-        return len(self.outcomes)
-
-    @property
-    def num_failed(self) -> int:
-        """What is not complete, refused requests included, as vLLM counts."""
-        return self.num_offered - self.num_completed
-
-    @property
-    def request_goodput_per_s(self) -> float:
-        return self.per_s(self.num_good)
-
-    def per_s(self, count: float) -> float:
-        """A rate over the whole load; 0 for a load that took no time."""
-        return count / self.duration_s if self.duration_s > 0 else 0.0
+    def __str__(self) -> str:
+        return ", ".join(f"{name.upper()} ≤ {limit_s * MS:g} ms" for name, limit_s in self.by_name().items())
 
 
 def parse_goodput(words: Sequence[str]) -> Limits:
     """Limits from words such as `ttft:500 tpot:30`, in milliseconds, each word one or several such pairs; a later pair
     of the same name wins. Anything else is a BenchError."""
-    limits_ms = parse_pairs(words, "a limit is NAME:MILLISECONDS", _milliseconds)
-    return Limits(**{f"{name}_s": limit_ms / 1e3 for name, limit_ms in limits_ms.items()})
+    limits_ms = parse_pairs(words, "a limit is NAME:MILLISECONDS, 0 or more", lambda value: value >= 0)
+    return Limits(**{f"{name}_s": limit_ms / MS for name, limit_ms in limits_ms.items()})
 
 
-def parse_pairs(words: Sequence[str], what: str, number: Callable[[str, str], float]) -> dict[str, float]:
-    """Numbers by latency from words, each one or several pairs; a later pair of the same name wins. `number` takes the
-    text of one and the whole pair. Raises BenchError, which begins with `what`, for other names."""
+def parse_pairs(words: Sequence[str], what: str, is_allowed: Callable[[float], bool]) -> dict[str, float]:
+    """Finite numbers by latency, from words that are one or several pairs each; a later pair of the same name wins.
+    Anything else is a BenchError that begins with `what`."""
     numbers: dict[str, float] = {}
     for pair in (pair for word in words for pair in word.split()):
-        name, separator, text = pair.partition(":")
-        if name not in GOODPUT_NAMES or not separator:
-            raise BenchError(f"{what} with a name of {', '.join(GOODPUT_NAMES)}, not {pair!r}")
-        numbers[name] = number(text, pair)
+        name, _, text = pair.partition(":")
+        try:
+            numbers[name] = float(text)
+        except ValueError:
+            numbers[name] = math.nan
+        if name not in GOODPUT_NAMES or not (math.isfinite(numbers[name]) and is_allowed(numbers[name])):
+            raise BenchError(f"{what}, with a name of {', '.join(GOODPUT_NAMES)}; not {pair!r}")
     return numbers
 
 
-def _milliseconds(text: str, pair: str) -> float:
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise BenchError(f"{pair!r} has no number of milliseconds") from error
-    if not (value >= 0 and math.isfinite(value)):
-        raise BenchError(f"a limit must be 0 ms or more, not {pair!r}")
-    return value
+def told(planned: Iterable[PlannedRequest], limits_of: Callable[[PlannedRequest], Limits]) -> list[PlannedRequest]:
+    """The same requests with their limits on TTFT and TPOT. What a server would not take for one, 0 or more than
+    MAX_MS, is not told; nor is a limit on E2EL, which no server knows."""
+
+    def limit_ms(limit_s: float | None) -> float | None:
+        return limit_s * MS if limit_s is not None and 0 < limit_s * MS <= MAX_MS else None
+
+    pairs = ((each, limits_of(each)) for each in planned)
+    return [replace(each, ttft_ms=limit_ms(limits.ttft_s), tpot_ms=limit_ms(limits.tpot_s)) for each, limits in pairs]
+
+
+# ---- one request ----
 
 
 def ttft_s(outcome: Outcome) -> float | None:
@@ -220,69 +151,339 @@ def is_good(outcome: Outcome, limits: Limits) -> bool:
     return is_complete(outcome) and not missed(outcome, limits)
 
 
+# ---- a load ----
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Values of one kind, whatever their unit. Without values there is no mean and no percentile: None."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.values) if self.values else None
+
+    @property
+    def median(self) -> float | None:
+        return self.percentile(50)
+
+    @property
+    def std(self) -> float | None:
+        """Of these values, not of what they may be a sample of: divided by n."""
+        return statistics.pstdev(self.values) if self.values else None
+
+    @property
+    def max(self) -> float | None:
+        return max(self.values, default=None)
+
+    def percentile(self, percent: float) -> float | None:
+        """Linear between the two values beside it, as numpy's default."""
+        if not self.values:
+            return None
+        values = sorted(self.values)
+        below, beyond = divmod((len(values) - 1) * percent / 100, 1)
+        low, high = values[int(below)], values[min(int(below) + 1, len(values) - 1)]
+        return low + (high - low) * beyond
+
+
+@dataclass(frozen=True, slots=True)
+class Misses:
+    """How many requests missed, by cause: a complete answer may miss several limits, a failed or refused request
+    counts there alone.
+
+    ttft_phases and tpot_phases are how many of ttft and tpot had which phase as the one that took most beyond the
+    median of the good requests (beyond 0 when none was good), most frequent first, of the requests with a timeline.
+    For TTFT those are the phases up to the first token. For TPOT they are the later ones, their seconds divided by
+    the tokens after the first, so that a long answer is none by itself.
+    """
+
+    ttft: int
+    tpot: int
+    e2el: int
+    failed: int
+    refused: int
+    ttft_phases: Mapping[str, int]
+    tpot_phases: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """How many requests were sent again when they had been told to, and what became of their last sending."""
+
+    num: int
+    num_admitted: int  # not refused again
+    num_good: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A load in figures, of which each request has one outcome. Latencies, tokens and phases are those of the complete
+    answers. duration_s is from the start of the load to its last answer."""
+
+    outcomes: tuple[Outcome, ...]
+    limits: Limits
+    duration_s: float
+
+    @cached_property
+    def complete(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if is_complete(outcome)]
+
+    @property
+    def num_offered(self) -> int:
+        return len(self.outcomes)
+
+    @property
+    def num_completed(self) -> int:
+        return len(self.complete)
+
+    @property
+    def num_failed(self) -> int:
+        """What is not complete, refused requests included, as vLLM counts."""
+        return self.num_offered - self.num_completed
+
+    @property
+    def num_refused(self) -> int:
+        return sum(outcome.is_refused for outcome in self.outcomes)
+
+    @cached_property
+    def are_good(self) -> list[bool]:
+        """In the order in which the requests were due. Without limits all complete answers are good."""
+        in_order = sorted(self.outcomes, key=lambda outcome: (outcome.scheduled_s, outcome.index))
+        return [is_good(outcome, self.limits) for outcome in in_order]
+
+    @property
+    def num_good(self) -> int:
+        return sum(self.are_good)
+
+    @property
+    def attainment(self) -> float:
+        return self.num_good / self.num_offered if self.outcomes else 0.0
+
+    @property
+    def attainment_interval(self) -> tuple[float, float]:
+        """At 95 %."""
+        return interval(self.attainment, effective_size(self.are_good))
+
+    @property
+    def attainment_ttft(self) -> float | None:
+        """By this limit alone; None where it is not set."""
+        return self._attainment(Limits(ttft_s=self.limits.ttft_s))
+
+    @property
+    def attainment_tpot(self) -> float | None:
+        """By this limit alone; None where it is not set."""
+        return self._attainment(Limits(tpot_s=self.limits.tpot_s))
+
+    @property
+    def request_goodput_per_s(self) -> float:
+        return self.per_s(self.num_good)
+
+    @property
+    def total_input_tokens(self) -> int:
+        return sum(outcome.num_prompt_tokens for outcome in self.complete)
+
+    @property
+    def total_output_tokens(self) -> int:
+        return sum(outcome.num_output_tokens for outcome in self.complete)
+
+    @property
+    def max_output_tokens_per_s(self) -> float:
+        """Of the best second, seconds counted from the first send."""
+        first_s = min((outcome.sent_s for outcome in self.complete), default=0.0)
+        tokens: Counter[int] = Counter()
+        for outcome in self.complete:
+            for at_s, num_tokens in zip(outcome.arrivals_s, outcome.arrival_tokens, strict=True):
+                tokens[int(at_s - first_s)] += num_tokens
+        return float(max(tokens.values(), default=0))
+
+    @property
+    def max_concurrent_requests(self) -> int:
+        """Under way at one moment. A request that ends as another one is sent is not beside it."""
+        changes = [(each.sent_s, 1) for each in self.outcomes] + [(each.ended_s, -1) for each in self.outcomes]
+        return max(accumulate(change for _, change in sorted(changes)), default=0)
+
+    @cached_property
+    def latencies_s(self) -> dict[str, Distribution]:
+        """By the names of LATENCIES."""
+        return {
+            name: Distribution(tuple(value for each in self.complete for value in values_of(each) if value is not None))
+            for name, values_of in LATENCIES.items()
+        }
+
+    @property
+    def send_lag_s(self) -> Distribution:
+        """Of all requests."""
+        return Distribution(tuple(map(send_lag_s, self.outcomes)))
+
+    @property
+    def phases_s(self) -> dict[str, float]:
+        """Means by the names of PHASE_FIELDS, of the requests with a timeline; empty when there are none."""
+        timelines = [each.timeline for each in self.complete if each.timeline is not None]
+        if not timelines:
+            return {}
+        return {name: statistics.fmean(each.get(name, 0.0) for each in timelines) for name in PHASE_FIELDS}
+
+    @property
+    def cached_share(self) -> float | None:
+        """Of the prompt tokens, those that were not computed; None when the server does not tell."""
+        known = [each for each in self.complete if each.num_cached_tokens is not None]
+        cached = sum(each.num_cached_tokens or 0 for each in known)
+        return cached / sum(each.num_prompt_tokens for each in known) if known else None
+
+    @cached_property
+    def misses(self) -> Misses:
+        return count_misses([(outcome, missed(outcome, self.limits)) for outcome in self.outcomes])
+
+    @property
+    def returned(self) -> Returned:
+        again = [each for each in self.outcomes if each.num_refusals_before]
+        num_admitted = sum(not each.is_refused for each in again)
+        return Returned(len(again), num_admitted, sum(is_good(each, self.limits) for each in again))
+
+    @property
+    def frequent_errors(self) -> list[tuple[str, int]]:
+        """The words of failed and refused requests with how many had them, the most frequent MAX_ERRORS of them."""
+        errors = Counter(outcome.error for outcome in self.outcomes if not is_complete(outcome))
+        return errors.most_common(MAX_ERRORS)
+
+    def per_s(self, count: float) -> float:
+        """A rate over the whole load; 0 for a load that took no time."""
+        return count / self.duration_s if self.duration_s > 0 else 0.0
+
+    def _attainment(self, one: Limits) -> float | None:
+        if not one.by_name() or not self.outcomes:
+            return None
+        return sum(is_good(outcome, one) for outcome in self.outcomes) / len(self.outcomes)
+
+
 def summarize(outcomes: Sequence[Outcome], limits: Limits, duration_s: float | None = None) -> Summary:
-    """All figures of a load, of which each request has one outcome. duration_s is until its last request ended, unless
-    given."""
-    complete = [outcome for outcome in outcomes if is_complete(outcome)]
-    in_order = sorted(outcomes, key=lambda outcome: (outcome.scheduled_s, outcome.index))
-    are_good = [is_good(outcome, limits) for outcome in in_order]
-    num_good = sum(are_good)
-    attainment = num_good / len(are_good) if are_good else 0.0
-    return Summary(
-        outcomes=tuple(outcomes),
-        limits=limits,
-        duration_s=max((each.ended_s for each in outcomes), default=0.0) if duration_s is None else duration_s,
-        num_completed=len(complete),
-        num_refused=sum(outcome.is_refused for outcome in outcomes),
-        num_good=num_good,
-        attainment=attainment,
-        attainment_interval=interval(attainment, effective_size(are_good)),
-        attainment_ttft=_attainment(outcomes, Limits(ttft_s=limits.ttft_s)),
-        attainment_tpot=_attainment(outcomes, Limits(tpot_s=limits.tpot_s)),
-        total_input_tokens=sum(outcome.num_prompt_tokens for outcome in complete),
-        total_output_tokens=sum(outcome.num_output_tokens for outcome in complete),
-        max_output_tokens_per_s=_peak_tokens_per_s(complete),
-        max_concurrent_requests=_peak_requests(outcomes),
-        latencies_s={name: _distribution(complete, values_of) for name, values_of in LATENCIES.items()},
-        send_lag_s=Distribution(tuple(send_lag_s(outcome) for outcome in outcomes)),
-        phases_s=phase_means(complete),
-        cached_share=_cached_share(complete),
-        misses=count_misses([(outcome, missed(outcome, limits)) for outcome in outcomes]),
-        returned=_returned([outcome for outcome in outcomes if outcome.num_refusals_before], limits),
+    """All figures of a load. duration_s is until its last request ended, unless given."""
+    last_s = max((each.ended_s for each in outcomes), default=0.0)
+    return Summary(tuple(outcomes), limits, last_s if duration_s is None else duration_s)
+
+
+def count_misses(judged: Sequence[tuple[Outcome, tuple[str, ...]]]) -> Misses:
+    """`judged` are all requests with the names of the limits that they missed; those of incomplete ones are ignored."""
+    complete = [(outcome, names) for outcome, names in judged if is_complete(outcome)]
+    num_refused = sum(outcome.is_refused for outcome, _ in judged)
+    limits = Counter(name for _, names in complete for name in names)
+    return Misses(
+        ttft=limits["ttft"],
+        tpot=limits["tpot"],
+        e2el=limits["e2el"],
+        failed=len(judged) - len(complete) - num_refused,
+        refused=num_refused,
+        ttft_phases=_longest_phases(complete, "ttft", FIRST_TOKEN_PHASES),
+        tpot_phases=_longest_phases(complete, "tpot", LATER_PHASES),
     )
 
 
-def _returned(outcomes: Sequence[Outcome], limits: Limits) -> Returned:
-    num_admitted = sum(not outcome.is_refused for outcome in outcomes)
-    return Returned(len(outcomes), num_admitted, sum(is_good(outcome, limits) for outcome in outcomes))
+def _longest_phases(
+    complete: Sequence[tuple[Outcome, tuple[str, ...]]], limit: str, phases: tuple[str, ...]
+) -> dict[str, int]:
+    good: list[dict[str, float]] = []
+    bad: list[dict[str, float]] = []
+    for outcome, names in complete:
+        if outcome.timeline is None:
+            continue
+        parts = 1 if limit == "ttft" else max(1, outcome.num_output_tokens - 1)
+        seconds = {name: outcome.timeline.get(name, 0.0) / parts for name in phases}
+        if limit in names:
+            bad.append(seconds)
+        elif not names:
+            good.append(seconds)
+    usual = {name: statistics.median(each[name] for each in good) if good else 0.0 for name in phases}
+    longest = Counter(max(phases, key=lambda name: each[name] - usual[name]) for each in bad)
+    return dict(longest.most_common())
 
 
-def _attainment(outcomes: Sequence[Outcome], one: Limits) -> float | None:
-    if not one.by_name() or not outcomes:
+# ---- how sure a share is ----
+
+
+def effective_size(series: Sequence[int]) -> float:
+    """How many independent requests say as much about the mean as these, in the order of sending: 1 for a good one and
+    0 for another, or the differences of two contenders. At least 2 of 2 or more; all of them when they are all alike,
+    as nothing tells how they cluster."""
+    num = len(series)
+    if num < 3 or len(set(series)) == 1:
+        return float(num)
+    product_at = _products_of(series)
+    variance = product_at(0)
+    total = -variance
+    for lag in range(0, num - 1, 2):
+        pair = product_at(lag) + product_at(lag + 1)
+        if pair <= 0:
+            break
+        total += 2 * pair
+    return num / min(max(1.0, total / variance), num / 2)
+
+
+def _products_of(series: Sequence[int]) -> Callable[[int], int]:
+    """Of a series of -1, 0 and 1 less its mean with itself, so many places later; times the square of its length, so
+    that they are whole numbers and signs are exact. The series are bits, which count many places at once."""
+    num, total = len(series), sum(series)
+    sums = [0, *accumulate(series)]
+    ones, minus_ones = (int("".join("01"[each == value] for each in series), 2) for value in (1, -1))
+
+    def product_at(lag: int) -> int:
+        alike = (ones & ones >> lag).bit_count() + (minus_ones & minus_ones >> lag).bit_count()
+        unlike = (ones & minus_ones >> lag).bit_count() + (minus_ones & ones >> lag).bit_count()
+        ends = sums[num - lag] + total - sums[lag]
+        return num * num * (alike - unlike) - num * total * ends + (num - lag) * total * total
+
+    return product_at
+
+
+def interval(share: float, size: float) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share that was found in so many independent requests; (0, 1) of none. The share is
+    always in it."""
+    if size == 0:
+        return 0.0, 1.0
+    spread = Z * Z / size
+    half = Z * math.sqrt(share * (1 - share) / size + spread / (4 * size))
+    middle = share + spread / 2
+    return min(share, max(0.0, (middle - half) / (1 + spread))), max(share, min(1.0, (middle + half) / (1 + spread)))
+
+
+def paired_interval(share_one: float, share_other: float, size: float) -> tuple[float, float]:
+    """95 % interval of the difference of two shares that were found in the same so many independent requests, of which
+    these shares were good with the one alone and with the other alone; (-1, 1) of none. share_one - share_other is
+    always in it.
+
+    That of Bonett and Price (2012), "Adjusted Wald confidence interval for a difference of binomial proportions based
+    on paired data", J. Educ. Behav. Stat. 37: Wald's for paired data after one more request of either kind was added.
+    What is the same with both says nothing about the difference, as in McNemar's test.
+    """
+    if size == 0:
+        return -1.0, 1.0
+    difference = share_one - share_other
+    one, other = ((share * size + 1) / (size + 2) for share in (share_one, share_other))
+    half = Z * math.sqrt((one + other - (one - other) ** 2) / (size + 2))
+    return min(difference, max(-1.0, one - other - half)), max(difference, min(1.0, one - other + half))
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of the mean of which these are independent samples, differences of shares. Their own mean is always
+    in it. None where nothing tells how far samples are apart: of less than two, and of those that are all alike."""
+    if len(values) < 2 or max(values) - min(values) < SAME:
         return None
-    return sum(is_good(outcome, one) for outcome in outcomes) / len(outcomes)
+    half = student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    mean = statistics.fmean(values)
+    return max(-1.0, mean - half), min(1.0, mean + half)
 
 
-def _cached_share(complete: Sequence[Outcome]) -> float | None:
-    told = [(each.num_cached_tokens, each.num_prompt_tokens) for each in complete if each.num_cached_tokens is not None]
-    return sum(cached for cached, _ in told) / sum(prompt for _, prompt in told) if told else None
-
-
-def _distribution(complete: Sequence[Outcome], values_of: Callable[[Outcome], Sequence[float | None]]) -> Distribution:
-    return Distribution(tuple(value for outcome in complete for value in values_of(outcome) if value is not None))
-
-
-def _peak_tokens_per_s(complete: Sequence[Outcome]) -> float:
-    first_s = min((outcome.sent_s for outcome in complete), default=0.0)
-    tokens: dict[int, int] = {}
-    for outcome in complete:
-        for at_s, num_tokens in zip(outcome.arrivals_s, outcome.arrival_tokens, strict=True):
-            second = int(at_s - first_s)
-            tokens[second] = tokens.get(second, 0) + num_tokens
-    return float(max(tokens.values(), default=0))
-
-
-def _peak_requests(outcomes: Sequence[Outcome]) -> int:
-    """A request that ends at the moment at which another is sent is not beside it."""
-    changes = sorted([(each.sent_s, 1) for each in outcomes] + [(each.ended_s, -1) for each in outcomes])
-    return max(accumulate(change for _, change in changes), default=0)
+def student(degrees: int) -> float:
+    """Half the width of the 95 % interval of Student's t, whose degrees of freedom are at least 1, to 0.2 %: exact for
+    one and two, else by the expansion about the normal quantile (Abramowitz and Stegun, 26.7.5)."""
+    if degrees == 1:
+        return math.tan(math.pi * CONFIDENCE / 2)
+    if degrees == 2:
+        return CONFIDENCE * math.sqrt(2 / (1 - CONFIDENCE**2))
+    terms = (
+        (Z**3 + Z) / 4,
+        (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
+        (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
+        (79 * Z**9 + 776 * Z**7 + 1482 * Z**5 - 1920 * Z**3 - 945 * Z) / 92160,
+    )
+    return Z + math.fsum(term / degrees**power for power, term in enumerate(terms, 1))

@@ -1,15 +1,14 @@
 """Pictures of loads, as PNG files. matplotlib is imported when one is drawn; it needs no display."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from splitserve.commands.terminal import PHASES
 from splitserve_bench.serve.metrics import Limits, tpot_s, ttft_s
-from splitserve_bench.serve.misses import is_complete
-from splitserve_bench.serve.records import Outcome
+from splitserve_bench.serve.records import Outcome, is_complete
+from splitserve_bench.serve.stages import StageFindings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 DPI: Final = 120
 MAX_BARS: Final = 400
-MAX_SPACED_ROWS: Final = 60  # with more, gaps between them are less than a pixel
+MAX_SPACED_BARS: Final = 60  # with more, gaps between them are less than a pixel
 SKEWED: Final = 20  # the largest value over the median from which an axis is logarithmic
 LINES: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS: Final = "osD^vPX"
@@ -35,6 +34,15 @@ LOST_COLOUR: Final = "#969696"
 LOST: Final = "failed or refused"
 MIN_LAG_S: Final = 0.010  # a shorter send lag is not drawn
 FAILED_COLOUR: Final = "#202020"
+EDGE_COLOUR: Final = "#606060"
+# What becomes of requests, from the bottom of a bar to its top: name, field of Window, colour.
+PARTS: Final = (
+    ("good", "num_good", "#009e73"),
+    ("late", "num_late", "#e69f00"),
+    ("refused, told when to come back", "num_refused_until", "#56b4e9"),
+    ("refused", "num_refused", "#0072b2"),
+    ("failed", "num_failed", FAILED_COLOUR),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +82,7 @@ def plot_attainment(
             elinewidth=1,
             capsize=3,
         )
-    axes.axhline(goal * 100, color="#606060", linestyle="--", linewidth=1)
+    axes.axhline(goal * 100, color=EDGE_COLOUR, linestyle="--", linewidth=1)
     axes.annotate(
         f"{goal * 100:g}%",
         (1, goal * 100),
@@ -114,78 +122,62 @@ def plot_latencies(outcomes: Sequence[Outcome], limits: Limits, path: Path) -> N
 
 
 def plot_timeline(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Each request as a bar over time, by the phases that the server tells; where it tells none, up to the first token
-    and after. A bar takes the first row that is free, so as many rows are used as there are requests at the same time.
-    Of more than 400 requests those 400 are drawn that were sent around the busiest moment.
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    drawn = _busiest(sorted(outcomes, key=lambda outcome: (outcome.sent_s, outcome.index)))
-    rows = _rows(drawn)
-    num_rows = max(rows, default=0) + 1
-    figure = new_figure(12, min(10.0, max(3.0, 1.8 + 0.16 * num_rows)))
+    """The first MAX_BARS requests as bars over time, in the order of sending, by the phases that the server tells, or
+    up to the first token and after."""
+    drawn = sorted(outcomes, key=lambda outcome: (outcome.sent_s, outcome.index))[:MAX_BARS]
+    figure = new_figure(12, min(10.0, max(3.0, 1.8 + 0.16 * len(drawn))))
     axes = figure.add_subplot()
-    handles = _draw_bars(axes, drawn, rows)
-    which = "all" if len(drawn) == len(outcomes) else f"the busiest {len(drawn)} of"
-    axes.set_title(f"Requests by phase ({which} {len(outcomes)} requests)", loc="left")
-    axes.set(xlabel="seconds after the start of the load", ylabel="requests at the same time")
-    axes.use_sticky_edges = False
-    axes.margins(x=0.01)
-    axes.set_ylim(0.4, max(num_rows, 2) + 0.6)
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    if handles:
-        figure.legend(handles=handles, frameon=False, ncols=len(handles), loc="outside lower center")
-    save_figure(figure, path)
-
-
-def _busiest(ordered: Sequence[Outcome]) -> Sequence[Outcome]:
-    """MAX_BARS neighbours, half of them sent before the moment at which most were under way."""
-    if len(ordered) <= MAX_BARS:
-        return ordered
-    ends: list[float] = []
-    most, busiest = 0, 0
-    for number, outcome in enumerate(ordered):
-        while ends and ends[0] <= outcome.sent_s:
-            heappop(ends)
-        heappush(ends, outcome.ended_s)
-        if len(ends) > most:
-            most, busiest = len(ends), number
-    start = min(max(0, busiest - MAX_BARS // 2), len(ordered) - MAX_BARS)
-    return ordered[start : start + MAX_BARS]
-
-
-def _rows(drawn: Sequence[Outcome]) -> list[int]:
-    """The first row for each that is free while its bar lasts."""
-    free_at_s: list[float] = []
-    rows = []
-    for outcome in drawn:
-        start_s = min([outcome.sent_s, *(start for _, start, _ in _parts(outcome))])
-        row = next((row for row, free_s in enumerate(free_at_s) if free_s <= start_s), len(free_at_s))
-        if row == len(free_at_s):
-            free_at_s.append(0.0)
-        free_at_s[row] = outcome.ended_s
-        rows.append(row)
-    return rows
-
-
-def _draw_bars(axes: "Axes", drawn: Sequence[Outcome], rows: Sequence[int]) -> list[Any]:
-    """What the legend shows."""
     parts: dict[str, list[tuple[int, float, float]]] = {}
-    for row, outcome in zip(rows, drawn, strict=True):
+    for number, outcome in enumerate(drawn, 1):
         for name, start_s, seconds in _parts(outcome):
-            parts.setdefault(name, []).append((row + 1, start_s, seconds))
-    height = 0.8 if len(set(rows)) <= MAX_SPACED_ROWS else 1.0
-    handles: list[Any] = []
+            parts.setdefault(name, []).append((number, start_s, seconds))
+    height = 0.8 if len(drawn) <= MAX_SPACED_BARS else 1.0
     for name, colour in _bar_colours().items():
         if own := parts.get(name):
             places, starts, lengths = zip(*own, strict=True)
-            bars = axes.barh(places, lengths, left=starts, height=height, color=colour, label=name, linewidth=0)
-            handles += [bars] if name != LOST else []
-    lost = [(outcome.ended_s, row + 1) for row, outcome in zip(rows, drawn, strict=True) if not is_complete(outcome)]
-    if lost:
-        times_s, places = zip(*lost, strict=True)
-        handles += axes.plot(times_s, places, "x", color=FAILED_COLOUR, markersize=5, label=LOST)
-    return handles
+            axes.barh(places, lengths, left=starts, height=height, color=colour, label=name, linewidth=0)
+    which = "all" if len(drawn) == len(outcomes) else f"the first {len(drawn)} of"
+    axes.set_title(f"Requests by phase ({which} {len(outcomes)} requests)", loc="left")
+    axes.set(xlabel="seconds after the start of the load", ylabel="requests, in the order of sending")
+    axes.set_ylim(max(len(drawn), 2) + 0.6, 0.4)
+    if parts:
+        figure.legend(frameon=False, ncols=len(parts), loc="outside lower center")
+    save_figure(figure, path)
+
+
+def plot_stages(findings: StageFindings, path: Path) -> None:
+    """A bar for each window, as high as the rate of what was offered in it, by what became of that; with the rates of
+    the stages, and the moment from which on goodput was back."""
+    figure = new_figure(10, 4.5)
+    axes = figure.add_subplot()
+    windows = findings.windows
+    widths_s = [window.end_s - window.start_s for window in windows]
+    below = [0.0] * len(windows)
+    for name, field, colour in PARTS:
+        heights = [getattr(window, field) / width_s for window, width_s in zip(windows, widths_s, strict=True)]
+        axes.bar(
+            [window.start_s for window in windows],
+            heights,
+            widths_s,
+            bottom=below,
+            align="edge",
+            color=colour,
+            edgecolor="white",
+            linewidth=0.5,
+            label=name,
+        )
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    edges_s, rates = [0.0, *(stage.end_s for stage in findings.stages)], [each.rate_per_s for each in findings.stages]
+    axes.stairs(rates, edges_s, color=EDGE_COLOUR, linewidth=1.4, label="rate of the stage")
+    if findings.back_s is not None:
+        back_s = findings.highest.window.end_s + findings.back_s
+        axes.axvline(back_s, color=LINES[1], linestyle="--", linewidth=1.4)
+    axes.set(xlabel="seconds after the start of the load, when the request was due", ylabel="requests/s")
+    axes.set_xlim(edges_s[0], edges_s[-1])
+    axes.set_ylim(0, 1.05 * max(*below, *rates))
+    axes.set_title(findings.back_sentence, loc="left", fontsize="medium")
+    figure.legend(frameon=False, ncols=3, loc="outside lower center")
+    save_figure(figure, path)
 
 
 def _bar_colours() -> dict[str, str]:
@@ -202,21 +194,16 @@ def _parts(outcome: Outcome) -> list[tuple[str, float, float]]:
     if not is_complete(outcome):
         parts.append((LOST, outcome.sent_s, outcome.ended_s - outcome.sent_s))
     elif outcome.timeline is not None:
-        parts += _phases(outcome.timeline, outcome.sent_s)
+        start_s = outcome.sent_s
+        for name, field, _, _ in PHASES:
+            seconds = outcome.timeline.get(field, 0.0)
+            parts.append((name, start_s, seconds))
+            start_s += seconds
     else:
         first_s = outcome.arrivals_s[0] if outcome.arrivals_s else outcome.ended_s
         parts.append(("to first token", outcome.sent_s, first_s - outcome.sent_s))
         parts.append(("after first token", first_s, outcome.ended_s - first_s))
     return [part for part in parts if part[2] > 0]
-
-
-def _phases(timeline: Mapping[str, float], start_s: float) -> list[tuple[str, float, float]]:
-    parts = []
-    for name, field, _, _ in PHASES:
-        seconds = timeline.get(field, 0.0)
-        parts.append((name, start_s, seconds))
-        start_s += seconds
-    return parts
 
 
 def _cumulative(axes: "Axes", values_s: Sequence[float], num_below: int, offered: int, limit_s: float | None) -> None:

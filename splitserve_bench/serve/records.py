@@ -1,30 +1,83 @@
-"""What a load is, and what becomes of it, as plain data. Times are seconds after the start of the load."""
+"""What a load is, whom it is sent to, and what becomes of it. Times are seconds after the start of the load."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from serving_core import reasons
+from serving_core.errors import SplitServeError
+from serving_core.tls import TlsFiles
+from splitserve.client.answers import Timeline
+
+SPLITSERVE, OPENAI = "splitserve", "openai"
+BACKENDS: Final = (SPLITSERVE, OPENAI)
+COMPLETIONS: Final = "/v1/completions"
+CHATS: Final = "/chat/completions"  # ends the path of an endpoint that takes conversations
+LIMITS: Final = ("ttft_ms", "tpot_ms", "slo_class", "priority")  # of every request, the same for both backends
+MAX_ERROR_CHARACTERS: Final = 300
+# Why SplitServe refuses a request before it is begun.
+REFUSALS: Final = frozenset(
+    [
+        reasons.QUEUE_FULL,
+        reasons.WOULD_BE_LATE,
+        reasons.NO_PREFILL_WORKER,
+        reasons.NO_DECODE_WORKER,
+        reasons.DRAINING,
+    ]
+)
+KEPT: Final = tuple(each.name for each in fields(Timeline) if each.type in (float, bool))  # of a server's timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server. `address` is HOST:PORT for splitserve, or https://HOST:PORT, and a URL without the endpoint for
+    openai. `extra_body` has more fields of every request; for splitserve LIMITS alone."""
+
+    backend: str  # one of BACKENDS
+    address: str
+    endpoint: str = COMPLETIONS  # of openai
+    model: str = ""  # "": whatever is served
+    api_key: str | None = None
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    tls: TlsFiles = field(default_factory=TlsFiles)
+
+    @property
+    def takes_chats(self) -> bool:
+        """Whether each prompt is a conversation of one message, as text."""
+        return self.backend == OPENAI and self.endpoint.endswith(CHATS)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a server says of its model; None for what it does not say."""
+
+    model: str
+    max_model_len: int | None
+    vocab_size: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request of a load. Its answer has exactly output_tokens tokens: the end-of-sequence token does not end it,
-    unless it is heeded (ignore_eos): then the answer may be shorter. A prompt that is text is sent as such. The limits
-    are those that the server is told, None where it is told none. One that is sent again has been refused before."""
+    """One request of a load. Its answer has exactly output_tokens tokens, unless the end-of-sequence token is heeded
+    (not ignore_eos): then it may be shorter. A prompt that has a text is sent as text. The limits are those that the
+    server is told, None where it is told none."""
 
     index: int
     send_at_s: float
-    prompt: tuple[int, ...]  # token ids
+    prompt: Sequence[int]  # token ids
     output_tokens: int
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     text: str = ""  # the prompt before it was made token ids
     ignore_eos: bool = True
-    num_refusals_before: int = 0
+    num_refusals_before: int = 0  # of the same request
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request, as its client saw it, or of one sending of it where it is sent again after a refusal.
-    Whatever has an error is a miss, tokens or not.
+    """What became of one request, as its client saw it, or of one sending of a request that is sent again after a
+    refusal. Whatever has an error is a miss, tokens or not.
 
     `arrivals_s` are the moments at which tokens came and `arrival_tokens` how many came at each; where the server does
     not say how many, they are 1 each, and num_output_tokens, the server's own count, may be larger than their sum.
@@ -41,25 +94,27 @@ class Outcome:
     error: str = ""  # "" for a complete answer
     is_refused: bool = False  # the server turned it away: a full queue, a limit, no node
     retry_after_s: float | None = None  # when it may be sent again, where the server that turned it away says so
-    # Seconds as the server tells them, by the field names of answers.Timeline, and is_late; None when it tells none. Of
-    # a refused request: what was expected of it, and how long nodes had it, if any had.
+    # Seconds as the server tells them, by the names of KEPT; None when it tells none. Of a refused request: what was
+    # expected of it, and how long nodes had it, if any had.
     timeline: Mapping[str, float] | None = None
     num_cached_tokens: int | None = None  # of the prompt, that were not computed; None when it does not tell
     num_refusals_before: int = 0  # of the same request
 
 
-def returns_at_s(outcome: Outcome, most_repeats: int, patience_s: float) -> float | None:
-    """Return when a client that obeys the server sends the request again. None where it does not: the request was not
-    refused, or not told to come back within patience_s, or has been sent again most_repeats times."""
-    retry_after_s = outcome.retry_after_s if outcome.is_refused else None
-    if retry_after_s is None or retry_after_s > patience_s or outcome.num_refusals_before >= most_repeats:
-        return None
-    return outcome.ended_s + retry_after_s
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a load is, some time after its start."""
 
+    num_planned: int
+    num_sent: int
+    num_completed: int
+    num_failed: int  # refused, timed out, broken
+    num_output_tokens: int  # of the answers that ended
+    elapsed_s: float
 
-def last_sendings(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Return what became of each request in the end, of outcomes in which its sendings follow each other."""
-    return list({outcome.index: outcome for outcome in outcomes}.values())
+    @property
+    def num_in_flight(self) -> int:
+        return self.num_sent - self.num_completed - self.num_failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +133,108 @@ class TierUse:
     def hit_rate(self) -> float:
         """Of the full blocks that the pools did not hold, those read back."""
         return self.num_hits / max(1, self.num_hits + self.num_misses)
+
+
+class RequestFailed(SplitServeError):
+    """A request without a complete answer. is_refused: the server turned it away; it may say when to come back."""
+
+    def __init__(self, message: str, *, is_refused: bool = False, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.is_refused = is_refused
+        self.retry_after_s = retry_after_s
+
+
+class Reply:
+    """What came so far of one request, as its client sees it. `now_s` gives the seconds since the start of the load."""
+
+    def __init__(self, request: PlannedRequest, now_s: Callable[[], float]) -> None:
+        self.num_prompt_tokens = len(request.prompt)
+        self.num_arrived_tokens = 0
+        self.num_output_tokens: int | None = None  # the server's own count, when it has told it
+        self.is_ended = False  # whether the server said that the answer ends here
+        self.silent_end_s: float | None = None  # when that came, if with no token that could be counted
+        self.is_stopped = False  # whether it said that it ends for another reason than its length
+        self.timeline: Mapping[str, float] | None = None
+        self.num_cached_tokens: int | None = None
+        self.now_s = now_s
+        self._request = request
+        self._sent_s = now_s()
+        self._arrivals_s: list[float] = []
+        self._arrival_tokens: list[int] = []
+
+    def arrived(self, moment_s: float, num_tokens: int) -> None:
+        """So many tokens came, at a moment that `now_s` gave."""
+        self._arrivals_s.append(moment_s)
+        self._arrival_tokens.append(num_tokens)
+        self.num_arrived_tokens += num_tokens
+
+    def check_complete(self) -> None:
+        """Raises RequestFailed when the answer has not come to its end, or has another length than was asked for."""
+        if not self.is_ended:
+            raise RequestFailed("the stream ended before the answer did")
+        wanted, counted, is_exact = self._request.output_tokens, self.num_output_tokens, self._request.ignore_eos
+        if counted is not None and (counted > wanted or (is_exact and counted < wanted)):
+            raise RequestFailed(f"the answer has {counted} tokens instead of {wanted}")
+        if is_exact and counted is None and self.is_stopped:
+            raise RequestFailed(f"the answer stopped before it had {wanted} tokens, and nobody counted them")
+
+    def outcome(self, error: str = "", *, is_refused: bool = False, retry_after_s: float | None = None) -> Outcome:
+        """What became of the request, which ends now. One that has begun to be answered is not turned away any more."""
+        counted, is_refused = self.num_output_tokens, is_refused and not self._arrivals_s
+        return Outcome(
+            index=self._request.index,
+            scheduled_s=self._request.send_at_s,
+            sent_s=self._sent_s,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=self.num_arrived_tokens if counted is None else counted,
+            arrivals_s=tuple(self._arrivals_s),
+            arrival_tokens=tuple(self._arrival_tokens),
+            ended_s=self.now_s(),
+            error=bounded(error),
+            is_refused=is_refused,
+            retry_after_s=retry_after_s if is_refused else None,
+            timeline=self.timeline,
+            num_cached_tokens=self.num_cached_tokens,
+            num_refusals_before=self._request.num_refusals_before,
+        )
+
+
+def is_complete(outcome: Outcome) -> bool:
+    """Neither failed nor turned away."""
+    return not outcome.error and not outcome.is_refused
+
+
+def returns_at_s(outcome: Outcome, most_repeats: int, patience_s: float) -> float | None:
+    """Return when a client that obeys the server sends the request again. None where it does not: the request was not
+    refused, or not told to come back within patience_s, or has been sent again most_repeats times."""
+    retry_after_s = outcome.retry_after_s if outcome.is_refused else None
+    if retry_after_s is None or retry_after_s > patience_s or outcome.num_refusals_before >= most_repeats:
+        return None
+    return outcome.ended_s + retry_after_s
+
+
+def last_sendings(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Return what became of each request in the end, of outcomes in which its sendings follow each other."""
+    return list({outcome.index: outcome for outcome in outcomes}.values())
+
+
+def times_of(told: Mapping[str, Any]) -> dict[str, float]:
+    """Return what is told in seconds, in a timeline or by a refusal, by the names of KEPT; is_late is 1 or 0."""
+    return {name: float(told[name]) for name in KEPT if name in told}
+
+
+def bounded(text: str) -> str:
+    """The beginning of a text, on one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_ERROR_CHARACTERS else text[: MAX_ERROR_CHARACTERS - 3] + "..."
+
+
+def pack_request(request: PlannedRequest) -> bytes:
+    """One line of JSON, with its end."""
+    values = {each.name: getattr(request, each.name) for each in fields(request)}
+    return json.dumps({**values, "prompt": list(request.prompt)}, separators=(",", ":")).encode() + b"\n"
+
+
+def to_outcome(values: Mapping[str, Any]) -> Outcome:
+    """From its fields, as JSON has them."""
+    return Outcome(**{**values, **{name: tuple(values[name]) for name in ("arrivals_s", "arrival_tokens")}})

@@ -1,16 +1,17 @@
 """A load's figures as JSON with vLLM's keys, so that what reads its results reads ours."""
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Final
 
 from splitserve_bench.errors import BenchError
-from splitserve_bench.serve.arrivals import Ramp
+from splitserve_bench.serve.arrivals import Ramp, Stage
 from splitserve_bench.serve.metrics import (
     LATENCIES,
-    Distribution,
     Summary,
     e2el_s,
     itls_s,
@@ -19,10 +20,8 @@ from splitserve_bench.serve.metrics import (
     ttft_s,
     ttst_s,
 )
-from splitserve_bench.serve.misses import frequent_errors
 from splitserve_bench.serve.records import Outcome, TierUse
-from splitserve_bench.serve.stages import Stage
-from splitserve_bench.serve.windows import StageFindings
+from splitserve_bench.serve.stages import StageFindings
 
 DEFAULT_METRICS: Final = ("ttft", "tpot", "itl")
 DEFAULT_PERCENTILES: Final = (99.0,)
@@ -110,13 +109,29 @@ def result_json(
     """
     result = _setup(run, summary) | _figures(summary)
     for name in dict.fromkeys((*metrics, "ttst")):
-        result |= _statistics(name, summary.latencies_s[name], percentiles)
+        values_s = summary.latencies_s[name]
+        statistics = {"mean": values_s.mean, "median": values_s.median, "std": values_s.std}
+        statistics |= {f"p{percent:g}": values_s.percentile(percent) for percent in percentiles}
+        result |= {f"{statistic}_{name}_ms": _ms(value) for statistic, value in statistics.items()}
     result |= _attainments(summary, run)
     if findings is not None:
         result["stages"] = findings.to_json()
     if detailed:
         result |= _details(summary.outcomes)
     return result
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file that is there whole or not at all, whenever this process is killed. Raises BenchError."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        raise BenchError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def read_share(tier: TierUse, summary: Summary) -> float:
@@ -136,7 +151,7 @@ def request_lines(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
 
 
 def _setup(run: Run, summary: Summary) -> dict[str, Any]:
-    return {
+    setup = {
         "date": run.date,
         "backend": run.backend,
         "label": run.label,
@@ -147,16 +162,11 @@ def _setup(run: Run, summary: Summary) -> dict[str, Any]:
         "request_rate": "inf" if math.isinf(run.request_rate_per_s) else run.request_rate_per_s,
         "burstiness": run.burstiness if math.isfinite(run.burstiness) else "inf",
         "max_concurrency": run.max_concurrency,
-        **(_ramp(run.ramp) if run.ramp is not None else {}),
     }
-
-
-def _ramp(ramp: Ramp) -> dict[str, Any]:
-    return {
-        "ramp_up_strategy": ramp.strategy,
-        "ramp_up_start_rps": ramp.start_per_s,
-        "ramp_up_end_rps": ramp.end_per_s,
-    }
+    if (ramp := run.ramp) is not None:
+        setup["ramp_up_strategy"] = ramp.strategy
+        setup |= {"ramp_up_start_rps": ramp.start_per_s, "ramp_up_end_rps": ramp.end_per_s}
+    return setup
 
 
 def _figures(summary: Summary) -> dict[str, Any]:
@@ -176,13 +186,6 @@ def _figures(summary: Summary) -> dict[str, Any]:
     }
 
 
-def _statistics(name: str, latency_s: Distribution, percentiles: Sequence[float]) -> dict[str, Any]:
-    """vLLM's keys of one metric, in milliseconds."""
-    values = {"mean": latency_s.mean, "median": latency_s.median, "std": latency_s.std}
-    values |= {f"p{percent:g}": latency_s.percentile(percent) for percent in percentiles}
-    return {f"{statistic}_{name}_ms": _ms(value) for statistic, value in values.items()}
-
-
 def _attainments(summary: Summary, run: Run) -> dict[str, Any]:
     """What vLLM does not tell."""
     limits = summary.limits.by_name()
@@ -199,7 +202,7 @@ def _attainments(summary: Summary, run: Run) -> dict[str, Any]:
         "clipped": run.num_clipped,
         "misses": asdict(summary.misses),
         "returned": asdict(summary.returned),
-        "frequent_errors": dict(frequent_errors(summary.outcomes)),
+        "frequent_errors": dict(summary.frequent_errors),
         "cached_share": summary.cached_share,
         "tier": None if run.tier is None else _tier(run.tier, summary),
         "phases": {name.removesuffix("_s") + "_ms": _ms(seconds) for name, seconds in summary.phases_s.items()},

@@ -1,69 +1,142 @@
-"""A load whose request rate changes from stage to stage. Pure."""
+"""What became of the requests of a load in stages: by stage, by window of time, and in the highest stage."""
 
-import re
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from random import Random
-from typing import Final
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Final
 
-from serving_core.errors import SettingsError
-from splitserve_bench.serve.arrivals import send_times_s
+from rich.console import Group
 
-MOST_REQUESTS: Final = 100_000
-MOST_SECONDS: Final = 86_400.0
-_STAGE: Final = re.compile(r"(\d+(?:\.\d+)?)x(\d+(?:\.\d+)?)", re.ASCII)
+from splitserve.commands.terminal import plain_table
+from splitserve_bench.serve.arrivals import Stage
+from splitserve_bench.serve.metrics import Distribution, Limits, e2el_s, is_good, ttft_s
+from splitserve_bench.serve.records import Outcome
+
+WINDOW_S: Final = 5.0
+COUNTS: Final = ("offered", "good", "good/s", "share", "late", "refused until", "refused", "failed")
+MEANING: Final = (
+    "requests count where they were due, and again where they came back; late ones are complete; refused until: turned "
+    "away, and told when to come back"
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """A part of a load with one request rate, `times` the rate that all stages are multiples of."""
+class Window:
+    """Requests by when they were due. Each sending is counted once: good, complete but late, turned away with or
+    without a word about when to come back, or failed."""
 
-    times: float
-    rate_per_s: float
     start_s: float
-    seconds: float
+    end_s: float
+    num_good: int
+    num_late: int
+    num_refused_until: int  # told when to come back
+    num_refused: int  # not told
+    num_failed: int
 
     @property
-    def end_s(self) -> float:
-        return self.start_s + self.seconds
+    def num_offered(self) -> int:
+        return self.num_admitted + self.num_refused_until + self.num_refused
 
     @property
-    def num_requests(self) -> int:
-        return round(self.rate_per_s * self.seconds)
+    def num_admitted(self) -> int:
+        """Those that were not turned away."""
+        return self.num_good + self.num_late + self.num_failed
+
+    @property
+    def goodput_per_s(self) -> float:
+        return self.num_good / (self.end_s - self.start_s)
+
+    @property
+    def attainment(self) -> float | None:
+        """None where nothing came."""
+        return _ratio(self.num_good, self.num_offered)
+
+    def to_json(self) -> dict[str, Any]:
+        derived = ("num_offered", "num_admitted", "goodput_per_s", "attainment")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
 
-def parse_stages(text: str) -> tuple[tuple[float, float], ...]:
-    """Return multiple and seconds of each stage from words such as `0.8x20,3x60`. Raises SettingsError."""
-    pairs = []
-    for word in text.replace(",", " ").split():
-        match = _STAGE.fullmatch(word)
-        if match is None or not float(match[2]) > 0:
-            raise SettingsError(f"--stages {word}: a stage is TIMESxSECONDS, such as 3x60")
-        pairs.append((float(match[1]), float(match[2])))
-    seconds = sum(seconds for _, seconds in pairs)
-    if not any(times for times, _ in pairs) or seconds > MOST_SECONDS:
-        raise SettingsError(
-            f"--stages {text!r}: stages have some requests, in at most {MOST_SECONDS:g} s, not {seconds:g} s"
-        )
-    return tuple(pairs)
+@dataclass(frozen=True, slots=True)
+class HighestStage:
+    """The requests that were due while the rate was highest, and the goodput of the stage before. The goodputs before
+    are None where no stage is before."""
+
+    window: Window
+    mean_before_per_s: float | None  # good requests/s of the whole stage before
+    best_before_per_s: float | None  # those of its best window
+    refusal_s: Distribution  # from sending to refusal
+    ttft_s: Distribution  # of the admitted
+
+    def to_json(self) -> dict[str, Any]:
+        goodput = self.window.goodput_per_s
+        return {
+            **self.window.to_json(),
+            "admitted_good": _ratio(self.window.num_good, self.window.num_admitted),
+            "mean_before_per_s": self.mean_before_per_s,
+            "best_before_per_s": self.best_before_per_s,
+            "of_mean_before": _ratio(goodput, self.mean_before_per_s),
+            "of_best_before": _ratio(goodput, self.best_before_per_s),
+            "refusal_ms": _statistics_ms(self.refusal_s),
+            "ttft_ms": _statistics_ms(self.ttft_s, p90=True),
+        }
 
 
-def stages_of(text: str, base_per_s: float) -> tuple[Stage, ...]:
-    """Return the stages one after the other, at multiples of base_per_s requests/s. Raises SettingsError."""
-    pairs = parse_stages(text)
-    starts_s = accumulate((seconds for _, seconds in pairs), initial=0.0)
-    stages = tuple(
-        Stage(times, times * base_per_s, start_s, seconds)
-        for (times, seconds), start_s in zip(pairs, starts_s, strict=False)
+@dataclass(frozen=True, slots=True)
+class StageFindings:
+    """`back_s` is from the end of the highest stage until goodput is back, None when it is not, or nothing followed."""
+
+    attainment: float  # from which on goodput is back
+    stages: tuple[Stage, ...]
+    by_stage: tuple[Window, ...]
+    windows: tuple[Window, ...]
+    highest: HighestStage
+    back_s: float | None
+
+    @property
+    def back_sentence(self) -> str:
+        """How long after the highest stage goodput was back."""
+        end_s = self.highest.window.end_s
+        if not any(each.num_offered for each in self.by_stage if each.start_s >= end_s):
+            return "Nothing was sent after the highest stage: whether goodput comes back is not known."
+        wanted = f"{self.attainment:.0%} of the requests good"
+        if self.back_s is None:
+            seconds = self.stages[-1].end_s - end_s
+            return f"Goodput was not back within the {seconds:g} s after the highest stage: {wanted}."
+        if self.back_s == 0:
+            return f"Goodput was back at once after the highest stage: {wanted}."
+        return f"Goodput was back for what came {self.back_s:g} s after the highest stage and later: {wanted}."
+
+    def to_json(self) -> dict[str, Any]:
+        by_stage = [
+            {"times": stage.times, "rate_per_s": stage.rate_per_s, **window.to_json()}
+            for stage, window in zip(self.stages, self.by_stage, strict=True)
+        ]
+        return {
+            "attainment": self.attainment,
+            "back_s": self.back_s,
+            "highest": self.highest.to_json(),
+            "by_stage": by_stage,
+            "windows": [window.to_json() for window in self.windows],
+        }
+
+
+def findings_of(
+    outcomes: Sequence[Outcome], stages: Sequence[Stage], limits: Limits, attainment: float
+) -> StageFindings:
+    """Return what became of a load of these stages; goodput is back where this share of the requests is good."""
+    start_s, end_s = highest_of(stages)
+    last_s = stages[-1].end_s
+    edges_s = [stages[0].start_s, *(stage.end_s for stage in stages)]
+    return StageFindings(
+        attainment=attainment,
+        stages=tuple(stages),
+        by_stage=tuple(_windows_between(outcomes, limits, edges_s)),
+        windows=tuple(windows_of(outcomes, limits, 0.0, last_s)),
+        highest=_highest(outcomes, stages, limits, start_s, end_s),
+        back_s=back_after_s(windows_of(outcomes, limits, end_s, last_s), attainment),
     )
-    num_requests = sum(stage.num_requests for stage in stages)
-    if not 0 < num_requests <= MOST_REQUESTS:
-        raise SettingsError(
-            f"--stages {text} of {base_per_s:.4g} requests/s are {num_requests} requests: 1 to {MOST_REQUESTS} can be "
-            "sent"
-        )
-    return stages
 
 
 def highest_of(stages: Sequence[Stage]) -> tuple[float, float]:
@@ -73,15 +146,120 @@ def highest_of(stages: Sequence[Stage]) -> tuple[float, float]:
     return highest[0].start_s, highest[-1].end_s
 
 
-def stage_times_s(stages: Sequence[Stage], burstiness: float, seed: int) -> list[float]:
-    """Return when each request is sent: those of a stage at random moments within it, in order."""
-    return [at_s for number, stage in enumerate(stages) for at_s in _times_s(stage, number, burstiness, seed)]
+def windows_of(outcomes: Sequence[Outcome], limits: Limits, start_s: float, end_s: float) -> list[Window]:
+    """Return a window for every WINDOW_S; the last one may be shorter."""
+    num_windows = math.ceil((end_s - start_s) / WINDOW_S)
+    edges_s = [start_s + number * WINDOW_S for number in range(num_windows)] + [end_s]
+    return _windows_between(outcomes, limits, edges_s)
 
 
-def _times_s(stage: Stage, number: int, burstiness: float, seed: int) -> list[float]:
-    """The gap before the first request and the one after the last are drawn too, so that all come within the stage."""
-    if not stage.num_requests:
-        return []
-    rng = Random(f"{seed} stage {number}")
-    *times_s, end_s = send_times_s(stage.num_requests + 1, stage.rate_per_s, burstiness, rng)
-    return [stage.start_s + stage.seconds * (each / end_s) for each in times_s]
+def back_after_s(windows: Sequence[Window], attainment: float) -> float | None:
+    """Return how long after the start of the first of these windows goodput is back: until the first one whose share of
+    good requests is at least `attainment`, as is that of it and all later ones together. None when it never is."""
+    num_good = num_offered = 0
+    back_s = None
+    for window in reversed(windows):
+        num_good, num_offered = num_good + window.num_good, num_offered + window.num_offered
+        if window.attainment is not None and min(window.attainment, num_good / num_offered) >= attainment:
+            back_s = window.start_s - windows[0].start_s
+    return back_s
+
+
+def _highest(
+    outcomes: Sequence[Outcome], stages: Sequence[Stage], limits: Limits, start_s: float, end_s: float
+) -> HighestStage:
+    (due,) = _due(outcomes, [start_s, end_s])
+    (window,) = _windows_between(outcomes, limits, [start_s, end_s])
+    mean_per_s = best_per_s = None
+    if before := next((stage for stage in stages if stage.end_s == start_s), None):
+        (whole,) = _windows_between(outcomes, limits, [before.start_s, before.end_s])
+        full = windows_of(outcomes, limits, before.start_s, before.end_s)[: int(before.seconds // WINDOW_S)]
+        mean_per_s = whole.goodput_per_s  # of a stage that has no window of full length, its best one, too
+        best_per_s = max((each.goodput_per_s for each in full), default=mean_per_s)
+    return HighestStage(
+        window=window,
+        mean_before_per_s=mean_per_s,
+        best_before_per_s=best_per_s,
+        refusal_s=Distribution(tuple(e2el_s(each) for each in due if each.is_refused)),
+        ttft_s=Distribution(tuple(first_s for each in due if (first_s := ttft_s(each)) is not None)),
+    )
+
+
+def _windows_between(outcomes: Sequence[Outcome], limits: Limits, edges_s: Sequence[float]) -> list[Window]:
+    """Return a window between each edge and the next."""
+    windows = []
+    for due, (start_s, end_s) in zip(_due(outcomes, edges_s), pairwise(edges_s), strict=True):
+        refused = [outcome for outcome in due if outcome.is_refused]
+        num_failed = sum(bool(outcome.error) and not outcome.is_refused for outcome in due)
+        num_good = sum(is_good(outcome, limits) for outcome in due)
+        num_until = sum(outcome.retry_after_s is not None for outcome in refused)
+        num_late = len(due) - num_good - len(refused) - num_failed
+        windows.append(Window(start_s, end_s, num_good, num_late, num_until, len(refused) - num_until, num_failed))
+    return windows
+
+
+def _due(outcomes: Sequence[Outcome], edges_s: Sequence[float]) -> list[list[Outcome]]:
+    """Return the requests that were due between each edge, itself included, and the next."""
+    in_order = sorted(outcomes, key=lambda outcome: outcome.scheduled_s)
+    places = [bisect_left(in_order, edge_s, key=lambda outcome: outcome.scheduled_s) for edge_s in edges_s]
+    return [in_order[first:last] for first, last in pairwise(places)]
+
+
+def _ratio(part: float, whole: float | None) -> float | None:
+    return part / whole if whole else None
+
+
+def _statistics_ms(times_s: Distribution, *, p90: bool = False) -> dict[str, float | None]:
+    named = {"median": times_s.median, **({"p90": times_s.percentile(90)} if p90 else {}), "max": times_s.max}
+    return {name: None if each is None else each * 1e3 for name, each in named.items()}
+
+
+# ---- for people ----
+
+
+def stages_view(findings: StageFindings) -> Group:
+    """By stage and by window, how the highest stage went, and whether goodput came back."""
+    stages = plain_table("stage", numbers=("req/s", *COUNTS))
+    for stage, window in zip(findings.stages, findings.by_stage, strict=True):
+        stages.add_row(_seconds(window), f"{stage.rate_per_s:.3g}", *_cells(window))
+    windows = plain_table("window", numbers=COUNTS)
+    for window in findings.windows:
+        windows.add_row(_seconds(window), *_cells(window))
+    lines = [*_highest_lines(findings.highest), f"[bold]{findings.back_sentence}[/]"]
+    return Group(stages, "", windows, MEANING, "", *lines)
+
+
+def _highest_lines(highest: HighestStage) -> list[str]:
+    """Goodput of the highest stage beside that before it, and what its requests met with."""
+    window, told, before = highest.window, highest.to_json(), ""
+    if highest.mean_before_per_s is not None:
+        before = (
+            f": {_percent(told['of_mean_before'])} of the {highest.mean_before_per_s:.2f} of the stage before, "
+            f"{_percent(told['of_best_before'])} of the {highest.best_before_per_s:.2f} of its best window"
+        )
+    lines = [
+        f"highest stage, {_seconds(window)}: {window.goodput_per_s:.2f} good requests/s{before}",
+        f"  admitted: {window.num_admitted} of {window.num_offered}, {_percent(told['admitted_good'])} of them good; "
+        f"TTFT {_listed_ms(told['ttft_ms'])}",
+    ]
+    if refused := len(highest.refusal_s.values):
+        lines.append(f"  refused: {refused}; from sending to refusal {_listed_ms(told['refusal_ms'])}")
+    return lines
+
+
+def _seconds(window: Window) -> str:
+    return f"{window.start_s:g} to {window.end_s:g} s"
+
+
+def _cells(window: Window) -> list[str]:
+    others = (window.num_late, window.num_refused_until, window.num_refused, window.num_failed)
+    share = _percent(window.attainment)
+    return [str(window.num_offered), str(window.num_good), f"{window.goodput_per_s:.2f}", share, *map(str, others)]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _listed_ms(statistics_ms: dict[str, float | None]) -> str:
+    return ", ".join(f"{name} {'-' if each is None else f'{each:.0f}'} ms" for name, each in statistics_ms.items())

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from coordinator.settings import CoordinatorSettings
 from serving_core.errors import SettingsError
-from serving_core.flags import fields_of
 from splitserve.commands.terminal import report
 from splitserve_bench.options import ListOf, options_of
-from splitserve_bench.serve.serve_options import (
+from splitserve_bench.serve.options import (
     CAPACITY_CONCURRENCY,
     ServeCommand,
     ServeOptions,
@@ -24,7 +22,6 @@ from splitserve_bench.serve.serve_options import (
     obey_retry_after_option,
     pace_options,
     result_options,
-    send_limits_option,
     stages_options,
     tokenizer_option,
 )
@@ -41,7 +38,11 @@ DIGEST_BYTES: Final = 8
 NO_SERVER: Final[dict[str, Any]] = {
     "server": None, "host": None, "port": None, "endpoint": "", "model": "", "api_key": None, "extra_body": "{}",
     "tls_ca": "", "tls_cert": "", "tls_key": "",
-    "vocab_size": None, "ignore_eos": True, "num_warmups": 0,
+    "tokenizer": None, "vocab_size": None, "ignore_eos": True, "num_warmups": 0,
+    "percentile_metrics": "", "metric_percentiles": "", "send_limits": False,
+    "stages": None, "attainment": 0.9, "obey_retry_after": 0,
+    "label": None, "num_gpus": None, "metadata": (), "save_result": False, "save_detailed": False,
+    "result_dir": Path(), "result_filename": None, "plots": None, "as_json": False,
 }  # fmt: skip
 
 
@@ -61,18 +62,9 @@ def node_count(role: str, text: str) -> Any:
     return click.option(f"--{role}", default=0, show_default=True, type=click.IntRange(0, MOST_OF_A_ROLE), help=text)
 
 
-def coordinator_option(name: str) -> Any:
-    """A flag of the coordinator's, as it has it."""
-    (field,) = (field for field, _ in fields_of(CoordinatorSettings) if field.name == name)
-    choices = click.Choice(field.metadata["choices"])
-    flag = f"--{name.replace('_', '-')}"
-    return click.option(flag, default=field.default, show_default=True, type=choices, help=field.metadata["help"])
-
-
 def simulated_options(backend: str, request_rate: float, **flags: Any) -> ServeOptions:
-    """Those of a load at one rate; flags that are not given are NO_SERVER's. Without limits none are sent."""
-    given = {**NO_SERVER, **flags, "send_limits": flags["send_limits"] and bool(flags["goodput"])}
-    return ServeOptions(backend=backend, request_rate=request_rate, **given)
+    """Those of a load at one rate; flags that are not given are NO_SERVER's."""
+    return ServeOptions(backend=backend, request_rate=request_rate, **{**NO_SERVER, **flags})
 
 
 profile_option = click.option(
@@ -93,11 +85,38 @@ rates_option = click.option(
     type=ListOf("R,R,...", parse_rate),
     help="Requests a second, a load for each; inf sends all at once, and a trace at its own times.",
 )
-fleet_options = options_of(
-    node_count("prefill", "Prefill nodes."),
-    node_count("decode", "Decode nodes."),
+size_options = options_of(
+    node_count("prefill", "Nodes that read prompts."),
+    node_count("decode", "Nodes that write answers."),
     node_count("both", "Nodes that do both."),
-    *map(coordinator_option, ("roles", "policy", "admission", "kv_lending")),
+    click.option(
+        "--roles",
+        default="fixed",
+        show_default=True,
+        type=click.Choice(("fixed", "auto")),
+        help="Whether the coordinator lends nodes to the part that lacks hands.",
+    ),
+    click.option(
+        "--policy",
+        default="auto",
+        show_default=True,
+        type=click.Choice(("auto", "sum", "never", "always", "least-loaded", "lmetric", "arrow")),
+        help="Which nodes a request goes to, as the coordinator's.",
+    ),
+    click.option(
+        "--admission",
+        default="all",
+        show_default=True,
+        type=click.Choice(("all", "timely")),
+        help="Which requests with limits are taken, as the coordinator's.",
+    ),
+    click.option(
+        "--kv-lending",
+        default="auto",
+        show_default=True,
+        type=click.Choice(("auto", "always", "never")),
+        help="When nodes lend each other blocks of prompts, as the coordinator's.",
+    ),
     click.option(
         "--nodes-per-machine",
         default=2,
@@ -106,7 +125,15 @@ fleet_options = options_of(
         help="How many share one, in the order prefill, decode, both: where the profile says so, a node is faster "
         "while its neighbours rest.",
     ),
-    send_limits_option(default=True),
+)
+fleet_options = options_of(
+    size_options,
+    click.option(
+        "--limits/--no-limits",
+        default=True,
+        show_default=True,
+        help="Whether the limits of --goodput go with each request.",
+    ),
 )
 
 
@@ -130,6 +157,7 @@ def simulate_command(
     admission: str,
     kv_lending: str,
     nodes_per_machine: int,
+    limits: bool,
     request_rates: tuple[float, ...],
     **flags: Any,
 ) -> None:
@@ -145,14 +173,13 @@ def simulate_command(
         raise SettingsError("--result-filename and --plots are of one load: give one --request-rate with them")
     profile = read_profile(profile_path)
     for rate in request_rates:
-        _simulate(profile, size, simulated_options(f"simulated-{size}", rate, **flags))
+        _simulate(profile, size, simulated_options(f"simulated-{size}", rate, **flags), tells_limits=limits)
 
 
-def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions) -> None:
-    from splitserve_bench.serve.metrics import parse_goodput
-    from splitserve_bench.serve.reporting import Reporting
-    from splitserve_bench.serve.told import told
-    from splitserve_bench.serve.workloads import workload_of
+def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions, *, tells_limits: bool) -> None:
+    from splitserve_bench.serve.metrics import parse_goodput, told
+    from splitserve_bench.serve.report import Reporting
+    from splitserve_bench.serve.workload import workload_of
     from splitserve_bench.simulate.fleet import play
 
     options.check()
@@ -162,7 +189,7 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions) -> N
         options = replace(options, request_rate=_capacity_per_s(profile, size, options))
     workload = workload_of(options, profile.node.max_model_len, profile.node.vocab_size)
     limits = parse_goodput(options.goodput)
-    planned = told(workload.planned, lambda each: limits) if options.send_limits else workload.planned
+    planned = told(workload.planned, lambda each: limits) if tells_limits else workload.planned
     asked = (profile, size, limits, options.max_concurrency, options.request_timeout_s, workload.stages, options.seed)
     digest = _digest_of((*asked, options.attainment, options.obey_retry_after), planned)
     run = replace(reporting.begin(profile.model, workload, options.request_rate), started_at=CLOCK_START, digest=digest)
@@ -182,8 +209,8 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions) -> N
 
 
 def _capacity_per_s(profile: "Profile", size: "FleetSize", options: ServeOptions) -> float:
-    from splitserve_bench.serve.stages_report import capacity_line
-    from splitserve_bench.serve.workloads import capacity_load, capacity_per_s
+    from splitserve_bench.serve.report import capacity_line
+    from splitserve_bench.serve.workload import capacity_load, capacity_per_s
     from splitserve_bench.simulate.fleet import simulate
 
     planned = capacity_load(options, profile.node.max_model_len, profile.node.vocab_size).planned
@@ -197,7 +224,7 @@ def _capacity_per_s(profile: "Profile", size: "FleetSize", options: ServeOptions
 
 def _digest_of(asked: object, planned: "Sequence[PlannedRequest]") -> str:
     """Of all that the outcome depends on, so that only equal simulations have one file."""
-    from splitserve_bench.serve.wire import pack_request
+    from splitserve_bench.serve.records import pack_request
 
     digest = hashlib.blake2s(repr(asked).encode(), digest_size=DIGEST_BYTES)
     for each in planned:

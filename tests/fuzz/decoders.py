@@ -59,9 +59,9 @@ from serving_node.ranks.leading import Meeting, share_from_wire
 from splitserve.batches import answered, batch_requests, failed
 from splitserve.launch.supervisor import LastWords
 from splitserve_bench.errors import BenchError
-from splitserve_bench.serve.event_stream import EventStream
-from splitserve_bench.serve.reply import RequestFailed
-from splitserve_bench.serve.traces import read_azure_trace, read_mooncake_trace
+from splitserve_bench.serve.backends import take_event
+from splitserve_bench.serve.datasets import read_azure_trace, read_mooncake_trace
+from splitserve_bench.serve.records import PlannedRequest, Reply, RequestFailed
 from splitserve_bench.simulate.profile import read_profile
 from tests import fleet_events as events
 from tests.tiny_models import write_tokenizer
@@ -341,10 +341,8 @@ def _dispatcher_and_tracker() -> tuple[Dispatcher, Tracker]:
 
 
 @refuses(RequestFailed)
-def event_stream(data: bytes) -> None:
-    """In two pieces, which is as good as in one."""
-    middle, pieces = len(data) // 2, EventStream()
-    assert pieces.feed(data[:middle]) + pieces.feed(data[middle:]) == EventStream().feed(data)
+def completion_event(data: bytes) -> None:
+    take_event(data.decode(errors="replace"), 0.0, Reply(PlannedRequest(0, 0.0, (1,), 2), lambda: 0.0))
 
 
 @refuses()

@@ -6,7 +6,7 @@ import os
 import pytest
 from click.testing import CliRunner
 
-from splitserve_bench.compare.compare_command import compare_command
+from splitserve_bench.compare.command import compare_command
 from tests.tiny_models import write_fake_model
 
 HANDOVER = ("credit_wait_s", "transfer_s", "decode_queue_s")

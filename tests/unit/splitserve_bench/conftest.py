@@ -39,12 +39,12 @@ def serve_here(monkeypatch, tmp_path):
     """Runs `bench serve` in the folder `tmp_path`, until it exits with this code. Returns its output, and what was said
     beside it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("splitserve_bench.serve.session.run_load", run_load_here)
+    monkeypatch.setattr("splitserve_bench.serve.generator.run_load", run_load_here)
 
     async def run(target, *words, exit_code=0):
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(
-            "splitserve_bench.serve.serve_command.run_to_end",
+            "splitserve_bench.serve.command.run_to_end",
             lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(),
         )
         words = ["bench", "serve", "--server", target.address, *words]

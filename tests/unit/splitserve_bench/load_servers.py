@@ -16,7 +16,7 @@ import grpc.aio
 
 from protos import inference_pb2, inference_pb2_grpc
 from serving_core import reasons
-from splitserve_bench.serve.target import Target
+from splitserve_bench.serve.records import Target
 from tests.scripted_server import refusal
 
 MODEL = "scripted"

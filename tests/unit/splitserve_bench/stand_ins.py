@@ -7,7 +7,6 @@ processes: it forks them from a server that has their imports.
 
 import asyncio
 import importlib
-import io
 import json
 import subprocess
 import sys
@@ -15,24 +14,29 @@ from contextlib import asynccontextmanager
 
 from serving_core.errors import SplitServeError
 from splitserve_bench.errors import BenchError
-from splitserve_bench.serve import wire
-from splitserve_bench.serve.generator import read_plan, run_order
-from splitserve_bench.serve.records import Outcome
-from splitserve_bench.serve.target import Progress
+from splitserve_bench.serve.generator import (
+    Order,
+    failure_line,
+    order_line,
+    read_line,
+    read_plan,
+    run_order,
+)
+from splitserve_bench.serve.records import Outcome, Progress, pack_request
 from tests import forked
 
 
 async def run_load_here(
     target, planned, *, max_concurrency, request_timeout_s, on_progress, on_outcome=None, obey_retry_after=0
 ):
-    """Do as `run_load`, with the load generator in this event loop. Plan, progress and outcomes are packed and unpacked
+    """Do as `run_load`, with the load generator in this event loop. Plan, progress and outcomes are written and read
     as between two processes."""
-    order = wire.Order(target, len(planned), max_concurrency, request_timeout_s, obey_retry_after)
-    plan = b"".join([wire.pack_order(order), *map(wire.pack_request, planned)])
+    order = Order(target, len(planned), max_concurrency, request_timeout_s, obey_retry_after)
+    plan = [order_line(order), *map(pack_request, planned)]
     outcomes = {request.index: [] for request in planned}
 
     def write(line):
-        match wire.read_line(line):
+        match read_line(line):
             case Progress() as progress:
                 on_progress(progress)
             case Outcome() as outcome:
@@ -41,9 +45,9 @@ async def run_load_here(
                     on_outcome(outcome)
 
     try:
-        await run_order(*read_plan(io.BytesIO(plan)), write)
+        await run_order(*read_plan(plan), write)
     except SplitServeError as error:
-        raise BenchError(wire.read_line(wire.failure_line(str(error)))) from error
+        raise BenchError(read_line(failure_line(str(error)))) from error
     return [outcome for each in outcomes.values() for outcome in each]
 
 

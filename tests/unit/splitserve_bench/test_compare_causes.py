@@ -2,9 +2,9 @@
 
 import pytest
 
-from splitserve_bench.compare import causes
-from splitserve_bench.compare.causes import Cause, Judged, Loss, causes_between, causes_of, loss_of
+from splitserve_bench.compare import verdict as causes
 from splitserve_bench.compare.search import Probe
+from splitserve_bench.compare.verdict import Cause, Judged, Loss, causes_between, causes_of, loss_of
 from splitserve_bench.serve.metrics import Limits
 from tests.unit.splitserve_bench.bench_serve_kit import answered, failed
 

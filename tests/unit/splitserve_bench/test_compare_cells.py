@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from serving_core.errors import SettingsError
-from splitserve_bench.compare.cells import Cell, Cells, Measured
 from splitserve_bench.compare.contenders import ClusterContender, PeerContender, colocated
+from splitserve_bench.compare.run import Cell, Cells, Measured
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.records import PlannedRequest
 from tests.effort import few
@@ -100,7 +100,7 @@ SAVER = """
 import sys
 from pathlib import Path
 from tests.unit.splitserve_bench.test_compare_cells import ARGUMENTS, CELL, LARGE
-from splitserve_bench.compare.cells import Cells
+from splitserve_bench.compare.run import Cells
 cells = Cells(Path(sys.argv[1]), ARGUMENTS)
 print("begins", flush=True)
 while True:

@@ -10,16 +10,22 @@ from click.testing import CliRunner
 from serving_core.errors import SettingsError
 from splitserve.cli import main
 from splitserve.launch.models import LocalModel
-from splitserve_bench.compare.cells import Cells
-from splitserve_bench.compare.compare_command import Asked, compare_command, compare_contenders, cores_of
-from splitserve_bench.compare.compare_options import CompareCommand, parse_engine_flag, parse_rate
+from splitserve_bench.compare.command import (
+    Asked,
+    CompareCommand,
+    compare_command,
+    compare_contenders,
+    cores_of,
+    parse_engine_flag,
+    parse_rate,
+)
 from splitserve_bench.compare.contenders import PeerContender, colocated
-from splitserve_bench.compare.run import CompareBench
-from splitserve_bench.compare.workload import Dataset, Workload, seed_of, served_by_all
+from splitserve_bench.compare.run import Cells, CompareBench, Workload, seed_of, served_by_all
 from splitserve_bench.errors import BenchError
 from splitserve_bench.options import repeat_flags
 from splitserve_bench.serve.metrics import Limits
-from splitserve_bench.serve.target import ServedModel
+from splitserve_bench.serve.options import Dataset
+from splitserve_bench.serve.records import ServedModel
 from tests.tiny_models import VOCAB_SIZE, write_fake_model
 from tests.unit.splitserve_bench.load_servers import Script, http_server
 from tests.unit.splitserve_bench.stand_ins import run_load_here

@@ -6,7 +6,7 @@ import pytest
 from serving_core.errors import SettingsError
 from splitserve.launch.models import LocalModel
 from splitserve_bench.compare.arena import Arena
-from splitserve_bench.compare.compare_options import parse_engine_flag
+from splitserve_bench.compare.command import parse_engine_flag
 from splitserve_bench.compare.contenders import (
     MOST_SPLITS,
     PeerContender,

@@ -6,14 +6,20 @@ import json
 import pytest
 
 from serving_core.errors import SettingsError
-from splitserve_bench.compare.compare_report import comparison_json
+from splitserve_bench.compare.comparison import (
+    Comparison,
+    Entry,
+    Forecaster,
+    ProbeRun,
+    by_cores,
+    concluded,
+    forecast_sentences,
+)
 from splitserve_bench.compare.contenders import contenders, parse_custom
-from splitserve_bench.compare.entry import Comparison, Entry, ProbeRun, concluded
-from splitserve_bench.compare.forecast import Forecaster, by_cores, forecast_sentences
+from splitserve_bench.compare.report import comparison_json
 from splitserve_bench.compare.search import FixedRates, Goal, Probe
 from splitserve_bench.compare.slo import FixedSlo, Judgement, judge
-from splitserve_bench.serve.metrics import Limits
-from splitserve_bench.serve.misses import Misses
+from splitserve_bench.serve.metrics import Limits, Misses
 from splitserve_bench.simulate.fleet import FleetSize, simulate
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, request
 

@@ -9,23 +9,15 @@ import pytest
 from matplotlib.figure import Figure
 
 from splitserve.commands.terminal import stdout
-from splitserve_bench.compare.cells import Cells
-from splitserve_bench.compare.compare_report import (
-    comparison_json,
-    comparison_view,
-    save_comparison,
-    warnings,
-)
+from splitserve_bench.compare.comparison import Forecaster
 from splitserve_bench.compare.contenders import PeerContender, contenders
-from splitserve_bench.compare.forecast import Forecaster
-from splitserve_bench.compare.run import Compare, CompareBench, first_rate_of
-from splitserve_bench.compare.slo import Scales
-from splitserve_bench.compare.unloaded import Unloaded
-from splitserve_bench.compare.workload import Dataset, Workload
+from splitserve_bench.compare.report import comparison_json, comparison_view, save_comparison, warnings
+from splitserve_bench.compare.run import Cells, Compare, CompareBench, Workload, first_rate_of
+from splitserve_bench.compare.slo import Scales, Unloaded
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.metrics import Limits
-from splitserve_bench.serve.records import Outcome
-from splitserve_bench.serve.target import Progress, ServedModel
+from splitserve_bench.serve.options import Dataset
+from splitserve_bench.serve.records import Outcome, Progress, ServedModel
 
 PROMPT_TOKENS, OUTPUT_TOKENS, TPOT_S = 10, 5, 0.01
 BENCH = CompareBench(

@@ -4,8 +4,17 @@ import random
 
 import pytest
 
-from splitserve_bench.compare.slo import FixedSlo, RelativeSlo, Scales, judge, parse_scales
-from splitserve_bench.compare.unloaded import REPEATS, Unloaded, fit_unloaded, sample
+from splitserve_bench.compare.slo import (
+    REPEATS,
+    FixedSlo,
+    RelativeSlo,
+    Scales,
+    Unloaded,
+    fit_unloaded,
+    judge,
+    parse_scales,
+    sample,
+)
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.metrics import Limits
 from splitserve_bench.serve.records import Outcome, PlannedRequest

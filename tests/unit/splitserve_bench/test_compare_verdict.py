@@ -8,12 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve_bench.compare.paired import paired_sentences, pairs_of
 from splitserve_bench.compare.search import Probe, SearchResult
-from splitserve_bench.compare.verdict import Standing, is_above, main_cause, rate_of, verdict
+from splitserve_bench.compare.verdict import (
+    Standing,
+    is_above,
+    main_cause,
+    paired_sentences,
+    pairs_of,
+    rate_of,
+    verdict,
+)
 from splitserve_bench.serve.arrivals import send_times_s
-from splitserve_bench.serve.misses import Misses
-from splitserve_bench.serve.spread import effective_size, paired_interval
+from splitserve_bench.serve.metrics import Misses, effective_size, paired_interval
 
 NO_MISSES = Misses(ttft=0, tpot=0, e2el=0, failed=0, refused=0, ttft_phases={}, tpot_phases={})
 LATE = dataclasses.replace(NO_MISSES, ttft=30, tpot=4, ttft_phases={"prefill_queue_s": 28, "prefill_s": 2})

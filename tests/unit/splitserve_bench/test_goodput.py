@@ -15,9 +15,9 @@ from coordinator.settings import ADMIT_ALL, ADMIT_TIMELY
 from prefill_node.order import FLOOR
 from serving_core.errors import RequestError
 from serving_core.reasons import WOULD_BE_LATE
+from splitserve_bench.serve.arrivals import stages_of
 from splitserve_bench.serve.metrics import Limits, ttft_s
-from splitserve_bench.serve.stages import stages_of
-from splitserve_bench.serve.windows import findings_of
+from splitserve_bench.serve.stages import findings_of
 from splitserve_bench.simulate.costs import ProfileCosts
 from splitserve_bench.simulate.fleet import FleetSize
 from splitserve_bench.simulate.profile import CorridorProfile, read_profile

@@ -13,12 +13,10 @@ import psutil
 import pytest
 
 from splitserve_bench.errors import BenchError
-from splitserve_bench.serve.load import Target, describe, run_load
-from splitserve_bench.serve.metrics import Limits, summarize, tpot_s
-from splitserve_bench.serve.openai_backend import read_answer
-from splitserve_bench.serve.records import PlannedRequest, returns_at_s
-from splitserve_bench.serve.reply import Reply
-from splitserve_bench.serve.told import told
+from splitserve_bench.serve.backends import read_answer
+from splitserve_bench.serve.generator import describe, run_load
+from splitserve_bench.serve.metrics import Limits, summarize, told, tpot_s
+from splitserve_bench.serve.records import PlannedRequest, Reply, Target, returns_at_s
 from tests.effort import few
 from tests.unit.splitserve_bench.bench_serve_kit import failed
 from tests.unit.splitserve_bench.load_servers import (
@@ -170,6 +168,11 @@ async def test_events_without_a_count_are_one_token_each(send):
     assert outcome.error == ""
 
 
+def streamed(events):
+    headers = {"content-type": "text/event-stream"}
+    return httpx2.Response(200, headers=headers, content=events, request=httpx2.Request("POST", "http://a"))
+
+
 SILENT_ENDS = {
     "which is the fourth token": ([1.0, 1.5, 2.0], (1.0, 1.5, 2.0, 3.0), 2.0 / 3),
     "which is no token": ([1.0, 1.5, 2.0, 2.5], (1.0, 1.5, 2.0, 2.5), 1.5 / 3),
@@ -191,7 +194,7 @@ async def test_usage_tells_whether_an_end_without_text_is_a_token(written_s, arr
             yield b"data: " + json.dumps(event).encode() + b"\n\n"
 
     reply = Reply(PlannedRequest(0, 0.0, (1, 2), 4), lambda: now_s)
-    await read_answer(httpx2.Response(200, content=events()), reply)
+    await read_answer(streamed(events()), reply)
     reply.check_complete()
     outcome = reply.outcome()
     assert (outcome.arrivals_s, outcome.arrival_tokens) == (arrivals_s, (1, 1, 1, 1))
@@ -471,7 +474,7 @@ async def test_a_generator_that_says_nothing_any_more_is_ended(serving, generato
         if script.num_live and not processes:
             processes.append(generator())
             processes[0].suspend()
-            monkeypatch.setattr("splitserve_bench.serve.load.SILENCE_S", 2.0)  # a busy one is not silent
+            monkeypatch.setattr("splitserve_bench.serve.generator.SILENCE_S", 2.0)  # a busy one is not silent
 
     async with serving(script) as target:
         with pytest.raises(BenchError, match=r"said nothing for 2 s"):

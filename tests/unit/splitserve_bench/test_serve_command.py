@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 from splitserve.cli import main
 from splitserve_bench.options import repeat_flags
-from splitserve_bench.serve.serve_command import serve_command
-from splitserve_bench.serve.serve_options import ServeCommand
+from splitserve_bench.serve.command import serve_command
+from splitserve_bench.serve.options import ServeCommand
 from tests.tiny_models import write_tokenizer
 from tests.unit.splitserve_bench.load_servers import (
     FAIL,
@@ -132,13 +132,13 @@ async def test_a_trace_keeps_its_times(serve_here, tmp_path):
     rows = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
     rows += [f"2023-11-16 18:15:46.{millis:03}0000,{10 + millis},{1 + millis // 100}" for millis in (0, 100, 400)]
     (tmp_path / "trace.csv").write_text("\n".join(rows))
-    words = ["--dataset-name", "azure", "--dataset-path", "trace.csv", "--time-scale", "0.5", "--length-scale", "2"]
+    words = ["--dataset-name", "azure", "--dataset-path", "trace.csv", "--length-scale", "2"]
     script = Script()
     async with http_server(script) as target:
         await serve_here(target, *words, "--vocab-size", "5000", "--save-detailed")
     (lines,) = (path.read_text().splitlines() for path in tmp_path.glob("*.requests.jsonl"))
     requests = [json.loads(line) for line in lines]
-    assert [request["scheduled_s"] for request in requests] == pytest.approx([0, 0.05, 0.2])
+    assert [request["scheduled_s"] for request in requests] == pytest.approx([0, 0.1, 0.4])
     assert [request["num_prompt_tokens"] for request in requests] == [20, 220, 820]
     assert [request["num_output_tokens"] for request in requests] == [2, 4, 10]
     assert max(token for seen in script.seen.values() for token in seen.asked["prompt"]) < 5000
@@ -188,6 +188,20 @@ async def test_answers_may_end_early_where_that_is_wanted(serve_here, serving):
     assert not any(seen.asked["ignore_eos"] for seen in script.seen.values())
     result = json.loads(output)
     assert (result["completed"], result["total_output_tokens"]) == (6, 6 * 4 - 2)
+
+
+async def test_chats_take_the_tokenizer_of_the_served_model_where_it_is_here(serve_here, tmp_path):
+    chats = ("--endpoint", "/v1/chat/completions")
+    async with http_server(Script()) as target:
+        _, errors = await serve_here(target, *FEW, *chats, exit_code=2)
+        assert f"not on this machine under the model's name {MODEL}: give --tokenizer FOLDER" in " ".join(
+            errors.split()
+        )
+        (tmp_path / MODEL).mkdir()
+        write_tokenizer(tmp_path / MODEL)
+        _, errors = await serve_here(target, *FEW, *chats, exit_code=1)
+    assert f"tokenizer: {MODEL}" in errors
+    assert "HTTP 404" in errors  # the server has no chats
 
 
 async def test_warm_ups_do_not_count_and_share_no_prompt(serve_here):
@@ -280,16 +294,10 @@ REFUSED = {
     "a trace for random requests": (["--dataset-path", __file__], "--dataset-path"),
     "texts without a file": (["--dataset-name", "sharegpt"], "sharegpt needs a file: --dataset-path"),
     "texts without a tokenizer": (TEXT, "custom needs the model's tokenizer: --tokenizer FOLDER"),
-    "chats without a tokenizer": (
-        ["--endpoint", "/v1/chat/completions"],
-        "which --tokenizer FOLDER makes of the tokens",
-    ),
-    "gaps of texts": ([*TEXT, "--tokenizer", ".", "--time-scale", "2"], "--time-scale 2 is of a trace's gaps"),
     "lengths of texts": ([*TEXT, "--length-scale", "2"], "--length-scale 2 is of a trace's lengths"),
     "a beginning of texts": ([*TEXT, "--random-prefix-len", "2"], "--random-prefix-len 2 is of random prompts"),
     "answers to no texts": (["--sharegpt-output-len", "2"], "--sharegpt-output-len 2 is of answers to texts"),
     "lengths of no trace": (["--length-scale", "2"], "--length-scale 2 is of a trace's lengths"),
-    "gaps of no trace": (["--time-scale", "2"], "--time-scale 2 is of a trace's gaps"),
     "a ramp of a trace": (
         [*TRACE, "--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1", "--ramp-up-end-rps", "2"],
         "--ramp-up-strategy is of random arrivals",
@@ -301,10 +309,6 @@ REFUSED = {
     ),
     "a template of random prompts": (["--skip-chat-template"], "--skip-chat-template is of custom"),
     "bursts of a trace": ([*TRACE, "--burstiness", "9"], "--burstiness 9 is of random arrivals"),
-    "gaps at a rate": (
-        [*TRACE, "--time-scale", "2", "--request-rate", "3"],
-        "--time-scale 2 and --request-rate 3 both",
-    ),
     "two servers": (["--server", "a:1", "--port", "2"], "--server (a:1) says where"),
     "gRPC of an OpenAI server": (["--backend", "openai", "--server", "a:1"], "takes http://HOST:PORT"),
     "a URL of SplitServe": (["--backend", "splitserve", "--server", "http://a:1"], "gRPC has HOST:PORT"),

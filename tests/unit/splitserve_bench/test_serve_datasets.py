@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.arrivals import EXPONENTIAL, LINEAR, Ramp, ramp_times_s, send_times_s
-from splitserve_bench.serve.datasets import Shape, fit, ordinary_ids, plan, random_load
-from splitserve_bench.serve.traces import (
+from splitserve_bench.serve.datasets import (
+    Shape,
     TracedRequest,
     at_rate,
+    fit,
+    ordinary_ids,
+    plan,
+    random_load,
     read_azure_trace,
     read_mooncake_trace,
     trace_load,
@@ -177,9 +181,9 @@ def test_an_azure_trace_as_published(azure):
 
 
 def test_scales_and_limit(azure):
-    scaled = read_azure_trace(azure(AZURE), length_scale=1 / 16, time_scale=0.5, limit=2)
+    scaled = read_azure_trace(azure(AZURE), length_scale=1 / 16, limit=2)
     assert [(each.input_tokens, each.output_tokens) for each in scaled] == [(131, 1), (7, 1)]
-    assert [each.at_s for each in scaled] == pytest.approx([0.0, 0.01833], abs=1e-6)
+    assert [each.at_s for each in scaled] == pytest.approx([0.0, 0.03666], abs=1e-6)
 
 
 def test_timestamps_with_an_offset_and_other_columns(azure):
@@ -222,7 +226,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
         read_mooncake_trace(tmp_path / "binary.jsonl")
 
 
-@pytest.mark.parametrize("scales", [{"length_scale": 0}, {"time_scale": -1}, {"length_scale": math.inf}])
+@pytest.mark.parametrize("scales", [{"length_scale": 0}, {"length_scale": -1}, {"length_scale": math.inf}])
 def test_bad_scales(azure, scales):
     with pytest.raises(BenchError, match="scale must be above 0"):
         read_azure_trace(azure(AZURE), **scales)

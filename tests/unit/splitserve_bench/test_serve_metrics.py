@@ -15,12 +15,15 @@ from splitserve_bench.serve.arrivals import send_times_s
 from splitserve_bench.serve.metrics import (
     Distribution,
     Limits,
+    effective_size,
+    interval,
     is_good,
+    mean_interval,
     missed,
     parse_goodput,
+    student,
     summarize,
 )
-from splitserve_bench.serve.spread import effective_size, interval, mean_interval, student
 from tests.unit.splitserve_bench.bench_serve_kit import answered, failed, timeline
 
 LIMITS = Limits(ttft_s=0.5, tpot_s=0.25)

@@ -17,6 +17,7 @@ from splitserve_bench.serve.arrivals import Ramp
 from splitserve_bench.serve.metrics import Limits, summarize
 from splitserve_bench.serve.plots import AttainmentPoint, plot_attainment, plot_latencies, plot_timeline
 from splitserve_bench.serve.records import Outcome, TierUse
+from splitserve_bench.serve.report import serve_view, warnings
 from splitserve_bench.serve.results import (
     Run,
     file_name,
@@ -25,7 +26,6 @@ from splitserve_bench.serve.results import (
     request_lines,
     result_json,
 )
-from splitserve_bench.serve.serve_report import serve_view, warnings
 from tests.effort import few
 from tests.unit.splitserve_bench.bench_serve_kit import answered, failed, timeline
 
@@ -277,7 +277,7 @@ def test_a_report_of_nothing():
 )
 def test_a_late_generator_is_told(lag_s, ttft_s, told):
     outcomes = [answered(i, 1.0 + lag_s, (2.0,), scheduled_s=1.0) for i in range(3)]
-    lines = warnings(summarize(outcomes, Limits(ttft_s=ttft_s)), SHOWN_RUN)
+    lines = warnings(summarize(outcomes, Limits(ttft_s=ttft_s)))
     assert [told in line and "did not keep up" in line for line in lines] == ([True] if told else [])
 
 

@@ -15,12 +15,12 @@ from serving_core.errors import SettingsError
 from splitserve.cli import main
 from splitserve.commands.terminal import stdout
 from splitserve_bench.errors import BenchError
+from splitserve_bench.serve.arrivals import parse_stages, stages_of
 from splitserve_bench.serve.metrics import Limits
-from splitserve_bench.serve.serve_options import CAPACITY_CONCURRENCY, CAPACITY_REQUESTS
-from splitserve_bench.serve.stages import highest_of, parse_stages, stages_of
-from splitserve_bench.serve.stages_report import PARTS, plot_stages, stages_view
-from splitserve_bench.serve.windows import back_after_s, findings_of, windows_of
-from splitserve_bench.serve.workloads import capacity_load, capacity_per_s, workload_of
+from splitserve_bench.serve.options import CAPACITY_CONCURRENCY, CAPACITY_REQUESTS
+from splitserve_bench.serve.plots import PARTS, plot_stages
+from splitserve_bench.serve.stages import back_after_s, findings_of, highest_of, stages_view, windows_of
+from splitserve_bench.serve.workload import capacity_load, capacity_per_s, workload_of
 from tests.unit.splitserve_bench.bench_serve_kit import answered, failed, staged_options
 from tests.unit.splitserve_bench.load_servers import FAIL, REFUSE, REFUSE_ONCE, SERVERS, Script
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, chunk_s
@@ -391,7 +391,6 @@ REFUSED = {
     "a number beside stages": (["--stages", "3x1", "--num-prompts", "5"], "--num-prompts does not go with them"),
     "a bound beside stages": (["--stages", "3x1", "--max-concurrency", "5"], "--max-concurrency does not go with them"),
     "a ramp beside stages": (["--stages", "3x1", "--ramp-up-start-rps", "5"], "--ramp-up-strategy does not go with"),
-    "gaps beside stages": (["--stages", "3x1", "--time-scale", "5"], "--time-scale does not go with them"),
     "no trace": (["--goodput", "ttft:1", "--stages", "3x1", "--dataset-name", "azure"], "needs a trace"),
     "no server": (["--goodput", "ttft:1", "--stages", "3x1"], "no server answers at 127.0.0.1:1"),
 }

@@ -8,12 +8,12 @@ from random import Random
 import pytest
 
 from coordinator.text.tokenizer import TokenLimit, read_tokenizer
-from splitserve_bench.compare.workload import Dataset, Workload
+from splitserve_bench.compare.run import Workload
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.datasets import fit
-from splitserve_bench.serve.target import ServedModel
-from splitserve_bench.serve.texts import Texts
-from splitserve_bench.serve.workloads import workload_of
+from splitserve_bench.serve.options import Dataset
+from splitserve_bench.serve.records import ServedModel
+from splitserve_bench.serve.workload import Texts, workload_of
 from tests.tiny_models import write_tokenizer
 from tests.unit.splitserve_bench.bench_serve_kit import staged_options
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from coordinator.settings import CoordinatorSettings
 from serving_core.errors import SettingsError
 from splitserve.cli import main
-from splitserve_bench.serve.misses import PHASE_FIELDS
+from splitserve_bench.serve.metrics import PHASE_FIELDS
 from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.simulate.costs import ProfileCosts
 from splitserve_bench.simulate.events import Agenda, ToyModel

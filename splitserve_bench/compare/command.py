@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import click
 
@@ -18,23 +19,169 @@ from splitserve.commands.terminal import report, stderr, stdout, waiting
 from splitserve.launch.models import LocalModel
 from splitserve.signals import run_to_end
 from splitserve_bench.code_version import SERVING, code_digest, files_digest
-from splitserve_bench.compare.compare_options import (
-    CompareCommand,
-    contender_options,
-    goal_options,
-    load_options,
-    output_options,
-    parse_engine_flag,
+from splitserve_bench.compare.contenders import (
+    KINDS,
+    ClusterContender,
+    Contender,
+    contenders,
+    parse_custom,
+    parse_peer,
+    parse_split,
 )
-from splitserve_bench.compare.contenders import ClusterContender, Contender, contenders, parse_custom, parse_peer
 from splitserve_bench.errors import BenchError
 from splitserve_bench.models import writing_model
-from splitserve_bench.serve.serve_options import check_burstiness, check_dataset, check_prompts
+from splitserve_bench.options import PAIR, ListOf, NumberRange, RepeatingCommand, option, options_of
+from splitserve_bench.serve.options import (
+    ABOVE_0,
+    FILE,
+    LENGTH,
+    NEW_FOLDER,
+    Dataset,
+    check_burstiness,
+    client_options,
+    json_option,
+    send_limits_option,
+    shape_options,
+)
 
 if TYPE_CHECKING:
-    from splitserve_bench.compare.entry import Comparison
+    from splitserve_bench.compare.comparison import Comparison
     from splitserve_bench.compare.run import Compare, CompareBench
-    from splitserve_bench.compare.workload import Dataset
+
+LOWEST_RATE, HIGHEST_RATE = 1e-4, 1e5
+# Flags of a cluster that a contender sets, that the comparison needs for itself, or that are secrets.
+OWN_FLAGS: Final = frozenset(
+    {"model", "prefill", "decode", "both", "host", "grpc_port", "http_host", "http_port", "log_dir", "config"}
+    | {"api_key", "api_key_file", "fleet_secret", "trusted_network"}
+    | {"tls_cert", "tls_key", "tls_ca", "tls_verify_clients"}
+)
+
+
+def parse_rate(text: str) -> float:
+    """Requests per second. Raises ValueError."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not LOWEST_RATE <= rate <= HIGHEST_RATE:
+        raise ValueError(f"{text!r} is not a rate from {LOWEST_RATE:g} to {HIGHEST_RATE:g} requests/s")
+    return rate
+
+
+def parse_kind(text: str) -> str:
+    """A kind of contender. Raises ValueError."""
+    if text not in KINDS:
+        raise ValueError(f"{text!r} is none of {', '.join(KINDS)}")
+    return text
+
+
+def parse_engine_flag(text: str, given_by: str = "--engine-flag") -> tuple[str, Any]:
+    """NAME=VALUE of a flag of `splitserve up`, its value as that flag takes it. Raises SettingsError."""
+    from splitserve.commands.serve import up
+
+    name, separator, value = text.partition("=")
+    name = name.strip().removeprefix("--").replace("-", "_")
+    flags = {parameter.name: parameter for parameter in up.params if parameter.name not in OWN_FLAGS}
+    if not separator or name not in flags:
+        raise SettingsError(f"{given_by} {text}: not NAME=VALUE with a flag of `splitserve up` that may be set here")
+    try:
+        return name, flags[name].type.convert(value, None, None)
+    except click.BadParameter as error:
+        raise SettingsError(f"{given_by} {text}: {error.message}") from error
+
+
+class CompareCommand(RepeatingCommand):
+    """Takes several pairs after one flag. Each --slo-scale has scales of its own."""
+
+    lists: ClassVar = {"--goodput": PAIR, "--slo-scale": PAIR}
+    joined: ClassVar = frozenset({"--slo-scale"})
+
+
+contender_options = options_of(
+    option("--cores", default=0, type=click.IntRange(0), help="CPUs for each contender's nodes; 0 takes all."),
+    option("--splits", type=ListOf("1P+1D,...", parse_split), help="Prefill and decode nodes; by default all splits."),
+    option("--kinds", default=",".join(KINDS), type=ListOf("KIND,...", parse_kind), help="Which contenders take part."),
+    option(
+        "--peer",
+        "peers",
+        multiple=True,
+        metavar="NAME=URL",
+        help="A server with OpenAI's completions API that runs already; give it again for more.",
+    ),
+    option(
+        "--engine-flag",
+        "engine_flags",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="A flag of `splitserve up` for all clusters; give it again for more.",
+    ),
+    option(
+        "--contender",
+        "customs",
+        multiple=True,
+        metavar="'NAME=NODES FLAG=VALUE ...'",
+        help="One more cluster with flags of `splitserve up`, such as 'sum=1P+1B policy=sum'; give it again for more.",
+    ),
+)
+load_options = options_of(
+    shape_options(256, 32),
+    option("--num-prompts", default=100, type=LENGTH, help="Requests of a probe, at least."),
+    option(
+        "--seconds",
+        default=20.0,
+        type=NumberRange(min=0),
+        help="Length of a probe, at least, but for a trace that is shorter, and for more than 5000 requests.",
+    ),
+    client_options(120.0),
+)
+goal_options = options_of(
+    option(
+        "--goodput",
+        multiple=True,
+        metavar="ttft:MS tpot:MS",
+        help="Limits that a good request meets, in ms: ttft, tpot, e2el.",
+    ),
+    option(
+        "--slo-scale",
+        multiple=True,
+        metavar="ttft:X tpot:X",
+        help="Limits as multiples of what the request takes alone on the colocated cluster of all cores; give it again "
+        "for others.",
+    ),
+    send_limits_option(default=True),
+    option(
+        "--own-unloaded",
+        is_flag=True,
+        help="With --at-rates: judge the same answers by multiples of what each contender takes alone itself, too.",
+    ),
+    option(
+        "--attainment",
+        default=0.9,
+        type=NumberRange(0, 1, min_open=True, max_open=True),
+        help="Share of the offered requests that must be good.",
+    ),
+    option("--tolerance", default=0.1, type=ABOVE_0, help="How closely a rate is found."),
+    option("--max-probes", default=12, type=LENGTH, help="Of each contender."),
+    option("--first-rate", type=NumberRange(LOWEST_RATE, HIGHEST_RATE), help="Where all searches begin."),
+    option("--at-rates", type=ListOf("R,R,...", parse_rate), help="No search: these rates for all contenders."),
+)
+output_options = options_of(
+    option(
+        "--profile",
+        "profiles",
+        multiple=True,
+        type=FILE,
+        help="Of `doctor --save`: simulate the loads of clusters with such nodes, too, and show how close that comes; "
+        "give it again for nodes of another size.",
+    ),
+    option(
+        "--save-dir",
+        type=NEW_FOLDER,
+        help="Folder for every probe as soon as it is over, logs, and pictures. What is there already, by the same "
+        "arguments and code, is not measured again.",
+    ),
+    json_option,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +193,7 @@ class Asked:
     flags: Mapping[str, Any]
     contenders: Sequence[Contender]
     reference: Contender
-    dataset: "Dataset"
+    dataset: Dataset
     bench: "CompareBench"
     profiles: Sequence[Path]
     save_dir: Path | None
@@ -95,14 +242,18 @@ def compare_command(
     chosen = [each for each in everyone if each.kind in values["kinds"]]
     if not chosen:
         raise SettingsError(f"nobody takes part: no contender of {', '.join(values['kinds'])} on {len(cores)} cores")
-    bench, dataset = _bench(values), _dataset(values)
-    local = writing_model(model, report)
+    dataset = Dataset(values["dataset_name"], str(values["dataset_path"] or ""), **_named(Dataset, values))
+    dataset.check()
+    check_burstiness(dataset.name, dataset.burstiness)
+    bench, local = _bench(values), writing_model(model, report)
     asked = Asked(local, cores, flags, chosen, everyone[0], dataset, bench, profiles, save_dir, as_json)
     run_to_end(compare_contenders(asked))
 
 
 async def compare_contenders(asked: Asked) -> None:
     """Compare, and show what was found; when it is stopped, what was found until then."""
+    from splitserve_bench.compare.report import save_comparison
+
     with waiting("Comparing") as show:
         # Without a terminal, lines of finished probes are enough.
         comparing = await _prepare(asked, show if stderr.is_terminal else lambda text: None)
@@ -115,16 +266,17 @@ async def compare_contenders(asked: Asked) -> None:
             raise
     _show(found, asked)
     if asked.save_dir is not None:
-        _save(found, asked, asked.save_dir)
+        try:
+            save_comparison(found, asked.about(), asked.save_dir)
+        except OSError as error:
+            raise BenchError(f"{asked.save_dir} cannot be written to: {error.strerror}") from error
 
 
 async def _prepare(asked: Asked, show: Callable[[str], None]) -> "Compare":
     """Makes sure that peers answer and that folders can be used. Raises BenchError and SettingsError."""
     from splitserve_bench.compare.arena import Arena, describe_peers
-    from splitserve_bench.compare.cells import Cells
-    from splitserve_bench.compare.forecast import Forecaster, by_cores
-    from splitserve_bench.compare.run import Compare
-    from splitserve_bench.compare.workload import Workload, served_by_all
+    from splitserve_bench.compare.comparison import Forecaster, by_cores
+    from splitserve_bench.compare.run import Cells, Compare, Workload, served_by_all
     from splitserve_bench.serve.datasets import clipped_words
     from splitserve_bench.simulate.profile import read_profile
 
@@ -147,23 +299,13 @@ async def _prepare(asked: Asked, show: Callable[[str], None]) -> "Compare":
 
 
 def _show(found: "Sequence[Comparison]", asked: Asked) -> None:
-    from splitserve_bench.compare.compare_report import comparison_json, comparison_view
+    from splitserve_bench.compare.report import comparison_json, comparison_view
 
     if asked.as_json:
         click.echo(json.dumps(comparison_json(found, asked.about())))
         return
     for each in found:
         stdout.print(comparison_view(each))
-
-
-def _save(found: "Sequence[Comparison]", asked: Asked, folder: Path) -> None:
-    """Raises BenchError when it cannot be written."""
-    from splitserve_bench.compare.compare_report import save_comparison
-
-    try:
-        save_comparison(found, asked.about(), folder)
-    except OSError as error:
-        raise BenchError(f"{folder} cannot be written to: {error.strerror}") from error
 
 
 def cores_of(number: int) -> list[int]:
@@ -186,31 +328,13 @@ def _bench(values: Mapping[str, Any]) -> "CompareBench":
     if values["own_unloaded"] and (values["goodput"] or not values["at_rates"]):
         raise click.UsageError("--own-unloaded needs --at-rates, and limits that are multiples")
     scales = tuple(dict.fromkeys(parse_scales([text]) for text in values["slo_scale"]))
-    names = {"send_limits", "own_unloaded", "attainment", "tolerance", "max_probes", "first_rate"}
-    names |= {"num_prompts", "seconds", "request_timeout_s", "seed"}
-    return CompareBench(
-        criteria=(parse_goodput(values["goodput"]),) if values["goodput"] else scales or (DEFAULT_SCALES,),
-        at_rates=values["at_rates"] or (),
-        **{name: values[name] for name in names},
-    )
+    criteria = (parse_goodput(values["goodput"]),) if values["goodput"] else scales or (DEFAULT_SCALES,)
+    return CompareBench(criteria=criteria, **{**_named(CompareBench, values), "at_rates": values["at_rates"] or ()})
 
 
-def _dataset(values: Mapping[str, Any]) -> "Dataset":
-    from splitserve_bench.compare.workload import Dataset
-
-    check_dataset(values["dataset_name"], values["dataset_path"], values["length_scale"])
-    check_burstiness(values["dataset_name"], values["burstiness"])
-    prompts = (values[name] for name in ("random_prefix_len", "text_output_len", "skip_chat_template"))
-    check_prompts(values["dataset_name"], *prompts)
-    names = (
-        *("length_scale", "random_input_len", "random_output_len", "random_range_ratio"),
-        *("random_prefix_len", "text_output_len", "skip_chat_template", "burstiness"),
-    )
-    return Dataset(
-        name=values["dataset_name"],
-        path=values["dataset_path"],
-        **{name: values[name] for name in names},
-    )
+def _named(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that the fields of a dataclass are called like."""
+    return {field.name: values[field.name] for field in fields(kind) if field.name in values}
 
 
 def _parse_contender(text: str) -> ClusterContender:

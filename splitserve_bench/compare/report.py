@@ -10,18 +10,17 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from coordinator.control.slo import MS
 from splitserve.commands.terminal import plain_table
-from splitserve_bench.compare.causes import Causes
-from splitserve_bench.compare.cells import write_whole
+from splitserve_bench.compare.comparison import Comparison, Entry, ProbeRun, forecast_sentences, standing
 from splitserve_bench.compare.contenders import PEER
-from splitserve_bench.compare.entry import Comparison, Entry, ProbeRun, standing
-from splitserve_bench.compare.forecast import forecast_sentences
-from splitserve_bench.compare.search import FixedRates, RateSearch, SearchResult
-from splitserve_bench.compare.slo import MS, judge
-from splitserve_bench.compare.verdict import main_cause, plain
+from splitserve_bench.compare.search import FixedRates, RateSearch, SearchResult, plain
+from splitserve_bench.compare.slo import judge
+from splitserve_bench.compare.verdict import Causes, main_cause
 from splitserve_bench.serve.metrics import Distribution, Limits, Summary, summarize
 from splitserve_bench.serve.plots import AttainmentPoint, plot_attainment
-from splitserve_bench.serve.serve_report import MAX_SEND_LAG_S
+from splitserve_bench.serve.report import MAX_SEND_LAG_S
+from splitserve_bench.serve.results import write_whole
 
 PERCENTILES: Final = (50, 90, 99)
 LATENCIES: Final = ("ttft", "tpot")

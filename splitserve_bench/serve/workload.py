@@ -1,0 +1,365 @@
+"""The load that the flags of a command ask for: random requests, those of a trace, or texts, read as vLLM's `bench
+serve` reads them: ShareGPT's conversations, and prompts one a line.
+
+ShareGPT's prompts are sent as they stand. The model's tokenizer tells here how long they are, with the special tokens
+that it adds by itself, as the server's does there. Around those of a custom file goes the model's chat template, unless
+told otherwise: the token ids are sent that a conversation of this one message has.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from coordinator.text.chat_template import USUAL
+from coordinator.text.rendering import DEFAULT, Renderer
+from coordinator.text.tokenizer import template_sources
+from serving_core.errors import SettingsError
+from serving_core.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from splitserve_bench.errors import BenchError
+from splitserve_bench.serve.arrivals import Stage, ramp_times_s, send_times_s, stage_times_s, stages_of
+from splitserve_bench.serve.datasets import (
+    Shape,
+    TracedRequest,
+    at_rate,
+    fit,
+    json_rows,
+    ordinary_ids,
+    parsed,
+    plan,
+    random_load,
+    read_azure_trace,
+    read_mooncake_trace,
+    token_count,
+    trace_load,
+)
+from splitserve_bench.serve.metrics import Limits, summarize
+from splitserve_bench.serve.options import (
+    AZURE,
+    CAPACITY_REQUESTS,
+    CUSTOM,
+    NUM_PROMPTS,
+    SHAREGPT,
+    TEXTS,
+    TRACES,
+    Dataset,
+    ServeOptions,
+)
+from splitserve_bench.serve.records import Outcome, PlannedRequest, ServedModel
+
+CAPACITY_SEED: Final = 1_000_003  # beside --seed, so that no prompt of the load has been sent before
+UNKNOWN_VOCAB_SIZE: Final = 32_000  # few models have a smaller vocabulary
+CUSTOM_OUTPUT_TOKENS: Final = 256
+# Of ShareGPT's conversations those count whose prompt and reference answer have lengths in these bounds.
+MIN_TOKENS: Final = 4
+MAX_PROMPT_TOKENS: Final = 1024
+MAX_REQUEST_TOKENS: Final = 2048  # of both together
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests that the model can take, and how many had to be clipped for that; and the stages that they are sent
+    in."""
+
+    planned: tuple[PlannedRequest, ...]
+    num_clipped: int
+    stages: tuple[Stage, ...] = ()
+
+
+class Source:
+    """The requests of a data set. `traced` are those of a trace, empty for others."""
+
+    def __init__(
+        self, dataset: Dataset, vocab_size: int, tokenizer_folder: Path | None, limit: int | None = None
+    ) -> None:
+        """Of a trace the first `limit` requests are read; texts need the model's folder. Raises BenchError when the
+        data set cannot be read, ModelError for a folder without a tokenizer."""
+        self._dataset, self._vocab_size = dataset, vocab_size
+        self._texts: Texts | None = None
+        self.traced: list[TracedRequest] = []
+        path = Path(dataset.path)
+        if dataset.name in TEXTS:
+            assert tokenizer_folder is not None, "the flags were not checked"
+            skips = dataset.skip_chat_template
+            self._texts = Texts(
+                dataset.name, path, tokenizer_folder, dataset.text_output_len, skips_chat_template=skips
+            )
+        elif dataset.name in TRACES:
+            read = read_azure_trace if dataset.name == AZURE else read_mooncake_trace
+            self.traced = read(path, length_scale=dataset.length_scale, limit=limit)
+
+    def drawn(self, num_requests: int, rng: Random) -> list[Shape]:
+        """So many requests of a data set that is no trace, or all of a file that has fewer."""
+        if self._texts is not None:
+            return self._texts.shapes(num_requests, rng)
+        data = self._dataset
+        return random_load(
+            num_requests,
+            data.random_input_len,
+            data.random_output_len,
+            data.random_range_ratio,
+            self._vocab_size,
+            rng,
+            prefix_tokens=data.random_prefix_len,
+        )
+
+    def replayed(self, traced: Sequence[TracedRequest], seed: int) -> list[Shape]:
+        """These requests of the trace."""
+        return trace_load(traced, self._vocab_size, seed)
+
+
+def workload_of(options: ServeOptions, max_model_len: int | None, vocab_size: int) -> Workload:
+    """Return the load of the data set, in stages of a finite --request-rate where there are some. Raises SettingsError
+    or BenchError for what cannot be sent."""
+    if options.stages is not None:
+        stages = stages_of(options.stages, options.request_rate)
+        times_s = stage_times_s(stages, options.burstiness, options.seed)
+        return replace(_of_any_length(options, times_s, max_model_len, vocab_size), stages=stages)
+    dataset = options.dataset
+    if options.takes_chats:  # the server renders them
+        dataset = replace(dataset, skip_chat_template=True)
+    source = Source(dataset, vocab_size, options.tokenizer, options.num_prompts)
+    if source.traced:
+        rate = options.request_rate
+        traced = at_rate(source.traced, rate) if math.isfinite(rate) else source.traced
+        shapes, times_s = source.replayed(traced, options.seed), [each.at_s for each in traced]
+    else:
+        shapes = source.drawn(options.num_prompts or NUM_PROMPTS, Random(options.seed))
+        times_s = _times_s(len(shapes), options)
+    num_clipped = 0
+    if max_model_len is not None:
+        fitted = fit(shapes, max_model_len)
+        shapes, num_clipped = list(fitted.shapes), fitted.num_clipped
+    return Workload(tuple(plan(shapes, times_s, ignore_eos=options.ignore_eos)), num_clipped)
+
+
+def capacity_load(options: ServeOptions, max_model_len: int | None, vocab_size: int) -> Workload:
+    """Return the requests that the capacity is measured with, all due at once: those of the data set, but of another
+    seed. Raises SettingsError or BenchError for what cannot be sent."""
+    options = replace(options, seed=options.seed + CAPACITY_SEED)
+    return _of_any_length(options, [0.0] * CAPACITY_REQUESTS, max_model_len, vocab_size)
+
+
+def capacity_per_s(outcomes: Sequence[Outcome]) -> float:
+    """Return how many of the requests of a closed loop ended a second. Raises BenchError when some failed."""
+    summary = summarize(outcomes, Limits())
+    if summary.num_failed:
+        raise BenchError(
+            f"the capacity cannot be measured: {summary.num_failed} of {len(outcomes)} requests failed "
+            f"({summary.frequent_errors[0][0]}); give --request-rate"
+        )
+    return len(outcomes) / (summary.duration_s - min(each.sent_s for each in outcomes))
+
+
+def warm_up_of(workload: Workload, count: int, vocab_size: int, seed: int) -> list[PlannedRequest]:
+    """So many requests of the lengths of the first ones, all at once, whose prompts are none of theirs."""
+    ids = ordinary_ids(vocab_size)
+    requests = []
+    for index in range(count if workload.planned else 0):
+        like = workload.planned[index % len(workload.planned)]
+        prompt = tuple(Random(f"{seed} warm-up {index}").choices(ids, k=len(like.prompt)))
+        requests.append(replace(like, index=index, send_at_s=0.0, prompt=prompt, text=""))
+    return requests
+
+
+def as_texts(planned: Sequence[PlannedRequest], folder: Path) -> list[PlannedRequest]:
+    """Return the same requests with prompts as text: what the tokenizer of the folder makes of the tokens of those that
+    have none. Raises ModelError."""
+    tokenizer = read_tokenizer_files(folder).tokenizer
+    return [each if each.text else replace(each, text=tokenizer.decode(each.prompt)) for each in planned]
+
+
+def vocab_size_of(options: ServeOptions, served: ServedModel, report: Callable[[str], None]) -> int:
+    """As told by a flag, a folder, the server; else a guess, which is reported."""
+    if options.vocab_size is not None:
+        return options.vocab_size
+    if options.tokenizer is not None:
+        return _vocab_size_in(options.tokenizer)
+    if served.vocab_size is not None:
+        return served.vocab_size
+    report(
+        f"the server does not tell its vocabulary: prompts are of token ids below {UNKNOWN_VOCAB_SIZE} (--tokenizer)"
+    )
+    return UNKNOWN_VOCAB_SIZE
+
+
+def _of_any_length(
+    options: ServeOptions, times_s: Sequence[float], max_model_len: int | None, vocab_size: int
+) -> Workload:
+    """Requests at these times. A trace gives lengths; where the data set ends before the times do it begins anew, with
+    other tokens unless it says itself which prompts share theirs."""
+    planned: list[PlannedRequest] = []
+    num_clipped, lap = 0, 0
+    while missing := len(times_s) - len(planned):
+        part = replace(options, stages=None, request_rate=math.inf, num_prompts=missing, seed=options.seed + lap)
+        workload = workload_of(part, max_model_len, vocab_size)
+        planned += workload.planned
+        num_clipped, lap = num_clipped + workload.num_clipped, lap + 1
+    timed = [replace(each, index=i, send_at_s=times_s[i]) for i, each in enumerate(planned)]
+    return Workload(tuple(timed), num_clipped)
+
+
+def _times_s(count: int, options: ServeOptions) -> list[float]:
+    rng = Random(f"{options.seed} arrivals")
+    if options.ramp is not None:
+        return ramp_times_s(count, options.ramp, options.burstiness, rng)
+    return send_times_s(count, options.request_rate, options.burstiness, rng)
+
+
+def _vocab_size_in(folder: Path) -> int:
+    """Of tokenizer.json, or of config.json where there is none."""
+    try:
+        if (folder / "tokenizer.json").exists():
+            return int(Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size())
+        return int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise SettingsError(f"{folder} has no vocabulary: {error}") from error
+
+
+# ---- texts ----
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A prompt and how long its answer is: as long as a reference answer where there is one."""
+
+    prompt: str
+    reference: str | None
+    output_tokens: int
+
+
+class Texts:
+    """The prompts of one file."""
+
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        tokenizer_folder: Path,
+        output_tokens: int | None,
+        *,
+        skips_chat_template: bool = False,
+    ) -> None:
+        """Every answer has output_tokens where they are given, whatever the file says. A file that cannot be used is a
+        BenchError naming place and value, as is a folder without the chat template; one without a tokenizer a
+        ModelError."""
+        self._path, self._is_pruned = path, name == SHAREGPT
+        files = read_tokenizer_files(tokenizer_folder)
+        self._tokenizer = files.tokenizer
+        self._chat = _chat(files, tokenizer_folder) if name == CUSTOM and not skips_chat_template else None
+        try:
+            self._texts = list((_conversations if self._is_pruned else _lines)(path, output_tokens))
+        except (OSError, UnicodeDecodeError) as error:
+            raise BenchError(f"{path} cannot be read: {error}") from error
+
+    def shapes(self, num_requests: int, rng: Random) -> list[Shape]:
+        """So many of them in an order that rng draws, none twice: fewer where there are no more."""
+        shapes: list[Shape] = []
+        for text in rng.sample(self._texts, len(self._texts)):
+            if len(shapes) == num_requests:
+                break
+            shape = self._shape(text)
+            if not self._is_pruned or _is_kept(shape, is_given=text.reference is None):
+                shapes.append(shape)
+        if not shapes:
+            kept = (
+                f", prompts of {MIN_TOKENS} to {MAX_PROMPT_TOKENS} tokens and {MAX_REQUEST_TOKENS} with their answers"
+            )
+            raise BenchError(f"{self._path} has no requests{kept if self._is_pruned else ''}")
+        return shapes
+
+    def _shape(self, text: _Text) -> Shape:
+        if self._chat is not None:
+            ids = self._tokenizer.encode(self._chat(text.prompt), add_special_tokens=False).ids  # it wrote them itself
+            return Shape(tuple(ids), text.output_tokens)
+        output_tokens = text.output_tokens if text.reference is None else len(self._encode(text.reference))
+        return Shape(tuple(self._encode(text.prompt)), output_tokens, text.prompt)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+
+def _chat(files: TokenizerFiles, folder: Path) -> Callable[[str], str]:
+    """A conversation of one message as the model reads it."""
+    source = template_sources(folder, files.config).get(DEFAULT)
+    if source is None:
+        raise BenchError(f"{folder} has no chat template: --skip-chat-template sends the prompts as they stand")
+    renderer = Renderer(source, "", files.special_tokens, "")
+
+    def rendered(prompt: str) -> str:
+        asked = {"messages": [{"role": "user", "content": prompt}], **asdict(USUAL)}
+        answer = json.loads(renderer.answer(asked))
+        if "text" not in answer:
+            raise BenchError(f"the chat template of {folder} does not take a prompt: {next(iter(answer.values()))}")
+        return str(answer["text"])
+
+    return rendered
+
+
+def _is_kept(shape: Shape, *, is_given: bool) -> bool:
+    """An answer whose length is given may be as short as it is wanted."""
+    prompt_tokens, output_tokens = len(shape.prompt), shape.output_tokens
+    is_long_enough = prompt_tokens >= MIN_TOKENS and (is_given or output_tokens >= MIN_TOKENS)
+    return is_long_enough and prompt_tokens <= MAX_PROMPT_TOKENS and prompt_tokens + output_tokens <= MAX_REQUEST_TOKENS
+
+
+def _conversations(path: Path, output_tokens: int | None) -> Iterator[_Text]:
+    """The first turn of each that has two is its prompt, the second the reference answer."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise BenchError(f"{path}, line {error.lineno}: no JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise BenchError(f"{path} is nested too deeply") from error
+    if not isinstance(entries, list):
+        raise BenchError(f"{path} is no JSON list of conversations, as ShareGPT's is")
+    for number, entry in enumerate(entries, start=1):
+        where = f"{path}, entry {number}"
+        turns = parsed(_turns, entry, "conversations", where)
+        if len(turns) >= 2:
+            prompt, answer = (parsed(_value, turn, "a turn's value", where) for turn in turns[:2])
+            yield _Text(prompt, answer if output_tokens is None else None, output_tokens or 0)
+
+
+def _lines(path: Path, output_tokens: int | None) -> Iterator[_Text]:
+    with path.open(encoding="utf-8-sig") as file:
+        for where, row in json_rows(file, path):
+            prompt, own = parsed(_prompt, row.get("prompt"), "prompt", where), row.get("output_tokens")
+            told = CUSTOM_OUTPUT_TOKENS if own is None else parsed(_positive, own, "output_tokens", where)
+            yield _Text(prompt, None, output_tokens or told)
+
+
+def _turns(entry: Any) -> list[Any]:
+    turns = entry.get("conversations", []) if isinstance(entry, dict) else None
+    if not isinstance(turns, list):
+        raise TypeError
+    return turns
+
+
+def _value(turn: Any) -> str:
+    return _text(turn.get("value") if isinstance(turn, dict) else None)
+
+
+def _prompt(value: Any) -> str:
+    if not (text := _text(value)):
+        raise ValueError
+    return text
+
+
+def _text(value: Any) -> str:
+    """Raises ValueError for half of a surrogate pair, which no server takes, too."""
+    if not isinstance(value, str):
+        raise TypeError
+    value.encode()
+    return value
+
+
+def _positive(value: Any) -> int:
+    if not (count := token_count(value)):
+        raise ValueError
+    return count
