@@ -3,16 +3,15 @@
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from serving_core.errors import SettingsError
 from splitserve_bench.compare.contenders import AUTO, COLOCATED, SPLIT, ClusterContender, Contender
-from splitserve_bench.compare.search import Counted, FixedRates, Goal, Probe, RateSearch
-from splitserve_bench.compare.slo import Judgement, Slo, Unloaded, judge
+from splitserve_bench.compare.search import Counted, Goal, Probe, RateSearch
+from splitserve_bench.compare.slo import Slo, Unloaded, judge
 from splitserve_bench.compare.verdict import (
     POINTS,
     Causes,
-    Judged,
     Kept,
     Paired,
     Probes,
@@ -22,13 +21,12 @@ from splitserve_bench.compare.verdict import (
     pairs_of,
     verdict,
 )
+from splitserve_bench.serve.metrics import Summary, summarize_judged
 from splitserve_bench.serve.records import Outcome, PlannedRequest
 from splitserve_bench.simulate.fleet import FleetSize, simulate
 from splitserve_bench.simulate.profile import Profile
 
 SIMULATED_FLAGS: Final = frozenset({"policy", "admission", "roles", "kv_lending"})
-
-Search: TypeAlias = RateSearch | FixedRates
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +37,14 @@ class ProbeRun:
     contender: str
     probe: Probe
     pairs: tuple[tuple[PlannedRequest, Outcome], ...]
-    judgement: Judgement
+    summary: Summary
     is_repeated: bool = False  # part of it was sent before, to a server that may have kept its KV
-    simulated: Judgement | None = None  # of the same requests in the simulator
+    simulated: Summary | None = None  # of the same requests in the simulator
 
     @property
     def counted(self) -> Counted:
-        judgement = self.judgement
-        return Counted(self.probe.rate, judgement.num_good, judgement.num_total, judgement.num_effective)
+        summary = self.summary
+        return Counted(self.probe.rate, summary.num_good, summary.num_offered, summary.num_effective)
 
 
 @dataclass(slots=True)
@@ -56,7 +54,7 @@ class Entry:
 
     contender: Contender
     slo: Slo
-    search: Search
+    search: RateSearch
     runs: list[ProbeRun] = field(default_factory=list)
     failure: str = ""
 
@@ -70,17 +68,16 @@ class Entry:
     @property
     def kept(self) -> Kept:
         """Which requests were good."""
-        return {run.probe: run.judgement.are_good for run in self.runs}
+        return {run.probe: run.summary.are_good for run in self.runs}
 
     @property
     def judged(self) -> Probes:
         """What became of all requests."""
-        limits_of = self.slo.limits_of
-        return {run.probe: [Judged(outcome, limits_of(planned)) for planned, outcome in run.pairs] for run in self.runs}
+        return {run.probe: run.summary.judged for run in self.runs}
 
-    def pairs_at(self, rate: float) -> list[tuple[PlannedRequest, Outcome]]:
-        """The requests of all probes of that rate."""
-        return [pair for run in self.runs if run.probe.rate == rate for pair in run.pairs]
+    def summary_at(self, rate: float) -> Summary:
+        """Of all probes of that rate."""
+        return summarize_judged([each for run in self.runs if run.probe.rate == rate for each in run.summary.judged])
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +102,7 @@ def standing(entry: Entry) -> Standing:
     """What the verdict needs to know."""
     result = entry.search.result()
     failing = result.failing_rate
-    misses = None if failing is None else judge(entry.slo, entry.pairs_at(failing)).misses
+    misses = None if failing is None else entry.summary_at(failing).misses
     return Standing(entry.contender.name, entry.contender.kind, result, misses)
 
 
@@ -114,7 +111,7 @@ def concluded(comparison: Comparison) -> Comparison:
     entries = [entry for entry in comparison.entries if entry.runs and not entry.failure]
     paired = pairs_of({each.contender.name: each.kept for each in entries})
     sentences = verdict([standing(entry) for entry in entries])
-    if all(isinstance(entry.search, FixedRates) for entry in entries):
+    if all(entry.search.at_rates for entry in entries):
         sentences += paired_sentences(paired)
     return replace(comparison, paired=tuple(paired), causes=tuple(_causes(entries)), verdict=tuple(sentences))
 
@@ -130,20 +127,15 @@ def _causes(entries: Sequence[Entry]) -> Iterator[Causes]:
 
 def judged_by(slos: Mapping[str, Slo], objective: str, comparison: Comparison) -> Comparison:
     """The same probes of fixed rates, judged by another objective: each contender that is named by its own."""
-    entries = tuple(
-        _judged_by(slos[entry.contender.name], entry, comparison.goal)
-        for entry in comparison.entries
-        if entry.contender.name in slos
-    )
-    return replace(comparison, objective=objective, entries=entries)
-
-
-def _judged_by(slo: Slo, entry: Entry, goal: Goal) -> Entry:
-    search = FixedRates(goal, [run.probe.rate for run in entry.runs])
-    judged = Entry(entry.contender, slo, search, failure=entry.failure)
-    for run in entry.runs:
-        judged.record(replace(run, judgement=judge(slo, run.pairs), simulated=None))
-    return judged
+    entries = []
+    for entry in comparison.entries:
+        if slo := slos.get(entry.contender.name):
+            search = RateSearch(comparison.goal, entry.search.at_rates)
+            judged = Entry(entry.contender, slo, search, failure=entry.failure)
+            for run in entry.runs:
+                judged.record(replace(run, summary=judge(slo, run.pairs), simulated=None))
+            entries.append(judged)
+    return replace(comparison, objective=objective, entries=tuple(entries))
 
 
 # ---- beside the simulator ----
@@ -206,7 +198,7 @@ def forecast_sentences(comparison: Comparison) -> Iterator[str]:
     if not runs:
         return
     for run in runs:
-        measured, simulated = run.judgement.attainment, _simulated(run)
+        measured, simulated = run.summary.attainment, _simulated(run)
         yield (
             f"{run.contender}, {run.probe.rate:g} req/s: {measured:.1%} measured, {simulated:.1%} simulated "
             f"({_points(run):+.1f} points)"
@@ -236,7 +228,7 @@ def _orders(comparison: Comparison) -> list[bool]:
 
 
 def _points(run: ProbeRun) -> float:
-    return (_simulated(run) - run.judgement.attainment) * POINTS
+    return (_simulated(run) - run.summary.attainment) * POINTS
 
 
 def _simulated(run: ProbeRun) -> float:

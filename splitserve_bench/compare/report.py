@@ -14,10 +14,9 @@ from coordinator.control.slo import MS
 from splitserve.commands.terminal import plain_table
 from splitserve_bench.compare.comparison import Comparison, Entry, ProbeRun, forecast_sentences, standing
 from splitserve_bench.compare.contenders import PEER
-from splitserve_bench.compare.search import FixedRates, RateSearch, SearchResult, plain
-from splitserve_bench.compare.slo import judge
-from splitserve_bench.compare.verdict import Causes, main_cause
-from splitserve_bench.serve.metrics import Distribution, Limits, Summary, summarize
+from splitserve_bench.compare.search import plain
+from splitserve_bench.compare.verdict import Causes, knee_of, main_cause
+from splitserve_bench.serve.metrics import Distribution
 from splitserve_bench.serve.plots import AttainmentPoint, plot_attainment
 from splitserve_bench.serve.report import MAX_SEND_LAG_S
 from splitserve_bench.serve.results import write_whole
@@ -43,7 +42,7 @@ REPEATED: Final = (
 def comparison_view(comparison: Comparison) -> Group:
     """The table, what it means, and the verdict."""
     goal = f"{comparison.goal.attainment:.0%} of the offered requests good: {comparison.objective}"
-    is_fixed = any(isinstance(entry.search, FixedRates) for entry in comparison.entries)
+    is_fixed = any(entry.search.at_rates for entry in comparison.entries)
     table = rates_table(comparison) if is_fixed else search_table(comparison)
     lines = [f"[bold]{escape(sentence)}[/]" for sentence in comparison.verdict[:1]]
     lines += [escape(sentence) for sentence in comparison.verdict[1:]]
@@ -60,7 +59,11 @@ def search_table(comparison: Comparison) -> Table:
         result = entry.search.result()
         rate = result.failing_rate if result.best_rate is None else result.best_rate
         goodput = "none" if result.best_rate is None else plain(result.best_rate)
-        cells = ["out" if entry.failure else goodput, _interval(result), _rate(result.failing_rate)]
+        cells = [
+            "out" if entry.failure else goodput,
+            knee_of(result),
+            "?" if result.failing_rate is None else plain(result.failing_rate),
+        ]
         cells += _figures(entry, rate, result.failing_rate) if rate is not None else []
         table.add_row(escape(entry.contender.name), *cells)
     return table
@@ -93,14 +96,13 @@ def warnings(comparison: Comparison) -> list[str]:
     """Reasons to doubt the figures."""
     lines = [f"{entry.contender.name} is out: {entry.failure}" for entry in comparison.entries if entry.failure]
     for entry in comparison.entries:
-        is_search = isinstance(entry.search, RateSearch)
-        if is_search and not entry.failure and not entry.search.result().is_settled:
+        if not (entry.search.at_rates or entry.failure or entry.search.result().is_settled):
             lines.append(f"{entry.contender.name}: the search ended before the knee was found as closely as wanted")
         if entry.contender.kind == PEER:
             lines.append(f"{entry.contender.name}: {UNKNOWN_OF_PEERS}")
         if repeated := [plain(run.probe.rate) for run in entry.runs if run.is_repeated]:
             lines.append(f"{entry.contender.name}, {', '.join(repeated)} req/s: {REPEATED}")
-        lags_s = [lag for run in entry.runs if (lag := _summary(run).send_lag_s.percentile(99)) is not None]
+        lags_s = [lag for run in entry.runs if (lag := run.summary.send_lag_s.percentile(99)) is not None]
         if lags_s and max(lags_s) > MAX_SEND_LAG_S:
             lines.append(
                 f"{entry.contender.name}: requests were sent up to {max(lags_s) * MS:.0f} ms late (p99 of a probe): "
@@ -157,18 +159,18 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
 
 
 def _run_json(run: ProbeRun) -> dict[str, Any]:
-    counted, summary = run.counted, _summary(run)
+    summary = run.summary
     return {
         "number": run.number,
         "rate": run.probe.rate,
         "seed": run.probe.seed,
-        "num_good": counted.num_good,
-        "num_total": counted.num_total,
-        "num_effective": counted.num_effective,
-        "attainment": counted.attainment,
-        "attainment_interval": list(counted.interval),
+        "num_good": summary.num_good,
+        "num_total": summary.num_offered,
+        "num_effective": summary.num_effective,
+        "attainment": summary.attainment,
+        "attainment_interval": list(summary.attainment_interval),
         "is_repeated": run.is_repeated,
-        "misses": asdict(run.judgement.misses),
+        "misses": asdict(summary.misses),
         "simulated_attainment": None if run.simulated is None else run.simulated.attainment,
         "duration_s": summary.duration_s,
         "output_tokens_per_s": summary.per_s(summary.total_output_tokens),
@@ -177,21 +179,15 @@ def _run_json(run: ProbeRun) -> dict[str, Any]:
     }
 
 
-def _summary(run: ProbeRun) -> Summary:
-    return summarize([outcome for _, outcome in run.pairs], Limits())
-
-
 def _figures(entry: Entry, rate: float, losing_rate: float | None) -> list[str]:
     """Attainment and latencies at a rate, and what requests were lost to at another."""
     counted = next(each for each in entry.search.curve() if each.rate == rate)
     low, high = counted.interval
-    summary = summarize([outcome for _, outcome in entry.pairs_at(rate)], Limits())
-    latencies = [_percentiles(summary.latencies_s[name]) for name in LATENCIES]
-    misses = judge(entry.slo, entry.pairs_at(losing_rate)).misses if losing_rate is not None else None
+    latencies_s = entry.summary_at(rate).latencies_s
     return [
         f"{counted.attainment:.1%} ({low:.0%} to {high:.0%})",
-        *latencies,
-        main_cause(misses) if misses is not None else "",
+        *(" / ".join(_short(_ms(latencies_s[name], each)) for each in PERCENTILES) for name in LATENCIES),
+        main_cause(entry.summary_at(losing_rate).misses) if losing_rate is not None else "",
     ]
 
 
@@ -202,10 +198,6 @@ def _table(numbers: Sequence[str]) -> Table:
     return table
 
 
-def _percentiles(latency_s: Distribution) -> str:
-    return " / ".join(_short(_ms(latency_s, percent)) for percent in PERCENTILES)
-
-
 def _short(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
@@ -213,12 +205,3 @@ def _short(value: float | None) -> str:
 def _ms(latency_s: Distribution, percent: float) -> float | None:
     seconds = latency_s.percentile(percent)
     return None if seconds is None else seconds * MS
-
-
-def _interval(result: SearchResult) -> str:
-    low = "0" if result.knee_low is None else plain(result.knee_low)
-    return f"{low} to {_rate(result.knee_high)}"
-
-
-def _rate(rate: float | None) -> str:
-    return "?" if rate is None else plain(rate)

@@ -24,11 +24,8 @@ from splitserve.launch.models import LocalModel, Report
 from splitserve_bench.compare.arena import Arena
 from splitserve_bench.compare.comparison import Comparison, Entry, Forecaster, ProbeRun, concluded, judged_by
 from splitserve_bench.compare.contenders import ClusterContender, Contender
-from splitserve_bench.compare.search import FixedRates, Goal, Probe, RateSearch, plain
+from splitserve_bench.compare.search import Goal, Probe, RateSearch, plain
 from splitserve_bench.compare.slo import (
-    FixedSlo,
-    Judgement,
-    RelativeSlo,
     Scales,
     Slo,
     Unloaded,
@@ -39,7 +36,7 @@ from splitserve_bench.compare.slo import (
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.arrivals import send_times_s
 from splitserve_bench.serve.datasets import at_rate, fit, longer_share, plan
-from splitserve_bench.serve.metrics import Limits, told, tpot_s, ttft_s
+from splitserve_bench.serve.metrics import Limits, Summary, told, tpot_s, ttft_s
 from splitserve_bench.serve.options import Dataset
 from splitserve_bench.serve.records import (
     Outcome,
@@ -282,7 +279,7 @@ class Compare:
         failures = await self._measure_own(contenders) if self._bench.own_unloaded else {}
         goal = self._goal(unloaded)
         self._comparisons = tuple(
-            self._comparison(goal, _slo(criterion, unloaded), unloaded, contenders, failures)
+            self._comparison(goal, Slo(criterion, unloaded), unloaded, contenders, failures)
             for criterion in self._bench.criteria
         )
         number = 0
@@ -303,7 +300,10 @@ class Compare:
         failures: Mapping[str, str],
     ) -> Comparison:
         self._report(f"A good request: {slo}.")
-        entries = [Entry(each, slo, self._search(goal), failure=failures.get(each.name, "")) for each in contenders]
+        entries = [
+            Entry(each, slo, RateSearch(goal, self._bench.at_rates), failure=failures.get(each.name, ""))
+            for each in contenders
+        ]
         return Comparison(goal, str(slo), unloaded, tuple(entries))
 
     async def _round(self, comparison: Comparison, number: int) -> bool:
@@ -327,13 +327,19 @@ class Compare:
             return
         self._num_probes += 1
         pairs = tuple(zip(planned, measured.outcomes, strict=True))
-        judgement = judge(entry.slo, pairs)
-        number, is_repeated, simulated = self._num_probes, measured.is_repeated, self._simulated(entry, planned)
-        run = ProbeRun(number, entry.contender.name, probe, pairs, judgement, is_repeated, simulated)
+        run = ProbeRun(
+            self._num_probes,
+            entry.contender.name,
+            probe,
+            pairs,
+            judge(entry.slo, pairs),
+            measured.is_repeated,
+            self._simulated(entry, planned),
+        )
         entry.record(run)
         self._report(probe_line(run) + (", as saved" if is_saved else ""))
 
-    def _simulated(self, entry: Entry, planned: Sequence[PlannedRequest]) -> Judgement | None:
+    def _simulated(self, entry: Entry, planned: Sequence[PlannedRequest]) -> Summary | None:
         if not isinstance(entry.contender, ClusterContender):
             return None
         outcomes = self._forecaster.outcomes(entry.contender, planned, self._bench.request_timeout_s)
@@ -408,7 +414,7 @@ class Compare:
 
     def _by_own(self, criterion: Limits | Scales, comparison: Comparison) -> Comparison:
         assert isinstance(criterion, Scales)
-        slos = {name: RelativeSlo(criterion, unloaded) for name, unloaded in self._own.items()}
+        slos = {name: Slo(criterion, unloaded) for name, unloaded in self._own.items()}
         return judged_by(slos, f"{criterion} what the request takes alone on the same contender", comparison)
 
     def _needs_unloaded(self) -> bool:
@@ -423,16 +429,6 @@ class Compare:
             planned = self._workload.load(math.inf, bench.num_prompts, seed_of(bench.seed, UNLOADED, 0))
             first_rate = first_rate_of(unloaded, planned)
         return Goal(first_rate, bench.attainment, bench.tolerance, bench.max_probes)
-
-    def _search(self, goal: Goal) -> RateSearch | FixedRates:
-        return FixedRates(goal, self._bench.at_rates) if self._bench.at_rates else RateSearch(goal)
-
-
-def _slo(criterion: Limits | Scales, unloaded: Unloaded | None) -> Slo:
-    if isinstance(criterion, Limits):
-        return FixedSlo(criterion)
-    assert unloaded is not None
-    return RelativeSlo(criterion, unloaded)
 
 
 def first_rate_of(unloaded: Unloaded, planned: Sequence[PlannedRequest]) -> float:

@@ -88,14 +88,18 @@ class SearchResult:
 
 
 class RateSearch:
-    """The search for one system. Ask for a probe, run it, record what it found, until there is none."""
+    """The search for one system. Ask for a probe, run it, record what it found, until there is none. With `at_rates`
+    nothing is searched: each of these rates is probed once, in their order."""
 
-    def __init__(self, goal: Goal) -> None:
+    def __init__(self, goal: Goal, at_rates: Sequence[float] = ()) -> None:
         self._goal = goal
+        self.at_rates = tuple(dict.fromkeys(at_rates))
         self._counts: dict[float, list[Counted]] = {}
 
     def next_probe(self) -> Probe | None:
         """What to run next; None when the search is over."""
+        if self.at_rates:
+            return next((Probe(rate, 0) for rate in self.at_rates if rate not in self._counts), None)
         if sum(map(len, self._counts.values())) >= self._goal.max_probes:
             return None
         rate = self._next_rate()
@@ -142,32 +146,6 @@ class RateSearch:
             if _is_doubtful(each, self._goal.attainment) and len(self._counts[each.rate]) < self._goal.most_seeds
         ]
         return min(rates, key=lambda rate: len(self._counts[rate]), default=None)
-
-
-class FixedRates:
-    """No search: each of these rates once for everybody. To be used as RateSearch."""
-
-    def __init__(self, goal: Goal, rates: Sequence[float]) -> None:
-        self._goal = goal
-        self._left = list(dict.fromkeys(rates))
-        self._curve: list[Counted] = []
-
-    def next_probe(self) -> Probe | None:
-        """The next rate in the order given; None after the last one."""
-        return Probe(self._left[0], 0) if self._left else None
-
-    def record(self, counted: Counted) -> None:
-        """Takes in the probe of that rate."""
-        self._left.remove(counted.rate)
-        self._curve.append(counted)
-
-    def result(self) -> SearchResult:
-        """What is known now."""
-        return settle(self.curve(), self._goal, len(self._curve))
-
-    def curve(self) -> list[Counted]:
-        """The counts of every probed rate, ascending by rate."""
-        return sorted(self._curve, key=lambda each: each.rate)
 
 
 def settle(curve: Sequence[Counted], goal: Goal, num_probes: int) -> SearchResult:

@@ -9,26 +9,14 @@ Splitwise's, they are limits of single requests, a share of which must meet all 
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final
 
 from coordinator.control.slo import MS
-from splitserve_bench.serve.metrics import Limits, Misses, count_misses, effective_size, missed, parse_pairs
-from splitserve_bench.serve.records import Outcome, PlannedRequest, is_complete
+from splitserve_bench.serve.metrics import Judged, Limits, Summary, parse_pairs, summarize_judged
+from splitserve_bench.serve.records import Outcome, PlannedRequest
 
 QUANTILES: Final = (0.0, 0.5, 0.9, 1.0)  # of the prompt lengths
 REPEATS: Final = 3  # requests of about each length
-
-
-class Slo(Protocol):
-    """A service level objective."""
-
-    def limits_of(self, planned: PlannedRequest) -> Limits:
-        """What this request may take."""
-        ...
-
-    def __str__(self) -> str:
-        """In a few words."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +36,6 @@ DEFAULT_SCALES: Final = Scales(ttft=6.0, tpot=1.5)  # Splitwise's for the 99th a
 
 
 @dataclass(frozen=True, slots=True)
-class FixedSlo:
-    """The same limits for every request."""
-
-    limits: Limits
-
-    def limits_of(self, planned: PlannedRequest) -> Limits:
-        return self.limits
-
-    def __str__(self) -> str:
-        return str(self.limits)
-
-
-@dataclass(frozen=True, slots=True)
 class Unloaded:
     """What a request costs while nothing else runs. TTFT is ttft_base_s + ttft_s_per_token times its prompt tokens."""
 
@@ -77,57 +52,40 @@ class Unloaded:
 
 
 @dataclass(frozen=True, slots=True)
-class RelativeSlo:
-    """Limits relative to the unloaded reference."""
+class Slo:
+    """A service level objective: the same limits for every request, or scales of the unloaded reference."""
 
-    scales: Scales
-    unloaded: Unloaded
+    criterion: Limits | Scales
+    unloaded: Unloaded | None = None
 
     def limits_of(self, planned: PlannedRequest) -> Limits:
+        """What this request may take."""
+        if isinstance(self.criterion, Limits):
+            return self.criterion
+        assert self.unloaded is not None
         return Limits(
-            ttft_s=_scaled(self.scales.ttft, self.unloaded.ttft_s(len(planned.prompt))),
-            tpot_s=_scaled(self.scales.tpot, self.unloaded.tpot_s),
-            e2el_s=_scaled(self.scales.e2el, self.unloaded.answer_s(planned)),
+            ttft_s=_scaled(self.criterion.ttft, self.unloaded.ttft_s(len(planned.prompt))),
+            tpot_s=_scaled(self.criterion.tpot, self.unloaded.tpot_s),
+            e2el_s=_scaled(self.criterion.e2el, self.unloaded.answer_s(planned)),
         )
 
     def __str__(self) -> str:
+        if isinstance(self.criterion, Limits):
+            return str(self.criterion)
+        assert self.unloaded is not None
         base_ms, token_ms = self.unloaded.ttft_base_s * MS, self.unloaded.ttft_s_per_token * MS
         bases = {
-            "TTFT": (self.scales.ttft, f" ({base_ms:.3g} ms + {token_ms:.3g} ms a prompt token)"),
-            "TPOT": (self.scales.tpot, f" ({self.unloaded.tpot_s * MS:.3g} ms)"),
-            "E2EL": (self.scales.e2el, ""),
+            "TTFT": (self.criterion.ttft, f" ({base_ms:.3g} ms + {token_ms:.3g} ms a prompt token)"),
+            "TPOT": (self.criterion.tpot, f" ({self.unloaded.tpot_s * MS:.3g} ms)"),
+            "E2EL": (self.criterion.e2el, ""),
         }
         parts = [f"{name} ≤ {scale:g} x unloaded{base}" for name, (scale, base) in bases.items() if scale is not None]
         return ", ".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """Which of the offered requests were good, in the order of sending, and why the others were not. num_effective
-    independent requests would say as much (spread.py)."""
-
-    are_good: tuple[bool, ...]
-    num_effective: float
-    misses: Misses
-
-    @property
-    def num_good(self) -> int:
-        return sum(self.are_good)
-
-    @property
-    def num_total(self) -> int:
-        return len(self.are_good)
-
-    @property
-    def attainment(self) -> float:
-        return self.num_good / self.num_total
-
-
-def judge(slo: Slo, pairs: Sequence[tuple[PlannedRequest, Outcome]]) -> Judgement:
-    """Every offered request with what became of it, in the order of sending, each by limits of its own."""
-    judged = [(outcome, missed(outcome, slo.limits_of(planned))) for planned, outcome in pairs]
-    are_good = tuple(is_complete(outcome) and not names for outcome, names in judged)
-    return Judgement(are_good, effective_size(are_good), count_misses(judged))
+def judge(slo: Slo, pairs: Sequence[tuple[PlannedRequest, Outcome]]) -> Summary:
+    """Every offered request with what became of it, each by limits of its own."""
+    return summarize_judged([Judged(outcome, slo.limits_of(planned)) for planned, outcome in pairs])
 
 
 def parse_scales(words: Sequence[str]) -> Scales:

@@ -14,18 +14,18 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from coordinator.control.slo import MS
 from splitserve.commands.terminal import PHASE_NAMES
 from splitserve_bench.compare.contenders import AUTO, COLOCATED, PEER, SPLIT
 from splitserve_bench.compare.search import Probe, SearchResult, plain
 from splitserve_bench.serve.metrics import (
+    Judged,
     Limits,
     Misses,
     e2el_s,
     effective_size,
-    is_good,
     missed,
     paired_interval,
     tpot_s,
@@ -37,6 +37,7 @@ MIXED: Final = "its decode includes the prompts that are computed between those 
 POINTS: Final = 100
 
 Kept: TypeAlias = Mapping[Probe, Sequence[bool]]  # which requests of a probe were good
+Probes: TypeAlias = Mapping[Probe, Sequence[Judged]]  # of each the requests, in the order of sending
 REFUSED: Final = "refused at arrival"
 DEFERRED: Final = "deferred too long"
 LATE: Final = "went behind all others (late)"
@@ -81,6 +82,12 @@ def verdict(standings: Sequence[Standing]) -> list[str]:
     return list(dict.fromkeys(sentences + [_loses_to(each) for each in ranked]))
 
 
+def knee_of(result: SearchResult) -> str:
+    """The interval."""
+    low, high = result.knee_low, result.knee_high
+    return f"{'0' if low is None else plain(low)} to {'?' if high is None else plain(high)}"
+
+
 def is_above(one: SearchResult, other: SearchResult) -> bool:
     """Whether the first knee surely lies above the second."""
     return one.knee_low is not None and other.knee_high is not None and one.knee_low > other.knee_high
@@ -88,7 +95,7 @@ def is_above(one: SearchResult, other: SearchResult) -> bool:
 
 def rate_of(result: SearchResult) -> str:
     """The rate with the interval of its knee."""
-    interval = f"({_edge(result.knee_low, '0')} to {_edge(result.knee_high, '?')})"
+    interval = f"({knee_of(result)})"
     if result.best_rate is None:
         return f"no tested rate {interval}"
     above = "" if result.failing_rate is not None else "at least "
@@ -97,18 +104,9 @@ def rate_of(result: SearchResult) -> str:
 
 def main_cause(misses: Misses) -> str:
     """What most of the misses are due to, in words; "" without misses."""
-    counts = {
-        "TTFT": (misses.ttft, misses.ttft_phases),
-        "TPOT": (misses.tpot, misses.tpot_phases),
-        "E2EL": (misses.e2el, {}),
-        "failures": (misses.failed, {}),
-        "refusals": (misses.refused, {}),
-    }
-    name, (count, phases) = max(counts.items(), key=lambda item: item[1][0])
-    if not count:
-        return ""
-    phase = max(phases, key=lambda each: phases[each], default="")
-    return f"{name}: {PHASE_NAMES.get(phase, phase)}" if phase else name
+    for name, _, phases in misses.causes:
+        return ": ".join([name, *(PHASE_NAMES[phase] for phase in list(phases)[:1])])
+    return ""
 
 
 def _winner(ranked: Sequence[Standing]) -> str:
@@ -125,36 +123,36 @@ def _winner(ranked: Sequence[Standing]) -> str:
 
 def _disaggregation(split: Standing, colocated: Standing, said: Sequence[str]) -> str:
     """Without the figures where they were said before."""
-    if is_above(split.result, colocated.result):
-        outcome, figures = "Disaggregation wins", _against(split, colocated)
-    elif is_above(colocated.result, split.result):
-        outcome, figures = "Disaggregation loses", _against(colocated, split)
-    else:
-        outcome, figures = "Disaggregation neither wins nor loses", f"{_against(split, colocated)}; intervals overlap"
+    sign, figures = _compared(split, colocated)
+    outcome = f"Disaggregation {('neither wins nor loses', 'wins', 'loses')[sign]}"
     return f"{outcome}." if any(figures in sentence for sentence in said) else f"{outcome}: {figures}."
 
 
 def _duel(one: Standing, other: Standing) -> str:
+    sign, figures = _compared(one, other)
+    if not sign:
+        return f"{one.name} and {other.name} cannot be told apart: {figures}."
+    return f"{one.name} {'beats' if sign > 0 else 'loses to'} {other.name}: {figures}."
+
+
+def _compared(one: Standing, other: Standing) -> tuple[int, str]:
+    """1 where the first is surely better, -1 where the other one is, else 0; and the figures, the better ones first."""
     if is_above(one.result, other.result):
-        return f"{one.name} beats {other.name}: {_against(one, other)}."
+        return 1, _against(one, other)
     if is_above(other.result, one.result):
-        return f"{one.name} loses to {other.name}: {_against(other, one)}."
-    return f"{one.name} and {other.name} cannot be told apart: {_against(one, other)}; intervals overlap."
+        return -1, _against(other, one)
+    return 0, f"{_against(one, other)}; intervals overlap"
 
 
 def _against(one: Standing, other: Standing) -> str:
-    sentence = f"{one.name} {rate_of(one.result)}, {other.name} {rate_of(other.result)}"
-    if one.result.best_rate and other.result.best_rate:
-        sentence += f", {one.result.best_rate / other.result.best_rate:.2f}x"
-        sentence += _ratio_interval(one.result, other.result)
+    """With the ratio, at the worst and at the best too, where they are known."""
+    first, second = one.result, other.result
+    sentence = f"{one.name} {rate_of(first)}, {other.name} {rate_of(second)}"
+    if first.best_rate and second.best_rate:
+        sentence += f", {first.best_rate / second.best_rate:.2f}x"
+        if first.knee_low and first.knee_high and second.knee_low and second.knee_high:
+            sentence += f" ({first.knee_low / second.knee_high:.2f}x to {first.knee_high / second.knee_low:.2f}x)"
     return sentence
-
-
-def _ratio_interval(one: SearchResult, other: SearchResult) -> str:
-    """The ratio at the worst and at the best, where both are known."""
-    if not (one.knee_low and one.knee_high and other.knee_low and other.knee_high):
-        return ""
-    return f" ({one.knee_low / other.knee_high:.2f}x to {one.knee_high / other.knee_low:.2f}x)"
 
 
 def _loses_to(standing: Standing) -> str:
@@ -162,33 +160,16 @@ def _loses_to(standing: Standing) -> str:
     if misses is None or result.failing_rate is None:
         return f"{standing.name} lost too few requests at every tested rate: its limit is not known."
     mixed = f"; {MIXED}" if standing.kind in (COLOCATED, AUTO) and "decode_s" in misses.tpot_phases else ""
-    causes = _listed(_parts(misses))
-    return f"{standing.name} loses its requests at {plain(result.failing_rate)} req/s to {causes}{mixed}."
-
-
-def _parts(misses: Misses) -> list[str]:
-    """The causes with their counts and phases, the most frequent first."""
-    causes: list[tuple[int, str, Mapping[str, int]]] = [
-        (misses.ttft, "TTFT", misses.ttft_phases),
-        (misses.tpot, "TPOT", misses.tpot_phases),
-        (misses.e2el, "E2EL", {}),
-        (misses.failed, "failures", {}),
-        (misses.refused, "refusals", {}),
-    ]
-    texts = []
-    for count, name, phases in sorted(causes, key=lambda cause: cause[0], reverse=True):
-        where = ", ".join(f"{PHASE_NAMES.get(phase, phase)} {number}" for phase, number in phases.items())
-        texts += [f"{name} ({count}: {where})" if where else f"{name} ({count})"] if count else []
-    return texts
+    parts = []
+    for name, count, phases in misses.causes:
+        where = ", ".join(f"{PHASE_NAMES[phase]} {number}" for phase, number in phases.items())
+        parts.append(f"{name} ({count}: {where})" if where else f"{name} ({count})")
+    return f"{standing.name} loses its requests at {plain(result.failing_rate)} req/s to {_listed(parts)}{mixed}."
 
 
 def _listed(parts: Sequence[str]) -> str:
     *first, last = parts
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def _edge(rate: float | None, unknown: str) -> str:
-    return unknown if rate is None else plain(rate)
 
 
 # ---- request by request ----
@@ -219,19 +200,6 @@ class Paired:
             self.num_one_alone / self.num_total, self.num_other_alone / self.num_total, self.num_effective
         )
 
-    @property
-    def reversed(self) -> "Paired":
-        """The same, seen from the other one."""
-        return Paired(
-            self.other,
-            self.one,
-            self.rate,
-            self.num_total,
-            self.num_other_alone,
-            self.num_one_alone,
-            self.num_effective,
-        )
-
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "difference": self.difference, "interval": list(self.interval)}
 
@@ -249,14 +217,21 @@ def pairs_of(everybody: Mapping[str, Kept]) -> list[Paired]:
 def paired_sentences(pairs: Sequence[Paired]) -> Iterator[str]:
     """For each rate the best contender beside each other one."""
     for rate in dict.fromkeys(pair.rate for pair in pairs):
+        ahead: dict[str, dict[str, tuple[float, float, float]]] = {}  # of whom, by how much, at least and at most
         here = [pair for pair in pairs if pair.rate == rate]
-        names = dict.fromkeys(name for pair in here for name in (pair.one, pair.other))
-        best = max(names, key=lambda name: sum(_seen_from(name, pair) for pair in here))
-        seen = [pair if pair.one == best else pair.reversed for pair in here if best in (pair.one, pair.other)]
-        parts = ", ".join(_paired_against(pair) for pair in sorted(seen, key=lambda pair: pair.difference))
-        sizes = sorted({pair.num_total for pair in seen})
+        for pair in here:
+            by, (low, high) = pair.difference, pair.interval
+            ahead.setdefault(pair.one, {})[pair.other] = by, low, high
+            ahead.setdefault(pair.other, {})[pair.one] = -by, -high, -low
+        best = max(ahead, key=lambda name: sum(by for by, _, _ in ahead[name].values()))
+        parts = [
+            f"{'' if low > 0 else 'not surely '}more than {other} by {by * POINTS:.1f} points ({low * POINTS:+.1f} to "
+            f"{high * POINTS:+.1f})"
+            for other, (by, low, high) in sorted(ahead[best].items(), key=lambda each: each[1][0])
+        ]
+        sizes = sorted({pair.num_total for pair in here if best in (pair.one, pair.other)})
         count = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-        yield f"At {plain(rate)} req/s, of the same {count} requests, {best} keeps {parts}."
+        yield f"At {plain(rate)} req/s, of the same {count} requests, {best} keeps {', '.join(parts)}."
 
 
 def _paired(one: str, other: str, rate: float, everybody: Mapping[str, Kept]) -> Paired:
@@ -279,33 +254,7 @@ def _paired(one: str, other: str, rate: float, everybody: Mapping[str, Kept]) ->
     )
 
 
-def _seen_from(name: str, pair: Paired) -> float:
-    if name not in (pair.one, pair.other):
-        return 0.0
-    return pair.difference if name == pair.one else -pair.difference
-
-
-def _paired_against(pair: Paired) -> str:
-    low, high = (end * POINTS for end in pair.interval)
-    surely = "" if low > 0 else "not surely "
-    return f"{surely}more than {pair.other} by {pair.difference * POINTS:.1f} points ({low:+.1f} to {high:+.1f})"
-
-
 # ---- decisions ----
-
-
-class Judged(NamedTuple):
-    """What became of a request, and what it could take."""
-
-    outcome: Outcome
-    limits: Limits
-
-    @property
-    def is_good(self) -> bool:
-        return is_good(self.outcome, self.limits)
-
-
-Probes: TypeAlias = Mapping[Probe, Sequence[Judged]]  # of each the requests, in the order of sending
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +352,7 @@ def causes_between(loser: str, keeper: str, probes: Mapping[str, Probes]) -> Ite
     shared = sorted(own.keys() & others.keys(), key=lambda probe: (probe.rate, probe.seed))
     for rate in dict.fromkeys(probe.rate for probe in shared):
         pairs = [pair for probe in shared if probe.rate == rate for pair in zip(own[probe], others[probe], strict=True)]
-        losses = [loss_of(one.outcome, one.limits) for one, other in pairs if other.is_good and not one.is_good]
+        losses = [loss_of(*one) for one, other in pairs if other.is_good and not one.is_good]
         yield Causes(loser, keeper, rate, len(pairs), len(losses), causes_of(losses))
 
 

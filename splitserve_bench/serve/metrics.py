@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 from coordinator.control.slo import MAX_MS, MS
 from splitserve_bench.errors import BenchError
@@ -151,6 +151,17 @@ def is_good(outcome: Outcome, limits: Limits) -> bool:
     return is_complete(outcome) and not missed(outcome, limits)
 
 
+class Judged(NamedTuple):
+    """What became of a request, and what it could take."""
+
+    outcome: Outcome
+    limits: Limits
+
+    @property
+    def is_good(self) -> bool:
+        return is_good(self.outcome, self.limits)
+
+
 # ---- a load ----
 
 
@@ -206,6 +217,18 @@ class Misses:
     ttft_phases: Mapping[str, int]
     tpot_phases: Mapping[str, int]
 
+    @property
+    def causes(self) -> list[tuple[str, int, Mapping[str, int]]]:
+        """The causes that there are, in words, with their counts and phases, the most frequent first."""
+        causes: list[tuple[str, int, Mapping[str, int]]] = [
+            ("TTFT", self.ttft, self.ttft_phases),
+            ("TPOT", self.tpot, self.tpot_phases),
+            ("E2EL", self.e2el, {}),
+            ("failures", self.failed, {}),
+            ("refusals", self.refused, {}),
+        ]
+        return sorted((cause for cause in causes if cause[1]), key=lambda cause: -cause[1])
+
 
 @dataclass(frozen=True, slots=True)
 class Returned:
@@ -219,11 +242,16 @@ class Returned:
 @dataclass(frozen=True)
 class Summary:
     """A load in figures, of which each request has one outcome. Latencies, tokens and phases are those of the complete
-    answers. duration_s is from the start of the load to its last answer."""
+    answers. `limits` are those of every request, and none where each has its own. duration_s is from the start of the
+    load to its last answer."""
 
-    outcomes: tuple[Outcome, ...]
+    judged: tuple[Judged, ...]
     limits: Limits
     duration_s: float
+
+    @cached_property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        return tuple(each.outcome for each in self.judged)
 
     @cached_property
     def complete(self) -> list[Outcome]:
@@ -249,8 +277,13 @@ class Summary:
     @cached_property
     def are_good(self) -> list[bool]:
         """In the order in which the requests were due. Without limits all complete answers are good."""
-        in_order = sorted(self.outcomes, key=lambda outcome: (outcome.scheduled_s, outcome.index))
-        return [is_good(outcome, self.limits) for outcome in in_order]
+        in_order = sorted(self.judged, key=lambda each: (each.outcome.scheduled_s, each.outcome.index))
+        return [each.is_good for each in in_order]
+
+    @cached_property
+    def num_effective(self) -> float:
+        """How many independent requests would say as much about the attainment."""
+        return effective_size(self.are_good)
 
     @property
     def num_good(self) -> int:
@@ -263,7 +296,7 @@ class Summary:
     @property
     def attainment_interval(self) -> tuple[float, float]:
         """At 95 %."""
-        return interval(self.attainment, effective_size(self.are_good))
+        return interval(self.attainment, self.num_effective)
 
     @property
     def attainment_ttft(self) -> float | None:
@@ -333,13 +366,13 @@ class Summary:
 
     @cached_property
     def misses(self) -> Misses:
-        return count_misses([(outcome, missed(outcome, self.limits)) for outcome in self.outcomes])
+        return count_misses([(each.outcome, missed(*each)) for each in self.judged])
 
     @property
     def returned(self) -> Returned:
-        again = [each for each in self.outcomes if each.num_refusals_before]
-        num_admitted = sum(not each.is_refused for each in again)
-        return Returned(len(again), num_admitted, sum(is_good(each, self.limits) for each in again))
+        again = [each for each in self.judged if each.outcome.num_refusals_before]
+        num_admitted = sum(not each.outcome.is_refused for each in again)
+        return Returned(len(again), num_admitted, sum(each.is_good for each in again))
 
     @property
     def frequent_errors(self) -> list[tuple[str, int]]:
@@ -358,9 +391,15 @@ class Summary:
 
 
 def summarize(outcomes: Sequence[Outcome], limits: Limits, duration_s: float | None = None) -> Summary:
-    """All figures of a load. duration_s is until its last request ended, unless given."""
-    last_s = max((each.ended_s for each in outcomes), default=0.0)
-    return Summary(tuple(outcomes), limits, last_s if duration_s is None else duration_s)
+    """All figures of a load whose requests have the same limits. duration_s is until its last request ended, unless
+    given."""
+    summary = summarize_judged([Judged(outcome, limits) for outcome in outcomes])
+    return replace(summary, limits=limits, duration_s=summary.duration_s if duration_s is None else duration_s)
+
+
+def summarize_judged(judged: Sequence[Judged]) -> Summary:
+    """The same, where each request has limits of its own."""
+    return Summary(tuple(judged), Limits(), max((each.outcome.ended_s for each in judged), default=0.0))
 
 
 def count_misses(judged: Sequence[tuple[Outcome, tuple[str, ...]]]) -> Misses:

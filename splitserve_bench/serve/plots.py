@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from splitserve.commands.terminal import PHASES
 from splitserve_bench.serve.metrics import Limits, tpot_s, ttft_s
 from splitserve_bench.serve.records import Outcome, is_complete
 from splitserve_bench.serve.stages import StageFindings
@@ -15,25 +14,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI: Final = 120
-MAX_BARS: Final = 400
-MAX_SPACED_BARS: Final = 60  # with more, gaps between them are less than a pixel
 SKEWED: Final = 20  # the largest value over the median from which an axis is logarithmic
 LINES: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS: Final = "osD^vPX"
 STYLES: Final = ("-", "--", ":")  # of each round through the colours
-PHASE_COLOURS: Final = {
-    "prefill_queue_s": "#cc79a7",
-    "prefill_s": "#0072b2",
-    "credit_wait_s": "#d55e00",
-    "transfer_s": "#f0e442",
-    "decode_queue_s": "#e8b7d4",
-    "decode_s": "#009e73",
-}
-LAG_COLOUR: Final = "#d9d9d9"
-LOST_COLOUR: Final = "#969696"
-LOST: Final = "failed or refused"
-MIN_LAG_S: Final = 0.010  # a shorter send lag is not drawn
-FAILED_COLOUR: Final = "#202020"
 EDGE_COLOUR: Final = "#606060"
 # What becomes of requests, from the bottom of a bar to its top: name, field of Window, colour.
 PARTS: Final = (
@@ -41,7 +25,7 @@ PARTS: Final = (
     ("late", "num_late", "#e69f00"),
     ("refused, told when to come back", "num_refused_until", "#56b4e9"),
     ("refused", "num_refused", "#0072b2"),
-    ("failed", "num_failed", FAILED_COLOUR),
+    ("failed", "num_failed", "#202020"),
 )
 
 
@@ -121,30 +105,6 @@ def plot_latencies(outcomes: Sequence[Outcome], limits: Limits, path: Path) -> N
     save_figure(figure, path)
 
 
-def plot_timeline(outcomes: Sequence[Outcome], path: Path) -> None:
-    """The first MAX_BARS requests as bars over time, in the order of sending, by the phases that the server tells, or
-    up to the first token and after."""
-    drawn = sorted(outcomes, key=lambda outcome: (outcome.sent_s, outcome.index))[:MAX_BARS]
-    figure = new_figure(12, min(10.0, max(3.0, 1.8 + 0.16 * len(drawn))))
-    axes = figure.add_subplot()
-    parts: dict[str, list[tuple[int, float, float]]] = {}
-    for number, outcome in enumerate(drawn, 1):
-        for name, start_s, seconds in _parts(outcome):
-            parts.setdefault(name, []).append((number, start_s, seconds))
-    height = 0.8 if len(drawn) <= MAX_SPACED_BARS else 1.0
-    for name, colour in _bar_colours().items():
-        if own := parts.get(name):
-            places, starts, lengths = zip(*own, strict=True)
-            axes.barh(places, lengths, left=starts, height=height, color=colour, label=name, linewidth=0)
-    which = "all" if len(drawn) == len(outcomes) else f"the first {len(drawn)} of"
-    axes.set_title(f"Requests by phase ({which} {len(outcomes)} requests)", loc="left")
-    axes.set(xlabel="seconds after the start of the load", ylabel="requests, in the order of sending")
-    axes.set_ylim(max(len(drawn), 2) + 0.6, 0.4)
-    if parts:
-        figure.legend(frameon=False, ncols=len(parts), loc="outside lower center")
-    save_figure(figure, path)
-
-
 def plot_stages(findings: StageFindings, path: Path) -> None:
     """A bar for each window, as high as the rate of what was offered in it, by what became of that; with the rates of
     the stages, and the moment from which on goodput was back."""
@@ -178,32 +138,6 @@ def plot_stages(findings: StageFindings, path: Path) -> None:
     axes.set_title(findings.back_sentence, loc="left", fontsize="medium")
     figure.legend(frameon=False, ncols=3, loc="outside lower center")
     save_figure(figure, path)
-
-
-def _bar_colours() -> dict[str, str]:
-    """By the name in the legend, in its order."""
-    phases = {name: PHASE_COLOURS[field] for name, field, _, _ in PHASES}
-    plain = {"to first token": PHASE_COLOURS["prefill_s"], "after first token": PHASE_COLOURS["decode_s"]}
-    return {"send lag": LAG_COLOUR, **phases, **plain, LOST: LOST_COLOUR}
-
-
-def _parts(outcome: Outcome) -> list[tuple[str, float, float]]:
-    """Name, start and length of each part of a request's bar, in seconds."""
-    lag_s = outcome.sent_s - outcome.scheduled_s
-    parts = [("send lag", outcome.scheduled_s, lag_s if lag_s >= MIN_LAG_S else 0.0)]
-    if not is_complete(outcome):
-        parts.append((LOST, outcome.sent_s, outcome.ended_s - outcome.sent_s))
-    elif outcome.timeline is not None:
-        start_s = outcome.sent_s
-        for name, field, _, _ in PHASES:
-            seconds = outcome.timeline.get(field, 0.0)
-            parts.append((name, start_s, seconds))
-            start_s += seconds
-    else:
-        first_s = outcome.arrivals_s[0] if outcome.arrivals_s else outcome.ended_s
-        parts.append(("to first token", outcome.sent_s, first_s - outcome.sent_s))
-        parts.append(("after first token", first_s, outcome.ended_s - first_s))
-    return [part for part in parts if part[2] > 0]
 
 
 def _cumulative(axes: "Axes", values_s: Sequence[float], num_below: int, offered: int, limit_s: float | None) -> None:

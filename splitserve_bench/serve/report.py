@@ -18,7 +18,7 @@ from serving_core.extras import require
 from splitserve.commands.terminal import PHASE_NAMES, plain_table, report, stderr, stdout, waiting
 from splitserve_bench.serve.metrics import Summary, parse_goodput, summarize
 from splitserve_bench.serve.options import CAPACITY_CONCURRENCY, CAPACITY_REQUESTS, ServeOptions
-from splitserve_bench.serve.plots import plot_latencies, plot_stages, plot_timeline
+from splitserve_bench.serve.plots import plot_latencies, plot_stages
 from splitserve_bench.serve.records import Outcome, Progress, last_sendings
 from splitserve_bench.serve.results import (
     DEFAULT_METRICS,
@@ -143,15 +143,15 @@ class Reporting:
             report(f"written: {each}")
 
     def _draw(self, outcomes: Sequence[Outcome], findings: StageFindings | None, folder: Path) -> None:
-        paths = [folder / name for name in ("latencies.png", "timeline.png", "stages.png")]
+        paths = [folder / "latencies.png"]
         try:
             plot_latencies(last_sendings(outcomes), self._limits, paths[0])
-            plot_timeline(outcomes, paths[1])
             if findings is not None:
-                plot_stages(findings, paths[2])
+                paths.append(folder / "stages.png")
+                plot_stages(findings, paths[1])
         except OSError as error:
             raise SettingsError(f"{folder}: {error.strerror}") from error
-        report(f"pictures: {', '.join(map(str, paths if findings is not None else paths[:2]))}")
+        report(f"pictures: {', '.join(map(str, paths))}")
 
 
 @contextmanager
@@ -315,11 +315,10 @@ def _attainment_line(summary: Summary) -> str:
 
 def _misses_lines(summary: Summary) -> list[str]:
     """What the requests missed, and by which phases; nothing when all were good."""
-    misses = summary.misses
-    counts = {"TTFT": misses.ttft, "TPOT": misses.tpot, "E2EL": misses.e2el, "failed": misses.failed}
-    told = [f"{name} {count}" for name, count in {**counts, "refused": misses.refused}.items() if count]
-    lines = [f"missed, a request perhaps by several: {', '.join(told)}"] if told else []
-    for name, phases in (("TTFT", misses.ttft_phases), ("TPOT", misses.tpot_phases)):
+    causes = summary.misses.causes
+    told = ", ".join(f"{name} {count}" for name, count, _ in causes)
+    lines = [f"missed, a request perhaps by several: {told}"] if told else []
+    for name, _, phases in causes:
         if phases:
             each = ", ".join(f"{PHASE_NAMES[field]} {count}" for field, count in phases.items())
             lines.append(f"  {name} misses by the phase furthest beyond the median of the good requests: {each}")

@@ -17,15 +17,15 @@ from splitserve_bench.compare.comparison import (
 )
 from splitserve_bench.compare.contenders import contenders, parse_custom
 from splitserve_bench.compare.report import comparison_json
-from splitserve_bench.compare.search import FixedRates, Goal, Probe
-from splitserve_bench.compare.slo import FixedSlo, Judgement, judge
-from splitserve_bench.serve.metrics import Limits, Misses
+from splitserve_bench.compare.search import Goal, Probe, RateSearch
+from splitserve_bench.compare.slo import Slo, judge
+from splitserve_bench.serve.metrics import Limits, summarize
 from splitserve_bench.simulate.fleet import FleetSize, simulate
+from tests.unit.splitserve_bench.bench_serve_kit import answered, failed
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, request
 
 WHOLE, TWO, SPLIT, AUTO = contenders(2, [], [])
 GOAL = Goal(1.0, attainment=0.01)
-NO_MISSES = Misses(ttft=0, tpot=0, e2el=0, failed=0, refused=0, ttft_phases={}, tpot_phases={})
 LOAD = [dataclasses.replace(request(i, 300, 10, i * 0.2), ttft_ms=400.0, tpot_ms=40.0) for i in range(12)]
 
 
@@ -75,12 +75,16 @@ def test_two_profiles_of_one_size_are_refused():
         by_cores([PROFILE, PROFILE])
 
 
+def outcome(index, is_good):
+    return answered(index) if is_good else failed(index)
+
+
 def entry(contender, *shares):
     """At 1 req/s, then 2 req/s and so on: the shares of 100 requests that were good, measured and simulated."""
-    found = Entry(contender, FixedSlo(Limits(ttft_s=1.0)), FixedRates(GOAL, [1.0, 2.0][: len(shares)]))
+    found = Entry(contender, Slo(Limits(ttft_s=1.0)), RateSearch(GOAL, [1.0, 2.0][: len(shares)]))
     for rate, (measured, simulated) in enumerate(shares, 1):
         judged = [
-            None if share is None else Judgement(tuple(i * 37 % 100 < share for i in range(100)), 100.0, NO_MISSES)
+            None if share is None else summarize([outcome(i, i * 37 % 100 < share) for i in range(100)], Limits())
             for share in (measured, simulated)
         ]
         found.record(ProbeRun(rate, contender.name, Probe(float(rate), 0), (), judged[0], simulated=judged[1]))
@@ -115,7 +119,7 @@ def test_nothing_is_said_where_nothing_was_simulated():
 def test_a_simulated_load_is_judged_by_the_limits_of_the_measured_one():
     outcomes = forecaster().outcomes(SPLIT, LOAD, 60.0)
     pairs = list(zip(LOAD, outcomes, strict=True))
-    strict, loose = (judge(FixedSlo(Limits(ttft_s=limit_s)), pairs) for limit_s in (0.3, 30.0))
+    strict, loose = (judge(Slo(Limits(ttft_s=limit_s)), pairs) for limit_s in (0.3, 30.0))
     assert strict.attainment < loose.attainment == 1.0
 
 

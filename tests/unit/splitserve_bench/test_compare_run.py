@@ -327,7 +327,7 @@ async def test_the_same_requests_are_compared_one_by_one(comparing):
     bench = dataclasses.replace(BENCH, at_rates=(4.0,), num_prompts=300)
     (comparison,) = await comparing(arena, bench).run([COLOCATED, SPLIT], COLOCATED)
     (pair,) = comparison.paired
-    goods = [entry.runs[0].judgement.are_good for entry in comparison.entries]
+    goods = [entry.runs[0].summary.are_good for entry in comparison.entries]
     assert pair.num_total == 300
     assert pair.num_one_alone == sum(one and not other for one, other in zip(*goods, strict=True)) == 0
     assert pair.num_other_alone == sum(other and not one for one, other in zip(*goods, strict=True)) > 50
@@ -343,7 +343,7 @@ async def test_what_auto_lost_and_a_fixed_mode_kept_is_told_by_decision(comparin
     arena = QueueArena({COLOCATED.name: 0.3, SPLIT.name: 0.1, AUTO.name: 0.2})
     bench = dataclasses.replace(BENCH, at_rates=(4.0,), num_prompts=300)
     (comparison,) = await comparing(arena, bench).run([COLOCATED, SPLIT, AUTO], COLOCATED)
-    _, split, auto = (entry.runs[0].judgement.are_good for entry in comparison.entries)
+    _, split, auto = (entry.runs[0].summary.are_good for entry in comparison.entries)
     num_lost = sum(other and not own for own, other in zip(auto, split, strict=True))
     assert num_lost > 50
     by_colocated, by_split = comparison_json((comparison,), {})["causes"]

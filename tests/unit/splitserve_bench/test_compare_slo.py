@@ -6,9 +6,8 @@ import pytest
 
 from splitserve_bench.compare.slo import (
     REPEATS,
-    FixedSlo,
-    RelativeSlo,
     Scales,
+    Slo,
     Unloaded,
     fit_unloaded,
     judge,
@@ -32,7 +31,7 @@ def outcome(ttft_s, tpot_s, num_tokens=11, **others):
 
 
 def test_a_longer_prompt_may_take_longer_to_its_first_token():
-    slo = RelativeSlo(Scales(ttft=6, tpot=1.5, e2el=2), UNLOADED)
+    slo = Slo(Scales(ttft=6, tpot=1.5, e2el=2), UNLOADED)
     short, long = slo.limits_of(planned(10)), slo.limits_of(planned(90))
     assert (short.ttft_s, long.ttft_s) == pytest.approx((6 * 0.020, 6 * 0.100))
     assert short.tpot_s == long.tpot_s == pytest.approx(0.030)
@@ -40,13 +39,13 @@ def test_a_longer_prompt_may_take_longer_to_its_first_token():
 
 
 def test_only_scales_that_are_given_limit():
-    limits = RelativeSlo(Scales(tpot=2.5), UNLOADED).limits_of(planned(10))
+    limits = Slo(Scales(tpot=2.5), UNLOADED).limits_of(planned(10))
     assert (limits.ttft_s, limits.e2el_s) == (None, None)
     assert limits.tpot_s == pytest.approx(0.05)
 
 
 def test_each_request_is_judged_by_its_own_limits():
-    slo = RelativeSlo(Scales(ttft=2, tpot=2), UNLOADED)
+    slo = Slo(Scales(ttft=2, tpot=2), UNLOADED)
     pairs = [
         (planned(90), outcome(0.15, 0.01)),
         (planned(10), outcome(0.15, 0.01)),  # as late as the one above, but a short prompt
@@ -55,20 +54,20 @@ def test_each_request_is_judged_by_its_own_limits():
         (planned(90), outcome(0.15, 0.01, error="full", is_refused=True)),
     ]
     judgement = judge(slo, pairs)
-    assert (judgement.num_good, judgement.num_total) == (1, 5)
+    assert (judgement.num_good, judgement.num_offered) == (1, 5)
     misses = judgement.misses
     assert (misses.ttft, misses.tpot, misses.e2el, misses.failed, misses.refused) == (1, 1, 0, 1, 1)
 
 
 def test_fixed_limits_are_the_same_for_all():
-    slo = FixedSlo(Limits(ttft_s=0.5, tpot_s=0.03))
+    slo = Slo(Limits(ttft_s=0.5, tpot_s=0.03))
     assert slo.limits_of(planned(1)) == slo.limits_of(planned(1000))
     assert judge(slo, [(planned(1), outcome(0.5, 0.03 - 1e-9)), (planned(1), outcome(0.51, 0.01))]).num_good == 1
 
 
 def test_they_say_what_they_are():
-    assert str(FixedSlo(Limits(ttft_s=0.5, tpot_s=0.03))) == "TTFT ≤ 500 ms, TPOT ≤ 30 ms"
-    assert str(RelativeSlo(Scales(ttft=6, tpot=1.5), UNLOADED)) == (
+    assert str(Slo(Limits(ttft_s=0.5, tpot_s=0.03))) == "TTFT ≤ 500 ms, TPOT ≤ 30 ms"
+    assert str(Slo(Scales(ttft=6, tpot=1.5), UNLOADED)) == (
         "TTFT ≤ 6 x unloaded (10 ms + 1 ms a prompt token), TPOT ≤ 1.5 x unloaded (20 ms)"
     )
 

@@ -222,7 +222,6 @@ def test_every_two_are_paired_request_by_request_where_both_had_the_same():
     assert (ac.num_one_alone, ac.num_other_alone, ac.difference) == (0, 0, 0)
     assert (bc.num_one_alone, bc.num_other_alone, bc.num_effective) == (2, 5, pytest.approx(ab.num_effective))
     assert (bc.difference, *bc.interval) == pytest.approx((-0.03, -ab.interval[1], -ab.interval[0]))
-    assert (ab.reversed.one, ab.reversed.other, ab.reversed.difference) == ("b", "a", bc.difference)
 
 
 def test_probes_of_one_rate_are_pooled():

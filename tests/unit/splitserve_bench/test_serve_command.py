@@ -91,7 +91,7 @@ async def test_what_failed_is_a_miss_in_the_table(serve_here, serving):
             target, *FEW, *seed, "--goodput", "ttft:60000 e2el:90000", "--max-concurrency", "2"
         )
     assert "attainment 83.3%" in output
-    assert "failed 1" in output
+    assert "failures 1" in output
     assert output.count("  1 x ") == 1
     assert script.most_live <= 6
 
@@ -123,7 +123,7 @@ async def test_files_and_pictures(serve_here, serving, tmp_path):
     assert len(result["ttfts"]) == len(result["itls"]) == 6
     lines = result_file.with_name(f"{result_file.stem}.requests.jsonl").read_text().splitlines()
     assert [json.loads(line)["index"] for line in lines] == list(range(6))
-    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"latencies.png", "timeline.png"}
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"latencies.png"}
     assert all(path.read_bytes().startswith(PNG) for path in (tmp_path / "pictures").iterdir())
     assert "ttfts" not in json.loads((tmp_path / "plain.json").read_text())
 
