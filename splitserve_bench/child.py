@@ -3,8 +3,13 @@
 import asyncio
 import os
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
 
 from serving_core.flags import without_flags
+
+STOP_S: Final = 10.0
 
 
 async def start_child(
@@ -22,3 +27,16 @@ async def start_child(
         limit=limit,
         process_group=0,
     )
+
+
+@asynccontextmanager
+async def running_child(module: str, *arguments: str, limit: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The same process, which is killed at the end unless it has ended."""
+    process = await start_child(module, *arguments, limit=limit)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        async with asyncio.timeout(STOP_S):
+            await process.wait()

@@ -9,24 +9,13 @@ from serving_core.errors import SettingsError
 
 COLOCATED, SPLIT, AUTO, CUSTOM, PEER = "colocated", "split", "auto", "custom", "peer"
 KINDS: Final = (COLOCATED, SPLIT, AUTO, CUSTOM, PEER)
-MOST_SPLITS: Final = 7
+MAX_SPLITS: Final = 7
 ALONE: Final = (("policy", "never"),)
 TIMELY: Final = (("admission", "timely"),)
 _SPLIT: Final = re.compile(r"([1-9]\d{0,2})P\+([1-9]\d{0,2})D", re.ASCII | re.IGNORECASE)
 _NODES: Final = re.compile(r"([1-9]\d{0,2})([PDB])", re.ASCII | re.IGNORECASE)
 _NAME: Final = re.compile(r"[\w.+-]+", re.ASCII)
 _PEER: Final = re.compile(r"([\w.+-]+)=(https?://\S+)", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """So many prefill nodes and so many decode nodes."""
-
-    prefill: int
-    decode: int
-
-    def __str__(self) -> str:
-        return f"{self.prefill}P+{self.decode}D"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +48,7 @@ Contender = ClusterContender | PeerContender
 
 def contenders(
     num_cores: int,
-    splits: Sequence[Split],
+    splits: Sequence[ClusterContender],
     peers: Sequence[PeerContender],
     customs: Sequence[ClusterContender] = (),
 ) -> list[Contender]:
@@ -68,20 +57,16 @@ def contenders(
 
     Raises SettingsError when one has more nodes than there are cores, or two contenders have one name.
     """
-    for custom in customs:
-        if custom.num_nodes > num_cores:
-            raise SettingsError(f"--contender {custom.name} has more nodes than there are cores: {num_cores}")
-    for split in splits:
-        if split.prefill + split.decode > num_cores:
-            raise SettingsError(f"--splits {split} has more nodes than there are cores: {num_cores}")
-    chosen = list(dict.fromkeys(splits)) or splits_of(num_cores)
     everyone: list[Contender] = [colocated(1, num_cores)]
     if num_cores > 1:
         everyone.append(colocated(num_cores, 1))
-    everyone += [ClusterContender(f"split {split}", SPLIT, split.prefill, split.decode, 0) for split in chosen]
+    everyone += list(dict.fromkeys(splits)) or splits_of(num_cores)
     if num_cores > 1:
         everyone.append(ClusterContender(f"auto {num_cores}x1", AUTO, 0, 0, num_cores, TIMELY))
     everyone += [*customs, *peers]
+    for each in everyone:
+        if isinstance(each, ClusterContender) and each.num_nodes > num_cores:
+            raise SettingsError(f"{each.name} has more nodes than there are cores: {num_cores}")
     names = [each.name for each in everyone]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise SettingsError(f"two contenders have the name {twice}")
@@ -93,21 +78,26 @@ def colocated(num_nodes: int, cores_each: int) -> ClusterContender:
     return ClusterContender(f"colocated {num_nodes}x{cores_each}", COLOCATED, 0, 0, num_nodes, ALONE)
 
 
-def splits_of(num_cores: int) -> list[Split]:
-    """Every split into nodes of one core each, fewest prefill nodes first; of many, MOST_SPLITS evenly spread."""
+def split(prefill: int, decode: int) -> ClusterContender:
+    """So many prefill nodes and so many decode nodes."""
+    return ClusterContender(f"split {prefill}P+{decode}D", SPLIT, prefill, decode, 0)
+
+
+def splits_of(num_cores: int) -> list[ClusterContender]:
+    """Every split into nodes of one core each, fewest prefill nodes first; of many, MAX_SPLITS evenly spread."""
     prefills = list(range(1, num_cores))
-    if len(prefills) > MOST_SPLITS:
-        gap = (len(prefills) - 1) / (MOST_SPLITS - 1)
-        prefills = [prefills[round(i * gap)] for i in range(MOST_SPLITS)]
-    return [Split(prefill, num_cores - prefill) for prefill in prefills]
+    if len(prefills) > MAX_SPLITS:
+        gap = (len(prefills) - 1) / (MAX_SPLITS - 1)
+        prefills = [prefills[round(i * gap)] for i in range(MAX_SPLITS)]
+    return [split(prefill, num_cores - prefill) for prefill in prefills]
 
 
-def parse_split(text: str) -> Split:
+def parse_split(text: str) -> ClusterContender:
     """Such as 1P+1D. Raises ValueError."""
     match = _SPLIT.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not of the form 1P+1D")
-    return Split(int(match[1]), int(match[2]))
+    return split(int(match[1]), int(match[2]))
 
 
 def parse_custom(text: str, parse_flag: Callable[[str], tuple[str, Any]]) -> ClusterContender:

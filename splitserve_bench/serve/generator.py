@@ -18,7 +18,7 @@ import sys
 import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ import uvloop
 
 from serving_core.errors import SplitServeError
 from serving_core.tls import TlsFiles
-from splitserve_bench.child import start_child
+from splitserve_bench.child import STOP_S, running_child
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.backends import Backend, open_backend
 from splitserve_bench.serve.records import (
@@ -46,7 +46,6 @@ CONNECT_S: Final = 30.0
 START_S: Final = 120.0  # for the generator to read its plan and to connect, before it says anything
 PROGRESS_S: Final = 0.25
 SILENCE_S: Final = 60.0  # of a generator that reports its progress
-STOP_S: Final = 10.0
 MAX_WARM_CONNECTIONS: Final = 32  # at the same time; more are made when they are needed
 MAX_LINE_BYTES: Final = 2**26  # an outcome of a million tokens
 DIGITS: Final = 9  # of arrivals: nanoseconds
@@ -97,7 +96,7 @@ async def run_load(
     outcomes: dict[int, list[Outcome]] = {request.index: [] for request in planned}
     order = Order(target, len(planned), max_concurrency, request_timeout_s, obey_retry_after)
     deadline_s = _longest_s(order, planned)
-    async with _generator() as process:
+    async with running_child("splitserve_bench.serve.generator", limit=MAX_LINE_BYTES) as process:
         await _send_plan(process, order, planned)
         try:
             async with asyncio.timeout(deadline_s):
@@ -110,6 +109,11 @@ async def run_load(
                         on_outcome(said)
         except TimeoutError as error:
             raise BenchError(f"the load was not over after {deadline_s:.0f} s") from error
+        try:
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+        except TimeoutError as error:
+            raise BenchError(f"the load generator did not end within {STOP_S:g} s after its last word") from error
     ended = [
         bool(each) and returns_at_s(each[-1], obey_retry_after, request_timeout_s) is None for each in outcomes.values()
     ]
@@ -175,22 +179,6 @@ def _longest_s(order: Order, planned: Sequence[PlannedRequest]) -> float:
     turns = 1 if order.max_concurrency is None else -(-len(planned) // order.max_concurrency)
     num_times = turns * (1 + order.obey_retry_after) + order.obey_retry_after
     return START_S + last_s + num_times * order.request_timeout_s + SILENCE_S
-
-
-@asynccontextmanager
-async def _generator() -> AsyncIterator[asyncio.subprocess.Process]:
-    """The process, which is killed unless it has ended."""
-    process = await start_child("splitserve_bench.serve.generator", limit=MAX_LINE_BYTES)
-    try:
-        yield process
-        async with asyncio.timeout(STOP_S):
-            await process.wait()
-    except TimeoutError as error:
-        raise BenchError(f"the load generator did not end within {STOP_S:g} s after its last word") from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 async def _send_plan(process: asyncio.subprocess.Process, order: Order, planned: Sequence[PlannedRequest]) -> None:

@@ -21,8 +21,6 @@ from splitserve_bench.serve.options import CAPACITY_CONCURRENCY, CAPACITY_REQUES
 from splitserve_bench.serve.plots import plot_latencies, plot_stages
 from splitserve_bench.serve.records import Outcome, Progress, last_sendings
 from splitserve_bench.serve.results import (
-    DEFAULT_METRICS,
-    DEFAULT_PERCENTILES,
     Run,
     file_name,
     parse_metrics,
@@ -61,9 +59,9 @@ class Reporting:
             require("bench")
         self._options = options
         self._limits = parse_goodput(options.goodput)
-        self._metrics = parse_metrics(options.percentile_metrics)
-        self._percentiles = parse_percentiles(options.metric_percentiles)
-        self._metadata = options.metadata_pairs()
+        parse_metrics(options.percentile_metrics)
+        parse_percentiles(options.metric_percentiles)
+        options.metadata_pairs()
         self._is_saved = options.save_result or options.save_detailed
         results = (options.result_dir / (options.result_filename or "any.json")).parent
         for folder in [*([results] if self._is_saved else []), *([options.plots] if options.plots else [])]:
@@ -77,21 +75,8 @@ class Reporting:
         options = self._options
         if len(workload.planned) < (options.num_prompts or 0):
             report(f"the data set has {len(workload.planned)} requests, not the {options.num_prompts} of --num-prompts")
-        return Run(
-            started_at=datetime.now().astimezone(),
-            backend=options.backend_name,
-            model_id=model,
-            tokenizer_id=str(options.tokenizer) if options.tokenizer else None,
-            label=options.label,
-            request_rate_per_s=request_rate_per_s,
-            burstiness=options.burstiness,
-            ramp=options.ramp,
-            stages=workload.stages,
-            max_concurrency=options.max_concurrency,
-            num_gpus=options.num_gpus,
-            num_clipped=workload.num_clipped,
-            metadata=self._metadata,
-        )
+        started_at = datetime.now().astimezone()
+        return Run(started_at, options, model, request_rate_per_s, workload.stages, workload.num_clipped)
 
     def show(self, outcomes: Sequence[Outcome], run: Run) -> None:
         """On stdout, and wherever it is asked for. Raises SettingsError and BenchError for a file that cannot be
@@ -100,7 +85,7 @@ class Reporting:
         findings = findings_of(outcomes, run.stages, self._limits, self._options.attainment) if run.stages else None
         try:
             if self._is_saved:
-                self._save(outcomes, self._json(summary, run, findings), run)
+                self._save(outcomes, json.dumps(result_json(summary, run, findings)), run)
             if self._options.plots is not None:
                 self._draw(outcomes, findings, self._options.plots)
         finally:
@@ -115,22 +100,11 @@ class Reporting:
 
     def _print(self, summary: Summary, run: Run, findings: StageFindings | None) -> None:
         if self._options.as_json:
-            click.echo(self._json(summary, run, findings))
+            click.echo(json.dumps(result_json(summary, run, findings)))
             return
-        stdout.print(serve_view(summary, run, metrics=self._metrics, percentiles=self._percentiles))
+        stdout.print(serve_view(summary, run))
         if findings is not None:
             stdout.print("", stages_view(findings), sep="\n")
-
-    def _json(self, summary: Summary, run: Run, findings: StageFindings | None) -> str:
-        found = result_json(
-            summary,
-            run,
-            detailed=self._options.save_detailed,
-            metrics=self._metrics,
-            percentiles=self._percentiles,
-            findings=findings,
-        )
-        return json.dumps(found)
 
     def _save(self, outcomes: Sequence[Outcome], result: str, run: Run) -> None:
         path = self._options.result_dir / (self._options.result_filename or file_name(run))
@@ -189,16 +163,10 @@ def capacity_line(rate_per_s: float) -> str:
 # ---- tables ----
 
 
-def serve_view(
-    summary: Summary,
-    run: Run,
-    *,
-    metrics: Sequence[str] = DEFAULT_METRICS,
-    percentiles: Sequence[float] = DEFAULT_PERCENTILES,
-) -> Group:
+def serve_view(summary: Summary, run: Run) -> Group:
     """Everything, one below the other; warnings last."""
     parts: list[object] = [_load_line(run), "", _counts_table(summary, run), ""]
-    parts += [*map(escape, _errors_lines(summary)), _latency_table(summary, metrics, percentiles), MEANING]
+    parts += [*map(escape, _errors_lines(summary)), _latency_table(summary, run.options), MEANING]
     if summary.limits.by_name():
         parts += ["", _attainment_line(summary), *_misses_lines(summary)]
     if (returned := summary.returned).num:
@@ -214,7 +182,7 @@ def serve_view(
             f"second tier: {tier.num_hits} blocks read back, {tier.hit_rate:.1%} of those that the pools did not hold, "
             f"in {tier.read_s:.1f} s that prompts waited; computing them would have taken {tier.saved_s:.1f} s more"
         ]
-    parts += [f"[yellow]{escape(line)}[/]" for line in warnings(summary, run.max_concurrency)]
+    parts += [f"[yellow]{escape(line)}[/]" for line in warnings(summary, run.options.max_concurrency)]
     return Group(*parts)  # type: ignore[arg-type]
 
 
@@ -237,7 +205,7 @@ def warnings(summary: Summary, max_concurrency: int | None = None) -> list[str]:
 
 def _load_line(run: Run) -> str:
     """What was sent where, and how."""
-    rate, ramp, burstiness = run.request_rate_per_s, run.ramp, f", burstiness {run.burstiness:g}"
+    rate, ramp, burstiness = run.request_rate_per_s, run.options.ramp, f", burstiness {run.options.burstiness:g}"
     if run.stages:
         parts = ", ".join(f"{stage.times:g} times for {stage.seconds:g} s" for stage in run.stages)
         how = f"stages of {rate:.4g} requests/s: {parts}{burstiness}"
@@ -245,9 +213,9 @@ def _load_line(run: Run) -> str:
         how = f"{ramp.start_per_s:g} to {ramp.end_per_s:g} requests/s, {ramp.strategy}{burstiness}"
     else:
         how = "no fixed rate" if math.isinf(rate) else f"{rate:g} requests/s{burstiness}"
-    if run.max_concurrency is not None:
-        how += f", at most {run.max_concurrency} at a time"
-    return f"[bold]{escape(run.model_id)}[/] by {escape(run.backend)}: {how}"
+    if run.options.max_concurrency is not None:
+        how += f", at most {run.options.max_concurrency} at a time"
+    return f"[bold]{escape(run.model_id)}[/] by {escape(run.options.backend_name)}: {how}"
 
 
 def _counts_table(summary: Summary, run: Run) -> Table:
@@ -291,8 +259,9 @@ def _errors_lines(summary: Summary) -> list[str]:
     return ["failed or refused:", *lines, *([f"  and {num_others} others"] if num_others else []), ""]
 
 
-def _latency_table(summary: Summary, metrics: Sequence[str], percentiles: Sequence[float]) -> Table:
+def _latency_table(summary: Summary, options: ServeOptions) -> Table:
     """Milliseconds of each metric and of the send lag."""
+    metrics, percentiles = parse_metrics(options.percentile_metrics), parse_percentiles(options.metric_percentiles)
     numbers = ("mean", "median", "std", *(f"p{each:g}" for each in percentiles), "max")
     table = plain_table("milliseconds", numbers=numbers)
     rows = {NAMES[name]: summary.latencies_s[name] for name in metrics}

@@ -2,14 +2,14 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from splitserve_bench.errors import BenchError
-from splitserve_bench.serve.arrivals import Ramp, Stage
+from splitserve_bench.serve.arrivals import Stage
 from splitserve_bench.serve.metrics import (
     LATENCIES,
     Summary,
@@ -20,37 +20,27 @@ from splitserve_bench.serve.metrics import (
     ttft_s,
     ttst_s,
 )
+from splitserve_bench.serve.options import ServeOptions
 from splitserve_bench.serve.records import Outcome, TierUse
 from splitserve_bench.serve.stages import StageFindings
-
-DEFAULT_METRICS: Final = ("ttft", "tpot", "itl")
-DEFAULT_PERCENTILES: Final = (99.0,)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """What was run. An infinite request rate is everything at once, or a trace at its own times, or that of a ramp.
 
-    stages are those of a load in stages, which are multiples of the request rate. num_gpus are those of all nodes, None
-    where nobody said; num_clipped the requests cut to what the model takes; tier what the second tiers of a simulated
-    fleet did, None where it has none. metadata is written as it stands. digest is of what a simulation was asked, which
-    names its file instead of the time.
+    stages are those of a load in stages, which are multiples of the request rate. num_clipped are the requests cut to
+    what the model takes; tier what the second tiers of a simulated fleet did, None where it has none. digest is of what
+    a simulation was asked, which names its file instead of the time.
     """
 
     started_at: datetime
-    backend: str
+    options: ServeOptions
     model_id: str
-    tokenizer_id: str | None = None
-    label: str | None = None
-    request_rate_per_s: float = math.inf
-    burstiness: float = 1.0
-    ramp: Ramp | None = None
+    request_rate_per_s: float
     stages: tuple[Stage, ...] = ()
-    max_concurrency: int | None = None
-    num_gpus: int | None = None
     num_clipped: int = 0
     tier: TierUse | None = None
-    metadata: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
 
     @property
@@ -81,10 +71,11 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
 def file_name(run: Run) -> str:
     """As vLLM names it: label or backend, rate, concurrency where limited, the model's last part, date, or the digest
     of a simulation."""
-    concurrency = "" if run.max_concurrency is None else f"-concurrency{run.max_concurrency}"
-    label = (run.label or run.backend).replace("/", "-")
+    limit, ramp = run.options.max_concurrency, run.options.ramp
+    concurrency = "" if limit is None else f"-concurrency{limit}"
+    label = (run.options.label or run.options.backend_name).replace("/", "-")
     model = run.model_id.rstrip("/").rsplit("/", 1)[-1]
-    rate, ramp = f"{run.request_rate_per_s}qps", run.ramp
+    rate = f"{run.request_rate_per_s}qps"
     if ramp is not None:
         rate = f"ramp-up-{ramp.strategy}-{ramp.start_per_s}qps-{ramp.end_per_s}qps"
     if run.stages:
@@ -92,21 +83,15 @@ def file_name(run: Run) -> str:
     return f"{label}-{rate}{concurrency}-{model}-{run.digest or run.date}.json"
 
 
-def result_json(
-    summary: Summary,
-    run: Run,
-    *,
-    detailed: bool = False,
-    metrics: Sequence[str] = DEFAULT_METRICS,
-    percentiles: Sequence[float] = DEFAULT_PERCENTILES,
-    findings: StageFindings | None = None,
-) -> dict[str, Any]:
-    """One JSON object: vLLM's keys with vLLM's meaning, then ours. Metrics are names of LATENCIES; ttst is there
-    always. The findings are those of a load in stages.
+def result_json(summary: Summary, run: Run, findings: StageFindings | None = None) -> dict[str, Any]:
+    """One JSON object: vLLM's keys with vLLM's meaning, then ours; ttst is there always. The findings are those of a
+    load in stages.
 
-    Where nothing was measured there is null. `detailed` adds the lists of all requests in the order of the load, with
-    0 for the latencies of those without tokens, as in vLLM.
+    Where nothing was measured there is null. --save-detailed adds the lists of all requests in the order of the load,
+    with 0 for the latencies of those without tokens, as in vLLM.
     """
+    options = run.options
+    metrics, percentiles = parse_metrics(options.percentile_metrics), parse_percentiles(options.metric_percentiles)
     result = _setup(run, summary) | _figures(summary)
     for name in dict.fromkeys((*metrics, "ttst")):
         values_s = summary.latencies_s[name]
@@ -116,7 +101,7 @@ def result_json(
     result |= _attainments(summary, run)
     if findings is not None:
         result["stages"] = findings.to_json()
-    if detailed:
+    if options.save_detailed:
         result |= _details(summary.outcomes)
     return result
 
@@ -151,19 +136,20 @@ def request_lines(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
 
 
 def _setup(run: Run, summary: Summary) -> dict[str, Any]:
+    options = run.options
     setup = {
         "date": run.date,
-        "backend": run.backend,
-        "label": run.label,
+        "backend": options.backend_name,
+        "label": options.label,
         "model_id": run.model_id,
-        "tokenizer_id": run.tokenizer_id,
+        "tokenizer_id": str(options.tokenizer) if options.tokenizer else None,
         "num_prompts": summary.num_offered,
-        **run.metadata,
+        **options.metadata_pairs(),
         "request_rate": "inf" if math.isinf(run.request_rate_per_s) else run.request_rate_per_s,
-        "burstiness": run.burstiness if math.isfinite(run.burstiness) else "inf",
-        "max_concurrency": run.max_concurrency,
+        "burstiness": options.burstiness if math.isfinite(options.burstiness) else "inf",
+        "max_concurrency": options.max_concurrency,
     }
-    if (ramp := run.ramp) is not None:
+    if (ramp := options.ramp) is not None:
         setup["ramp_up_strategy"] = ramp.strategy
         setup |= {"ramp_up_start_rps": ramp.start_per_s, "ramp_up_end_rps": ramp.end_per_s}
     return setup
@@ -189,15 +175,15 @@ def _figures(summary: Summary) -> dict[str, Any]:
 def _attainments(summary: Summary, run: Run) -> dict[str, Any]:
     """What vLLM does not tell."""
     limits = summary.limits.by_name()
-    goodput = summary.request_goodput_per_s
+    goodput, num_gpus = summary.request_goodput_per_s, run.options.num_gpus
     return {
         "slo_limits_ms": {name: _ms(limit) for name, limit in limits.items()},
         "slo_attainment": summary.attainment if limits else None,
         "slo_attainment_interval": list(summary.attainment_interval) if limits else None,
         "slo_attainment_ttft": summary.attainment_ttft,
         "slo_attainment_tpot": summary.attainment_tpot,
-        "num_gpus": run.num_gpus,
-        "goodput_per_gpu": goodput / run.num_gpus if limits and run.num_gpus else None,
+        "num_gpus": num_gpus,
+        "goodput_per_gpu": goodput / num_gpus if limits and num_gpus else None,
         "rejected": summary.num_refused,
         "clipped": run.num_clipped,
         "misses": asdict(summary.misses),

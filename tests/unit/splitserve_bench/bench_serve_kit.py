@@ -40,9 +40,13 @@ def timeline(*seconds):
     return dict(zip(PHASES, (*seconds, *[0.0] * (len(PHASES) - len(seconds))), strict=True))
 
 
-def staged_options(stages, request_rate=1.0, **flags):
-    """The command's own defaults with these stages."""
+def serve_options(**flags):
+    """The command's own defaults but for these."""
     params = serve_command.make_context("serve", []).params
-    usual = {each.name: params[each.name] for each in fields(ServeOptions)}
+    return ServeOptions(**{**{each.name: params[each.name] for each in fields(ServeOptions)}, **flags})
+
+
+def staged_options(stages, request_rate=1.0, **flags):
+    """Those of a load in these stages."""
     few = {"random_input_len": 8, "random_output_len": 3, "goodput": ("ttft:1",)}
-    return ServeOptions(**{**usual, **few, "stages": stages, "request_rate": request_rate, **flags})
+    return serve_options(**{**few, "stages": stages, "request_rate": request_rate, **flags})

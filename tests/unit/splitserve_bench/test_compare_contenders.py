@@ -8,13 +8,13 @@ from splitserve.launch.models import LocalModel
 from splitserve_bench.compare.arena import Arena
 from splitserve_bench.compare.command import parse_engine_flag
 from splitserve_bench.compare.contenders import (
-    MOST_SPLITS,
+    MAX_SPLITS,
     PeerContender,
-    Split,
     contenders,
     parse_custom,
     parse_peer,
     parse_split,
+    split,
     splits_of,
 )
 from splitserve_bench.errors import BenchError
@@ -39,10 +39,10 @@ def test_on_two_cores():
         "auto 2x1",
         "peer vllm",
     ]
-    one_node, two_nodes, split, auto, _ = everyone
+    one_node, two_nodes, apart, auto, _ = everyone
     assert (one_node.prefill, one_node.decode, one_node.both) == (0, 0, 1)
     assert (two_nodes.prefill, two_nodes.decode, two_nodes.both) == (0, 0, 2)
-    assert (split.prefill, split.decode, split.both) == (1, 1, 0)
+    assert (apart.prefill, apart.decode, apart.both) == (1, 1, 0)
     assert (auto.prefill, auto.decode, auto.both) == (0, 0, 2)
     assert dict(two_nodes.flags) == {"policy": "never"}
     assert dict(auto.flags) == {"admission": "timely"}
@@ -53,26 +53,25 @@ def test_one_core_cannot_be_split():
 
 
 def test_four_cores_have_every_split():
-    assert [str(each) for each in splits_of(4)] == ["1P+3D", "2P+2D", "3P+1D"]
-    assert names(4, [], [])[2:] == [*(f"split {each}" for each in splits_of(4)), "auto 4x1"]
+    assert names(4, [], [])[2:] == ["split 1P+3D", "split 2P+2D", "split 3P+1D", "auto 4x1"]
 
 
 @pytest.mark.parametrize("num_cores", [8, 9, 64, 200])
 def test_of_many_splits_some_are_taken_and_the_extremes_are_among_them(num_cores):
     splits = splits_of(num_cores)
-    assert len(set(splits)) == MOST_SPLITS
-    assert all(each.prefill + each.decode == num_cores for each in splits)
+    assert len(set(splits)) == MAX_SPLITS
+    assert all(each.num_nodes == num_cores for each in splits)
     assert (splits[0].prefill, splits[-1].decode) == (1, 1)
 
 
 def test_splits_can_be_chosen():
-    assert names(4, [Split(1, 1), Split(1, 1), Split(2, 1)], [])[2:] == [
+    assert names(4, [split(1, 1), split(1, 1), split(2, 1)], [])[2:] == [
         "split 1P+1D",
         "split 2P+1D",
         "auto 4x1",
     ]
     with pytest.raises(SettingsError, match=r"2P\+3D has more nodes than there are cores: 4"):
-        contenders(4, [Split(2, 3)], [])
+        contenders(4, [split(2, 3)], [])
 
 
 def test_two_peers_of_one_name_are_refused():
@@ -81,7 +80,7 @@ def test_two_peers_of_one_name_are_refused():
 
 
 def test_splits_and_peers_are_read_from_text():
-    assert parse_split("1P+2D") == parse_split("1p+2d") == Split(1, 2)
+    assert parse_split("1P+2D") == parse_split("1p+2d") == split(1, 2)
     assert parse_peer("vllm=http://127.0.0.1:8000") == PEER
     assert parse_peer("vllm=http://127.0.0.1:8000/v1/") == PEER
     assert parse_peer("a-b.c=https://host/x").address == "https://host/x"
@@ -105,7 +104,7 @@ def test_further_clusters_have_flags_of_their_own():
     assert names(2, [], [PEER])[-1] == "peer vllm"
     assert [each.name for each in contenders(2, [], [PEER], [custom])][-2:] == ["least", "peer vllm"]
     assert parse_custom("three=3B", flag).num_nodes == 3
-    with pytest.raises(SettingsError, match="--contender three has more nodes than there are cores: 2"):
+    with pytest.raises(SettingsError, match="three has more nodes than there are cores: 2"):
         contenders(2, [], [], [parse_custom("three=3B", flag)])
 
 

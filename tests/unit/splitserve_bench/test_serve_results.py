@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from splitserve_bench.errors import BenchError
-from splitserve_bench.serve.arrivals import Ramp
 from splitserve_bench.serve.metrics import Limits, summarize
 from splitserve_bench.serve.plots import AttainmentPoint, plot_attainment, plot_latencies
 from splitserve_bench.serve.records import Outcome, TierUse
@@ -27,7 +26,7 @@ from splitserve_bench.serve.results import (
     result_json,
 )
 from tests.effort import few
-from tests.unit.splitserve_bench.bench_serve_kit import answered, failed, timeline
+from tests.unit.splitserve_bench.bench_serve_kit import answered, failed, serve_options, timeline
 
 # ---- results and lines ----
 
@@ -74,7 +73,8 @@ OUR_KEYS = {
     "send_lag_p99_ms",
     "send_lag_max_ms",
 }
-RUN = Run(datetime(2026, 2, 3, 4, 5, 6), "openai", "org/Model-1B", request_rate_per_s=4.0)
+OPTIONS = serve_options(backend="openai")
+RUN = Run(datetime(2026, 2, 3, 4, 5, 6), OPTIONS, "org/Model-1B", 4.0)
 OUTCOMES = [
     answered(0, 0.0, (0.5, 0.75, 1.25), timeline=timeline(0.25, 0.25, 0.0, 0.0, 0.0, 0.75)),
     answered(1, 1.0, (2.0, 2.25), scheduled_s=0.75, ended_s=2.5),
@@ -82,6 +82,10 @@ OUTCOMES = [
     failed(3, 3.0, 4.0),
 ]
 LIMITS = Limits(ttft_s=0.5, tpot_s=0.5)
+
+
+def run_of(model="m", rate=math.inf, run=RUN, **flags):
+    return replace(run, model_id=model, request_rate_per_s=rate, options=replace(run.options, **flags))
 
 
 @pytest.fixture
@@ -96,13 +100,14 @@ def statistics(metrics, percentiles):
 def test_the_keys_are_vllms_and_ours(summary):
     latencies = statistics(("ttft", "tpot", "itl", "ttst"), ("p99",))
     assert set(result_json(summary, RUN)) == VLLM_KEYS | OUR_KEYS | latencies
-    detailed = result_json(summary, RUN, detailed=True, metrics=("e2el",), percentiles=(50.0, 99.9))
+    flags = {"save_detailed": True, "percentile_metrics": "e2el", "metric_percentiles": "50,99.9"}
+    detailed = result_json(summary, run_of(**flags))
     latencies = statistics(("e2el", "ttst"), ("p50", "p99.9"))
     assert set(detailed) == VLLM_KEYS | OUR_KEYS | latencies | VLLM_DETAILS | {"latencies", "queue_times"}
 
 
 def test_values_by_hand(summary):
-    result = result_json(summary, RUN, percentiles=(50.0,))
+    result = result_json(summary, run_of(rate=4.0, metric_percentiles="50"))
     assert result["date"] == "20260203-040506"
     assert (result["num_prompts"], result["request_rate"], result["max_concurrency"]) == (4, 4.0, None)
     assert (result["duration"], result["completed"], result["failed"], result["rejected"]) == (4.0, 2, 2, 1)
@@ -122,7 +127,7 @@ def test_values_by_hand(summary):
 
 
 def test_details_are_in_the_order_of_the_load(summary):
-    result = result_json(summary, RUN, detailed=True)
+    result = result_json(summary, run_of(save_detailed=True))
     assert result["ttfts"] == [0.5, 1.0, 0.0, 0.0]
     assert result["itls"] == [[0.25, 0.5], [0.25], [], []]
     assert result["start_times"] == [0.0, 1.0, 1.0, 3.0]
@@ -132,7 +137,7 @@ def test_details_are_in_the_order_of_the_load(summary):
 
 
 def test_without_limits_and_answers():
-    result = result_json(summarize([failed()], Limits()), Run(RUN.started_at, "grpc", "m", burstiness=math.inf))
+    result = result_json(summarize([failed()], Limits()), run_of(burstiness=math.inf))
     assert (result["request_rate"], result["burstiness"]) == ("inf", "inf")
     nothing = ("request_goodput", "slo_attainment", "slo_attainment_interval", "mean_ttft_ms", "p99_itl_ms")
     assert [result[key] for key in nothing] == [None] * 5
@@ -141,7 +146,7 @@ def test_without_limits_and_answers():
 
 
 def test_gpus_and_metadata(summary):
-    run = Run(RUN.started_at, "openai", "m", num_gpus=2, num_clipped=3, metadata={"tp": "1", "completed": "x"})
+    run = replace(run_of(num_gpus=2, metadata=("tp=1", "completed=x")), num_clipped=3)
     result = result_json(summary, run)
     assert (result["num_gpus"], result["goodput_per_gpu"], result["clipped"], result["tp"]) == (2, 0.125, 3, "1")
     assert result["completed"] == 2
@@ -162,7 +167,7 @@ def test_what_was_not_computed():
 
 def test_files_are_named_as_vllm_names_them():
     assert file_name(RUN) == "openai-4.0qps-Model-1B-20260203-040506.json"
-    run = Run(RUN.started_at, "openai", "/models/tiny/", label="a/b", max_concurrency=8)
+    run = run_of("/models/tiny/", label="a/b", max_concurrency=8)
     assert file_name(run) == "a-b-infqps-concurrency8-tiny-20260203-040506.json"
 
 
@@ -191,7 +196,7 @@ def test_lists_of_names_and_numbers():
 
 # ---- the report and its pictures ----
 
-SHOWN_RUN = Run(datetime(2026, 2, 3), "openai", "org/Model-1B", request_rate_per_s=4.0, num_clipped=3)
+SHOWN_RUN = replace(RUN, num_clipped=3)
 SHOWN_LIMITS = Limits(ttft_s=0.5, tpot_s=0.5)
 SHOWN_OUTCOMES = [
     answered(0, 0.0, (0.5, 0.75, 1.25), timeline=timeline(0.25, 0.25, 0.0, 0.25, 0.0, 0.5)),
@@ -209,7 +214,8 @@ def shown(view):
 
 
 def test_the_report_names_figures_with_units():
-    text = shown(serve_view(summarize(SHOWN_OUTCOMES, SHOWN_LIMITS), SHOWN_RUN, percentiles=(90.0,)))
+    run = run_of("org/Model-1B", 4.0, SHOWN_RUN, metric_percentiles="90")
+    text = shown(serve_view(summarize(SHOWN_OUTCOMES, SHOWN_LIMITS), run))
     for part in (
         "org/Model-1B by openai: 4 requests/s, burstiness 1",
         "requests offered 4 complete 3 failed 0 refused 1",
@@ -231,7 +237,7 @@ def test_the_report_names_figures_with_units():
 
 
 def test_a_ramp_is_told_from_which_rate_to_which_it_goes():
-    run = replace(SHOWN_RUN, request_rate_per_s=math.inf, ramp=Ramp("linear", 0.5, 20))
+    run = run_of(ramp_up_strategy="linear", ramp_up_start_rps=0.5, ramp_up_end_rps=20.0)
     assert "by openai: 0.5 to 20 requests/s, linear, burstiness 1" in shown(
         serve_view(summarize(SHOWN_OUTCOMES, SHOWN_LIMITS), run)
     )
@@ -258,7 +264,7 @@ def test_what_was_not_computed_is_told_where_it_is_known():
 
 
 def test_a_report_of_nothing():
-    text = shown(serve_view(summarize([failed()], Limits()), Run(SHOWN_RUN.started_at, "grpc", "m")))
+    text = shown(serve_view(summarize([failed()], Limits()), run_of()))
     assert "no fixed rate" in text
     assert "TTFT, sent to first token - - - - -" in text
     assert "attainment" not in text
@@ -283,7 +289,7 @@ def test_a_late_generator_is_told(lag_s, ttft_s, told):
 
 def test_waiting_for_a_place_is_told_as_such():
     outcomes = [answered(0, 2.0, (3.0,), scheduled_s=1.0)]
-    run = Run(SHOWN_RUN.started_at, "openai", "m", max_concurrency=4)
+    run = run_of(max_concurrency=4)
     assert "one of 4 places" in shown(serve_view(summarize(outcomes, SHOWN_LIMITS), run))
 
 
