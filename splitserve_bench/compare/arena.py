@@ -7,7 +7,7 @@ contender for the whole comparison. This way it is drawn anew for each load, and
 Nodes are pinned to the given cores, evenly. The coordinator and the load generator may use every core of the machine.
 """
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,6 @@ from splitserve_bench.serve.records import (
     Outcome,
     PlannedRequest,
     Progress,
-    ServedModel,
     Target,
 )
 
@@ -84,14 +83,12 @@ class Arena:
         return outcomes
 
     @asynccontextmanager
-    async def _serving(
-        self, contender: Contender
-    ) -> AsyncIterator[tuple[Target, Callable[[], Coroutine[Any, Any, None]]]]:
+    async def _serving(self, contender: Contender) -> AsyncIterator[tuple[Target, Callable[[], Awaitable[object]]]]:
         """Where it serves, and a check that raises BenchError when it lost a node, or no longer answers."""
         if isinstance(contender, PeerContender):
             target = Target(OPENAI, contender.address)
             target = replace(target, model=(await describe(target)).model)
-            yield target, lambda: _check_peer(target)
+            yield target, lambda: describe(target)
             return
         self._num_started += 1
         async with self._cluster(contender) as cluster:
@@ -113,19 +110,8 @@ class Arena:
             return Cluster(build(ClusterSettings, values), values, self._model, report=self._report)
 
 
-async def describe_peers(contenders: Sequence[Contender]) -> dict[str, ServedModel]:
-    """What the peers say of themselves, by name. Raises BenchError when one does not answer."""
-    peers = [each for each in contenders if isinstance(each, PeerContender)]
-    return {each.name: await describe(Target(OPENAI, each.address)) for each in peers}
-
-
 async def _check_nodes(cluster: Cluster) -> None:
     async with cluster.client() as client:
         attached = {node.name for node in (await client.loads()).nodes}
     if missing := [name for name in cluster.nodes if name not in attached]:
         raise BenchError(f"lost during the load: {', '.join(missing)}; logs: {cluster.log_dir}")
-
-
-async def _check_peer(target: Target) -> None:
-    """Its nodes are its own affair."""
-    await describe(target)

@@ -23,6 +23,7 @@ from splitserve_bench.compare.contenders import (
     KINDS,
     ClusterContender,
     Contender,
+    PeerContender,
     contenders,
     parse_custom,
     parse_peer,
@@ -274,10 +275,12 @@ async def compare_contenders(asked: Asked) -> None:
 
 async def _prepare(asked: Asked, show: Callable[[str], None]) -> "Compare":
     """Makes sure that peers answer and that folders can be used. Raises BenchError and SettingsError."""
-    from splitserve_bench.compare.arena import Arena, describe_peers
+    from splitserve_bench.compare.arena import Arena
     from splitserve_bench.compare.comparison import Forecaster, by_cores
     from splitserve_bench.compare.run import Cells, Compare, Workload, served_by_all
     from splitserve_bench.serve.datasets import clipped_words
+    from splitserve_bench.serve.generator import describe
+    from splitserve_bench.serve.records import OPENAI, Target
     from splitserve_bench.simulate.profile import read_profile
 
     forecaster = Forecaster(by_cores(list(map(read_profile, asked.profiles))), len(asked.cores), asked.flags)
@@ -285,8 +288,9 @@ async def _prepare(asked: Asked, show: Callable[[str], None]) -> "Compare":
     cells = Cells(folder, asked.arguments())
     if num_saved := len(cells):
         report(f"saved loads: {num_saved}; only what is missing is measured")
-    peers = await describe_peers(asked.contenders)
-    served = served_by_all(asked.model, asked.flags.get("max_model_len") or None, list(peers.values()))
+    peers = [each for each in asked.contenders if isinstance(each, PeerContender)]
+    described = [await describe(Target(OPENAI, each.address)) for each in peers]
+    served = served_by_all(asked.model, asked.flags.get("max_model_len") or None, described)
     workload = Workload(asked.dataset, served, asked.model.folder)
     if clipped := clipped_words(workload.clipped_share(), served.max_model_len):
         report(clipped)

@@ -130,7 +130,7 @@ def plot_stages(findings: StageFindings, path: Path) -> None:
     edges_s, rates = [0.0, *(stage.end_s for stage in findings.stages)], [each.rate_per_s for each in findings.stages]
     axes.stairs(rates, edges_s, color=EDGE_COLOUR, linewidth=1.4, label="rate of the stage")
     if findings.back_s is not None:
-        back_s = findings.highest.window.end_s + findings.back_s
+        back_s = findings.highest["end_s"] + findings.back_s
         axes.axvline(back_s, color=LINES[1], linestyle="--", linewidth=1.4)
     axes.set(xlabel="seconds after the start of the load, when the request was due", ylabel="requests/s")
     axes.set_xlim(edges_s[0], edges_s[-1])

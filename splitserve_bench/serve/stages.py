@@ -59,45 +59,21 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class HighestStage:
-    """The requests that were due while the rate was highest, and the goodput of the stage before. The goodputs before
-    are None where no stage is before."""
-
-    window: Window
-    mean_before_per_s: float | None  # good requests/s of the whole stage before
-    best_before_per_s: float | None  # those of its best window
-    refusal_s: Distribution  # from sending to refusal
-    ttft_s: Distribution  # of the admitted
-
-    def to_json(self) -> dict[str, Any]:
-        goodput = self.window.goodput_per_s
-        return {
-            **self.window.to_json(),
-            "admitted_good": _ratio(self.window.num_good, self.window.num_admitted),
-            "mean_before_per_s": self.mean_before_per_s,
-            "best_before_per_s": self.best_before_per_s,
-            "of_mean_before": _ratio(goodput, self.mean_before_per_s),
-            "of_best_before": _ratio(goodput, self.best_before_per_s),
-            "refusal_ms": _statistics_ms(self.refusal_s),
-            "ttft_ms": _statistics_ms(self.ttft_s, p90=True),
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class StageFindings:
-    """`back_s` is from the end of the highest stage until goodput is back, None when it is not, or nothing followed."""
+    """`highest` is the window while the rate was highest, for JSON, beside the goodput of the stage before, None where
+    there is none. `back_s` is from its end until goodput is back, None when it is not, or nothing followed."""
 
     attainment: float  # from which on goodput is back
     stages: tuple[Stage, ...]
     by_stage: tuple[Window, ...]
     windows: tuple[Window, ...]
-    highest: HighestStage
+    highest: dict[str, Any]
     back_s: float | None
 
     @property
     def back_sentence(self) -> str:
         """How long after the highest stage goodput was back."""
-        end_s = self.highest.window.end_s
+        end_s = self.highest["end_s"]
         if not any(each.num_offered for each in self.by_stage if each.start_s >= end_s):
             return "Nothing was sent after the highest stage: whether goodput comes back is not known."
         wanted = f"{self.attainment:.0%} of the requests good"
@@ -116,7 +92,7 @@ class StageFindings:
         return {
             "attainment": self.attainment,
             "back_s": self.back_s,
-            "highest": self.highest.to_json(),
+            "highest": self.highest,
             "by_stage": by_stage,
             "windows": [window.to_json() for window in self.windows],
         }
@@ -167,7 +143,7 @@ def back_after_s(windows: Sequence[Window], attainment: float) -> float | None:
 
 def _highest(
     outcomes: Sequence[Outcome], stages: Sequence[Stage], limits: Limits, start_s: float, end_s: float
-) -> HighestStage:
+) -> dict[str, Any]:
     (due,) = _due(outcomes, [start_s, end_s])
     (window,) = _windows_between(outcomes, limits, [start_s, end_s])
     mean_per_s = best_per_s = None
@@ -176,13 +152,19 @@ def _highest(
         full = windows_of(outcomes, limits, before.start_s, before.end_s)[: int(before.seconds // WINDOW_S)]
         mean_per_s = whole.goodput_per_s  # of a stage that has no window of full length, its best one, too
         best_per_s = max((each.goodput_per_s for each in full), default=mean_per_s)
-    return HighestStage(
-        window=window,
-        mean_before_per_s=mean_per_s,
-        best_before_per_s=best_per_s,
-        refusal_s=Distribution(tuple(e2el_s(each) for each in due if each.is_refused)),
-        ttft_s=Distribution(tuple(first_s for each in due if (first_s := ttft_s(each)) is not None)),
-    )
+    refusals_s = Distribution(tuple(e2el_s(each) for each in due if each.is_refused))
+    ttfts_s = Distribution(tuple(first_s for each in due if (first_s := ttft_s(each)) is not None))
+    ttfts_ms = {"median": _ms(ttfts_s.median), "p90": _ms(ttfts_s.percentile(90)), "max": _ms(ttfts_s.max)}
+    return {
+        **window.to_json(),
+        "admitted_good": _ratio(window.num_good, window.num_admitted),
+        "mean_before_per_s": mean_per_s,
+        "best_before_per_s": best_per_s,
+        "of_mean_before": _ratio(window.goodput_per_s, mean_per_s),
+        "of_best_before": _ratio(window.goodput_per_s, best_per_s),
+        "refusal_ms": {"median": _ms(refusals_s.median), "max": _ms(refusals_s.max)},
+        "ttft_ms": ttfts_ms,
+    }
 
 
 def _windows_between(outcomes: Sequence[Outcome], limits: Limits, edges_s: Sequence[float]) -> list[Window]:
@@ -209,9 +191,8 @@ def _ratio(part: float, whole: float | None) -> float | None:
     return part / whole if whole else None
 
 
-def _statistics_ms(times_s: Distribution, *, p90: bool = False) -> dict[str, float | None]:
-    named = {"median": times_s.median, **({"p90": times_s.percentile(90)} if p90 else {}), "max": times_s.max}
-    return {name: None if each is None else each * 1e3 for name, each in named.items()}
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
 
 
 # ---- for people ----
@@ -221,34 +202,36 @@ def stages_view(findings: StageFindings) -> Group:
     """By stage and by window, how the highest stage went, and whether goodput came back."""
     stages = plain_table("stage", numbers=("req/s", *COUNTS))
     for stage, window in zip(findings.stages, findings.by_stage, strict=True):
-        stages.add_row(_seconds(window), f"{stage.rate_per_s:.3g}", *_cells(window))
+        stages.add_row(_seconds(window.start_s, window.end_s), f"{stage.rate_per_s:.3g}", *_cells(window))
     windows = plain_table("window", numbers=COUNTS)
     for window in findings.windows:
-        windows.add_row(_seconds(window), *_cells(window))
+        windows.add_row(_seconds(window.start_s, window.end_s), *_cells(window))
     lines = [*_highest_lines(findings.highest), f"[bold]{findings.back_sentence}[/]"]
     return Group(stages, "", windows, MEANING, "", *lines)
 
 
-def _highest_lines(highest: HighestStage) -> list[str]:
+def _highest_lines(found: dict[str, Any]) -> list[str]:
     """Goodput of the highest stage beside that before it, and what its requests met with."""
-    window, told, before = highest.window, highest.to_json(), ""
-    if highest.mean_before_per_s is not None:
+    before = ""
+    if found["mean_before_per_s"] is not None:
         before = (
-            f": {_percent(told['of_mean_before'])} of the {highest.mean_before_per_s:.2f} of the stage before, "
-            f"{_percent(told['of_best_before'])} of the {highest.best_before_per_s:.2f} of its best window"
+            f": {_percent(found['of_mean_before'])} of the {found['mean_before_per_s']:.2f} of the stage before, "
+            f"{_percent(found['of_best_before'])} of the {found['best_before_per_s']:.2f} of its best window"
         )
+    num_refused = found["num_refused_until"] + found["num_refused"]
     lines = [
-        f"highest stage, {_seconds(window)}: {window.goodput_per_s:.2f} good requests/s{before}",
-        f"  admitted: {window.num_admitted} of {window.num_offered}, {_percent(told['admitted_good'])} of them good; "
-        f"TTFT {_listed_ms(told['ttft_ms'])}",
+        f"highest stage, {_seconds(found['start_s'], found['end_s'])}: {found['goodput_per_s']:.2f} good requests/s"
+        f"{before}",
+        f"  admitted: {found['num_admitted']} of {found['num_offered']}, {_percent(found['admitted_good'])} of them "
+        f"good; TTFT {_listed_ms(found['ttft_ms'])}",
     ]
-    if refused := len(highest.refusal_s.values):
-        lines.append(f"  refused: {refused}; from sending to refusal {_listed_ms(told['refusal_ms'])}")
+    if num_refused:
+        lines.append(f"  refused: {num_refused}; from sending to refusal {_listed_ms(found['refusal_ms'])}")
     return lines
 
 
-def _seconds(window: Window) -> str:
-    return f"{window.start_s:g} to {window.end_s:g} s"
+def _seconds(start_s: float, end_s: float) -> str:
+    return f"{start_s:g} to {end_s:g} s"
 
 
 def _cells(window: Window) -> list[str]:

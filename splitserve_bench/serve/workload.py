@@ -42,7 +42,6 @@ from splitserve_bench.serve.metrics import Limits, summarize
 from splitserve_bench.serve.options import (
     AZURE,
     CAPACITY_REQUESTS,
-    CUSTOM,
     NUM_PROMPTS,
     SHAREGPT,
     TEXTS,
@@ -82,16 +81,12 @@ class Source:
         self._dataset, self._vocab_size = dataset, vocab_size
         self._texts: Texts | None = None
         self.traced: list[TracedRequest] = []
-        path = Path(dataset.path)
         if dataset.name in TEXTS:
             assert tokenizer_folder is not None, "the flags were not checked"
-            skips = dataset.skip_chat_template
-            self._texts = Texts(
-                dataset.name, path, tokenizer_folder, dataset.text_output_len, skips_chat_template=skips
-            )
+            self._texts = Texts(dataset, tokenizer_folder)
         elif dataset.name in TRACES:
             read = read_azure_trace if dataset.name == AZURE else read_mooncake_trace
-            self.traced = read(path, length_scale=dataset.length_scale, limit=limit)
+            self.traced = read(Path(dataset.path), length_scale=dataset.length_scale, limit=limit)
 
     def drawn(self, num_requests: int, rng: Random) -> list[Shape]:
         """So many requests of a data set that is no trace, or all of a file that has fewer."""
@@ -236,26 +231,18 @@ class _Text:
 class Texts:
     """The prompts of one file."""
 
-    def __init__(
-        self,
-        name: str,
-        path: Path,
-        tokenizer_folder: Path,
-        output_tokens: int | None,
-        *,
-        skips_chat_template: bool = False,
-    ) -> None:
-        """Every answer has output_tokens where they are given, whatever the file says. A file that cannot be used is a
-        BenchError naming place and value, as is a folder without the chat template; one without a tokenizer a
-        ModelError."""
-        self._path, self._is_pruned = path, name == SHAREGPT
+    def __init__(self, dataset: Dataset, tokenizer_folder: Path) -> None:
+        """A file that cannot be used is a BenchError naming place and value, as is a folder without the chat template;
+        one without a tokenizer a ModelError."""
+        self._path, self._is_pruned = Path(dataset.path), dataset.name == SHAREGPT
         files = read_tokenizer_files(tokenizer_folder)
         self._tokenizer = files.tokenizer
-        self._chat = _chat(files, tokenizer_folder) if name == CUSTOM and not skips_chat_template else None
+        self._chat = None if self._is_pruned or dataset.skip_chat_template else _chat(files, tokenizer_folder)
         try:
-            self._texts = list((_conversations if self._is_pruned else _lines)(path, output_tokens))
+            read = _conversations if self._is_pruned else _lines
+            self._texts = list(read(self._path, dataset.text_output_len))
         except (OSError, UnicodeDecodeError) as error:
-            raise BenchError(f"{path} cannot be read: {error}") from error
+            raise BenchError(f"{self._path} cannot be read: {error}") from error
 
     def shapes(self, num_requests: int, rng: Random) -> list[Shape]:
         """So many of them in an order that rng draws, none twice: fewer where there are no more."""
