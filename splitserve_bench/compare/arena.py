@@ -58,7 +58,7 @@ class Arena:
         request_timeout_s: float,
         on_progress: Callable[[Progress], None],
     ) -> list[Outcome]:
-        """What becomes of a load, after the warm-up, of which every request must succeed.
+        """Send a load after the warm-up, of which every request must succeed, and return the outcomes.
 
         Raises BenchError when one does not, or when a node is lost, and LaunchError when the cluster does not start.
         """
@@ -84,7 +84,7 @@ class Arena:
 
     @asynccontextmanager
     async def _serving(self, contender: Contender) -> AsyncIterator[tuple[Target, Callable[[], Awaitable[object]]]]:
-        """Where it serves, and a check that raises BenchError when it lost a node, or no longer answers."""
+        """Give the server, and a check that raises BenchError when it lost a node, or no longer answers."""
         if isinstance(contender, PeerContender):
             target = Target(OPENAI, contender.address)
             target = replace(target, model=(await describe(target)).model)

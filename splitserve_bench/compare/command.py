@@ -59,7 +59,7 @@ OWN_FLAGS: Final = frozenset(
 
 
 def parse_rate(text: str) -> float:
-    """Requests per second. Raises ValueError."""
+    """Parse requests per second. Raises ValueError."""
     try:
         rate = float(text)
     except ValueError:
@@ -70,14 +70,14 @@ def parse_rate(text: str) -> float:
 
 
 def parse_kind(text: str) -> str:
-    """A kind of contender. Raises ValueError."""
+    """Parse a kind of contender. Raises ValueError."""
     if text not in KINDS:
         raise ValueError(f"{text!r} is none of {', '.join(KINDS)}")
     return text
 
 
 def parse_engine_flag(text: str, given_by: str = "--engine-flag") -> tuple[str, Any]:
-    """NAME=VALUE of a flag of `splitserve up`, its value as that flag takes it. Raises SettingsError."""
+    """Parse NAME=VALUE of a flag of `splitserve up`, its value as that flag takes it. Raises SettingsError."""
     from splitserve.commands.serve import up
 
     name, separator, value = text.partition("=")
@@ -201,7 +201,7 @@ class Asked:
     as_json: bool
 
     def about(self) -> dict[str, Any]:
-        """For the JSON object."""
+        """Return what was compared, for the JSON object."""
         return {
             "model": self.model.name,
             "cores": len(self.cores),
@@ -211,7 +211,7 @@ class Asked:
         }
 
     def arguments(self) -> dict[str, Any]:
-        """What a saved comparison must have in common with one that goes on with it."""
+        """Return what a saved comparison must have in common with one that goes on with it."""
         contenders = [asdict(each) for each in self.contenders]
         made_by = {"code": code_digest(SERVING), "kernels": os.environ.get(NATIVE, "")}
         return {**self.about(), "contenders": contenders, "model_files": files_digest(self.model.folder), **made_by}
@@ -274,7 +274,7 @@ async def compare_contenders(asked: Asked) -> None:
 
 
 async def _prepare(asked: Asked, show: Callable[[str], None]) -> "Compare":
-    """Makes sure that peers answer and that folders can be used. Raises BenchError and SettingsError."""
+    """Make sure that peers answer and that folders can be used. Raises BenchError and SettingsError."""
     from splitserve_bench.compare.arena import Arena
     from splitserve_bench.compare.comparison import Forecaster, by_cores
     from splitserve_bench.compare.run import Cells, Compare, Workload, served_by_all
@@ -313,7 +313,7 @@ def _show(found: "Sequence[Comparison]", asked: Asked) -> None:
 
 
 def cores_of(number: int) -> list[int]:
-    """So many of the CPUs that this process may use, the first ones; all for 0. Raises SettingsError."""
+    """Return the first CPUs that this process may use, so many; all for 0. Raises SettingsError."""
     if not hasattr(os, "sched_getaffinity"):
         return list(range(number or os.cpu_count() or 1))
     allowed = sorted(os.sched_getaffinity(0))
@@ -337,7 +337,7 @@ def _bench(values: Mapping[str, Any]) -> "CompareBench":
 
 
 def _named(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that the fields of a dataclass are called like."""
+    """Return the values that have the names of a dataclass's fields."""
     return {field.name: values[field.name] for field in fields(kind) if field.name in values}
 
 

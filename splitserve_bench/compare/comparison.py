@@ -31,7 +31,7 @@ SIMULATED_FLAGS: Final = frozenset({"policy", "admission", "roles", "kv_lending"
 
 @dataclass(frozen=True, slots=True)
 class ProbeRun:
-    """One probe: its requests with what became of them, and how they were judged."""
+    """A probe: its requests with what became of them, and the figures of these."""
 
     number: int  # in the order of all probes, from 1
     contender: str
@@ -49,8 +49,7 @@ class ProbeRun:
 
 @dataclass(slots=True)
 class Entry:
-    """One contender with what it is judged by, its search and its probes. A failure ends the search: one sentence, ""
-    without one."""
+    """A contender with what it is judged by, its search and its probes. A failure, one sentence, ends the search."""
 
     contender: Contender
     slo: Slo
@@ -67,23 +66,22 @@ class Entry:
 
     @property
     def kept(self) -> Kept:
-        """Which requests were good."""
+        """Return which requests were good."""
         return {run.probe: run.summary.are_good for run in self.runs}
 
     @property
     def judged(self) -> Probes:
-        """What became of all requests."""
         return {run.probe: run.summary.judged for run in self.runs}
 
     def summary_at(self, rate: float) -> Summary:
-        """Of all probes of that rate."""
+        """Summarize all probes of a rate."""
         return summarize_judged([each for run in self.runs if run.probe.rate == rate for each in run.summary.judged])
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was found by one objective, in words. `paired` are the same requests at every two contenders, `causes` why
-    `auto` lost those that a fixed mode kept; `verdict` are sentences."""
+    """What was found by one objective. `paired` are the same requests at every two contenders, `causes` why `auto` lost
+    those that a fixed mode kept; `verdict` are sentences."""
 
     goal: Goal
     objective: str
@@ -99,7 +97,7 @@ class Comparison:
 
 
 def standing(entry: Entry) -> Standing:
-    """What the verdict needs to know."""
+    """Return what the verdict needs to know of a contender."""
     result = entry.search.result()
     failing = result.failing_rate
     misses = None if failing is None else entry.summary_at(failing).misses
@@ -107,7 +105,7 @@ def standing(entry: Entry) -> Standing:
 
 
 def concluded(comparison: Comparison) -> Comparison:
-    """With what follows from the probes of those that did not drop out."""
+    """Add what follows from the probes of the contenders that did not drop out."""
     entries = [entry for entry in comparison.entries if entry.runs and not entry.failure]
     paired = pairs_of({each.contender.name: each.kept for each in entries})
     sentences = verdict([standing(entry) for entry in entries])
@@ -117,7 +115,7 @@ def concluded(comparison: Comparison) -> Comparison:
 
 
 def _causes(entries: Sequence[Entry]) -> Iterator[Causes]:
-    """Of each rate, why `auto` lost what colocation or a split kept."""
+    """Return why `auto` lost what colocation or a split kept, for each rate."""
     judged = {entry.contender.name: entry.judged for entry in entries}
     for auto in entries:
         for fixed in entries if auto.contender.kind == AUTO else ():
@@ -126,7 +124,7 @@ def _causes(entries: Sequence[Entry]) -> Iterator[Causes]:
 
 
 def judged_by(slos: Mapping[str, Slo], objective: str, comparison: Comparison) -> Comparison:
-    """The same probes of fixed rates, judged by another objective: each contender that is named by its own."""
+    """Judge the same probes of fixed rates by another objective, each contender that is named by its own."""
     entries = []
     for entry in comparison.entries:
         if slo := slos.get(entry.contender.name):
@@ -144,7 +142,7 @@ def judged_by(slos: Mapping[str, Slo], objective: str, comparison: Comparison) -
 @dataclass(frozen=True, slots=True)
 class Forecaster:
     """Simulates clusters of ours that share so many cores, where there is a profile of nodes of their size, and their
-    flags are such as the simulator has."""
+    flags are known to the simulator."""
 
     profiles: Mapping[int, Profile]  # by cores of a node
     num_cores: int
@@ -153,7 +151,7 @@ class Forecaster:
     def outcomes(
         self, contender: ClusterContender, planned: Sequence[PlannedRequest], request_timeout_s: float
     ) -> list[Outcome] | None:
-        """What would become of a load; None where that cannot be said."""
+        """Simulate a load; None where the contender cannot be simulated."""
         if self.why_not(contender):
             return None
         counts = contender.prefill, contender.decode, contender.both
@@ -163,7 +161,7 @@ class Forecaster:
         return simulate(profile, size, planned, max_concurrency=None, request_timeout_s=request_timeout_s)
 
     def why_not(self, contender: ClusterContender) -> str:
-        """Why its loads are not simulated; empty where they are."""
+        """Return why a contender cannot be simulated; "" where it can."""
         profile = self.profiles.get(self._cores(contender))
         if profile is None:
             return f"no --profile is of nodes of {self._cores(contender)} cores"
@@ -184,7 +182,7 @@ class Forecaster:
 
 
 def by_cores(profiles: Sequence[Profile]) -> dict[int, Profile]:
-    """Raises SettingsError when two are of nodes of one size."""
+    """Return profiles by the cores of a node. Raises SettingsError when two are of nodes of one size."""
     found = {profile.cores: profile for profile in profiles}
     if len(found) < len(profiles):
         raise SettingsError("two --profile are of nodes with the same number of cores")
@@ -192,8 +190,8 @@ def by_cores(profiles: Sequence[Profile]) -> dict[int, Profile]:
 
 
 def forecast_sentences(comparison: Comparison) -> Iterator[str]:
-    """How far apart the shares of good requests are, load by load and over all, and whether contenders that are surely
-    apart come in the same order."""
+    """Say how far apart the shares of good requests are, load by load and over all, and whether contenders that are
+    surely apart come in the same order."""
     runs = [run for entry in comparison.entries for run in entry.runs if run.simulated is not None]
     if not runs:
         return
@@ -212,7 +210,8 @@ def forecast_sentences(comparison: Comparison) -> Iterator[str]:
 
 
 def _orders(comparison: Comparison) -> list[bool]:
-    """For every two contenders that are surely apart at a rate, whether the simulation has them in the same order."""
+    """Return for every two contenders that are surely apart at a rate whether the simulation has them in the same
+    order."""
     at: dict[tuple[str, float], list[float]] = {}
     for entry in comparison.entries:
         for run in entry.runs:

@@ -20,7 +20,7 @@ _PEER: Final = re.compile(r"([\w.+-]+)=(https?://\S+)", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class ClusterContender:
-    """A cluster of ours. Its nodes share the cores evenly. `flags` of `splitserve up` are its own."""
+    """A cluster of ours. Its nodes share the cores evenly. `flags` are its own, of `splitserve up`."""
 
     name: str
     kind: str
@@ -52,8 +52,8 @@ def contenders(
     peers: Sequence[PeerContender],
     customs: Sequence[ClusterContender] = (),
 ) -> list[Contender]:
-    """Colocated clusters, these splits or else `splits_of(num_cores)`, nodes that all do both, of which the limits
-    decide who does what, and what is refused (auto), then the custom ones and the peers.
+    """Return colocated clusters, these splits or else `splits_of(num_cores)`, nodes that all do both, of which the
+    limits decide who does what, and what is refused (auto), then the custom ones and the peers.
 
     Raises SettingsError when one has more nodes than there are cores, or two contenders have one name.
     """
@@ -74,17 +74,17 @@ def contenders(
 
 
 def colocated(num_nodes: int, cores_each: int) -> ClusterContender:
-    """Nodes that do both, each for its own requests."""
+    """Return a cluster of nodes that do both, each for its own requests."""
     return ClusterContender(f"colocated {num_nodes}x{cores_each}", COLOCATED, 0, 0, num_nodes, ALONE)
 
 
 def split(prefill: int, decode: int) -> ClusterContender:
-    """So many prefill nodes and so many decode nodes."""
+    """Return a cluster of so many prefill nodes and so many decode nodes."""
     return ClusterContender(f"split {prefill}P+{decode}D", SPLIT, prefill, decode, 0)
 
 
 def splits_of(num_cores: int) -> list[ClusterContender]:
-    """Every split into nodes of one core each, fewest prefill nodes first; of many, MAX_SPLITS evenly spread."""
+    """Return every split into nodes of one core each, fewest prefill nodes first; of many, MAX_SPLITS evenly spread."""
     prefills = list(range(1, num_cores))
     if len(prefills) > MAX_SPLITS:
         gap = (len(prefills) - 1) / (MAX_SPLITS - 1)
@@ -93,7 +93,7 @@ def splits_of(num_cores: int) -> list[ClusterContender]:
 
 
 def parse_split(text: str) -> ClusterContender:
-    """Such as 1P+1D. Raises ValueError."""
+    """Parse a split such as 1P+1D. Raises ValueError."""
     match = _SPLIT.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not of the form 1P+1D")
@@ -101,8 +101,8 @@ def parse_split(text: str) -> ClusterContender:
 
 
 def parse_custom(text: str, parse_flag: Callable[[str], tuple[str, Any]]) -> ClusterContender:
-    """`NAME=NODES FLAG=VALUE ...`, with nodes such as 1P+1B, and any number of flags. Raises ValueError, and whatever
-    parse_flag raises."""
+    """Parse `NAME=NODES FLAG=VALUE ...`, with nodes such as 1P+1B, and any number of flags. Raises ValueError, and
+    whatever parse_flag raises."""
     first, *flags = text.split() or [""]
     name, _, nodes = first.partition("=")
     matches = [_NODES.fullmatch(part) for part in nodes.split("+")]
@@ -118,7 +118,7 @@ def parse_custom(text: str, parse_flag: Callable[[str], tuple[str, Any]]) -> Clu
 
 
 def parse_peer(text: str) -> PeerContender:
-    """NAME=URL; a `/v1` at the URL's end may be there or not. Raises ValueError."""
+    """Parse NAME=URL; a `/v1` at the URL's end may be there or not. Raises ValueError."""
     match = _PEER.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not of the form NAME=URL, such as vllm=http://127.0.0.1:8000")

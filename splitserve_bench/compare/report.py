@@ -40,7 +40,7 @@ REPEATED: Final = (
 
 
 def comparison_view(comparison: Comparison) -> Group:
-    """The table, what it means, and the verdict."""
+    """Show the table, what it means, the verdict, and reasons to doubt it."""
     goal = f"{comparison.goal.attainment:.0%} of the offered requests good: {comparison.objective}"
     is_fixed = any(entry.search.at_rates for entry in comparison.entries)
     table = rates_table(comparison) if is_fixed else search_table(comparison)
@@ -53,7 +53,7 @@ def comparison_view(comparison: Comparison) -> Group:
 
 
 def search_table(comparison: Comparison) -> Table:
-    """One row for each contender: its best rate, and how it did there; without one, at the lowest rate."""
+    """Return a row for each contender: its best rate, and how it did there; without one, at the lowest rate."""
     table = _table(("goodput, req/s", "knee", "next rate failed"))
     for entry in comparison.entries:
         result = entry.search.result()
@@ -70,7 +70,7 @@ def search_table(comparison: Comparison) -> Table:
 
 
 def rates_table(comparison: Comparison) -> Table:
-    """One row for each contender and rate."""
+    """Return a row for each contender and rate."""
     table = _table(("rate, req/s",))
     for entry in comparison.entries:
         for counted in entry.search.curve():
@@ -82,7 +82,7 @@ def rates_table(comparison: Comparison) -> Table:
 
 
 def causes_view(causes: Causes) -> tuple[str, Table]:
-    """A sentence, and one row for each cause."""
+    """Return a sentence, and a table with a row for each cause."""
     loser, keeper, rate = escape(causes.loser), escape(causes.keeper), plain(causes.rate)
     sentence = f"At {rate} req/s {loser} lost {causes.num_lost} of {causes.num_total} requests that {keeper} kept:"
     table = plain_table("decision", "limit on", numbers=("lost", "predicted", "actual", "margin", "limit, ms"))
@@ -93,7 +93,7 @@ def causes_view(causes: Causes) -> tuple[str, Table]:
 
 
 def warnings(comparison: Comparison) -> list[str]:
-    """Reasons to doubt the figures."""
+    """Return reasons to doubt the figures."""
     lines = [f"{entry.contender.name} is out: {entry.failure}" for entry in comparison.entries if entry.failure]
     for entry in comparison.entries:
         if not (entry.search.at_rates or entry.failure or entry.search.result().is_settled):
@@ -112,7 +112,7 @@ def warnings(comparison: Comparison) -> list[str]:
 
 
 def comparison_json(found: Sequence[Comparison], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything but the single requests. `about` tells what was compared, `also` has what was found by further
+    """Return everything but the single requests. `about` tells what was compared, `also` has what was found by further
     objectives."""
     first, *others = map(_found_json, found)
     return {**about, **first, "also": others}
@@ -132,8 +132,8 @@ def _found_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def save_comparison(found: Sequence[Comparison], about: Mapping[str, Any], folder: Path) -> None:
-    """The JSON object, and pictures of attainment over the rate: attainment.png, and attainment-2.png and so on by the
-    other objectives."""
+    """Write the JSON object, and pictures of attainment over the rate: attainment.png, and attainment-2.png and so on
+    by the other objectives."""
     write_whole(folder / "comparison.json", json.dumps(comparison_json(found, about), indent=2))
     for number, judged in enumerate(found, 1):
         points = [
@@ -180,7 +180,7 @@ def _run_json(run: ProbeRun) -> dict[str, Any]:
 
 
 def _figures(entry: Entry, rate: float, losing_rate: float | None) -> list[str]:
-    """Attainment and latencies at a rate, and what requests were lost to at another."""
+    """Return attainment and latencies at a rate, and what requests were lost to at another."""
     counted = next(each for each in entry.search.curve() if each.rate == rate)
     low, high = counted.interval
     latencies_s = entry.summary_at(rate).latencies_s

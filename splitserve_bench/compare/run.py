@@ -82,8 +82,8 @@ class Workload:
     chooses the stretch that is replayed, of texts the order, so that probes may share some."""
 
     def __init__(self, dataset: Dataset, model: ServedModel, folder: Path | None = None) -> None:
-        """The model's folder has the tokenizer, for texts. Raises BenchError when the data set cannot be read, or the
-        server did not tell its vocabulary; ModelError for a folder without a tokenizer."""
+        """Read the data set; texts need the model's folder. Raises BenchError when it cannot be read, or the server did
+        not tell its vocabulary; ModelError for a folder without a tokenizer."""
         if model.vocab_size is None:
             raise BenchError("without the size of the vocabulary no prompts can be drawn")
         self._burstiness = dataset.burstiness
@@ -91,7 +91,7 @@ class Workload:
         self._source = Source(dataset, model.vocab_size, folder, MAX_TRACED)
 
     def load(self, rate: float, num_requests: int, seed: int) -> list[PlannedRequest]:
-        """So many requests at that mean rate per second, or all of a file that has fewer."""
+        """Plan requests at that mean rate per second; all of a file that has fewer."""
         if traced := self._source.traced:
             start = Random(f"{seed} stretch").randrange(max(1, len(traced) - num_requests + 1))
             stretch = at_rate(traced[start : start + num_requests], rate)
@@ -104,22 +104,23 @@ class Workload:
         return plan(shapes, send_at_s)
 
     def clipped_share(self) -> float:
-        """The share of the data set's requests that are longer than all can take, and so clipped in every load."""
+        """Return the share of the data set's requests that are longer than all contenders take, and so clipped in every
+        load."""
         lengths = [each.input_tokens + each.output_tokens for each in self._source.traced]
         lengths = lengths or [len(each.prompt) + each.output_tokens for each in self._source.drawn(SAMPLE, Random(0))]
         return 0.0 if self._max_model_len is None else longer_share(lengths, self._max_model_len)
 
 
 def served_by_all(model: LocalModel, max_model_len: int | None, peers: Sequence[ServedModel]) -> ServedModel:
-    """The model with the longest requests that our clusters and all peers take."""
+    """Return the model with the longest requests that our clusters and all peers take."""
     config = read_model_config(model.folder)
     lengths = [config.max_position_embeddings, max_model_len, *(peer.max_model_len for peer in peers)]
     return ServedModel(model.name, min(length for length in lengths if length is not None), config.vocab_size)
 
 
 def seed_of(base: int, rate: float, number: int) -> int:
-    """The seed of a probe: the same for all contenders, another one for every rate and repetition, so that a server
-    that keeps KV between probes never sees a prompt again."""
+    """Return the seed of a probe: the same for all contenders, another one for every rate and repetition, so that a
+    server that keeps KV between probes never sees a prompt again."""
     digest = hashlib.blake2s(f"{base} {rate!r} {number}".encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big")
 
@@ -142,7 +143,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What became of a load, in its order. is_repeated: a pass that was stopped had sent part of it to a server that
+    """The outcomes of a load, in its order. is_repeated: a run that was stopped had sent part of it to a server that
     may have kept its KV."""
 
     outcomes: tuple[Outcome, ...]
@@ -150,10 +151,10 @@ class Measured:
 
 
 class Cells:
-    """The cells of one comparison, in a folder of their own."""
+    """The saved loads of one comparison, in a folder of their own."""
 
     def __init__(self, folder: Path, arguments: Mapping[str, Any]) -> None:
-        """Takes up the comparison that is in `folder`. Raises SettingsError when it has other arguments, or the folder
+        """Take up the comparison that is in `folder`. Raises SettingsError when it has other arguments, or the folder
         cannot be used."""
         self._probes = folder / "probes"
         try:
@@ -166,14 +167,13 @@ class Cells:
         write_whole(path, json.dumps(asked, indent=2))
 
     def __len__(self) -> int:
-        """How many are saved."""
         return sum(1 for _ in self._probes.glob("[!.]*.json"))
 
     def __contains__(self, cell: Cell) -> bool:
         return self._path(cell).exists()
 
     def find(self, cell: Cell) -> Measured | None:
-        """What was measured before. Raises BenchError for a file that is none of ours."""
+        """Return what was saved of a load. Raises BenchError for a file that is none of ours."""
         if cell not in self:
             return None
         path = self._path(cell)
@@ -184,13 +184,13 @@ class Cells:
             raise BenchError(f"{path.name} cannot be read: remove it, and it will be measured again") from error
 
     def begin(self, cell: Cell) -> bool:
-        """Notes that it is being measured. Whether that had been begun before, and was not ended."""
+        """Note that a load is being measured, and return whether that had been begun before, and not ended."""
         was_begun = self._mark(cell).exists()
         write_whole(self._mark(cell), "")
         return was_begun
 
     def save(self, cell: Cell, measured: Measured) -> None:
-        """Raises BenchError when it cannot be written."""
+        """Save a load. Raises BenchError when it cannot be written."""
         saved = {
             "contender": cell.contender.name,
             "load": cell.label,
@@ -236,7 +236,7 @@ class ContenderError(BenchError):
 
 
 class Compare:
-    """One comparison. `show` is told what happens right now."""
+    """Runs one comparison. `show` is called with what happens right now."""
 
     def __init__(
         self,
@@ -263,15 +263,15 @@ class Compare:
 
     @property
     def found(self) -> tuple[Comparison, ...]:
-        """What is known now: by each objective, then by each contender's own unloaded values. Empty before anybody is
-        probed."""
+        """Return what is known now: by each objective, then by each contender's own unloaded values. Empty before
+        anybody is probed."""
         found = list(self._comparisons)
         if self._bench.own_unloaded:
             found += map(self._by_own, self._bench.criteria, self._comparisons)
         return tuple(concluded(each) for each in found if each.is_probed)
 
     async def run(self, contenders: Sequence[Contender], reference: Contender) -> tuple[Comparison, ...]:
-        """Advances all searches to their ends. A contender that cannot go on is left out from then on, and named.
+        """Advance all searches to their ends. A contender that cannot go on is left out from then on, and named.
 
         Raises BenchError when the unloaded reference cannot be measured, or when nobody is left.
         """
@@ -307,7 +307,7 @@ class Compare:
         return Comparison(goal, str(slo), unloaded, tuple(entries))
 
     async def _round(self, comparison: Comparison, number: int) -> bool:
-        """One probe of each contender. Whether there was anything left to do."""
+        """Probe each contender once, and return whether there was anything left to do."""
         pending = [(entry, probe) for entry in comparison.entries if (probe := entry.next_probe())]
         first = number % len(pending) if pending else 0
         for entry, probe in pending[first:] + pending[:first]:
@@ -346,7 +346,7 @@ class Compare:
         return None if outcomes is None else judge(entry.slo, list(zip(planned, outcomes, strict=True)))
 
     def _planned(self, entry: Entry, probe: Probe) -> list[PlannedRequest]:
-        """What a probe sends."""
+        """Return what a probe sends."""
         bench = self._bench
         wanted = max(bench.num_prompts, math.ceil(probe.rate * bench.seconds))
         num_requests = min(wanted, max(bench.num_prompts, MOST_REQUESTS))
@@ -361,8 +361,8 @@ class Compare:
         return told(planned, entry.slo.limits_of) if is_told else planned
 
     async def _measured(self, cell: Cell, what: str, *, is_alone: bool = False) -> Measured:
-        """As saved, or measured now and saved: is_alone is one request after the other, all of which must be answered.
-        Raises ContenderError, and BenchError for files that cannot be used."""
+        """Return a load as saved, or measure and save it; with is_alone one request after the other, all of which must
+        succeed. Raises ContenderError, and BenchError for files that cannot be used."""
         number, self._num_loads = self._num_loads, self._num_loads + 1
         if (saved := self._cells.find(cell)) is not None:
             return saved
@@ -391,7 +391,7 @@ class Compare:
         return measured
 
     async def _measure_own(self, contenders: Sequence[Contender]) -> dict[str, str]:
-        """What each contender takes alone; the failures of those that cannot answer."""
+        """Measure what each contender takes alone; return the failures of those that cannot."""
         failures = {}
         for each in contenders:
             try:
@@ -432,14 +432,14 @@ class Compare:
 
 
 def first_rate_of(unloaded: Unloaded, planned: Sequence[PlannedRequest]) -> float:
-    """What a server that answers one request after the other could take at most, to two digits: where the search for
-    one that answers several at a time may begin."""
+    """Return the rate of a server that takes one request after the other, to two digits: where the search for one that
+    takes several at a time may begin."""
     rate = 1 / statistics.fmean(unloaded.answer_s(each) for each in planned)
     return float(f"{rate:.1e}")
 
 
 def probe_line(run: ProbeRun) -> str:
-    """A finished probe in one line."""
+    """Return a finished probe in one line."""
     counted = run.counted
     low, high = counted.interval
     return (

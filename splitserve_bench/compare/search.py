@@ -48,7 +48,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What all probes of one rate found together. num_effective independent requests would say as much."""
+    """The counts of all probes of one rate. num_effective independent requests would say as much."""
 
     rate: float
     num_good: int
@@ -61,7 +61,7 @@ class Counted:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of the attainment, at 95 %."""
+        """Return the 95 % interval of the attainment."""
         return interval(self.attainment, self.num_effective)
 
 
@@ -88,8 +88,8 @@ class SearchResult:
 
 
 class RateSearch:
-    """The search for one system. Ask for a probe, run it, record what it found, until there is none. With `at_rates`
-    nothing is searched: each of these rates is probed once, in their order."""
+    """Searches the rate of one system. Ask for a probe, run it, record what it found, until there is none. With
+    `at_rates` nothing is searched: each of these rates is probed once, in their order."""
 
     def __init__(self, goal: Goal, at_rates: Sequence[float] = ()) -> None:
         self._goal = goal
@@ -97,7 +97,7 @@ class RateSearch:
         self._counts: dict[float, list[Counted]] = {}
 
     def next_probe(self) -> Probe | None:
-        """What to run next; None when the search is over."""
+        """Return what to run next; None when the search is over."""
         if self.at_rates:
             return next((Probe(rate, 0) for rate in self.at_rates if rate not in self._counts), None)
         if sum(map(len, self._counts.values())) >= self._goal.max_probes:
@@ -106,16 +106,16 @@ class RateSearch:
         return None if rate is None else Probe(rate, len(self._counts.get(rate, ())))
 
     def record(self, counted: Counted) -> None:
-        """Takes in a probe of 1 request at least."""
+        """Take in a probe of 1 request at least."""
         assert 0 <= counted.num_good <= counted.num_total > 0, counted
         self._counts.setdefault(counted.rate, []).append(counted)
 
     def result(self) -> SearchResult:
-        """What is known now."""
+        """Return what is known now."""
         return settle(self.curve(), self._goal, sum(map(len, self._counts.values())))
 
     def curve(self) -> list[Counted]:
-        """The pooled counts of every probed rate, ascending by rate."""
+        """Return the pooled counts of every probed rate, ascending by rate."""
         return [_pooled(self._counts[rate]) for rate in sorted(self._counts)]
 
     def _next_rate(self) -> float | None:
@@ -134,12 +134,13 @@ class RateSearch:
         return self._doubtful([best, failing])
 
     def _hidden(self, curve: Sequence[Counted], best: Counted) -> float | None:
-        """A rate below the best that fails by its own counts."""
+        """Return a rate below the best that fails by its own counts."""
         below = [each for each in curve if each.rate < best.rate and each.attainment < self._goal.attainment]
         return self._doubtful(below)
 
     def _doubtful(self, candidates: Iterable[Counted]) -> float | None:
-        """The candidate with the fewest seeds that may be on the other side of the goal, if it can be probed again."""
+        """Return the candidate with the fewest seeds that may be on the other side of the goal, if it can be probed
+        again."""
         rates = [
             each.rate
             for each in candidates
@@ -149,7 +150,7 @@ class RateSearch:
 
 
 def settle(curve: Sequence[Counted], goal: Goal, num_probes: int) -> SearchResult:
-    """The result of these counts, ascending by rate, wherever they come from."""
+    """Return the result of these counts, ascending by rate, wherever they come from."""
     best, failing = bracket(curve, goal.attainment)
     low, high = best.interval if best is not None else (None, None)
     return SearchResult(
@@ -168,14 +169,15 @@ def settle(curve: Sequence[Counted], goal: Goal, num_probes: int) -> SearchResul
 
 
 def bracket(curve: Sequence[Counted], attainment: float) -> tuple[Counted | None, Counted | None]:
-    """The highest rate that passes and the next one, which does not, on the falling curve through these counts."""
+    """Return the highest rate that passes and the next one, which does not, on the falling curve through these
+    counts."""
     num_passing = sum(fitted >= attainment for fitted in falling(curve))
     best = curve[num_passing - 1] if num_passing else None
     return best, curve[num_passing] if num_passing < len(curve) else None
 
 
 def falling(curve: Sequence[Counted]) -> list[float]:
-    """The attainment at each rate on the curve that never rises and is closest to these counts (pool adjacent
+    """Return the attainment at each rate on the curve that never rises and is closest to these counts (pool adjacent
     violators)."""
     pools: list[tuple[int, int, int]] = []  # good, total, rates
     for each in curve:
@@ -188,12 +190,12 @@ def falling(curve: Sequence[Counted]) -> list[float]:
 
 
 def plain(rate: float) -> str:
-    """Three digits, without an exponent for large ones."""
+    """Format a rate with three digits, without an exponent for large ones."""
     return f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}"
 
 
 def _sure_passes(curve: Sequence[Counted], attainment: float) -> list[float]:
-    """Rates that surely pass. Attainment falls with the rate: what a rate and those above it reach together, it
+    """Return rates that surely pass. Attainment falls with the rate: what a rate and those above it reach together, it
     reaches itself at least."""
     return [
         each.rate
@@ -203,7 +205,7 @@ def _sure_passes(curve: Sequence[Counted], attainment: float) -> list[float]:
 
 
 def _sure_failures(curve: Sequence[Counted], attainment: float) -> list[float]:
-    """Rates that surely fail: what a rate and those below it do not reach together, it does not reach itself."""
+    """Return rates that surely fail: what a rate and those below it do not reach together, it does not reach itself."""
     return [
         each.rate
         for index, each in enumerate(curve)
@@ -216,7 +218,7 @@ def _pooled(counts: Sequence[Counted]) -> Counted:
 
 
 def _together(one: Counted, other: Counted) -> Counted:
-    """Both, at the rate of the first."""
+    """Add the counts of two, at the rate of the first."""
     return Counted(
         one.rate,
         one.num_good + other.num_good,

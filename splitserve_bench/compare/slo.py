@@ -47,7 +47,7 @@ class Unloaded:
         return self.ttft_base_s + self.ttft_s_per_token * num_prompt_tokens
 
     def answer_s(self, planned: PlannedRequest) -> float:
-        """From the request to the last token."""
+        """Return the seconds from the request to the last token."""
         return self.ttft_s(len(planned.prompt)) + self.tpot_s * (planned.output_tokens - 1)
 
 
@@ -59,7 +59,7 @@ class Slo:
     unloaded: Unloaded | None = None
 
     def limits_of(self, planned: PlannedRequest) -> Limits:
-        """What this request may take."""
+        """Return what this request may take."""
         if isinstance(self.criterion, Limits):
             return self.criterion
         assert self.unloaded is not None
@@ -84,19 +84,19 @@ class Slo:
 
 
 def judge(slo: Slo, pairs: Sequence[tuple[PlannedRequest, Outcome]]) -> Summary:
-    """Every offered request with what became of it, each by limits of its own."""
+    """Summarize every offered request with what became of it, each by limits of its own."""
     return summarize_judged([Judged(outcome, slo.limits_of(planned)) for planned, outcome in pairs])
 
 
 def parse_scales(words: Sequence[str]) -> Scales:
-    """Scales from words such as `ttft:6 tpot:1.5`, each word one or several such pairs; a later pair of the same name
-    wins. Anything else is a BenchError."""
+    """Parse scales such as `ttft:6 tpot:1.5`, each word one or several pairs; a later pair of the same name wins.
+    Raises BenchError."""
     return Scales(**parse_pairs(words, "a scale is NAME:FACTOR, above 0", lambda value: value > 0))
 
 
 def sample(planned: Sequence[PlannedRequest]) -> list[PlannedRequest]:
-    """REPEATS different requests of about each of some prompt lengths, all to be sent as soon as the one before it has
-    ended; answers of several tokens where there are such."""
+    """Return REPEATS different requests of about each of some prompt lengths, to be sent one after the other; those
+    with outputs of several tokens where there are such."""
     candidates = [each for each in planned if each.output_tokens > 1] or list(planned)
     ordered = sorted(candidates, key=lambda each: len(each.prompt))
     last = len(ordered) - REPEATS
@@ -108,14 +108,14 @@ def sample(planned: Sequence[PlannedRequest]) -> list[PlannedRequest]:
 
 
 def fit_unloaded(ttfts: Iterable[tuple[int, float]], tpots_s: Sequence[float]) -> Unloaded:
-    """The line through pairs of prompt tokens and TTFT, one at least, that has the least relative errors; neither its
-    base nor its slope is below 0. The median of the TPOTs, or 0 without any. TTFTs are above 0."""
+    """Fit the line through pairs of prompt tokens and TTFT, one at least, that has the least relative errors; neither
+    its base nor its slope is below 0. TPOT is the median, or 0 without any. TTFTs are above 0."""
     base_s, s_per_token = _line(list(ttfts))
     return Unloaded(base_s, s_per_token, statistics.median(tpots_s) if tpots_s else 0.0)
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Base and slope by least squares, each point weighted by the inverse square of its seconds."""
+    """Return base and slope by least squares, each point weighted by the inverse square of its seconds."""
     weights = [1 / seconds**2 for _, seconds in points]
     mean_tokens = _mean(weights, [tokens for tokens, _ in points])
     mean_s = _mean(weights, [seconds for _, seconds in points])

@@ -66,8 +66,9 @@ class Standing:
 
 
 def verdict(standings: Sequence[Standing]) -> list[str]:
-    """Sentences: the winner or that there is none; splitting against colocation; our best against each peer; then
-    what each contender loses its requests to. A difference counts when the intervals of the knees do not overlap."""
+    """Return sentences: the winner or that there is none; splitting against colocation; our best against each peer;
+    then what each contender loses its requests to. A difference counts when the intervals of the knees do not
+    overlap."""
     ranked = sorted(standings, key=lambda each: each.result.best_rate or 0.0, reverse=True)
     sentences = [_winner(ranked)] if len(ranked) > 1 else []
     best = {kind: each for each in reversed(ranked) for kind in [each.kind]}
@@ -83,18 +84,18 @@ def verdict(standings: Sequence[Standing]) -> list[str]:
 
 
 def knee_of(result: SearchResult) -> str:
-    """The interval."""
+    """Format the interval of the knee."""
     low, high = result.knee_low, result.knee_high
     return f"{'0' if low is None else plain(low)} to {'?' if high is None else plain(high)}"
 
 
 def is_above(one: SearchResult, other: SearchResult) -> bool:
-    """Whether the first knee surely lies above the second."""
+    """Return whether the first knee surely lies above the second."""
     return one.knee_low is not None and other.knee_high is not None and one.knee_low > other.knee_high
 
 
 def rate_of(result: SearchResult) -> str:
-    """The rate with the interval of its knee."""
+    """Format the rate with the interval of its knee."""
     interval = f"({knee_of(result)})"
     if result.best_rate is None:
         return f"no tested rate {interval}"
@@ -103,7 +104,7 @@ def rate_of(result: SearchResult) -> str:
 
 
 def main_cause(misses: Misses) -> str:
-    """What most of the misses are due to, in words; "" without misses."""
+    """Return what most of the misses are due to, in words; "" without misses."""
     for name, _, phases in misses.causes:
         return ": ".join([name, *(PHASE_NAMES[phase] for phase in list(phases)[:1])])
     return ""
@@ -122,7 +123,7 @@ def _winner(ranked: Sequence[Standing]) -> str:
 
 
 def _disaggregation(split: Standing, colocated: Standing, said: Sequence[str]) -> str:
-    """Without the figures where they were said before."""
+    """Compare a split to colocation, without the figures where they were said before."""
     sign, figures = _compared(split, colocated)
     outcome = f"Disaggregation {('neither wins nor loses', 'wins', 'loses')[sign]}"
     return f"{outcome}." if any(figures in sentence for sentence in said) else f"{outcome}: {figures}."
@@ -136,7 +137,8 @@ def _duel(one: Standing, other: Standing) -> str:
 
 
 def _compared(one: Standing, other: Standing) -> tuple[int, str]:
-    """1 where the first is surely better, -1 where the other one is, else 0; and the figures, the better ones first."""
+    """Return 1 where the first is surely better, -1 where the other one is, else 0; and the figures, the better ones
+    first."""
     if is_above(one.result, other.result):
         return 1, _against(one, other)
     if is_above(other.result, one.result):
@@ -145,7 +147,7 @@ def _compared(one: Standing, other: Standing) -> tuple[int, str]:
 
 
 def _against(one: Standing, other: Standing) -> str:
-    """With the ratio, at the worst and at the best too, where they are known."""
+    """Return the figures of two, with their ratio, at the worst and at the best too, where they are known."""
     first, second = one.result, other.result
     sentence = f"{one.name} {rate_of(first)}, {other.name} {rate_of(second)}"
     if first.best_rate and second.best_rate:
@@ -190,12 +192,12 @@ class Paired:
 
     @property
     def difference(self) -> float:
-        """Of the shares of good requests."""
+        """Return the difference of the shares of good requests."""
         return (self.num_one_alone - self.num_other_alone) / self.num_total
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of the difference, at 95 %."""
+        """Return the 95 % interval of the difference."""
         return paired_interval(
             self.num_one_alone / self.num_total, self.num_other_alone / self.num_total, self.num_effective
         )
@@ -205,7 +207,7 @@ class Paired:
 
 
 def pairs_of(everybody: Mapping[str, Kept]) -> list[Paired]:
-    """Every two contenders at every rate at which they have had the same probes, ascending by rate."""
+    """Pair every two contenders at every rate at which they have had the same probes, ascending by rate."""
     pairs = [
         _paired(one, other, rate, everybody)
         for one, other in combinations(everybody, 2)
@@ -215,7 +217,7 @@ def pairs_of(everybody: Mapping[str, Kept]) -> list[Paired]:
 
 
 def paired_sentences(pairs: Sequence[Paired]) -> Iterator[str]:
-    """For each rate the best contender beside each other one."""
+    """Compare the best contender of each rate to each other one."""
     for rate in dict.fromkeys(pair.rate for pair in pairs):
         ahead: dict[str, dict[str, tuple[float, float, float]]] = {}  # of whom, by how much, at least and at most
         here = [pair for pair in pairs if pair.rate == rate]
@@ -259,7 +261,7 @@ def _paired(one: str, other: str, rate: float, everybody: Mapping[str, Kept]) ->
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """One request that was lost, by which decision and which limit; seconds are None where they are not known. margin_s
+    """A request that was lost, by which decision and which limit; seconds are None where they are not known. margin_s
     was to be spared of the limit."""
 
     decision: str
@@ -285,7 +287,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Causes:
-    """Of the same requests at one rate: those that `loser` lost and `keeper` kept, the most frequent cause first."""
+    """The requests at one rate that `loser` lost and `keeper` kept, by cause, the most frequent first."""
 
     loser: str
     keeper: str
@@ -347,7 +349,7 @@ def causes_of(losses: Iterable[Loss]) -> tuple[Cause, ...]:
 
 
 def causes_between(loser: str, keeper: str, probes: Mapping[str, Probes]) -> Iterator[Causes]:
-    """For each rate, ascending, at which both had the same probes."""
+    """Return the causes for each rate, ascending, at which both had the same probes."""
     own, others = probes[loser], probes[keeper]
     shared = sorted(own.keys() & others.keys(), key=lambda probe: (probe.rate, probe.seed))
     for rate in dict.fromkeys(probe.rate for probe in shared):
@@ -400,12 +402,12 @@ def _tokens(decision: str, outcome: Outcome, limits: Limits) -> Loss:
 
 
 def _told(outcome: Outcome, name: str) -> float | None:
-    """None for what is not told, and for 0, which is what is not known."""
+    """Return what the server told; None for 0, which is not known."""
     return (outcome.timeline or {}).get(name) or None
 
 
 def _margin_s(outcome: Outcome) -> float | None:
-    """0 where nothing was to be spared, None where nothing was planned."""
+    """Return the margin: 0 where nothing was to be spared, None where nothing was planned."""
     return (outcome.timeline or {}).get("ttft_margin_s") if _told(outcome, "expected_ttft_s") else None
 
 

@@ -29,7 +29,7 @@ class Ramp:
     end_per_s: float
 
     def gap_s(self, index: int, num_requests: int) -> float:
-        """The mean gap before this request."""
+        """Return the mean gap before this request."""
         share = index / max(num_requests - 1, 1)
         if self.strategy == LINEAR:
             return 1 / (self.start_per_s + (self.end_per_s - self.start_per_s) * share)
@@ -55,13 +55,13 @@ class Stage:
 
 
 def send_times_s(num_requests: int, rate_per_s: float, burstiness: float, rng: Random) -> list[float]:
-    """Seconds after the start of the load at which each request is sent, in order.
+    """Return when each request is sent, in order, in seconds after the start of the load.
 
     The gaps are drawn from a gamma distribution of shape `burstiness` and mean 1 / rate: 1 is a Poisson process, less
-    sends in bursts, more evenly (the gaps' coefficient of variation is 1 / sqrt(burstiness)), and inf at equal gaps.
-    As vLLM's `bench serve` does it, a gap comes before the first request too, and all are then scaled by one factor so
+    sends in bursts, more evenly (the gaps' coefficient of variation is 1 / sqrt(burstiness)), and inf at equal gaps. As
+    vLLM's `bench serve` does it, a gap comes before the first request too, and all are then scaled by one factor so
     that the last request is sent at exactly num_requests / rate: loads of one rate last equally long with every seed.
-    An infinite rate sends everything at 0. A rate or burstiness that is not above 0 is a BenchError.
+    An infinite rate sends everything at 0. Raises BenchError for a rate or burstiness that is not above 0.
     """
     if not rate_per_s > 0:
         raise BenchError(f"the request rate must be above 0 requests/s, not {rate_per_s:g}")
@@ -70,14 +70,14 @@ def send_times_s(num_requests: int, rate_per_s: float, burstiness: float, rng: R
 
 
 def ramp_times_s(num_requests: int, ramp: Ramp, burstiness: float, rng: Random) -> list[float]:
-    """The same of a rate that changes; such loads last as long as their mean gaps, with every seed."""
+    """Return the send times of a rate that changes; such loads last as long as their mean gaps, with every seed."""
     means_s = [ramp.gap_s(index, num_requests) for index in range(num_requests)]
     return _times_s(means_s, math.fsum(means_s), burstiness, rng)
 
 
 def stage_times_s(stages: Sequence[Stage], burstiness: float, seed: int) -> list[float]:
-    """The same of stages: the requests of each at random moments within it. The gap before the first request of a stage
-    and the one after its last are drawn too."""
+    """Return the send times of stages: the requests of each at random moments within it. The gap before the first
+    request of a stage and the one after its last are drawn too."""
     all_s: list[float] = []
     for number, stage in enumerate(stages):
         if stage.num_requests:
@@ -121,7 +121,7 @@ def stages_of(text: str, base_per_s: float) -> tuple[Stage, ...]:
 
 
 def _times_s(means: Sequence[float], last_s: float, burstiness: float, rng: Random) -> list[float]:
-    """After gaps of these means, the last one at last_s."""
+    """Return times after gaps of these means, the last one at last_s."""
     if not burstiness > 0:
         raise BenchError(f"burstiness must be above 0, not {burstiness:g}")
     is_even = math.isinf(burstiness)

@@ -55,24 +55,25 @@ JSON_ERRORS: Final = (ValueError, TypeError, KeyError, AttributeError, OverflowE
 
 
 class Backend(Protocol):
-    """A client of one server. Made, used and closed within one running event loop."""
+    """A client of one server, made, used and closed within one running event loop."""
 
     async def describe(self, deadline_s: float) -> ServedModel:
-        """Raises BenchError when the server does not answer in time, or does not serve the target's model."""
+        """Ask what is served. Raises BenchError when the server does not answer in time, or does not serve the target's
+        model."""
         ...
 
     async def warm_up(self, num_connections: int, deadline_s: float) -> None:
-        """Makes the connections. Raises BenchError as `describe`."""
+        """Make the connections. Raises BenchError as `describe`."""
         ...
 
     def prepare(self, request: PlannedRequest) -> bytes:
-        """The request as it goes over the wire, made after the warm-up and before the load starts."""
+        """Return the request as it goes over the wire, made after the warm-up and before the load starts."""
         ...
 
     async def answer(self, body: bytes, reply: Reply, timeout_s: float) -> None:
-        """Sends a prepared request and tells `reply` what comes.
+        """Send a prepared request and tell `reply` what comes.
 
-        Raises RequestFailed when the answer is not complete; TimeoutError or RequestFailed when it is not within
+        Raises RequestFailed when the output is not complete; TimeoutError or RequestFailed when it is not within
         timeout_s. Cancelling ends the request on the server too.
         """
         ...
@@ -81,7 +82,7 @@ class Backend(Protocol):
 
 
 def open_backend(target: Target) -> Backend:
-    """Raises SettingsError for a backend that does not exist."""
+    """Make the client of a server. Raises SettingsError for an unknown backend."""
     if target.backend not in BACKENDS:
         raise SettingsError(f"{target.backend!r} is no backend: there are {', '.join(BACKENDS)}")
     return GrpcBackend(target) if target.backend == SPLITSERVE else OpenAIBackend(target)
@@ -97,7 +98,7 @@ def _checked(served: ServedModel, target: Target, names: str) -> ServedModel:
 
 
 class GrpcBackend:
-    """One channel, over which all requests of a load go."""
+    """Sends all requests of a load over one channel."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -170,7 +171,7 @@ def _take_response(response: inference_pb2.GenerateResponse, reply: Reply) -> No
 
 
 class OpenAIBackend:
-    """As many connections as there are requests under way, in as few pools as they fill."""
+    """Sends requests over as many connections as there are requests under way, in as few pools as they fill."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -227,7 +228,7 @@ class OpenAIBackend:
 
     @contextmanager
     def _pool(self) -> Iterator[httpx2.AsyncClient]:
-        """The first that is not full, so that connections are used again and again; of full ones the least so."""
+        """Return the first pool that is not full, so that connections are used again; of full ones the least so."""
         number = min(range(NUM_POOLS), key=lambda number: self._num_under_way[number] // POOL_SIZE)
         self._num_under_way[number] += 1
         try:
@@ -236,7 +237,6 @@ class OpenAIBackend:
             self._num_under_way[number] -= 1
 
     async def _models(self, deadline_s: float) -> list[Mapping[str, Any]]:
-        """What /v1/models tells."""
         address = self._target.address
         try:
             async with asyncio.timeout(deadline_s), self._clients[0].stream("GET", "/v1/models") as response:
@@ -267,7 +267,7 @@ def _client(target: Target, context: ssl.SSLContext) -> httpx2.AsyncClient:
 
 
 async def read_answer(response: httpx2.Response, reply: Reply) -> None:
-    """Read an answer to its end. Raises RequestFailed and httpx2's errors for anything else."""
+    """Read the events of a response to its end. Raises RequestFailed and httpx2's errors for anything else."""
     if response.status_code != httpx2.codes.OK:
         message, code = _words(await _body(response, MAX_ERROR_BYTES))
         is_refused = response.status_code in REFUSAL_STATUSES and code != reasons.WORKER_LOST
@@ -282,7 +282,7 @@ async def read_answer(response: httpx2.Response, reply: Reply) -> None:
 
 
 async def _body(response: httpx2.Response, most_bytes: int) -> bytes:
-    """As much of it as is allowed; what is cut off will not be read as JSON."""
+    """Read a body up to a number of bytes; what is cut off is no JSON any more."""
     body = b""
     async for data in response.aiter_bytes():
         body += data
@@ -292,7 +292,7 @@ async def _body(response: httpx2.Response, most_bytes: int) -> bytes:
 
 
 def _words(body: bytes | str) -> tuple[str, Any]:
-    """An error's own words and its code: OpenAI's form, FastAPI's, or whatever it is."""
+    """Return an error's message and code: OpenAI's form, FastAPI's, or the text as it is."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else body
     try:
         said = json.loads(text)
@@ -305,7 +305,7 @@ def _words(body: bytes | str) -> tuple[str, Any]:
 
 
 def take_event(event: str, moment_s: float, reply: Reply) -> None:
-    """One event of an answer. Raises RequestFailed for one that is an error, or is not understood."""
+    """Take in one event of a response. Raises RequestFailed for an error, and for what is no completion."""
     try:
         said = json.loads(event)
         if said.get("error"):
@@ -316,8 +316,8 @@ def take_event(event: str, moment_s: float, reply: Reply) -> None:
 
 
 def _count(said: Mapping[str, Any], moment_s: float, reply: Reply) -> None:
-    """Tokens: by their ids where the server gives them, else by usage where each event has it, else one an event; of an
-    end without text, as of a special token, usage tells later whether it was one."""
+    """Count the tokens of an event: by their ids where the server gives them, else by usage where each event has it,
+    else one an event. Usage tells later whether an end without text was a token."""
     usage, choices = said.get("usage"), said.get("choices")
     before = reply.num_arrived_tokens if usage else 0
     if usage:
@@ -348,7 +348,7 @@ def _count(said: Mapping[str, Any], moment_s: float, reply: Reply) -> None:
 
 
 def _is_silent(choice: Mapping[str, Any], *, ends: bool) -> bool:
-    """Whether an event stands for no token: the end of an answer without text, or what else a chat says without any."""
+    """Return whether an event stands for no token: the end of an output without text, or a chat's event without any."""
     if (delta := choice.get("delta")) is None:
         return ends and not choice["text"]
     return not any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls"))

@@ -81,7 +81,7 @@ async def _serve(options: ServeOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A server that has answered once, and what it serves."""
+    """A server that has answered, and what it serves."""
 
     options: ServeOptions
     target: "Target"
@@ -101,7 +101,7 @@ class Session:
         return rate
 
     async def warm_up(self, workload: "Workload", count: int) -> None:
-        """Sends so many requests, which do not count."""
+        """Send requests that do not count."""
         from splitserve_bench.serve.workload import warm_up_of
 
         planned = warm_up_of(workload, count, self.vocab_size, self.options.seed)
@@ -120,7 +120,8 @@ class Session:
         max_concurrency: int | None,
         obey_retry_after: int = 0,
     ) -> "list[Outcome]":
-        """What becomes of a load; `on_outcome` is told each as it comes. Raises BenchError when it breaks off."""
+        """Send a load; `on_outcome` is called for each outcome as it comes. Raises BenchError when the load breaks
+        off."""
         from splitserve_bench.serve.generator import run_load
         from splitserve_bench.serve.report import shown_progress
         from splitserve_bench.serve.workload import as_texts
@@ -140,8 +141,8 @@ class Session:
 
 
 async def connect(options: ServeOptions) -> Session:
-    """Raises BenchError when nobody answers, and SettingsError for flags that contradict one another, or chats without
-    a tokenizer."""
+    """Ask the server what it serves. Raises BenchError when it does not answer, and SettingsError for flags that
+    contradict one another, or chats without a tokenizer."""
     from splitserve_bench.serve.generator import describe
     from splitserve_bench.serve.workload import vocab_size_of
 
@@ -160,7 +161,7 @@ async def connect(options: ServeOptions) -> Session:
 
 
 def _tokenizer_of(model: str) -> Path | None:
-    """The folder of a served model on this machine: one of that path, or a hub id that is cached."""
+    """Return the folder of a served model whose name is a folder on this machine, or a cached hub id; else None."""
     from huggingface_hub import try_to_load_from_cache
 
     if (Path(model) / TOKENIZER_FILE).is_file():

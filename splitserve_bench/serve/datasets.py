@@ -28,8 +28,8 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A prompt, as token ids, and the length of its answer; both have at least one token. A prompt that is text is sent
-    as such."""
+    """A prompt, as token ids, and the length of its output; both have at least one token. A prompt that is text is sent
+    as text."""
 
     prompt: tuple[int, ...]
     output_tokens: int
@@ -38,7 +38,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class FittedLoad:
-    """A load none of whose requests is longer than the model takes, and how many had to be clipped for that."""
+    """Requests that are no longer than the model takes, and how many had to be clipped for that."""
 
     shapes: tuple[Shape, ...]
     num_clipped: int
@@ -54,10 +54,9 @@ def random_load(
     *,
     prefix_tokens: int = 0,
 ) -> list[Shape]:
-    """Requests of random lengths, all lengths equally likely: from floor(n · (1 - range_ratio)) to
-    ceil(n · (1 + range_ratio)), both included and at least 1, as in vLLM's `random` data set. range_ratio is in [0, 1).
-    All prompts begin with the same prefix_tokens, which are not counted among input_tokens.
-    """
+    """Draw requests of random lengths, all lengths equally likely: from floor(n · (1 - range_ratio)) to ceil(n · (1 +
+    range_ratio)), both included and at least 1, as in vLLM's `random` data set. range_ratio is in [0, 1). All prompts
+    begin with the same prefix_tokens, which are not counted among input_tokens."""
     if not 0 <= range_ratio < 1:
         raise BenchError(f"the range ratio must be in [0, 1), not {range_ratio:g}")
     if input_tokens < 1 or output_tokens < 1:
@@ -74,9 +73,9 @@ def random_load(
 
 @lru_cache(maxsize=1)
 def ordinary_ids(vocab_size: int) -> tuple[int, ...]:
-    """Ids to draw prompts from. Special tokens are the first or the last ids of a vocabulary, so 1024 at either end are
-    left out; of a small vocabulary only an eighth at either end. All prompts have these very ids, so that a token takes
-    8 bytes and not 40."""
+    """Return the ids to draw prompts from. Special tokens are the first or the last ids of a vocabulary, so 1024 at
+    either end are left out; of a small vocabulary only an eighth at either end. All prompts have these very objects, so
+    that a token takes 8 bytes and not 40."""
     if not 1 <= vocab_size <= MAX_IDS:
         raise BenchError(f"a vocabulary has 1 to {MAX_IDS} tokens, not {vocab_size}")
     margin = min(SPECIAL_MARGIN_TOKENS, vocab_size // 8)
@@ -84,10 +83,10 @@ def ordinary_ids(vocab_size: int) -> tuple[int, ...]:
 
 
 def fit(shapes: Iterable[Shape], max_model_len: int) -> FittedLoad:
-    """Clips the requests that have more than max_model_len tokens, prompt and answer together, to exactly that many.
+    """Clip the requests that have more than max_model_len tokens, prompt and output together, to exactly that many.
 
-    The answer is shortened first, but to no less than half of max_model_len, then the end of the prompt is cut off;
-    so the beginnings that prompts share stay shared. Text of which something is cut off is sent as token ids.
+    The output is shortened first, but to no less than half of max_model_len, then the end of the prompt is cut off; so
+    the beginnings that prompts share stay shared. Text of which something is cut off is sent as token ids.
     """
     if max_model_len < 2:
         raise BenchError(f"a model of {max_model_len} tokens has no room for a prompt and an answer")
@@ -97,19 +96,19 @@ def fit(shapes: Iterable[Shape], max_model_len: int) -> FittedLoad:
 
 
 def longer_share(lengths: Sequence[int], max_model_len: int) -> float:
-    """The share of requests of these lengths, prompts and answers, that `fit` would clip."""
+    """Return the share of requests of these lengths, prompt and output, that `fit` would clip."""
     return sum(length > max_model_len for length in lengths) / len(lengths)
 
 
 def clipped_words(share: float, max_model_len: int | None) -> str:
-    """What is told of that share; nothing of none, as where there is no limit."""
+    """Return a sentence about that share; "" for 0."""
     return (
         f"{share:.1%} of the requests are longer than {max_model_len} tokens, and are clipped to that" if share else ""
     )
 
 
 def plan(shapes: Sequence[Shape], send_at_s: Sequence[float], *, ignore_eos: bool = True) -> list[PlannedRequest]:
-    """One planned request for each shape, to be sent at the time of the same index; the times are in order."""
+    """Return one planned request for each shape, sent at the time of the same index; the times are in order."""
     pairs = zip(shapes, send_at_s, strict=True)
     return [
         PlannedRequest(i, at_s, shape.prompt, shape.output_tokens, text=shape.text, ignore_eos=ignore_eos)
@@ -123,7 +122,6 @@ def _length(mean: int, range_ratio: float, rng: Random) -> int:
 
 
 def _clipped(shape: Shape, max_model_len: int) -> Shape:
-    """The very same shape when it fits."""
     prompt_tokens = len(shape.prompt)
     if prompt_tokens + shape.output_tokens <= max_model_len:
         return shape
@@ -151,21 +149,22 @@ class TracedRequest:
 
 
 def read_azure_trace(path: Path, *, length_scale: float = 1.0, limit: int | None = None) -> list[TracedRequest]:
-    """The first `limit` requests of a CSV file with the columns TIMESTAMP, ContextTokens and GeneratedTokens, as the
-    Azure LLM inference traces have; a timestamp without an offset is UTC. length_scale multiplies token counts. A file
-    or row that cannot be used is a BenchError naming file, line and value."""
+    """Read the first `limit` requests of a CSV file with the columns TIMESTAMP, ContextTokens and GeneratedTokens, as
+    the Azure LLM inference traces have; a timestamp without an offset is UTC. length_scale multiplies token counts.
+    Raises a BenchError that names file, line and value."""
     return _read(path, _azure_rows, length_scale, limit)
 
 
 def read_mooncake_trace(path: Path, *, length_scale: float = 1.0, limit: int | None = None) -> list[TracedRequest]:
-    """The first `limit` requests of a file with one JSON object a line: timestamp (ms), input_length, output_length
-    and hash_ids, one for each 512 tokens of the prompt, as the Mooncake traces have. Otherwise as read_azure_trace."""
+    """Read the first `limit` requests of a file with one JSON object a line: timestamp (ms), input_length,
+    output_length and hash_ids, one for each 512 tokens of the prompt, as the Mooncake traces have. Otherwise as
+    read_azure_trace."""
     return _read(path, _mooncake_rows, length_scale, limit)
 
 
 def at_rate(traced: Sequence[TracedRequest], rate_per_s: float) -> list[TracedRequest]:
-    """The same requests on a stretched time axis, so that the mean gap between two is 1 / rate; the bursts stay.
-    An infinite rate sends all at 0. Requests that all came at one moment have no gaps to stretch: a BenchError."""
+    """Stretch the time axis of a trace so that the mean gap between two requests is 1 / rate; the bursts stay. An
+    infinite rate sends all at 0. Raises BenchError for requests that all came at one moment."""
     if not rate_per_s > 0:
         raise BenchError(f"the request rate must be above 0 requests/s, not {rate_per_s:g}")
     if len(traced) < 2 or math.isinf(rate_per_s):
@@ -178,8 +177,8 @@ def at_rate(traced: Sequence[TracedRequest], rate_per_s: float) -> list[TracedRe
 
 
 def trace_load(traced: Sequence[TracedRequest], vocab_size: int, seed: int, first: int = 0) -> list[Shape]:
-    """Prompts and answer lengths of a trace. Tokens depend on the seed and on the hash id, or without hash ids on the
-    request's index, which counts from `first`; not on how many requests there are."""
+    """Return prompts and output lengths of a trace. Tokens depend on the seed and on the hash id, or without hash ids
+    on the request's index, which counts from `first`; not on how many requests there are."""
     ids = ordinary_ids(vocab_size)
     return [
         Shape(_traced_prompt(each, index, ids, seed), each.output_tokens) for index, each in enumerate(traced, first)
@@ -200,7 +199,7 @@ def _traced_prompt(traced: TracedRequest, index: int, ids: Sequence[int], seed: 
 def _read(
     path: Path, rows_of: Callable[[Path], Iterator[tuple[str, TracedRequest]]], length_scale: float, limit: int | None
 ) -> list[TracedRequest]:
-    """`rows_of` gives what each line says, unscaled, and where it stands."""
+    """Read a trace; `rows_of` gives what each line says, unscaled, and where it stands."""
     if not (length_scale > 0 and math.isfinite(length_scale)):
         raise BenchError(f"the length scale must be above 0, not {length_scale:g}")
     try:
@@ -253,7 +252,7 @@ def _mooncake_rows(path: Path) -> Iterator[tuple[str, TracedRequest]]:
 
 
 def json_rows(file: TextIO, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The JSON objects of a file that has one a line, but for blank lines, each with its place in words. Raises
+    """Parse a file with one JSON object a line, blank lines left out; return each with its place in words. Raises
     BenchError."""
     for number, line in enumerate(file, start=1):
         if line.strip():

@@ -66,7 +66,7 @@ class Order:
 
 
 async def describe(target: Target) -> ServedModel:
-    """What the server serves. Raises BenchError when it does not answer, or serves another model than target's."""
+    """Ask a server what it serves. Raises BenchError when it does not answer, or serves another model than target's."""
     backend = open_backend(target)
     try:
         return await backend.describe(CONNECT_S)
@@ -84,13 +84,13 @@ async def run_load(
     on_outcome: Callable[[Outcome], None] | None = None,
     obey_retry_after: int = 0,
 ) -> list[Outcome]:
-    """Sends every request when it is due; the outcomes in the order of `planned`, whose indices must differ.
+    """Send every request when it is due, and return the outcomes in the order of `planned`, whose indices must differ.
 
-    With max_concurrency, what is due waits until fewer are under way. request_timeout_s counts from when a request is
-    sent. A request that is refused, and told to come back within request_timeout_s, is sent again then, at most
-    obey_retry_after times, and has an outcome of each sending, which follow each other. `on_progress` is told four
-    times a second how far it is, `on_outcome` each outcome as it comes. Cancelling ends the generator, and with it
-    every request. Raises BenchError when the server cannot be reached at the start, or the generator fails.
+    With max_concurrency, what is due waits until fewer requests are under way. request_timeout_s counts from when a
+    request is sent. A request that is refused, and told to come back within request_timeout_s, is sent again then, at
+    most obey_retry_after times, and has an outcome of each sending, which follow each other. `on_progress` is called
+    four times a second, `on_outcome` for each outcome as it comes. Cancelling ends the generator, and with it every
+    request. Raises BenchError when the server cannot be reached at the start, or the generator fails.
     """
     assert len({request.index for request in planned}) == len(planned)
     outcomes: dict[int, list[Outcome]] = {request.index: [] for request in planned}
@@ -127,7 +127,7 @@ def order_line(order: Order) -> bytes:
 
 
 def read_plan(lines: Iterable[bytes]) -> tuple[Order, list[PlannedRequest]]:
-    """Raises EOFError when the plan does not come to its end."""
+    """Read an order and its requests. Raises EOFError when lines are missing."""
     order: Order | None = None
     requests = []
     for line in lines:
@@ -145,7 +145,7 @@ def read_plan(lines: Iterable[bytes]) -> tuple[Order, list[PlannedRequest]]:
 
 
 def read_line(line: bytes) -> Outcome | Progress | str:
-    """What the generator says; a failure is its message."""
+    """Parse a line of the generator; a failure is its message."""
     ((kind, value),) = json.loads(line).items()
     if kind == "outcome":
         return to_outcome(value)
@@ -173,8 +173,8 @@ def _line(value: Any) -> bytes:
 
 
 def _longest_s(order: Order, planned: Sequence[PlannedRequest]) -> float:
-    """The longest that a load may take: all are sent, and then every one in its turn takes all its time; as often as it
-    is sent again it waits for that first."""
+    """Return an upper bound of the load's time: all requests are sent, then each takes all its time in its turn, and
+    waits as long before each further sending."""
     last_s = max((request.send_at_s for request in planned), default=0.0)
     turns = 1 if order.max_concurrency is None else -(-len(planned) // order.max_concurrency)
     num_times = turns * (1 + order.obey_retry_after) + order.obey_retry_after
@@ -198,7 +198,8 @@ async def _send_plan(process: asyncio.subprocess.Process, order: Order, planned:
 
 
 async def _lines(process: asyncio.subprocess.Process) -> AsyncIterator[Outcome | Progress]:
-    """What the generator says, to its end. Raises BenchError when that is a failure, or nothing for too long."""
+    """Read what the generator writes, to its end. Raises BenchError for a failure, and when nothing comes for too
+    long."""
     assert process.stdout is not None
     patience_s = START_S
     while True:
@@ -220,7 +221,7 @@ async def _lines(process: asyncio.subprocess.Process) -> AsyncIterator[Outcome |
 
 
 class Load:
-    """One run of all requests against one backend."""
+    """Sends all requests of an order through one backend."""
 
     def __init__(self, order: Order, requests: Sequence[PlannedRequest], backend: Backend, write: Write) -> None:
         self._order = order
@@ -233,7 +234,7 @@ class Load:
         self._num_sent = self._num_completed = self._num_failed = self._num_output_tokens = 0
 
     async def run(self) -> None:
-        """Sends every request and returns when all have ended."""
+        """Send every request, and return when all have ended."""
         self._start_s = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             reporting = tasks.create_task(self._report())
@@ -248,7 +249,7 @@ class Load:
         return time.perf_counter() - self._start_s
 
     async def _until(self, moment_s: float) -> None:
-        """Timers of an event loop count in whole milliseconds and may ring early: then what is left is asked again."""
+        """Sleep until a moment. Timers of an event loop count in whole milliseconds and may ring early."""
         while True:
             wait_s = moment_s - self._now_s()
             if wait_s <= 0:
@@ -256,7 +257,7 @@ class Load:
             await asyncio.sleep(wait_s)
 
     async def _send(self, request: PlannedRequest, body: bytes) -> None:
-        """Sends the request, and again after a refusal as often as the order says."""
+        """Send a request, and again after a refusal as often as the order says."""
         outcome = await self._send_once(request, body)
         most_repeats, patience_s = self._order.obey_retry_after, self._order.request_timeout_s
         while (again_s := returns_at_s(outcome, most_repeats, patience_s)) is not None:
@@ -300,7 +301,7 @@ class Load:
 
 
 async def run_order(order: Order, requests: Sequence[PlannedRequest], write: Write) -> None:
-    """Connects and runs the load. Raises SplitServeError when the server does not answer at all."""
+    """Connect and run the load. Raises SplitServeError when the server does not answer at all."""
     backend = open_backend(order.target)
     try:
         num_connections = min(order.max_concurrency or MAX_WARM_CONNECTIONS, MAX_WARM_CONNECTIONS, len(requests))
@@ -314,7 +315,7 @@ async def run_order(order: Order, requests: Sequence[PlannedRequest], write: Wri
 
 
 class _Output(asyncio.BaseProtocol):
-    """Nothing waits for the reader while requests are timed; what it has not read yet is bounded by the plan."""
+    """Writes without waiting for the reader while requests are timed; what is not read yet is bounded by the plan."""
 
     def __init__(self) -> None:
         self.closed = asyncio.get_running_loop().create_future()

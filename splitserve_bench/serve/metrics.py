@@ -45,7 +45,7 @@ class Limits:
     e2el_s: float | None = None
 
     def by_name(self) -> dict[str, float]:
-        """The limits that are set, in seconds, by vLLM's names."""
+        """Return the limits that are set, in seconds, by vLLM's names."""
         limits = zip(GOODPUT_NAMES, (self.ttft_s, self.tpot_s, self.e2el_s), strict=True)
         return {name: limit for name, limit in limits if limit is not None}
 
@@ -54,15 +54,15 @@ class Limits:
 
 
 def parse_goodput(words: Sequence[str]) -> Limits:
-    """Limits from words such as `ttft:500 tpot:30`, in milliseconds, each word one or several such pairs; a later pair
-    of the same name wins. Anything else is a BenchError."""
+    """Parse limits such as `ttft:500 tpot:30`, in milliseconds, each word one or several pairs; a later pair of the
+    same name wins. Raises BenchError."""
     limits_ms = parse_pairs(words, "a limit is NAME:MILLISECONDS, 0 or more", lambda value: value >= 0)
     return Limits(**{f"{name}_s": limit_ms / MS for name, limit_ms in limits_ms.items()})
 
 
 def parse_pairs(words: Sequence[str], what: str, is_allowed: Callable[[float], bool]) -> dict[str, float]:
-    """Finite numbers by latency, from words that are one or several pairs each; a later pair of the same name wins.
-    Anything else is a BenchError that begins with `what`."""
+    """Parse finite numbers by latency, from words that are one or several pairs each; a later pair of the same name
+    wins. Raises a BenchError that begins with `what`."""
     numbers: dict[str, float] = {}
     for pair in (pair for word in words for pair in word.split()):
         name, _, text = pair.partition(":")
@@ -76,8 +76,8 @@ def parse_pairs(words: Sequence[str], what: str, is_allowed: Callable[[float], b
 
 
 def told(planned: Iterable[PlannedRequest], limits_of: Callable[[PlannedRequest], Limits]) -> list[PlannedRequest]:
-    """The same requests with their limits on TTFT and TPOT. What a server would not take for one, 0 or more than
-    MAX_MS, is not told; nor is a limit on E2EL, which no server knows."""
+    """Return the requests with their limits on TTFT and TPOT, which the server is told. Limits that a server refuses, 0
+    or more than MAX_MS, are left out, and so are those on E2EL."""
 
     def limit_ms(limit_s: float | None) -> float | None:
         return limit_s * MS if limit_s is not None and 0 < limit_s * MS <= MAX_MS else None
@@ -90,12 +90,12 @@ def told(planned: Iterable[PlannedRequest], limits_of: Callable[[PlannedRequest]
 
 
 def ttft_s(outcome: Outcome) -> float | None:
-    """None when no token came."""
+    """Return the time to first token; None when no token came."""
     return outcome.arrivals_s[0] - outcome.sent_s if outcome.arrivals_s else None
 
 
 def tpot_s(outcome: Outcome) -> float | None:
-    """None when less than two tokens came."""
+    """Return the time per token after the first; None when less than two tokens came."""
     if not outcome.arrivals_s or outcome.num_output_tokens < 2:
         return None
     return (outcome.arrivals_s[-1] - outcome.arrivals_s[0]) / (outcome.num_output_tokens - 1)
@@ -106,7 +106,7 @@ def itls_s(outcome: Outcome) -> list[float]:
 
 
 def ttst_s(outcome: Outcome) -> float | None:
-    """None when less than two tokens came."""
+    """Return the time from the first to the second token; None when less than two tokens came."""
     if outcome.arrival_tokens and outcome.arrival_tokens[0] > 1:
         return 0.0
     return outcome.arrivals_s[1] - outcome.arrivals_s[0] if len(outcome.arrivals_s) > 1 else None
@@ -117,7 +117,8 @@ def e2el_s(outcome: Outcome) -> float:
 
 
 def send_lag_s(outcome: Outcome) -> float:
-    """How much later than planned a request was sent; with a limit on concurrency, its wait for a free place too."""
+    """Return how much later than planned a request was sent, with its wait for a free place under a limit on
+    concurrency."""
     return outcome.sent_s - outcome.scheduled_s
 
 
@@ -134,7 +135,7 @@ LATENCIES: Final[dict[str, Callable[[Outcome], Sequence[float | None]]]] = {
 
 
 def missed(outcome: Outcome, limits: Limits) -> tuple[str, ...]:
-    """Which limits a complete answer missed, by name. A limit on TTFT is missed by an answer without tokens."""
+    """Return which limits a complete request missed, by name. A request without tokens misses a limit on TTFT."""
     names = []
     first_s, each_s = ttft_s(outcome), tpot_s(outcome)
     if limits.ttft_s is not None and (first_s is None or first_s > limits.ttft_s):
@@ -147,12 +148,12 @@ def missed(outcome: Outcome, limits: Limits) -> tuple[str, ...]:
 
 
 def is_good(outcome: Outcome, limits: Limits) -> bool:
-    """A complete answer that met every limit; a limit that is reached exactly is met."""
+    """Return whether a request is complete and met every limit; a limit that is reached exactly is met."""
     return is_complete(outcome) and not missed(outcome, limits)
 
 
 class Judged(NamedTuple):
-    """What became of a request, and what it could take."""
+    """An outcome and its limits."""
 
     outcome: Outcome
     limits: Limits
@@ -189,7 +190,7 @@ class Distribution:
         return max(self.values, default=None)
 
     def percentile(self, percent: float) -> float | None:
-        """Linear between the two values beside it, as numpy's default."""
+        """Interpolate between the two values beside it, as numpy's default."""
         if not self.values:
             return None
         values = sorted(self.values)
@@ -219,7 +220,7 @@ class Misses:
 
     @property
     def causes(self) -> list[tuple[str, int, Mapping[str, int]]]:
-        """The causes that there are, in words, with their counts and phases, the most frequent first."""
+        """Return name, count and phases of each cause that there is, the most frequent first."""
         causes: list[tuple[str, int, Mapping[str, int]]] = [
             ("TTFT", self.ttft, self.ttft_phases),
             ("TPOT", self.tpot, self.tpot_phases),
@@ -232,7 +233,7 @@ class Misses:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """How many requests were sent again when they had been told to, and what became of their last sending."""
+    """Requests that were sent again after a refusal, and what became of their last sending."""
 
     num: int
     num_admitted: int  # not refused again
@@ -241,9 +242,9 @@ class Returned:
 
 @dataclass(frozen=True)
 class Summary:
-    """A load in figures, of which each request has one outcome. Latencies, tokens and phases are those of the complete
-    answers. `limits` are those of every request, and none where each has its own. duration_s is from the start of the
-    load to its last answer."""
+    """The figures of a load that has one outcome a request. Latencies, tokens and phases are those of complete
+    requests. `limits` are those of every request, none where each has its own. duration_s is from the start of the load
+    to its last output."""
 
     judged: tuple[Judged, ...]
     limits: Limits
@@ -267,7 +268,7 @@ class Summary:
 
     @property
     def num_failed(self) -> int:
-        """What is not complete, refused requests included, as vLLM counts."""
+        """Count what is not complete, refused requests included, as vLLM does."""
         return self.num_offered - self.num_completed
 
     @property
@@ -276,13 +277,14 @@ class Summary:
 
     @cached_property
     def are_good(self) -> list[bool]:
-        """In the order in which the requests were due. Without limits all complete answers are good."""
+        """Return which requests were good, in the order in which they were due. Without limits all complete ones
+        are."""
         in_order = sorted(self.judged, key=lambda each: (each.outcome.scheduled_s, each.outcome.index))
         return [each.is_good for each in in_order]
 
     @cached_property
     def num_effective(self) -> float:
-        """How many independent requests would say as much about the attainment."""
+        """Return how many independent requests would say as much about the attainment."""
         return effective_size(self.are_good)
 
     @property
@@ -295,17 +297,17 @@ class Summary:
 
     @property
     def attainment_interval(self) -> tuple[float, float]:
-        """At 95 %."""
+        """Return the 95 % interval of the attainment."""
         return interval(self.attainment, self.num_effective)
 
     @property
     def attainment_ttft(self) -> float | None:
-        """By this limit alone; None where it is not set."""
+        """Return the attainment of this limit alone; None where it is not set."""
         return self._attainment(Limits(ttft_s=self.limits.ttft_s))
 
     @property
     def attainment_tpot(self) -> float | None:
-        """By this limit alone; None where it is not set."""
+        """Return the attainment of this limit alone; None where it is not set."""
         return self._attainment(Limits(tpot_s=self.limits.tpot_s))
 
     @property
@@ -322,7 +324,7 @@ class Summary:
 
     @property
     def max_output_tokens_per_s(self) -> float:
-        """Of the best second, seconds counted from the first send."""
+        """Return the tokens of the best second, seconds counted from the first send."""
         first_s = min((outcome.sent_s for outcome in self.complete), default=0.0)
         tokens: Counter[int] = Counter()
         for outcome in self.complete:
@@ -332,13 +334,14 @@ class Summary:
 
     @property
     def max_concurrent_requests(self) -> int:
-        """Under way at one moment. A request that ends as another one is sent is not beside it."""
+        """Return the most requests under way at one moment. A request that ends as another one is sent is not beside
+        it."""
         changes = [(each.sent_s, 1) for each in self.outcomes] + [(each.ended_s, -1) for each in self.outcomes]
         return max(accumulate(change for _, change in sorted(changes)), default=0)
 
     @cached_property
     def latencies_s(self) -> dict[str, Distribution]:
-        """By the names of LATENCIES."""
+        """Return seconds by the names of LATENCIES."""
         return {
             name: Distribution(tuple(value for each in self.complete for value in values_of(each) if value is not None))
             for name, values_of in LATENCIES.items()
@@ -346,12 +349,11 @@ class Summary:
 
     @property
     def send_lag_s(self) -> Distribution:
-        """Of all requests."""
         return Distribution(tuple(map(send_lag_s, self.outcomes)))
 
     @property
     def phases_s(self) -> dict[str, float]:
-        """Means by the names of PHASE_FIELDS, of the requests with a timeline; empty when there are none."""
+        """Return means by the names of PHASE_FIELDS, of the requests with a timeline; empty when there are none."""
         timelines = [each.timeline for each in self.complete if each.timeline is not None]
         if not timelines:
             return {}
@@ -359,7 +361,7 @@ class Summary:
 
     @property
     def cached_share(self) -> float | None:
-        """Of the prompt tokens, those that were not computed; None when the server does not tell."""
+        """Return the share of prompt tokens that were not computed; None when the server does not tell."""
         known = [each for each in self.complete if each.num_cached_tokens is not None]
         cached = sum(each.num_cached_tokens or 0 for each in known)
         return cached / sum(each.num_prompt_tokens for each in known) if known else None
@@ -376,12 +378,12 @@ class Summary:
 
     @property
     def frequent_errors(self) -> list[tuple[str, int]]:
-        """The words of failed and refused requests with how many had them, the most frequent MAX_ERRORS of them."""
+        """Return the MAX_ERRORS most frequent errors of failed and refused requests, with their counts."""
         errors = Counter(outcome.error for outcome in self.outcomes if not is_complete(outcome))
         return errors.most_common(MAX_ERRORS)
 
     def per_s(self, count: float) -> float:
-        """A rate over the whole load; 0 for a load that took no time."""
+        """Return a rate over the whole load; 0 for a load that took no time."""
         return count / self.duration_s if self.duration_s > 0 else 0.0
 
     def _attainment(self, one: Limits) -> float | None:
@@ -391,19 +393,19 @@ class Summary:
 
 
 def summarize(outcomes: Sequence[Outcome], limits: Limits, duration_s: float | None = None) -> Summary:
-    """All figures of a load whose requests have the same limits. duration_s is until its last request ended, unless
+    """Summarize a load whose requests have the same limits. duration_s is until its last request ended, unless
     given."""
     summary = summarize_judged([Judged(outcome, limits) for outcome in outcomes])
     return replace(summary, limits=limits, duration_s=summary.duration_s if duration_s is None else duration_s)
 
 
 def summarize_judged(judged: Sequence[Judged]) -> Summary:
-    """The same, where each request has limits of its own."""
+    """Summarize a load each request of which has limits of its own."""
     return Summary(tuple(judged), Limits(), max((each.outcome.ended_s for each in judged), default=0.0))
 
 
 def count_misses(judged: Sequence[tuple[Outcome, tuple[str, ...]]]) -> Misses:
-    """`judged` are all requests with the names of the limits that they missed; those of incomplete ones are ignored."""
+    """Count misses by cause, of all requests with the names of the limits that they missed."""
     complete = [(outcome, names) for outcome, names in judged if is_complete(outcome)]
     num_refused = sum(outcome.is_refused for outcome, _ in judged)
     limits = Counter(name for _, names in complete for name in names)
@@ -441,9 +443,9 @@ def _longest_phases(
 
 
 def effective_size(series: Sequence[int]) -> float:
-    """How many independent requests say as much about the mean as these, in the order of sending: 1 for a good one and
-    0 for another, or the differences of two contenders. At least 2 of 2 or more; all of them when they are all alike,
-    as nothing tells how they cluster."""
+    """Return how many independent requests say as much about the mean as this series of them in the order of sending: 1
+    for a good request and 0 for another, or the differences of two contenders. At least 2 of 2 or more; all of them
+    when they are all alike, as nothing tells how they cluster."""
     num = len(series)
     if num < 3 or len(set(series)) == 1:
         return float(num)
@@ -459,8 +461,8 @@ def effective_size(series: Sequence[int]) -> float:
 
 
 def _products_of(series: Sequence[int]) -> Callable[[int], int]:
-    """Of a series of -1, 0 and 1 less its mean with itself, so many places later; times the square of its length, so
-    that they are whole numbers and signs are exact. The series are bits, which count many places at once."""
+    """Return the autocovariance of a series of -1, 0 and 1 by lag, times the square of its length, so that it is a
+    whole number and its sign is exact. The series are bits, which count many places at once."""
     num, total = len(series), sum(series)
     sums = [0, *accumulate(series)]
     ones, minus_ones = (int("".join("01"[each == value] for each in series), 2) for value in (1, -1))
@@ -475,8 +477,8 @@ def _products_of(series: Sequence[int]) -> Callable[[int], int]:
 
 
 def interval(share: float, size: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share that was found in so many independent requests; (0, 1) of none. The share is
-    always in it."""
+    """Return Wilson's 95 % interval of a share that was found in so many independent requests; (0, 1) of none. The
+    share is always in it."""
     if size == 0:
         return 0.0, 1.0
     spread = Z * Z / size
@@ -486,9 +488,9 @@ def interval(share: float, size: float) -> tuple[float, float]:
 
 
 def paired_interval(share_one: float, share_other: float, size: float) -> tuple[float, float]:
-    """95 % interval of the difference of two shares that were found in the same so many independent requests, of which
-    these shares were good with the one alone and with the other alone; (-1, 1) of none. share_one - share_other is
-    always in it.
+    """Return the 95 % interval of the difference of two shares that were found in the same so many independent
+    requests, of which these shares were good with the one alone and with the other alone; (-1, 1) of none. share_one -
+    share_other is always in it.
 
     That of Bonett and Price (2012), "Adjusted Wald confidence interval for a difference of binomial proportions based
     on paired data", J. Educ. Behav. Stat. 37: Wald's for paired data after one more request of either kind was added.
@@ -503,8 +505,8 @@ def paired_interval(share_one: float, share_other: float, size: float) -> tuple[
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """95 % interval of the mean of which these are independent samples, differences of shares. Their own mean is always
-    in it. None where nothing tells how far samples are apart: of less than two, and of those that are all alike."""
+    """Return the 95 % interval of the mean of independent samples, which are differences of shares. Their own mean is
+    always in it. None for less than two samples, and for samples that are all alike."""
     if len(values) < 2 or max(values) - min(values) < SAME:
         return None
     half = student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
@@ -513,8 +515,8 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def student(degrees: int) -> float:
-    """Half the width of the 95 % interval of Student's t, whose degrees of freedom are at least 1, to 0.2 %: exact for
-    one and two, else by the expansion about the normal quantile (Abramowitz and Stegun, 26.7.5)."""
+    """Return half the width of the 95 % interval of Student's t, to 0.2 %: exact for one and two degrees of freedom,
+    else by the expansion about the normal quantile (Abramowitz and Stegun, 26.7.5)."""
     if degrees == 1:
         return math.tan(math.pi * CONFIDENCE / 2)
     if degrees == 2:

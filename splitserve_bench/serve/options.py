@@ -55,8 +55,8 @@ class Dataset:
     burstiness: float = 1.0  # not of a trace
 
     def check(self) -> None:
-        """Raises SettingsError as `check_dataset`, and for what is said of prompts and answers that the data set does
-        not have."""
+        """Raise SettingsError as `check_dataset`, and for flags about prompts and outputs that the data set does not
+        have."""
         check_dataset(self.name, self.path, self.length_scale)
         if self.random_prefix_len and self.name != RANDOM:
             raise SettingsError(
@@ -72,7 +72,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The flags by their names."""
+    """The values of the flags, by their names."""
 
     backend: str | None
     server: str | None
@@ -141,18 +141,17 @@ class ServeOptions:
 
     @property
     def ramp(self) -> Ramp | None:
-        """None for a load of one rate."""
+        """Return how the rate grows; None for one rate."""
         strategy, start, end = self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps
         return None if strategy is None or start is None or end is None else Ramp(strategy, start, end)
 
     @property
     def wants_capacity(self) -> bool:
-        """Whether the stages are multiples of a rate that is to be measured."""
+        """Return whether the stages are multiples of a rate that is to be measured."""
         return self.stages is not None and math.isinf(self.request_rate)
 
     def check(self) -> None:
-        """Raises SettingsError as Dataset, for texts without a tokenizer, and for limits to be told that are not
-        there."""
+        """Raise SettingsError as Dataset.check, for texts without a tokenizer, and for --send-limits without limits."""
         self.dataset.check()
         if self.dataset_name in TEXTS and self.tokenizer is None:
             raise SettingsError(f"--dataset-name {self.dataset_name} needs the model's tokenizer: --tokenizer FOLDER")
@@ -160,7 +159,7 @@ class ServeOptions:
             raise SettingsError("--send-limits tells the limits of --goodput, and there are none")
 
     def check_pace(self) -> None:
-        """Raises SettingsError for what says when requests are sent, and would say nothing."""
+        """Raise SettingsError for flags about when requests are sent that contradict one another, or mean nothing."""
         ramp = (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps)
         is_ramp = ramp != (None, None, None)
         if self.stages is not None:
@@ -189,17 +188,17 @@ class ServeOptions:
 
     @property
     def backend_name(self) -> str:
-        """One of BACKENDS: the one that is named, else the one that understands the address and the endpoint."""
+        """Return the backend that is named, else the one of the address and the endpoint."""
         is_openai = SCHEME in (self.server or "") or self.endpoint.endswith(CHATS)
         return self.backend or (OPENAI if is_openai else SPLITSERVE)
 
     @property
     def takes_chats(self) -> bool:
-        """Whether prompts are sent as conversations."""
+        """Return whether prompts are sent as conversations."""
         return self.backend_name == OPENAI and self.endpoint.endswith(CHATS)
 
     def where(self) -> Target:
-        """Raises SettingsError for flags that contradict one another."""
+        """Return the server to ask. Raises SettingsError for flags that contradict one another."""
         backend = self.backend_name
         if self.server and (self.host or self.port):
             raise SettingsError(f"--server ({self.server}) says where: --host and --port are instead of it")
@@ -220,7 +219,7 @@ class ServeOptions:
         return Target(backend, address, self.endpoint, self.model, self.api_key, extra_body, tls)
 
     def metadata_pairs(self) -> dict[str, str]:
-        """Raises SettingsError for one that is not KEY=VALUE."""
+        """Parse --metadata. Raises SettingsError for a value that is not KEY=VALUE."""
         pairs = [pair.partition("=") for pair in self.metadata]
         for name, separator, value in pairs:
             if not name or not separator:
@@ -229,7 +228,7 @@ class ServeOptions:
 
 
 def check_dataset(name: str, path: Path | str | None, length_scale: float) -> None:
-    """Raises SettingsError for a data set without its file, a file without one, and a scale without a trace."""
+    """Raise SettingsError for a data set without its file, a file without a data set, and a scale without a trace."""
     if name == RANDOM and path:
         raise SettingsError(f"--dataset-path is of a data set that is a file: --dataset-name {RANDOM} is none")
     if name not in TRACES and length_scale != 1:
@@ -239,13 +238,13 @@ def check_dataset(name: str, path: Path | str | None, length_scale: float) -> No
 
 
 def check_burstiness(dataset_name: str, burstiness: float) -> None:
-    """Raises SettingsError for that of a trace, whose bursts are its own."""
+    """Raise SettingsError for the burstiness of a trace, which has its own."""
     if dataset_name in TRACES and burstiness != 1:
         raise SettingsError(f"--burstiness {burstiness:g} is of random arrivals: a trace has bursts of its own")
 
 
 class ServeCommand(RepeatingCommand):
-    """It has no arguments that the words after a flag could be meant for. --target and --base-url mean --server."""
+    """Takes several words after one flag, as it has no arguments. --target and --base-url mean --server."""
 
     lists: ClassVar = {"--goodput": WORD, "--metadata": WORD}
 
@@ -258,13 +257,12 @@ def tokenizer_option(words: str) -> Callable[[Command], Command]:
 
 
 def send_limits_option(*, default: bool) -> Callable[[Command], Command]:
-    """--send-limits and --no-send-limits."""
     words = "Tell SplitServe which TTFT and TPOT each request is judged by; other servers are never told."
     return option("--send-limits/--no-send-limits", default=default, help=words)
 
 
 def shape_options(input_len: int, output_len: int) -> Callable[[Command], Command]:
-    """What the requests are; random ones have these lengths by default."""
+    """Return the flags of a data set; random requests have these lengths by default."""
     return options_of(
         option("--dataset-name", default=RANDOM, type=click.Choice(DATASETS)),
         option(

@@ -31,7 +31,7 @@ PARTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class AttainmentPoint:
-    """The share of good requests of one contender at one rate, and between what shares the true one lies."""
+    """The share of good requests of one contender at one rate, with its interval."""
 
     contender: str
     rate_per_s: float
@@ -42,8 +42,7 @@ class AttainmentPoint:
 def plot_attainment(
     points: Sequence[AttainmentPoint], goal: float, path: Path, *, rate: str = "request rate, requests/s"
 ) -> None:
-    """Attainment over the request rate: a line with intervals for each contender, in the order in which they come, and
-    the share that is wanted."""
+    """Draw attainment over the request rate: a line with intervals for each contender, in their order, and the goal."""
     figure = new_figure(7.5, 4.5)
     axes = figure.add_subplot()
     contenders = list(dict.fromkeys(point.contender for point in points))
@@ -84,9 +83,9 @@ def plot_attainment(
 
 
 def plot_latencies(outcomes: Sequence[Outcome], limits: Limits, path: Path) -> None:
-    """Which share of the offered requests had at most so much TTFT and TPOT, with the limits.
+    """Draw which share of the offered requests had at most so much TTFT and TPOT, with the limits.
 
-    What failed or was refused never comes, so a curve ends below 100 %; an answer of one token has no TPOT, and counts
+    What failed or was refused never comes, so a curve ends below 100 %; an output of one token has no TPOT, and counts
     from the left edge on. So the curve's height at a limit is the attainment of that limit alone.
     """
     figure = new_figure(10, 4.2)
@@ -106,8 +105,8 @@ def plot_latencies(outcomes: Sequence[Outcome], limits: Limits, path: Path) -> N
 
 
 def plot_stages(findings: StageFindings, path: Path) -> None:
-    """A bar for each window, as high as the rate of what was offered in it, by what became of that; with the rates of
-    the stages, and the moment from which on goodput was back."""
+    """Draw a bar for each window, as high as the rate of what was offered in it, by what became of that; with the rates
+    of the stages, and the moment from which on goodput was back."""
     figure = new_figure(10, 4.5)
     axes = figure.add_subplot()
     windows = findings.windows
@@ -141,7 +140,7 @@ def plot_stages(findings: StageFindings, path: Path) -> None:
 
 
 def _cumulative(axes: "Axes", values_s: Sequence[float], num_below: int, offered: int, limit_s: float | None) -> None:
-    """The curve of values_s, starting from num_below requests that are below all of them, and its limit."""
+    """Draw the curve of values_s, starting from num_below requests that are below all of them, and its limit."""
     values_ms = sorted(value * 1e3 for value in values_s)
     heights = [100 * (num_below + number) / offered for number in range(len(values_ms) + 1)] if offered else [0.0]
     is_skewed = bool(values_ms) and values_ms[0] > 0 and values_ms[-1] > SKEWED * values_ms[len(values_ms) // 2]
@@ -157,7 +156,7 @@ def _cumulative(axes: "Axes", values_s: Sequence[float], num_below: int, offered
 
 
 def _met(values_s: Sequence[float], limit_s: float | None, num_below: int, offered: int) -> str:
-    """How many are within the limit, for a title; num_below have no value and meet every limit."""
+    """Return how many are within the limit, for a title; num_below have no value and meet every limit."""
     if limit_s is None or not offered:
         return ""
     met = (num_below + sum(value <= limit_s for value in values_s)) / offered
@@ -165,14 +164,14 @@ def _met(values_s: Sequence[float], limit_s: float | None, num_below: int, offer
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Inches. Not of pyplot, which keeps its figures and may want a display."""
+    """Make a figure, sizes in inches. Not of pyplot, which keeps its figures and may want a display."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """As a PNG file, in the style of all of them."""
+    """Write a PNG file, in the style of all figures."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(visible=True, alpha=0.25)

@@ -31,8 +31,8 @@ KEPT: Final = tuple(each.name for each in fields(Timeline) if each.type in (floa
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server. `address` is HOST:PORT for splitserve, or https://HOST:PORT, and a URL without the endpoint for
-    openai. `extra_body` has more fields of every request; for splitserve LIMITS alone."""
+    """A server that a load is sent to. `address` is HOST:PORT or https://HOST:PORT for splitserve, and a URL without
+    the endpoint for openai. `extra_body` has more fields of every request; for splitserve only those of LIMITS."""
 
     backend: str  # one of BACKENDS
     address: str
@@ -50,7 +50,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a server says of its model; None for what it does not say."""
+    """What a server tells of its model; None for what it does not tell."""
 
     model: str
     max_model_len: int | None
@@ -59,9 +59,9 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request of a load. Its answer has exactly output_tokens tokens, unless the end-of-sequence token is heeded
-    (not ignore_eos): then it may be shorter. A prompt that has a text is sent as text. The limits are those that the
-    server is told, None where it is told none."""
+    """One request of a load. Its output has exactly output_tokens tokens; without ignore_eos it may end earlier, at the
+    end-of-sequence token. A prompt that has a text is sent as text. The limits are those that the server is told, None
+    for none."""
 
     index: int
     send_at_s: float
@@ -77,10 +77,10 @@ class PlannedRequest:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of one request, as its client saw it, or of one sending of a request that is sent again after a
-    refusal. Whatever has an error is a miss, tokens or not.
+    refusal. An outcome with an error is a miss, whatever tokens came.
 
-    `arrivals_s` are the moments at which tokens came and `arrival_tokens` how many came at each; where the server does
-    not say how many, they are 1 each, and num_output_tokens, the server's own count, may be larger than their sum.
+    `arrivals_s` are the moments at which tokens came and `arrival_tokens` how many came at each. Where the server does
+    not tell how many, they are 1 each, and num_output_tokens, the server's own count, may be larger than their sum.
     """
 
     index: int
@@ -136,7 +136,8 @@ class TierUse:
 
 
 class RequestFailed(SplitServeError):
-    """A request without a complete answer. is_refused: the server turned it away; it may say when to come back."""
+    """A request without a complete output. is_refused: the server turned it away; retry_after_s: when it may be sent
+    again."""
 
     def __init__(self, message: str, *, is_refused: bool = False, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -145,7 +146,7 @@ class RequestFailed(SplitServeError):
 
 
 class Reply:
-    """What came so far of one request, as its client sees it. `now_s` gives the seconds since the start of the load."""
+    """Collects what comes back for one request. `now_s` gives the seconds since the start of the load."""
 
     def __init__(self, request: PlannedRequest, now_s: Callable[[], float]) -> None:
         self.num_prompt_tokens = len(request.prompt)
@@ -163,13 +164,13 @@ class Reply:
         self._arrival_tokens: list[int] = []
 
     def arrived(self, moment_s: float, num_tokens: int) -> None:
-        """So many tokens came, at a moment that `now_s` gave."""
+        """Record tokens that came at a moment that `now_s` gave."""
         self._arrivals_s.append(moment_s)
         self._arrival_tokens.append(num_tokens)
         self.num_arrived_tokens += num_tokens
 
     def check_complete(self) -> None:
-        """Raises RequestFailed when the answer has not come to its end, or has another length than was asked for."""
+        """Raise RequestFailed when the output has not come to its end, or has another length than was asked for."""
         if not self.is_ended:
             raise RequestFailed("the stream ended before the answer did")
         wanted, counted, is_exact = self._request.output_tokens, self.num_output_tokens, self._request.ignore_eos
@@ -179,7 +180,8 @@ class Reply:
             raise RequestFailed(f"the answer stopped before it had {wanted} tokens, and nobody counted them")
 
     def outcome(self, error: str = "", *, is_refused: bool = False, retry_after_s: float | None = None) -> Outcome:
-        """What became of the request, which ends now. One that has begun to be answered is not turned away any more."""
+        """Return what became of the request, which ends now. A request whose output has begun is not refused any
+        more."""
         counted, is_refused = self.num_output_tokens, is_refused and not self._arrivals_s
         return Outcome(
             index=self._request.index,
@@ -200,7 +202,7 @@ class Reply:
 
 
 def is_complete(outcome: Outcome) -> bool:
-    """Neither failed nor turned away."""
+    """Return whether the request neither failed nor was refused."""
     return not outcome.error and not outcome.is_refused
 
 
@@ -224,17 +226,17 @@ def times_of(told: Mapping[str, Any]) -> dict[str, float]:
 
 
 def bounded(text: str) -> str:
-    """The beginning of a text, on one line."""
+    """Return the beginning of a text, on one line."""
     text = " ".join(text.split())
     return text if len(text) <= MAX_ERROR_CHARACTERS else text[: MAX_ERROR_CHARACTERS - 3] + "..."
 
 
 def pack_request(request: PlannedRequest) -> bytes:
-    """One line of JSON, with its end."""
+    """Return the request as one line of JSON, with its end."""
     values = {each.name: getattr(request, each.name) for each in fields(request)}
     return json.dumps({**values, "prompt": list(request.prompt)}, separators=(",", ":")).encode() + b"\n"
 
 
 def to_outcome(values: Mapping[str, Any]) -> Outcome:
-    """From its fields, as JSON has them."""
+    """Return the outcome that has these fields, as JSON has them."""
     return Outcome(**{**values, **{name: tuple(values[name]) for name in ("arrivals_s", "arrival_tokens")}})

@@ -52,7 +52,8 @@ NAMES: Final = {
 
 
 class Reporting:
-    """Made before the load, so that flags and folders that cannot be used are found then: SettingsError, BenchError."""
+    """Reports a load. Made before it, so that flags and folders that cannot be used are found then: SettingsError,
+    BenchError."""
 
     def __init__(self, options: ServeOptions) -> None:
         if options.plots is not None:
@@ -71,7 +72,8 @@ class Reporting:
                 raise SettingsError(f"{folder} cannot be made: {error.strerror}") from error
 
     def begin(self, model: str, workload: Workload, request_rate_per_s: float) -> Run:
-        """The run that starts now, at this rate or at stages of it. A file that has less than was asked for is told."""
+        """Return the run that starts now, at this rate or at stages of it; report a file that has less than was asked
+        for."""
         options = self._options
         if len(workload.planned) < (options.num_prompts or 0):
             report(f"the data set has {len(workload.planned)} requests, not the {options.num_prompts} of --num-prompts")
@@ -79,8 +81,8 @@ class Reporting:
         return Run(started_at, options, model, request_rate_per_s, workload.stages, workload.num_clipped)
 
     def show(self, outcomes: Sequence[Outcome], run: Run) -> None:
-        """On stdout, and wherever it is asked for. Raises SettingsError and BenchError for a file that cannot be
-        written."""
+        """Print what was found, and write files and pictures. Raises SettingsError and BenchError for a file that
+        cannot be written."""
         summary = summarize(last_sendings(outcomes), self._limits)
         findings = findings_of(outcomes, run.stages, self._limits, self._options.attainment) if run.stages else None
         try:
@@ -92,7 +94,7 @@ class Reporting:
             self._print(summary, run, findings)
 
     def show_stopped(self, outcomes: Sequence[Outcome], num_planned: int, run: Run) -> None:
-        """What came before the load was stopped, or broke off, without its stages; nothing is saved."""
+        """Print what came before the load was stopped, or broke off, without its stages; nothing is saved."""
         last = last_sendings(outcomes)
         report(f"stopped: {num_planned - len(last)} of {num_planned} requests have no outcome, and do not count here")
         if last and not self._options.as_json:
@@ -130,7 +132,7 @@ class Reporting:
 
 @contextmanager
 def shown_progress(label: str) -> Iterator[Callable[[Progress], None]]:
-    """A line that changes; without a terminal a new one for each tenth of the load."""
+    """Show a line that changes; without a terminal a new line for each tenth of the load."""
     with waiting(f"{label}: connecting") as show:
         shown = 0
 
@@ -156,7 +158,7 @@ def _progress_text(progress: Progress) -> str:
 
 
 def capacity_line(rate_per_s: float) -> str:
-    """The capacity, and how it was measured."""
+    """Return the capacity, and how it was measured, in words."""
     return f"capacity: {rate_per_s:.4g} requests/s ({CAPACITY_REQUESTS} requests, {CAPACITY_CONCURRENCY} at a time)"
 
 
@@ -164,7 +166,7 @@ def capacity_line(rate_per_s: float) -> str:
 
 
 def serve_view(summary: Summary, run: Run) -> Group:
-    """Everything, one below the other; warnings last."""
+    """Show all figures, one below the other, warnings last."""
     parts: list[object] = [_load_line(run), "", _counts_table(summary, run), ""]
     parts += [*map(escape, _errors_lines(summary)), _latency_table(summary, run.options), MEANING]
     if summary.limits.by_name():
@@ -187,7 +189,7 @@ def serve_view(summary: Summary, run: Run) -> Group:
 
 
 def warnings(summary: Summary, max_concurrency: int | None = None) -> list[str]:
-    """Reasons to doubt the figures: that requests were sent too late for such limits."""
+    """Return reasons to doubt the figures: that requests were sent too late for such limits."""
     most_s = MAX_SEND_LAG_S
     if summary.limits.ttft_s is not None:
         most_s = min(most_s, MAX_SEND_LAG_OF_TTFT * summary.limits.ttft_s)
@@ -204,7 +206,6 @@ def warnings(summary: Summary, max_concurrency: int | None = None) -> list[str]:
 
 
 def _load_line(run: Run) -> str:
-    """What was sent where, and how."""
     rate, ramp, burstiness = run.request_rate_per_s, run.options.ramp, f", burstiness {run.options.burstiness:g}"
     if run.stages:
         parts = ", ".join(f"{stage.times:g} times for {stage.seconds:g} s" for stage in run.stages)
@@ -219,7 +220,6 @@ def _load_line(run: Run) -> str:
 
 
 def _counts_table(summary: Summary, run: Run) -> Table:
-    """Requests, tokens and rates."""
     total_tokens = summary.total_input_tokens + summary.total_output_tokens
     rows = {
         "requests offered": f"{summary.num_offered}",
@@ -250,7 +250,7 @@ def _counts_table(summary: Summary, run: Run) -> Table:
 
 
 def _errors_lines(summary: Summary) -> list[str]:
-    """Why requests failed or were refused, the most frequent words first; nothing when all were complete."""
+    """Return why requests failed or were refused, the most frequent words first; nothing when all were complete."""
     frequent = summary.frequent_errors
     if not frequent:
         return []
@@ -260,7 +260,6 @@ def _errors_lines(summary: Summary) -> list[str]:
 
 
 def _latency_table(summary: Summary, options: ServeOptions) -> Table:
-    """Milliseconds of each metric and of the send lag."""
     metrics, percentiles = parse_metrics(options.percentile_metrics), parse_percentiles(options.metric_percentiles)
     numbers = ("mean", "median", "std", *(f"p{each:g}" for each in percentiles), "max")
     table = plain_table("milliseconds", numbers=numbers)
@@ -272,7 +271,6 @@ def _latency_table(summary: Summary, options: ServeOptions) -> Table:
 
 
 def _attainment_line(summary: Summary) -> str:
-    """The share of all offered requests that were good, and its parts."""
     low, high = summary.attainment_interval
     alone = {"TTFT": summary.attainment_ttft, "TPOT": summary.attainment_tpot}
     parts = "".join(f"; {name} alone {share:.1%}" for name, share in alone.items() if share is not None)
@@ -283,7 +281,7 @@ def _attainment_line(summary: Summary) -> str:
 
 
 def _misses_lines(summary: Summary) -> list[str]:
-    """What the requests missed, and by which phases; nothing when all were good."""
+    """Return what the requests missed, and by which phases; nothing when all were good."""
     causes = summary.misses.causes
     told = ", ".join(f"{name} {count}" for name, count, _ in causes)
     lines = [f"missed, a request perhaps by several: {told}"] if told else []

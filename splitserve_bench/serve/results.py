@@ -49,7 +49,7 @@ class Run:
 
 
 def parse_metrics(text: str) -> tuple[str, ...]:
-    """Names of LATENCIES from `ttft,tpot`; anything else is a BenchError."""
+    """Parse names of LATENCIES such as `ttft,tpot`. Raises BenchError."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     unknown = [name for name in names if name not in LATENCIES]
     if unknown:
@@ -58,7 +58,7 @@ def parse_metrics(text: str) -> tuple[str, ...]:
 
 
 def parse_percentiles(text: str) -> tuple[float, ...]:
-    """Percentiles from `50,99.9`; anything else than numbers from 0 to 100 is a BenchError."""
+    """Parse percentiles such as `50,99.9`. Raises BenchError for anything else than numbers from 0 to 100."""
     try:
         percentiles = tuple(dict.fromkeys(float(word) for word in text.split(",")))
     except ValueError as error:
@@ -69,8 +69,8 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
 
 
 def file_name(run: Run) -> str:
-    """As vLLM names it: label or backend, rate, concurrency where limited, the model's last part, date, or the digest
-    of a simulation."""
+    """Return the result's name as vLLM has it: label or backend, rate, concurrency where limited, the model's last
+    part, date, or the digest of a simulation."""
     limit, ramp = run.options.max_concurrency, run.options.ramp
     concurrency = "" if limit is None else f"-concurrency{limit}"
     label = (run.options.label or run.options.backend_name).replace("/", "-")
@@ -84,8 +84,8 @@ def file_name(run: Run) -> str:
 
 
 def result_json(summary: Summary, run: Run, findings: StageFindings | None = None) -> dict[str, Any]:
-    """One JSON object: vLLM's keys with vLLM's meaning, then ours; ttst is there always. The findings are those of a
-    load in stages.
+    """Return one JSON object: vLLM's keys with vLLM's meaning, then ours; ttst is there always. The findings are those
+    of a load in stages.
 
     Where nothing was measured there is null. --save-detailed adds the lists of all requests in the order of the load,
     with 0 for the latencies of those without tokens, as in vLLM.
@@ -107,7 +107,7 @@ def result_json(summary: Summary, run: Run, findings: StageFindings | None = Non
 
 
 def write_whole(path: Path, text: str) -> None:
-    """A file that is there whole or not at all, whenever this process is killed. Raises BenchError."""
+    """Write a file that is there whole or not at all, whenever this process is killed. Raises BenchError."""
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("w", encoding="utf-8") as file:
@@ -120,12 +120,14 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_share(tier: TierUse, summary: Summary) -> float:
-    """What was read back, in prompt tokens of complete answers; what was for answers that had been put back counts."""
+    """Return the share of prompt tokens of complete requests that was read back; what was read for preempted requests
+    counts."""
     return tier.num_hits * tier.block_tokens / max(1, summary.total_input_tokens)
 
 
 def request_lines(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
-    """One JSON object for each request: the fields of Outcome, and its latencies in seconds, null where it has none."""
+    """Return one JSON object for each request: the fields of Outcome, and its latencies in seconds, null where it has
+    none."""
     for outcome in outcomes:
         line: dict[str, Any] = {each.name: getattr(outcome, each.name) for each in fields(outcome)}
         line["timeline"] = None if outcome.timeline is None else dict(outcome.timeline)
@@ -173,7 +175,7 @@ def _figures(summary: Summary) -> dict[str, Any]:
 
 
 def _attainments(summary: Summary, run: Run) -> dict[str, Any]:
-    """What vLLM does not tell."""
+    """Return what vLLM does not tell."""
     limits = summary.limits.by_name()
     goodput, num_gpus = summary.request_goodput_per_s, run.options.num_gpus
     return {

@@ -24,8 +24,8 @@ MEANING: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Requests by when they were due. Each sending is counted once: good, complete but late, turned away with or
-    without a word about when to come back, or failed."""
+    """Counts requests by when they were due. Each sending is counted once: good, complete but late, refused with or
+    without a time to come back, or failed."""
 
     start_s: float
     end_s: float
@@ -41,7 +41,7 @@ class Window:
 
     @property
     def num_admitted(self) -> int:
-        """Those that were not turned away."""
+        """Count the requests that were not refused."""
         return self.num_good + self.num_late + self.num_failed
 
     @property
@@ -50,7 +50,7 @@ class Window:
 
     @property
     def attainment(self) -> float | None:
-        """None where nothing came."""
+        """Return the share of good requests; None where nothing was due."""
         return _ratio(self.num_good, self.num_offered)
 
     def to_json(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class StageFindings:
 
     @property
     def back_sentence(self) -> str:
-        """How long after the highest stage goodput was back."""
+        """Return how long after the highest stage goodput was back, in words."""
         end_s = self.highest["end_s"]
         if not any(each.num_offered for each in self.by_stage if each.start_s >= end_s):
             return "Nothing was sent after the highest stage: whether goodput comes back is not known."
@@ -199,7 +199,7 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def stages_view(findings: StageFindings) -> Group:
-    """By stage and by window, how the highest stage went, and whether goodput came back."""
+    """Show stages and windows as tables, how the highest stage went, and whether goodput came back."""
     stages = plain_table("stage", numbers=("req/s", *COUNTS))
     for stage, window in zip(findings.stages, findings.by_stage, strict=True):
         stages.add_row(_seconds(window.start_s, window.end_s), f"{stage.rate_per_s:.3g}", *_cells(window))
@@ -211,7 +211,6 @@ def stages_view(findings: StageFindings) -> Group:
 
 
 def _highest_lines(found: dict[str, Any]) -> list[str]:
-    """Goodput of the highest stage beside that before it, and what its requests met with."""
     before = ""
     if found["mean_before_per_s"] is not None:
         before = (

@@ -62,8 +62,7 @@ MAX_REQUEST_TOKENS: Final = 2048  # of both together
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that the model can take, and how many had to be clipped for that; and the stages that they are sent
-    in."""
+    """Requests that the model can take, how many had to be clipped for that, and the stages that they are sent in."""
 
     planned: tuple[PlannedRequest, ...]
     num_clipped: int
@@ -71,13 +70,13 @@ class Workload:
 
 
 class Source:
-    """The requests of a data set. `traced` are those of a trace, empty for others."""
+    """Draws the requests of a data set. `traced` are those of a trace, empty for other data sets."""
 
     def __init__(
         self, dataset: Dataset, vocab_size: int, tokenizer_folder: Path | None, limit: int | None = None
     ) -> None:
-        """Of a trace the first `limit` requests are read; texts need the model's folder. Raises BenchError when the
-        data set cannot be read, ModelError for a folder without a tokenizer."""
+        """Read the data set; of a trace the first `limit` requests. Texts need the model's folder. Raises BenchError
+        when the data set cannot be read, ModelError for a folder without a tokenizer."""
         self._dataset, self._vocab_size = dataset, vocab_size
         self._texts: Texts | None = None
         self.traced: list[TracedRequest] = []
@@ -89,7 +88,7 @@ class Source:
             self.traced = read(Path(dataset.path), length_scale=dataset.length_scale, limit=limit)
 
     def drawn(self, num_requests: int, rng: Random) -> list[Shape]:
-        """So many requests of a data set that is no trace, or all of a file that has fewer."""
+        """Draw requests of a data set that is no trace; fewer where a file has fewer."""
         if self._texts is not None:
             return self._texts.shapes(num_requests, rng)
         data = self._dataset
@@ -104,7 +103,6 @@ class Source:
         )
 
     def replayed(self, traced: Sequence[TracedRequest], seed: int) -> list[Shape]:
-        """These requests of the trace."""
         return trace_load(traced, self._vocab_size, seed)
 
 
@@ -152,7 +150,7 @@ def capacity_per_s(outcomes: Sequence[Outcome]) -> float:
 
 
 def warm_up_of(workload: Workload, count: int, vocab_size: int, seed: int) -> list[PlannedRequest]:
-    """So many requests of the lengths of the first ones, all at once, whose prompts are none of theirs."""
+    """Return requests of the lengths of the first ones, all at once, with other prompts."""
     ids = ordinary_ids(vocab_size)
     requests = []
     for index in range(count if workload.planned else 0):
@@ -163,14 +161,14 @@ def warm_up_of(workload: Workload, count: int, vocab_size: int, seed: int) -> li
 
 
 def as_texts(planned: Sequence[PlannedRequest], folder: Path) -> list[PlannedRequest]:
-    """Return the same requests with prompts as text: what the tokenizer of the folder makes of the tokens of those that
-    have none. Raises ModelError."""
+    """Return the same requests with prompts as text, which the folder's tokenizer makes of the tokens. Raises
+    ModelError."""
     tokenizer = read_tokenizer_files(folder).tokenizer
     return [each if each.text else replace(each, text=tokenizer.decode(each.prompt)) for each in planned]
 
 
 def vocab_size_of(options: ServeOptions, served: ServedModel, report: Callable[[str], None]) -> int:
-    """As told by a flag, a folder, the server; else a guess, which is reported."""
+    """Return the vocabulary size: of a flag, a folder, the server; else a guess, which is reported."""
     if options.vocab_size is not None:
         return options.vocab_size
     if options.tokenizer is not None:
@@ -186,8 +184,8 @@ def vocab_size_of(options: ServeOptions, served: ServedModel, report: Callable[[
 def _of_any_length(
     options: ServeOptions, times_s: Sequence[float], max_model_len: int | None, vocab_size: int
 ) -> Workload:
-    """Requests at these times. A trace gives lengths; where the data set ends before the times do it begins anew, with
-    other tokens unless it says itself which prompts share theirs."""
+    """Plan requests at these times. A trace gives lengths; where the data set ends before the times do it begins anew,
+    with other tokens unless it says itself which prompts share theirs."""
     planned: list[PlannedRequest] = []
     num_clipped, lap = 0, 0
     while missing := len(times_s) - len(planned):
@@ -207,7 +205,7 @@ def _times_s(count: int, options: ServeOptions) -> list[float]:
 
 
 def _vocab_size_in(folder: Path) -> int:
-    """Of tokenizer.json, or of config.json where there is none."""
+    """Read the vocabulary size of tokenizer.json, or of config.json where there is none."""
     try:
         if (folder / "tokenizer.json").exists():
             return int(Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size())
@@ -229,11 +227,11 @@ class _Text:
 
 
 class Texts:
-    """The prompts of one file."""
+    """Draws the prompts of one file."""
 
     def __init__(self, dataset: Dataset, tokenizer_folder: Path) -> None:
-        """A file that cannot be used is a BenchError naming place and value, as is a folder without the chat template;
-        one without a tokenizer a ModelError."""
+        """Read the file and the tokenizer. Raises a BenchError that names place and value, also for a folder without a
+        chat template, and a ModelError for one without a tokenizer."""
         self._path, self._is_pruned = Path(dataset.path), dataset.name == SHAREGPT
         files = read_tokenizer_files(tokenizer_folder)
         self._tokenizer = files.tokenizer
@@ -245,7 +243,7 @@ class Texts:
             raise BenchError(f"{self._path} cannot be read: {error}") from error
 
     def shapes(self, num_requests: int, rng: Random) -> list[Shape]:
-        """So many of them in an order that rng draws, none twice: fewer where there are no more."""
+        """Draw prompts in an order that rng gives, none twice; fewer where there are no more."""
         shapes: list[Shape] = []
         for text in rng.sample(self._texts, len(self._texts)):
             if len(shapes) == num_requests:
@@ -272,7 +270,7 @@ class Texts:
 
 
 def _chat(files: TokenizerFiles, folder: Path) -> Callable[[str], str]:
-    """A conversation of one message as the model reads it."""
+    """Return what renders a conversation of one message as the model reads it."""
     source = template_sources(folder, files.config).get(DEFAULT)
     if source is None:
         raise BenchError(f"{folder} has no chat template: --skip-chat-template sends the prompts as they stand")
@@ -289,14 +287,14 @@ def _chat(files: TokenizerFiles, folder: Path) -> Callable[[str], str]:
 
 
 def _is_kept(shape: Shape, *, is_given: bool) -> bool:
-    """An answer whose length is given may be as short as it is wanted."""
+    """Return whether ShareGPT's lengths are in bounds; an output whose length is given may be short."""
     prompt_tokens, output_tokens = len(shape.prompt), shape.output_tokens
     is_long_enough = prompt_tokens >= MIN_TOKENS and (is_given or output_tokens >= MIN_TOKENS)
     return is_long_enough and prompt_tokens <= MAX_PROMPT_TOKENS and prompt_tokens + output_tokens <= MAX_REQUEST_TOKENS
 
 
 def _conversations(path: Path, output_tokens: int | None) -> Iterator[_Text]:
-    """The first turn of each that has two is its prompt, the second the reference answer."""
+    """Read conversations; the first turn of each that has two is its prompt, the second the reference output."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
@@ -339,7 +337,7 @@ def _prompt(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Raises ValueError for half of a surrogate pair, which no server takes, too."""
+    """Return a text. Raises TypeError, and ValueError for half of a surrogate pair, which no server takes."""
     if not isinstance(value, str):
         raise TypeError
     value.encode()
