@@ -16,7 +16,6 @@ import os
 import resource
 import sys
 import time
-from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -40,6 +39,7 @@ from splitserve_bench.serve.records import (
     pack_request,
     returns_at_s,
     to_outcome,
+    unpack_request,
 )
 
 CONNECT_S: Final = 30.0
@@ -49,7 +49,6 @@ SILENCE_S: Final = 60.0  # of a generator that reports its progress
 MAX_WARM_CONNECTIONS: Final = 32  # at the same time; more are made when they are needed
 MAX_LINE_BYTES: Final = 2**26  # an outcome of a million tokens
 DIGITS: Final = 9  # of arrivals: nanoseconds
-TOKEN_TYPE: Final = "I"  # 4 bytes
 
 Write = Callable[[bytes], None]
 
@@ -133,12 +132,12 @@ def read_plan(lines: Iterable[bytes]) -> tuple[Order, list[PlannedRequest]]:
     for line in lines:
         if not line.endswith(b"\n"):
             break
-        fields = json.loads(line)
         if order is None:
+            fields = json.loads(line)
             target = Target(**{**fields["target"], "tls": TlsFiles(**fields["target"]["tls"])})
             order = Order(**{**fields, "target": target})
         else:
-            requests.append(PlannedRequest(**{**fields, "prompt": array(TOKEN_TYPE, fields["prompt"])}))
+            requests.append(unpack_request(line))
     if order is None or len(requests) != order.num_requests:
         raise EOFError("the plan ended before its end")
     return order, requests

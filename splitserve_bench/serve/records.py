@@ -1,6 +1,8 @@
 """What a load is, whom it is sent to, and what becomes of it. Times are seconds after the start of the load."""
 
 import json
+from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
@@ -16,6 +18,7 @@ COMPLETIONS: Final = "/v1/completions"
 CHATS: Final = "/chat/completions"  # ends the path of an endpoint that takes conversations
 LIMITS: Final = ("ttft_ms", "tpot_ms", "slo_class", "priority")  # of every request, the same for both backends
 MAX_ERROR_CHARACTERS: Final = 300
+TOKEN_TYPE: Final = "I"  # 4 bytes
 # Why SplitServe refuses a request before it is begun.
 REFUSALS: Final = frozenset(
     [
@@ -232,9 +235,17 @@ def bounded(text: str) -> str:
 
 
 def pack_request(request: PlannedRequest) -> bytes:
-    """Return the request as one line of JSON, with its end."""
+    """Return the request as one line of JSON, with its end. Token ids must be 0 to 2**32 - 1."""
     values = {each.name: getattr(request, each.name) for each in fields(request)}
-    return json.dumps({**values, "prompt": list(request.prompt)}, separators=(",", ":")).encode() + b"\n"
+    prompt = b64encode(array(TOKEN_TYPE, request.prompt).tobytes()).decode()  # numbers take longer
+    return json.dumps({**values, "prompt": prompt}, separators=(",", ":")).encode() + b"\n"
+
+
+def unpack_request(line: bytes) -> PlannedRequest:
+    """Return the request of a line of `pack_request`; a token of its prompt takes four bytes."""
+    values, prompt = json.loads(line), array(TOKEN_TYPE)
+    prompt.frombytes(b64decode(values["prompt"]))
+    return PlannedRequest(**{**values, "prompt": prompt})
 
 
 def to_outcome(values: Mapping[str, Any]) -> Outcome:
