@@ -32,7 +32,7 @@ from splitserve_bench.compare.contenders import (
 from splitserve_bench.errors import BenchError
 from splitserve_bench.models import writing_model
 from splitserve_bench.options import PAIR, ListOf, NumberRange, RepeatingCommand, option, options_of
-from splitserve_bench.serve.options import (
+from splitserve_bench.serve.command import (
     ABOVE_0,
     FILE,
     LENGTH,

@@ -35,9 +35,9 @@ from splitserve_bench.compare.slo import (
 )
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.arrivals import send_times_s
+from splitserve_bench.serve.command import Dataset
 from splitserve_bench.serve.datasets import at_rate, fit, longer_share, plan
 from splitserve_bench.serve.metrics import Limits, Summary, told, tpot_s, ttft_s
-from splitserve_bench.serve.options import Dataset
 from splitserve_bench.serve.records import (
     Outcome,
     PlannedRequest,

@@ -7,6 +7,7 @@ from random import Random
 from typing import Final
 
 from splitserve_bench.serve.arrivals import send_times_s
+from splitserve_bench.serve.command import AZURE, RANDOM
 from splitserve_bench.serve.datasets import (
     Shape,
     TracedRequest,
@@ -20,7 +21,6 @@ from splitserve_bench.serve.datasets import (
     read_mooncake_trace,
     trace_load,
 )
-from splitserve_bench.serve.options import AZURE, RANDOM
 from splitserve_bench.serve.records import PlannedRequest
 
 MOST_COUNTED: Final = 10_000  # requests of a probe

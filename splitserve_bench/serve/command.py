@@ -1,35 +1,425 @@
-"""`splitserve bench serve`: an open-loop load on a running server, and what of it was good."""
+"""`splitserve bench serve`: vLLM's flags where there is one, and what they mean together. The rest is imported when the
+command runs, so that help is quick."""
 
-import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Final
 
 import click
 
 from serving_core.errors import SettingsError
-from serving_core.tokenizer_files import TOKENIZER_FILE
-from splitserve.commands.terminal import report
-from splitserve.launch.models import HUB_ID
+from serving_core.tls import SCHEME as TLS_SCHEME
+from serving_core.tls import TlsFiles
+from splitserve.commands.server_options import SERVER_VARIABLE, api_key_option, tls_options
 from splitserve.signals import run_to_end
-from splitserve_bench.errors import BenchError
-from splitserve_bench.serve.options import (
-    CAPACITY_CONCURRENCY,
-    ServeCommand,
-    ServeOptions,
-    ignore_eos_option,
-    load_options,
-    obey_retry_after_option,
-    result_options,
-    send_limits_option,
-    stages_options,
-    where_options,
+from splitserve_bench.options import Command, NumberRange, RepeatingCommand, option, options_of
+from splitserve_bench.serve.arrivals import RAMPS, Ramp, parse_stages
+from splitserve_bench.serve.records import BACKENDS, CHATS, COMPLETIONS, LIMITS, OPENAI, SPLITSERVE, Target
+
+RANDOM, AZURE, MOONCAKE, SHAREGPT, CUSTOM = "random", "azure", "mooncake", "sharegpt", "custom"
+TRACES: Final = (AZURE, MOONCAKE)
+TEXTS: Final = (SHAREGPT, CUSTOM)
+DATASETS: Final = (RANDOM, *TRACES, *TEXTS)
+MAX_REPEATS: Final = 10
+NUM_PROMPTS: Final = 1000  # of a trace all
+CAPACITY_REQUESTS: Final = 40
+CAPACITY_CONCURRENCY: Final = 8  # of them, and so many requests go before as a warm-up
+LOOPBACK: Final = "127.0.0.1"
+PORTS: Final = {SPLITSERVE: 50051, OPENAI: 8000}
+SCHEME: Final = "://"
+OTHER_NAME: Final = re.compile(r"^--(target|base-url)(?==|$)")
+WORD: Final = re.compile(r"(?!--).*", re.DOTALL)
+ABOVE_0: Final = NumberRange(0, min_open=True)
+RATE: Final = NumberRange(0, 1e9, min_open=True)
+COUNT, LENGTH = click.IntRange(0), click.IntRange(1)
+FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
+FOLDER: Final = click.Path(exists=True, file_okay=False, path_type=Path)
+NEW_FOLDER: Final = click.Path(file_okay=False, path_type=Path)
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """What the requests are, named as the flags are."""
+
+    name: str = RANDOM
+    path: str = ""
+    length_scale: float = 1.0
+    random_input_len: int = 256
+    random_output_len: int = 32
+    random_range_ratio: float = 0.0
+    random_prefix_len: int = 0
+    text_output_len: int | None = None
+    skip_chat_template: bool = False
+    burstiness: float = 1.0  # not of a trace
+
+    def check(self) -> None:
+        """Raise SettingsError as `check_dataset`, and for flags about prompts and outputs that the data set does not
+        have."""
+        check_dataset(self.name, self.path, self.length_scale)
+        if self.random_prefix_len and self.name != RANDOM:
+            raise SettingsError(
+                f"--random-prefix-len {self.random_prefix_len} is of random prompts, not of {self.name}'s"
+            )
+        if self.text_output_len is not None and self.name not in TEXTS:
+            raise SettingsError(
+                f"--sharegpt-output-len {self.text_output_len} is of answers to texts, not of {self.name}'s"
+            )
+        if self.skip_chat_template and self.name != CUSTOM:
+            raise SettingsError(f"--skip-chat-template is of {CUSTOM}: prompts of {self.name} have none around them")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The values of the flags, by their names."""
+
+    backend: str | None
+    server: str | None
+    host: str | None
+    port: int | None
+    endpoint: str
+    model: str
+    api_key: str | None
+    tls_ca: str
+    tls_cert: str
+    tls_key: str
+    extra_body: str
+    tokenizer: Path | None
+    vocab_size: int | None
+    ignore_eos: bool
+    dataset_name: str
+    dataset_path: Path | None
+    random_input_len: int
+    random_output_len: int
+    random_range_ratio: float
+    random_prefix_len: int
+    text_output_len: int | None
+    skip_chat_template: bool
+    num_prompts: int | None
+    request_rate: float
+    burstiness: float
+    ramp_up_strategy: str | None
+    ramp_up_start_rps: float | None
+    ramp_up_end_rps: float | None
+    stages: str | None
+    attainment: float
+    length_scale: float
+    max_concurrency: int | None
+    num_warmups: int
+    request_timeout_s: float
+    seed: int
+    obey_retry_after: int
+    goodput: tuple[str, ...]
+    send_limits: bool
+    percentile_metrics: str
+    metric_percentiles: str
+    label: str | None
+    num_gpus: int | None
+    metadata: tuple[str, ...]
+    save_result: bool
+    save_detailed: bool
+    result_dir: Path
+    result_filename: str | None
+    plots: Path | None
+    as_json: bool
+
+    @property
+    def dataset(self) -> Dataset:
+        return Dataset(
+            self.dataset_name,
+            str(self.dataset_path or ""),
+            self.length_scale,
+            self.random_input_len,
+            self.random_output_len,
+            self.random_range_ratio,
+            self.random_prefix_len,
+            self.text_output_len,
+            self.skip_chat_template,
+            self.burstiness,
+        )
+
+    @property
+    def ramp(self) -> Ramp | None:
+        """Return how the rate grows; None for one rate."""
+        strategy, start, end = self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps
+        return None if strategy is None or start is None or end is None else Ramp(strategy, start, end)
+
+    @property
+    def wants_capacity(self) -> bool:
+        """Return whether the stages are multiples of a rate that is to be measured."""
+        return self.stages is not None and math.isinf(self.request_rate)
+
+    def check(self) -> None:
+        """Raise SettingsError as Dataset.check, for texts without a tokenizer, and for --send-limits without limits."""
+        self.dataset.check()
+        if self.dataset_name in TEXTS and self.tokenizer is None:
+            raise SettingsError(f"--dataset-name {self.dataset_name} needs the model's tokenizer: --tokenizer FOLDER")
+        if self.send_limits and not self.goodput:
+            raise SettingsError("--send-limits tells the limits of --goodput, and there are none")
+
+    def check_pace(self) -> None:
+        """Raise SettingsError for flags about when requests are sent that contradict one another, or mean nothing."""
+        ramp = (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps)
+        is_ramp = ramp != (None, None, None)
+        if self.stages is not None:
+            others = {
+                "--num-prompts": self.num_prompts is not None,
+                "--ramp-up-strategy": is_ramp,
+                "--max-concurrency": self.max_concurrency is not None,
+            }
+            if given := [flag for flag, is_given in others.items() if is_given]:
+                raise SettingsError(
+                    f"--stages say when requests are sent, and how many: {given[0]} does not go with them"
+                )
+            if not self.goodput:
+                raise SettingsError(
+                    "--stages without limits: nothing is late. Give --goodput, such as ttft:500 tpot:40"
+                )
+            parse_stages(self.stages)
+            return
+        check_burstiness(self.dataset_name, self.burstiness)
+        if is_ramp and None in ramp:
+            raise SettingsError("--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps belong together")
+        if is_ramp and self.dataset_name in TRACES:
+            raise SettingsError(f"--ramp-up-strategy is of random arrivals: {self.dataset_name} has times of its own")
+        if is_ramp and math.isfinite(self.request_rate):
+            raise SettingsError(f"--request-rate {self.request_rate:g} is one rate, and --ramp-up-strategy says others")
+
+    @property
+    def backend_name(self) -> str:
+        """Return the backend that is named, else the one of the address and the endpoint."""
+        is_openai = SCHEME in (self.server or "") or self.endpoint.endswith(CHATS)
+        return self.backend or (OPENAI if is_openai else SPLITSERVE)
+
+    @property
+    def takes_chats(self) -> bool:
+        """Return whether prompts are sent as conversations."""
+        return self.backend_name == OPENAI and self.endpoint.endswith(CHATS)
+
+    def where(self) -> Target:
+        """Return the server to ask. Raises SettingsError for flags that contradict one another."""
+        backend = self.backend_name
+        if self.server and (self.host or self.port):
+            raise SettingsError(f"--server ({self.server}) says where: --host and --port are instead of it")
+        address = self.server or f"{self.host or LOOPBACK}:{self.port or PORTS[backend]}"
+        if backend == SPLITSERVE and SCHEME in address and not address.startswith(TLS_SCHEME):
+            raise SettingsError(
+                f"--server {address} is a URL, which --backend {OPENAI} takes; gRPC has HOST:PORT or https://HOST:PORT"
+            )
+        if backend == OPENAI:
+            if self.server and SCHEME not in address:
+                raise SettingsError(f"--server {address} is no URL: --backend {OPENAI} takes http://HOST:PORT")
+            scheme = "https" if self.tls_ca else "http"
+            address = (address if self.server else f"{scheme}://{address}").rstrip("/")
+        extra_body = _object(self.extra_body)
+        if backend == SPLITSERVE and (unknown := sorted(extra_body.keys() - set(LIMITS))):
+            raise SettingsError(f"--extra-body may have {', '.join(LIMITS)} for SplitServe's gRPC, not {unknown[0]!r}")
+        tls = TlsFiles(self.tls_cert, self.tls_key, self.tls_ca)
+        return Target(backend, address, self.endpoint, self.model, self.api_key, extra_body, tls)
+
+    def metadata_pairs(self) -> dict[str, str]:
+        """Parse --metadata. Raises SettingsError for a value that is not KEY=VALUE."""
+        pairs = [pair.partition("=") for pair in self.metadata]
+        for name, separator, value in pairs:
+            if not name or not separator:
+                raise SettingsError(f"--metadata is KEY=VALUE, not {name + separator + value!r}")
+        return {name: value for name, _, value in pairs}
+
+
+def check_dataset(name: str, path: Path | str | None, length_scale: float) -> None:
+    """Raise SettingsError for a data set without its file, a file without a data set, and a scale without a trace."""
+    if name == RANDOM and path:
+        raise SettingsError(f"--dataset-path is of a data set that is a file: --dataset-name {RANDOM} is none")
+    if name not in TRACES and length_scale != 1:
+        raise SettingsError(f"--length-scale {length_scale:g} is of a trace's lengths: {name} has lengths of its own")
+    if name != RANDOM and not path:
+        raise SettingsError(f"--dataset-name {name} needs a {'trace' if name in TRACES else 'file'}: --dataset-path")
+
+
+def check_burstiness(dataset_name: str, burstiness: float) -> None:
+    """Raise SettingsError for the burstiness of a trace, which has its own."""
+    if dataset_name in TRACES and burstiness != 1:
+        raise SettingsError(f"--burstiness {burstiness:g} is of random arrivals: a trace has bursts of its own")
+
+
+class ServeCommand(RepeatingCommand):
+    """Takes several words after one flag, as it has no arguments. --target and --base-url mean --server."""
+
+    lists: ClassVar = {"--goodput": WORD, "--metadata": WORD}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [OTHER_NAME.sub("--server", word) for word in args])
+
+
+def tokenizer_option(words: str) -> Callable[[Command], Command]:
+    return option("--tokenizer", type=FOLDER, help=words)
+
+
+def send_limits_option(*, default: bool) -> Callable[[Command], Command]:
+    words = "Tell SplitServe which TTFT and TPOT each request is judged by; other servers are never told."
+    return option("--send-limits/--no-send-limits", default=default, help=words)
+
+
+def shape_options(input_len: int, output_len: int) -> Callable[[Command], Command]:
+    """Return the flags of a data set; random requests have these lengths by default."""
+    return options_of(
+        option("--dataset-name", default=RANDOM, type=click.Choice(DATASETS)),
+        option(
+            "--dataset-path",
+            type=FILE,
+            help="Azure's CSV, Mooncake's JSON lines, ShareGPT's JSON, or JSON lines with prompt and, optional, "
+            "output_tokens.",
+        ),
+        option("--length-scale", default=1.0, type=ABOVE_0, help="Times a trace's lengths."),
+        option("--random-input-len", default=input_len, type=LENGTH, help="Tokens of a prompt."),
+        option("--random-output-len", default=output_len, type=LENGTH, help="Tokens of an answer."),
+        option(
+            "--random-range-ratio",
+            default=0.0,
+            type=NumberRange(0, 1, max_open=True),
+            help="Lengths differ by up to this share of them.",
+        ),
+        option(
+            "--random-prefix-len",
+            default=0,
+            type=COUNT,
+            help="Tokens that all random prompts begin with, beside --random-input-len.",
+        ),
+        option(
+            "--sharegpt-output-len",
+            "--custom-output-len",
+            "text_output_len",
+            type=LENGTH,
+            help=f"Tokens of every answer of {SHAREGPT} and {CUSTOM}; default: what the file says.",
+        ),
+        option(
+            "--skip-chat-template",
+            "--custom-skip-chat-template",
+            "skip_chat_template",
+            is_flag=True,
+            help=f"Prompts of {CUSTOM} are sent as they stand, without the model's chat template around them.",
+        ),
+        option(
+            "--burstiness", default=1.0, type=ABOVE_0, help="1 is a Poisson process, less comes in bursts, more evenly."
+        ),
+    )
+
+
+def client_options(timeout_s: float) -> Callable[[Command], Command]:
+    return options_of(
+        option("--request-timeout-s", default=timeout_s, type=ABOVE_0, help="A later answer is a miss."),
+        option(
+            "--seed",
+            default=0,
+            help="Of prompts, lengths and arrivals; take another one when the server keeps the KV of an earlier run.",
+        ),
+    )
+
+
+# The server.
+where_options = options_of(
+    option(
+        "--server",
+        envvar=SERVER_VARIABLE,
+        show_envvar=True,
+        help="HOST:PORT of SplitServe's gRPC, or http://HOST:PORT of a server with OpenAI's API; by default "
+        f"{LOOPBACK}:{PORTS[SPLITSERVE]}, with --backend {OPENAI} http://{LOOPBACK}:{PORTS[OPENAI]}.",
+    ),
+    option("--backend", type=click.Choice(BACKENDS), help="By default the one that --server is an address of."),
+    option("--host", hidden=True),  # vLLM's, instead of --server
+    option("--port", hidden=True, type=click.IntRange(1, 65535)),
+    option("--endpoint", default=COMPLETIONS, help=f"Of an OpenAI-compatible server; /v1{CHATS} too."),
+    option("--model", default="", help="Served model; by default what is served."),
+    api_key_option,
+    tls_options,
+    option("--extra-body", default="{}", help="JSON object of more fields: of an OpenAI-compatible server, or limits."),
+    tokenizer_option(
+        f"Model folder: its tokenizer tells how long the texts of {SHAREGPT} and {CUSTOM} are, and what text random "
+        "prompts are in chats (default: that of the served model, where its name is a folder or a cached hub id here); "
+        "its vocabulary is what these are drawn from where the server does not tell its own."
+    ),
+    option("--vocab-size", type=LENGTH, help="The same as a number."),
+)
+ignore_eos_option = option(
+    "--ignore-eos/--no-ignore-eos",
+    default=True,
+    help="Whether answers go on after the end-of-sequence token, to their full length.",
 )
 
-if TYPE_CHECKING:  # imported when the command runs, so that help is quick
-    from splitserve_bench.serve.records import Outcome, PlannedRequest, Target
-    from splitserve_bench.serve.workload import Workload
+# What is sent when.
+dataset_options = options_of(
+    shape_options(1024, 128),
+    option("--num-prompts", type=LENGTH, help=f"Requests; default {NUM_PROMPTS}, of a trace all."),
+)
+pace_options = options_of(
+    option(
+        "--ramp-up-strategy",
+        type=click.Choice(RAMPS),
+        help="How the rate grows from request to request, instead of --request-rate: by as much, or by as many times.",
+    ),
+    option("--ramp-up-start-rps", type=RATE, help="Requests a second of the first."),
+    option("--ramp-up-end-rps", type=RATE, help="Requests a second of the last."),
+    option("--max-concurrency", type=LENGTH, help="Requests at the same time; the rest wait."),
+    client_options(600.0),
+)
+stages_options = options_of(
+    option(
+        "--stages",
+        metavar="TIMESxSECONDS,...",
+        help="Multiples of --request-rate, and for how long, such as 0.7x20,3x30,0.7x40. Needs --goodput. Without "
+        f"--request-rate they are multiples of the capacity, which is measured first: {CAPACITY_REQUESTS} requests, "
+        f"{CAPACITY_CONCURRENCY} at a time.",
+    ),
+    option(
+        "--attainment",
+        default=0.9,
+        type=NumberRange(0, 1, min_open=True),
+        help="Share of good requests from which goodput is back after the highest of the --stages.",
+    ),
+)
+obey_retry_after_option = option(
+    "--obey-retry-after",
+    is_flag=False,
+    flag_value=1,
+    default=0,
+    type=click.IntRange(0, MAX_REPEATS),
+    help="Send a request again that is refused and told when to come back within --request-timeout-s: so many times, 1 "
+    "without a number. The last sending is judged.",
+)
+load_options = options_of(
+    dataset_options,
+    option(
+        "--request-rate",
+        default=math.inf,
+        type=ABOVE_0,
+        help="Requests a second; inf sends all at once, and a trace at its own times.",
+    ),
+    pace_options,
+    option("--num-warmups", default=0, type=COUNT, help="Requests before, which do not count."),
+)
+
+# What is made of it.
+goodput_option = option(
+    "--goodput", multiple=True, help="Limits of a good request in ms, such as ttft:500 tpot:30 e2el:9000."
+)
+json_option = option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+result_options = options_of(
+    goodput_option,
+    option("--percentile-metrics", default="ttft,tpot,itl", help="Also e2el, ttst."),
+    option("--metric-percentiles", default="99", help="Several with commas."),
+    option("--label", help="Begins the result's name; default: the backend."),
+    option("--num-gpus", type=LENGTH, help="Of all nodes, for goodput per GPU."),
+    option("--metadata", multiple=True, help="KEY=VALUE for the result; several may follow."),
+    option("--save-result", is_flag=True, help="Write the figures to a JSON file."),
+    option("--save-detailed", is_flag=True, help="The same with every request, and one JSON line for each beside it."),
+    option("--result-dir", default=".", type=NEW_FOLDER, help="Where to; it is made."),
+    option("--result-filename", help="Instead of LABEL-RATEqps-MODEL-TIME.json."),
+    option("--plots", type=NEW_FOLDER, help="Folder for pictures (PNG)."),
+    json_option,
+)
 
 
 @click.command("serve", cls=ServeCommand)
@@ -42,129 +432,16 @@ if TYPE_CHECKING:  # imported when the command runs, so that help is quick
 @result_options
 def serve_command(**flags: Any) -> None:
     """Send a load to a running server: latencies, throughput, and the share of requests within their limits."""
-    run_to_end(_serve(ServeOptions(**flags)))
+    from splitserve_bench.serve.session import serve
+
+    run_to_end(serve(ServeOptions(**flags)))
 
 
-async def _serve(options: ServeOptions) -> None:
-    from splitserve_bench.serve.metrics import parse_goodput, summarize, told
-    from splitserve_bench.serve.report import Reporting
-    from splitserve_bench.serve.workload import workload_of
-
-    options.check()
-    options.check_pace()
-    reporting, limits = Reporting(options), parse_goodput(options.goodput)
-    session = await connect(options)
-    options = session.options
-    if options.wants_capacity:
-        options = replace(options, request_rate=await session.capacity_per_s())
-    workload = workload_of(options, session.max_model_len, session.vocab_size)
-    await session.warm_up(workload, options.num_warmups)
-    run = reporting.begin(session.target.model, workload, options.request_rate)
-    planned = told(workload.planned, lambda each: limits) if options.send_limits else workload.planned
-    came: list[Outcome] = []
+def _object(text: str) -> dict[str, Any]:
     try:
-        outcomes = await session.send(
-            planned,
-            session.target.model,
-            came.append,
-            max_concurrency=options.max_concurrency,
-            obey_retry_after=options.obey_retry_after,
-        )
-    except (asyncio.CancelledError, BenchError):
-        reporting.show_stopped(came, len(planned), run)
-        raise
-    reporting.show(outcomes, run)
-    summary = summarize(outcomes, limits)
-    if not summary.num_completed:
-        raise BenchError(f"none of the {len(outcomes)} requests has a complete answer: {summary.frequent_errors[0][0]}")
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """A server that has answered, and what it serves."""
-
-    options: ServeOptions
-    target: "Target"
-    max_model_len: int | None
-    vocab_size: int
-
-    async def capacity_per_s(self) -> float:
-        """Measure how many requests a second the server answers in a closed loop, after a warm-up, and report it.
-        Raises BenchError when some fail."""
-        from splitserve_bench.serve.report import capacity_line
-        from splitserve_bench.serve.workload import capacity_load, capacity_per_s
-
-        workload = capacity_load(self.options, self.max_model_len, self.vocab_size)
-        await self.warm_up(workload, CAPACITY_CONCURRENCY)
-        rate = capacity_per_s(await self.send(workload.planned, "capacity", max_concurrency=CAPACITY_CONCURRENCY))
-        report(capacity_line(rate))
-        return rate
-
-    async def warm_up(self, workload: "Workload", count: int) -> None:
-        """Send requests that do not count."""
-        from splitserve_bench.serve.workload import warm_up_of
-
-        planned = warm_up_of(workload, count, self.vocab_size, self.options.seed)
-        if not planned:
-            return
-        outcomes = await self.send(planned, "warm-up", max_concurrency=self.options.max_concurrency)
-        if num_failed := sum(bool(outcome.error) for outcome in outcomes):
-            report(f"{num_failed} of {len(planned)} requests of the warm-up failed")
-
-    async def send(
-        self,
-        planned: "Sequence[PlannedRequest]",
-        label: str,
-        on_outcome: "Callable[[Outcome], None] | None" = None,
-        *,
-        max_concurrency: int | None,
-        obey_retry_after: int = 0,
-    ) -> "list[Outcome]":
-        """Send a load; `on_outcome` is called for each outcome as it comes. Raises BenchError when the load breaks
-        off."""
-        from splitserve_bench.serve.generator import run_load
-        from splitserve_bench.serve.report import shown_progress
-        from splitserve_bench.serve.workload import as_texts
-
-        if self.target.takes_chats and self.options.tokenizer is not None:
-            planned = as_texts(planned, self.options.tokenizer)
-        with shown_progress(label) as on_progress:
-            return await run_load(
-                self.target,
-                planned,
-                max_concurrency=max_concurrency,
-                request_timeout_s=self.options.request_timeout_s,
-                on_progress=on_progress,
-                on_outcome=on_outcome,
-                obey_retry_after=obey_retry_after,
-            )
-
-
-async def connect(options: ServeOptions) -> Session:
-    """Ask the server what it serves. Raises BenchError when it does not answer, and SettingsError for flags that
-    contradict one another, or chats without a tokenizer."""
-    from splitserve_bench.serve.generator import describe
-    from splitserve_bench.serve.workload import vocab_size_of
-
-    target = options.where()
-    served = await describe(target)
-    if target.takes_chats and options.tokenizer is None:
-        options = replace(options, tokenizer=_tokenizer_of(served.model))
-        if options.tokenizer is None:
-            raise SettingsError(
-                f"--endpoint {target.endpoint} takes text, and the tokenizer that makes it of tokens is not on this "
-                f"machine under the model's name {served.model}: give --tokenizer FOLDER"
-            )
-        report(f"tokenizer: {options.tokenizer}")
-    vocab_size = vocab_size_of(options, served, report)
-    return Session(options, replace(target, model=served.model), served.max_model_len, vocab_size)
-
-
-def _tokenizer_of(model: str) -> Path | None:
-    """Return the folder of a served model whose name is a folder on this machine, or a cached hub id; else None."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if (Path(model) / TOKENIZER_FILE).is_file():
-        return Path(model)
-    cached = try_to_load_from_cache(model, TOKENIZER_FILE) if HUB_ID.fullmatch(model) else None
-    return Path(cached).parent if isinstance(cached, str) else None
+        value = json.loads(text)
+    except ValueError as error:
+        raise SettingsError(f"--extra-body is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise SettingsError(f"--extra-body is a JSON object, not {text[:80]}")
+    return value

@@ -16,8 +16,8 @@ from rich.table import Table
 from serving_core.errors import SettingsError
 from serving_core.extras import require
 from splitserve.commands.terminal import PHASE_NAMES, plain_table, report, stderr, stdout, waiting
+from splitserve_bench.serve.command import CAPACITY_CONCURRENCY, CAPACITY_REQUESTS, ServeOptions
 from splitserve_bench.serve.metrics import Summary, parse_goodput, summarize
-from splitserve_bench.serve.options import CAPACITY_CONCURRENCY, CAPACITY_REQUESTS, ServeOptions
 from splitserve_bench.serve.plots import plot_latencies, plot_stages
 from splitserve_bench.serve.records import Outcome, Progress, last_sendings
 from splitserve_bench.serve.results import (

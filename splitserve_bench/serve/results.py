@@ -10,6 +10,7 @@ from typing import Any
 
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.arrivals import Stage
+from splitserve_bench.serve.command import ServeOptions
 from splitserve_bench.serve.metrics import (
     LATENCIES,
     Summary,
@@ -20,7 +21,6 @@ from splitserve_bench.serve.metrics import (
     ttft_s,
     ttst_s,
 )
-from splitserve_bench.serve.options import ServeOptions
 from splitserve_bench.serve.records import Outcome, TierUse
 from splitserve_bench.serve.stages import StageFindings
 

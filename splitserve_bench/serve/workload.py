@@ -23,6 +23,16 @@ from serving_core.errors import SettingsError
 from serving_core.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.arrivals import Stage, ramp_times_s, send_times_s, stage_times_s, stages_of
+from splitserve_bench.serve.command import (
+    AZURE,
+    CAPACITY_REQUESTS,
+    NUM_PROMPTS,
+    SHAREGPT,
+    TEXTS,
+    TRACES,
+    Dataset,
+    ServeOptions,
+)
 from splitserve_bench.serve.datasets import (
     Shape,
     TracedRequest,
@@ -39,16 +49,6 @@ from splitserve_bench.serve.datasets import (
     trace_load,
 )
 from splitserve_bench.serve.metrics import Limits, summarize
-from splitserve_bench.serve.options import (
-    AZURE,
-    CAPACITY_REQUESTS,
-    NUM_PROMPTS,
-    SHAREGPT,
-    TEXTS,
-    TRACES,
-    Dataset,
-    ServeOptions,
-)
 from splitserve_bench.serve.records import Outcome, PlannedRequest, ServedModel
 
 CAPACITY_SEED: Final = 1_000_003  # beside --seed, so that no prompt of the load has been sent before

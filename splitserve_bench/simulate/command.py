@@ -14,7 +14,7 @@ import click
 from serving_core.errors import SettingsError
 from splitserve.commands.terminal import report
 from splitserve_bench.options import ListOf, options_of
-from splitserve_bench.serve.options import (
+from splitserve_bench.serve.command import (
     CAPACITY_CONCURRENCY,
     ServeCommand,
     ServeOptions,

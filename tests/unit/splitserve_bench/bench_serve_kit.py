@@ -2,8 +2,7 @@
 
 from dataclasses import fields
 
-from splitserve_bench.serve.command import serve_command
-from splitserve_bench.serve.options import ServeOptions
+from splitserve_bench.serve.command import ServeOptions, serve_command
 from splitserve_bench.serve.records import Outcome
 
 PHASES = ("prefill_queue_s", "prefill_s", "credit_wait_s", "transfer_s", "decode_queue_s", "decode_s")

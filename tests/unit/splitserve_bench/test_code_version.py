@@ -12,7 +12,7 @@ from splitserve_bench.code_version import SERVING, SIMULATED, code_digest, files
 # What the process that simulates imports of the bench, and no figure depends on: how runs are told, saved and shown.
 BESIDE = {
     *("child", "code_version", "crew", "errors", "options", "prompts"),
-    *("dominance.runs", "dominance.worker", "serve.options", "serve.results", "serve.stages"),
+    *("dominance.runs", "dominance.worker", "serve.command", "serve.results", "serve.stages"),
 }
 LISTED = """if True:
     import json, sys

@@ -23,8 +23,8 @@ from splitserve_bench.compare.contenders import PeerContender, colocated
 from splitserve_bench.compare.run import Cells, CompareBench, Workload, seed_of, served_by_all
 from splitserve_bench.errors import BenchError
 from splitserve_bench.options import repeat_flags
+from splitserve_bench.serve.command import Dataset
 from splitserve_bench.serve.metrics import Limits
-from splitserve_bench.serve.options import Dataset
 from splitserve_bench.serve.records import ServedModel
 from tests.tiny_models import VOCAB_SIZE, write_fake_model
 from tests.unit.splitserve_bench.load_servers import Script, http_server

@@ -20,8 +20,8 @@ from splitserve_bench.compare.report import comparison_json, comparison_view, sa
 from splitserve_bench.compare.run import Cell, Cells, Compare, CompareBench, Measured, Workload, first_rate_of
 from splitserve_bench.compare.slo import Scales, Unloaded
 from splitserve_bench.errors import BenchError
+from splitserve_bench.serve.command import Dataset
 from splitserve_bench.serve.metrics import Limits
-from splitserve_bench.serve.options import Dataset
 from splitserve_bench.serve.records import Outcome, PlannedRequest, Progress, ServedModel
 from tests.effort import few
 from tests.unit.splitserve_bench.bench_serve_kit import answered, failed, timeline

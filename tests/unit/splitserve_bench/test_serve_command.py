@@ -15,8 +15,7 @@ from click.testing import CliRunner
 
 from splitserve.cli import main
 from splitserve_bench.options import repeat_flags
-from splitserve_bench.serve.command import serve_command
-from splitserve_bench.serve.options import ServeCommand
+from splitserve_bench.serve.command import ServeCommand, serve_command
 from tests.tiny_models import write_tokenizer
 from tests.unit.splitserve_bench.load_servers import (
     FAIL,

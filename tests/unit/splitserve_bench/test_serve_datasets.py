@@ -16,6 +16,7 @@ from coordinator.text.tokenizer import TokenLimit, read_tokenizer
 from splitserve_bench.compare.run import Workload
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.arrivals import EXPONENTIAL, LINEAR, Ramp, ramp_times_s, send_times_s
+from splitserve_bench.serve.command import Dataset
 from splitserve_bench.serve.datasets import (
     Shape,
     TracedRequest,
@@ -28,7 +29,6 @@ from splitserve_bench.serve.datasets import (
     read_mooncake_trace,
     trace_load,
 )
-from splitserve_bench.serve.options import Dataset
 from splitserve_bench.serve.records import ServedModel
 from splitserve_bench.serve.workload import Texts, workload_of
 from tests.tiny_models import write_tokenizer

@@ -16,8 +16,8 @@ from splitserve.cli import main
 from splitserve.commands.terminal import stdout
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.arrivals import parse_stages, stages_of
+from splitserve_bench.serve.command import CAPACITY_CONCURRENCY, CAPACITY_REQUESTS
 from splitserve_bench.serve.metrics import Limits
-from splitserve_bench.serve.options import CAPACITY_CONCURRENCY, CAPACITY_REQUESTS
 from splitserve_bench.serve.plots import PARTS, plot_stages
 from splitserve_bench.serve.stages import back_after_s, findings_of, highest_of, stages_view, windows_of
 from splitserve_bench.serve.workload import capacity_load, capacity_per_s, workload_of

@@ -1,0 +1,136 @@
+"""One run of `splitserve bench serve`: what is asked of a running server, and what is made of it."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+from serving_core.errors import SettingsError
+from serving_core.tokenizer_files import TOKENIZER_FILE
+from splitserve.commands.terminal import report
+from splitserve.launch.models import HUB_ID
+from splitserve_bench.errors import BenchError
+from splitserve_bench.serve.command import CAPACITY_CONCURRENCY, ServeOptions
+from splitserve_bench.serve.generator import describe, run_load
+from splitserve_bench.serve.metrics import parse_goodput, summarize, told
+from splitserve_bench.serve.records import Outcome, PlannedRequest, Target
+from splitserve_bench.serve.report import Reporting, capacity_line, shown_progress
+from splitserve_bench.serve.workload import (
+    Workload,
+    as_texts,
+    capacity_load,
+    capacity_per_s,
+    vocab_size_of,
+    warm_up_of,
+    workload_of,
+)
+
+
+async def serve(options: ServeOptions) -> None:
+    """Send the load that the options ask for, and report it. Raises BenchError when no request is complete."""
+    options.check()
+    options.check_pace()
+    reporting, limits = Reporting(options), parse_goodput(options.goodput)
+    session = await connect(options)
+    options = session.options
+    if options.wants_capacity:
+        options = replace(options, request_rate=await session.capacity_per_s())
+    workload = workload_of(options, session.max_model_len, session.vocab_size)
+    await session.warm_up(workload, options.num_warmups)
+    run = reporting.begin(session.target.model, workload, options.request_rate)
+    planned = told(workload.planned, lambda each: limits) if options.send_limits else workload.planned
+    came: list[Outcome] = []
+    try:
+        outcomes = await session.send(
+            planned,
+            session.target.model,
+            came.append,
+            max_concurrency=options.max_concurrency,
+            obey_retry_after=options.obey_retry_after,
+        )
+    except (asyncio.CancelledError, BenchError):
+        reporting.show_stopped(came, len(planned), run)
+        raise
+    reporting.show(outcomes, run)
+    summary = summarize(outcomes, limits)
+    if not summary.num_completed:
+        raise BenchError(f"none of the {len(outcomes)} requests has a complete answer: {summary.frequent_errors[0][0]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A server that has answered, and what it serves."""
+
+    options: ServeOptions
+    target: Target
+    max_model_len: int | None
+    vocab_size: int
+
+    async def capacity_per_s(self) -> float:
+        """Measure how many requests a second the server answers in a closed loop, after a warm-up, and report it.
+        Raises BenchError when some fail."""
+        workload = capacity_load(self.options, self.max_model_len, self.vocab_size)
+        await self.warm_up(workload, CAPACITY_CONCURRENCY)
+        rate = capacity_per_s(await self.send(workload.planned, "capacity", max_concurrency=CAPACITY_CONCURRENCY))
+        report(capacity_line(rate))
+        return rate
+
+    async def warm_up(self, workload: Workload, count: int) -> None:
+        """Send requests that do not count."""
+        planned = warm_up_of(workload, count, self.vocab_size, self.options.seed)
+        if not planned:
+            return
+        outcomes = await self.send(planned, "warm-up", max_concurrency=self.options.max_concurrency)
+        if num_failed := sum(bool(outcome.error) for outcome in outcomes):
+            report(f"{num_failed} of {len(planned)} requests of the warm-up failed")
+
+    async def send(
+        self,
+        planned: Sequence[PlannedRequest],
+        label: str,
+        on_outcome: Callable[[Outcome], None] | None = None,
+        *,
+        max_concurrency: int | None,
+        obey_retry_after: int = 0,
+    ) -> list[Outcome]:
+        """Send a load; `on_outcome` is called for each outcome as it comes. Raises BenchError when the load breaks
+        off."""
+        if self.target.takes_chats and self.options.tokenizer is not None:
+            planned = as_texts(planned, self.options.tokenizer)
+        with shown_progress(label) as on_progress:
+            return await run_load(
+                self.target,
+                planned,
+                max_concurrency=max_concurrency,
+                request_timeout_s=self.options.request_timeout_s,
+                on_progress=on_progress,
+                on_outcome=on_outcome,
+                obey_retry_after=obey_retry_after,
+            )
+
+
+async def connect(options: ServeOptions) -> Session:
+    """Ask the server what it serves. Raises BenchError when it does not answer, and SettingsError for flags that
+    contradict one another, or chats without a tokenizer."""
+    target = options.where()
+    served = await describe(target)
+    if target.takes_chats and options.tokenizer is None:
+        options = replace(options, tokenizer=_tokenizer_of(served.model))
+        if options.tokenizer is None:
+            raise SettingsError(
+                f"--endpoint {target.endpoint} takes text, and the tokenizer that makes it of tokens is not on this "
+                f"machine under the model's name {served.model}: give --tokenizer FOLDER"
+            )
+        report(f"tokenizer: {options.tokenizer}")
+    vocab_size = vocab_size_of(options, served, report)
+    return Session(options, replace(target, model=served.model), served.max_model_len, vocab_size)
+
+
+def _tokenizer_of(model: str) -> Path | None:
+    """Return the folder of a served model whose name is a folder on this machine, or a cached hub id; else None."""
+    if (Path(model) / TOKENIZER_FILE).is_file():
+        return Path(model)
+    cached = try_to_load_from_cache(model, TOKENIZER_FILE) if HUB_ID.fullmatch(model) else None
+    return Path(cached).parent if isinstance(cached, str) else None
