@@ -38,5 +38,14 @@ async def running_child(module: str, *arguments: str, limit: int) -> AsyncIterat
     finally:
         if process.returncode is None:
             process.kill()
-        async with asyncio.timeout(STOP_S):
-            await process.wait()
+        await _reap(process)
+
+
+async def _reap(process: asyncio.subprocess.Process) -> None:
+    """Wait for the end of a killed process, also when cancelled: workers that fail at once cancel each other."""
+    end = asyncio.create_task(process.wait())
+    try:
+        await asyncio.wait([end], timeout=STOP_S)
+    except asyncio.CancelledError:
+        await asyncio.wait([end], timeout=STOP_S)
+        raise

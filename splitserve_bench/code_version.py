@@ -10,21 +10,12 @@ from typing import Final
 DIGEST_BYTES: Final = 8
 SUFFIXES: Final = (".py", ".so")
 NODE: Final = ("serving_node", "prefill_node", "decode_node", "kv_transfer", "protos", "serving_core")
-DECIDING: Final = ("coordinator", *NODE)
-SERVING: Final = ("splitserve", *DECIDING, "engine")  # all that runs when requests are served
-_BENCH: Final = ("simulate", "plan.asked", "plan.loads", "dominance.simulator")
-_LOADS: Final = ("arrivals", "datasets", "metrics", "records")
-# All that runs when that is simulated, and what makes the requests and judges the answers.
-SIMULATED: Final = (
-    *DECIDING,
-    *(f"splitserve_bench.{name}" for name in _BENCH),
-    *(f"splitserve_bench.serve.{name}" for name in _LOADS),
-)
+SERVING: Final = ("splitserve", "coordinator", *NODE, "engine")  # all that runs when requests are served
 
 
 @cache
 def code_digest(packages: tuple[str, ...]) -> str:
-    """Of every source and every compiled file in these packages, and of modules that are none."""
+    """Return a digest of every source and every compiled file in these packages."""
     digest = hashlib.blake2s(digest_size=DIGEST_BYTES)
     for package in packages:
         for name, path in _found(package):
@@ -44,9 +35,7 @@ def files_digest(folder: Path) -> str:
 def _found(package: str) -> Iterator[tuple[str, Path]]:
     spec = find_spec(package)
     assert spec is not None, f"{package} is one of ours"
-    if spec.submodule_search_locations is None:
-        assert spec.origin is not None
-        yield "", Path(spec.origin)
-    for folder in map(Path, spec.submodule_search_locations or ()):
+    assert spec.submodule_search_locations is not None, f"{package} is a package"
+    for folder in map(Path, spec.submodule_search_locations):
         files = sorted(folder.rglob("*"))
         yield from ((str(path.relative_to(folder)), path) for path in files if path.suffix in SUFFIXES)

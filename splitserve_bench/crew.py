@@ -1,57 +1,73 @@
-"""Simulations on several processes, each of which is given one at a time. Both ends of what they say to each other.
+"""Processes that work for a command, each on one job at a time. Both ends of what they say to each other.
 
-A worker says one JSON object a line: {"ready": true} when it is, and for each job that it is told, a JSON object a
-line, {"done": result}; or {"error": text}, its last one.
+A worker is `python -m MODULE ASKED`. It says one JSON object a line: {"ready": true} when it is, and for each job that
+it is told, a JSON object a line, {"done": result}; {"progress": text} in between; or {"error": text}, its last one.
 """
 
 import asyncio
 import gc
 import json
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final, TypeVar
 
-from serving_core.errors import SplitServeError
+from serving_core.errors import SettingsError, SplitServeError
 from splitserve_bench.child import running_child
 from splitserve_bench.errors import BenchError
 
-START_S: Final = 120.0  # until it has read model, profile and trace
-JOB_S: Final = 1800.0  # of the largest of fleets
+START_S: Final = 120.0  # until it has read what it was asked
+JOB_S: Final = 1800.0  # of the largest of fleets, or of models
 MOST_LINE_BYTES: Final = 2**20  # two times of each of 10,000 requests
 
 Key = TypeVar("Key")
 Job = Mapping[str, Any]
+Tell = Callable[[str], object]
 
 
 class Worker:
-    """One process."""
+    """One process. What it cannot use raises SettingsError, and its end or a deadline that it misses BenchError."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, name: str, tell: Tell) -> None:
+        self._process, self._name, self._tell = process, name, tell
 
     async def started(self) -> None:
-        """Raises BenchError when it cannot simulate."""
-        await self._said(START_S)
+        """Wait until it is ready."""
+        await self._said("ready", START_S)
 
-    async def done(self, job: Job) -> Any:
-        """What came of it. Raises BenchError."""
+    async def begin(self, job: Job) -> None:
+        """Tell it a job, and leave it to it."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{json.dumps(job)}\n".encode())
         await self._process.stdin.drain()
-        return (await self._said(JOB_S))["done"]
 
-    async def _said(self, patience_s: float) -> dict[str, Any]:
+    async def done(self, job: Job) -> Any:
+        """Tell it a job, and return what came of it."""
+        await self.begin(job)
+        return await self._said("done", JOB_S)
+
+    async def _said(self, name: str, patience_s: float) -> Any:
+        """Return what it says by this name; what it says before is told."""
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(patience_s):
-                line = await self._process.stdout.readline()
+                async for line in self._process.stdout:
+                    said = json.loads(line)
+                    if "error" in said:
+                        raise SettingsError(said["error"])
+                    if name in said:
+                        return said[name]
+                    self._tell(f"{self._name}: {said['progress']}")
         except TimeoutError as error:
-            raise BenchError(f"a simulation was not over after {patience_s:g} s") from error
-        said: dict[str, Any] = json.loads(line) if line else {"error": "a process that simulates has ended"}
-        if "error" in said:
-            raise BenchError(said["error"])
-        return said
+            raise BenchError(f"the {self._name} was not done after {patience_s:g} s") from error
+        raise BenchError(f"the {self._name} has ended before it was done")
+
+
+@asynccontextmanager
+async def worker(module: str, asked: str, name: str, tell: Tell = str) -> AsyncIterator[Worker]:
+    """Start a worker; `tell` hears of its progress. The process is gone at the end."""
+    async with running_child(module, asked, limit=MOST_LINE_BYTES) as process:
+        yield Worker(process, name, tell)
 
 
 async def run_crew(
@@ -61,26 +77,25 @@ async def run_crew(
     next_job: Callable[[], tuple[Key, Job] | None],
     on_done: Callable[[Key, Any], None],
 ) -> None:
-    """Until no job is left. `module` is run with `asked`, and calls `work`. `on_done` is told what came of each job;
-    the next one is asked for after that. The processes are gone at the end. Raises BenchError."""
+    """Work until no job is left. `on_done` is told what came of each job; the next one is asked for after that. Raises
+    as a Worker does."""
     async with AsyncExitStack() as stack:
-        children = [running_child(module, asked, limit=MOST_LINE_BYTES) for _ in range(num_workers)]
-        workers = [Worker(await stack.enter_async_context(child)) for child in children]
-        for worker in workers:
-            await worker.started()
-        idle, tasks = workers, {}
+        starting = [worker(module, asked, "process that simulates") for _ in range(num_workers)]
+        idle, tasks = [await stack.enter_async_context(each) for each in starting], {}
+        for each in idle:
+            await each.started()
         try:
             while True:
                 while idle and (chosen := next_job()):
-                    worker, (key, job) = idle.pop(), chosen
-                    tasks[asyncio.create_task(worker.done(job))] = worker, key
+                    free, (key, job) = idle.pop(), chosen
+                    tasks[asyncio.create_task(free.done(job))] = free, key
                 if not tasks:
                     return
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)  # each has a deadline
                 for task in done:
-                    worker, key = tasks.pop(task)
+                    free, key = tasks.pop(task)
                     on_done(key, task.result())
-                    idle.append(worker)
+                    idle.append(free)
         finally:
             for task in tasks:
                 task.cancel()
@@ -88,16 +103,17 @@ async def run_crew(
 
 
 def work(prepare: Callable[[str], Callable[[dict[str, Any]], Any]]) -> None:
-    """The life of a worker, until its input ends: `prepare` takes what was asked, and gives what does a job."""
+    """Live as a worker, until the input ends: `prepare` takes what was asked, and returns what does a job."""
     try:
         do = prepare(sys.argv[1])
         gc.freeze()  # what a worker knows stays, and is much to look through
-        _say(ready=True)
+        say(ready=True)
         for line in sys.stdin:
-            _say(done=do(json.loads(line)))
+            say(done=do(json.loads(line)))
     except SplitServeError as error:
-        _say(error=str(error))
+        say(error=str(error))
 
 
-def _say(**line: Any) -> None:
+def say(**line: Any) -> None:
+    """Say something as a worker."""
     print(json.dumps(line), flush=True)

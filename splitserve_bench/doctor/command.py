@@ -83,7 +83,7 @@ def doctor(
     as_json: bool,
 ) -> None:
     """Show the environment and the command that serves MODEL here. Then measure what a node of MODEL does on cores of
-    this machine: prompts, decode steps, hand-over of KV; and say from which prompt and output lengths on a prefill node
+    this machine: prompts, decode steps, KV transfers; and say from which prompt and output lengths on a prefill node
     and a decode node beat two nodes that do both. Or, with --check-bits, whether answers have the same bits whatever
     happened to them."""
     flags: dict[str, Any] = {
@@ -141,9 +141,7 @@ def _measure(
 
 
 def _check_bits(model: LocalModel, flags: Mapping[str, Any], cores: int, tp_size: int, as_json: bool) -> None:
-    from splitserve_bench.bits.check import BitsFigures, check_bits
-    from splitserve_bench.bits.questions import BitsBench
-    from splitserve_bench.bits.report import bits_view, conclusion
+    from splitserve_bench.bits import BitsBench, BitsFigures, bits_view, check_bits, conclusion
     from splitserve_bench.doctor.measure import all_cpus
 
     found: list[BitsFigures] = []

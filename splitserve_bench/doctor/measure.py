@@ -49,8 +49,8 @@ from splitserve_bench.doctor.split_model import (
     PrefillCost,
     WholeCost,
     compare,
-    fit_corridor,
     fit_prefill,
+    fit_transfers,
     pays_between,
     prompt_tokens_per_output_token,
     smoother_from,
@@ -204,7 +204,7 @@ def conclude(
     of_prefill, of_decode = nodes
     costs = NodeCosts(
         *_fitted(sizes, nodes),
-        fit_corridor([(each.amount, each.seconds) for each in transfers]),
+        fit_transfers([(each.amount, each.seconds) for each in transfers]),
         token_bytes,
         None if whole is None else WholeCost(*_fitted(sizes, whole)),
     )
@@ -298,10 +298,7 @@ def _fields(folder: Path, settings: EngineSettings) -> dict[str, Any]:
 
 
 async def _transfers(layout: KVLayout, report: Report) -> list[Measured]:
-    from splitserve_bench.corridor.transfer import (  # imports torch, which help can do without
-        TransferBench,
-        measure_transfer,
-    )
+    from splitserve_bench.transfer.measure import TransferBench, measure_transfer
 
     report("KV transfers ...")
     measured = await measure_transfer(

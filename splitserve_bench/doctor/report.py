@@ -31,7 +31,7 @@ def doctor_view(figures: DoctorFigures) -> Group:
         decode_table(figures),
         Text(_cache_line(figures)),
         "",
-        Text(_corridor_line(figures)),
+        Text(_transfer_line(figures)),
         "",
         Text(f"two nodes and {2 * figures.running} running answers, split or colocated (each node does both):"),
         comparison_table(figures),
@@ -91,7 +91,7 @@ def assumption_lines(figures: DoctorFigures) -> list[str]:
     return [
         f"Assumed: {figures.running} answers always run for each of the two nodes, all of one length, nothing cached;",
         "colocated, a prompt stalls every answer beside it by its whole computation;",
-        "split, both nodes are busy with the hand-over for its time; waits in queues are left out.",
+        "split, both nodes are busy with the KV transfer for its time; waits in queues are left out.",
         "Split pays: as many requests/s, to a tenth, and a tenth ahead in them or in the time between tokens. "
         "Balanced at: prefill nodes for each decode node.",
     ]
@@ -159,12 +159,12 @@ def _cache_line(figures: DoctorFigures) -> str:
     return f"each further token in one answer's cache adds {added_s * 1e9:.0f} ns to a step"
 
 
-def _corridor_line(figures: DoctorFigures) -> str:
+def _transfer_line(figures: DoctorFigures) -> str:
     corridor, last = figures.costs.corridor, figures.prompts[-1].amount
-    taken_s = figures.costs.hand_over_s(last)
+    taken_s = figures.costs.transfer_s(last)
     share = taken_s / figures.costs.prefill.prefill_s(last)
     return (
-        f"corridor ({TRANSPORT}): {corridor.latency_s * 1e3:.2f} ms and {corridor.bytes_per_s / 1e9:.2f} GB/s; a "
-        f"token has {size_of(figures.costs.token_bytes)} of KV, so that a prompt of {last} tokens is handed over in "
+        f"KV transfer ({TRANSPORT}): {corridor.latency_s * 1e3:.2f} ms and {corridor.bytes_per_s / 1e9:.2f} GB/s; a "
+        f"token has {size_of(figures.costs.token_bytes)} of KV, so that a prompt of {last} tokens is transferred in "
         f"{taken_s * 1e3:.1f} ms, {share:.1%} of its computation"
     )

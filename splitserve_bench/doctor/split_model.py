@@ -10,10 +10,10 @@ Pure arithmetic over what one node of a machine costs. The assumptions:
   however it is cut into chunks. While one answer is written, B - 1 others begin beside it:
       time between tokens = step_s(B) + (B - 1) prefill_s(n) / m
       requests per second = 2 / (prefill_s(n) + m step_s(B) / B)
-- Split, the prompt is computed elsewhere, and the hand-over of its KV, latency + n bytes_per_token / bandwidth,
+- Split, the prompt is computed elsewhere, and the transfer of its KV, latency + n bytes_per_token / bandwidth,
   occupies both nodes; each answer waits for its own and is held up by those of the others:
-      time between tokens = step_s(2 B) + 2 B hand_over_s(n) / m
-      requests per second = 1 / the longer of (prefill_s(n) + hand_over_s(n), m step_s(2 B) / 2 B + hand_over_s(n))
+      time between tokens = step_s(2 B) + 2 B transfer_s(n) / m
+      requests per second = 1 / the longer of (prefill_s(n) + transfer_s(n), m step_s(2 B) / 2 B + transfer_s(n))
   So the two nodes are in balance when prefill_s(n) = m step_s(2 B) / 2 B; otherwise one of them is idle at times.
 - One node with the cores of both, colocated, has all 2 B answers and its own prefill_s and step_s:
       time between tokens = step_s(2 B) + (2 B - 1) prefill_s(n) / m
@@ -30,7 +30,7 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from splitserve_bench.simulate.profile import Grid
+from splitserve_bench.simulate.profile import CorridorProfile, Grid
 
 MARGIN: Final = 1.1  # what is less than a tenth apart is even
 GRID: Final = 1.05  # ratio of neighbouring prompt lengths that are tried
@@ -53,18 +53,6 @@ class PrefillCost:
 
 
 @dataclass(frozen=True, slots=True)
-class CorridorCost:
-    """What a transfer between two nodes takes."""
-
-    latency_s: float
-    bytes_per_s: float
-
-    def hand_over_s(self, num_bytes: float) -> float:
-        """Of so many bytes."""
-        return self.latency_s + num_bytes / self.bytes_per_s
-
-
-@dataclass(frozen=True, slots=True)
 class WholeCost:
     """What one node costs that has the cores of both."""
 
@@ -78,13 +66,13 @@ class NodeCosts:
 
     prefill: PrefillCost
     decode: Grid
-    corridor: CorridorCost
+    corridor: CorridorProfile
     token_bytes: int  # of KV
     whole: WholeCost | None = None
 
-    def hand_over_s(self, prompt_tokens: int) -> float:
+    def transfer_s(self, prompt_tokens: int) -> float:
         """Of a prompt's KV."""
-        return self.corridor.hand_over_s(prompt_tokens * self.token_bytes)
+        return self.corridor.transfer_s(prompt_tokens * self.token_bytes)
 
 
 class Served(NamedTuple):
@@ -128,16 +116,16 @@ class Comparison:
 
 def compare(costs: NodeCosts, running: int, prompt_tokens: int, output_tokens: int) -> Comparison:
     """With so many answers running for each of the two nodes."""
-    prefill_s, hand_over_s = costs.prefill.prefill_s(prompt_tokens), costs.hand_over_s(prompt_tokens)
+    prefill_s, transfer_s = costs.prefill.prefill_s(prompt_tokens), costs.transfer_s(prompt_tokens)
     context_tokens = prompt_tokens + output_tokens / 2
     step_s = costs.decode.at(running, context_tokens)
     joint_step_s = costs.decode.at(2 * running, context_tokens)
-    prefill_node_s = prefill_s + hand_over_s
-    decode_node_s = output_tokens * joint_step_s / (2 * running) + hand_over_s
+    prefill_node_s = prefill_s + transfer_s
+    decode_node_s = output_tokens * joint_step_s / (2 * running) + transfer_s
     colocated = 2 / (prefill_s + output_tokens * step_s / running)
     split = 1 / max(prefill_node_s, decode_node_s)
     colocated_tpot_s = step_s + (running - 1) * prefill_s / output_tokens
-    split_tpot_s = joint_step_s + 2 * running * hand_over_s / output_tokens
+    split_tpot_s = joint_step_s + 2 * running * transfer_s / output_tokens
     nodes = prefill_node_s / decode_node_s
     verdict, why = _judge(split / colocated, colocated_tpot_s / split_tpot_s, prefill_node_s, decode_node_s)
     whole = None if costs.whole is None else _whole(costs.whole, 2 * running, prompt_tokens, output_tokens)
@@ -199,12 +187,12 @@ def fit_prefill(points: Sequence[tuple[int, float]]) -> PrefillCost:
     return PrefillCost(*(best.get(degree, 0.0) for degree in DEGREES))
 
 
-def fit_corridor(points: Sequence[tuple[int, float]]) -> CorridorCost:
+def fit_transfers(points: Sequence[tuple[int, float]]) -> CorridorProfile:
     """From bytes and seconds of two transfers at least: the bandwidth between the smallest and the largest, and what
     the smallest takes beyond that."""
     (few_bytes, few_s), (many_bytes, many_s) = min(points), max(points)
     byte_s = max((many_s - few_s) / (many_bytes - few_bytes), 0.0) or many_s / many_bytes
-    return CorridorCost(max(0.0, few_s - few_bytes * byte_s), 1 / byte_s)
+    return CorridorProfile(max(0.0, few_s - few_bytes * byte_s), 1 / byte_s)
 
 
 def _lengths(most: int) -> list[int]:

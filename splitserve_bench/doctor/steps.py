@@ -109,7 +109,7 @@ def _answers_s(run: Any, batch: int, repeats: int) -> list[list[float]]:
 def _prompts(engine: Any, task: StepTask) -> tuple[Seconds, list[float], Step]:
     """Every prompt ends with the tokens that are measured: it samples, too."""
     from splitserve_bench.engine.driver import DecodeRun
-    from splitserve_bench.engine.figures import STEP_TOKENS
+    from splitserve_bench.engine.sizes import STEP_TOKENS
 
     run = DecodeRun(engine, 1, max(task.columns) + max(task.rows))
     seconds: Seconds = {}

@@ -1,8 +1,8 @@
 """Plans, and which of them are worth a simulation. Pure.
 
-A plan is what one cell runs: nodes that read, that write, that do both, behind one coordinator. Cells are equal and
-know nothing of each other: a load that is dealt to them at random leaves each the same kind of load, at its share of
-the rate. (Of Poisson arrivals exactly; of a trace as far as its shape does not depend on the rate.)
+A plan is what one cell runs: prefill nodes, decode nodes and nodes that do both, behind one coordinator. Cells are
+equal and know nothing of each other: a load that is dealt to them at random leaves each the same kind of load, at its
+share of the rate. (Of Poisson arrivals exactly; of a trace as far as its shape does not depend on the rate.)
 
 What a node does in a second is estimated from its steps: prompts in whole chunks, answers in the largest batch within
 the limit on TPOT and the pool, both where their seconds and those of the steps fill up the limit. An estimate says in
@@ -24,7 +24,7 @@ from splitserve_bench.simulate.costs import StepLoad
 DEVICE, COST, POWER = "device", "cost", "power"
 # What goodput is shown by: words, and times what requests a second are.
 OBJECTIVES: Final = {DEVICE: ("req/s a device", 1), COST: ("requests a dollar", 3600), POWER: ("req/s a kilowatt", 1)}
-RATIOS: Final = 3  # of nodes that read to nodes that write, for each pair of kinds
+RATIOS: Final = 3  # of prefill nodes to decode nodes, for each pair of kinds
 HALVINGS: Final = 40
 ROUNDS: Final = 20
 FILL: Final = 1.5
@@ -229,12 +229,12 @@ def candidates(asked: Asked, machines: Machines, estimates: Estimates, longest_t
     longest request."""
     kinds = [each for each in machines.kinds if each.sizes.num_blocks * each.sizes.block_size >= longest_tokens]
     devices = asked.gpus // asked.cells
-    readers, writers, all_round = (
+    of_prefill, of_decode, of_both = (
         [kind for kind in kinds if kind.hardware in names or not names]
         for names in (asked.nodes.prefill_hardware, asked.nodes.decode_hardware, asked.nodes.both_hardware)
     )
-    colocated = [(Pool(BOTH, kind, devices // kind.num_devices),) for kind in all_round if kind.num_devices <= devices]
-    promising = [*colocated, *_splits(readers, writers, all_round, devices, estimates)]
+    colocated = [(Pool(BOTH, kind, devices // kind.num_devices),) for kind in of_both if kind.num_devices <= devices]
+    promising = [*colocated, *_splits(of_prefill, of_decode, of_both, devices, estimates)]
 
     def promise(pools: tuple[Pool, ...]) -> float:
         return estimates.of(pools) / (
@@ -252,30 +252,30 @@ def candidates(asked: Asked, machines: Machines, estimates: Estimates, longest_t
 
 
 def _splits(
-    readers: Sequence[NodeKind],
-    writers: Sequence[NodeKind],
-    all_round: Sequence[NodeKind],
+    of_prefill: Sequence[NodeKind],
+    of_decode: Sequence[NodeKind],
+    of_both: Sequence[NodeKind],
     devices: int,
     estimates: Estimates,
 ) -> Iterator[tuple[Pool, ...]]:
     """For each pair of kinds the numbers of nodes that promise most; and the best with one node that does both
     instead."""
-    for reader in readers:
-        for writer in writers:
+    for prefill in of_prefill:
+        for decode in of_decode:
             pairs = [
-                (Pool(PREFILL, reader, count), Pool(DECODE, writer, left // writer.num_devices))
-                for count in range(1, devices // reader.num_devices + 1)
-                if (left := devices - count * reader.num_devices) >= writer.num_devices
+                (Pool(PREFILL, prefill, count), Pool(DECODE, decode, left // decode.num_devices))
+                for count in range(1, devices // prefill.num_devices + 1)
+                if (left := devices - count * prefill.num_devices) >= decode.num_devices
             ]
             ranked = sorted(pairs, key=estimates.of, reverse=True)[:RATIOS]
             yield from ranked
             for pools in ranked[:1]:
-                yield from _with_one_of_both(pools, all_round)
+                yield from _with_one_of_both(pools, of_both)
 
 
-def _with_one_of_both(pools: tuple[Pool, Pool], all_round: Sequence[NodeKind]) -> Iterator[tuple[Pool, ...]]:
+def _with_one_of_both(pools: tuple[Pool, Pool], of_both: Sequence[NodeKind]) -> Iterator[tuple[Pool, ...]]:
     """In the place of a node of either kind, where another one of it is left."""
     for at, pool in enumerate(pools):
-        if pool.count > 1 and pool.kind in all_round:
+        if pool.count > 1 and pool.kind in of_both:
             fewer = Pool(pool.role, pool.kind, pool.count - 1)
             yield (*pools[:at], fewer, *pools[at + 1 :], Pool(BOTH, pool.kind, 1))

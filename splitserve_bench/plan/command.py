@@ -17,7 +17,7 @@ from splitserve.signals import run_to_end
 from splitserve_bench.options import PAIR, ListOf, NewFile, NumberRange, Size, options_of, repeat_flags
 from splitserve_bench.plan.hardware import DEVICES, INFINIBAND, LINK_NAMES
 from splitserve_bench.plan.loads import MOST_COUNTED, AskedLoad
-from splitserve_bench.serve.serve_options import ABOVE_0, RANDOM, TRACES, check_burstiness, check_dataset
+from splitserve_bench.serve.command import ABOVE_0, RANDOM, TRACES, check_burstiness, check_dataset
 
 if TYPE_CHECKING:
     from splitserve_bench.plan.candidates import Asked

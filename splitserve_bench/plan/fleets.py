@@ -1,29 +1,202 @@
-"""A plan under a load: the simulator's fleet, with nodes that differ, hosts, and links within and between them."""
+"""A plan under a load: the fleet of the simulator, with hosts and links within and between them, and clients that judge
+each request that counts as soon as its limits do."""
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
+from coordinator.control.live import TokenRow
+from coordinator.control.load import Prompt
 from coordinator.settings import CoordinatorSettings
+from protos import fleet_pb2, inference_pb2
+from serving_core.errors import RequestError
+from serving_core.requests import SamplingParams
 from serving_core.shapes import BOTH, DECODE, PREFILL
 from splitserve_bench.compare.search import MOST_SEEDS
-from splitserve_bench.plan.clients import JudgingClients
-from splitserve_bench.plan.nodes import NodeKind
-from splitserve_bench.plan.plans import Plan
+from splitserve_bench.plan.candidates import Plan
 from splitserve_bench.serve.metrics import Limits, effective_size
 from splitserve_bench.serve.records import PlannedRequest
-from splitserve_bench.simulate.agenda import Agenda
-from splitserve_bench.simulate.corridor import Corridor, End
-from splitserve_bench.simulate.costs import LEAST_STEP_S, START_TOKENS, StepLoad, seconds_of
-from splitserve_bench.simulate.fleet import Fleet, FleetSize, start_nodes
-from splitserve_bench.simulate.toy_model import ToyModel
+from splitserve_bench.simulate.events import Agenda, ToyModel
+from splitserve_bench.simulate.fleet import Fleet, Server, slo_of, start_nodes
+from splitserve_bench.simulate.transfer import End, Transfers
+
+TIMEOUT_S: Final = 600.0
+
+
+@dataclass(slots=True, eq=False)
+class Judged:
+    """One request. Its times are those of its client; is_good is None until its limits have decided."""
+
+    index: int
+    planned: PlannedRequest
+    first_s: float = math.inf
+    last_s: float = math.inf  # of all its tokens
+    num_tokens: int = 0
+    is_good: bool | None = None
+    missed: str = ""
+    is_seen: bool = False  # so much of it that its times are known, or nearly
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.planned.send_at_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None for an answer of one token; infinite while tokens are missing."""
+        if self.planned.output_tokens < 2:
+            return None
+        return (self.last_s - self.first_s) / (self.planned.output_tokens - 1) if self.last_s < math.inf else math.inf
+
+
+@dataclass(slots=True)
+class JudgingClients:
+    """The requests from num_before on count, num_counted of them; those before fill the fleet, those after keep it
+    full.
+
+    It is over when each that counts is decided or has enough_tokens: who goes on then is judged as if it went on like
+    that. It is over early when of num_counted requests in a row more than most_missed are missed. These may be ones
+    that fill the fleet: an idle fleet is the best that a request can meet, so those that count would fare no better.
+    """
+
+    agenda: Agenda
+    planned: Sequence[PlannedRequest]
+    limits: Limits
+    door_s: float
+    num_before: int
+    num_counted: int
+    most_missed: int
+    enough_tokens: float = math.inf
+    is_over: bool = False
+    is_early: bool = False
+    judged: list[Judged] = field(default_factory=list)  # that the figures are of, in the order of sending
+    _all: list[Judged] = field(default_factory=list)  # that are judged
+    _missed: bytearray = field(default_factory=bytearray)  # 1 for each of them that is missed
+    _num_seen: int = 0
+    _live: dict[str, Judged] = field(default_factory=dict)
+
+    @property
+    def num_missed(self) -> int:
+        return sum(self._missed)
+
+    def start(self, server: Server) -> None:
+        """Sends everything when it is due."""
+        num_judged = self.num_before + self.num_counted
+        for index, planned in enumerate(self.planned):
+            judged = Judged(index, planned)
+            if index < num_judged:
+                self._all.append(judged)
+                self._watch(judged)
+            else:
+                judged.is_good = True  # whatever comes
+            self._live[str(index)] = judged
+            self._send(server, str(index), judged)
+        self._missed, self.judged = bytearray(num_judged), self._all[self.num_before :]
+
+    def _send(self, server: Server, request_id: str, judged: Judged) -> None:
+        planned = judged.planned
+        sampling = SamplingParams(max_tokens=planned.output_tokens, temperature=0.0, ignore_eos=True)
+        arrives_s = planned.send_at_s + self.door_s / 2
+        slo = slo_of(planned)
+
+        def submit() -> None:
+            deadline_s = arrives_s + TIMEOUT_S
+            server.submit(request_id, Prompt(planned.prompt), sampling, deadline_s=deadline_s, slo=slo)
+
+        self.agenda.at(arrives_s, submit)
+
+    def _watch(self, judged: Judged) -> None:
+        """Whoever has no first token by its limit has missed it."""
+        if (limit_s := self.limits.ttft_s) is not None:
+            self.agenda.at(
+                judged.planned.send_at_s + limit_s,
+                lambda: self._late(judged, "TTFT") if not judged.num_tokens else None,
+            )
+
+    # ---- what comes ----
+
+    def arrived(self, request_id: str, tokens: Sequence[fleet_pb2.SampledToken], moment_s: float) -> None:
+        """The next tokens of an answer left the coordinator at this moment."""
+        judged = self._live[request_id]
+        is_first, now = not judged.num_tokens, moment_s + self.door_s / 2
+        judged.num_tokens += len(tokens)
+        if is_first:
+            self._first(judged, now)
+        if judged.num_tokens >= judged.planned.output_tokens:
+            judged.last_s = now
+        if judged.num_tokens >= self.enough_tokens:
+            self._see(judged)
+
+    def row_arrived(self, row: TokenRow, moments_s: Sequence[float]) -> None:
+        """The next tokens of an answer left the coordinator, of which none is its first or its last."""
+        judged = self._live[row.attempt.request_id]
+        judged.num_tokens += len(moments_s)
+        if judged.num_tokens >= self.enough_tokens:
+            self._see(judged)
+
+    def _first(self, judged: Judged, now: float) -> None:
+        judged.first_s = now
+        limits, more = self.limits, judged.planned.output_tokens - 1
+        if limits.ttft_s is not None and judged.ttft_s > limits.ttft_s:
+            self._late(judged, "TTFT")
+        elif limits.tpot_s is not None and more and judged.is_good is None:
+            last_s = now + limits.tpot_s * more
+            self.agenda.at(last_s, lambda: self._late(judged, "TPOT") if judged.last_s > last_s else None)
+
+    def ended(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
+        """The end of an answer has left the coordinator."""
+        judged = self._live.pop(request_id)
+        if isinstance(outcome, RequestError):
+            self._late(judged, "refused or failed")
+            return
+        limits, tpot_s = self.limits, judged.tpot_s
+        if limits.tpot_s is not None and tpot_s is not None and tpot_s > limits.tpot_s:
+            self._late(judged, "TPOT")
+        elif limits.e2el_s is not None and judged.last_s - judged.planned.send_at_s > limits.e2el_s:
+            self._late(judged, "E2EL")
+        elif judged.is_good is None:
+            judged.is_good = True
+            self._see(judged)
+
+    def _late(self, judged: Judged, missed: str) -> None:
+        if judged.is_good is not None:
+            return
+        judged.is_good, judged.missed = False, missed
+        self._missed[judged.index] = 1
+        self._see(judged)
+        for first in (max(0, judged.index + 1 - self.num_counted), judged.index):
+            if sum(self._missed[first : first + self.num_counted]) > self.most_missed:
+                first = min(first, self.num_before)
+                self.is_over = self.is_early = True
+                self.judged = self._all[first : first + self.num_counted]
+
+    def _see(self, judged: Judged) -> None:
+        """Enough is known of it."""
+        if not judged.is_seen:
+            judged.is_seen = True
+            self._num_seen += self.num_before <= judged.index < self.num_before + self.num_counted
+            self.is_over = self.is_over or self._num_seen == self.num_counted
+
+    def close(self) -> None:
+        """Judges the rest, by the tokens that have come; the next one of each counts as if it came now, as some of the
+        time is its own."""
+        now, limit_s, whole_s = self.agenda.now + self.door_s / 2, self.limits.tpot_s, self.limits.e2el_s
+        for judged in self.judged:
+            if judged.last_s == math.inf and judged.num_tokens:
+                gap_s = (now - judged.first_s) / judged.num_tokens
+                judged.last_s = judged.first_s + gap_s * (judged.planned.output_tokens - 1)
+            if limit_s is not None and (judged.tpot_s or 0.0) > limit_s:
+                self._late(judged, "TPOT")
+            elif whole_s is not None and judged.last_s - judged.planned.send_at_s > whole_s:
+                self._late(judged, "E2EL")
+
 
 MOST_IN_FLIGHT: Final = 65_536  # answers at once, as far as the coordinator goes
 ENOUGH_TOKENS: Final = 64  # of an answer, which tell its pace
 PERCENTILE: Final = 0.9
 DIGITS: Final = 6  # of seconds
+ROLES: Final = (PREFILL, DECODE, BOTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,34 +214,19 @@ class Played:
     is_early: bool
 
 
-class PlannedCosts:
-    """What one node of a plan costs, on its host."""
+class LinkedTransfers(Transfers):
+    """Between nodes on hosts: as fast as the slower of both ends sends there."""
 
-    def __init__(self, kind: NodeKind, host: int) -> None:
-        self.kind, self.host = kind, host
-        self.prefill_tokens_per_s = START_TOKENS / max(LEAST_STEP_S, kind.steps.chunk_s(START_TOKENS, 0))
-
-    def step_s(self, load: StepLoad) -> float:
-        return max(LEAST_STEP_S, seconds_of(self.kind.steps, load))
-
-    def message_s(self, sent_s: float) -> float:
-        return self.kind.message_s
-
-    def latency_s(self) -> float:
-        return self.kind.transfer_s
-
-    def bytes_s(self, num_bytes: int) -> float:
-        return num_bytes / (self.kind.bytes_per_s * self.kind.num_sending)
-
-
-class LinkedCorridor(Corridor):
-    """Whose bytes go by the link between two nodes: each rank sends its part, as many at once as both ends have."""
+    def __init__(self, agenda: Agenda, plan: Plan) -> None:
+        super().__init__(agenda, plan.pools[0].kind.sizes)
+        self._placed = {placed.name: placed for placed in plan.placed()}
 
     def bytes_s(self, sender: End, receiver: End, num_bytes: int) -> float:
-        ends = [end.costs for end in (sender, receiver) if isinstance(end.costs, PlannedCosts)]
-        is_near = len({end.host for end in ends}) == 1
-        rank_bytes_per_s = min(end.kind.bytes_per_s if is_near else end.kind.host_bytes_per_s for end in ends)
-        return num_bytes / (rank_bytes_per_s * min(end.kind.num_sending for end in ends))
+        ends = self._placed[sender.name], self._placed[receiver.name]
+        is_near = ends[0].host == ends[1].host
+        kinds = [end.kind for end in ends]
+        rates = [kind.profile.corridor.bytes_per_s if is_near else kind.host_bytes_per_s for kind in kinds]
+        return num_bytes / min(rates)
 
 
 def play(
@@ -81,10 +239,11 @@ def play(
     num_counted: int,
     door_s: float,
     attainment: float,
+    num_seeds: int = MOST_SEEDS,
 ) -> Played:
-    """The same arguments give the same figures. It ends early when so many have missed that all seeds of this rate
+    """The same arguments give the same figures. It ends early when so many have missed that as many seeds of this rate
     together do not have that attainment, whatever the others find."""
-    most_missed = round(MOST_SEEDS * (1 - attainment) * num_counted)
+    most_missed = round(num_seeds * (1 - attainment) * num_counted)
     clients = JudgingClients(Agenda(), planned, limits, door_s, num_before, num_counted, most_missed, ENOUGH_TOKENS)
     run_clients(plan, clients)
     if not clients.is_early:
@@ -93,16 +252,13 @@ def play(
 
 
 def run_clients(plan: Plan, clients: JudgingClients) -> None:
-    """Until they have what they want."""
-    agenda, kind = clients.agenda, plan.pools[0].kind
-    sizes, settings = kind.sizes, CoordinatorSettings(max_num_queued_reqs=MOST_IN_FLIGHT)
-    corridor = LinkedCorridor(agenda, sizes.layout, block_bytes=sizes.block_bytes) if kind.profile is None else None
-    fleet = Fleet(agenda, clients, sizes, ToyModel(sizes.vocab_size), settings, corridor=corridor)
-    if kind.profile is not None:  # all nodes are of one profile
-        start_nodes(fleet, kind.profile, FleetSize(plan.count_of(PREFILL), plan.count_of(DECODE), plan.count_of(BOTH)))
-    else:
-        for placed in plan.placed():
-            fleet.start(placed.name, placed.role, PlannedCosts(placed.kind, placed.host), sizes=placed.kind.sizes)
+    """Simulate the plan until the clients have what they want."""
+    agenda, sizes = clients.agenda, plan.pools[0].kind.sizes
+    settings = CoordinatorSettings(max_num_queued_reqs=MOST_IN_FLIGHT)
+    transfers = LinkedTransfers(agenda, plan)
+    fleet = Fleet(agenda, clients, sizes, ToyModel(sizes.vocab_size), settings, transfers=transfers)
+    placed = sorted(plan.placed(), key=lambda each: ROLES.index(each.role))
+    start_nodes(fleet, [(each.name, each.role, each.kind.profile) for each in placed])
     clients.start(fleet.coordinator)
     agenda.run(lambda: clients.is_over)
     fleet.coordinator.catch_up()

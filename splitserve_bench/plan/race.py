@@ -23,11 +23,10 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from splitserve.commands.terminal import duration_of
-from splitserve_bench.compare.search import MOST_SEEDS, Counted, Goal, Probe, RateSearch, SearchResult, bracket
-from splitserve_bench.compare.verdict import plain
+from splitserve_bench.compare.search import MOST_SEEDS, Counted, Goal, Probe, RateSearch, SearchResult, bracket, plain
 from splitserve_bench.plan.candidates import Plan
 from splitserve_bench.plan.fleets import Played
-from splitserve_bench.serve.spread import Z
+from splitserve_bench.serve.metrics import Z
 
 ROUNDS: Final = 30  # of Newton's, which ends long before
 NARROW: Final = 1e-9

@@ -1,8 +1,12 @@
-"""The findings of a search as a table, as JSON and as a picture."""
+"""What a search found, best plan first: in words, as a table, as JSON and as a picture, with the commands that run the
+best plan."""
 
 import json
 import math
+import shlex
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,18 +14,262 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from coordinator.control.slo import DEFAULT, MAX_MS, MS
+from coordinator.settings import CoordinatorSettings
 from serving_core.errors import SettingsError
 from splitserve.commands.terminal import plain_table
-from splitserve_bench.compare.search import plain
-from splitserve_bench.plan.asked import OBJECTIVES
-from splitserve_bench.plan.commands import commands_of
-from splitserve_bench.plan.findings import Finding, finding_json, words_of
+from splitserve_bench.compare.search import Counted, SearchResult, plain, settle
+from splitserve_bench.plan.candidates import OBJECTIVES, Placed, Plan
 from splitserve_bench.plan.fleets import Played, percentile
-from splitserve_bench.plan.study import Study
+from splitserve_bench.plan.hardware import CPU
+from splitserve_bench.plan.nodes import MEMORY, AskedNodes, NodeKind
+from splitserve_bench.plan.race import Race, Runner
+from splitserve_bench.plan.search import Study
+from splitserve_bench.serve.metrics import Limits
 from splitserve_bench.serve.plots import AttainmentPoint, plot_attainment
+from splitserve_bench.simulate.profile import MEASURED
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is known of one plan. Rates are of a cell; times `scale` they are what the objective counts."""
+
+    plan: Plan
+    result: SearchResult
+    curve: tuple[Counted, ...]
+    played: tuple[Played, ...]  # what the result is of: of a plan that is not in the race, quick probes that failed
+    quick: tuple[Played, ...]  # all probes of the survey
+    is_raced: bool
+    scale: float
+
+    @property
+    def value(self) -> float:
+        """Of the objective; 0 when no rate passed."""
+        return (self.result.best_rate or 0.0) * self.scale
+
+    @property
+    def knee(self) -> tuple[float | None, float | None]:
+        """Between what values its knee surely is."""
+        low, high = self.result.knee_low, self.result.knee_high
+        return low and low * self.scale, high and high * self.scale
+
+    @property
+    def num_probes(self) -> int:
+        """In the survey and in the race."""
+        return len(self.quick) + (len(self.played) if self.is_raced else 0)
+
+    def at(self, rate: float | None) -> list[Played]:
+        """The probes of that rate."""
+        return [played for played in self.played if played.rate == rate]
+
+
+def findings_of(study: Study, race: Race) -> list[Finding]:
+    """Of every plan that was probed, best first; then those whose failures are known at higher rates."""
+    _, scale = OBJECTIVES[study.asked.objective]
+    found = [_finding(plan, runner, scale) for plan, runner in zip(study.plans, race.runners, strict=True)]
+    found = [each for each in found if each.played or each.quick]
+    return sorted(found, key=lambda each: (-each.value, -(each.result.failing_rate or 0.0) * each.scale))
+
+
+def _finding(plan: Plan, runner: Runner, scale: float) -> Finding:
+    survey = runner.survey or runner
+    quick, is_raced = tuple(survey.played), runner is not survey and bool(runner.played)
+    if is_raced:
+        curve, played, result = tuple(runner.search.curve()), tuple(runner.played), runner.result
+    else:
+        lowest = survey.result.failing_rate or math.inf
+        curve = tuple(each for each in survey.search.curve() if each.rate >= lowest)
+        played = tuple(each for each in quick if each.rate >= lowest)
+        result = settle(curve, runner.goal, len(played))
+    return Finding(plan, result, curve, played, quick, is_raced, scale / runner.weight)
+
+
+def words_of(found: list[Finding], objective: str) -> list[str]:
+    """Which plan is best, and how close the second is."""
+    what, _ = OBJECTIVES[objective]
+    if not found or not found[0].value:
+        lowest = min((played.rate for each in found for played in (*each.played, *each.quick)), default=0.0)
+        return [f"No plan reaches the goal at any rate that was tried: the lowest was {plain(lowest)} req/s a cell."]
+    best, *others = found
+    lines = [f"Best: {best.plan}, {plain(best.value)} {what} (knee {_interval(best)})."]
+    second = next((each for each in others if each.value), None)
+    if second is not None:
+        lines.append(
+            f"Second: {second.plan}, {plain(second.value)}, {_share(second, best)} of it: {_told(best, second)}"
+        )
+    colocated = next((each for each in found if len(each.plan.pools) == 1 and each.value), None)
+    if colocated not in (None, best, second):
+        assert colocated is not None
+        lines.append(
+            f"Best colocated: {colocated.plan}, {plain(colocated.value)}, {_share(colocated, best)} of the best."
+        )
+    return lines
+
+
+def finding_json(finding: Finding, cells: int) -> dict[str, Any]:
+    """For --json and --save."""
+    result = finding.result
+    pools = [
+        {
+            "role": pool.role,
+            "nodes": pool.count,
+            "hardware": pool.kind.hardware,
+            "tensor_parallel_size": pool.kind.tp,
+            "pipeline_parallel_size": pool.kind.pp,
+        }
+        for pool in finding.plan.pools
+    ]
+    low, high = finding.knee
+    return {
+        "plan": str(finding.plan),
+        "cells": cells,
+        "pools": pools,
+        "devices": finding.plan.num_devices * cells,
+        "goodput_per_s": result.best_rate and result.best_rate * cells,
+        "objective": finding.value,
+        "objective_knee": [low, high],
+        "attainment": result.attainment,
+        "attainment_interval": [result.attainment_low, result.attainment_high],
+        "dollars_per_h": finding.plan.dollars_per_h * cells,
+        "kilowatts": finding.plan.kilowatts * cells,
+        "probes": [_played_json(played, cells) for played in (finding.played if finding.is_raced else ())],
+        "quick_probes": [_played_json(played, cells) for played in finding.quick],
+    }
+
+
+def _played_json(played: Played, cells: int) -> dict[str, Any]:
+    """P90s are null where they are infinite."""
+    p90s = {"ttft_p90_s": percentile(played.ttfts_s), "tpot_p90_s": percentile(played.tpots_s)}
+    times = {name: p90_s if p90_s < math.inf else None for name, p90_s in p90s.items()}
+    return {
+        "request_rate": played.rate * cells,
+        "good": played.num_good,
+        "counted": played.num_counted,
+        "ended_early": played.is_early,
+        "missed": played.missed,
+        **times,
+    }
+
+
+def _share(one: Finding, best: Finding) -> str:
+    return f"{one.value / best.value:.0%}"
+
+
+def _told(best: Finding, second: Finding) -> str:
+    """Whether the knees are told apart, and how far apart they can be."""
+    (low, high), (low_2, high_2) = best.knee, second.knee
+    if low is None or high is None or low_2 is None or high_2 is None:
+        return "how close it is surely is not known."
+    ratio = f"from {low_2 / high:.0%} to {high_2 / low:.0%} with 95 % confidence"
+    return f"{ratio}, so the best is ahead." if high_2 < low else f"{ratio}, so it may be as good."
+
+
+def _interval(finding: Finding) -> str:
+    low, high = (("?" if each is None else plain(each)) for each in finding.knee)
+    return f"{low} to {high}"
+
 
 MOST_CURVES: Final = 6
-MS: Final = 1e3
+WEIGHTS: Final = "weights_memory_bytes"  # a flag that nodes may have which need not
+SECRETS: Final = "SPLITSERVE_FLEET_SECRET and SPLITSERVE_API_KEY"  # without which nobody listens off loopback
+PUBLIC: Final = "--host 0.0.0.0 --http-host 0.0.0.0 --fleet-host 0.0.0.0"
+JOINED: Final = "--coordinator COORDINATOR:50052 --kv-bind 'tcp://eth0:*'"  # as the user's hosts have them
+
+
+def commands_of(study: Study, plan: Plan) -> list[str]:
+    """For each cell: `splitserve up` where that does it, else every process on devices of its own. The coordinator is
+    told the limits, which simulated requests have too."""
+    asked = study.asked
+    model = asked.nodes.model or "MODEL"
+    placed = sorted(plan.placed(), key=lambda each: each.host)
+    num_hosts = len({each.host for each in placed})
+    each_cell = f", in each of {asked.cells} cells" if asked.cells > 1 else ""
+    of_coordinator = [*_limits(study.limits), *_in_flight(plan)]
+    if num_hosts == 1 and (pools := _pool_sizes(plan, asked.nodes)):
+        return [f"Run it{each_cell}:", f"  {_up(plan, model, [*pools, *of_coordinator])}"]
+    hosts = f"{num_hosts} host{'s' if num_hosts > 1 else ''}"
+    words = [f"Run it on {hosts}{each_cell}, with {SECRETS} set; COORDINATOR and eth0 are to be yours:"]
+    words.append(f"  splitserve coordinator {shlex.quote(model)} {' '.join([PUBLIC, *of_coordinator])}")
+    num_taken = Counter[int]()  # devices of each host
+    for each in placed:
+        words.append(f"  {_node(each, num_taken[each.host], model, plan.gpus_per_host)}")
+        num_taken[each.host] += each.kind.num_devices
+    return words
+
+
+def _limits(limits: Limits) -> list[str]:
+    """Of every request that has none of its own."""
+    named = {"ttft": limits.ttft_s, "tpot": limits.tpot_s}
+    told = [f"{name}:{_plain(limit_s * MS)}" for name, limit_s in named.items() if limit_s and limit_s * MS <= MAX_MS]
+    return [f"--slo-class {DEFAULT}={','.join(told)}"] if told else []
+
+
+def _plain(number: float) -> str:
+    """Without an exponent."""
+    return f"{number:.6f}".rstrip("0").rstrip(".")
+
+
+def _pool_sizes(plan: Plan, asked: AskedNodes) -> list[str]:
+    """What gives each node of a cluster the pool that it was simulated with; nothing where no flags of all do."""
+    kinds = [pool.kind for pool in plan.pools]
+    if not _are_told_alike(kinds):
+        return []
+    if len(sizes := {kind.kv_cache_memory_bytes for kind in kinds}) == 1:
+        return [f"--kv-cache-memory-bytes {sizes.pop()}"]
+    is_cuda = not any(kind.hardware in (CPU, MEASURED) for kind in kinds)
+    return [f"--gpu-memory-utilization {MEMORY:g}"] if is_cuda and not asked.device_memory_bytes else []
+
+
+def _up(plan: Plan, model: str, others: Sequence[str]) -> str:
+    kinds = [pool.kind for pool in plan.pools]
+    flags = [f"--{pool.role} {pool.count}" for pool in plan.pools]
+    flags += [f"--{pool.role}-tp {pool.kind.tp}" for pool in plan.pools if pool.kind.tp > 1]
+    flags += [f"--{pool.role}-pp {pool.kind.pp}" for pool in plan.pools if pool.kind.pp > 1]
+    flags += [
+        f"--max-num-batched-tokens {min(kind.sizes.max_num_batched_tokens for kind in kinds)}",
+        f"--max-num-seqs {min(kind.sizes.max_num_seqs for kind in kinds)}",
+        *_profile_flags(kinds),
+    ]
+    return f"splitserve up {shlex.quote(model)} {' '.join([*flags, *others])}"
+
+
+def _profile_flags(kinds: Sequence[NodeKind]) -> list[str]:
+    """All that nodes of these kinds are to be told; of weights, that most of them do not fit may be true of some."""
+    given = {name: value for kind in kinds for name, value in kind.profile.flags.items()}
+    words = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
+    return [flag if value is True else f"{flag} {shlex.quote(str(value))}" for flag, value in words.items()]
+
+
+def _are_told_alike(kinds: Sequence[NodeKind]) -> bool:
+    told = [{name: value for name, value in kind.profile.flags.items() if name != WEIGHTS} for kind in kinds]
+    return all(each == told[0] for each in told)
+
+
+def _in_flight(plan: Plan) -> list[str]:
+    """Where nodes take in more requests than the coordinator does."""
+    num_taken = sum(pool.count * (pool.kind.sizes.max_answers + pool.kind.sizes.max_num_queued) for pool in plan.pools)
+    return [f"--max-num-queued-reqs {num_taken}"] if num_taken > CoordinatorSettings().max_num_queued_reqs else []
+
+
+def _node(placed: Placed, first: int, model: str, gpus_per_host: int) -> str:
+    """With the devices of its host from that one on."""
+    kind = placed.kind
+    devices = ",".join(map(str, range(first, first + kind.num_devices)))
+    visible = f"CUDA_VISIBLE_DEVICES={devices} "
+    flags = []
+    if kind.hardware in (CPU, MEASURED):  # whose device is a core, or as many cores as a node was measured on
+        visible = ""
+        flags += [f"--cpus {devices if kind.hardware == CPU else f'{first + 1}/{gpus_per_host}'}"]
+    flags += [f"--tensor-parallel-size {kind.tp}"] if kind.tp > 1 else []
+    flags += [f"--pipeline-parallel-size {kind.pp}"] if kind.pp > 1 else []
+    flags += [
+        f"--max-num-batched-tokens {kind.sizes.max_num_batched_tokens}",
+        f"--max-num-seqs {kind.sizes.max_num_seqs}",
+        f"--kv-cache-memory-bytes {kind.kv_cache_memory_bytes}",
+        *_profile_flags([kind]),
+    ]
+    command = f"{visible}splitserve {placed.role} {shlex.quote(model)} {JOINED} {' '.join(flags)}"
+    return f"{command}  # host {placed.host}, {kind.hardware}"
 
 
 def plan_view(study: Study, found: list[Finding]) -> Group:

@@ -1,19 +1,34 @@
-"""One search, made alike in the process that leads it and in those that simulate: plans, loads and probes."""
+"""One search, made alike in the process that leads it and in those that simulate: plans, loads and probes.
 
+`python -m splitserve_bench.plan.search ASKED` is a worker of it (splitserve_bench/crew.py), ASKED a JSON object of the
+search. Its jobs are what Study.probe takes, and what comes of them are figures.
+"""
+
+import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from serving_core.errors import SettingsError
-from splitserve_bench.compare.search import Goal
-from splitserve_bench.plan.asked import MOST_COUNTED, Asked
+from splitserve_bench.compare.search import MOST_SEEDS, Goal
+from splitserve_bench.crew import Job, run_crew, work
+from splitserve_bench.plan.candidates import (
+    USUAL_TPOT_S,
+    Asked,
+    Estimates,
+    Plan,
+    asked_from_json,
+    candidates,
+    weight_of,
+)
 from splitserve_bench.plan.fleets import ENOUGH_TOKENS, Played, play
-from splitserve_bench.plan.loads import Loads
+from splitserve_bench.plan.loads import MOST_COUNTED, Loads
 from splitserve_bench.plan.nodes import Machines, machines_of
-from splitserve_bench.plan.plans import USUAL_TPOT_S, Estimates, Plan, candidates, weight_of
-from splitserve_bench.plan.race import LEADERS, Race
+from splitserve_bench.plan.race import LEADERS, Race, Turns
 from splitserve_bench.serve.metrics import Limits, parse_goodput, told
 
+MODULE: Final = "splitserve_bench.plan.search"
 FIRST_SHARE: Final = 0.9  # of its estimate, the rate at which a plan is probed first
 MOST_BEFORE: Final = 5_000  # requests of a probe that do not count
 QUICK_FILL: Final = 0.5  # of the time in which a fleet fills, that a quick probe waits
@@ -63,6 +78,7 @@ class Study:
             num_counted=num_counted,
             door_s=self.machines.door_s,
             attainment=asked.attainment,
+            num_seeds=1 if is_quick else MOST_SEEDS,  # the survey probes no rate twice
         )
 
 
@@ -90,3 +106,31 @@ def _why_none(machines: Machines, num_devices: int, longest_tokens: int) -> str:
     if least > num_devices:
         return f"the smallest node has {least} devices, and a cell has {num_devices}: --tp, --pp, --gpus or --cells"
     return f"no node holds requests of {longest_tokens} tokens on {num_devices} devices"
+
+
+async def run_race(race: Race, asked: Asked, num_workers: int, on_played: Callable[[], None]) -> None:
+    """Probe until nothing is left to probe, with the same outcome on however many processes. `on_played` is called
+    after each probe. The processes are gone at the end. Raises BenchError."""
+    turns = Turns(race)
+
+    def next_job() -> tuple[int, Job] | None:
+        if (chosen := turns.next()) is None:
+            return None
+        index, probe = chosen
+        return index, {"index": index, "rate": probe.rate, "seed": probe.seed, "is_quick": race.is_survey}
+
+    def record(index: int, played: dict[str, Any]) -> None:
+        for _ in turns.record(index, Played(**played)):
+            on_played()
+
+    await run_crew(MODULE, asked.to_json(), num_workers, next_job, record)
+
+
+def prepare(asked: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Raises SplitServeError for what cannot be searched."""
+    study = study_of(asked_from_json(asked))
+    return lambda job: dataclasses.asdict(study.probe(**job))
+
+
+if __name__ == "__main__":
+    work(prepare)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from coordinator.settings import CoordinatorSettings
 from serving_core.errors import SettingsError
+from serving_core.flags import fields_of
 from splitserve.commands.terminal import report
 from splitserve_bench.options import ListOf, options_of
 from splitserve_bench.serve.command import (
@@ -22,6 +24,7 @@ from splitserve_bench.serve.command import (
     obey_retry_after_option,
     pace_options,
     result_options,
+    send_limits_option,
     stages_options,
     tokenizer_option,
 )
@@ -38,11 +41,7 @@ DIGEST_BYTES: Final = 8
 NO_SERVER: Final[dict[str, Any]] = {
     "server": None, "host": None, "port": None, "endpoint": "", "model": "", "api_key": None, "extra_body": "{}",
     "tls_ca": "", "tls_cert": "", "tls_key": "",
-    "tokenizer": None, "vocab_size": None, "ignore_eos": True, "num_warmups": 0,
-    "percentile_metrics": "", "metric_percentiles": "", "send_limits": False,
-    "stages": None, "attainment": 0.9, "obey_retry_after": 0,
-    "label": None, "num_gpus": None, "metadata": (), "save_result": False, "save_detailed": False,
-    "result_dir": Path(), "result_filename": None, "plots": None, "as_json": False,
+    "vocab_size": None, "ignore_eos": True, "num_warmups": 0,
 }  # fmt: skip
 
 
@@ -62,9 +61,18 @@ def node_count(role: str, text: str) -> Any:
     return click.option(f"--{role}", default=0, show_default=True, type=click.IntRange(0, MOST_OF_A_ROLE), help=text)
 
 
+def coordinator_option(name: str) -> Any:
+    """A flag of the coordinator's, as it has it."""
+    (field,) = (field for field, _ in fields_of(CoordinatorSettings) if field.name == name)
+    choices = click.Choice(field.metadata["choices"])
+    flag = f"--{name.replace('_', '-')}"
+    return click.option(flag, default=field.default, show_default=True, type=choices, help=field.metadata["help"])
+
+
 def simulated_options(backend: str, request_rate: float, **flags: Any) -> ServeOptions:
-    """Those of a load at one rate; flags that are not given are NO_SERVER's."""
-    return ServeOptions(backend=backend, request_rate=request_rate, **{**NO_SERVER, **flags})
+    """Those of a load at one rate; flags that are not given are NO_SERVER's. Without limits none are sent."""
+    given = {**NO_SERVER, **flags, "send_limits": flags["send_limits"] and bool(flags["goodput"])}
+    return ServeOptions(backend=backend, request_rate=request_rate, **given)
 
 
 profile_option = click.option(
@@ -85,38 +93,11 @@ rates_option = click.option(
     type=ListOf("R,R,...", parse_rate),
     help="Requests a second, a load for each; inf sends all at once, and a trace at its own times.",
 )
-size_options = options_of(
-    node_count("prefill", "Nodes that read prompts."),
-    node_count("decode", "Nodes that write answers."),
+fleet_options = options_of(
+    node_count("prefill", "Prefill nodes."),
+    node_count("decode", "Decode nodes."),
     node_count("both", "Nodes that do both."),
-    click.option(
-        "--roles",
-        default="fixed",
-        show_default=True,
-        type=click.Choice(("fixed", "auto")),
-        help="Whether the coordinator lends nodes to the part that lacks hands.",
-    ),
-    click.option(
-        "--policy",
-        default="auto",
-        show_default=True,
-        type=click.Choice(("auto", "sum", "never", "always", "least-loaded", "lmetric", "arrow")),
-        help="Which nodes a request goes to, as the coordinator's.",
-    ),
-    click.option(
-        "--admission",
-        default="all",
-        show_default=True,
-        type=click.Choice(("all", "timely")),
-        help="Which requests with limits are taken, as the coordinator's.",
-    ),
-    click.option(
-        "--kv-lending",
-        default="auto",
-        show_default=True,
-        type=click.Choice(("auto", "always", "never")),
-        help="When nodes lend each other blocks of prompts, as the coordinator's.",
-    ),
+    *map(coordinator_option, ("roles", "policy", "admission", "kv_lending")),
     click.option(
         "--nodes-per-machine",
         default=2,
@@ -125,15 +106,7 @@ size_options = options_of(
         help="How many share one, in the order prefill, decode, both: where the profile says so, a node is faster "
         "while its neighbours rest.",
     ),
-)
-fleet_options = options_of(
-    size_options,
-    click.option(
-        "--limits/--no-limits",
-        default=True,
-        show_default=True,
-        help="Whether the limits of --goodput go with each request.",
-    ),
+    send_limits_option(default=True),
 )
 
 
@@ -157,7 +130,6 @@ def simulate_command(
     admission: str,
     kv_lending: str,
     nodes_per_machine: int,
-    limits: bool,
     request_rates: tuple[float, ...],
     **flags: Any,
 ) -> None:
@@ -173,10 +145,10 @@ def simulate_command(
         raise SettingsError("--result-filename and --plots are of one load: give one --request-rate with them")
     profile = read_profile(profile_path)
     for rate in request_rates:
-        _simulate(profile, size, simulated_options(f"simulated-{size}", rate, **flags), tells_limits=limits)
+        _simulate(profile, size, simulated_options(f"simulated-{size}", rate, **flags))
 
 
-def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions, *, tells_limits: bool) -> None:
+def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions) -> None:
     from splitserve_bench.serve.metrics import parse_goodput, told
     from splitserve_bench.serve.report import Reporting
     from splitserve_bench.serve.workload import workload_of
@@ -189,7 +161,7 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions, *, t
         options = replace(options, request_rate=_capacity_per_s(profile, size, options))
     workload = workload_of(options, profile.node.max_model_len, profile.node.vocab_size)
     limits = parse_goodput(options.goodput)
-    planned = told(workload.planned, lambda each: limits) if tells_limits else workload.planned
+    planned = told(workload.planned, lambda each: limits) if options.send_limits else workload.planned
     asked = (profile, size, limits, options.max_concurrency, options.request_timeout_s, workload.stages, options.seed)
     digest = _digest_of((*asked, options.attainment, options.obey_retry_after), planned)
     run = replace(reporting.begin(profile.model, workload, options.request_rate), started_at=CLOCK_START, digest=digest)

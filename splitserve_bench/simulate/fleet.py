@@ -18,10 +18,16 @@ from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError, SettingsError
 from serving_core.requests import SamplingParams
 from serving_core.shapes import BOTH, DECODE, PREFILL
-from splitserve_bench.serve.grpc_backend import REFUSALS
-from splitserve_bench.serve.records import Outcome, PlannedRequest, TierUse, returns_at_s
-from splitserve_bench.serve.reply import Reply
-from splitserve_bench.serve.timelines import KEPT, times_of
+from splitserve_bench.serve.records import (
+    KEPT,
+    REFUSALS,
+    Outcome,
+    PlannedRequest,
+    Reply,
+    TierUse,
+    returns_at_s,
+    times_of,
+)
 from splitserve_bench.simulate.coordinator import Clients, SimulatedCoordinator
 from splitserve_bench.simulate.costs import NO_DRAWS, NO_NOISE, Costs, Draws, Machine, Noise, costs_of
 from splitserve_bench.simulate.events import Agenda, ToyModel
@@ -208,7 +214,7 @@ class FleetSize:
         if self.nodes_per_machine < 1:
             raise SettingsError(f"a machine has 1 node or more, not {self.nodes_per_machine}")
         if not (self.prefill + self.both and self.decode + self.both):
-            raise SettingsError(f"{self} cannot answer: some node has to read prompts and some to write answers")
+            raise SettingsError(f"{self} cannot answer: some node has to prefill and some to decode")
 
     def nodes(self) -> list[tuple[str, str]]:
         """The name of each node, and the role that it begins in."""

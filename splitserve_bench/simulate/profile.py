@@ -177,10 +177,14 @@ class StepProfile:
 
 @dataclass(frozen=True, slots=True)
 class CorridorProfile:
-    """A transfer takes latency_s, and its bytes one after the other with the sender's other ones."""
+    """A KV transfer takes latency_s, and its bytes one after the other with the sender's other ones."""
 
     latency_s: float
     bytes_per_s: float
+
+    def transfer_s(self, num_bytes: float) -> float:
+        """Return the seconds of so many bytes, while the sender has no other ones."""
+        return self.latency_s + num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,8 @@ IN_BASE = {
     "plan-transfer",
     "simulate",
     "bench serve",
-    "bench dominance",
     "plan profile",
 }
-WITHOUT_MODEL = {"bench device"}
 FEW = ("--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "4", "--vocab-size", "250")
 
 
@@ -145,8 +143,7 @@ def test_pictures_are_refused_before_the_load(cluster, run):
 
 @pytest.mark.parametrize("command", few(sorted(set(leaves(main)) - IN_BASE - {"demo"}), "up", "bench engine"))
 def test_what_needs_a_node_says_how_to_get_it(run, model, command):
-    given = () if command in WITHOUT_MODEL else (model,)
-    done = run("splitserve", *command.split(), *given)
+    done = run("splitserve", *command.split(), model)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "Error: this needs torch, which is not installed: pip install 'splitserve[node]'\n"
 

@@ -23,9 +23,8 @@ def certificates_read_once():
 
 @pytest.fixture
 def crew_here(monkeypatch):
-    """Searches and grids are simulated in this process instead of in workers."""
-    for user in ("plan.search", "dominance.play"):
-        monkeypatch.setattr(f"splitserve_bench.{user}.run_crew", run_crew_here)
+    """Simulate the fleets of a search in this process instead of in workers."""
+    monkeypatch.setattr("splitserve_bench.plan.search.run_crew", run_crew_here)
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def serve_here(monkeypatch, tmp_path):
     async def run(target, *words, exit_code=0):
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(
-            "splitserve_bench.serve.command.run_to_end",
+            "splitserve_bench.serve.serve_command.run_to_end",
             lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(),
         )
         words = ["bench", "serve", "--server", target.address, *words]

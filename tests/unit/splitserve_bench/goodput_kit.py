@@ -8,12 +8,10 @@ from random import Random
 from coordinator.settings import CoordinatorSettings
 from splitserve_bench.serve.metrics import Limits, is_good, told
 from splitserve_bench.serve.records import PlannedRequest
-from splitserve_bench.simulate.agenda import Agenda
-from splitserve_bench.simulate.clients import LoadClients
 from splitserve_bench.simulate.costs import ProfileCosts
-from splitserve_bench.simulate.fleet import Fleet, FleetSize
+from splitserve_bench.simulate.events import Agenda, ToyModel
+from splitserve_bench.simulate.fleet import Fleet, FleetSize, LoadClients
 from splitserve_bench.simulate.profile import NodeSizes
-from splitserve_bench.simulate.toy_model import ToyModel
 from tests.unit.splitserve_bench.simulate_kit import DOOR_S, PROFILE, SIZES, VOCAB_SIZE
 
 LIMITS = Limits(ttft_s=1.0, tpot_s=0.05)

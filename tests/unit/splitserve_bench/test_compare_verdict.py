@@ -12,7 +12,6 @@ from splitserve_bench.compare import verdict as causes
 from splitserve_bench.compare.search import Probe, SearchResult
 from splitserve_bench.compare.verdict import (
     Cause,
-    Judged,
     Loss,
     Standing,
     causes_between,
@@ -26,7 +25,7 @@ from splitserve_bench.compare.verdict import (
     verdict,
 )
 from splitserve_bench.serve.arrivals import send_times_s
-from splitserve_bench.serve.metrics import Limits, Misses, effective_size, paired_interval
+from splitserve_bench.serve.metrics import Judged, Limits, Misses, effective_size, paired_interval
 from tests.unit.splitserve_bench.bench_serve_kit import answered, failed
 
 NO_MISSES = Misses(ttft=0, tpot=0, e2el=0, failed=0, refused=0, ttft_phases={}, tpot_phases={})

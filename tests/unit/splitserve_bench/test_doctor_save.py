@@ -12,7 +12,6 @@ from serving_core.settings import EngineSettings
 from splitserve.cli import main
 from splitserve.launch.models import LocalModel
 from splitserve_bench.compare.contenders import SPLIT, ClusterContender, colocated
-from splitserve_bench.corridor import transfer_ends
 from splitserve_bench.crew import worker
 from splitserve_bench.doctor import measure as saving
 from splitserve_bench.doctor.measure import (
@@ -40,10 +39,11 @@ from splitserve_bench.doctor.steps import (
     measure,
     usual_fastest,
 )
-from splitserve_bench.engine.random_models import Shape, write_random_model
+from splitserve_bench.models import Shape, write_random_model
 from splitserve_bench.serve.records import Outcome
 from splitserve_bench.simulate.fleet import FleetSize, simulate
 from splitserve_bench.simulate.profile import NO_SPREAD, Grid, Spread, read_profile
+from splitserve_bench.transfer import peer
 from tests.effort import few
 from tests.tiny_models import write_tokenizer
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, SIZES, request, step_s
@@ -257,7 +257,7 @@ def cpu_s(process):
 @pytest.mark.parametrize("has_all_cores", [False, True], ids=["a node of one core", "a node of all cores"])
 def test_the_command_saves_what_a_simulation_reads(tiny, tmp_path, monkeypatch, has_all_cores):
     """A node of all cores leaves none for a second one, so there is no corridor between two."""
-    monkeypatch.setattr(transfer_ends, "DEADLINE_S", 600.0)  # its other process may take long to begin
+    monkeypatch.setattr(peer, "DEADLINE_S", 600.0)  # its other process may take long to begin
     write_tokenizer(tiny)
     path, cores = tmp_path / "profile.json", len(saving.all_cpus()) if has_all_cores else 1
     words = ("--running", 2, "--prompt-tokens", 16, "--output-tokens", 8, "--repeats", 1, "--save", path, "--json")

@@ -5,8 +5,6 @@ import json
 import re
 import shlex
 from dataclasses import replace
-from itertools import product
-from random import Random
 
 import pytest
 from click.testing import CliRunner
@@ -18,28 +16,20 @@ from serving_core.shapes import BOTH, DECODE, PREFILL
 from splitserve.commands import roles
 from splitserve.commands.serve import up
 from splitserve_bench.compare.search import MOST_SEEDS, Counted, Goal, plain, settle
-from splitserve_bench.plan.asked import AskedLoad, asked_from_json
-from splitserve_bench.plan.clients import JudgingClients
+from splitserve_bench.plan.candidates import Plan, Pool, asked_from_json
 from splitserve_bench.plan.command import plan_command
-from splitserve_bench.plan.commands import commands_of
-from splitserve_bench.plan.findings import Finding
-from splitserve_bench.plan.fleets import ENOUGH_TOKENS, Played, play, run_clients
-from splitserve_bench.plan.loads import Loads
+from splitserve_bench.plan.fleets import ENOUGH_TOKENS, JudgingClients, Played, play, run_clients
+from splitserve_bench.plan.loads import AskedLoad, Loads
 from splitserve_bench.plan.nodes import machines_of
-from splitserve_bench.plan.plans import Plan, Pool
-from splitserve_bench.plan.progress import Progress
-from splitserve_bench.plan.race import Race, Turns
-from splitserve_bench.plan.report import plan_view
-from splitserve_bench.plan.study import study_of
+from splitserve_bench.plan.race import Progress
+from splitserve_bench.plan.report import Finding, commands_of, plan_view
+from splitserve_bench.plan.search import study_of
 from splitserve_bench.serve.metrics import Limits
-from splitserve_bench.simulate.agenda import Agenda
-from splitserve_bench.simulate.profile import read_profile
-from tests.effort import effort, few
+from splitserve_bench.simulate.events import Agenda
+from tests.effort import few
 from tests.unit.splitserve_bench.plan_kit import (
-    OPT,
     asked,
     asked_nodes,
-    distserve_file,
     model_folder,
     paper_nodes,
     plan_of,
@@ -152,80 +142,6 @@ def test_a_longer_load_begins_with_the_requests_of_a_shorter_one(tmp_path, datas
     for num in (3, 8, 11):
         some = grown.load(1.0, num, 1)
     assert [each.prompt for each in some] == [each.prompt for each in whole.load(1.0, 11, 1)]
-
-
-# ---- the race ----
-
-
-def run(knees, promises, **options):
-    """A race of plans that pass up to their knees, with probes that tell all: how often each was probed in the survey
-    and in the race, and its best."""
-    race = Race([(Goal(0.7 * each, tolerance=0.05, step=1.3), 1.0, each) for each in promises], **options)
-    while chosen := race.next():
-        index, probe = chosen
-        share = 0.99 if probe.rate <= knees[index] else 0.5
-        race.record(index, Played(probe.rate, round(share * 1000), 1000, 1000.0, [0.1], [0.1], {}, False))
-    quick = [len((runner.survey or runner).played) for runner in race.runners]
-    whole = [len(runner.played) if runner.survey is not None else 0 for runner in race.runners]
-    reached = [runner.reached if runner.survey is not None else 0.0 for runner in race.runners]
-    return list(zip(quick, whole, strict=True)), reached
-
-
-def test_the_best_two_are_found_and_the_others_cost_little():
-    probes, reached = run([10.0, 8.0, 3.0, 2.0, 1.0], [10.0, 9.0, 8.0, 4.0, 3.0])
-    assert reached[0] == pytest.approx(10, rel=0.06)
-    assert reached[1] == pytest.approx(8, rel=0.06)
-    assert all(num_quick <= 2 and not num_whole for num_quick, num_whole in probes[2:])
-
-
-def test_a_plan_close_to_the_second_best_is_in_the_race():
-    probes, reached = run([10.0, 8.0, 7.5, 7.0], [10.0, 9.0, 8.0, 8.0])
-    assert reached[:2] == [pytest.approx(10, rel=0.06), pytest.approx(8, rel=0.06)]
-    assert all(num_whole >= 1 for _, num_whole in probes[:3])
-
-
-def test_neither_the_number_of_processes_nor_which_is_faster_decides_anything():
-    """What each plan's probes are, and found, on so many of which any may be the next to end."""
-    knees, promises, found = [10.0, 9.0, 8.0, 7.0, 3.0, 2.0, 1.0], [8.0, 11.0, 7.0, 9.0, 4.0, 3.0, 3.0], set()
-    for seed, num_workers in product(range(effort(3, 10, 30)), (1, 2, 3, 16)):
-        race = Race([(Goal(0.7 * each, tolerance=0.05, step=1.3), 1.0, each) for each in promises])
-        turns, random, under_way, recorded = Turns(race), Random(seed), [], []
-        while True:
-            while len(under_way) < num_workers and (chosen := turns.next()):
-                under_way.append(chosen)
-            if not under_way:
-                break
-            index, probe = under_way.pop(random.randrange(len(under_way)))
-            good = Random(f"{index} {probe}").gauss(900 if probe.rate <= knees[index] else 800, 40)
-            recorded += turns.record(index, Played(probe.rate, round(good), 1000, 1000.0, [0.1], [0.1], {}, False))
-        assert not race.is_survey
-        surveys = [runner.survey for runner in race.runners if runner.survey is not None]
-        found.add((tuple(recorded), *(repr(runner.played) for runner in (*surveys, *race.runners))))
-    assert len(found) == 1
-
-
-def test_a_plan_that_passes_is_not_left_alone_for_its_promise():
-    """It is probed first while the others have hardly begun, and passes."""
-    knees, promises = [10.0, 9.0, 9.9], [10.0, 9.0, 1.0]
-    race = Race([(Goal(0.7 * each, tolerance=0.05, step=1.3), 1.0, each) for each in promises])
-    turns = Turns(race)
-    while chosen := turns.next():
-        index, probe = chosen
-        share = 0.99 if probe.rate <= knees[index] else 0.5
-        turns.record(index, Played(probe.rate, round(share * 1000), 1000, 1000.0, [0.1], [0.1], {}, False))
-    assert race.runners[2].survey is not None
-    assert race.runners[2].reached == pytest.approx(9.9, rel=0.06)
-
-
-def test_wrong_promises_do_not_decide():
-    _, reached = run([1.0, 2.0, 9.0, 10.0], [10.0, 9.0, 2.0, 1.0])
-    assert sorted(range(4), key=lambda index: -reached[index])[:2] == [3, 2]
-    assert reached[3] == pytest.approx(10, rel=0.06)
-
-
-def test_all_knees_are_found_when_asked_for():
-    _, reached = run([10.0, 8.0, 3.0], [10.0, 9.0, 8.0], leaders=3)
-    assert reached == [pytest.approx(10, rel=0.06), pytest.approx(8, rel=0.06), pytest.approx(3, rel=0.06)]
 
 
 # ---- what is told ----
@@ -433,47 +349,6 @@ def test_without_limits_nothing_is_searched(tmp_path):
     assert "--goodput is needed" in str(result.exception)
 
 
-def test_a_table_is_checked_and_made_a_profile(tmp_path, folder):
-    table = str(distserve_file(tmp_path / "table.json"))
-    checked = invoke("profile", table, "--check", "--model", str(folder), "--hardware", "a100", "--json")
-    assert checked.exit_code == 0, checked.output
-    checks = json.loads(checked.stdout.splitlines()[-1])["checks"]
-    assert {each["what"] for each in checks["a/model, TP 1"]} == {
-        "prompts, the roofline by the table",
-        "answers, the roofline by it",
-    }
-    made = str(tmp_path / "made.json")
-    saved = invoke("profile", table, "--model", str(folder), "--hardware", "a100", "--tp", "2", "--save", made)
-    assert saved.exit_code == 0, saved.output
-    assert read_profile(tmp_path / "made.json").steps.prompts.at(2048, 0) == pytest.approx(
-        (6 + 0.05 * 2048 + 5e-6 * 2048**2) / 1e3
-    )
-
-
-def test_what_vllm_served_is_simulated_beside_it(tmp_path, folder):
-    table, requests = str(distserve_file(tmp_path / "table.json")), tmp_path / "requests.jsonl"
-    names = ("input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
-    rows = [dict(zip(names, (300, 11, start, start + 0.05, start + 0.15), strict=True)) for start in (7.0, 8.0, 9.0)]
-    requests.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    words = ("--model", str(folder), "--hardware", "a100", "--requests", str(requests), "--json")
-    which = invoke("profile", table, *words)
-    assert "--requests are of one node, not of a100 TP 1, a100 TP 2" in str(which.exception)
-    words = (*words, "--tp", "1")
-    result = invoke("profile", table, *words)
-    assert result.exit_code == 0, result.output
-    figures = {each["what"]: each for each in json.loads(result.stdout.splitlines()[-1])["requests"]}
-    assert figures["TPOT, mean"]["served_s"] == pytest.approx(0.01)
-    step_s = (8 + 1e-4 * 306 + 0.05) / 1e3
-    assert figures["TPOT, mean"]["simulated_s"] == pytest.approx(step_s, rel=0.01)
-    chunk_s = (10 + 0.1 * 300 + 1e-5 * 300**2) / 1e3
-    assert figures["TTFT, mean"]["simulated_s"] == pytest.approx(chunk_s + 0.002, rel=0.01)
-    requests.write_text("".join(json.dumps(row | {"output_toks": 1}) + "\n" for row in rows))  # which have no TPOT
-    result = invoke("profile", table, *words)
-    assert result.exit_code == 0, result.output
-    figures = {each["what"]: each for each in json.loads(result.stdout.splitlines()[-1])["requests"]}
-    assert figures["TPOT, mean"]["served_s"] == figures["TPOT, mean"]["simulated_s"] == 0
-
-
 # ---- the commands of a plan: what they start is what was simulated ----
 
 
@@ -481,7 +356,10 @@ def test_the_commands_of_a_plan_say_what_has_no_room(nodes):
     held_bytes = 100_000_000
     study = study_of(asked(replace(nodes, weights_memory_bytes=held_bytes), gpus=4))
     one, two = study.machines.kinds
-    assert (one.weights_memory_bytes, two.weights_memory_bytes) == (held_bytes, 0)  # two ranks hold 82 MB each
+    assert (one.profile.flags, two.profile.flags) == (
+        {"weights_memory_bytes": held_bytes},
+        {},
+    )  # two ranks hold 82 MB each
     mixed = Plan((Pool(PREFILL, one, 1), Pool(DECODE, two, 1)), 4, 4)
     assert f"--weights-memory-bytes {held_bytes}" in " ".join(commands_of(study, mixed))
     assert "--weights-memory-bytes" not in " ".join(commands_of(study, Plan((Pool(BOTH, two, 1),), 4, 4)))
@@ -513,7 +391,7 @@ def test_nodes_on_several_hosts_are_started_one_by_one(nodes):
 def test_nodes_without_cuda_get_cores_of_their_own(nodes, tmp_path, profile, hardware, told):
     PROFILE.save(tmp_path / "profile.json")
     names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), hardware)
-    nodes = replace(nodes, profile=profile and str(tmp_path / profile), tp_sizes=(1,), **names)
+    nodes = replace(nodes, profiles=(str(tmp_path / profile),) if profile else (), tp_sizes=(1,), **names)
     (kind,) = machines_of(nodes).kinds
     _, _, *lines = commands_of(study_of(asked(nodes, gpus=8)), Plan((Pool(BOTH, kind, 8),), 8, 4))
     words = [shlex.split(line, comments=True) for line in lines]
@@ -559,8 +437,19 @@ def test_nodes_have_the_flags_that_they_were_measured_with(tmp_path, gpus_per_ho
     assert all(flags.items() <= each.items() for each in nodes)
 
 
+def test_nodes_of_unlike_flags_are_started_one_by_one(tmp_path):
+    for name, flags in (("plain", {}), ("small", {"quantization": "w8a8"})):
+        replace(PROFILE, hardware=name, flags=flags).save(tmp_path / f"{name}.json")
+    paths = tuple(str(tmp_path / f"{name}.json") for name in ("plain", "small"))
+    study = study_of(asked(replace(paper_nodes(tmp_path), profiles=paths), gpus=2))
+    plain_kind, small = study.machines.kinds
+    found = made(commands_of(study, Plan((Pool(PREFILL, plain_kind, 1), Pool(DECODE, small, 1)), 2, 2)))
+    assert [flags["quantization"] for role in ("prefill", "decode") for flags in found[role]] == ["none", "w8a8"]
+
+
 def test_the_longest_request_that_was_planned_for_is_the_longest_that_is_taken(nodes):
-    study = study_of(asked(replace(nodes, max_model_len=300), gpus=8))
+    nodes = replace(nodes, max_model_len=300)
+    study = study_of(asked(nodes, gpus=8))
     assert made(commands_of(study, plan_of(nodes, 2, 2)))["up"][0]["max_model_len"] == 300
     others = made(commands_of(study, plan_of(nodes, 2, -3)))
     assert {flags["max_model_len"] for role in ("prefill", "decode") for flags in others[role]} == {300}
@@ -589,9 +478,3 @@ def test_unlike_nodes_whose_memory_is_no_share_of_a_device_are_started_one_by_on
     found = made(lines)
     assert [each["kv_cache_memory_bytes"] for each in found["prefill"]] == [one.kv_cache_memory_bytes] * 2
     assert [each["kv_cache_memory_bytes"] for each in found["decode"]] == [two.kv_cache_memory_bytes]
-
-
-def test_a_model_that_is_not_served_gets_no_command(tmp_path):
-    nodes = asked_nodes(model=str(model_folder(tmp_path / "opt-13b", OPT | {"is_encoder_decoder": True})))
-    study = study_of(asked(nodes))
-    assert "does not serve it" in commands_of(study, study.plans[0])[0]
