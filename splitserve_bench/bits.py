@@ -128,12 +128,6 @@ def second_turns(requests: Sequence[Request], outputs: Sequence[Output], vocab_s
     ]
 
 
-def short_ones(requests: Sequence[Request]) -> list[int]:
-    """Return the indices of the shorter half of the requests."""
-    by_length = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt))
-    return by_length[: (len(requests) + 1) // 2]
-
-
 def first_difference(expected: Sequence[Output], found: Sequence[Output]) -> Difference | None:
     """Return the first difference between outputs of the same requests. Floats are equal when their bits are."""
     for request, (one, other) in enumerate(zip(expected, found, strict=True)):
@@ -170,7 +164,8 @@ class SmallPool:
 
     @classmethod
     def of(cls, requests: Sequence[Request], block_size: int) -> "SmallPool":
-        short = short_ones(requests)
+        by_length = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt))
+        short = by_length[: (len(requests) + 1) // 2]
         longest = max(-(-(len(request.prompt) + request.max_tokens) // block_size) for request in requests)
         begun = sum(1 + -(-len(requests[index].prompt) // block_size) for index in short)
         num_blocks = max(longest + 1, begun)

@@ -14,7 +14,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -82,14 +84,19 @@ def print_device(sizes: Sizes, folder: Path) -> None:
     machine = measure_machine(device, torch.bfloat16)
     print(torch.cuda.get_device_name() if is_cuda else "CPU", f"x {torch.cuda.device_count()}")
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {os.cpu_count()} CPUs")
-    print(f"products of bfloat16: {machine.gemm_flops_per_s / 1e12:.1f} TFLOP/s ({machine.gemm_with})")
-    print(f"reading memory: {machine.read_bytes_per_s / 1e9:.0f} GB/s ({machine.read_with})")
+    print(f"products of bfloat16: {machine.gemm_flops_per_s / 1e12:.1f} TFLOP/s")
+    print(f"reading memory: {machine.read_bytes_per_s / 1e9:.0f} GB/s")
     num_bytes = min(2**30, available_bytes() // 8)
     host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
     one, other = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    for name, target, source in (("within memory", one, other), ("from host", one, host), ("to host", host, one)):
-        seconds = least_s(lambda target=target, source=source: target.copy_(source, non_blocking=True), device)  # type: ignore[misc]
-        print(f"copying {name}: {num_bytes / seconds / 1e9:.1f} GB/s")
+    copies = (
+        (2, "within memory, read and written", one, other),
+        (1, "from host", one, host),
+        (1, "to host", host, one),
+    )
+    for times, name, target, source in copies:
+        seconds = least_s(partial(target.copy_, source, non_blocking=True), device)
+        print(f"copying {name}: {times * num_bytes / seconds / 1e9:.1f} GB/s")
 
 
 def write_model(sizes: Sizes, folder: Path) -> None:
@@ -192,7 +199,8 @@ def run_step(arguments: Sequence[str], limit_s: float, log: Path) -> dict[str, A
             break
         except subprocess.TimeoutExpired:
             output, state = "", OUT_OF_TIME
-            os.killpg(process.pid, number)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
     state = state or (FAILED if process.returncode else DONE)
     last = [] if state == DONE else log.read_text(errors="replace").splitlines()[-NUM_LAST_LINES:]
     seconds = round(time.monotonic() - start_s, 1)
@@ -206,7 +214,8 @@ def write_report(out: Path, title: str, steps: Mapping[str, Mapping[str, Any]]) 
         parts += [f"## {name}: {step['state']}, {step['seconds']} s", f"`{' '.join(step['command'])}`"]
         parts += ["```\n" + "\n".join([*step["output"].splitlines(), *step["log"]]) + "\n```"]
     (out / "report.md").write_text("\n\n".join(parts) + "\n")
-    (out / "report.json").write_text(json.dumps({"title": title, "steps": steps}, indent=1) + "\n")
+    (out / ".report.json").write_text(json.dumps({"title": title, "steps": steps}, indent=1) + "\n")
+    os.replace(out / ".report.json", out / "report.json")  # which the next run reads
 
 
 @click.command(help=__doc__)
@@ -215,7 +224,7 @@ def write_report(out: Path, title: str, steps: Mapping[str, Mapping[str, Any]]) 
 @click.option("--limit-s", default=540.0, show_default=True, type=click.FloatRange(1.0), help="For all steps together.")
 @click.option("--shape", default="llama-3.1-8b", show_default=True, type=click.Choice(tuple(SHAPES)))
 @click.option("--layers", default=0, type=click.IntRange(0), help="Only so many layers of the --shape.")
-@click.option("--scratch", default=tempfile.gettempdir(), help="Folder for the model of random weights.")
+@click.option("--scratch", default=tempfile.gettempdir(), help="Folder for the model of random weights, which stays.")
 @click.option("--trial", is_flag=True, help="Tiny sizes, also without a device.")
 @click.option("--only", default="", hidden=True)
 def main(
@@ -240,7 +249,8 @@ def main(
     steps = steps_of(sizes, folder, ("-m", "splitserve_bench.device", *flags))
     if unknown := [name for name in names or () if name not in steps]:
         raise click.UsageError(f"--steps: there is no step {unknown[0]!r}, but {', '.join(steps)}")
-    title = f"{shape}, {layers or 'all'} layers{', a trial' if trial else ''}"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    title = f"{shape}, {layers or 'all'} layers{', a trial' if trial else ''} on {device}"
     out.mkdir(parents=True, exist_ok=True)
     path, done = out / "report.json", dict[str, Any]()
     if path.exists() and (found := json.loads(path.read_text())):

@@ -3,9 +3,10 @@ speed does not depend."""
 
 import dataclasses
 import json
+import math
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,20 +43,36 @@ class Shape:
     expert_size: int = 0
 
     @property
-    def has_head_norms(self) -> bool:
-        return self.model_type.startswith(("gemma3", "qwen3"))
-
-    @property
-    def has_four_norms(self) -> bool:
+    def is_gemma(self) -> bool:
         return self.model_type.startswith("gemma3")
 
     @property
     def num_parameters(self) -> int:
         """Return the number of weights of all matrices."""
-        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        mixture = self.num_experts * (1 + 3 * self.expert_size)
-        layer = self.hidden_size * (heads + (mixture or 3 * self.intermediate_size))
-        return self.num_layers * layer + self.vocab_size * self.hidden_size
+        return sum(math.prod(sizes) for _, sizes in self.tensors() if len(sizes) > 1)
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the name and the sizes of each tensor: outputs and inputs of a matrix, or the width of a norm."""
+        hidden, heads, kv_heads = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        yield "model.embed_tokens", (self.vocab_size, hidden)
+        yield "model.norm", (hidden,)
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if self.is_gemma else []
+        experts = {f"mlp.experts.{expert}": self.expert_size for expert in range(self.num_experts)}
+        for path in (f"model.layers.{layer}" for layer in range(self.num_layers)):
+            yield from ((f"{path}.{norm}", (hidden,)) for norm in norms)
+            if self.is_gemma or self.model_type.startswith("qwen3"):
+                yield from ((f"{path}.self_attn.{norm}", (self.head_dim,)) for norm in ("q_norm", "k_norm"))
+            yield f"{path}.self_attn.q_proj", (heads, hidden)
+            yield f"{path}.self_attn.k_proj", (kv_heads, hidden)
+            yield f"{path}.self_attn.v_proj", (kv_heads, hidden)
+            yield f"{path}.self_attn.o_proj", (hidden, heads)
+            if experts:
+                yield f"{path}.mlp.gate", (self.num_experts, hidden)
+            for name, inner in (experts or {"mlp": self.intermediate_size}).items():
+                yield f"{path}.{name}.gate_proj", (inner, hidden)
+                yield f"{path}.{name}.up_proj", (inner, hidden)
+                yield f"{path}.{name}.down_proj", (hidden, inner)
 
 
 SHAPES: Final = {
@@ -126,19 +143,15 @@ def write_random_model(folder: Path, shape: Shape) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"  # which draws billions of numbers at once
     generator = torch.Generator(device).manual_seed(SEED)
 
-    def matrix(num_outputs: int, num_inputs: int) -> torch.Tensor:
-        weight = torch.empty(num_outputs, num_inputs, dtype=torch.bfloat16, device=device)
+    def tensor(sizes: tuple[int, ...]) -> torch.Tensor:
+        if len(sizes) == 1:  # Gemma's norms have 1 added
+            return torch.full(sizes, 0.0 if shape.is_gemma else 1.0, dtype=torch.bfloat16)
+        weight = torch.empty(sizes, dtype=torch.bfloat16, device=device)
         return weight.normal_(0, DEVIATION, generator=generator).cpu()
-
-    def norm(size: int) -> torch.Tensor:
-        return torch.full((size,), 0.0 if shape.has_four_norms else 1.0, dtype=torch.bfloat16)
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_config(shape), indent=2))
-    tensors = {"model.embed_tokens.weight": matrix(shape.vocab_size, shape.hidden_size)}
-    for layer in range(shape.num_layers):
-        tensors |= _layer(f"model.layers.{layer}", shape, matrix, norm)
-    tensors["model.norm.weight"] = norm(shape.hidden_size)
+    tensors = {f"{name}.weight": tensor(sizes) for name, sizes in shape.tensors()}
     save_file(tensors, folder / "model.safetensors")
     tokenizer = Tokenizer(WordLevel({f"w{number}": number for number in range(shape.vocab_size)}, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -156,7 +169,7 @@ def _config(shape: Shape) -> dict[str, Any]:
     return {
         "architectures": [shape.architecture],
         "model_type": shape.model_type,
-        **(gemma if shape.has_four_norms else {"hidden_act": "silu"}),
+        **(gemma if shape.is_gemma else {"hidden_act": "silu"}),
         "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
@@ -171,28 +184,3 @@ def _config(shape: Shape) -> dict[str, Any]:
         "dtype": "bfloat16",
         **(mixture if shape.num_experts else {}),
     }
-
-
-def _layer(path: str, shape: Shape, matrix: Callable[[int, int], Any], norm: Callable[[int], Any]) -> dict[str, Any]:
-    hidden = shape.hidden_size
-    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    tensors = {
-        "input_layernorm": norm(hidden),
-        "self_attn.q_proj": matrix(heads, hidden),
-        "self_attn.k_proj": matrix(kv_heads, hidden),
-        "self_attn.v_proj": matrix(kv_heads, hidden),
-        "self_attn.o_proj": matrix(hidden, heads),
-        "post_attention_layernorm": norm(hidden),
-    }
-    if shape.has_four_norms:
-        tensors |= {name: norm(hidden) for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm")}
-    feed_forwards = {f"mlp.experts.{expert}": shape.expert_size for expert in range(shape.num_experts)}
-    if feed_forwards:
-        tensors["mlp.gate"] = matrix(shape.num_experts, hidden)
-    for name, inner in (feed_forwards or {"mlp": shape.intermediate_size}).items():
-        tensors[f"{name}.gate_proj"] = matrix(inner, hidden)
-        tensors[f"{name}.up_proj"] = matrix(inner, hidden)
-        tensors[f"{name}.down_proj"] = matrix(hidden, inner)
-    if shape.has_head_norms:
-        tensors |= {f"self_attn.{name}": norm(shape.head_dim) for name in ("q_norm", "k_norm")}
-    return {f"{path}.{name}.weight": tensor for name, tensor in tensors.items()}

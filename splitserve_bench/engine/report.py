@@ -27,11 +27,8 @@ def engine_view(figures: EngineFigures, ratios: Sequence[Ratio]) -> RenderableTy
         f"{escape(figures.model)}: {escape(described)}, weights {size_of(figures.weight_bytes)}",
         f"start: {start.ready_s:.2f} s from the start of the process to the end of the first steps: imports "
         f"{start.imports_s:.2f} s, load {start.load_s:.2f} s, warm-up {start.warm_up_s:.2f} s",
-        f"machine, {machine.num_threads} threads, the best of several ways:",
-        escape(
-            f"  products of {machine.gemm_dtype}: {machine.gemm_flops_per_s / 1e9:.0f} GFLOP/s ({machine.gemm_with})"
-        ),
-        escape(f"  reading memory: {machine.read_bytes_per_s / 1e9:.2f} GB/s ({machine.read_with})"),
+        f"machine, {machine.num_threads} threads: products of {machine.gemm_dtype} "
+        f"{machine.gemm_flops_per_s / 1e9:.0f} GFLOP/s, reading memory {machine.read_bytes_per_s / 1e9:.2f} GB/s",
         "",
         f"prefill, prompts together in steps of {sizes.step_tokens} tokens:",
         prefill_table(figures.prefill, machine),

@@ -32,7 +32,7 @@ TINY = Shape("LlamaForCausalLM", "llama", 48, 3, 4, 2, 12, 80, 260, 1024)
 @pytest.fixture
 def small_machine(monkeypatch):
     """A short look at the machine."""
-    monkeypatch.setattr(machine, "MOST_BUFFER_BYTES", 2**22)
+    monkeypatch.setattr(machine, "MAX_BUFFER_BYTES", 2**22)
     monkeypatch.setattr(machine, "CPU_SHAPES", ((32, 64, 64),))
     monkeypatch.setattr(machine, "SAMPLE_S", 0.0)
 
