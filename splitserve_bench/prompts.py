@@ -1,15 +1,15 @@
-"""Random prompts for the benches, and how their answers are sampled."""
+"""Random prompts for the benchmarks, and how their outputs are sampled."""
 
 from random import Random
 from typing import Any, Final
 
 SEED: Final = 0
-# Whatever the model's folder recommends: the likeliest tokens, as many as were asked for, at the least cost.
+# Whatever the model's folder recommends: the likeliest tokens, up to max_tokens.
 GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
 
 
 class Prompts:
-    """Random prompts of one length, the same ones in every run and none twice."""
+    """Random prompts of one length, the same in every run and none twice."""
 
     def __init__(self, vocab_size: int, num_tokens: int) -> None:
         self._random = Random(SEED)
