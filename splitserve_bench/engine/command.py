@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import click
 
-from serving_core.errors import SettingsError
 from serving_core.extras import needs
 from serving_core.flags import SizeRange
 from serving_core.settings import DTYPES, KV_CACHE_DTYPES, MODEL_IMPLS, QUANTIZATIONS, EngineSettings
@@ -117,6 +116,12 @@ def engine_command(
         raise click.UsageError("--layers goes with --shape")
     if shape and measure != SPEED:
         raise click.UsageError(f"--measure {measure} needs a MODEL: a --shape has random weights")
+    if peer_files and measure != SPEED:
+        raise click.UsageError(f"--peer-json goes with --measure {SPEED}")
+    if speculative_model and measure != SPECULATION:
+        raise click.UsageError(f"--speculative-model goes with --measure {SPECULATION}")
+    if speculative_quantization != "none" and not speculative_model:
+        raise click.UsageError("--speculative-quantization goes with --speculative-model")
     peers = [result for file in peer_files for result in read_peers(file)]
     engine_settings = EngineSettings(**settings)
     sizes = EngineBench(prompts, tuple(sorted(batches)), tuple(sorted(contexts)), repeats, step_tokens)
@@ -150,8 +155,6 @@ def engine_command(
 def _draft(folder: Path, model: str, quantization: str) -> EngineSettings | None:
     """Return how to load the draft model; None where there is none."""
     if not model:
-        if quantization != "none":
-            raise SettingsError("--speculative-quantization goes with --speculative-model")
         return None
     draft = folder if model == ITSELF else resolve(model, report).folder
     return EngineSettings(model=str(draft), quantization=quantization)

@@ -74,5 +74,3 @@ def test_the_command(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert "quantization int8" in result.stdout
     assert "acceptance rate" in result.stdout
-    result = CliRunner().invoke(bench, [*words, "--speculative-quantization", "int8"])
-    assert "--speculative-quantization goes with --speculative-model" in str(result.exception) + result.output
