@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any, Final
 
@@ -398,17 +399,18 @@ async def check_bits(
     short, LaunchError, and SettingsError for what a node cannot use."""
     tp_size = sizes.tp_size
     cores = tp_size * min(sizes.cores, max(1, len(cpus) // (3 * tp_size)))  # of each of three nodes
-    clusters = _Clusters(model, {**flags, **dict.fromkeys(("prefill_tp", "decode_tp", "both_tp"), tp_size)}, report)
-    async with clusters.serving(cpus[:cores], both=1) as (_, client):
+    flags = {**flags, **dict.fromkeys(("prefill_tp", "decode_tp", "both_tp"), tp_size)}
+    serving = partial(_serving, model, flags, report)
+    async with serving(cpus[:cores], both=1) as (_, client):
         info = await client.model_info()
         [node] = (await client.server_info()).nodes
         requests = draw_requests(sizes, info.vocab_size, info.max_model_len)
         histories = Histories(requests, info.vocab_size, report)
         await histories.on_one_node(client)
-    async with clusters.serving(cpus[: 3 * cores], prefill=1, decode=2) as (cluster, client):
+    async with serving(cpus[: 3 * cores], prefill=1, decode=2) as (cluster, client):
         await histories.on_split_nodes(client, lambda name: os.kill(cluster.pid(name), signal.SIGKILL))
     pool = SmallPool.of(requests, BLOCK_SIZE)
-    async with clusters.serving(cpus[: cores + tp_size], both=1, num_kv_blocks=pool.num_blocks) as (_, client):
+    async with serving(cpus[: cores + tp_size], both=1, num_kv_blocks=pool.num_blocks) as (_, client):
         await histories.on_a_small_node(client, pool)  # which has one more core for each rank
     return BitsFigures(model.name, node.engine, promise_of(node), tuple(histories.played))
 
@@ -427,37 +429,29 @@ def promise_of(node: NodeInfo) -> str:
     return "not promised without --batch-invariant: PyTorch computes some of it, and its bits depend on the batch"
 
 
-class _Clusters:
-    """Clusters with the same flags."""
-
-    def __init__(self, model: LocalModel, flags: Mapping[str, Any], report: Report) -> None:
-        self._model = model
-        self._flags = flags
-        self._report = report
-
-    @asynccontextmanager
-    async def serving(self, cpus: Sequence[int], **own: int) -> AsyncIterator[tuple[Cluster, AsyncClient]]:
-        """Start a cluster on these CPUs."""
-        patience = dict.fromkeys(
-            ("request_timeout_s", "credit_timeout_s", "ticket_timeout_s", "keep_after_s"), REQUEST_S
-        )
-        with tempfile.TemporaryDirectory(prefix="splitserve-bits-") as log_dir:
-            values = {
-                "block_size": BLOCK_SIZE,
-                "max_num_batched_tokens": WHOLE_PROMPT_TOKENS,
-                "heartbeat_s": HEARTBEAT_S,
-                "log_dir": log_dir,
-                "grpc_port": free_port(),
-                "http_port": NO_HTTP,
-                **patience,
-                **self._flags,
-                **own,
-            }
-            with confined(cpus):  # a cluster shares out the CPUs that this process may use
-                cluster = Cluster(build(ClusterSettings, values), values, self._model, report=self._report)
-            async with cluster, cluster.client() as client:
-                await cluster.start(lambda missing: None)
-                yield cluster, client
+@asynccontextmanager
+async def _serving(
+    model: LocalModel, flags: Mapping[str, Any], report: Report, cpus: Sequence[int], **own: int
+) -> AsyncIterator[tuple[Cluster, AsyncClient]]:
+    """Start a cluster on these CPUs, with these flags and its own."""
+    timeouts = ("request_timeout_s", "credit_timeout_s", "ticket_timeout_s", "keep_after_s")
+    with tempfile.TemporaryDirectory(prefix="splitserve-bits-") as log_dir:
+        values = {
+            "block_size": BLOCK_SIZE,
+            "max_num_batched_tokens": WHOLE_PROMPT_TOKENS,
+            "heartbeat_s": HEARTBEAT_S,
+            "log_dir": log_dir,
+            "grpc_port": free_port(),
+            "http_port": NO_HTTP,
+            **dict.fromkeys(timeouts, REQUEST_S),
+            **flags,
+            **own,
+        }
+        with confined(cpus):  # a cluster shares out the CPUs that this process may use
+            cluster = Cluster(build(ClusterSettings, values), values, model, report=report)
+        async with cluster, cluster.client() as client:
+            await cluster.start(lambda missing: None)
+            yield cluster, client
 
 
 def bits_view(figures: BitsFigures) -> Group:
