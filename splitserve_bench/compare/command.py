@@ -1,12 +1,8 @@
 """`splitserve bench compare`. What it measures with is imported when it runs, so that help is quick."""
 
-import asyncio
-import json
 import math
 import os
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -14,22 +10,16 @@ import click
 
 from serving_core.errors import SettingsError
 from serving_core.extras import needs, require
-from serving_core.flags import NATIVE
-from splitserve.commands.terminal import report, stderr, stdout, waiting
-from splitserve.launch.models import LocalModel
+from splitserve.commands.terminal import report
 from splitserve.signals import run_to_end
-from splitserve_bench.code_version import SERVING, code_digest, files_digest
 from splitserve_bench.compare.contenders import (
     KINDS,
     ClusterContender,
-    Contender,
-    PeerContender,
     contenders,
     parse_custom,
     parse_peer,
     parse_split,
 )
-from splitserve_bench.errors import BenchError
 from splitserve_bench.models import writing_model
 from splitserve_bench.options import PAIR, ListOf, NumberRange, RepeatingCommand, option, options_of
 from splitserve_bench.serve.command import (
@@ -37,17 +27,17 @@ from splitserve_bench.serve.command import (
     FILE,
     LENGTH,
     NEW_FOLDER,
-    Dataset,
     check_burstiness,
     client_options,
+    dataset_of,
     json_option,
+    named,
     send_limits_option,
     shape_options,
 )
 
 if TYPE_CHECKING:
-    from splitserve_bench.compare.comparison import Comparison
-    from splitserve_bench.compare.run import Compare, CompareBench
+    from splitserve_bench.compare.run import CompareBench
 
 LOWEST_RATE, HIGHEST_RATE = 1e-4, 1e5
 # Flags of a cluster that a contender sets, that the comparison needs for itself, or that are secrets.
@@ -185,38 +175,6 @@ output_options = options_of(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What is to be compared. `flags` go to every cluster of ours."""
-
-    model: LocalModel
-    cores: Sequence[int]
-    flags: Mapping[str, Any]
-    contenders: Sequence[Contender]
-    reference: Contender
-    dataset: Dataset
-    bench: "CompareBench"
-    profiles: Sequence[Path]
-    save_dir: Path | None
-    as_json: bool
-
-    def about(self) -> dict[str, Any]:
-        """Return what was compared, for the JSON object."""
-        return {
-            "model": self.model.name,
-            "cores": len(self.cores),
-            "engine_flags": dict(self.flags),
-            "dataset": asdict(self.dataset),
-            "bench": asdict(self.bench),
-        }
-
-    def arguments(self) -> dict[str, Any]:
-        """Return what a saved comparison must have in common with one that goes on with it."""
-        contenders = [asdict(each) for each in self.contenders]
-        made_by = {"code": code_digest(SERVING), "kernels": os.environ.get(NATIVE, "")}
-        return {**self.about(), "contenders": contenders, "model_files": files_digest(self.model.folder), **made_by}
-
-
 @click.command("compare", cls=CompareCommand)
 @click.argument("model", default="")
 @contender_options
@@ -233,6 +191,8 @@ def compare_command(
     Without --goodput and --slo-scale, limits are those of --slo-scale ttft:6 tpot:1.5. Clusters are told the limits of
     each request (--no-send-limits: not), and so have a load of their own for each --slo-scale.
     """
+    from splitserve_bench.compare.run import Asked, compare_contenders
+
     cores = cores_of(values["cores"])
     peers = [_parsed("--peer", parse_peer, text) for text in values["peers"]]
     flags = dict(parse_engine_flag(text) for text in values["engine_flags"])
@@ -243,73 +203,12 @@ def compare_command(
     chosen = [each for each in everyone if each.kind in values["kinds"]]
     if not chosen:
         raise SettingsError(f"nobody takes part: no contender of {', '.join(values['kinds'])} on {len(cores)} cores")
-    dataset = Dataset(values["dataset_name"], str(values["dataset_path"] or ""), **_named(Dataset, values))
+    dataset = dataset_of(values)
     dataset.check()
     check_burstiness(dataset.name, dataset.burstiness)
     bench, local = _bench(values), writing_model(model, report)
     asked = Asked(local, cores, flags, chosen, everyone[0], dataset, bench, profiles, save_dir, as_json)
     run_to_end(compare_contenders(asked))
-
-
-async def compare_contenders(asked: Asked) -> None:
-    """Compare, and show what was found; when it is stopped, what was found until then."""
-    from splitserve_bench.compare.report import save_comparison
-
-    with waiting("Comparing") as show:
-        # Without a terminal, lines of finished probes are enough.
-        comparing = await _prepare(asked, show if stderr.is_terminal else lambda text: None)
-        try:
-            found = await comparing.run(asked.contenders, asked.reference)
-        except asyncio.CancelledError:
-            if comparing.found and not asked.as_json:
-                stdout.print("Stopped: these searches are not over.")
-                _show(comparing.found, asked)
-            raise
-    _show(found, asked)
-    if asked.save_dir is not None:
-        try:
-            save_comparison(found, asked.about(), asked.save_dir)
-        except OSError as error:
-            raise BenchError(f"{asked.save_dir} cannot be written to: {error.strerror}") from error
-
-
-async def _prepare(asked: Asked, show: Callable[[str], None]) -> "Compare":
-    """Make sure that peers answer and that folders can be used. Raises BenchError and SettingsError."""
-    from splitserve_bench.compare.arena import Arena
-    from splitserve_bench.compare.comparison import Forecaster, by_cores
-    from splitserve_bench.compare.run import Cells, Compare, Workload, served_by_all
-    from splitserve_bench.serve.datasets import clipped_words
-    from splitserve_bench.serve.generator import describe
-    from splitserve_bench.serve.records import OPENAI, Target
-    from splitserve_bench.simulate.profile import read_profile
-
-    forecaster = Forecaster(by_cores(list(map(read_profile, asked.profiles))), len(asked.cores), asked.flags)
-    folder = asked.save_dir or Path(tempfile.mkdtemp(prefix="splitserve-compare-"))
-    cells = Cells(folder, asked.arguments())
-    if num_saved := len(cells):
-        report(f"saved loads: {num_saved}; only what is missing is measured")
-    peers = [each for each in asked.contenders if isinstance(each, PeerContender)]
-    described = [await describe(Target(OPENAI, each.address)) for each in peers]
-    served = served_by_all(asked.model, asked.flags.get("max_model_len") or None, described)
-    workload = Workload(asked.dataset, served, asked.model.folder)
-    if clipped := clipped_words(workload.clipped_share(), served.max_model_len):
-        report(clipped)
-    report(f"{', '.join(each.name for each in asked.contenders)}; probes and logs: {folder}")
-    for each in asked.contenders if asked.profiles else ():
-        if isinstance(each, ClusterContender) and (reason := forecaster.why_not(each)):
-            report(f"{each.name} is not simulated: {reason}")
-    arena = Arena(asked.model, asked.cores, asked.flags, folder / "logs", report)
-    return Compare(asked.bench, workload, arena, cells, forecaster, report=report, show=show)
-
-
-def _show(found: "Sequence[Comparison]", asked: Asked) -> None:
-    from splitserve_bench.compare.report import comparison_json, comparison_view
-
-    if asked.as_json:
-        click.echo(json.dumps(comparison_json(found, asked.about())))
-        return
-    for each in found:
-        stdout.print(comparison_view(each))
 
 
 def cores_of(number: int) -> list[int]:
@@ -333,12 +232,7 @@ def _bench(values: Mapping[str, Any]) -> "CompareBench":
         raise click.UsageError("--own-unloaded needs --at-rates, and limits that are multiples")
     scales = tuple(dict.fromkeys(parse_scales([text]) for text in values["slo_scale"]))
     criteria = (parse_goodput(values["goodput"]),) if values["goodput"] else scales or (DEFAULT_SCALES,)
-    return CompareBench(criteria=criteria, **{**_named(CompareBench, values), "at_rates": values["at_rates"] or ()})
-
-
-def _named(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that have the names of a dataclass's fields."""
-    return {field.name: values[field.name] for field in fields(kind) if field.name in values}
+    return CompareBench(criteria=criteria, **{**named(CompareBench, values), "at_rates": values["at_rates"] or ()})
 
 
 def _parse_contender(text: str) -> ClusterContender:

@@ -10,15 +10,14 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from coordinator.control.slo import MS
 from splitserve.commands.terminal import plain_table
 from splitserve_bench.compare.comparison import Comparison, Entry, ProbeRun, forecast_sentences, standing
 from splitserve_bench.compare.contenders import PEER
 from splitserve_bench.compare.search import plain
 from splitserve_bench.compare.verdict import Causes, knee_of, main_cause
-from splitserve_bench.serve.metrics import Distribution
+from splitserve_bench.serve.metrics import in_ms
 from splitserve_bench.serve.plots import AttainmentPoint, plot_attainment
-from splitserve_bench.serve.report import MAX_SEND_LAG_S
+from splitserve_bench.serve.report import lag_warnings
 from splitserve_bench.serve.results import write_whole
 
 PERCENTILES: Final = (50, 90, 99)
@@ -102,12 +101,9 @@ def warnings(comparison: Comparison) -> list[str]:
             lines.append(f"{entry.contender.name}: {UNKNOWN_OF_PEERS}")
         if repeated := [plain(run.probe.rate) for run in entry.runs if run.is_repeated]:
             lines.append(f"{entry.contender.name}, {', '.join(repeated)} req/s: {REPEATED}")
-        lags_s = [lag for run in entry.runs if (lag := run.summary.send_lag_s.percentile(99)) is not None]
-        if lags_s and max(lags_s) > MAX_SEND_LAG_S:
-            lines.append(
-                f"{entry.contender.name}: requests were sent up to {max(lags_s) * MS:.0f} ms late (p99 of a probe): "
-                "the load generator did not keep up"
-            )
+        for run in entry.runs:
+            where = f"{entry.contender.name}, {plain(run.probe.rate)} req/s"
+            lines += [f"{where}: {line}" for line in lag_warnings(run.summary)]
     return lines
 
 
@@ -174,8 +170,12 @@ def _run_json(run: ProbeRun) -> dict[str, Any]:
         "simulated_attainment": None if run.simulated is None else run.simulated.attainment,
         "duration_s": summary.duration_s,
         "output_tokens_per_s": summary.per_s(summary.total_output_tokens),
-        "send_lag_p99_ms": _ms(summary.send_lag_s, 99),
-        **{f"p{each}_{name}_ms": _ms(summary.latencies_s[name], each) for name in LATENCIES for each in PERCENTILES},
+        "send_lag_p99_ms": in_ms(summary.send_lag_s.percentile(99)),
+        **{
+            f"p{each}_{name}_ms": in_ms(summary.latencies_s[name].percentile(each))
+            for name in LATENCIES
+            for each in PERCENTILES
+        },
     }
 
 
@@ -186,7 +186,7 @@ def _figures(entry: Entry, rate: float, losing_rate: float | None) -> list[str]:
     latencies_s = entry.summary_at(rate).latencies_s
     return [
         f"{counted.attainment:.1%} ({low:.0%} to {high:.0%})",
-        *(" / ".join(_short(_ms(latencies_s[name], each)) for each in PERCENTILES) for name in LATENCIES),
+        *(" / ".join(_short(in_ms(latencies_s[name].percentile(each))) for each in PERCENTILES) for name in LATENCIES),
         main_cause(entry.summary_at(losing_rate).misses) if losing_rate is not None else "",
     ]
 
@@ -200,8 +200,3 @@ def _table(numbers: Sequence[str]) -> Table:
 
 def _short(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _ms(latency_s: Distribution, percent: float) -> float | None:
-    seconds = latency_s.percentile(percent)
-    return None if seconds is None else seconds * MS

@@ -8,22 +8,31 @@ Every objective has searches of its own. Where servers are told the limits, what
 nothing of another; where they are not, the same cell is judged by all. A cell that is saved is not measured again.
 """
 
+import asyncio
 import hashlib
 import json
 import math
+import os
 import statistics
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
+import click
+
 from serving_core.errors import SettingsError, SplitServeError
+from serving_core.flags import NATIVE
 from serving_core.model_config import read_model_config
+from splitserve.commands.terminal import report, stderr, stdout, waiting
 from splitserve.launch.models import LocalModel, Report
+from splitserve_bench.code_version import SERVING, code_digest, files_digest
 from splitserve_bench.compare.arena import Arena
-from splitserve_bench.compare.comparison import Comparison, Entry, Forecaster, ProbeRun, concluded, judged_by
-from splitserve_bench.compare.contenders import ClusterContender, Contender
+from splitserve_bench.compare.comparison import Comparison, Entry, Forecaster, ProbeRun, by_cores, concluded, judged_by
+from splitserve_bench.compare.contenders import ClusterContender, Contender, PeerContender
+from splitserve_bench.compare.report import comparison_json, comparison_view, save_comparison
 from splitserve_bench.compare.search import Goal, Probe, RateSearch, plain
 from splitserve_bench.compare.slo import (
     Scales,
@@ -36,18 +45,22 @@ from splitserve_bench.compare.slo import (
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.arrivals import send_times_s
 from splitserve_bench.serve.command import Dataset
-from splitserve_bench.serve.datasets import at_rate, fit, longer_share, plan
+from splitserve_bench.serve.datasets import at_rate, clipped_words, fit, longer_share, plan
+from splitserve_bench.serve.generator import describe
 from splitserve_bench.serve.metrics import Limits, Summary, told, tpot_s, ttft_s
 from splitserve_bench.serve.records import (
+    OPENAI,
     Outcome,
     PlannedRequest,
     Progress,
     ServedModel,
+    Target,
     pack_request,
     to_outcome,
 )
 from splitserve_bench.serve.results import request_lines, write_whole
 from splitserve_bench.serve.workload import Source
+from splitserve_bench.simulate.profile import read_profile
 
 ARGUMENTS: Final = "arguments.json"
 DIGEST_BYTES: Final = 8
@@ -75,6 +88,38 @@ class CompareBench:
     seconds: float  # for which a probe sends requests, at least
     request_timeout_s: float
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be compared. `flags` go to every cluster of ours."""
+
+    model: LocalModel
+    cores: Sequence[int]
+    flags: Mapping[str, Any]
+    contenders: Sequence[Contender]
+    reference: Contender
+    dataset: Dataset
+    bench: CompareBench
+    profiles: Sequence[Path]
+    save_dir: Path | None
+    as_json: bool
+
+    def about(self) -> dict[str, Any]:
+        """Return what was compared, for the JSON object."""
+        return {
+            "model": self.model.name,
+            "cores": len(self.cores),
+            "engine_flags": dict(self.flags),
+            "dataset": asdict(self.dataset),
+            "bench": asdict(self.bench),
+        }
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what a saved comparison must have in common with one that goes on with it."""
+        contenders = [asdict(each) for each in self.contenders]
+        made_by = {"code": code_digest(SERVING), "kernels": os.environ.get(NATIVE, "")}
+        return {**self.about(), "contenders": contenders, "model_files": files_digest(self.model.folder), **made_by}
 
 
 class Workload:
@@ -446,3 +491,55 @@ def probe_line(run: ProbeRun) -> str:
         f"{run.contender}, {plain(counted.rate)} req/s: {counted.num_good} of {counted.num_total} good "
         f"({low:.0%} to {high:.0%})"
     )
+
+
+# ---- the command ----
+
+
+async def compare_contenders(asked: Asked) -> None:
+    """Compare, and show what was found; when it is stopped, what was found until then."""
+    with waiting("Comparing") as show:
+        # Without a terminal, lines of finished probes are enough.
+        comparing = await _prepare(asked, show if stderr.is_terminal else lambda text: None)
+        try:
+            found = await comparing.run(asked.contenders, asked.reference)
+        except asyncio.CancelledError:
+            if comparing.found and not asked.as_json:
+                stdout.print("Stopped: these searches are not over.")
+                _show(comparing.found, asked)
+            raise
+    _show(found, asked)
+    if asked.save_dir is not None:
+        try:
+            save_comparison(found, asked.about(), asked.save_dir)
+        except OSError as error:
+            raise BenchError(f"{asked.save_dir} cannot be written to: {error.strerror}") from error
+
+
+async def _prepare(asked: Asked, show: Callable[[str], None]) -> Compare:
+    """Make sure that peers answer and that folders can be used. Raises BenchError and SettingsError."""
+    forecaster = Forecaster(by_cores(list(map(read_profile, asked.profiles))), len(asked.cores), asked.flags)
+    folder = asked.save_dir or Path(tempfile.mkdtemp(prefix="splitserve-compare-"))
+    cells = Cells(folder, asked.arguments())
+    if num_saved := len(cells):
+        report(f"saved loads: {num_saved}; only what is missing is measured")
+    peers = [each for each in asked.contenders if isinstance(each, PeerContender)]
+    described = [await describe(Target(OPENAI, each.address)) for each in peers]
+    served = served_by_all(asked.model, asked.flags.get("max_model_len") or None, described)
+    workload = Workload(asked.dataset, served, asked.model.folder)
+    if clipped := clipped_words(workload.clipped_share(), served.max_model_len):
+        report(clipped)
+    report(f"{', '.join(each.name for each in asked.contenders)}; probes and logs: {folder}")
+    for each in asked.contenders if asked.profiles else ():
+        if isinstance(each, ClusterContender) and (reason := forecaster.why_not(each)):
+            report(f"{each.name} is not simulated: {reason}")
+    arena = Arena(asked.model, asked.cores, asked.flags, folder / "logs", report)
+    return Compare(asked.bench, workload, arena, cells, forecaster, report=report, show=show)
+
+
+def _show(found: Sequence[Comparison], asked: Asked) -> None:
+    if asked.as_json:
+        click.echo(json.dumps(comparison_json(found, asked.about())))
+        return
+    for each in found:
+        stdout.print(comparison_view(each))

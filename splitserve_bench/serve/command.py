@@ -4,8 +4,8 @@ command runs, so that help is quick."""
 import json
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -128,18 +128,7 @@ class ServeOptions:
 
     @property
     def dataset(self) -> Dataset:
-        return Dataset(
-            self.dataset_name,
-            str(self.dataset_path or ""),
-            self.length_scale,
-            self.random_input_len,
-            self.random_output_len,
-            self.random_range_ratio,
-            self.random_prefix_len,
-            self.text_output_len,
-            self.skip_chat_template,
-            self.burstiness,
-        )
+        return dataset_of({each.name: getattr(self, each.name) for each in fields(self)})
 
     @property
     def ramp(self) -> Ramp | None:
@@ -227,6 +216,16 @@ class ServeOptions:
             if not name or not separator:
                 raise SettingsError(f"--metadata is KEY=VALUE, not {name + separator + value!r}")
         return {name: value for name, _, value in pairs}
+
+
+def dataset_of(values: Mapping[str, Any]) -> Dataset:
+    """Return the data set of these flags."""
+    return Dataset(values["dataset_name"], str(values["dataset_path"] or ""), **named(Dataset, values))
+
+
+def named(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that have the names of a dataclass's fields."""
+    return {field.name: values[field.name] for field in fields(kind) if field.name in values}
 
 
 def check_dataset(name: str, path: Path | str | None, length_scale: float) -> None:

@@ -86,6 +86,11 @@ def told(planned: Iterable[PlannedRequest], limits_of: Callable[[PlannedRequest]
     return [replace(each, ttft_ms=limit_ms(limits.ttft_s), tpot_ms=limit_ms(limits.tpot_s)) for each, limits in pairs]
 
 
+def in_ms(seconds: float | None) -> float | None:
+    """Return milliseconds; None for None."""
+    return None if seconds is None else seconds * MS
+
+
 # ---- one request ----
 
 

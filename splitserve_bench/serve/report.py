@@ -184,12 +184,12 @@ def serve_view(summary: Summary, run: Run) -> Group:
             f"second tier: {tier.num_hits} blocks read back, {tier.hit_rate:.1%} of those that the pools did not hold, "
             f"in {tier.read_s:.1f} s that prompts waited; computing them would have taken {tier.saved_s:.1f} s more"
         ]
-    parts += [f"[yellow]{escape(line)}[/]" for line in warnings(summary, run.options.max_concurrency)]
+    parts += [f"[yellow]{escape(line)}[/]" for line in lag_warnings(summary, run.options.max_concurrency)]
     return Group(*parts)  # type: ignore[arg-type]
 
 
-def warnings(summary: Summary, max_concurrency: int | None = None) -> list[str]:
-    """Return reasons to doubt the figures: that requests were sent too late for such limits."""
+def lag_warnings(summary: Summary, max_concurrency: int | None = None) -> list[str]:
+    """Return that requests were sent too late for such limits."""
     most_s = MAX_SEND_LAG_S
     if summary.limits.ttft_s is not None:
         most_s = min(most_s, MAX_SEND_LAG_OF_TTFT * summary.limits.ttft_s)

@@ -15,6 +15,7 @@ from splitserve_bench.serve.metrics import (
     LATENCIES,
     Summary,
     e2el_s,
+    in_ms,
     itls_s,
     send_lag_s,
     tpot_s,
@@ -97,7 +98,7 @@ def result_json(summary: Summary, run: Run, findings: StageFindings | None = Non
         values_s = summary.latencies_s[name]
         statistics = {"mean": values_s.mean, "median": values_s.median, "std": values_s.std}
         statistics |= {f"p{percent:g}": values_s.percentile(percent) for percent in percentiles}
-        result |= {f"{statistic}_{name}_ms": _ms(value) for statistic, value in statistics.items()}
+        result |= {f"{statistic}_{name}_ms": in_ms(value) for statistic, value in statistics.items()}
     result |= _attainments(summary, run)
     if findings is not None:
         result["stages"] = findings.to_json()
@@ -179,7 +180,7 @@ def _attainments(summary: Summary, run: Run) -> dict[str, Any]:
     limits = summary.limits.by_name()
     goodput, num_gpus = summary.request_goodput_per_s, run.options.num_gpus
     return {
-        "slo_limits_ms": {name: _ms(limit) for name, limit in limits.items()},
+        "slo_limits_ms": {name: in_ms(limit) for name, limit in limits.items()},
         "slo_attainment": summary.attainment if limits else None,
         "slo_attainment_interval": list(summary.attainment_interval) if limits else None,
         "slo_attainment_ttft": summary.attainment_ttft,
@@ -193,10 +194,10 @@ def _attainments(summary: Summary, run: Run) -> dict[str, Any]:
         "frequent_errors": dict(summary.frequent_errors),
         "cached_share": summary.cached_share,
         "tier": None if run.tier is None else _tier(run.tier, summary),
-        "phases": {name.removesuffix("_s") + "_ms": _ms(seconds) for name, seconds in summary.phases_s.items()},
-        "send_lag_p50_ms": _ms(summary.send_lag_s.median),
-        "send_lag_p99_ms": _ms(summary.send_lag_s.percentile(99)),
-        "send_lag_max_ms": _ms(summary.send_lag_s.max),
+        "phases": {name.removesuffix("_s") + "_ms": in_ms(seconds) for name, seconds in summary.phases_s.items()},
+        "send_lag_p50_ms": in_ms(summary.send_lag_s.median),
+        "send_lag_p99_ms": in_ms(summary.send_lag_s.percentile(99)),
+        "send_lag_max_ms": in_ms(summary.send_lag_s.max),
     }
 
 
@@ -216,7 +217,3 @@ def _details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "start_times": [outcome.sent_s for outcome in outcomes],
         "errors": [outcome.error for outcome in outcomes],
     }
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3

@@ -11,7 +11,7 @@ from rich.console import Group
 
 from splitserve.commands.terminal import plain_table
 from splitserve_bench.serve.arrivals import Stage
-from splitserve_bench.serve.metrics import Distribution, Limits, e2el_s, is_good, ttft_s
+from splitserve_bench.serve.metrics import Distribution, Limits, e2el_s, in_ms, is_good, ttft_s
 from splitserve_bench.serve.records import Outcome
 
 WINDOW_S: Final = 5.0
@@ -154,7 +154,7 @@ def _highest(
         best_per_s = max((each.goodput_per_s for each in full), default=mean_per_s)
     refusals_s = Distribution(tuple(e2el_s(each) for each in due if each.is_refused))
     ttfts_s = Distribution(tuple(first_s for each in due if (first_s := ttft_s(each)) is not None))
-    ttfts_ms = {"median": _ms(ttfts_s.median), "p90": _ms(ttfts_s.percentile(90)), "max": _ms(ttfts_s.max)}
+    ttfts_ms = {"median": in_ms(ttfts_s.median), "p90": in_ms(ttfts_s.percentile(90)), "max": in_ms(ttfts_s.max)}
     return {
         **window.to_json(),
         "admitted_good": _ratio(window.num_good, window.num_admitted),
@@ -162,7 +162,7 @@ def _highest(
         "best_before_per_s": best_per_s,
         "of_mean_before": _ratio(window.goodput_per_s, mean_per_s),
         "of_best_before": _ratio(window.goodput_per_s, best_per_s),
-        "refusal_ms": {"median": _ms(refusals_s.median), "max": _ms(refusals_s.max)},
+        "refusal_ms": {"median": in_ms(refusals_s.median), "max": in_ms(refusals_s.max)},
         "ttft_ms": ttfts_ms,
     }
 
@@ -189,10 +189,6 @@ def _due(outcomes: Sequence[Outcome], edges_s: Sequence[float]) -> list[list[Out
 
 def _ratio(part: float, whole: float | None) -> float | None:
     return part / whole if whole else None
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3
 
 
 # ---- for people ----

@@ -11,16 +11,22 @@ from serving_core.errors import SettingsError
 from splitserve.cli import main
 from splitserve.launch.models import LocalModel
 from splitserve_bench.compare.command import (
-    Asked,
     CompareCommand,
     compare_command,
-    compare_contenders,
     cores_of,
     parse_engine_flag,
     parse_rate,
 )
 from splitserve_bench.compare.contenders import PeerContender, colocated
-from splitserve_bench.compare.run import Cells, CompareBench, Workload, seed_of, served_by_all
+from splitserve_bench.compare.run import (
+    Asked,
+    Cells,
+    CompareBench,
+    Workload,
+    compare_contenders,
+    seed_of,
+    served_by_all,
+)
 from splitserve_bench.errors import BenchError
 from splitserve_bench.options import repeat_flags
 from splitserve_bench.serve.command import Dataset

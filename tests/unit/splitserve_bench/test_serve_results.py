@@ -16,7 +16,7 @@ from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.metrics import Limits, summarize
 from splitserve_bench.serve.plots import AttainmentPoint, plot_attainment, plot_latencies
 from splitserve_bench.serve.records import Outcome, TierUse
-from splitserve_bench.serve.report import serve_view, warnings
+from splitserve_bench.serve.report import lag_warnings, serve_view
 from splitserve_bench.serve.results import (
     Run,
     file_name,
@@ -283,7 +283,7 @@ def test_a_report_of_nothing():
 )
 def test_a_late_generator_is_told(lag_s, ttft_s, told):
     outcomes = [answered(i, 1.0 + lag_s, (2.0,), scheduled_s=1.0) for i in range(3)]
-    lines = warnings(summarize(outcomes, Limits(ttft_s=ttft_s)))
+    lines = lag_warnings(summarize(outcomes, Limits(ttft_s=ttft_s)))
     assert [told in line and "did not keep up" in line for line in lines] == ([True] if told else [])
 
 
