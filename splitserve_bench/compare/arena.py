@@ -20,7 +20,7 @@ from splitserve.launch.launcher import Cluster, free_port
 from splitserve.launch.models import LocalModel, Report
 from splitserve_bench.compare.contenders import ClusterContender, Contender, PeerContender
 from splitserve_bench.errors import BenchError
-from splitserve_bench.serve.generator import describe, run_load
+from splitserve_bench.serve.generator import Order, describe, run_load
 from splitserve_bench.serve.records import (
     OPENAI,
     SPLITSERVE,
@@ -63,22 +63,11 @@ class Arena:
         Raises BenchError when one does not, or when a node is lost, and LaunchError when the cluster does not start.
         """
         async with self._serving(contender) as (target, check):
-            warmed = await run_load(
-                target,
-                warm_up,
-                max_concurrency=WARM_UP_CONCURRENCY,
-                request_timeout_s=request_timeout_s,
-                on_progress=lambda progress: None,
-            )
+            order = Order(target, WARM_UP_CONCURRENCY, request_timeout_s)
+            warmed = await run_load(order, warm_up, lambda progress: None)
             if errors := [outcome.error for outcome in warmed if outcome.error]:
                 raise BenchError(f"{contender.name} cannot answer: {errors[0]}")
-            outcomes = await run_load(
-                target,
-                planned,
-                max_concurrency=max_concurrency,
-                request_timeout_s=request_timeout_s,
-                on_progress=on_progress,
-            )
+            outcomes = await run_load(Order(target, max_concurrency, request_timeout_s), planned, on_progress)
             await check()
         return outcomes
 

@@ -143,7 +143,7 @@ goal_options = options_of(
     option(
         "--own-unloaded",
         is_flag=True,
-        help="With --at-rates: judge the same answers by multiples of what each contender takes alone itself, too.",
+        help="With --at-rates: judge the same requests by multiples of what each contender takes alone itself, too.",
     ),
     option(
         "--attainment",

@@ -113,7 +113,7 @@ def parse_custom(text: str, parse_flag: Callable[[str], tuple[str, Any]]) -> Clu
     if not _NAME.fullmatch(name) or None in matches:
         raise ValueError(f"{text!r} is not of the form NAME=NODES FLAG=VALUE ..., such as sum=1P+1B policy=sum")
     if not (counts["P"] + counts["B"] and counts["D"] + counts["B"]):
-        raise ValueError(f"{text!r} has nobody to read prompts, or nobody to write answers")
+        raise ValueError(f"{text!r} has no node for prefill, or none for decode")
     return ClusterContender(name, CUSTOM, counts["P"], counts["D"], counts["B"], tuple(map(parse_flag, flags)))
 
 

@@ -23,8 +23,8 @@ from splitserve_bench.serve.results import write_whole
 PERCENTILES: Final = (50, 90, 99)
 LATENCIES: Final = ("ttft", "tpot")
 NOTE: Final = (
-    "knee: where attainment crosses the goal, with 95 % confidence; latencies, in ms, are those of complete answers at "
-    "the goodput or, without one, at the lowest rate; beside the limit that most requests miss is the phase that "
+    "knee: where attainment crosses the goal, with 95 % confidence; latencies, in ms, are those of complete requests "
+    "at the goodput or, without one, at the lowest rate; beside the limit that most requests miss is the phase that "
     "most of those were long in; decode includes the prompts that the same node computes meanwhile"
 )
 UNKNOWN_OF_PEERS: Final = (

@@ -66,7 +66,7 @@ class Dataset:
             )
         if self.text_output_len is not None and self.name not in TEXTS:
             raise SettingsError(
-                f"--sharegpt-output-len {self.text_output_len} is of answers to texts, not of {self.name}'s"
+                f"--sharegpt-output-len {self.text_output_len} is of outputs of texts, not of {self.name}'s"
             )
         if self.skip_chat_template and self.name != CUSTOM:
             raise SettingsError(f"--skip-chat-template is of {CUSTOM}: prompts of {self.name} have none around them")
@@ -142,10 +142,14 @@ class ServeOptions:
         return self.stages is not None and math.isinf(self.request_rate)
 
     def check(self) -> None:
-        """Raise SettingsError as Dataset.check, for texts without a tokenizer, and for --send-limits without limits."""
-        self.dataset.check()
+        """Raise SettingsError as `check_flags`, and for texts without a tokenizer."""
+        self.check_flags()
         if self.dataset_name in TEXTS and self.tokenizer is None:
             raise SettingsError(f"--dataset-name {self.dataset_name} needs the model's tokenizer: --tokenizer FOLDER")
+
+    def check_flags(self) -> None:
+        """Raise SettingsError as Dataset.check, and for --send-limits without limits."""
+        self.dataset.check()
         if self.send_limits and not self.goodput:
             raise SettingsError("--send-limits tells the limits of --goodput, and there are none")
 
@@ -274,7 +278,7 @@ def shape_options(input_len: int, output_len: int) -> Callable[[Command], Comman
         ),
         option("--length-scale", default=1.0, type=ABOVE_0, help="Times a trace's lengths."),
         option("--random-input-len", default=input_len, type=LENGTH, help="Tokens of a prompt."),
-        option("--random-output-len", default=output_len, type=LENGTH, help="Tokens of an answer."),
+        option("--random-output-len", default=output_len, type=LENGTH, help="Tokens of an output."),
         option(
             "--random-range-ratio",
             default=0.0,
@@ -292,7 +296,7 @@ def shape_options(input_len: int, output_len: int) -> Callable[[Command], Comman
             "--custom-output-len",
             "text_output_len",
             type=LENGTH,
-            help=f"Tokens of every answer of {SHAREGPT} and {CUSTOM}; default: what the file says.",
+            help=f"Tokens of every output of {SHAREGPT} and {CUSTOM}; default: what the file says.",
         ),
         option(
             "--skip-chat-template",
@@ -309,7 +313,7 @@ def shape_options(input_len: int, output_len: int) -> Callable[[Command], Comman
 
 def client_options(timeout_s: float) -> Callable[[Command], Command]:
     return options_of(
-        option("--request-timeout-s", default=timeout_s, type=ABOVE_0, help="A later answer is a miss."),
+        option("--request-timeout-s", default=timeout_s, type=ABOVE_0, help="A request that takes longer is a miss."),
         option(
             "--seed",
             default=0,
@@ -337,15 +341,15 @@ where_options = options_of(
     option("--extra-body", default="{}", help="JSON object of more fields: of an OpenAI-compatible server, or limits."),
     tokenizer_option(
         f"Model folder: its tokenizer tells how long the texts of {SHAREGPT} and {CUSTOM} are, and what text random "
-        "prompts are in chats (default: that of the served model, where its name is a folder or a cached hub id here); "
-        "its vocabulary is what these are drawn from where the server does not tell its own."
+        "prompts are in chats; by default that of the served model, where its name is a folder or cached hub id here. "
+        "Its vocabulary is what random prompts are drawn from where the server does not tell its own."
     ),
     option("--vocab-size", type=LENGTH, help="The same as a number."),
 )
 ignore_eos_option = option(
     "--ignore-eos/--no-ignore-eos",
     default=True,
-    help="Whether answers go on after the end-of-sequence token, to their full length.",
+    help="Whether outputs go on after the end-of-sequence token, to their full length.",
 )
 
 # What is sent when.

@@ -1,5 +1,5 @@
 """What the requests of a load are: random ones, and those of traces, which tell when requests came to a service and how
-long their prompts and answers were. Traces hold no text. Prompts are random tokens; where a trace tells which prompts
+long their prompts and outputs were. Traces hold no text. Prompts are random tokens; where a trace tells which prompts
 begin alike, theirs do too."""
 
 import csv
@@ -60,14 +60,14 @@ def random_load(
     if not 0 <= range_ratio < 1:
         raise BenchError(f"the range ratio must be in [0, 1), not {range_ratio:g}")
     if input_tokens < 1 or output_tokens < 1:
-        raise BenchError(f"prompts and answers have at least 1 token, not {min(input_tokens, output_tokens)}")
+        raise BenchError(f"prompts and outputs have at least 1 token, not {min(input_tokens, output_tokens)}")
     ids = ordinary_ids(vocab_size)
     prefix = tuple(rng.choices(ids, k=prefix_tokens))
     shapes = []
     for _ in range(num_requests):
         prompt_length = _length(input_tokens, range_ratio, rng)
-        answer_length = _length(output_tokens, range_ratio, rng)
-        shapes.append(Shape((*prefix, *rng.choices(ids, k=prompt_length)), answer_length))
+        output_length = _length(output_tokens, range_ratio, rng)
+        shapes.append(Shape((*prefix, *rng.choices(ids, k=prompt_length)), output_length))
     return shapes
 
 
@@ -89,7 +89,7 @@ def fit(shapes: Iterable[Shape], max_model_len: int) -> FittedLoad:
     the beginnings that prompts share stay shared. Text of which something is cut off is sent as token ids.
     """
     if max_model_len < 2:
-        raise BenchError(f"a model of {max_model_len} tokens has no room for a prompt and an answer")
+        raise BenchError(f"a model of {max_model_len} tokens has no room for a prompt and an output")
     before = tuple(shapes)
     after = tuple(_clipped(shape, max_model_len) for shape in before)
     return FittedLoad(after, sum(old is not new for old, new in zip(before, after, strict=True)))

@@ -1,7 +1,7 @@
 """Sends a planned load from a process of its own, which does nothing else, and collects what becomes of it.
 
 `python -m splitserve_bench.serve.generator` reads an order and its requests from stdin, connects, sends every request
-when it is due whether or not earlier ones are answered, and writes what becomes of them to stdout. With a bound on
+when it is due whether or not earlier ones have ended, and writes what becomes of them to stdout. With a bound on
 concurrency, what is due waits for a free place and its `sent_s` is when it got one. Each sending of a request that is
 sent again after a refusal has an outcome of its own.
 
@@ -25,7 +25,7 @@ import uvloop
 
 from serving_core.errors import SplitServeError
 from serving_core.tls import TlsFiles
-from splitserve_bench.child import STOP_S, running_child
+from splitserve_bench.child import running_child
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.backends import Backend, open_backend
 from splitserve_bench.serve.records import (
@@ -55,13 +55,18 @@ Write = Callable[[bytes], None]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the generator is told before the requests."""
+    """Where a load is sent, and how.
+
+    With max_concurrency, what is due waits until fewer requests are under way. request_timeout_s counts from when a
+    request is sent. A request that is refused, and told to come back within request_timeout_s, is sent again then, at
+    most obey_retry_after times, and has an outcome of each sending.
+    """
 
     target: Target
-    num_requests: int
     max_concurrency: int | None
     request_timeout_s: float
-    obey_retry_after: int = 0  # how often at most a refused request is sent again
+    obey_retry_after: int = 0
+    num_requests: int = 0  # that follow
 
 
 async def describe(target: Target) -> ServedModel:
@@ -74,27 +79,21 @@ async def describe(target: Target) -> ServedModel:
 
 
 async def run_load(
-    target: Target,
+    order: Order,
     planned: Sequence[PlannedRequest],
-    *,
-    max_concurrency: int | None,
-    request_timeout_s: float,
     on_progress: Callable[[Progress], None],
     on_outcome: Callable[[Outcome], None] | None = None,
-    obey_retry_after: int = 0,
 ) -> list[Outcome]:
-    """Send every request when it is due, and return the outcomes in the order of `planned`, whose indices must differ.
+    """Send every request when it is due, and return the outcomes in the order of `planned`, whose indices must differ;
+    those of the sendings of a request follow each other.
 
-    With max_concurrency, what is due waits until fewer requests are under way. request_timeout_s counts from when a
-    request is sent. A request that is refused, and told to come back within request_timeout_s, is sent again then, at
-    most obey_retry_after times, and has an outcome of each sending, which follow each other. `on_progress` is called
-    four times a second, `on_outcome` for each outcome as it comes. Cancelling ends the generator, and with it every
-    request. Raises BenchError when the server cannot be reached at the start, or the generator fails.
+    `on_progress` is called four times a second, `on_outcome` for each outcome as it comes. Cancelling ends the
+    generator, and with it every request. Raises BenchError when the server cannot be reached at the start, or the
+    generator fails.
     """
-    assert len({request.index for request in planned}) == len(planned)
     outcomes: dict[int, list[Outcome]] = {request.index: [] for request in planned}
-    order = Order(target, len(planned), max_concurrency, request_timeout_s, obey_retry_after)
-    deadline_s = _longest_s(order, planned)
+    assert len(outcomes) == len(planned)
+    order, deadline_s = replace(order, num_requests=len(planned)), _longest_s(order, planned)
     async with running_child("splitserve_bench.serve.generator", limit=MAX_LINE_BYTES) as process:
         await _send_plan(process, order, planned)
         try:
@@ -108,13 +107,9 @@ async def run_load(
                         on_outcome(said)
         except TimeoutError as error:
             raise BenchError(f"the load was not over after {deadline_s:.0f} s") from error
-        try:
-            async with asyncio.timeout(STOP_S):
-                await process.wait()
-        except TimeoutError as error:
-            raise BenchError(f"the load generator did not end within {STOP_S:g} s after its last word") from error
+    patience_s = order.request_timeout_s
     ended = [
-        bool(each) and returns_at_s(each[-1], obey_retry_after, request_timeout_s) is None for each in outcomes.values()
+        bool(each) and returns_at_s(each[-1], order.obey_retry_after, patience_s) is None for each in outcomes.values()
     ]
     if missing := ended.count(False):
         raise BenchError(f"the load generator ended without the outcomes of {missing} requests")
@@ -279,7 +274,7 @@ class Load:
                     str(failure) or "failed", is_refused=failure.is_refused, retry_after_s=failure.retry_after_s
                 )
             except TimeoutError:
-                outcome = reply.outcome(f"no complete answer within {timeout_s:g} s")
+                outcome = reply.outcome(f"no complete output within {timeout_s:g} s")
         self._write(outcome_line(outcome))
         return outcome
 

@@ -2,9 +2,9 @@
 
 - TTFT: first token - sent. Latencies count from the moment a request was sent, not from when it was to be sent;
   how late the generator was is the send lag (vLLM: client_queue_time), and reported beside them.
-- TPOT: (last token - first token) / (tokens - 1). An answer of one token has none, and meets every limit on it.
+- TPOT: (last token - first token) / (tokens - 1). An output of one token has none, and meets every limit on it.
 - ITL: the gaps between moments at which tokens came. TTST: second token - first token, 0 when both came at once.
-- E2EL: end of the answer - sent.
+- E2EL: end of the output - sent.
 - Attainment: the share of the *offered* requests that met all limits. What failed or was turned away is a miss.
 
 Misses come in clusters: a queue that has grown delays many requests, not one. A run of such requests says no more than
@@ -206,13 +206,13 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """How many requests missed, by cause: a complete answer may miss several limits, a failed or refused request
+    """How many requests missed, by cause: a complete request may miss several limits, a failed or refused request
     counts there alone.
 
     ttft_phases and tpot_phases are how many of ttft and tpot had which phase as the one that took most beyond the
     median of the good requests (beyond 0 when none was good), most frequent first, of the requests with a timeline.
     For TTFT those are the phases up to the first token. For TPOT they are the later ones, their seconds divided by
-    the tokens after the first, so that a long answer is none by itself.
+    the tokens after the first, so that a long output is none by itself.
     """
 
     ttft: int
@@ -306,16 +306,6 @@ class Summary:
         return interval(self.attainment, self.num_effective)
 
     @property
-    def attainment_ttft(self) -> float | None:
-        """Return the attainment of this limit alone; None where it is not set."""
-        return self._attainment(Limits(ttft_s=self.limits.ttft_s))
-
-    @property
-    def attainment_tpot(self) -> float | None:
-        """Return the attainment of this limit alone; None where it is not set."""
-        return self._attainment(Limits(tpot_s=self.limits.tpot_s))
-
-    @property
     def request_goodput_per_s(self) -> float:
         return self.per_s(self.num_good)
 
@@ -391,9 +381,12 @@ class Summary:
         """Return a rate over the whole load; 0 for a load that took no time."""
         return count / self.duration_s if self.duration_s > 0 else 0.0
 
-    def _attainment(self, one: Limits) -> float | None:
-        if not one.by_name() or not self.outcomes:
+    def attainment_of(self, name: str) -> float | None:
+        """Return the attainment of one limit alone, ttft, tpot or e2el; None where it is not set."""
+        limit_s = self.limits.by_name().get(name)
+        if limit_s is None or not self.outcomes:
             return None
+        one = Limits(**{f"{name}_s": limit_s})
         return sum(is_good(outcome, one) for outcome in self.outcomes) / len(self.outcomes)
 
 

@@ -94,7 +94,7 @@ class Outcome:
     arrivals_s: tuple[float, ...]
     arrival_tokens: tuple[int, ...]
     ended_s: float
-    error: str = ""  # "" for a complete answer
+    error: str = ""  # "" for a complete output
     is_refused: bool = False  # the server turned it away: a full queue, a limit, no node
     retry_after_s: float | None = None  # when it may be sent again, where the server that turned it away says so
     # Seconds as the server tells them, by the names of KEPT; None when it tells none. Of a refused request: what was
@@ -112,7 +112,7 @@ class Progress:
     num_sent: int
     num_completed: int
     num_failed: int  # refused, timed out, broken
-    num_output_tokens: int  # of the answers that ended
+    num_output_tokens: int  # of the requests that ended
     elapsed_s: float
 
     @property
@@ -155,7 +155,7 @@ class Reply:
         self.num_prompt_tokens = len(request.prompt)
         self.num_arrived_tokens = 0
         self.num_output_tokens: int | None = None  # the server's own count, when it has told it
-        self.is_ended = False  # whether the server said that the answer ends here
+        self.is_ended = False  # whether the server said that the output ends here
         self.silent_end_s: float | None = None  # when that came, if with no token that could be counted
         self.is_stopped = False  # whether it said that it ends for another reason than its length
         self.timeline: Mapping[str, float] | None = None
@@ -175,12 +175,12 @@ class Reply:
     def check_complete(self) -> None:
         """Raise RequestFailed when the output has not come to its end, or has another length than was asked for."""
         if not self.is_ended:
-            raise RequestFailed("the stream ended before the answer did")
+            raise RequestFailed("the stream ended before the output did")
         wanted, counted, is_exact = self._request.output_tokens, self.num_output_tokens, self._request.ignore_eos
         if counted is not None and (counted > wanted or (is_exact and counted < wanted)):
-            raise RequestFailed(f"the answer has {counted} tokens instead of {wanted}")
+            raise RequestFailed(f"the output has {counted} tokens instead of {wanted}")
         if is_exact and counted is None and self.is_stopped:
-            raise RequestFailed(f"the answer stopped before it had {wanted} tokens, and nobody counted them")
+            raise RequestFailed(f"the output stopped before it had {wanted} tokens, and nobody counted them")
 
     def outcome(self, error: str = "", *, is_refused: bool = False, retry_after_s: float | None = None) -> Outcome:
         """Return what became of the request, which ends now. A request whose output has begun is not refused any

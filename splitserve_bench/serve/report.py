@@ -37,7 +37,7 @@ NUM_LINES: Final = 10  # of the progress of a whole load, where there is no term
 MAX_SEND_LAG_S: Final = 0.010
 MAX_SEND_LAG_OF_TTFT: Final = 0.05
 MEANING: Final = (
-    "latencies are those of complete answers and count from the moment of sending; an answer of one token has no TPOT "
+    "latencies are those of complete requests and count from the moment of sending; an output of one token has no TPOT "
     "and meets every limit on it"
 )
 NAMES: Final = {
@@ -228,8 +228,8 @@ def _counts_table(summary: Summary, run: Run) -> Table:
         "  refused": f"{summary.misses.refused}",
         "  at once, at most": f"{summary.max_concurrent_requests}",
         "duration": f"{summary.duration_s:.2f} s",
-        "prompt tokens of complete answers": f"{summary.total_input_tokens}",
-        "output tokens of complete answers": f"{summary.total_output_tokens}",
+        "prompt tokens of complete requests": f"{summary.total_input_tokens}",
+        "output tokens of complete requests": f"{summary.total_output_tokens}",
         "request throughput": f"{summary.per_s(summary.num_completed):.2f} requests/s",
         "output throughput": f"{summary.per_s(summary.total_output_tokens):.1f} tokens/s",
         "  in the best second": f"{summary.max_output_tokens_per_s:.0f} tokens/s",
@@ -272,7 +272,7 @@ def _latency_table(summary: Summary, options: ServeOptions) -> Table:
 
 def _attainment_line(summary: Summary) -> str:
     low, high = summary.attainment_interval
-    alone = {"TTFT": summary.attainment_ttft, "TPOT": summary.attainment_tpot}
+    alone = {"TTFT": summary.attainment_of("ttft"), "TPOT": summary.attainment_of("tpot")}
     parts = "".join(f"; {name} alone {share:.1%}" for name, share in alone.items() if share is not None)
     return (
         f"[bold]attainment {summary.attainment:.1%}[/] (95 % interval {low:.1%} to {high:.1%}): {summary.num_good} of "

@@ -12,8 +12,8 @@ from serving_core.tokenizer_files import TOKENIZER_FILE
 from splitserve.commands.terminal import report
 from splitserve.launch.models import HUB_ID
 from splitserve_bench.errors import BenchError
-from splitserve_bench.serve.command import CAPACITY_CONCURRENCY, ServeOptions
-from splitserve_bench.serve.generator import describe, run_load
+from splitserve_bench.serve.command import CAPACITY_CONCURRENCY, TEXTS, ServeOptions
+from splitserve_bench.serve.generator import Order, describe, run_load
 from splitserve_bench.serve.metrics import parse_goodput, summarize, told
 from splitserve_bench.serve.records import Outcome, PlannedRequest, Target
 from splitserve_bench.serve.report import Reporting, capacity_line, shown_progress
@@ -30,7 +30,7 @@ from splitserve_bench.serve.workload import (
 
 async def serve(options: ServeOptions) -> None:
     """Send the load that the options ask for, and report it. Raises BenchError when no request is complete."""
-    options.check()
+    options.check_flags()
     options.check_pace()
     reporting, limits = Reporting(options), parse_goodput(options.goodput)
     session = await connect(options)
@@ -56,7 +56,7 @@ async def serve(options: ServeOptions) -> None:
     reporting.show(outcomes, run)
     summary = summarize(outcomes, limits)
     if not summary.num_completed:
-        raise BenchError(f"none of the {len(outcomes)} requests has a complete answer: {summary.frequent_errors[0][0]}")
+        raise BenchError(f"none of the {len(outcomes)} requests has a complete output: {summary.frequent_errors[0][0]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,28 +100,23 @@ class Session:
         if self.target.takes_chats and self.options.tokenizer is not None:
             planned = as_texts(planned, self.options.tokenizer)
         with shown_progress(label) as on_progress:
-            return await run_load(
-                self.target,
-                planned,
-                max_concurrency=max_concurrency,
-                request_timeout_s=self.options.request_timeout_s,
-                on_progress=on_progress,
-                on_outcome=on_outcome,
-                obey_retry_after=obey_retry_after,
-            )
+            order = Order(self.target, max_concurrency, self.options.request_timeout_s, obey_retry_after)
+            return await run_load(order, planned, on_progress, on_outcome)
 
 
 async def connect(options: ServeOptions) -> Session:
     """Ask the server what it serves. Raises BenchError when it does not answer, and SettingsError for flags that
-    contradict one another, or chats without a tokenizer."""
+    contradict one another, or texts without a tokenizer."""
     target = options.where()
     served = await describe(target)
-    if target.takes_chats and options.tokenizer is None:
+    users = [f"--dataset-name {options.dataset_name}"] if options.dataset_name in TEXTS else []
+    users += [f"--endpoint {target.endpoint}"] if target.takes_chats else []
+    if users and options.tokenizer is None:
         options = replace(options, tokenizer=_tokenizer_of(served.model))
         if options.tokenizer is None:
             raise SettingsError(
-                f"--endpoint {target.endpoint} takes text, and the tokenizer that makes it of tokens is not on this "
-                f"machine under the model's name {served.model}: give --tokenizer FOLDER"
+                f"{users[0]} needs the model's tokenizer, which is not on this machine under the name {served.model}: "
+                "give --tokenizer FOLDER"
             )
         report(f"tokenizer: {options.tokenizer}")
     vocab_size = vocab_size_of(options, served, report)

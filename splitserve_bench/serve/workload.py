@@ -14,12 +14,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from tokenizers import Tokenizer
-
 from coordinator.text.chat_template import USUAL
 from coordinator.text.rendering import DEFAULT, Renderer
 from coordinator.text.tokenizer import template_sources
-from serving_core.errors import SettingsError
 from serving_core.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.arrivals import Stage, ramp_times_s, send_times_s, stage_times_s, stages_of
@@ -54,7 +51,7 @@ from splitserve_bench.serve.records import Outcome, PlannedRequest, ServedModel
 CAPACITY_SEED: Final = 1_000_003  # beside --seed, so that no prompt of the load has been sent before
 UNKNOWN_VOCAB_SIZE: Final = 32_000  # few models have a smaller vocabulary
 CUSTOM_OUTPUT_TOKENS: Final = 256
-# Of ShareGPT's conversations those count whose prompt and reference answer have lengths in these bounds.
+# Of ShareGPT's conversations those count whose prompt and reference output have lengths in these bounds.
 MIN_TOKENS: Final = 4
 MAX_PROMPT_TOKENS: Final = 1024
 MAX_REQUEST_TOKENS: Final = 2048  # of both together
@@ -168,11 +165,11 @@ def as_texts(planned: Sequence[PlannedRequest], folder: Path) -> list[PlannedReq
 
 
 def vocab_size_of(options: ServeOptions, served: ServedModel, report: Callable[[str], None]) -> int:
-    """Return the vocabulary size: of a flag, a folder, the server; else a guess, which is reported."""
+    """Return the vocabulary size of a flag, a folder, the server, else a guess that is reported. Raises ModelError."""
     if options.vocab_size is not None:
         return options.vocab_size
     if options.tokenizer is not None:
-        return _vocab_size_in(options.tokenizer)
+        return int(read_tokenizer_files(options.tokenizer).tokenizer.get_vocab_size())
     if served.vocab_size is not None:
         return served.vocab_size
     report(
@@ -204,22 +201,12 @@ def _times_s(count: int, options: ServeOptions) -> list[float]:
     return send_times_s(count, options.request_rate, options.burstiness, rng)
 
 
-def _vocab_size_in(folder: Path) -> int:
-    """Read the vocabulary size of tokenizer.json, or of config.json where there is none."""
-    try:
-        if (folder / "tokenizer.json").exists():
-            return int(Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size())
-        return int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise SettingsError(f"{folder} has no vocabulary: {error}") from error
-
-
 # ---- texts ----
 
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """A prompt and how long its answer is: as long as a reference answer where there is one."""
+    """A prompt and how long its output is: as long as a reference output where there is one."""
 
     prompt: str
     reference: str | None
@@ -253,7 +240,7 @@ class Texts:
                 shapes.append(shape)
         if not shapes:
             kept = (
-                f", prompts of {MIN_TOKENS} to {MAX_PROMPT_TOKENS} tokens and {MAX_REQUEST_TOKENS} with their answers"
+                f", prompts of {MIN_TOKENS} to {MAX_PROMPT_TOKENS} tokens and {MAX_REQUEST_TOKENS} with their outputs"
             )
             raise BenchError(f"{self._path} has no requests{kept if self._is_pruned else ''}")
         return shapes
@@ -307,8 +294,8 @@ def _conversations(path: Path, output_tokens: int | None) -> Iterator[_Text]:
         where = f"{path}, entry {number}"
         turns = parsed(_turns, entry, "conversations", where)
         if len(turns) >= 2:
-            prompt, answer = (parsed(_value, turn, "a turn's value", where) for turn in turns[:2])
-            yield _Text(prompt, answer if output_tokens is None else None, output_tokens or 0)
+            prompt, reference = (parsed(_value, turn, "a turn's value", where) for turn in turns[:2])
+            yield _Text(prompt, reference if output_tokens is None else None, output_tokens or 0)
 
 
 def _lines(path: Path, output_tokens: int | None) -> Iterator[_Text]:

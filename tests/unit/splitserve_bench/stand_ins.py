@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 from serving_core.errors import SplitServeError
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.generator import (
-    Order,
     failure_line,
     order_line,
     read_line,
@@ -26,13 +25,10 @@ from splitserve_bench.serve.records import Outcome, Progress, pack_request
 from tests import forked
 
 
-async def run_load_here(
-    target, planned, *, max_concurrency, request_timeout_s, on_progress, on_outcome=None, obey_retry_after=0
-):
+async def run_load_here(order, planned, on_progress, on_outcome=None):
     """Do as `run_load`, with the load generator in this event loop. Plan, progress and outcomes are written and read
     as between two processes."""
-    order = Order(target, len(planned), max_concurrency, request_timeout_s, obey_retry_after)
-    plan = [order_line(order), *map(pack_request, planned)]
+    plan = [order_line(dataclasses.replace(order, num_requests=len(planned))), *map(pack_request, planned)]
     outcomes = {request.index: [] for request in planned}
 
     def write(line):

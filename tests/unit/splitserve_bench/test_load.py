@@ -75,10 +75,17 @@ def sender(run):
     """Return `run_load` or its stand-in, with defaults."""
 
     async def send(
-        target, planned, *, max_concurrency=None, request_timeout_s=LONG_S, on_progress=lambda _: None, **more
+        target,
+        planned,
+        *,
+        max_concurrency=None,
+        request_timeout_s=LONG_S,
+        obey_retry_after=0,
+        on_progress=lambda _: None,
+        on_outcome=None,
     ):
-        options = {"max_concurrency": max_concurrency, "request_timeout_s": request_timeout_s}
-        return await run(target, planned, **options, on_progress=on_progress, **more)
+        order = Order(target, max_concurrency, request_timeout_s, obey_retry_after)
+        return await run(order, planned, on_progress, on_outcome)
 
     return send
 
@@ -509,7 +516,7 @@ async def test_a_short_answer_fails_where_nobody_counts_its_tokens_too(send):
     async with http_server(Script({1: SHORT}), with_usage=False) as target:
         whole, short = await send(target, plan(2))
     assert (whole.error, whole.num_output_tokens, whole.num_cached_tokens) == ("", 6, None)
-    assert short.error.startswith("the answer stopped before it had 6 tokens")
+    assert short.error.startswith("the output stopped before it had 6 tokens")
 
 
 # ---- what the generator is told and tells ----
@@ -533,7 +540,7 @@ targets = st.builds(
 
 @given(targets, st.none() | st.integers(1, 99), seconds, st.lists(requests, max_size=5))
 def test_a_plan_arrives_as_it_was(target, max_concurrency, timeout_s, planned):
-    order = Order(target, len(planned), max_concurrency, timeout_s)
+    order = Order(target, max_concurrency, timeout_s, num_requests=len(planned))
     arrived, ordered = read_plan(io.BytesIO(order_line(order) + b"".join(map(pack_request, planned))))
     assert arrived == order
     for before, after in zip(planned, ordered, strict=True):
@@ -546,7 +553,7 @@ def test_a_plan_arrives_as_it_was(target, max_concurrency, timeout_s, planned):
 @given(st.data())
 def test_a_plan_that_is_cut_off_is_not_taken_for_one(data):
     planned = [PlannedRequest(index, 0.0, (1, 2, 3), 4) for index in range(3)]
-    sent = order_line(Order(Target("openai", "x"), 3, None, 1.0)) + b"".join(map(pack_request, planned))
+    sent = order_line(Order(Target("openai", "x"), None, 1.0, num_requests=3)) + b"".join(map(pack_request, planned))
     with pytest.raises(EOFError):
         read_plan(io.BytesIO(sent[: data.draw(st.integers(0, len(sent) - 1))]))
 

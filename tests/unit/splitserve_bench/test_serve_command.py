@@ -104,7 +104,7 @@ async def test_a_load_of_which_nothing_is_complete_fails_and_says_why(serve_here
         script.does[script.order[0]] = REFUSE
         output, errors = await serve_here(target, *FEW, exit_code=1)
         result, _ = await serve_here(target, *FEW, "--json", exit_code=1)
-    assert "none of the 6 requests has a complete answer: " in errors
+    assert "none of the 6 requests has a complete output: " in errors
     frequent = json.loads(result)["frequent_errors"]
     assert list(frequent.values()) == [5, 1]
     assert all(f"  {count} x {error[:60]}" in output for error, count in frequent.items())
@@ -189,18 +189,22 @@ async def test_answers_may_end_early_where_that_is_wanted(serve_here, serving):
     assert (result["completed"], result["total_output_tokens"]) == (6, 6 * 4 - 2)
 
 
-async def test_chats_take_the_tokenizer_of_the_served_model_where_it_is_here(serve_here, tmp_path):
-    chats = ("--endpoint", "/v1/chat/completions")
+TAKES_TEXT = {"chats": ["--endpoint", "/v1/chat/completions"], "texts": ["--dataset-name", "custom"]}
+
+
+@pytest.mark.parametrize("words", TAKES_TEXT.values(), ids=TAKES_TEXT.keys())
+async def test_the_tokenizer_is_that_of_the_served_model_where_it_is_here(serve_here, tmp_path, words):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}')
+    needs = f"{' '.join(words)} needs the model's tokenizer, which is not on this machine under the name {MODEL}: give"
+    words = [*words, *(["--dataset-path", "prompts.jsonl", "--skip-chat-template"] if "custom" in words else FEW)]
     async with http_server(Script()) as target:
-        _, errors = await serve_here(target, *FEW, *chats, exit_code=2)
-        assert f"not on this machine under the model's name {MODEL}: give --tokenizer FOLDER" in " ".join(
-            errors.split()
-        )
+        _, errors = await serve_here(target, *words, exit_code=2)
+        assert needs in " ".join(errors.split())
         (tmp_path / MODEL).mkdir()
         write_tokenizer(tmp_path / MODEL)
-        _, errors = await serve_here(target, *FEW, *chats, exit_code=1)
+        _, errors = await serve_here(target, *words, exit_code=0 if "custom" in words else 1)
     assert f"tokenizer: {MODEL}" in errors
-    assert "HTTP 404" in errors  # the server has no chats
+    assert ("HTTP 404" in errors) == ("custom" not in words)  # the server has no chats
 
 
 async def test_warm_ups_do_not_count_and_share_no_prompt(serve_here):
@@ -292,10 +296,9 @@ REFUSED = {
     "no trace": (["--dataset-name", "azure"], "--dataset-path"),
     "a trace for random requests": (["--dataset-path", __file__], "--dataset-path"),
     "texts without a file": (["--dataset-name", "sharegpt"], "sharegpt needs a file: --dataset-path"),
-    "texts without a tokenizer": (TEXT, "custom needs the model's tokenizer: --tokenizer FOLDER"),
     "lengths of texts": ([*TEXT, "--length-scale", "2"], "--length-scale 2 is of a trace's lengths"),
     "a beginning of texts": ([*TEXT, "--random-prefix-len", "2"], "--random-prefix-len 2 is of random prompts"),
-    "answers to no texts": (["--sharegpt-output-len", "2"], "--sharegpt-output-len 2 is of answers to texts"),
+    "answers to no texts": (["--sharegpt-output-len", "2"], "--sharegpt-output-len 2 is of outputs of texts"),
     "lengths of no trace": (["--length-scale", "2"], "--length-scale 2 is of a trace's lengths"),
     "a ramp of a trace": (
         [*TRACE, "--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1", "--ramp-up-end-rps", "2"],

@@ -102,7 +102,7 @@ def test_a_summary_by_hand():
     summary = summarize(outcomes, LIMITS)
     assert (summary.num_offered, summary.num_completed, summary.num_failed, summary.num_refused) == (8, 5, 3, 2)
     assert (summary.num_good, summary.attainment) == (2, 0.25)
-    assert (summary.attainment_ttft, summary.attainment_tpot) == (3 / 8, 3 / 8)
+    assert (summary.attainment_of("ttft"), summary.attainment_of("tpot")) == (3 / 8, 3 / 8)
     assert summary.attainment_interval == pytest.approx((0.0715, 0.5907), abs=1e-4)  # Wilson's for 2 of 8
     assert summary.duration_s == 8.0
     assert summary.request_goodput_per_s == 0.25
@@ -134,7 +134,7 @@ def test_failed_requests_are_under_way_too():
 
 def test_without_limits_and_without_requests():
     summary = summarize([answered(0), failed(1)], Limits())
-    assert (summary.attainment, summary.attainment_ttft, summary.attainment_tpot) == (0.5, None, None)
+    assert (summary.attainment, summary.attainment_of("ttft"), summary.attainment_of("tpot")) == (0.5, None, None)
     nothing = summarize([], LIMITS)
     assert (nothing.attainment, nothing.attainment_interval, nothing.request_goodput_per_s) == (0.0, (0.0, 1.0), 0.0)
     assert (nothing.latencies_s["ttft"].mean, nothing.send_lag_s.max, nothing.phases_s) == (None, None, {})
@@ -228,8 +228,8 @@ def test_a_summary_holds_together(seed, num_requests):
     assert summary.num_good <= min(summary.num_completed - counts.ttft, summary.num_completed - counts.tpot)
     assert summary.num_good >= summary.num_completed - counts.ttft - counts.tpot
     if outcomes:
-        assert summary.attainment_ttft == (summary.num_completed - counts.ttft) / num_requests
-        assert summary.attainment <= min(summary.attainment_ttft, summary.attainment_tpot)
+        assert summary.attainment_of("ttft") == (summary.num_completed - counts.ttft) / num_requests
+        assert summary.attainment <= min(summary.attainment_of("ttft"), summary.attainment_of("tpot"))
     assert sum(counts.ttft_phases.values()) == counts.ttft
     assert sum(counts.tpot_phases.values()) == counts.tpot
     assert summary.max_concurrent_requests == _most_at_once(outcomes)

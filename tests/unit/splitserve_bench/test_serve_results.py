@@ -2,14 +2,14 @@
 
 import json
 import math
-import struct
 import types
-import zlib
 from dataclasses import replace
 from datetime import datetime
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 from rich.console import Console
 
 from splitserve_bench.errors import BenchError
@@ -225,7 +225,7 @@ def test_the_report_names_figures_with_units():
         "clipped to what the model takes 3",
         "milliseconds mean median std p90 max",
         "TTFT, sent to first token 666.7 500.0 235.7 900.0 1000.0",
-        "an answer of one token has no TPOT and meets every limit on it",
+        "an output of one token has no TPOT and meets every limit on it",
         "attainment 50.0% (95 % interval 15.0% to 85.0%): 2 of 4 offered requests with TTFT ≤ 500 ms, TPOT ≤ 500 ms; "
         "TTFT alone 50.0%; TPOT alone 75.0%",
         "missed, a request perhaps by several: TTFT 1, refusals 1",
@@ -302,7 +302,7 @@ def test_pictures(tmp_path):
     plot_attainment(points, 0.95, tmp_path / "attainment.png")
     plot_latencies(SHOWN_OUTCOMES, SHOWN_LIMITS, tmp_path / "latencies.png")
     for name in ("attainment", "latencies"):
-        width, height, num_colours = read_png((tmp_path / f"{name}.png").read_bytes())
+        width, height, num_colours = read_png(tmp_path / f"{name}.png")
         assert 600 <= width <= 1600
         assert 300 <= height <= 1400
         assert num_colours > 20
@@ -312,7 +312,7 @@ def test_pictures(tmp_path):
 def test_pictures_of_next_to_nothing(tmp_path, outcomes):
     plot_latencies(outcomes, Limits(), tmp_path / "latencies.png")
     plot_attainment([], 0.9, tmp_path / "attainment.png")
-    assert all(read_png(path.read_bytes()) for path in tmp_path.iterdir())
+    assert all(read_png(path) for path in tmp_path.iterdir())
 
 
 def test_no_two_lines_of_a_picture_look_alike(tmp_path, monkeypatch):
@@ -329,22 +329,11 @@ def test_no_two_lines_of_a_picture_look_alike(tmp_path, monkeypatch):
 
 def test_a_picture_of_times_that_are_far_apart(tmp_path):
     plot_latencies([answered(i, 0.0, (1.5**i,)) for i in range(60)], SHOWN_LIMITS, tmp_path / "skewed.png")
-    assert read_png((tmp_path / "skewed.png").read_bytes())
+    assert read_png(tmp_path / "skewed.png")
 
 
-def read_png(data):
-    """Width, height and the number of different colours, by the rules of the format."""
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    at, pixels = 8, b""
-    while at < len(data):
-        length, kind = struct.unpack(">I4s", data[at : at + 8])
-        body = data[at + 8 : at + 8 + length]
-        assert zlib.crc32(kind + body) == struct.unpack(">I", data[at + 8 + length : at + 12 + length])[0]
-        if kind == b"IHDR":
-            width, height, depth, colour = struct.unpack(">IIBB", body[:10])
-        pixels += body if kind == b"IDAT" else b""
-        at += 12 + length
-    assert (kind, depth, colour) == (b"IEND", 8, 6)
-    raw = zlib.decompress(pixels)
-    assert len(raw) == height * (1 + 4 * width)
-    return width, height, len({raw[each : each + 4] for each in range(1, len(raw), 401)})
+def read_png(path):
+    """Width, height and the number of different colours."""
+    pixels = imread(path)
+    height, width, _ = pixels.shape
+    return width, height, len(np.unique(pixels[::7, ::7].reshape(-1, pixels.shape[2]), axis=0))
