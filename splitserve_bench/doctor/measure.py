@@ -316,9 +316,8 @@ async def measure_profile(
     tasks = _profile_tasks(model.folder, settings, sizes, parts, node.max_model_len)
     steps = await measure_steps(*tasks, report, at_once=at_once)
     report("a cluster, one request after the other ...")
-    flags = {name: getattr(settings, name) for name in NODE_FLAGS}
     contender, num_cpus = lone_cluster(sizes.cores, at_once=at_once)
-    outcomes = await _lone_requests(model, contender, cpus[:num_cpus], flags, node, report)
+    outcomes = await _lone_requests(model, contender, cpus[:num_cpus], given_flags(settings), node, report)
     long, short = outcomes[:LONE_REQUESTS], outcomes[LONE_REQUESTS:]
     profile = profile_of(model.name, sizes.cores, node, steps, bytes_per_s, long, short)
     return dataclasses.replace(profile, flags=given_flags(settings))

@@ -154,15 +154,16 @@ def prepare(asked: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     fields = json.loads(asked)
     task = StepTask(**{**fields, **{name: tuple(fields[name]) for name in ("rows", "columns")}})
     pin(task.cpus)
-    steps: list[Step] = []
+    last: Step | None = None
 
     def do(job: dict[str, Any]) -> dict[str, Any]:
+        nonlocal last
         if job == MEASURE:
-            figures, step = measure(task)
-            steps.append(step)
+            figures, last = measure(task)
             return dataclasses.asdict(figures)
+        assert last is not None, "what is to go on has been measured"
         while True:
-            steps[-1]()
+            last()
 
     return do
 

@@ -17,7 +17,15 @@ from splitserve.signals import run_to_end
 from splitserve_bench.options import PAIR, ListOf, NewFile, NumberRange, Size, options_of, repeat_flags
 from splitserve_bench.plan.hardware import DEVICES, INFINIBAND, LINK_NAMES
 from splitserve_bench.plan.loads import MOST_COUNTED, AskedLoad
-from splitserve_bench.serve.command import ABOVE_0, RANDOM, TRACES, check_burstiness, check_dataset
+from splitserve_bench.serve.command import (
+    ABOVE_0,
+    RANDOM,
+    TRACES,
+    burstiness_option,
+    check_burstiness,
+    check_dataset,
+    length_scale_option,
+)
 
 if TYPE_CHECKING:
     from splitserve_bench.plan.candidates import Asked
@@ -165,11 +173,11 @@ load_options = options_of(
         "--dataset-name", "--dataset", default=RANDOM, show_default=True, type=click.Choice((RANDOM, *TRACES))
     ),
     click.option("--dataset-path", type=click.Path(exists=True, dir_okay=False), help="The trace."),
-    click.option("--length-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's lengths."),
+    length_scale_option,
     click.option("--random-input-len", default=1024, show_default=True, type=COUNT),
     click.option("--random-output-len", default=128, show_default=True, type=COUNT),
     click.option("--random-range-ratio", default=0.0, show_default=True, type=NumberRange(0, 1, max_open=True)),
-    click.option("--burstiness", default=1.0, show_default=True, type=ABOVE_0, help="1 is Poisson; random only."),
+    burstiness_option,
 )
 search_options = options_of(
     click.option(*SLO, multiple=True, metavar="ttft:MS tpot:MS", help="Limits that a good request meets, in ms."),

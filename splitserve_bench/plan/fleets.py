@@ -239,11 +239,10 @@ def play(
     num_counted: int,
     door_s: float,
     attainment: float,
-    num_seeds: int = MOST_SEEDS,
 ) -> Played:
-    """The same arguments give the same figures. It ends early when so many have missed that as many seeds of this rate
+    """The same arguments give the same figures. It ends early when so many have missed that all seeds of this rate
     together do not have that attainment, whatever the others find."""
-    most_missed = round(num_seeds * (1 - attainment) * num_counted)
+    most_missed = round(MOST_SEEDS * (1 - attainment) * num_counted)
     clients = JudgingClients(Agenda(), planned, limits, door_s, num_before, num_counted, most_missed, ENOUGH_TOKENS)
     run_clients(plan, clients)
     if not clients.is_early:

@@ -158,8 +158,13 @@ def _machines_of_profiles(asked: AskedNodes) -> Machines:
         raise SettingsError(f"--profile: nodes of a plan have one model, and the profiles are of {', '.join(models)}")
     if unknown := [name for name in _names(asked) if name not in names]:
         raise SettingsError(f"--hardware: the profiles are of {', '.join(names)}, not of {unknown[0]}")
+    if len(blocks := {(each.node.block_size, each.node.block_bytes) for each in profiles}) > 1:
+        told = ", ".join(f"{size} tokens in {num_bytes} bytes" for size, num_bytes in sorted(blocks))
+        raise SettingsError(f"--profile: nodes of a plan have KV blocks of one size, and the profiles have {told}")
     _check_figures(asked, names)
     kinds = tuple(_kind_of_profile(profile, asked) for profile in profiles)
+    if (widest := max(kind.num_devices for kind in kinds)) > asked.gpus_per_host:
+        raise SettingsError(f"--gpus-per-host {asked.gpus_per_host}: a node has {widest} devices, all of one host")
     max_model_len = max(profile.node.max_model_len for profile in profiles)
     return Machines(first.model, first.node.vocab_size, max_model_len, first.control.door_s, kinds, ())
 
@@ -173,7 +178,8 @@ def _limited(profile: Profile, asked: AskedNodes) -> Profile:
         max_num_batched_tokens=asked.max_num_batched_tokens or node.max_num_batched_tokens,
         max_num_seqs=asked.max_num_seqs or node.max_num_seqs,
     )
-    return dataclasses.replace(profile, node=node, flags={**profile.flags, **_flags(asked, has_elsewhere=False)})
+    flags = {**profile.flags, **_flags(asked, has_elsewhere=False)}
+    return dataclasses.replace(profile, node=node, flags=flags, hardware=profile.hardware.lower())
 
 
 def _kind_of_profile(profile: Profile, asked: AskedNodes) -> NodeKind:

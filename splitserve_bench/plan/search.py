@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from serving_core.errors import SettingsError
-from splitserve_bench.compare.search import MOST_SEEDS, Goal
+from splitserve_bench.compare.search import Goal
 from splitserve_bench.crew import Job, run_crew, work
 from splitserve_bench.plan.candidates import (
     USUAL_TPOT_S,
@@ -78,7 +78,6 @@ class Study:
             num_counted=num_counted,
             door_s=self.machines.door_s,
             attainment=asked.attainment,
-            num_seeds=1 if is_quick else MOST_SEEDS,  # the survey probes no rate twice
         )
 
 

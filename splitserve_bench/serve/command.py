@@ -266,6 +266,12 @@ def send_limits_option(*, default: bool) -> Callable[[Command], Command]:
     return option("--send-limits/--no-send-limits", default=default, help=words)
 
 
+length_scale_option: Final = option("--length-scale", default=1.0, type=ABOVE_0, help="Times a trace's lengths.")
+burstiness_option: Final = option(
+    "--burstiness", default=1.0, type=ABOVE_0, help="1 is a Poisson process, less comes in bursts, more evenly."
+)
+
+
 def shape_options(input_len: int, output_len: int) -> Callable[[Command], Command]:
     """Return the flags of a data set; random requests have these lengths by default."""
     return options_of(
@@ -276,7 +282,7 @@ def shape_options(input_len: int, output_len: int) -> Callable[[Command], Comman
             help="Azure's CSV, Mooncake's JSON lines, ShareGPT's JSON, or JSON lines with prompt and, optional, "
             "output_tokens.",
         ),
-        option("--length-scale", default=1.0, type=ABOVE_0, help="Times a trace's lengths."),
+        length_scale_option,
         option("--random-input-len", default=input_len, type=LENGTH, help="Tokens of a prompt."),
         option("--random-output-len", default=output_len, type=LENGTH, help="Tokens of an output."),
         option(
@@ -305,9 +311,7 @@ def shape_options(input_len: int, output_len: int) -> Callable[[Command], Comman
             is_flag=True,
             help=f"Prompts of {CUSTOM} are sent as they stand, without the model's chat template around them.",
         ),
-        option(
-            "--burstiness", default=1.0, type=ABOVE_0, help="1 is a Poisson process, less comes in bursts, more evenly."
-        ),
+        burstiness_option,
     )
 
 

@@ -5,7 +5,7 @@ It does with the logic's decisions what serving_node/runner.py does, and tells t
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -126,10 +126,7 @@ class SimulatedNode:
 
     def handle(self, command: fleet_pb2.NodeCommand) -> None:
         """A command has come."""
-        if not self.is_lost:
-            self._settle()
-            self.logic.handle(command, self._agenda.now)
-            self._carry_out()
+        self._happens(lambda: self.logic.handle(command, self._agenda.now))
 
     @property
     def tier_load(self) -> inference_pb2.TierLoad:
@@ -151,9 +148,7 @@ class SimulatedNode:
 
     def detached(self) -> None:
         """The coordinator has given the node up, which attaches again."""
-        self._settle()
-        self.logic.detached()
-        self._carry_out()
+        self._happens(self.logic.detached)
 
     # ---- steps ----
 
@@ -306,26 +301,25 @@ class SimulatedNode:
 
     def received(self, epoch: int, result: Received | TransferFailed) -> None:
         """Blocks have come, or will not."""
-        if not self.is_lost:
-            self._settle()
-            self.logic.received(epoch, result, self._agenda.now)
-            self._carry_out()
+        self._happens(lambda: self.logic.received(epoch, result, self._agenda.now))
 
     def caught_up(self, epoch: int) -> None:
         """All blocks that were ready have left."""
-        if not self.is_lost:
-            self._settle()
-            self.logic.caught_up(epoch)
-            self._carry_out()
+        self._happens(lambda: self.logic.caught_up(epoch))
 
     def sent(self, epoch: int, result: Sent | TransferFailed) -> None:
         """Blocks have arrived, or will not."""
-        if not self.is_lost:
-            self._settle()
-            self.logic.sent(epoch, result, self._agenda.now)
-            self._carry_out()
+        self._happens(lambda: self.logic.sent(epoch, result, self._agenda.now))
 
     # ---- decisions ----
+
+    def _happens(self, what: Callable[[], object]) -> None:
+        """Lets something happen to the logic of a node that is not lost: the steps until now are taken in before, and
+        what is decided is done."""
+        if not self.is_lost:
+            self._settle()
+            what()
+            self._carry_out()
 
     def _carry_out(self, *, wakes: bool = True) -> None:
         """Does what has been decided, and what that leads to, in order."""
@@ -389,13 +383,11 @@ class SimulatedNode:
         num_disk = sum(slot >= tier.num_host_blocks for slot in slots)
         seconds = (len(slots) - num_disk) * tier.host_block_s + num_disk * tier.disk_block_s
         self._tier_free_s = max(self._agenda.now, self._tier_free_s) + seconds
-        self._agenda.at(self._tier_free_s, lambda: self._loaded(load_id, len(slots)))
-
-    def _loaded(self, load_id: int, num_blocks: int) -> None:
-        if not self.is_lost:
-            self._settle()
-            self.logic.loaded(load_id, num_blocks, self._agenda.now)
-            self._carry_out()
+        num_blocks = len(slots)
+        self._agenda.at(
+            self._tier_free_s,
+            lambda: self._happens(lambda: self.logic.loaded(load_id, num_blocks, self._agenda.now)),
+        )
 
     def _set_alarm(self) -> None:
         if self._alarm_s is not None and self._alarm_s <= self._agenda.now + LEAST_TIMEOUT_S:
@@ -407,11 +399,9 @@ class SimulatedNode:
 
     def _tick(self, alarm_s: float) -> None:
         """An alarm that another one came before does nothing."""
-        if self._alarm_s == alarm_s and not self.is_lost:
+        if self._alarm_s == alarm_s:
             self._alarm_s = None
-            self._settle()
-            self.logic.tick(self._agenda.now)
-            self._carry_out()
+            self._happens(lambda: self.logic.tick(self._agenda.now))
 
 
 def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs) -> NodeLogic:

@@ -6,6 +6,7 @@ processes: it forks them from a server that has their imports.
 """
 
 import asyncio
+import dataclasses
 import importlib
 import json
 import subprocess

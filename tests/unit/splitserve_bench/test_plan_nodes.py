@@ -233,9 +233,26 @@ def test_profiles_are_kinds_of_node_that_flags_choose_among(tmp_path):
     assert {pool.kind.hardware for plan in split for pool in plan.pools if pool.role == DECODE} == {"slow"}
     with pytest.raises(SettingsError, match="the profiles are of fast, slow, not of h100"):
         machines_of(replace(own, both_hardware=("h100",)))
-    replace(PROFILE, model="other").save(tmp_path / "other.json")
-    with pytest.raises(SettingsError, match="the profiles are of other, paper"):
-        machines_of(replace(own, profiles=(*paths, str(tmp_path / "other.json"))))
+    with pytest.raises(SettingsError, match="--gpus-per-host 1: a node has 2 devices"):
+        machines_of(replace(own, gpus_per_host=1))
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (replace(PROFILE, model="other"), "the profiles are of other, paper"),
+        (
+            replace(PROFILE, node=replace(PROFILE.node, block_bytes=8000)),
+            "16 tokens in 8000 bytes, 16 tokens in 16000 bytes",
+        ),
+    ],
+)
+def test_profiles_of_a_plan_are_of_one_model_and_one_kv_cache(tmp_path, other, words):
+    PROFILE.save(tmp_path / "profile.json")
+    other.save(tmp_path / "other.json")
+    own = paper_nodes(tmp_path)
+    with pytest.raises(SettingsError, match=words):
+        machines_of(replace(own, profiles=(*own.profiles, str(tmp_path / "other.json"))))
 
 
 @pytest.mark.parametrize(
