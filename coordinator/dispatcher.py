@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from coordinator.api.generation import Generation
+from coordinator.api.validation import AnswerPlan
 from coordinator.control.instructions import Embedded, Emit, End, Instruction, MoveEnded, Send
 from coordinator.control.load import Prompt
 from coordinator.control.migration import check_target
@@ -21,8 +23,6 @@ from coordinator.control.request_log import CallRecord, Journal
 from coordinator.control.roles import Capacity, RecentCapacity, Roles
 from coordinator.control.slo import Slo
 from coordinator.control.tracker import Tracker
-from coordinator.doors.generation import Generation
-from coordinator.doors.validation import AnswerPlan
 from coordinator.text.answers import Answer, AnswerText
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError

@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from coordinator.api.messages import error_to_wire
 from coordinator.control.request_log import CallRecord
-from coordinator.doors.messages import error_to_wire
 from protos import doors_pb2, fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.figures import Figure, counter, gauge

@@ -17,12 +17,12 @@ from typing import Any, Final
 
 import grpc
 
+from coordinator.api.health import HealthService
+from coordinator.api.messages import ASKED
+from coordinator.api.public import STOP_GRACE_S
+from coordinator.api.statuses import StatusInterceptor
 from coordinator.door_service import DoorService
 from coordinator.door_settings import DoorSettings
-from coordinator.doors.health import HealthService
-from coordinator.doors.messages import ASKED
-from coordinator.doors.public import STOP_GRACE_S
-from coordinator.doors.statuses import StatusInterceptor
 from coordinator.settings import CoordinatorSettings
 from protos import doors_pb2_grpc, inference_pb2_grpc
 from serving_core.backoff import Backoff
@@ -179,7 +179,7 @@ class Doors:
         settings = DoorSettings(given, str(path), number)
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
-            *(sys.executable, "-m", "coordinator.doors", *to_argv(settings)),
+            *(sys.executable, "-m", "coordinator.api", *to_argv(settings)),
             env=environment_of(settings),
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C in a terminal is for control alone

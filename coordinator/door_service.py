@@ -9,14 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from coordinator.control.nodes import Registry
-from coordinator.control.request_log import CallRecord, Journal
-from coordinator.control.slo import SloClasses
-from coordinator.dispatcher import Dispatcher
-from coordinator.door_link import DoorCall, DoorLink, DoorLost, door_figures
-from coordinator.doors.control import LocalControl
-from coordinator.doors.http.counting import CountCall
-from coordinator.doors.messages import (
+from coordinator.api.control import LocalControl
+from coordinator.api.http.counting import CountCall
+from coordinator.api.messages import (
     Situation,
     error_from_wire,
     framed,
@@ -25,7 +20,12 @@ from coordinator.doors.messages import (
     read_frame,
     situation_to_wire,
 )
-from coordinator.doors.sheds import Sheds
+from coordinator.api.sheds import Sheds
+from coordinator.control.nodes import Registry
+from coordinator.control.request_log import CallRecord, Journal
+from coordinator.control.slo import SloClasses
+from coordinator.dispatcher import Dispatcher
+from coordinator.door_link import DoorCall, DoorLink, DoorLost, door_figures
 from coordinator.traces.carrier import Carrier
 from protos import doors_pb2, doors_pb2_grpc
 from serving_core.errors import RequestError

@@ -5,8 +5,8 @@ from typing import Any, Final
 
 import grpc
 
+from coordinator.api.statuses import failures_as_statuses, parse
 from coordinator.dispatcher import Dispatcher, NodeLink
-from coordinator.doors.statuses import failures_as_statuses, parse
 from protos import fleet_pb2
 from serving_core.errors import RequestError
 from serving_core.failpoints import reach

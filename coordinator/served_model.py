@@ -4,8 +4,8 @@ import logging
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.doors.front import ServedModel
-from coordinator.doors.validation import check_number
+from coordinator.api.front import ServedModel
+from coordinator.api.validation import check_number
 from coordinator.settings import CoordinatorSettings, model_names
 from coordinator.text.answer_format import UNTOLD, AnswerFormat, answer_format
 from coordinator.text.structures import Structures

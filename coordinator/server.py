@@ -11,6 +11,17 @@ from typing import TYPE_CHECKING, Final
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
+from coordinator.api.admin_service import AdminService, StatusService
+from coordinator.api.authentication import NO_FLEET_SECRET, BearerAuthentication, BearerSecrets
+from coordinator.api.control import LocalControl
+from coordinator.api.exposition import Exposition
+from coordinator.api.grpc_port import GrpcPort
+from coordinator.api.health import HealthService
+from coordinator.api.http.counting import HttpCounts
+from coordinator.api.public import STOP_GRACE_S, Behind, PublicDoor, caps
+from coordinator.api.sheds import FLEET, Sheds
+from coordinator.api.statuses import StatusInterceptor
+from coordinator.api.tls import ServerTls
 from coordinator.control.live import NUM_EPOCHS
 from coordinator.control.load import Ledger
 from coordinator.control.metrics import Metrics
@@ -24,17 +35,6 @@ from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
 from coordinator.door_processes import Doors
 from coordinator.door_service import DoorService
-from coordinator.doors.admin_service import AdminService, StatusService
-from coordinator.doors.authentication import NO_FLEET_SECRET, BearerAuthentication, BearerSecrets
-from coordinator.doors.control import LocalControl
-from coordinator.doors.exposition import Exposition
-from coordinator.doors.grpc_port import GrpcPort
-from coordinator.doors.health import HealthService
-from coordinator.doors.http.counting import HttpCounts
-from coordinator.doors.public import STOP_GRACE_S, Behind, PublicDoor, caps
-from coordinator.doors.sheds import FLEET, Sheds
-from coordinator.doors.statuses import StatusInterceptor
-from coordinator.doors.tls import ServerTls
 from coordinator.fleet_service import FleetService
 from coordinator.served_model import read_served_model
 from coordinator.settings import ADMIT_ALL, CoordinatorSettings, check_settings

@@ -20,11 +20,11 @@ from google.protobuf.descriptor_pb2 import (
 from grpc_tools import protoc
 from starlette.routing import Route
 
-from coordinator.doors.http.app import Endpoints
-from coordinator.doors.http.door import OPEN_PATHS
-from coordinator.doors.http.errors import error_object, status_of
-from coordinator.doors.http.page import Page
-from coordinator.doors.statuses import CODES, RETRY_DELAY_S, to_status
+from coordinator.api.http.app import Endpoints
+from coordinator.api.http.door import OPEN_PATHS
+from coordinator.api.http.errors import error_object, status_of
+from coordinator.api.http.page import Page
+from coordinator.api.statuses import CODES, RETRY_DELAY_S, to_status
 from serving_core import reasons
 from serving_core.errors import RequestError
 from tests.doc_table import DOCS, page_with

@@ -30,7 +30,7 @@ GENERATE = "/splitserve.v1.Inference/Generate"
 def cpu_s(cluster: Cluster) -> Counter[str]:
     """By kind of process: the coordinator, or control and its doors."""
     coordinator = psutil.Process(cluster.children["coordinator"].process.pid)
-    doors = [each for each in coordinator.children() if "coordinator.doors" in each.cmdline()]
+    doors = [each for each in coordinator.children() if "coordinator.api" in each.cmdline()]
     kinds = Counter[str]()
     for kind, processes in (("control" if doors else "coordinator", [coordinator]), ("doors", doors)):
         for process in processes:

@@ -3,7 +3,7 @@
 import json
 from typing import Final
 
-from coordinator.doors.http.known_fields import ENDPOINTS, KNOWN, Fate, KnownField
+from coordinator.api.http.known_fields import ENDPOINTS, KNOWN, Fate, KnownField
 from tests.doc_table import DOCS, page_with
 
 PAGE: Final = DOCS / "fields.md"

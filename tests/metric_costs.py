@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 from prometheus_client.exposition import generate_latest
 
+from coordinator.api.exposition import Exposition
+from coordinator.api.http.counting import HttpCounts
 from coordinator.control.metrics import Metrics
-from coordinator.doors.exposition import Exposition
-from coordinator.doors.http.counting import HttpCounts
 from protos import inference_pb2
 from serving_core.costs import StepLoad
 from serving_core.figures import BATCH, Histogram, families

@@ -9,9 +9,9 @@ from typing import Final
 
 from prometheus_client.core import Metric
 
+from coordinator.api.exposition import Exposition
+from coordinator.api.http.counting import HttpCounts
 from coordinator.door_link import DoorLink, door_figures
-from coordinator.doors.exposition import Exposition
-from coordinator.doors.http.counting import HttpCounts
 from decode_node.speculation import SpeculationCounts
 from engine.stepper import StepClock
 from protos import inference_pb2

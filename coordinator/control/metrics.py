@@ -1,6 +1,6 @@
 """What the coordinator counts: requests, tokens and seconds, from its start. Pure: no clock, no library, no names.
 
-The names under which all this is shown stand in coordinator/doors/exposition.py.
+The names under which all this is shown stand in coordinator/api/exposition.py.
 """
 
 from collections import Counter

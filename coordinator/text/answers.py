@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from coordinator.api.generation import Generation
 from coordinator.control.request import SoFar
-from coordinator.doors.generation import Generation
 from coordinator.text.detokenizer import Detokenizer
 from coordinator.text.stop_strings import StopMatcher
 from protos import fleet_pb2, inference_pb2

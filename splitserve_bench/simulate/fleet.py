@@ -12,7 +12,7 @@ from coordinator.control.placement.policies import AUTO
 from coordinator.control.roles import FIXED
 from coordinator.control.slo import MS, Slo
 from coordinator.control.transfer_costs import AUTO as LEND_AUTO
-from coordinator.doors.statuses import retry_after_s
+from coordinator.api.statuses import retry_after_s
 from coordinator.settings import ADMIT_ALL, CoordinatorSettings
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError, SettingsError

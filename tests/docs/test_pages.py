@@ -7,7 +7,7 @@ import pytest
 from click import Option
 from packaging.requirements import Requirement
 
-from coordinator.doors.statuses import CODES
+from coordinator.api.statuses import CODES
 from protos import inference_pb2
 from splitserve.cli import COMMANDS
 from tests import api_table, settings_table

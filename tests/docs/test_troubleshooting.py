@@ -4,7 +4,7 @@ import re
 
 import yaml
 
-from coordinator.doors.statuses import CODES
+from coordinator.api.statuses import CODES
 from tests import metric_table
 from tests.docs.pages import PAGES, ROOT, prose_of
 from tests.docs.sentences import is_said, sentences

@@ -16,6 +16,18 @@ from google.protobuf.message import DecodeError
 from safetensors.numpy import save, save_file
 from starlette.exceptions import HTTPException
 
+from coordinator.api.authentication import BearerSecrets
+from coordinator.api.front import check_counts, read_so_far
+from coordinator.api.http.anthropic_messages import MessagesCall
+from coordinator.api.http.embeddings import parse_embeddings
+from coordinator.api.http.fields import MAX_BODY_BYTES, gunzipped, read_fields
+from coordinator.api.http.openai_responses import ResponsesCall
+from coordinator.api.http.requests import parse_batch, parse_chat, parse_completion
+from coordinator.api.http.slo import set_limits
+from coordinator.api.http.tokenizing import parse_tokenize
+from coordinator.api.prompts import check_truncation, cut
+from coordinator.api.unknown_fields import check_num_fields, unknown_in_message
+from coordinator.api.validation import Limits, check_input, plan_answers
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import Registry
@@ -23,18 +35,6 @@ from coordinator.control.request_log import Journal
 from coordinator.control.roles import FIXED, Roles
 from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
-from coordinator.doors.authentication import BearerSecrets
-from coordinator.doors.front import check_counts, read_so_far
-from coordinator.doors.http.anthropic_messages import MessagesCall
-from coordinator.doors.http.embeddings import parse_embeddings
-from coordinator.doors.http.fields import MAX_BODY_BYTES, gunzipped, read_fields
-from coordinator.doors.http.openai_responses import ResponsesCall
-from coordinator.doors.http.requests import parse_batch, parse_chat, parse_completion
-from coordinator.doors.http.slo import set_limits
-from coordinator.doors.http.tokenizing import parse_tokenize
-from coordinator.doors.prompts import check_truncation, cut
-from coordinator.doors.unknown_fields import check_num_fields, unknown_in_message
-from coordinator.doors.validation import Limits, check_input, plan_answers
 from coordinator.served_model import read_sampling_defaults
 from coordinator.text.answer_format import READERS, AnswerFormat
 from coordinator.text.rendering import Renderer

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import grpc
 from grpc.aio import AioRpcError, Metadata
 
+from coordinator.api.front import read_so_far
+from coordinator.api.statuses import to_status
+from coordinator.api.validation import AnswerPlan, Limits
 from coordinator.control.outcomes import FINISH_REASONS
 from coordinator.control.request import SoFar
 from coordinator.control.slo import Slo
-from coordinator.doors.front import read_so_far
-from coordinator.doors.statuses import to_status
-from coordinator.doors.validation import AnswerPlan, Limits
 from coordinator.text.answers import AnswerText, TextOptions
 from protos import inference_pb2
 from protos.convert import MAX_TOKENS_HEADER, MODEL_HEADER

@@ -159,7 +159,7 @@ class SimulatedCoordinator:
                 self._on_failed(client, error)
 
     async def _answer(self, client, call):
-        """As coordinator/doors/inference_service.py does."""
+        """As coordinator/api/inference_service.py does."""
         now = self._loop.time()
         plan, so_far, text = client.plan(self._loop.now)
         times = {"arrived_s": now, "deadline_s": now + client.left_s(self._loop.now)}

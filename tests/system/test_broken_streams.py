@@ -59,7 +59,7 @@ class Stream(threading.Thread):
 
 def doors_of(cluster):
     coordinator = psutil.Process(cluster.children["coordinator"].process.pid)
-    return [each for each in coordinator.children() if "coordinator.doors" in each.cmdline()]
+    return [each for each in coordinator.children() if "coordinator.api" in each.cmdline()]
 
 
 def kill_doors(cluster):

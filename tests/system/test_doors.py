@@ -54,7 +54,7 @@ def pids(cluster):
     for child in coordinator.children():
         with contextlib.suppress(psutil.Error):  # it has just ended
             line = child.cmdline()
-            if "coordinator.doors" in line:
+            if "coordinator.api" in line:
                 found[line[line.index("--door-number") + 1]] = child.pid
     return [pid for _, pid in sorted(found.items())]
 

@@ -58,7 +58,7 @@ def bearer(key):
 
 def test_a_door_is_told_the_secrets_of_clients_alone(doors):
     coordinator = psutil.Process(doors.children["coordinator"].process.pid)
-    environments = [child.environ() for child in coordinator.children() if "coordinator.doors" in child.cmdline()]
+    environments = [child.environ() for child in coordinator.children() if "coordinator.api" in child.cmdline()]
     assert [each["SPLITSERVE_API_KEY"] for each in environments] == ["root", "root"]
     assert not [each for each in environments if "of-the-fleet" in each.values()]
 
@@ -192,7 +192,7 @@ async def test_all_end_in_time_that_are_told_to_at_once(doors, certs):
     tls = {"tls_ca": files.ca, "tls_cert": files.cert, "tls_key": files.key}
     coordinator = psutil.Process(doors.children["coordinator"].process.pid)
     processes = coordinator.children(recursive=True)
-    assert len([each for each in processes if "coordinator.doors" in each.cmdline()]) == 2
+    assert len([each for each in processes if "coordinator.api" in each.cmdline()]) == 2
     async with AsyncClient(doors.target, api_key=KEY, num_channels=NUM_CLIENTS, **tls) as client:
         came = [[] for _ in range(NUM_CLIENTS)]
         reading = [asyncio.create_task(read(client, [5, 6, number], came[number])) for number in range(NUM_CLIENTS)]

@@ -34,7 +34,7 @@ def cluster(start_cluster, tmp_path_factory, num_doors):
 
 def rss_bytes(cluster):
     coordinator = psutil.Process(cluster.children["coordinator"].process.pid)
-    doors = [each for each in coordinator.children() if "coordinator.doors" in each.cmdline()]
+    doors = [each for each in coordinator.children() if "coordinator.api" in each.cmdline()]
     return sum(each.memory_info().rss for each in (coordinator, *doors))
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.api.generation import Generation
 from coordinator.control.request import SoFar
-from coordinator.doors.generation import Generation
 from coordinator.text.answers import Answer, AnswerText, TextOptions
 from coordinator.text.stop_strings import StopMatcher
 from coordinator.text.tokenizer import read_tokenizer

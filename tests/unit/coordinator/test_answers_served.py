@@ -5,7 +5,7 @@ import contextlib
 import grpc
 import pytest
 
-from coordinator.doors import exchange
+from coordinator.api import exchange
 from protos import inference_pb2, inference_pb2_grpc
 from tests import fleet_events as events
 from tests.faults.stalled_reader import StalledReader

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import pytest
 
-from coordinator.doors.http.known_fields import KNOWN, MESSAGES
+from coordinator.api.http.known_fields import KNOWN, MESSAGES
 from tests import fleet_events as events
 from tests.scripted_nodes import DEADLINE_S, run
 from tests.unit.coordinator.http_kit import (

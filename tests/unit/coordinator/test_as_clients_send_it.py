@@ -8,8 +8,8 @@ import json
 import httpx2
 import pytest
 
-from coordinator.doors.http import sse
-from coordinator.doors.http.fields import MAX_BODY_BYTES
+from coordinator.api.http import sse
+from coordinator.api.http.fields import MAX_BODY_BYTES
 from tests import fleet_events as events
 from tests.scripted_nodes import begin, hand_over, run, step
 from tests.unit.coordinator.http_kit import (

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from coordinator.doors.connections import LEAST_DESCRIPTORS, RESERVE, Caps, Connections, connection_caps, peer_of
+from coordinator.api.connections import LEAST_DESCRIPTORS, RESERVE, Caps, Connections, connection_caps, peer_of
 from serving_core.errors import SettingsError
 from tests.effort import effort
 

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from coordinator.doors.http.anthropic_messages import MessagesCall
-from coordinator.doors.http.fields import Fields
-from coordinator.doors.http.openai_responses import ResponsesCall
-from coordinator.doors.prompts import tokenize
-from coordinator.doors.validation import check_chat
+from coordinator.api.http.anthropic_messages import MessagesCall
+from coordinator.api.http.fields import Fields
+from coordinator.api.http.openai_responses import ResponsesCall
+from coordinator.api.prompts import tokenize
+from coordinator.api.validation import check_chat
 from coordinator.text.chat_template import RenderOptions
 from coordinator.text.rendering import description
 from coordinator.text.tokenizer import read_tokenizer

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.doors.http.conversations import MAX_ARGUMENTS_CHARS, MAX_DEPTH, MAX_TEMPLATE_KWARGS, parsed
-from coordinator.doors.http.fields import MAX_VALUES, Fields
-from coordinator.doors.http.openai_responses import ResponsesCall
-from coordinator.doors.http.requests import MAX_CONVERSATIONS, parse_batch, parse_chat
-from coordinator.doors.http.tokenizing import parse_tokenize
-from coordinator.doors.http.tools import MAX_TOOLS, Offer, Tool, calls_schema, parse_tools
-from coordinator.doors.validation import MAX_CONSTRAINT_CHARS
+from coordinator.api.http.conversations import MAX_ARGUMENTS_CHARS, MAX_DEPTH, MAX_TEMPLATE_KWARGS, parsed
+from coordinator.api.http.fields import MAX_VALUES, Fields
+from coordinator.api.http.openai_responses import ResponsesCall
+from coordinator.api.http.requests import MAX_CONVERSATIONS, parse_batch, parse_chat
+from coordinator.api.http.tokenizing import parse_tokenize
+from coordinator.api.http.tools import MAX_TOOLS, Offer, Tool, calls_schema, parse_tools
+from coordinator.api.validation import MAX_CONSTRAINT_CHARS
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.calls.reader import MAX_CALLS
 from serving_core.errors import RequestError

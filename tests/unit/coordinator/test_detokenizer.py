@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from coordinator.doors.http.logprobs import TextOffsets, echo_of
+from coordinator.api.http.logprobs import TextOffsets, echo_of
 from coordinator.text.answers import AnswerText, TextOptions
 from coordinator.text.detokenizer import DetokenizerFactory
 from serving_core.errors import ModelError

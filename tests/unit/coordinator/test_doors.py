@@ -7,12 +7,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from coordinator import door_link
-from coordinator.control.request import NOTHING, SoFar
-from coordinator.control.request_log import CallRecord
-from coordinator.control.roles import Capacity
-from coordinator.door_link import DoorCall, DoorLink, DoorLost
-from coordinator.doors import messages, remote
-from coordinator.doors.messages import (
+from coordinator.api import messages, remote
+from coordinator.api.messages import (
     Situation,
     call_to_wire,
     error_from_wire,
@@ -25,8 +21,12 @@ from coordinator.doors.messages import (
     situation_from_wire,
     situation_to_wire,
 )
-from coordinator.doors.remote import RemoteControl
-from coordinator.doors.validation import AnswerPlan, Limits, plan_answers
+from coordinator.api.remote import RemoteControl
+from coordinator.api.validation import AnswerPlan, Limits, plan_answers
+from coordinator.control.request import NOTHING, SoFar
+from coordinator.control.request_log import CallRecord
+from coordinator.control.roles import Capacity
+from coordinator.door_link import DoorCall, DoorLink, DoorLost
 from coordinator.text.answers import TextOptions
 from protos import doors_pb2, fleet_pb2, inference_pb2
 from serving_core.errors import RequestError

@@ -3,6 +3,7 @@ when those who find the fleet full are to come back."""
 
 import pytest
 
+from coordinator.api.statuses import retry_after_s
 from coordinator.control.admission import (
     GRACE_S,
     MAX_RETRY_AFTER_S,
@@ -16,7 +17,6 @@ from coordinator.control.load import MAX_LENGTHS, MIN_LENGTHS, Lengths
 from coordinator.control.nodes import Registry
 from coordinator.control.request import Attempt
 from coordinator.control.transfer_costs import MAX_HANDOVER_AGE_S, MAX_HANDOVERS, Handover, HandoverCosts
-from coordinator.doors.statuses import retry_after_s
 from serving_core.errors import RequestError
 from tests import fleet_events as events
 from tests.unit.coordinator.tracker_kit import World

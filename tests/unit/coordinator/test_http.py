@@ -399,7 +399,7 @@ def test_draining_refuses_new_calls_and_lets_live_ones_finish(tmp_path):
 
 
 def test_stopping_ends_live_streams_with_an_error_and_cuts_off_who_dawdles(tmp_path, monkeypatch):
-    monkeypatch.setattr("coordinator.doors.public.STOP_GRACE_S", 2.0)
+    monkeypatch.setattr("coordinator.api.public.STOP_GRACE_S", 2.0)
 
     async def scenario():
         async with http_cluster(tmp_path) as (c, client):

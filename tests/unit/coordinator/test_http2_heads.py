@@ -8,8 +8,8 @@ from h2.connection import H2Connection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.doors.guard import MAX_PEERS, Allowances
-from coordinator.doors.http2_heads import EMPTY_SETTINGS, MAX_HEAD_BYTES, MAX_OPEN_CALLS, PREFACE, BadHead, HeadReader
+from coordinator.api.guard import MAX_PEERS, Allowances
+from coordinator.api.http2_heads import EMPTY_SETTINGS, MAX_HEAD_BYTES, MAX_OPEN_CALLS, PREFACE, BadHead, HeadReader
 from tests.strangers import CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, frame, greeting, head
 
 PATH = "/splitserve.v1.Inference/Generate"

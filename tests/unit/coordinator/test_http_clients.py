@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from coordinator.doors.http import fields, serving
-from coordinator.doors.http.serving import HttpServer
+from coordinator.api.http import fields, serving
+from coordinator.api.http.serving import HttpServer
 from tests.scripted_nodes import DEADLINE_S, begin, begin_to_write, hand_over, run, step
 from tests.tiny_models import CHAT_TEMPLATE
 from tests.unit.coordinator.http_kit import (

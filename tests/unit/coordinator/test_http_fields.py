@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from coordinator.doors.http.logprobs import Echo, echo_of
-from coordinator.doors.http.requests import MAX_SCORED_PROMPTS
-from coordinator.doors.validation import MAX_PROMPT_LOGPROBS
+from coordinator.api.http.logprobs import Echo, echo_of
+from coordinator.api.http.requests import MAX_SCORED_PROMPTS
+from coordinator.api.validation import MAX_PROMPT_LOGPROBS
 from coordinator.text.tokenizer import read_tokenizer
 from protos import inference_pb2
 from tests import fleet_events as events

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from coordinator.doors.http import app
-from coordinator.doors.http.fields import MAX_VALUES
+from coordinator.api.http import app
+from coordinator.api.http.fields import MAX_VALUES
 from coordinator.text import structures
 from coordinator.text.program import Program
 from coordinator.text.tokenizer import LONG_TEXT_CHARS, NUM_THREADS
@@ -137,7 +137,7 @@ async def keep_threads_busy(gate):
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 def test_who_leaves_the_queue_of_long_texts_is_not_waited_for(tmp_path, caplog, gate, path):
-    caplog.set_level(logging.DEBUG, logger="coordinator.doors.http.door")
+    caplog.set_level(logging.DEBUG, logger="coordinator.api.http.door")
     body = {"prompt": "a" * (LONG_TEXT_CHARS + 1), "tokens": [97] * (LONG_TEXT_CHARS + 1)}
 
     async def scenario():

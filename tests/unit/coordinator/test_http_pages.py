@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from coordinator.doors.http.page import OVERVIEW_PATH, PAGE_PATHS, ROOT_PATH
+from coordinator.api.http.page import OVERVIEW_PATH, PAGE_PATHS, ROOT_PATH
 from protos import inference_pb2
 from tests.scripted_nodes import run
 from tests.unit.coordinator.http_kit import KEY, answer_in_steps, error_of, http_cluster, in_module_loop

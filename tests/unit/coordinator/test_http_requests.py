@@ -8,10 +8,10 @@ from google.protobuf import json_format
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.doors.http.conversations import MAX_PARTS
-from coordinator.doors.http.embeddings import parse_embeddings
-from coordinator.doors.http.fields import MAX_STRINGS, MAX_VALUES, Fields, read_fields
-from coordinator.doors.http.requests import (
+from coordinator.api.http.conversations import MAX_PARTS
+from coordinator.api.http.embeddings import parse_embeddings
+from coordinator.api.http.fields import MAX_STRINGS, MAX_VALUES, Fields, read_fields
+from coordinator.api.http.requests import (
     CHAT_NAMES,
     COMPLETION_NAMES,
     MAX_PROMPTS,
@@ -19,8 +19,8 @@ from coordinator.doors.http.requests import (
     parse_chat,
     parse_completion,
 )
-from coordinator.doors.prompts import Terms
-from coordinator.doors.validation import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from coordinator.api.prompts import Terms
+from coordinator.api.validation import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from serving_core.errors import RequestError
 
 SAMPLING = {

@@ -6,13 +6,13 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from coordinator.doors.http.answering import written
-from coordinator.doors.http.errors import error_object, error_response, renamed, status_of
-from coordinator.doors.http.logprobs import TextOffsets, TokenNames, chat_logprobs, completion_logprobs
-from coordinator.doors.http.requests import CHAT_NAMES, COMPLETION_NAMES, Asked
-from coordinator.doors.http.responses import Answered, ChatForm, CompletionForm, Envelope, Usage, timeline_object
-from coordinator.doors.http.tools import Offer
-from coordinator.doors.statuses import CODES
+from coordinator.api.http.answering import written
+from coordinator.api.http.errors import error_object, error_response, renamed, status_of
+from coordinator.api.http.logprobs import TextOffsets, TokenNames, chat_logprobs, completion_logprobs
+from coordinator.api.http.requests import CHAT_NAMES, COMPLETION_NAMES, Asked
+from coordinator.api.http.responses import Answered, ChatForm, CompletionForm, Envelope, Usage, timeline_object
+from coordinator.api.http.tools import Offer
+from coordinator.api.statuses import CODES
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.tokenizer import Tokenizer, read_tokenizer
 from protos.inference_pb2 import (

@@ -7,10 +7,10 @@ import socket
 import pytest
 import uvloop
 
-from coordinator.doors.http import serving
-from coordinator.doors.http.serving import HttpServer
-from coordinator.doors.sheds import Sheds
-from coordinator.doors.tls import ServerTls
+from coordinator.api.http import serving
+from coordinator.api.http.serving import HttpServer
+from coordinator.api.sheds import Sheds
+from coordinator.api.tls import ServerTls
 from serving_core.tls import TlsFiles, client_context
 from tests.tls_kit import authority, files_of
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.doors.http.anthropic_messages import MessagesCall
-from coordinator.doors.http.embeddings import parse_embeddings
-from coordinator.doors.http.fields import Fields
-from coordinator.doors.http.known_fields import (
+from coordinator.api.http.anthropic_messages import MessagesCall
+from coordinator.api.http.embeddings import parse_embeddings
+from coordinator.api.http.fields import Fields
+from coordinator.api.http.known_fields import (
     BATCH,
     CHAT,
     COMPLETIONS,
@@ -20,10 +20,10 @@ from coordinator.doors.http.known_fields import (
     TOKENIZE,
     Fate,
 )
-from coordinator.doors.http.openai_responses import ResponsesCall
-from coordinator.doors.http.requests import parse_batch, parse_chat, parse_completion
-from coordinator.doors.http.slo import set_limits
-from coordinator.doors.http.tokenizing import parse_detokenize, parse_tokenize
+from coordinator.api.http.openai_responses import ResponsesCall
+from coordinator.api.http.requests import parse_batch, parse_chat, parse_completion
+from coordinator.api.http.slo import set_limits
+from coordinator.api.http.tokenizing import parse_detokenize, parse_tokenize
 from serving_core.errors import RequestError
 from tests.field_table import PAGE, page
 

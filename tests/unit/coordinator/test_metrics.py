@@ -7,9 +7,9 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
+from coordinator.api.exposition import Exposition
 from coordinator.control.metrics import Metrics
 from coordinator.control.slo import UNNAMED, parse_slo_classes
-from coordinator.doors.exposition import Exposition
 from protos import inference_pb2
 from serving_core.figures import BATCH, SECONDS, TOKENS, Histogram
 from tests import fleet_events as events

@@ -91,7 +91,7 @@ def doors_of(pid):
 
 
 def is_door(process):
-    return "coordinator.doors" in words_of([process])
+    return "coordinator.api" in words_of([process])
 
 
 def words_of(processes):

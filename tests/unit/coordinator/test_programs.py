@@ -9,7 +9,7 @@ from collections import defaultdict
 import psutil
 import pytest
 
-from coordinator.doors import public
+from coordinator.api import public
 from coordinator.text import chat_template, program, structures
 from coordinator.text.answering import MAX_ANSWERS, line
 from coordinator.text.structures import MAX_KNOWN, Structures

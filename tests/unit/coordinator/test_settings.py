@@ -6,7 +6,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from coordinator.doors.statuses import CODES, to_status
+from coordinator.api.statuses import CODES, to_status
 from coordinator.settings import CoordinatorSettings, check_settings
 from serving_core import reasons
 from serving_core.errors import RequestError, SettingsError

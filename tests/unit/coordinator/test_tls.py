@@ -13,7 +13,7 @@ import grpc
 import httpx2
 import pytest
 
-from coordinator.doors.tls import ServerTls
+from coordinator.api.tls import ServerTls
 from coordinator.settings import CoordinatorSettings, check_settings
 from serving_core.errors import SettingsError
 from serving_core.tls import TlsFiles, client_context
@@ -26,7 +26,7 @@ from tests.tls_kit import authority, files_of, flags_of, serial_of, shown_at, wi
 from tests.unit.coordinator.later import openai
 
 LENGTH = events.LENGTH
-LOGGER = "coordinator.doors.tls"
+LOGGER = "coordinator.api.tls"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coordinator.doors.unknown_fields import MAX_FIELDS, MAX_LOGGED, UnknownFields, check_num_fields, unknown_in_message
+from coordinator.api.unknown_fields import MAX_FIELDS, MAX_LOGGED, UnknownFields, check_num_fields, unknown_in_message
 from protos import inference_pb2
 from protos.inference_pb2 import ChatInput, ChatMessage, Choice, GenerateRequest, SamplingParams, TokenizedInput
 from serving_core.errors import RequestError
@@ -65,7 +65,7 @@ def test_a_strict_server_refuses_by_name():
 
 def test_the_log_has_each_warning_once_and_ends(caplog):
     unknown = UnknownFields(strict=False)
-    with caplog.at_level(logging.WARNING, logger="coordinator.doors.unknown_fields"):
+    with caplog.at_level(logging.WARNING, logger="coordinator.api.unknown_fields"):
         for number in range(2 * MAX_LOGGED):
             assert unknown.check([f"field{number}"]) == unknown.check([f"field{number}"])
     assert len(caplog.messages) == MAX_LOGGED

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from coordinator.doors.prompts import MAX_UNCUT_TOKENS, check_truncation, cut, uncut_limit
-from coordinator.doors.validation import Limits, check_input, plan_answers, prompt_limit
+from coordinator.api.prompts import MAX_UNCUT_TOKENS, check_truncation, cut, uncut_limit
+from coordinator.api.validation import Limits, check_input, plan_answers, prompt_limit
 from protos import inference_pb2
 from protos.inference_pb2 import GenerateRequest, TokenizedInput
 from serving_core.errors import RequestError

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.doors.http.anthropic_messages import MessagesCall
-from coordinator.doors.http.fields import Fields
-from coordinator.doors.http.openai_responses import LOGPROBS, ResponsesCall
-from coordinator.doors.http.requests import parse_chat, parse_completion
-from coordinator.doors.http.responses import ChatForm, CompletionForm, Envelope, Usage
+from coordinator.api.http.anthropic_messages import MessagesCall
+from coordinator.api.http.fields import Fields
+from coordinator.api.http.openai_responses import LOGPROBS, ResponsesCall
+from coordinator.api.http.requests import parse_chat, parse_completion
+from coordinator.api.http.responses import ChatForm, CompletionForm, Envelope, Usage
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.tokenizer import read_tokenizer
 from protos.inference_pb2 import FINISH_REASON_STOP, Chunk, Complete, TokenLogprobs

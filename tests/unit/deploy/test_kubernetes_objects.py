@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.doors.exposition import Exposition
+from coordinator.api.exposition import Exposition
 from tests.effort import few
 from tests.unit.coordinator.tracker_kit import World
 from tests.unit.deploy.kubernetes_kit import (

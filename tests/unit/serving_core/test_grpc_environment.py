@@ -9,7 +9,7 @@ import pytest
 
 from serving_core.grpc_environment import GRPC_ENVIRONMENT
 
-ENTRIES = "coordinator.process", "coordinator.doors.__main__", "serving_node.process", "splitserve.__main__"
+ENTRIES = "coordinator.process", "coordinator.api.__main__", "serving_node.process", "splitserve.__main__"
 FIRST_IMPORT = """
 import importlib, os, sys
 

@@ -10,8 +10,8 @@ import grpc
 import pytest
 from starlette.applications import Starlette
 
-from coordinator.doors.http.serving import HttpServer
-from coordinator.doors.sheds import Sheds
+from coordinator.api.http.serving import HttpServer
+from coordinator.api.sheds import Sheds
 from protos import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from serving_core.channels import SERVER_OPTIONS
 from serving_core.errors import SettingsError

@@ -56,7 +56,7 @@ def test_the_wheel_installs_the_rooms_and_nothing_else(installed):
 
 @pytest.mark.nightly
 def test_the_page_of_the_coordinator_is_installed(installed):
-    folder = Path("coordinator/doors/http/ui")
+    folder = Path("coordinator/api/http/ui")
     assert {path.name for path in (installed / folder).iterdir()} == {"page.html", "page.css", "page.js"}
     for path in (ROOT / folder).iterdir():
         assert (installed / folder / path.name).read_bytes() == path.read_bytes()

@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 
-from coordinator.doors.statuses import retry_after_s
+from coordinator.api.statuses import retry_after_s
 from coordinator.settings import ADMIT_ALL, ADMIT_TIMELY
 from prefill_node.order import FLOOR
 from serving_core.errors import RequestError

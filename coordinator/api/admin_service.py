@@ -1,0 +1,107 @@
+"""What control answers over gRPC, whatever door is asked: the service for operators, and the state of the fleet."""
+
+import asyncio
+import importlib.metadata
+import logging
+import secrets
+import time
+from typing import Any, Final
+
+from coordinator.api.exchange import write
+from coordinator.api.validation import MAX_ABORTED, check_count
+from coordinator.control.metrics import Metrics
+from coordinator.control.nodes import Registry
+from coordinator.control.overview import Overview
+from coordinator.control.roles import CONFIRM_S
+from coordinator.control.tracker import Tracker
+from coordinator.dispatcher import Dispatcher
+from protos import inference_pb2, inference_pb2_grpc
+from protos.convert import PROTOCOL_VERSION, shape_from_wire
+from serving_core.errors import RequestError
+from serving_core.reasons import BAD_PARAM, DEADLINE_EXCEEDED
+
+logger = logging.getLogger(__name__)
+
+LOOK_S: Final = 0.1  # between two looks at what a node that drains has left
+
+
+class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
+    """Serves Admin. Its methods raise RequestError; the interceptor turns it into a status."""
+
+    def __init__(self, dispatcher: Dispatcher, overview: Overview) -> None:
+        self._dispatcher = dispatcher
+        self._overview = overview
+        self._reshaping = asyncio.Lock()
+
+    async def SetRole(self, request: inference_pb2.SetRoleRequest, _: Any) -> inference_pb2.SetRoleResponse:
+        """One after the other, so that each finds what the one before has made of the fleet."""
+        match request.WhichOneof("to"):
+            case "role":
+                to: Any = request.role
+            case "shape":
+                to = shape_from_wire(request.shape)
+            case _:
+                raise RequestError(BAD_PARAM, "role or shape must be set", field="to")
+        async with self._reshaping:
+            node, shape = self._dispatcher.set_shape(request.node, to)
+            await self._dispatcher.settled(node)
+        if node.shape != shape:
+            what = f"has not confirmed its new shape within {CONFIRM_S:g} s, has refused it or was lost"
+            raise RequestError(DEADLINE_EXCEEDED, f"node {node.name} {what}")
+        return inference_pb2.SetRoleResponse(node=node.load)
+
+    async def Drain(self, request: inference_pb2.DrainRequest, context: Any) -> None:
+        """Tells what is left, each time that it has changed, until nothing is. The node drains on without a listener:
+        every answer has its deadline. A role ends the drain, and so does the loss of the node."""
+        node = self._dispatcher.drain_node(request.node)
+        told: int | None = None
+        while told != 0:
+            if (num_left := self._dispatcher.num_left(node)) != told:
+                told = num_left
+                await write(context, inference_pb2.DrainProgress(num_left=num_left))
+            else:
+                await asyncio.sleep(LOOK_S)
+        logger.info("%s %s is drained", node.kind, node.name)
+
+    async def GetOverview(self, request: inference_pb2.GetOverviewRequest, _: Any) -> inference_pb2.Overview:
+        after = request.after if request.HasField("after") else None
+        return self._overview.to_wire(time.monotonic(), after=after)
+
+
+class StatusService(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
+    """Its methods raise RequestError; the interceptor turns it into a status."""
+
+    def __init__(
+        self, registry: Registry, tracker: Tracker, dispatcher: Dispatcher, metrics: Metrics, *, instance_id: str
+    ) -> None:
+        self._registry = registry
+        self._tracker = tracker
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._instance_id = instance_id or secrets.token_hex(16)
+        self._start_s = time.monotonic()
+
+    async def Abort(self, request: inference_pb2.AbortRequest, _: Any) -> inference_pb2.AbortResponse:
+        check_count("request_ids", len(request.request_ids), MAX_ABORTED)
+        response = inference_pb2.AbortResponse()
+        for request_id in request.request_ids:
+            known = self._dispatcher.abort(request_id)
+            (response.aborted if known else response.unknown).append(request_id)
+            await asyncio.sleep(0)  # others go on meanwhile
+        return response
+
+    async def GetServerInfo(self, _request: Any, _context: Any) -> inference_pb2.GetServerInfoResponse:
+        return inference_pb2.GetServerInfoResponse(
+            version=importlib.metadata.version("splitserve"),
+            protocol_version=PROTOCOL_VERSION,
+            uptime_s=time.monotonic() - self._start_s,
+            instance_id=self._instance_id,
+            nodes=[node.hello.node for node in self._registry.nodes],
+        )
+
+    async def GetLoads(self, _request: Any, _context: Any) -> inference_pb2.GetLoadsResponse:
+        # Live are also answers that have ended but that nodes have yet to let go of: at 0 the fleet holds nothing.
+        loads = [self._tracker.load_of(node) for node in self._registry.nodes]
+        return inference_pb2.GetLoadsResponse(
+            nodes=loads, num_live_requests=self._tracker.num_open, slo_classes=self._metrics.attainment.to_wire()
+        )

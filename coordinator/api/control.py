@@ -1,0 +1,133 @@
+"""What a door asks of control, which places and tracks. Where one process is both, it asks in place (LocalControl);
+each of several doors is a process of its own and asks over a socket (coordinator/api/remote.py)."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from coordinator.api.generation import Generation
+from coordinator.api.validation import AnswerPlan
+from coordinator.control.nodes import Registry, has_path, why_no_path
+from coordinator.control.request import SoFar
+from coordinator.control.request_log import CallRecord, Journal
+from coordinator.control.roles import Capacity
+from coordinator.control.slo import SloClasses
+from coordinator.dispatcher import Dispatcher
+from coordinator.text.answers import AnswerText
+from coordinator.traces.carrier import CARRIER
+from protos import inference_pb2
+from serving_core.errors import RequestError
+
+if TYPE_CHECKING:  # what it imports is of an extra
+    from coordinator.traces.export import Traces
+
+
+class Control(Protocol):
+    """As one door sees it."""
+
+    @property
+    def num_live(self) -> int:
+        """Answers that are under way, or wait to be, at whatever door."""
+
+    @property
+    def is_serving(self) -> bool:
+        """What the health service says."""
+
+    def capacity(self) -> Capacity:
+        """What can be asked for at this moment."""
+
+    def why_not_ready(self) -> str:
+        """Why no request can be answered now; empty where one can."""
+
+    def is_ready(self, node_name: str) -> bool:
+        """Whether a node of this name is attached and ready."""
+
+    def recorded(self, record: CallRecord) -> AbstractContextManager[None]:
+        """Around a whole call, of which the record tells in the end what became of it."""
+
+    def refused(self, record: CallRecord, error: RequestError) -> None:
+        """The call could not begin."""
+
+    async def begin(
+        self,
+        plan: AnswerPlan,
+        beginnings: Sequence[tuple[SoFar, AnswerText]],
+        asked: inference_pb2.GenerateRequest,
+        *,
+        deadline_s: float,
+        record: CallRecord,
+    ) -> Generation:
+        """Begins the answers of a call, with the limits that it asks for; `close` must follow. Raises RequestError, and
+        then nothing has begun."""
+
+    def close(self, generation: Generation) -> None:
+        """The call is over, for whatever reason."""
+
+
+class LocalControl:
+    """Control in the same process."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        dispatcher: Dispatcher,
+        journal: Journal,
+        slo_classes: SloClasses,
+        traces: "Traces | None" = None,
+    ) -> None:
+        self._registry = registry
+        self._dispatcher = dispatcher
+        self._journal = journal
+        self._slo_classes = slo_classes
+        self._traces = traces
+
+    @property
+    def num_live(self) -> int:
+        return self._dispatcher.num_live
+
+    @property
+    def is_serving(self) -> bool:
+        is_path = has_path(self._registry.nodes, embeds=self._registry.embeds)
+        return is_path and not self._dispatcher.is_draining
+
+    def capacity(self) -> Capacity:
+        return self._dispatcher.capacity()
+
+    def why_not_ready(self) -> str:
+        if self._dispatcher.is_draining:
+            return "the server is draining"
+        return why_no_path(self._registry.nodes, embeds=self._registry.embeds)
+
+    def is_ready(self, node_name: str) -> bool:
+        node = self._registry.find(node_name)
+        return node is not None and node.is_ready
+
+    @contextmanager
+    def recorded(self, record: CallRecord) -> Iterator[None]:
+        trace = self._traces.begin(record, CARRIER.get()) if self._traces is not None else None
+        try:
+            yield
+        finally:
+            if self._traces is not None and trace is not None:
+                self._traces.end(trace, time.monotonic())
+
+    def refused(self, record: CallRecord, error: RequestError) -> None:
+        self._journal.refused(record, error)
+
+    async def begin(
+        self,
+        plan: AnswerPlan,
+        beginnings: Sequence[tuple[SoFar, AnswerText]],
+        asked: inference_pb2.GenerateRequest,
+        *,
+        deadline_s: float,
+        record: CallRecord,
+    ) -> Generation:
+        slo = self._slo_classes.slo_of(asked, len(plan.prompt), self._registry.nodes)
+        return self._dispatcher.submit(
+            plan, beginnings, slo, arrived_s=record.arrived_s, deadline_s=deadline_s, record=record
+        )
+
+    def close(self, generation: Generation) -> None:
+        self._dispatcher.close(generation)

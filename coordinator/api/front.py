@@ -1,0 +1,452 @@
+"""What every public door does with a request: check, tokenize, plan, submit. The doors differ in how they stream."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Final
+
+from coordinator.api.authentication import ASKER
+from coordinator.api.control import Control
+from coordinator.api.generation import Generation
+from coordinator.api.prompts import (
+    USUAL,
+    WHAT_FITS,
+    Terms,
+    check_truncation,
+    cut,
+    tokenize,
+    tokenize_cut,
+    uncut_limit,
+    within,
+)
+from coordinator.api.unknown_fields import UnknownFields
+from coordinator.api.validation import (
+    MAX_BAD_WORD_CHARS,
+    AnswerPlan,
+    Limits,
+    bad,
+    check_count,
+    check_input,
+    check_num_answers,
+    check_prompt_length,
+    check_token_ids,
+    plan_answers,
+    prompt_limit,
+)
+from coordinator.control.request import NOTHING, SoFar
+from coordinator.control.request_log import CallRecord
+from coordinator.text.answer_format import AnswerFormat
+from coordinator.text.answers import AnswerText, TextOptions
+from coordinator.text.constraints import Leeway
+from coordinator.text.structures import Structures, constraint_of
+from coordinator.text.tokenizer import Tokenizer, TokenLimit
+from protos import inference_pb2
+from protos.convert import FINISH_REASONS
+from protos.inference_pb2 import EmbedRequest, GenerateRequest
+from serving_core.errors import RequestError
+from serving_core.model_config import Embedder, ModelConfig
+from serving_core.reasons import ABORTED, BAD_PARAM
+from serving_core.requests import Pooling, Request, SamplingParams, finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the coordinator knows of the model. Clients may call it by any of its names; the first is its own."""
+
+    names: Sequence[str]
+    config: ModelConfig
+    tokenizer: Tokenizer
+    answer_format: AnswerFormat
+    structures: Structures
+    max_model_len: int  # before the nodes have their say
+    sampling_defaults: inference_pb2.SamplingParams
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def name_in_answers(self, asked: str) -> str:
+        """The model's own, unless an adapter was asked for."""
+        return asked if asked and asked not in self.names else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request that is being answered: its prompt as token ids, the answers as they come, and how long each may be."""
+
+    prompt: list[int]
+    generation: Generation
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that can begin. Its answers end at the deadline."""
+
+    request: inference_pb2.GenerateRequest
+    plan: AnswerPlan
+    beginnings: Sequence[tuple[SoFar, AnswerText]]
+    deadline_s: float
+    record: CallRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """An embedding, as float32, little-endian, and the end of the request for it."""
+
+    vector: bytes
+    complete: inference_pb2.Complete
+
+
+class Front:
+    """Takes the requests of all public doors."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        control: Control,
+        *,
+        max_logprobs: int,
+        request_timeout_s: float,
+        strict_fields: bool,
+        max_answers: int,
+    ) -> None:
+        """`max_answers` may be in flight at once, of all clients."""
+        self.model = model
+        self.max_answers = max_answers
+        self.unknown_fields = UnknownFields(strict=strict_fields)
+        self._control = control
+        self._max_logprobs = max_logprobs
+        self.request_timeout_s = request_timeout_s
+
+    @asynccontextmanager
+    async def answer(
+        self, request: inference_pb2.GenerateRequest, remaining_s: float | None = None
+    ) -> AsyncIterator[Call]:
+        """Begins the answers of a request that has an id. They end within remaining_s, and when the block is left,
+        however it is left. Raises RequestError before the block when nothing can begin."""
+        async with self.prepared(request, remaining_s) as prepared, self.begun(prepared) as call:
+            yield call
+
+    @asynccontextmanager
+    async def prepared(
+        self,
+        request: inference_pb2.GenerateRequest,
+        remaining_s: float | None = None,
+        terms: Terms = USUAL,
+    ) -> AsyncIterator[Prepared]:
+        """What `answer` does before it begins, so that several requests of a call can begin at once, or none. Raises
+        RequestError before the block."""
+        operation = "chat" if request.HasField("chat") else "text_completion"
+        with self._recorded(request.request_id, operation, request.model) as record:
+            yield await self._prepare(request, remaining_s, terms, record)
+
+    @asynccontextmanager
+    async def begun(self, prepared: Prepared) -> AsyncIterator[Call]:
+        """The rest of it, within the block of `prepared`. Raises RequestError before its own."""
+        plan, record, begun_s = prepared.plan, prepared.record, time.monotonic()
+        with self.noting_refusal(record):
+            generation = await self._control.begin(
+                plan, prepared.beginnings, prepared.request, deadline_s=prepared.deadline_s, record=record
+            )
+        try:
+            record.begun_s, record.num_prompt_tokens = begun_s, len(plan.prompt)
+            record.sampling, record.num_answers = plan.samplings[0], len(plan.samplings)
+            yield Call(plan.prompt, generation, plan.samplings[0].max_tokens)
+        finally:
+            self._control.close(generation)
+
+    async def _prepare(
+        self,
+        request: inference_pb2.GenerateRequest,
+        remaining_s: float | None,
+        terms: Terms,
+        record: CallRecord,
+    ) -> Prepared:
+        timeout_s = self.request_timeout_s if remaining_s is None else min(self.request_timeout_s, remaining_s)
+        with self.noting_refusal(record):
+            check_writes(self.model.config)
+            limits = self._limits_of(terms)
+            check_input(request, limits)
+            num_answers = check_num_answers(request.sampling_params, 1 + terms.num_prompts_behind, self.max_answers)
+            check_counts(request, limits)
+            check_truncation(request, limits)
+            has_grammar = constraint_of(request.sampling_params) is not None
+            async with within(timeout_s, "the prompt and the grammar were" if has_grammar else "the prompt was"):
+                uncut = await tokenize(self.model.tokenizer, request, uncut_limit(request, limits))
+                grammar = await self._grammar(request.sampling_params, terms.leeway, uncut) if has_grammar else ""
+                spelled = await spellings(self.model.tokenizer, request.sampling_params.bad_words)
+            prompt = cut(uncut, request, limits, keeps_first=terms.keeps_first)
+            limits = self._limits_of(terms)
+            plan = plan_answers(request, prompt, limits, self._defaults(terms.default_max_tokens), grammar, spelled)
+            plan = replace(plan, num_behind=num_answers - len(plan.samplings))
+            so_far = read_so_far(request, plan, limits, self.model.config.eos_token_ids)
+            after = prompt if grammar or not _begins_a_text(request) else ()  # a grammar counts its first blank
+            beginnings = [await self._beginning(plan, each, after) for each in so_far]
+        return Prepared(request, plan, beginnings, record.arrived_s + timeout_s, record)
+
+    async def _grammar(self, params: inference_pb2.SamplingParams, leeway: Leeway, prompt: Sequence[int]) -> str:
+        prompt_end = self.model.tokenizer.end_of(prompt)
+        return await self.model.structures.grammar(params, leeway, prompt_end, ASKER.get())
+
+    def _limits_of(self, terms: Terms) -> Limits:
+        limits = self.limits()
+        return replace(limits, least_answer_tokens=0) if terms.drops_answers else limits
+
+    def _defaults(self, max_tokens: int | None) -> inference_pb2.SamplingParams:
+        """The model's own, but for max_tokens where it is given."""
+        if max_tokens is None:
+            return self.model.sampling_defaults
+        defaults = inference_pb2.SamplingParams()
+        defaults.CopyFrom(self.model.sampling_defaults)
+        defaults.max_tokens = max_tokens
+        return defaults
+
+    @contextmanager
+    def _recorded(self, request_id: str, operation: str, model: str) -> Iterator[CallRecord]:
+        """What is written down of a call that has come; its trace ends when the block is left, however it is left."""
+        arrived_s = time.monotonic()
+        record = CallRecord(
+            request_id, ASKER.get(), operation=operation, model=model or self.model.name, arrived_s=arrived_s
+        )
+        with self._control.recorded(record):
+            try:
+                yield record
+            except Exception as error:
+                record.failure = error.reason if isinstance(error, RequestError) else type(error).__name__
+                raise
+
+    async def embed(self, request: inference_pb2.EmbedRequest, remaining_s: float | None = None) -> Embedding:
+        """The embedding that a request with an id asks for, within remaining_s. Raises RequestError."""
+        with self._recorded(request.request_id, "embeddings", request.model) as record:
+            generation = await self._begin_embedding(request, remaining_s, record)
+            try:
+                response = await generation.next()
+                assert response is not None, "it ends as every answer does"
+                if not generation.embedding:
+                    raise RequestError(ABORTED, f"request {request.request_id} was aborted")
+                return Embedding(generation.embedding, response.complete)
+            finally:
+                self._control.close(generation)
+
+    async def _begin_embedding(
+        self, request: inference_pb2.EmbedRequest, remaining_s: float | None, record: CallRecord
+    ) -> Generation:
+        arrived_s = record.arrived_s
+        timeout_s = self.request_timeout_s if remaining_s is None else min(self.request_timeout_s, remaining_s)
+        with self.noting_refusal(record):
+            embedder_of(self.model.config)
+            question = as_question(request)
+            limits = self.limits()
+            check_input(question, limits)
+            check_truncation(question, limits)
+            async with within(timeout_s, "the tokens were"):
+                prompt = await tokenize_cut(self.model.tokenizer, question, most_kept(request, limits), limits)
+            plan = plan_embedding(request, prompt, limits, self.model.config)
+            beginning = await self._beginning(plan, NOTHING, ())
+            record.begun_s, record.num_prompt_tokens = time.monotonic(), len(prompt)
+            return await self._control.begin(
+                plan, [beginning], question, deadline_s=arrived_s + timeout_s, record=record
+            )
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """The LoRA adapters that requests may name as their model."""
+        return self._control.capacity().adapters or ()
+
+    @property
+    def num_live(self) -> int:
+        """Answers that are under way, or wait to be."""
+        return self._control.num_live
+
+    @contextmanager
+    def noting_refusal(self, record: CallRecord) -> Iterator[None]:
+        """Around what must succeed before a request can begin."""
+        try:
+            yield
+        except RequestError as error:
+            self._control.refused(record, error)
+            raise
+
+    def why_not_ready(self) -> str:
+        """Why no request can be answered now; empty where one can."""
+        return self._control.why_not_ready()
+
+    def is_ready(self, node_name: str) -> bool:
+        """Whether a node of this name is attached and ready."""
+        return self._control.is_ready(node_name)
+
+    async def _beginning(self, plan: AnswerPlan, so_far: SoFar, after: Sequence[int]) -> tuple[SoFar, AnswerText]:
+        """The text that an answer goes on with, itself behind that of the tokens `after`. A stop string in what there
+        is of it is its end."""
+        skips = plan.text.skip_special_tokens
+        detokenizer = self.model.tokenizer.detokenizer(skip_special_tokens=skips, after=after)
+        text = AnswerText(detokenizer, plan.text)
+        if so_far.token_ids and not so_far.has_ended:
+            await asyncio.to_thread(text.resume, so_far)
+            if text.matched_stop is not None:
+                so_far = replace(so_far, finish_reason=inference_pb2.FINISH_REASON_STOP)
+        return so_far, text
+
+    def limits(self) -> Limits:
+        """What can be served at this moment."""
+        there, own = self._control.capacity(), self.model.max_model_len
+        return Limits(
+            served_model_names=self.model.names,
+            vocab_size=self.model.config.vocab_size,
+            max_model_len=own if there.max_model_len is None else min(own, there.max_model_len),
+            max_logprobs=self._max_logprobs,
+            prefill_pool_tokens=there.prefill_pool_tokens,
+            decode_pool_tokens=there.decode_pool_tokens,
+            own_pool_tokens=there.own_pool_tokens,
+            adapters=there.adapters,
+            eos_token_ids=self.model.config.eos_token_ids,
+            least_answer_tokens=1 if self.model.config.embedder is None else 0,
+        )
+
+
+def _begins_a_text(request: inference_pb2.GenerateRequest) -> bool:
+    """Whether the answer is a text of its own, and does not go on with the prompt's."""
+    return request.HasField("chat") and not request.chat.continue_final_message
+
+
+# ---- Words that an answer is not to have, as the tokens that spell them ----
+
+_LIMIT = TokenLimit(MAX_BAD_WORD_CHARS, lambda fewest: bad("bad_words", f"has one of at least {fewest} tokens"))
+
+
+async def spellings(tokenizer: Tokenizer, words: Sequence[str]) -> Collection[tuple[int, ...]]:
+    """Of each word at a beginning, and behind a space."""
+    texts = dict.fromkeys(text for word in words for text in (word, f" {word.lstrip()}"))
+    runs = [await tokenizer.encode(text, _LIMIT, add_special_tokens=False) for text in texts]
+    return dict.fromkeys(tuple(run) for run in runs if run)
+
+
+# ---- what a client may ask of embeddings: checked before any node hears of it ----
+
+NO_ANSWERS: Final = "the model makes embeddings, and writes no answers"
+NO_EMBEDDINGS: Final = "the model writes answers, and makes no embeddings unless it is served with --runner pooling"
+
+
+def check_writes(config: ModelConfig) -> None:
+    """Raises RequestError where a model makes embeddings alone."""
+    if config.embedder is not None:
+        raise RequestError(BAD_PARAM, NO_ANSWERS, field="model")
+
+
+def embedder_of(config: ModelConfig) -> Embedder:
+    """Raises RequestError where a model is there to write answers."""
+    if config.embedder is None:
+        raise RequestError(BAD_PARAM, NO_EMBEDDINGS, field="model")
+    return config.embedder
+
+
+def as_question(request: EmbedRequest) -> GenerateRequest:
+    """What a request for an embedding has in common with one for an answer."""
+    question = GenerateRequest(request_id=request.request_id, model=request.model, cache_salt=request.cache_salt)
+    match request.WhichOneof("input"):
+        case "text":
+            question.text = request.text
+        case "tokenized":
+            question.tokenized.CopyFrom(request.tokenized)
+    for name in ("priority", "truncate_prompt_tokens"):
+        if request.HasField(name):
+            setattr(question, name, getattr(request, name))
+    return question
+
+
+def most_kept(request: EmbedRequest, limits: Limits) -> int | None:
+    """To how many tokens a longer input is cut; None: it is not."""
+    if not request.HasField("truncate_prompt_tokens"):
+        return None
+    most, room = request.truncate_prompt_tokens, prompt_limit(limits).most
+    return room if most == WHAT_FITS else most
+
+
+def plan_embedding(request: EmbedRequest, prompt: list[int], limits: Limits, config: ModelConfig) -> AnswerPlan:
+    """Checks everything that was not checked before, and fills in what the client left open. Raises RequestError."""
+    if not prompt:
+        raise bad("input", "is empty: an embedding needs at least one token")
+    check_prompt_length(len(prompt), limits)
+    check_token_ids("input", prompt, limits)
+    return AnswerPlan(
+        request_id=request.request_id,
+        prompt=prompt,
+        cache_salt=request.cache_salt,
+        samplings=(SamplingParams(max_tokens=0),),
+        text=TextOptions(),
+        adapter="" if request.model in limits.served_model_names else request.model,
+        pooling=pooling_of(request, config),
+    )
+
+
+def pooling_of(request: EmbedRequest, config: ModelConfig) -> Pooling:
+    """How the embedding is made that a request asks for. Raises RequestError."""
+    embedder = embedder_of(config)
+    normalizes = request.normalize if request.HasField("normalize") else embedder.normalizes
+    if not request.HasField("dimensions") or request.dimensions == config.hidden_size:
+        return Pooling(embedder.kind, normalizes)
+    asked = request.dimensions
+    if not embedder.may_be_cut:
+        why = "its config.json names neither is_matryoshka nor matryoshka_dimensions"
+        raise bad("dimensions", f"({asked}) is not supported by the model, which has {config.hidden_size}: {why}")
+    if not 1 <= asked <= config.hidden_size:
+        raise bad("dimensions", f"must be within [1, {config.hidden_size}], not {asked}")
+    if embedder.lengths and asked not in embedder.lengths:
+        raise bad("dimensions", f"must be one of {', '.join(map(str, embedder.lengths))}, not {asked}")
+    return Pooling(embedder.kind, normalizes, asked)
+
+
+# Answers that go on where an earlier call of their client broke off: what may be asked of them. Nothing is kept of an
+# earlier call, which another run of the server may have had: its client tells what it has.
+
+MAX_SINCE_FIRST_S: Final = 86_400.0
+
+
+def check_counts(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
+    """Checks what can be told before the prompt is tokenized. Raises RequestError."""
+    for each in request.so_far:
+        check_count("so_far.token_ids", len(each.token_ids), limits.max_model_len)
+
+
+def read_so_far(
+    request: inference_pb2.GenerateRequest, plan: AnswerPlan, limits: Limits, eos_token_ids: Sequence[int]
+) -> tuple[SoFar, ...]:
+    """What the client has of each answer of the plan. Raises RequestError."""
+    if not request.so_far:
+        return (NOTHING,) * len(plan.samplings)
+    if len(request.so_far) != len(plan.samplings):
+        raise bad("so_far", f"must have one entry for each of n ({len(plan.samplings)}), not {len(request.so_far)}")
+    if plan.samplings[0].temperature and not request.sampling_params.HasField("seed"):
+        raise bad("seed", "is missing: an answer goes on with the seed that it began with")
+    found = []
+    for each, sampling in zip(request.so_far, plan.samplings, strict=True):
+        _check(each, sampling, limits)
+        ending = _finish_reason(plan.prompt, each.token_ids, sampling, eos_token_ids)
+        if not each.has_ended and not ending:
+            check_prompt_length(len(plan.prompt) + len(each.token_ids), limits)
+        found.append(SoFar(tuple(each.token_ids), each.num_chars, ending, each.since_first_s, each.has_ended))
+    return tuple(found)
+
+
+def _check(each: inference_pb2.AnswerSoFar, sampling: SamplingParams, limits: Limits) -> None:
+    if len(each.token_ids) > sampling.max_tokens:
+        problem = f"has {len(each.token_ids)} tokens of an answer, over max_tokens ({sampling.max_tokens})"
+        raise bad("so_far", problem)
+    check_token_ids("so_far", each.token_ids, limits)
+    if not 0 <= each.since_first_s <= MAX_SINCE_FIRST_S:  # NaN is not
+        problem = f"has since_first_s of {each.since_first_s:g}, which must be within [0, {MAX_SINCE_FIRST_S:g}]"
+        raise bad("so_far", problem)
+
+
+def _finish_reason(
+    prompt: Sequence[int], token_ids: Sequence[int], sampling: SamplingParams, eos_token_ids: Sequence[int]
+) -> inference_pb2.FinishReason:
+    """How the last token ends the answer, as a node would say."""
+    if not token_ids:
+        return inference_pb2.FINISH_REASON_UNSPECIFIED
+    so_far = Request("", 0, [*prompt, *token_ids], len(prompt), sampling)
+    reason = finish_reason(so_far, eos_token_ids)
+    return FINISH_REASONS[reason] if reason is not None else inference_pb2.FINISH_REASON_UNSPECIFIED

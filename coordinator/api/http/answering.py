@@ -1,0 +1,276 @@
+"""One call of a generating endpoint, from its requests to the last byte of its response.
+
+A failure before the first message of an answer is an HTTP status: the headers of a stream wait for that message. A
+later one is an event with an error object, and then the stream breaks off, without [DONE] and without the last chunk of
+a whole response, unless the API has a last event of its own for it. A client that leaves ends its answers.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from coordinator.api.front import Call, Front, Prepared
+from coordinator.api.http import sse
+from coordinator.api.http.dialects import Dialect, Object, Translation
+from coordinator.api.http.errors import internal_error, renamed
+from coordinator.api.http.responses import Answered, Envelope, Form, Usage
+from protos.inference_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH, Chunk, GenerateResponse
+from serving_core.errors import RequestError
+from serving_core.json_fields import json_line
+from serving_core.waiting import first_to_end
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+MOST_SCORES_AT_ONCE: Final = 256  # tokens with logprobs; of more a thread writes the response
+
+
+class Answering:
+    """An ASGI application for exactly one call."""
+
+    def __init__(self, front: Front, form: Form, request_id: str, dialect: Dialect) -> None:
+        self._front = front
+        self._form = form
+        self._dialect = dialect
+        self._asked = form.asked
+        self._request_id = request_id
+        self._envelope = Envelope(form, request_id, front.model.name_in_answers(self._asked.requests[0].model))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await first_to_end(self._answer(scope, receive, send), _until_gone(receive))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with AsyncExitStack() as stack:
+                calls = await self._begin(stack)
+                if self._asked.stream:
+                    await self._stream(calls, sse.EventStream(scope, send))
+                    return
+                if isinstance(self._dialect, Translation):
+                    response = await self._fold(calls, self._dialect)
+                else:
+                    response = await self._collect(calls)
+        except RequestError as error:
+            raise self._named(error) from error
+        await response(scope, receive, send)
+
+    async def _begin(self, stack: AsyncExitStack) -> list[Call]:
+        """Begins all answers at once: nobody reads those of the first prompts while the last are tokenized."""
+        prepared, calls = list[Prepared](), list[Call]()
+        for num_before, request in enumerate(self._asked.requests):
+            terms = replace(self._asked.terms, num_prompts_behind=len(self._asked.requests) - num_before - 1)
+            prepared.append(await stack.enter_async_context(self._front.prepared(request, terms=terms)))
+            await asyncio.sleep(0)  # others go on before the next prompt
+        for each in prepared:
+            calls.append(await stack.enter_async_context(self._front.begun(each)))
+            await asyncio.sleep(0)
+        return calls
+
+    async def _collect(self, calls: Sequence[Call]) -> Response:
+        num_answers = self._asked.num_answers
+        answers = [self._form.answered(call.prompt) for call in calls for _ in range(num_answers)]
+        usage = _usage(calls)
+        async with aclosing(self._arrivals(calls)) as arrivals:
+            async for arrival in arrivals:
+                index = arrival.call_index * num_answers + arrival.response.index
+                answered = answers[index]
+                _tell_cached(usage, arrival)
+                self._count(usage, index, answered.prompt, arrival.response.chunk)
+                if arrival.response.HasField("complete"):
+                    answered.complete = arrival.response.complete
+                else:
+                    answered.add(arrival.response.chunk)
+        if sum(len(answered.scores) + len(answered.logprobs) for answered in answers) > MOST_SCORES_AT_ONCE:
+            return await asyncio.to_thread(self._whole, answers, usage)
+        return self._whole(answers, usage)
+
+    def _whole(self, answers: Sequence[Answered], usage: Usage) -> Response:
+        choices = [self._form.whole(index, answered) for index, answered in enumerate(answers)]
+        extras = self._form.envelope_extras(answers[0].prompt) | self._form.envelope_scores(answers[0].scores)
+        return written(self._envelope.whole(choices, usage, **extras))
+
+    async def _fold(self, calls: Sequence[Call], translation: Translation) -> Response:
+        """Return the response that the events of a stream add up to."""
+        async with aclosing(self._events(calls, translation.read)) as told:
+            async for _ in told:
+                pass
+        return await asyncio.to_thread(lambda: written(translation.whole()))
+
+    async def _stream(self, calls: Sequence[Call], stream: sse.EventStream) -> None:
+        try:
+            await self._write_events(calls, stream)
+            await stream.end()
+        except RequestError as error:
+            if not stream.has_begun:
+                raise
+            await self._fail(stream, self._named(error))
+        except Exception:
+            if not stream.has_begun:
+                raise
+            logger.exception("a stream failed", extra={"request_id": self._request_id})
+            await self._fail(stream, internal_error())
+
+    async def _fail(self, stream: sse.EventStream, error: RequestError) -> None:
+        events = self._dialect.failure(error)
+        if not self._dialect.failure_is_end:
+            await stream.break_off(events)
+            return
+        await stream.write(events)
+        await stream.end()
+
+    def _named(self, error: RequestError) -> RequestError:
+        return self._dialect.named(renamed(error, self._asked.names))
+
+    async def _write_events(self, calls: Sequence[Call], stream: sse.EventStream) -> None:
+        async with aclosing(self._events(calls, self._dialect.event)) as told:
+            async for events in told:
+                await stream.write(b"".join(events))
+        await stream.write(self._dialect.end())
+
+    async def _events(self, calls: Sequence[Call], take: Callable[[Object], R]) -> AsyncGenerator[list[R]]:
+        """Yield what `take` makes of the events of each message, and of the one with the usage behind them all."""
+        usage, opened = _usage(calls), set[int]()
+        async with aclosing(self._arrivals(calls)) as arrivals:
+            async for arrival in arrivals:
+                index = arrival.call_index * self._asked.num_answers + arrival.response.index
+                prompt = calls[arrival.call_index].prompt
+                _tell_cached(usage, arrival)
+                opening = [] if index in opened else [*map(take, self._opening(index, prompt, usage))]
+                opened.add(index)
+                self._count(usage, index, prompt, arrival.response.chunk)
+                make = partial(self._taken, take, index, arrival.response, prompt, usage)
+                has_scores = bool(arrival.response.chunk.prompt_logprobs)  # which are many
+                yield opening + (await asyncio.to_thread(make) if has_scores else make())
+        if self._asked.include_usage:
+            yield [take(self._envelope.event([], usage=usage.to_json()))]
+
+    def _count(self, usage: Usage, index: int, prompt: list[int], chunk: Chunk) -> None:
+        usage.add_tokens(len(chunk.token_ids))
+        usage.num_thought_tokens = self._form.num_thought_tokens(index, prompt, chunk)
+
+    async def _arrivals(self, calls: Sequence[Call]) -> AsyncGenerator["Arrival"]:
+        async with aclosing(merged(calls)) as arrivals:
+            async for arrival in arrivals:
+                if self._asked.terms.drops_answers:
+                    _drop_answer(arrival.response)
+                yield arrival
+
+    def _opening(self, index: int, prompt: list[int], usage: Usage) -> list[Object]:
+        choice = self._form.opening(index)
+        return [] if choice is None else [self._event(choice, usage, **self._form.envelope_extras(prompt))]
+
+    def _taken(
+        self, take: Callable[[Object], R], index: int, response: GenerateResponse, prompt: list[int], usage: Usage
+    ) -> list[R]:
+        if response.HasField("complete"):
+            choices = self._form.closing(index, response.complete)
+        else:
+            choices = self._form.events(index, prompt, response.chunk)
+        return [take(self._event(choice, usage)) for choice in choices]
+
+    def _event(self, choice: Object, usage: Usage, **others: Any) -> Object:
+        event = self._envelope.event([choice], **others)
+        if self._asked.continuous_usage:
+            event["usage"] = usage.to_json()
+        elif self._asked.include_usage:
+            event["usage"] = None
+        return event
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A message, and to which of the calls it belongs."""
+
+    call_index: int
+    response: GenerateResponse
+
+
+async def merged(calls: Sequence[Call]) -> AsyncGenerator[Arrival]:
+    """The messages of all calls as they come, until every call has ended. Raises the RequestError of the first that
+    fails."""
+    if len(calls) == 1:  # no tasks for the common case
+        while (response := await calls[0].generation.next()) is not None:
+            yield Arrival(0, response)
+        return
+    waits = {asyncio.create_task(call.generation.next()): index for index, call in enumerate(calls)}
+    try:
+        while waits:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waits.__getitem__):
+                response = task.result()
+                index = waits.pop(task)
+                if response is not None:
+                    waits[asyncio.create_task(calls[index].generation.next())] = index
+                    yield Arrival(index, response)
+    finally:
+        for task in waits:
+            task.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, R]) -> R:
+    """What the work gives. When the client leaves it is cancelled, and ClientDisconnect raised; the body of its
+    request has been read."""
+    results: list[R] = []
+
+    async def keep_result() -> None:
+        results.append(await work)
+
+    await first_to_end(keep_result(), _until_gone(receive))
+    if not results:
+        raise ClientDisconnect
+    return results[0]
+
+
+async def _until_gone(receive: Receive) -> None:
+    """Returns when the client has left; the body of its request has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def written(document: Mapping[str, Any]) -> Response:
+    """A document as JSON, choice by choice: other threads have their turns in between."""
+    choices = document.get("choices")
+    if not isinstance(choices, list):
+        return Response(json_line(document), media_type="application/json")
+    parts = [
+        f"{json_line(name)}:" + (f"[{','.join(map(json_line, choices))}]" if name == "choices" else json_line(value))
+        for name, value in document.items()
+    ]
+    return Response("{" + ",".join(parts) + "}", media_type="application/json")
+
+
+def _drop_answer(response: GenerateResponse) -> None:
+    """Leaves what is told of the prompt, and that somebody has ended it early."""
+    if response.HasField("complete"):
+        if response.complete.finish_reason != FINISH_REASON_ABORT:
+            response.complete.finish_reason = FINISH_REASON_LENGTH
+        response.complete.completion_tokens = 0
+        response.complete.ClearField("matched_stop")
+    else:
+        for name in ("token_ids", "text", "logprobs"):
+            response.chunk.ClearField(name)
+
+
+def _usage(calls: Sequence[Call]) -> Usage:
+    return Usage(sum(len(call.prompt) for call in calls))
+
+
+def _tell_cached(usage: Usage, arrival: Arrival) -> None:
+    """An answer says it first and last; the answers of a prompt share its cached tokens."""
+    response = arrival.response
+    if response.index != 0:
+        return
+    if response.HasField("complete"):
+        usage.tell_cached(arrival.call_index, response.complete.cached_tokens)
+    elif response.chunk.HasField("cached_tokens"):
+        usage.tell_cached(arrival.call_index, response.chunk.cached_tokens)

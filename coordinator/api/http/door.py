@@ -1,0 +1,140 @@
+"""Around every HTTP call: who may enter, how many at once, what every response carries, what our own faults become."""
+
+import logging
+import re
+import secrets
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coordinator.api.authentication import ASKER, NO_ADMIN_KEY, NO_API_KEY, BearerSecrets
+from coordinator.api.http.errors import error_response, http_error_response, internal_error
+from coordinator.api.http.page import OVERVIEW_PATH, PAGE_PATHS, ROOT_PATH
+from coordinator.api.unknown_fields import WARNING_HEADER
+from coordinator.api.validation import REQUEST_ID
+from coordinator.control.request_log import CallRecord
+from coordinator.traces.carrier import CARRIER, carrier_of
+from serving_core.errors import RequestError
+from serving_core.reasons import QUEUE_FULL, UNAUTHENTICATED
+from serving_core.telemetry import CURRENT_REQUEST
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER: Final = "x-request-id"
+OPEN_PATHS: Final = ("/health", "/ready", "/ping", ROOT_PATH, *PAGE_PATHS)
+_OWN_HOST: Final = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
+
+
+class Door:
+    """ASGI middleware. Asks for `authorization: Bearer SECRET`, or `x-api-key: SECRET`, where there are secrets, and
+    lets in web pages of the allowed origins and its own alone where there are none; what the page shows takes the admin
+    key where there is one. Health checks are exempt, and what the page is before it asks for anything."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        secrets: BearerSecrets | None,
+        admin_key: BearerSecrets | None,
+        allowed_origins: Collection[str],
+        max_calls: int,
+        noting_refusal: Callable[[CallRecord], AbstractContextManager[None]],
+    ) -> None:
+        self._app = app
+        self._noting_refusal = noting_refusal
+        self._secrets = secrets
+        self._admin_key = admin_key
+        self._allowed_origins = allowed_origins
+        self._max_calls = max_calls
+        self._num_calls = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = _Response(send, scope)
+        CURRENT_REQUEST.set(response.request_id)
+        CARRIER.set(carrier_of(Headers(scope=scope).items()))
+        self._num_calls += 1
+        try:
+            self._admit(scope)
+            with self._noting_refusal(CallRecord(response.request_id, ASKER.get())):
+                self._check_room(scope)
+            await self._app(scope, receive, response.send)
+        except RequestError as error:
+            await error_response(error, scope["path"])(scope, receive, response.send)
+        except HTTPException as error:
+            refusal = http_error_response(error.status_code, error.detail, scope["path"])
+            await refusal(scope, receive, response.send)
+        except ClientDisconnect:  # while it sent its request
+            logger.debug("the client has left", extra={"request_id": response.request_id})
+        except Exception:
+            logger.exception("a call failed", extra={"request_id": response.request_id})
+            if not response.has_begun:  # otherwise the connection breaks, for want of a proper end
+                await error_response(internal_error(), scope["path"])(scope, receive, response.send)
+        finally:
+            self._num_calls -= 1
+
+    def _admit(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if scope["path"] in OPEN_PATHS:
+            return
+        is_operators = scope["path"] == OVERVIEW_PATH and self._admin_key is not None
+        keys = self._admin_key if is_operators else self._secrets
+        if keys is None:
+            self._check_origin(headers.get("origin"), f"{scope['scheme']}://{headers.get('host', '')}")
+        elif (asker := keys.holder(_authorizations(headers))) is None:
+            raise RequestError(UNAUTHENTICATED, NO_ADMIN_KEY if is_operators else NO_API_KEY)
+        else:
+            ASKER.set(asker)
+
+    def _check_room(self, scope: Scope) -> None:
+        if self._num_calls > self._max_calls and scope["path"] not in OPEN_PATHS:
+            raise RequestError(QUEUE_FULL, f"{self._num_calls} calls at once, the limit is {self._max_calls}")
+
+    def _check_origin(self, origin: str | None, own: str) -> None:
+        """Browsers name the page that makes them call, even one whose name was made to lead here: the server's own page
+        counts as such under an address or localhost, which no one else can make to lead anywhere."""
+        if origin == own and _OWN_HOST.fullmatch(own.partition("://")[2]):
+            return
+        if origin is not None and "*" not in self._allowed_origins and origin not in self._allowed_origins:
+            detail = f"web pages of {origin[:80]} may not call this server: see --allowed-origins"
+            raise HTTPException(HTTPStatus.FORBIDDEN, detail)
+
+
+def _authorizations(headers: Headers) -> list[str]:
+    """What Anthropic's clients send is one more spelling."""
+    return [*headers.getlist("authorization"), *(f"Bearer {key}" for key in headers.getlist("x-api-key"))]
+
+
+class _Response:
+    """Adds to the headers of a response."""
+
+    def __init__(self, send: Send, scope: Scope) -> None:
+        self._send = send
+        self._state = scope.setdefault("state", {})
+        self.request_id = request_id_for(scope)
+        self.has_begun = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            added = [(b"date", formatdate(usegmt=True)), (REQUEST_ID_HEADER.encode(), self.request_id)]
+            if warning := self._state.get("warning"):
+                added.append((WARNING_HEADER.encode(), warning))
+            message["headers"] = [*message["headers"], *((name, value.encode()) for name, value in added)]
+        await self._send(message)
+
+
+def request_id_for(scope: Scope) -> str:
+    """The id of a call: the client's own where it is a valid one, else a new one; always the same for one scope."""
+    state = scope.setdefault("state", {})
+    if "request_id" not in state:
+        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        state["request_id"] = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+    request_id: str = state["request_id"]
+    return request_id

@@ -1,0 +1,210 @@
+"""Logprobs as OpenAI's two endpoints write them, each in a way of its own."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from coordinator.api.http.messages import CONTENT, REASONING, Delta, Deltas
+from coordinator.text.detokenizer import Detokenizer
+from protos.inference_pb2 import Chunk, TokenLogprobs, TopLogprob
+
+LEAST_LOGPROB: Final = -9999.0  # JSON has no infinity
+
+TokenBytes = Callable[[int], bytes]
+"""The bytes that a token stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """What tokens are called: by their text, or where that was asked for by their ids."""
+
+    token_bytes: TokenBytes
+    as_ids: bool = False
+
+    def text(self, token_id: int) -> str:
+        """Bytes that are no text become U+FFFD."""
+        return _id_text(token_id) if self.as_ids else self.token_bytes(token_id).decode(errors="replace")
+
+    def unique_text(self, token_id: int) -> str:
+        """For bytes that are no text, the bytes in OpenAI's spelling."""
+        if self.as_ids:
+            return _id_text(token_id)
+        token_bytes = self.token_bytes(token_id)
+        try:
+            return token_bytes.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
+
+
+class TextOffsets:
+    """Where each token of one answer begins in its text, in characters. Takes a detokenizer of its own; before the
+    answer there may be characters."""
+
+    def __init__(self, detokenizer: Detokenizer, num_chars: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self._num_chars = num_chars
+
+    def add(self, token_ids: Iterable[int]) -> list[int]:
+        """The offsets of the next tokens; a token within a character begins where the character does."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._num_chars + self._detokenizer.num_chars_before(token_id))
+            self._num_chars += len(self._detokenizer.add(token_id))
+        return offsets
+
+
+def chat_logprobs(items: Sequence[TokenLogprobs], names: TokenNames, *, tells_sampled: bool) -> dict[str, Any]:
+    """The logprobs of a chat completion's choice. With `tells_sampled` the top_logprobs have the sampled token too,
+    where those of named tokens were asked for instead of the most likely ones'."""
+
+    def entry(item: TokenLogprobs | TopLogprob) -> dict[str, Any]:
+        of_token = list(names.token_bytes(item.token_id))
+        return {"token": names.text(item.token_id), "logprob": _logprob(item), "bytes": of_token}
+
+    def listed(item: TokenLogprobs) -> list[TokenLogprobs | TopLogprob]:
+        if not tells_sampled or any(top.token_id == item.token_id for top in item.top):
+            return [*item.top]
+        return sorted([*item.top, item], key=lambda each: -each.logprob)
+
+    content = [{**entry(item), "top_logprobs": [entry(each) for each in listed(item)]} for item in items]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    items: Sequence[TokenLogprobs], offsets: Sequence[int], names: TokenNames, unscored: Sequence[int] = ()
+) -> dict[str, Any]:
+    """The logprobs of a completion's choice. The most likely tokens are keys of an object: of two with the same text
+    the more likely one stays. The sampled token is among them. Before the items come tokens that have none."""
+    first = [names.unique_text(token_id) for token_id in unscored]
+    tokens = [names.unique_text(item.token_id) for item in items]
+    top_logprobs: list[dict[str, float] | None] = [None for _ in first]
+    for token, item in zip(tokens, items, strict=True):
+        most_likely: dict[str, float] = {}
+        for top in item.top:  # the most likely first
+            most_likely.setdefault(names.unique_text(top.token_id), _logprob(top))
+        most_likely.setdefault(token, _logprob(item))
+        top_logprobs.append(most_likely)
+    return {
+        "tokens": first + tokens,
+        "token_logprobs": [*(None for _ in first), *map(_logprob, items)],
+        "top_logprobs": top_logprobs,
+        "text_offset": list(offsets),
+    }
+
+
+def prompt_logprobs(scores: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> list[dict[str, Any] | None]:
+    """The logprobs of a prompt as vLLM writes them: for each token an object of it and of the most likely ones there,
+    by their ids; null for the first. The rank of a token that is not among these is not known."""
+
+    def entry(item: TokenLogprobs | TopLogprob, rank: int | None) -> dict[str, Any]:
+        text = token_bytes(item.token_id).decode(errors="replace")
+        return {"logprob": _logprob(item), "rank": rank, "decoded_token": text}
+
+    listed: list[dict[str, Any] | None] = [None]
+    for score in scores:
+        entries = {str(top.token_id): entry(top, rank) for rank, top in enumerate(score.top, start=1)}
+        listed.append({str(score.token_id): entry(score, None)} | entries)
+    return listed
+
+
+def _id_text(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def _logprob(item: TokenLogprobs | TopLogprob) -> float:
+    return max(item.logprob, LEAST_LOGPROB)
+
+
+# ---- The prompt as a completion that echoes it begins with it ----
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt's text, and where each of its tokens begins in it, in characters."""
+
+    text: str = ""
+    offsets: Sequence[int] = ()
+
+
+NOTHING: Final = Echo()
+
+
+def echo_of(prompt: Sequence[int], detokenizer: Detokenizer, sent: str | None) -> Echo:
+    """Of the text that was sent, or of all tokens where there is none. What a tokenizer puts around a text, such as a
+    token that begins every prompt, has no characters in it."""
+    offsets, pieces, num_chars = list[int](), list[str](), 0
+    for token_id in prompt:
+        offsets.append(num_chars + detokenizer.num_chars_before(token_id))
+        pieces.append(detokenizer.add(token_id))
+        num_chars += len(pieces[-1])
+    told = "".join(pieces) + detokenizer.flush()
+    if sent is None:
+        return Echo(told, offsets)
+    num_before = max(0, told.find(sent))
+    return Echo(sent, [min(max(0, offset - num_before), len(sent)) for offset in offsets])
+
+
+# ---- Logprobs of an answer's content alone, as OpenAI's /v1/responses has them: not those of thoughts and calls ----
+
+Scored = tuple[Delta, list[TokenLogprobs]]
+"""A delta, and the tokens that its content is made of."""
+
+
+class ScoredDeltas:
+    """The deltas of one answer with the logprobs of their content, which do not depend on how the answer is cut into
+    chunks. Tokens whose text is left out, as that of tags and of the answer's end, have no delta."""
+
+    def __init__(self, deltas: Deltas, offsets: TextOffsets) -> None:
+        self._deltas = deltas
+        self._offsets = offsets
+        self._num_chars = 0  # of the text, that were read
+        self._to_come: deque[tuple[int, TokenLogprobs]] = deque()  # by where the token begins in the text
+        self._text = ""  # that was read, and is in no delta
+        self._read: deque[tuple[int, TokenLogprobs]] = deque()  # tokens that begin in it, and where; or before it
+
+    def feed(self, chunk: Chunk) -> list[Scored]:
+        """Return what a chunk makes certain."""
+        starts = self._offsets.add(item.token_id for item in chunk.logprobs)
+        self._to_come.extend(zip(starts, chunk.logprobs, strict=True))
+        told: list[Scored] = []
+        for text in self._by_token(chunk.text):
+            told += self._scored(self._deltas.feed(text))
+        return told
+
+    def finish(self) -> list[Scored]:
+        """Return the rest, when no more text will come."""
+        return self._scored(self._deltas.finish())
+
+    def _by_token(self, text: str) -> Iterator[str]:
+        """Cut the text where tokens begin, and note those that have begun."""
+        begin, end = self._num_chars, self._num_chars + len(text)
+        while (first := self._num_chars) < end:
+            while self._to_come and self._to_come[0][0] <= first:
+                self._read.append(self._to_come.popleft())
+            self._num_chars = min(end, self._to_come[0][0]) if self._to_come else end
+            piece = text[first - begin : self._num_chars - begin]
+            self._text += piece
+            yield piece
+
+    def _scored(self, deltas: list[Delta]) -> list[Scored]:
+        return [(delta, self._tokens_of(delta)) for delta in deltas]
+
+    def _tokens_of(self, delta: Delta) -> list[TokenLogprobs]:
+        """Return the tokens of a delta's content. Text that was read before it is in no delta any more."""
+        told: str = delta.get(CONTENT) or delta.get(REASONING) or ""
+        # Text before it was left out, as tags are; text behind it is held back, as the beginning of a tag is.
+        place = 0 if self._text.startswith(told) else self._text.rfind(told)
+        if not told or place < 0:  # a call, whose words are not those of the text
+            self._text = ""
+            self._read.clear()
+            return []
+        first = self._num_chars - len(self._text) + place
+        self._text = self._text[place + len(told) :]
+        end = self._num_chars - len(self._text)
+        items: list[TokenLogprobs] = []
+        while self._read and self._read[0][0] < end:
+            start, item = self._read.popleft()
+            if start >= first:
+                items.append(item)
+        return items if CONTENT in delta else []

@@ -1,0 +1,393 @@
+"""From the messages of an answer to the JSON of OpenAI's endpoints. Pure.
+
+A response is an envelope with choices, one for each answer of each prompt. The envelope is the same everywhere; how a
+choice looks is the endpoint's `Form`, of which there is one for each call.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from coordinator.api.http.conversations import ASSISTANT
+from coordinator.api.http.logprobs import (
+    NOTHING,
+    Echo,
+    ScoredDeltas,
+    TextOffsets,
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+    echo_of,
+    prompt_logprobs,
+)
+from coordinator.api.http.messages import Delta, Deltas, Message
+from coordinator.api.http.requests import Asked
+from coordinator.api.validation import skips_special_tokens
+from coordinator.control.outcomes import FINISH_REASONS
+from coordinator.text.answer_format import PLAIN, AnswerFormat
+from coordinator.text.reasoning import ThoughtCounter, ends_thinking
+from coordinator.text.structures import constraint_of, may_begin_blank
+from coordinator.text.tokenizer import Tokenizer
+from protos.inference_pb2 import (
+    FINISH_REASON_STOP,
+    Attainment,
+    Chunk,
+    Complete,
+    SamplingParams,
+    Timeline,
+    TokenLogprobs,
+)
+
+UNKNOWN: Final = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params"))  # as in vLLM
+
+
+@dataclass(slots=True)
+class Answered:
+    """What has come of one answer so far."""
+
+    prompt: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    scores: list[TokenLogprobs] = field(default_factory=list)  # of the prompt
+    complete: Complete | None = None
+    message: Message | None = None  # of a chat
+
+    def add(self, chunk: Chunk) -> None:
+        if self.message is not None:
+            self.message.feed(chunk.text)
+        self.text += chunk.text
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.scores += chunk.prompt_logprobs
+
+
+class Form(ABC):
+    """How the choices of one call look."""
+
+    id_prefix: str
+    whole_object: str
+    event_object: str
+
+    def __init__(self, asked: Asked, tokenizer: Tokenizer) -> None:
+        self.asked = asked
+        self._tokenizer = tokenizer
+        self._names = TokenNames(tokenizer.token_bytes, as_ids=asked.tokens_as_ids)
+
+    def answered(self, prompt: list[int]) -> Answered:
+        """To be filled with one whole answer."""
+        return Answered(prompt)
+
+    def num_thought_tokens(self, index: int, prompt: list[int], chunk: Chunk) -> int | None:
+        """How many tokens of all answers are thoughts, with this chunk of one; None where the model thinks not."""
+        return None
+
+    @abstractmethod
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The choice that begins an answer's events; None where there is none."""
+
+    @abstractmethod
+    def events(self, index: int, prompt: list[int], chunk: Chunk) -> list[dict[str, Any]]:
+        """Return the choices of a chunk's events, in the order in which the model wrote what they say."""
+
+    @abstractmethod
+    def closing(self, index: int, complete: Complete) -> list[dict[str, Any]]:
+        """Return the choices of an answer's last events, of which the very last one tells how it ended."""
+
+    @abstractmethod
+    def whole(self, index: int, answered: Answered) -> dict[str, Any]:
+        """The choice that is a whole answer."""
+
+    def end_of(self, complete: Complete) -> dict[str, Any]:
+        """How an answer ended, and which limits it kept if there were any. As vLLM has it, stop_reason is the stop
+        string, or the token of stop_token_ids: null at the model's own end."""
+        matched = complete.WhichOneof("matched_stop")
+        stop_reason = getattr(complete, matched) if matched else None
+        if matched == "matched_token_id" and stop_reason not in self._params.stop_token_ids:
+            stop_reason = None
+        end: dict[str, Any] = {"finish_reason": FINISH_REASONS[complete.finish_reason], "stop_reason": stop_reason}
+        if complete.error:
+            end["error"] = {"message": complete.error}
+        if complete.HasField("attainment"):
+            end["attainment"] = attainment_object(complete.attainment)
+        return {**end, "timeline": timeline_object(complete.timeline)} if self.asked.include_timeline else end
+
+    def token_ids(self, token_ids: list[int]) -> dict[str, Any]:
+        """The field for them, null unless it was asked for."""
+        return {"token_ids": token_ids if self.asked.return_token_ids else None}
+
+    def prompt_token_ids(self, prompt: list[int]) -> dict[str, Any]:
+        """The same for those of the prompt."""
+        return {"prompt_token_ids": prompt if self.asked.return_token_ids else None}
+
+    def scores(self, scores: list[TokenLogprobs]) -> dict[str, Any]:
+        """The field for those of the prompt, null unless it was asked for."""
+        told = prompt_logprobs(scores, self._tokenizer.token_bytes) if self.asked.is_scored else None
+        return {"prompt_logprobs": told}
+
+    @property
+    def _params(self) -> SamplingParams:
+        """All requests of a call have the same."""
+        return self.asked.requests[0].sampling_params
+
+    def envelope_extras(self, prompt: list[int]) -> dict[str, Any]:
+        """Fields beside the choices: of a whole response and of the first event."""
+        return {}
+
+    def envelope_scores(self, scores: list[TokenLogprobs]) -> dict[str, Any]:
+        """Fields beside the choices of a whole response."""
+        return {}
+
+
+class CompletionForm(Form):
+    """Of /v1/completions."""
+
+    id_prefix = "cmpl-"
+    whole_object = event_object = "text_completion"
+
+    def __init__(self, asked: Asked, tokenizer: Tokenizer) -> None:
+        super().__init__(asked, tokenizer)
+        self._offsets: dict[int, TextOffsets] = {}
+        self._has_begun: set[int] = set()
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return None
+
+    def events(self, index: int, prompt: list[int], chunk: Chunk) -> list[dict[str, Any]]:
+        if index in self._has_begun:
+            choice = self._choice(index, prompt, chunk.text, list(chunk.logprobs))
+        else:
+            self._has_begun.add(index)
+            choice = self._first_choice(index, prompt, list(chunk.prompt_logprobs), chunk.text, list(chunk.logprobs))
+        return [{**choice, "finish_reason": None, "stop_reason": None, **self.token_ids(list(chunk.token_ids))}]
+
+    def closing(self, index: int, complete: Complete) -> list[dict[str, Any]]:
+        return [{"index": index, "text": "", "logprobs": None, **self.end_of(complete)}]
+
+    def whole(self, index: int, answered: Answered) -> dict[str, Any]:
+        assert answered.complete is not None, "the answer has not ended"
+        return {
+            **self._first_choice(index, answered.prompt, answered.scores, answered.text, answered.logprobs),
+            **self.end_of(answered.complete),
+            **self.scores(answered.scores),
+            **self.token_ids(answered.token_ids),
+        }
+
+    def _first_choice(
+        self, index: int, prompt: list[int], scores: list[TokenLogprobs], text: str, logprobs: list[TokenLogprobs]
+    ) -> dict[str, Any]:
+        echo = self._echo(index, prompt) if self.asked.echoes else NOTHING
+        choice = self._choice(index, prompt, echo.text + text, logprobs, echo, scores)
+        return {**choice, **self.prompt_token_ids(prompt)}
+
+    def _echo(self, index: int, prompt: list[int]) -> Echo:
+        """What the client has sent; of a prompt that was cut, what was read."""
+        request = self.asked.requests[index // self.asked.num_answers]
+        is_whole_text = request.HasField("text") and not request.HasField("truncate_prompt_tokens")
+        detokenizer = self._tokenizer.detokenizer(skip_special_tokens=False)
+        return echo_of(prompt, detokenizer, request.text if is_whole_text else None)
+
+    def _choice(
+        self,
+        index: int,
+        prompt: list[int],
+        text: str,
+        logprobs: list[TokenLogprobs],
+        echo: Echo = NOTHING,
+        scores: Sequence[TokenLogprobs] = (),
+    ) -> dict[str, Any]:
+        """`scores` are those of the prompt's tokens behind the first, where it is echoed."""
+        has_logprobs = self._params.HasField("logprobs") and bool(logprobs or echo.offsets)
+        told = self._logprobs(index, prompt, logprobs, echo, scores) if has_logprobs else None
+        return {"index": index, "text": text, "logprobs": told}
+
+    def _logprobs(
+        self,
+        index: int,
+        prompt: list[int],
+        logprobs: list[TokenLogprobs],
+        echo: Echo,
+        scores: Sequence[TokenLogprobs],
+    ) -> dict[str, Any]:
+        if index not in self._offsets:
+            skips = skips_special_tokens(self._params)
+            detokenizer = self._tokenizer.detokenizer(skip_special_tokens=skips, after=prompt)
+            self._offsets[index] = TextOffsets(detokenizer, len(echo.text))
+        offsets = [*echo.offsets, *self._offsets[index].add(item.token_id for item in logprobs)]
+        if not echo.offsets:
+            return completion_logprobs(logprobs, offsets, self._names)
+        return completion_logprobs([*scores, *logprobs], offsets, self._names, unscored=prompt[:1])
+
+
+class ChatForm(Form):
+    """Of /v1/chat/completions."""
+
+    id_prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    event_object = "chat.completion.chunk"
+
+    def __init__(self, asked: Asked, tokenizer: Tokenizer, answer_format: AnswerFormat = PLAIN) -> None:
+        super().__init__(asked, tokenizer)
+        self._format = answer_format
+        self._deltas: dict[int, Deltas] = {}
+        self._scored: dict[int, ScoredDeltas] = {}
+        self._thoughts: dict[int, ThoughtCounter] = {}
+
+    def answered(self, prompt: list[int]) -> Answered:
+        return Answered(prompt, message=Message(self._new_deltas(prompt)))
+
+    def num_thought_tokens(self, index: int, prompt: list[int], chunk: Chunk) -> int | None:
+        if not self._format.thinks:
+            return None
+        if index not in self._thoughts:
+            has_begun = ends_thinking(self._tokenizer.end_of(prompt))
+            self._thoughts[index] = ThoughtCounter(self._tokenizer.token_bytes, has_begun=has_begun)
+        self._thoughts[index].add(chunk.token_ids)
+        return sum(thoughts.num_tokens for thoughts in self._thoughts.values())
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        delta = {"role": ASSISTANT, "content": self._echo(index)}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def events(self, index: int, prompt: list[int], chunk: Chunk) -> list[dict[str, Any]]:
+        if index not in self._deltas:
+            self._begin(index, prompt)
+        if index in self._scored:
+            return [self._choice(index, delta, items) for delta, items in self._scored[index].feed(chunk)]
+        deltas = self._deltas[index].feed(chunk.text)
+        if not (deltas or chunk.logprobs or self.asked.return_token_ids):
+            return []
+        # The first event has what is known of the tokens of them all.
+        first = self._choice(index, deltas[0] if deltas else {}, chunk.logprobs, chunk.token_ids)
+        return [first, *(self._choice(index, delta) for delta in deltas[1:])]
+
+    def closing(self, index: int, complete: Complete) -> list[dict[str, Any]]:
+        deltas = self._deltas.get(index)
+        choices: list[dict[str, Any]] = []
+        if index in self._scored:
+            choices = [self._choice(index, delta, items) for delta, items in self._scored[index].finish()]
+        elif deltas is not None:
+            choices = [self._choice(index, delta) for delta in deltas.finish()]
+        *others, last = choices or [self._choice(index, {})]
+        del last["token_ids"]  # which the events of tokens have
+        return [*others, {**last, **self._end_of(complete, has_calls=deltas is not None and deltas.has_calls)}]
+
+    def _begin(self, index: int, prompt: list[int]) -> None:
+        self._deltas[index] = self._new_deltas(prompt)
+        if self.asked.scores_content and self._params.HasField("logprobs"):
+            skips = skips_special_tokens(self._params)
+            offsets = TextOffsets(self._tokenizer.detokenizer(skip_special_tokens=skips, after=prompt))
+            self._scored[index] = ScoredDeltas(self._deltas[index], offsets)
+
+    def _choice(
+        self, index: int, delta: Delta, items: Sequence[TokenLogprobs] = (), token_ids: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": self._logprobs(items), "finish_reason": None}
+        return {**choice, **self.token_ids(list(token_ids))}
+
+    def whole(self, index: int, answered: Answered) -> dict[str, Any]:
+        assert answered.complete is not None, "the answer has not ended"
+        assert answered.message is not None, "it is not of a chat"
+        message = answered.message.finish()
+        if echo := self._echo(index):
+            message["content"] = echo + (message["content"] or "")
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(answered.logprobs),
+            **self._end_of(answered.complete, has_calls=answered.message.has_calls),
+            **self.token_ids(answered.token_ids),
+        }
+
+    def _echo(self, index: int) -> str:
+        """Return the message that the answer goes on with."""
+        if not self.asked.echoes:
+            return ""
+        last = self.asked.requests[index // self.asked.num_answers].chat.messages[-1]
+        return (last.content or "\n".join(last.content_parts)) if last.role == ASSISTANT else ""
+
+    def _end_of(self, complete: Complete, *, has_calls: bool) -> dict[str, Any]:
+        end = self.end_of(complete)
+        if has_calls and complete.finish_reason == FINISH_REASON_STOP:
+            end["finish_reason"] = "tool_calls"
+        return end
+
+    def _new_deltas(self, prompt: list[int]) -> Deltas:
+        offer = self.asked.offer
+        forced = offer.forced if offer else None
+        names = offer.names if offer and (forced or self._format.has_calls) else ()
+        is_parallel = offer is None or offer.is_parallel
+        reader = self._format.reader(
+            self._tokenizer.end_of(prompt),
+            names,
+            forced,
+            is_held=constraint_of(self._params) is not None,
+            keeps_blanks=may_begin_blank(self._params),
+        )
+        return Deltas(reader, is_parallel=is_parallel, tells_thoughts=self.asked.tells_thoughts)
+
+    def envelope_extras(self, prompt: list[int]) -> dict[str, Any]:
+        return self.prompt_token_ids(prompt) if len(self.asked.requests) == 1 else {}
+
+    def envelope_scores(self, scores: list[TokenLogprobs]) -> dict[str, Any]:
+        return self.scores(scores)
+
+    def _logprobs(self, items: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        tells_sampled = bool(self._params.logprob_token_ids)
+        return chat_logprobs(items, self._names, tells_sampled=tells_sampled) if items else None
+
+
+class Usage:
+    """Counts the tokens of all answers of a call; each prompt counts once."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_completion_tokens = 0
+        self._num_cached_tokens: dict[int, int] = {}
+        self.num_thought_tokens: int | None = None  # among the completed ones, where there may be some
+
+    def add_tokens(self, num_tokens: int) -> None:
+        self._num_completion_tokens += num_tokens
+
+    def tell_cached(self, prompt_index: int, num_tokens: int) -> None:
+        """Of a prompt; again and again is the same."""
+        self._num_cached_tokens[prompt_index] = num_tokens
+
+    def to_json(self) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": self._num_completion_tokens,
+            "total_tokens": self._num_prompt_tokens + self._num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens.values())},
+        }
+        if self.num_thought_tokens is not None:
+            told["completion_tokens_details"] = {"reasoning_tokens": self.num_thought_tokens}
+        return told
+
+
+class Envelope:
+    """What is the same around all choices of a call."""
+
+    def __init__(self, form: Form, request_id: str, model: str) -> None:
+        self._form = form
+        self._same = {"id": f"{form.id_prefix}{request_id}", "created": int(time.time()), "model": model}
+
+    def event(self, choices: list[dict[str, Any]], **others: Any) -> dict[str, Any]:
+        return {**self._same, "object": self._form.event_object, "choices": choices, **others}
+
+    def whole(self, choices: list[dict[str, Any]], usage: Usage, **others: Any) -> dict[str, Any]:
+        response = {**self._same, "object": self._form.whole_object, "choices": choices}
+        return {**response, **UNKNOWN, "usage": usage.to_json(), **others}
+
+
+def attainment_object(attainment: Attainment) -> dict[str, Any]:
+    """Every field by its name on the wire; null for what is not set."""
+    names = [field.name for field in Attainment.DESCRIPTOR.fields]
+    return dict.fromkeys(names) | {field.name: value for field, value in attainment.ListFields()}
+
+
+def timeline_object(timeline: Timeline) -> dict[str, Any]:
+    """Every field by its name on the wire; times are in seconds."""
+    return {field.name: getattr(timeline, field.name) for field in Timeline.DESCRIPTOR.fields}

@@ -1,0 +1,128 @@
+"""From what a client sends to the token ids of a prompt."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from coordinator.api.authentication import ASKER
+from coordinator.api.validation import Limits, bad, check_count, prompt_limit
+from coordinator.text.chat_template import RenderOptions
+from coordinator.text.constraints import NO_LEEWAY, Leeway
+from coordinator.text.tokenizer import Tokenizer, TokenLimit
+from protos import inference_pb2
+from protos.inference_pb2 import GenerateRequest
+from serving_core.errors import RequestError
+from serving_core.reasons import DEADLINE_EXCEEDED
+
+
+async def tokenize(tokenizer: Tokenizer, request: inference_pb2.GenerateRequest, limit: TokenLimit) -> list[int]:
+    """The token ids of a request's input. Raises RequestError when there is no way to them, or are too many."""
+    if request.HasField("text"):
+        return await tokenizer.encode(request.text, limit)
+    if request.HasField("chat"):
+        return await _tokenize_chat(tokenizer, request.chat, limit)
+    return list(request.tokenized.input_ids)
+
+
+async def _tokenize_chat(tokenizer: Tokenizer, chat: inference_pb2.ChatInput, limit: TokenLimit) -> list[int]:
+    messages = [
+        {
+            "role": message.role,
+            "content": message.content,
+            "content_parts": list(message.content_parts),
+            "extra_json": message.extra_json,
+        }
+        for message in chat.messages
+    ]
+    options = RenderOptions(
+        tools_json=chat.tools_json,
+        template_kwargs_json=chat.template_kwargs_json,
+        add_generation_prompt=chat.add_generation_prompt
+        if chat.HasField("add_generation_prompt")
+        else not chat.continue_final_message,
+        continue_final_message=chat.continue_final_message,
+    )
+    return await tokenizer.encode_chat(messages, limit, options, ASKER.get())
+
+
+async def tokenize_cut(
+    tokenizer: Tokenizer, question: inference_pb2.GenerateRequest, most: int | None, limits: Limits
+) -> list[int]:
+    """The token ids of a text, or of a longer one the first so many, those that the tokenizer adds at its end among
+    them. Raises RequestError as `tokenize` does."""
+    token_ids = await tokenize(tokenizer, question, uncut_limit(question, limits))
+    if most is None or len(token_ids) <= most:
+        return token_ids
+    num_last = min(most, tokenizer.num_end_tokens) if question.HasField("text") else 0
+    return token_ids[: most - num_last] + token_ids[len(token_ids) - num_last :]
+
+
+@asynccontextmanager
+async def within(timeout_s: float, what: str) -> AsyncIterator[None]:
+    """Around what is made of a request's texts: raises RequestError when it, `what`, is not ready in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise RequestError(DEADLINE_EXCEEDED, f"{what} not ready within {timeout_s:g} s") from error
+
+
+# ---- Prompts that their clients let the server cut: how long they may be before, and what is left of them ----
+
+MAX_UNCUT_TOKENS: Final = 2**17  # or what the context holds, if that is more
+WHAT_FITS: Final = -1
+
+
+def check_truncation(request: GenerateRequest, limits: Limits) -> None:
+    """Checks what can be told before the prompt is tokenized. Raises RequestError."""
+    if not request.HasField("truncate_prompt_tokens"):
+        return
+    most = request.truncate_prompt_tokens
+    if most != WHAT_FITS and most < 1:
+        raise bad("truncate_prompt_tokens", f"must be {WHAT_FITS} or at least 1, not {most}")
+    check_count("tokenized.input_ids", len(request.tokenized.input_ids), _most_uncut(limits))
+
+
+def uncut_limit(request: GenerateRequest, limits: Limits) -> TokenLimit:
+    """How long the prompt of a request may be as it comes."""
+    if not request.HasField("truncate_prompt_tokens"):
+        return prompt_limit(limits)
+    most = _most_uncut(limits)
+    return TokenLimit(
+        most, lambda fewest: bad("input", f"has at least {fewest} tokens, the limit is {most} before it is cut")
+    )
+
+
+def cut(prompt: list[int], request: GenerateRequest, limits: Limits, *, keeps_first: bool = False) -> list[int]:
+    """Return what the request asks to keep of its prompt: the last tokens, or the first."""
+    if not request.HasField("truncate_prompt_tokens"):
+        return prompt
+    most = request.truncate_prompt_tokens
+    if most == WHAT_FITS:
+        most = prompt_limit(limits, max(limits.least_answer_tokens, request.sampling_params.max_tokens)).most
+    if most <= 0:
+        return prompt  # for which there is no room, as will be said
+    return prompt[:most] if keeps_first else prompt[-most:]
+
+
+def _most_uncut(limits: Limits) -> int:
+    return max(MAX_UNCUT_TOKENS, limits.max_model_len)
+
+
+# ---- what a door has to say of a request that has no field for it ----
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Of one request."""
+
+    default_max_tokens: int | None = None  # instead of the model's own
+    num_prompts_behind: int = 0  # of the same call
+    drops_answers: bool = False  # it asks about its prompt: there may be no room for any answer
+    keeps_first: bool = False  # of the tokens of a prompt that is cut, instead of the last ones
+    leeway: Leeway = NO_LEEWAY
+
+
+USUAL: Final = Terms()

@@ -1,0 +1,244 @@
+"""One public door: the gRPC server and the HTTP server that clients dial, and what stands behind both."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH
+
+from coordinator.api.authentication import ASKER, NO_ADMIN_KEY, NO_API_KEY, BearerAuthentication, BearerSecrets
+from coordinator.api.connections import SPARE, Caps, connection_caps
+from coordinator.api.control import Control
+from coordinator.api.front import Front, ServedModel
+from coordinator.api.grpc_port import GrpcPort, add_reflection
+from coordinator.api.health import INFERENCE, HealthService
+from coordinator.api.http.app import Metrics, make_app
+from coordinator.api.http.counting import CountCall
+from coordinator.api.http.page import AskOverview, Page
+from coordinator.api.http.serving import HttpServer
+from coordinator.api.inference_service import InferenceService, Status
+from coordinator.api.sheds import GRPC, Sheds
+from coordinator.api.statuses import StatusInterceptor
+from coordinator.api.tls import ServerTls
+from coordinator.control.request_log import CallRecord
+from coordinator.settings import CoordinatorSettings, api_keys, origins
+from protos import inference_pb2, inference_pb2_grpc
+from serving_core.channels import public_options
+from serving_core.descriptors import num_descriptors
+from serving_core.errors import RequestError, SettingsError
+from serving_core.reasons import QUEUE_FULL
+
+logger = logging.getLogger(__name__)
+
+ADMIN: Final = inference_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+OPERATOR: Final = "operator"  # the name of who holds the admin key
+IDLE_CONNECTIONS_PER_CALL: Final = 2
+SPARE_CALLS: Final = 256  # beyond the answers in flight: health watchers, status queries, calls to be refused politely
+STOP_GRACE_S: Final = 1.0
+SETTLED_S: Final = 1.0  # after the start: what is needed sooner is begun then
+WARM_S: Final = 10.0  # of serving, when the nodes of this machine have long begun
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """What a door turns to for what is not its own: control, in the same process or over a socket."""
+
+    control: Control
+    status: Status
+    admin: Any  # an AdminServicer
+    metrics: Metrics
+    overview: AskOverview
+    count_call: CountCall
+    sheds: Sheds
+
+
+class PublicDoor:
+    """Must be made on a running event loop. Raises SettingsError."""
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        model: ServedModel,
+        behind: Behind,
+        tls: ServerTls | None,
+        health: HealthService,
+    ) -> None:
+        self._settings = settings
+        self._behind = behind
+        self._tls = tls
+        self._front = Front(
+            model,
+            behind.control,
+            max_logprobs=settings.max_logprobs,
+            request_timeout_s=settings.request_timeout_s,
+            strict_fields=settings.strict_fields,
+            max_answers=settings.max_num_queued_reqs,
+        )
+        self._max_calls = settings.max_num_queued_reqs + SPARE_CALLS
+        self._caps = caps(settings)
+        self._health = health
+        holders = self._key_holders()
+        self._api_keys = BearerSecrets(holders) if holders else None
+        self._admin_key = BearerSecrets({settings.admin_key: OPERATOR}) if settings.admin_key else None
+        self._public = GrpcPort(
+            GRPC,
+            self._public_server(),
+            self._api_keys,
+            behind.sheds,
+            max_connections=self._caps.public,
+            max_per_peer=self._caps.per_peer,
+        )
+        self._http = self._http_server() if settings.http_port >= 0 else None
+        self._serves = asyncio.Event()
+        self._warming: asyncio.Task[None] | None = None
+        self.port = 0  # that is listened on, once it is
+        self.http_port = -1  # likewise; -1 without HTTP
+
+    def listen(self) -> None:
+        """Has both ports. Raises SettingsError."""
+        settings, tls = self._settings, self._tls
+        shares, verifies = settings.doors > 1, settings.tls_verify_clients
+        self.port = self._public.listen(settings.host, settings.grpc_port, tls, verifies=verifies, shares_port=shares)
+        if self._http is not None:
+            self.http_port = self._http.listen(settings.http_host, settings.http_port, shares_port=shares)
+
+    async def start(self) -> None:
+        """Serves, after `listen`."""
+        await self._public.start()
+        if self._http is not None:
+            await self._http.start()
+        self._warming = asyncio.create_task(self._warm_up())
+
+    async def stop(self) -> None:
+        """Closes both ports, and after a grace ends all calls."""
+        if self._warming is not None:
+            self._warming.cancel()
+        stopping = [self._public.stop(STOP_GRACE_S)]
+        if self._http is not None:
+            stopping.append(self._http.stop(STOP_GRACE_S))
+        await asyncio.gather(*stopping)
+
+    async def report(self) -> None:
+        """Has the health service say what is so now."""
+        is_serving = self._behind.control.is_serving
+        await self._health.report(is_serving=is_serving)
+        if is_serving:
+            self._serves.set()
+
+    async def _warm_up(self) -> None:
+        """Begins what the first conversation and the first form would wait for. The program of forms reads the
+        tokenizer, some seconds' work for a large one, when nobody waits for the nodes any more."""
+        await asyncio.sleep(SETTLED_S)
+        self._front.model.tokenizer.begin()
+        await self._front.model.tokenizer.check()
+        await self._serves.wait()
+        await asyncio.sleep(WARM_S)
+        self._front.model.structures.begin()
+
+    def reread_api_keys(self) -> None:
+        """Takes the API keys that are in their file now, from the next call on; those before stay where it has none."""
+        assert self._api_keys is not None, "there is no file of API keys"
+        try:
+            holders = self._key_holders()
+        except SettingsError as error:
+            logger.warning("the API keys stay what they were: %s", error)
+        else:
+            self._api_keys.replace(holders)
+            logger.info("%d API keys are in force", len(holders))
+
+    def _key_holders(self) -> dict[str, str]:
+        """With the operators, who may do what clients may. Without keys of clients everyone may."""
+        holders, admin_key = api_keys(self._settings), self._settings.admin_key
+        return {**holders, admin_key: OPERATOR} if holders and admin_key else holders
+
+    def _public_server(self) -> grpc.aio.Server:
+        places = Places(self._max_calls, self._front.noting_refusal)
+        interceptors: list[grpc.aio.ServerInterceptor] = [StatusInterceptor(places.taken)]
+        if self._api_keys is not None:
+            interceptors.insert(0, BearerAuthentication(self._api_keys, NO_API_KEY))
+        if self._admin_key is not None:
+            interceptors.insert(0, BearerAuthentication(self._admin_key, NO_ADMIN_KEY, ADMIN))
+        settings = self._settings
+        server = grpc.aio.server(
+            interceptors=interceptors,
+            options=public_options(
+                self._caps.public, longest_call_s=settings.request_timeout_s, shares_port=settings.doors > 1
+            ),
+        )
+        service = InferenceService(self._front, self._behind.status)
+        inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
+        inference_pb2_grpc.add_AdminServicer_to_server(self._behind.admin, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        add_reflection((INFERENCE, ADMIN, HEALTH), server)
+        return server
+
+    def _http_server(self) -> HttpServer:
+        app = make_app(
+            self._front,
+            self._is_serving,
+            self._behind.metrics,
+            Page(self._behind.overview) if self._settings.ui else None,
+            count_call=self._behind.count_call,
+            secrets=self._api_keys,
+            admin_key=self._admin_key,
+            allowed_origins=origins(self._settings.allowed_origins),
+            max_calls=min(self._max_calls, self._caps.http - SPARE),
+        )
+        context = self._tls.http_context() if self._tls else None
+        return HttpServer(
+            app,
+            self._behind.sheds,
+            max_connections=self._caps.http,
+            max_per_peer=self._caps.per_peer,
+            tls=context,
+        )
+
+    async def _is_serving(self) -> bool:
+        """What the health service says."""
+        return self._health.is_serving
+
+
+def caps(settings: CoordinatorSettings) -> Caps:
+    """Of each of its doors; those of nodes are control's. Raises SettingsError."""
+    doors, wanted, per_peer = settings.doors, settings.max_connections, settings.max_connections_per_peer
+    if doors > 1 and wanted and wanted // doors <= SPARE:
+        raise SettingsError(
+            f"max_connections ({wanted}) is divided over {doors} doors, each of which must get more than {SPARE}"
+        )
+    return connection_caps(
+        num_descriptors(),
+        guards_clients=bool(api_keys(settings)),
+        guards_nodes=bool(settings.fleet_secret),
+        useful=IDLE_CONNECTIONS_PER_CALL * (settings.max_num_queued_reqs + SPARE_CALLS),
+        wanted=wanted // doors,
+        wanted_per_peer=max(1, per_peer // doors) if per_peer else 0,
+    )
+
+
+# ---- How many gRPC calls a door answers at a time ----
+
+
+class Places:
+    """Taken by calls that may be made, one each."""
+
+    def __init__(self, most: int, noting_refusal: Callable[[CallRecord], AbstractContextManager[None]]) -> None:
+        self._most = most
+        self._noting_refusal = noting_refusal
+        self._num_taken = 0
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Hold a place. Raises RequestError where there is none."""
+        if self._num_taken >= self._most:
+            with self._noting_refusal(CallRecord("", ASKER.get())):
+                raise RequestError(QUEUE_FULL, f"{self._num_taken} calls at once, the limit is {self._most}")
+        self._num_taken += 1
+        try:
+            yield
+        finally:
+            self._num_taken -= 1
