@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.api.front import ServedModel
+from coordinator.api.preprocess import ServedModel
 from coordinator.api.validation import check_number
 from coordinator.settings import CoordinatorSettings, model_names
 from coordinator.text.answer_format import UNTOLD, AnswerFormat, answer_format

@@ -4,7 +4,7 @@ import secrets
 from typing import Any, Protocol
 
 from coordinator.api.exchange import write
-from coordinator.api.front import Call, Front
+from coordinator.api.preprocess import Call, Preprocessor
 from coordinator.api.unknown_fields import WARNING_HEADER, unknown_in_message
 from coordinator.traces.carrier import CARRIER, carrier_of
 from protos import inference_pb2
@@ -23,8 +23,8 @@ class Status(Protocol):
 class InferenceService:
     """Serves Inference. Its methods raise RequestError; the interceptor turns it into a status."""
 
-    def __init__(self, front: Front, status: Status) -> None:
-        self._front = front
+    def __init__(self, preprocessor: Preprocessor, status: Status) -> None:
+        self._preprocessor = preprocessor
         self.Abort = status.Abort
         self.GetServerInfo = status.GetServerInfo
         self.GetLoads = status.GetLoads
@@ -33,26 +33,26 @@ class InferenceService:
         request.request_id = request.request_id or secrets.token_hex(16)
         CURRENT_REQUEST.set(request.request_id)
         CARRIER.set(carrier_of(context.invocation_metadata()))
-        if warning := self._front.unknown_fields.check(unknown_in_message(request)):
+        if warning := self._preprocessor.unknown_fields.check(unknown_in_message(request)):
             context.set_trailing_metadata(((WARNING_HEADER, warning),))
         # A client that is gone shows as one of several exceptions, cancellation among them.
-        async with self._front.answer(request, context.time_remaining()) as call:
+        async with self._preprocessor.answer(request, context.time_remaining()) as call:
             await context.send_initial_metadata(self._terms(request.model, call))
             while (response := await call.generation.next()) is not None:
                 await write(context, response)
 
     def _terms(self, model: str, call: Call) -> tuple[tuple[str, str | bytes], ...]:
         """What a client that goes on with the answers at another server has to know of this call."""
-        name = model or self._front.model.name
+        name = model or self._preprocessor.model.name
         return (MODEL_HEADER, name.encode()), (MAX_TOKENS_HEADER, str(call.max_tokens))
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Any) -> inference_pb2.EmbedResponse:
         request.request_id = request.request_id or secrets.token_hex(16)
         CURRENT_REQUEST.set(request.request_id)
         CARRIER.set(carrier_of(context.invocation_metadata()))
-        if warning := self._front.unknown_fields.check(unknown_in_message(request)):
+        if warning := self._preprocessor.unknown_fields.check(unknown_in_message(request)):
             context.set_trailing_metadata(((WARNING_HEADER, warning),))
-        embedding = await self._front.embed(request, context.time_remaining())
+        embedding = await self._preprocessor.embed(request, context.time_remaining())
         complete = embedding.complete
         return inference_pb2.EmbedResponse(
             request_id=request.request_id,
@@ -63,15 +63,15 @@ class InferenceService:
         )
 
     async def GetModelInfo(self, _request: Any, _context: Any) -> inference_pb2.GetModelInfoResponse:
-        model = self._front.model
+        model = self._preprocessor.model
         return inference_pb2.GetModelInfoResponse(
             served_model_name=model.name,
             architecture=model.config.architecture,
             vocab_size=model.config.vocab_size,
-            max_model_len=self._front.limits().max_model_len,
+            max_model_len=self._preprocessor.limits().max_model_len,
             eos_token_ids=model.config.eos_token_ids,
             has_chat_template=model.tokenizer.has_chat_template,
             default_sampling_params=model.sampling_defaults,
-            adapters=self._front.adapters,
+            adapters=self._preprocessor.adapters,
             embedding_size=0 if model.config.embedder is None else model.config.hidden_size,
         )

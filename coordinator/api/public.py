@@ -14,7 +14,6 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from coordinator.api.authentication import ASKER, NO_ADMIN_KEY, NO_API_KEY, BearerAuthentication, BearerSecrets
 from coordinator.api.connections import SPARE, Caps, connection_caps
 from coordinator.api.control import Control
-from coordinator.api.front import Front, ServedModel
 from coordinator.api.grpc_port import GrpcPort, add_reflection
 from coordinator.api.health import INFERENCE, HealthService
 from coordinator.api.http.app import Metrics, make_app
@@ -22,6 +21,7 @@ from coordinator.api.http.counting import CountCall
 from coordinator.api.http.page import AskOverview, Page
 from coordinator.api.http.serving import HttpServer
 from coordinator.api.inference_service import InferenceService, Status
+from coordinator.api.preprocess import Preprocessor, ServedModel
 from coordinator.api.sheds import GRPC, Sheds
 from coordinator.api.statuses import StatusInterceptor
 from coordinator.api.tls import ServerTls
@@ -71,7 +71,7 @@ class PublicDoor:
         self._settings = settings
         self._behind = behind
         self._tls = tls
-        self._front = Front(
+        self._preprocessor = Preprocessor(
             model,
             behind.control,
             max_logprobs=settings.max_logprobs,
@@ -134,11 +134,11 @@ class PublicDoor:
         """Begins what the first conversation and the first form would wait for. The program of forms reads the
         tokenizer, some seconds' work for a large one, when nobody waits for the nodes any more."""
         await asyncio.sleep(SETTLED_S)
-        self._front.model.tokenizer.begin()
-        await self._front.model.tokenizer.check()
+        self._preprocessor.model.tokenizer.begin()
+        await self._preprocessor.model.tokenizer.check()
         await self._serves.wait()
         await asyncio.sleep(WARM_S)
-        self._front.model.structures.begin()
+        self._preprocessor.model.structures.begin()
 
     def reread_api_keys(self) -> None:
         """Takes the API keys that are in their file now, from the next call on; those before stay where it has none."""
@@ -157,7 +157,7 @@ class PublicDoor:
         return {**holders, admin_key: OPERATOR} if holders and admin_key else holders
 
     def _public_server(self) -> grpc.aio.Server:
-        places = Places(self._max_calls, self._front.noting_refusal)
+        places = Places(self._max_calls, self._preprocessor.noting_refusal)
         interceptors: list[grpc.aio.ServerInterceptor] = [StatusInterceptor(places.taken)]
         if self._api_keys is not None:
             interceptors.insert(0, BearerAuthentication(self._api_keys, NO_API_KEY))
@@ -170,7 +170,7 @@ class PublicDoor:
                 self._caps.public, longest_call_s=settings.request_timeout_s, shares_port=settings.doors > 1
             ),
         )
-        service = InferenceService(self._front, self._behind.status)
+        service = InferenceService(self._preprocessor, self._behind.status)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
         inference_pb2_grpc.add_AdminServicer_to_server(self._behind.admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -179,7 +179,7 @@ class PublicDoor:
 
     def _http_server(self) -> HttpServer:
         app = make_app(
-            self._front,
+            self._preprocessor,
             self._is_serving,
             self._behind.metrics,
             Page(self._behind.overview) if self._settings.ui else None,

@@ -17,7 +17,6 @@ from safetensors.numpy import save, save_file
 from starlette.exceptions import HTTPException
 
 from coordinator.api.authentication import BearerSecrets
-from coordinator.api.front import check_counts, read_so_far
 from coordinator.api.http.anthropic_messages import MessagesCall
 from coordinator.api.http.embeddings import parse_embeddings
 from coordinator.api.http.fields import MAX_BODY_BYTES, gunzipped, read_fields
@@ -25,6 +24,7 @@ from coordinator.api.http.openai_responses import ResponsesCall
 from coordinator.api.http.requests import parse_batch, parse_chat, parse_completion
 from coordinator.api.http.slo import set_limits
 from coordinator.api.http.tokenizing import parse_tokenize
+from coordinator.api.preprocess import check_counts, read_so_far
 from coordinator.api.prompts import check_truncation, cut
 from coordinator.api.unknown_fields import check_num_fields, unknown_in_message
 from coordinator.api.validation import Limits, check_input, plan_answers

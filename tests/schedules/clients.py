@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import grpc
 from grpc.aio import AioRpcError, Metadata
 
-from coordinator.api.front import read_so_far
+from coordinator.api.preprocess import read_so_far
 from coordinator.api.statuses import to_status
 from coordinator.api.validation import AnswerPlan, Limits
 from coordinator.control.outcomes import FINISH_REASONS

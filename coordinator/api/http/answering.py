@@ -17,11 +17,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coordinator.api.front import Call, Front, Prepared
 from coordinator.api.http import sse
-from coordinator.api.http.dialects import Dialect, Object, Translation
+from coordinator.api.http.api_adapters import ApiAdapter, Object, Translation
 from coordinator.api.http.errors import internal_error, renamed
 from coordinator.api.http.responses import Answered, Envelope, Form, Usage
+from coordinator.api.preprocess import Call, Prepared, Preprocessor
 from protos.inference_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH, Chunk, GenerateResponse
 from serving_core.errors import RequestError
 from serving_core.json_fields import json_line
@@ -37,13 +37,13 @@ MOST_SCORES_AT_ONCE: Final = 256  # tokens with logprobs; of more a thread write
 class Answering:
     """An ASGI application for exactly one call."""
 
-    def __init__(self, front: Front, form: Form, request_id: str, dialect: Dialect) -> None:
-        self._front = front
+    def __init__(self, preprocessor: Preprocessor, form: Form, request_id: str, api_adapter: ApiAdapter) -> None:
+        self._preprocessor = preprocessor
         self._form = form
-        self._dialect = dialect
+        self._api_adapter = api_adapter
         self._asked = form.asked
         self._request_id = request_id
-        self._envelope = Envelope(form, request_id, front.model.name_in_answers(self._asked.requests[0].model))
+        self._envelope = Envelope(form, request_id, preprocessor.model.name_in_answers(self._asked.requests[0].model))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await first_to_end(self._answer(scope, receive, send), _until_gone(receive))
@@ -55,8 +55,8 @@ class Answering:
                 if self._asked.stream:
                     await self._stream(calls, sse.EventStream(scope, send))
                     return
-                if isinstance(self._dialect, Translation):
-                    response = await self._fold(calls, self._dialect)
+                if isinstance(self._api_adapter, Translation):
+                    response = await self._fold(calls, self._api_adapter)
                 else:
                     response = await self._collect(calls)
         except RequestError as error:
@@ -68,10 +68,10 @@ class Answering:
         prepared, calls = list[Prepared](), list[Call]()
         for num_before, request in enumerate(self._asked.requests):
             terms = replace(self._asked.terms, num_prompts_behind=len(self._asked.requests) - num_before - 1)
-            prepared.append(await stack.enter_async_context(self._front.prepared(request, terms=terms)))
+            prepared.append(await stack.enter_async_context(self._preprocessor.prepared(request, terms=terms)))
             await asyncio.sleep(0)  # others go on before the next prompt
         for each in prepared:
-            calls.append(await stack.enter_async_context(self._front.begun(each)))
+            calls.append(await stack.enter_async_context(self._preprocessor.begun(each)))
             await asyncio.sleep(0)
         return calls
 
@@ -120,21 +120,21 @@ class Answering:
             await self._fail(stream, internal_error())
 
     async def _fail(self, stream: sse.EventStream, error: RequestError) -> None:
-        events = self._dialect.failure(error)
-        if not self._dialect.failure_is_end:
+        events = self._api_adapter.failure(error)
+        if not self._api_adapter.failure_is_end:
             await stream.break_off(events)
             return
         await stream.write(events)
         await stream.end()
 
     def _named(self, error: RequestError) -> RequestError:
-        return self._dialect.named(renamed(error, self._asked.names))
+        return self._api_adapter.named(renamed(error, self._asked.names))
 
     async def _write_events(self, calls: Sequence[Call], stream: sse.EventStream) -> None:
-        async with aclosing(self._events(calls, self._dialect.event)) as told:
+        async with aclosing(self._events(calls, self._api_adapter.event)) as told:
             async for events in told:
                 await stream.write(b"".join(events))
-        await stream.write(self._dialect.end())
+        await stream.write(self._api_adapter.end())
 
     async def _events(self, calls: Sequence[Call], take: Callable[[Object], R]) -> AsyncGenerator[list[R]]:
         """Yield what `take` makes of the events of each message, and of the one with the usage behind them all."""

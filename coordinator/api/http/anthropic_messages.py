@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from coordinator.api.http import sse
+from coordinator.api.http.api_adapters import ChatBody, Object, Translation, content_of, num_cached
 from coordinator.api.http.conversations import (
     ASSISTANT,
     messages_in,
@@ -11,7 +12,6 @@ from coordinator.api.http.conversations import (
     text_of,
     thought_of,
 )
-from coordinator.api.http.dialects import ChatBody, Object, Translation, content_of, num_cached
 from coordinator.api.http.errors import anthropic_error_object
 from coordinator.api.http.fields import Fields, shown
 from coordinator.api.http.known_fields import MESSAGES, settle

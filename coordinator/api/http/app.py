@@ -19,12 +19,11 @@ from starlette.types import ASGIApp
 
 from coordinator.api.authentication import ASKER, BearerSecrets
 from coordinator.api.exposition import CONTENT_TYPE
-from coordinator.api.front import Front
+from coordinator.api.http.access import REQUEST_ID_HEADER, Access, request_id_for
 from coordinator.api.http.answering import Answering, unless_gone
 from coordinator.api.http.anthropic_messages import MessagesCall
+from coordinator.api.http.api_adapters import ApiAdapter, Translation
 from coordinator.api.http.counting import CountCall, Counting
-from coordinator.api.http.dialects import Dialect, Translation
-from coordinator.api.http.door import REQUEST_ID_HEADER, Door, request_id_for
 from coordinator.api.http.embeddings import AskedEmbeddings, check_size, embed_all, parse_embeddings, response_body
 from coordinator.api.http.errors import ANTHROPIC_PATH, on_http_exception, on_request_error, renamed
 from coordinator.api.http.fields import Fields, read_json
@@ -40,6 +39,7 @@ from coordinator.api.http.requests import (
 from coordinator.api.http.responses import ChatForm, CompletionForm, Form
 from coordinator.api.http.slo import set_limits
 from coordinator.api.http.tokenizing import Tokenizing, parse_detokenize, parse_tokenize
+from coordinator.api.preprocess import Preprocessor
 from coordinator.api.prompts import tokenize, within
 from coordinator.api.validation import bad, check_chat, check_token_ids
 from coordinator.control.request_log import CallRecord
@@ -51,7 +51,7 @@ from serving_core.telemetry import CURRENT_REQUEST
 
 R = TypeVar("R")
 
-OPENAI: Final = Dialect()
+OPENAI: Final = ApiAdapter()
 MAX_LISTED_TOKENS: Final = 2**17  # at /tokenize and /detokenize, or what the context holds if that is more
 
 IsServing = Callable[[], Awaitable[bool]]
@@ -63,8 +63,8 @@ Metrics = Callable[[], Awaitable[bytes]]
 class Endpoints:
     """What is answered at each path."""
 
-    def __init__(self, front: Front, is_serving: IsServing, metrics: Metrics) -> None:
-        self._front = front
+    def __init__(self, preprocessor: Preprocessor, is_serving: IsServing, metrics: Metrics) -> None:
+        self._preprocessor = preprocessor
         self._is_serving = is_serving
         self._metrics = metrics
         self._created = int(time.time())
@@ -110,16 +110,16 @@ class Endpoints:
         return await self._begin_chats(request, parse_batch)
 
     async def _begin_chats(self, request: Request, parse: Callable[..., Asked]) -> ASGIApp:
-        return await self._begin(request, partial(parse, answer_format=self._front.model.answer_format))
+        return await self._begin(request, partial(parse, answer_format=self._preprocessor.model.answer_format))
 
     async def invocations(self, request: Request) -> ASGIApp:
         """Amazon SageMaker's one path: what its body has says which endpoint is meant."""
-        if self._front.model.config.embedder is not None:
+        if self._preprocessor.model.config.embedder is not None:
             return await self.embeddings(request)
 
         def parse(fields: Fields, request_id: str) -> Asked:
             if "messages" in fields:
-                return parse_chat(fields, request_id, self._front.model.answer_format)
+                return parse_chat(fields, request_id, self._preprocessor.model.answer_format)
             return parse_completion(fields, request_id)
 
         return await self._begin(request, parse)
@@ -131,7 +131,7 @@ class Endpoints:
         return await self._translated(request, MessagesCall())
 
     async def count_tokens(self, request: Request) -> Response:
-        call, answer_format = MessagesCall(), self._front.model.answer_format
+        call, answer_format = MessagesCall(), self._preprocessor.model.answer_format
 
         def parsed(fields: Fields) -> tuple[GenerateRequest, list[str]]:
             [counted] = call.parse(fields, request_id_for(request.scope), answer_format).requests
@@ -153,12 +153,12 @@ class Endpoints:
             in_body = fields.text("request_id")
             return parse_embeddings(fields, given or in_body or drawn), fields.unread()
 
-        with self._front.noting_refusal(CallRecord(given or drawn, ASKER.get())):
+        with self._preprocessor.noting_refusal(CallRecord(given or drawn, ASKER.get())):
             asked, unread = await read_json(request, parsed)
             self._check_unread(request, unread)
-            check_size(asked, self._front.model.config.hidden_size)
-        embeddings = await unless_gone(request.receive, embed_all(self._front, asked))
-        name = self._front.model.name_in_answers(asked.model)
+            check_size(asked, self._preprocessor.model.config.hidden_size)
+        embeddings = await unless_gone(request.receive, embed_all(self._preprocessor, asked))
+        name = self._preprocessor.model.name_in_answers(asked.model)
         body = await asyncio.to_thread(response_body, embeddings, asked.encoding, name)
         return Response(body, media_type="application/json")
 
@@ -174,26 +174,26 @@ class Endpoints:
         model, token_ids = asked
         self._check_model(model)
         self._check_unread(request, unread)
-        check_token_ids("tokens", token_ids, self._front.limits())
-        text = await self._while_there(request, self._front.model.tokenizer.decode(token_ids))
+        check_token_ids("tokens", token_ids, self._preprocessor.limits())
+        text = await self._while_there(request, self._preprocessor.model.tokenizer.decode(token_ids))
         return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self, _: Request) -> Response:
-        return Response(self._front.model.tokenizer.info_json, media_type="application/json")
+        return Response(self._preprocessor.model.tokenizer.info_json, media_type="application/json")
 
     async def load(self, _: Request) -> Response:
         """How many answers are under way, as vLLM names it."""
-        return JSONResponse({"server_load": self._front.num_live})
+        return JSONResponse({"server_load": self._preprocessor.num_live})
 
     async def health(self, request: Request) -> Response:
         """Whether requests can be answered; with ?node=NAME, whether that node takes them."""
         node = request.query_params.get("node")
-        is_well = await self._is_serving() if node is None else self._front.is_ready(node)
+        is_well = await self._is_serving() if node is None else self._preprocessor.is_ready(node)
         return Response(status_code=200 if is_well else 503)
 
     async def ready(self, _: Request) -> Response:
         """Whether there are nodes that read prompts and nodes that write answers, and the door is open; if not, why."""
-        why = self._front.why_not_ready()
+        why = self._preprocessor.why_not_ready()
         return JSONResponse({"ready": not why, **({"reason": why} if why else {})}, status_code=503 if why else 200)
 
     async def version(self, _: Request) -> Response:
@@ -203,10 +203,12 @@ class Endpoints:
         return Response(await self._metrics(), headers={"content-type": CONTENT_TYPE})
 
     async def _translated(self, request: Request, call: Translation) -> ASGIApp:
-        return await self._begin(request, partial(call.parse, answer_format=self._front.model.answer_format), call)
+        return await self._begin(
+            request, partial(call.parse, answer_format=self._preprocessor.model.answer_format), call
+        )
 
     async def _begin(
-        self, request: Request, parse: Callable[[Fields, str], Asked], dialect: Dialect = OPENAI
+        self, request: Request, parse: Callable[[Fields, str], Asked], api_adapter: ApiAdapter = OPENAI
     ) -> ASGIApp:
         given, drawn = request.headers.get(REQUEST_ID_HEADER), request_id_for(request.scope)
 
@@ -221,33 +223,33 @@ class Endpoints:
                 names["json_schema"] = "tools"
             return request_id, replace(asked, names=names), fields.unread()
 
-        with self._front.noting_refusal(CallRecord(given or drawn, ASKER.get())):
+        with self._preprocessor.noting_refusal(CallRecord(given or drawn, ASKER.get())):
             request_id, asked, unread = await read_json(request, parsed)
             CURRENT_REQUEST.set(request_id)
             self._check_unread(request, unread)
-        return Answering(self._front, self._form(asked), request_id, dialect)
+        return Answering(self._preprocessor, self._form(asked), request_id, api_adapter)
 
     def _form(self, asked: Asked) -> Form:
-        model = self._front.model
+        model = self._preprocessor.model
         if asked.requests[0].HasField("chat"):
             return ChatForm(asked, model.tokenizer, model.answer_format)
         return CompletionForm(asked, model.tokenizer)
 
     async def _while_there(self, request: Request, work: Coroutine[Any, Any, R]) -> R:
         """What the work on a text gives, in time and while its client waits for it."""
-        async with within(self._front.request_timeout_s, "the result was"):
+        async with within(self._preprocessor.request_timeout_s, "the result was"):
             return await unless_gone(request.receive, work)
 
     async def _tokenized(self, asked: Tokenizing) -> dict[str, Any]:
         token_ids = await self._token_ids(asked)
-        max_model_len = self._front.limits().max_model_len
-        texts = await self._front.model.tokenizer.tokens(token_ids) if asked.returns_texts else None
+        max_model_len = self._preprocessor.limits().max_model_len
+        texts = await self._preprocessor.model.tokenizer.tokens(token_ids) if asked.returns_texts else None
         return {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": texts}
 
     async def _token_ids(self, asked: Tokenizing) -> list[int]:
         if asked.chat is not None:
             return await self._chat_token_ids(asked.chat)
-        tokenizer, limit = self._front.model.tokenizer, self._listed_limit("prompt")
+        tokenizer, limit = self._preprocessor.model.tokenizer, self._listed_limit("prompt")
         token_ids = await tokenizer.encode(asked.prompt, limit, add_special_tokens=asked.add_special_tokens)
         return _listed(token_ids, limit)
 
@@ -255,7 +257,7 @@ class Endpoints:
         limit = self._listed_limit("messages")
         try:
             check_chat(chat)
-            token_ids = await tokenize(self._front.model.tokenizer, GenerateRequest(chat=chat), limit)
+            token_ids = await tokenize(self._preprocessor.model.tokenizer, GenerateRequest(chat=chat), limit)
             return _listed(token_ids, limit)
         except RequestError as error:
             raise renamed(error, CHAT_NAMES) from error
@@ -265,36 +267,36 @@ class Endpoints:
         return TokenLimit(most, lambda fewest: bad(field, f"has at least {fewest} tokens, the limit is {most}"))
 
     def _most_listed(self) -> int:
-        return max(MAX_LISTED_TOKENS, self._front.limits().max_model_len)
+        return max(MAX_LISTED_TOKENS, self._preprocessor.limits().max_model_len)
 
     def _check_unread(self, request: Request, unread: list[str]) -> None:
         """Warns of fields that nobody has read, or refuses them."""
-        request.scope["state"]["warning"] = self._front.unknown_fields.check(unread)
+        request.scope["state"]["warning"] = self._preprocessor.unknown_fields.check(unread)
 
     def _check_model(self, name: str | None) -> None:
         if name and name not in self._names:
             raise self._not_served(name)
 
     def _not_served(self, name: str) -> RequestError:
-        message = f"there is no model {name[:80]!r}; {self._front.model.name!r} is served"
+        message = f"there is no model {name[:80]!r}; {self._preprocessor.model.name!r} is served"
         return RequestError(MODEL_NOT_FOUND, message, field="model")
 
     @property
     def _names(self) -> list[str]:
         """What a request may name as its model: the model, by each of its names, and what adapters make of it."""
-        return [*self._front.model.names, *self._front.adapters]
+        return [*self._preprocessor.model.names, *self._preprocessor.adapters]
 
     def _model(self, name: str) -> dict[str, Any]:
-        base = self._front.model.name
+        base = self._preprocessor.model.name
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "splitserve",
             "root": base,
-            "parent": None if name in self._front.model.names else base,
-            "max_model_len": self._front.limits().max_model_len,
-            "vocab_size": self._front.model.config.vocab_size,
+            "parent": None if name in self._preprocessor.model.names else base,
+            "max_model_len": self._preprocessor.limits().max_model_len,
+            "vocab_size": self._preprocessor.model.config.vocab_size,
         }
 
 
@@ -305,7 +307,7 @@ def _listed(token_ids: list[int], limit: TokenLimit) -> list[int]:
 
 
 def make_app(
-    front: Front,
+    preprocessor: Preprocessor,
     is_serving: IsServing,
     metrics: Metrics,
     page: Page | None,
@@ -319,15 +321,15 @@ def make_app(
     """The application. With secrets, every call but health checks must bring one; what the page shows takes the admin
     key where there is one. Web pages of the allowed origins may call it, and read its answers. With a page it has that
     too."""
-    routes = Endpoints(front, is_serving, metrics).routes() + (page.routes() if page else [])
+    routes = Endpoints(preprocessor, is_serving, metrics).routes() + (page.routes() if page else [])
     counting = Middleware(Counting, count_call=count_call, routes=routes)
     door = Middleware(
-        Door,
+        Access,
         secrets=secrets,
         admin_key=admin_key,
         allowed_origins=allowed_origins,
         max_calls=max_calls,
-        noting_refusal=front.noting_refusal,
+        noting_refusal=preprocessor.noting_refusal,
     )
     app = Starlette(
         routes=routes,

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from coordinator.api.front import Embedding, Front
 from coordinator.api.http.errors import renamed
 from coordinator.api.http.fields import Fields
 from coordinator.api.http.known_fields import EMBEDDINGS, settle
 from coordinator.api.http.requests import ids_of
+from coordinator.api.preprocess import Embedding, Preprocessor
 from coordinator.api.validation import bad
 from protos.inference_pb2 import EmbedRequest, TokenizedInput
 from serving_core.errors import RequestError
@@ -75,22 +75,22 @@ def _inputs(fields: Fields) -> list[dict[str, Any]]:
     return [{"text": text} for text in texts]
 
 
-async def embed_all(front: Front, asked: AskedEmbeddings) -> list[Embedding]:
+async def embed_all(preprocessor: Preprocessor, asked: AskedEmbeddings) -> list[Embedding]:
     """Of every input, in order. Raises the RequestError of the first that fails; then the others are given up."""
-    ends_s = time.monotonic() + front.request_timeout_s
+    ends_s = time.monotonic() + preprocessor.request_timeout_s
     found: dict[int, Embedding] = {}
     left = iter(enumerate(asked.requests))
 
     async def work() -> None:
         for index, request in left:
             try:
-                found[index] = await front.embed(request, ends_s - time.monotonic())
+                found[index] = await preprocessor.embed(request, ends_s - time.monotonic())
             except RequestError as error:
                 raise _named(error, index, asked) from error
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(MAX_AT_ONCE, front.max_answers, len(asked.requests))):
+            for _ in range(min(MAX_AT_ONCE, preprocessor.max_answers, len(asked.requests))):
                 group.create_task(work())
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from failures

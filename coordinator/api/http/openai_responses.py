@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from coordinator.api.http import sse
+from coordinator.api.http.api_adapters import ChatBody, Object, Translation, content_of, num_cached
 from coordinator.api.http.conversations import ASSISTANT, TEXT_PARTS, texts_of_parts
-from coordinator.api.http.dialects import ChatBody, Object, Translation, content_of, num_cached
 from coordinator.api.http.errors import error_object
 from coordinator.api.http.fields import Fields, shown
 from coordinator.api.http.known_fields import RESPONSES, settle

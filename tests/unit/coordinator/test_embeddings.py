@@ -8,9 +8,9 @@ import struct
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.api.front import pooling_of
 from coordinator.api.http.embeddings import MAX_AT_ONCE, MAX_INPUTS, MAX_NUMBERS, parse_embeddings
 from coordinator.api.http.fields import Fields
+from coordinator.api.preprocess import pooling_of
 from protos.inference_pb2 import AbortRequest, EmbedRequest
 from serving_core.errors import RequestError
 from serving_core.model_config import Embedder, read_model_config

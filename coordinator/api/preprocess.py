@@ -1,4 +1,4 @@
-"""What every public door does with a request: check, tokenize, plan, submit. The doors differ in how they stream."""
+"""Preprocessing of a request, whichever API it comes by: validate, render, tokenize, plan, submit."""
 
 import asyncio
 import time
@@ -100,8 +100,8 @@ class Embedding:
     complete: inference_pb2.Complete
 
 
-class Front:
-    """Takes the requests of all public doors."""
+class Preprocessor:
+    """Preprocesses the requests of both APIs, gRPC and HTTP."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ OPEN_PATHS: Final = ("/health", "/ready", "/ping", ROOT_PATH, *PAGE_PATHS)
 _OWN_HOST: Final = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 
-class Door:
+class Access:
     """ASGI middleware. Asks for `authorization: Bearer SECRET`, or `x-api-key: SECRET`, where there are secrets, and
     lets in web pages of the allowed origins and its own alone where there are none; what the page shows takes the admin
     key where there is one. Health checks are exempt, and what the page is before it asks for anything."""

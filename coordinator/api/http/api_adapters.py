@@ -44,7 +44,7 @@ _SAME: Final = (
 _TEXTS: Final = {Kind.REASONING: "reasoning_content", Kind.TEXT: "content"}  # in a delta
 
 
-class Dialect:
+class ApiAdapter:
     """How the answer of one call is written: here as OpenAI writes completions."""
 
     failure_is_end = False
@@ -120,7 +120,7 @@ def num_cached(usage: Object) -> int:
     return found
 
 
-class Translation(Dialect, ABC):
+class Translation(ApiAdapter, ABC):
     """Of one call of another API. Its answer comes in parts: thoughts, texts and calls, each of which is opened, told
     of and closed before the next one."""
 
