@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Final, Protocol
 
+from coordinator.api.statuses import retry_after_s
 from coordinator.control.live import TokenRow
 from coordinator.control.load import Prompt
 from coordinator.control.placement.policies import AUTO
 from coordinator.control.roles import FIXED
 from coordinator.control.slo import MS, Slo
 from coordinator.control.transfer_costs import AUTO as LEND_AUTO
-from coordinator.api.statuses import retry_after_s
 from coordinator.settings import ADMIT_ALL, CoordinatorSettings
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError, SettingsError
