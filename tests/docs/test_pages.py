@@ -31,6 +31,16 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors_of(target), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_are_there(page):
+    root = README.parent
+    files = {
+        path.relative_to(root).as_posix() for folder in ("[!.]*/**", ".ci") for path in root.glob(f"{folder}/*.py")
+    }
+    named = set(re.findall(r"`([\w./]+\.py)`", page.read_text()))
+    assert {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)} == set()
+
+
 def test_the_index_has_every_page():
     assert {link.partition("#")[0] for link in links_of(INDEX)} >= {page.name for page in DOCS if page != INDEX}
 
