@@ -43,7 +43,7 @@ def serve_here(monkeypatch, tmp_path):
     async def run(target, *words, exit_code=0):
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(
-            "splitserve_bench.serve.serve_command.run_to_end",
+            "splitserve_bench.serve.command.run_to_end",
             lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(),
         )
         words = ["bench", "serve", "--server", target.address, *words]

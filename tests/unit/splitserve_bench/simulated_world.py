@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
-from coordinator.control import drains
+from coordinator.control.migration import check_target
 from coordinator.control.slo import Slo
 from coordinator.settings import CoordinatorSettings
 from protos import inference_pb2
@@ -219,7 +219,7 @@ class World:
         with suppress(RequestError):
             coordinator = self.fleet.coordinator
             node = coordinator.registry.named(name)
-            drains.check_target(node, coordinator.registry.nodes)
+            check_target(node, coordinator.registry.nodes)
             coordinator.registry.drain(node)
             coordinator.catch_up()
             coordinator.apply(coordinator.tracker.tick(self.agenda.now), self.agenda.now)
