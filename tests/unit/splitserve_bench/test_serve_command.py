@@ -339,7 +339,6 @@ REFUSED = {
         ("serve", "--attainment"),
         ("compare", "--seconds"),
         ("compare", "--first-rate"),
-        ("simulate", "--request-timeout-s"),
     ],
 )
 def test_what_is_no_number_is_in_no_range(words):
