@@ -10,8 +10,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_TO_RUN := $(VENV)/.runs
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I.
-MESSAGES := protos/doors.proto protos/fleet.proto protos/inference.proto protos/ranks.proto
-SERVICES := protos/doors.proto protos/fleet.proto protos/inference.proto
+MESSAGES := protos/api_servers.proto protos/fleet.proto protos/inference.proto protos/ranks.proto
+SERVICES := protos/api_servers.proto protos/fleet.proto protos/inference.proto
 
 .PHONY: demo test test-nightly coverage faults fuzz atheris soak compose-demo check format tables setup model protos check-protos clean
 

@@ -71,7 +71,7 @@ class NodeLink:
 
 
 class Call(Protocol):
-    """Who hears what becomes of a call: a Generation, or what stands for one at another process's door."""
+    """Who hears what becomes of a call: a Generation, or what stands for one at another process's API server."""
 
     embedding: bytes
 
@@ -366,13 +366,13 @@ class Dispatcher:
         self.close(live.call)
 
     def stopped(self, call: Call, index: int) -> None:
-        """A stop string has ended an answer of a live call, as its door has found."""
+        """A stop string has ended an answer of a live call, as its API server has found."""
         if self._is_live(call):
             stop = inference_pb2.FINISH_REASON_STOP
             self._apply(self._tracker.finish(call.answer_ids[index], stop, time.monotonic()))
 
     def give_up(self, call: Call, error: RequestError) -> None:
-        """Ends a live call with an error, as its door wants."""
+        """Ends a live call with an error, as its API server wants."""
         if self._is_live(call):
             self._apply(self._fail(call, error))
 

@@ -38,4 +38,6 @@ async def _serve_until_stopped(server: CoordinatorServer, settings: CoordinatorS
         await server.stop()
 
 
-main = settings_command(CoordinatorSettings, run, name="coordinator", help="The door that clients and nodes dial.")
+main = settings_command(
+    CoordinatorSettings, run, name="coordinator", help="The API server that clients and nodes dial."
+)

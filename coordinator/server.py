@@ -1,4 +1,5 @@
-"""The coordinator put together: control, which places and tracks and which nodes dial, and its door or doors."""
+"""The coordinator put together: control, which places and tracks and which nodes dial, and its API server or API
+servers."""
 
 import asyncio
 import logging
@@ -18,10 +19,12 @@ from coordinator.api.exposition import Exposition
 from coordinator.api.grpc_port import GrpcPort
 from coordinator.api.health import HealthService
 from coordinator.api.http.counting import HttpCounts
-from coordinator.api.public import STOP_GRACE_S, Behind, PublicDoor, caps
+from coordinator.api.public import STOP_GRACE_S, Behind, PublicApi, caps
 from coordinator.api.sheds import FLEET, Sheds
 from coordinator.api.statuses import StatusInterceptor
 from coordinator.api.tls import ServerTls
+from coordinator.api_server_processes import ApiServers
+from coordinator.api_server_service import ApiServerService
 from coordinator.control.live import NUM_EPOCHS
 from coordinator.control.load import Ledger
 from coordinator.control.metrics import Metrics
@@ -33,8 +36,6 @@ from coordinator.control.roles import Roles
 from coordinator.control.slo import SloClasses, parse_slo_classes
 from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
-from coordinator.door_processes import Doors
-from coordinator.door_service import DoorService
 from coordinator.fleet_service import FleetService
 from coordinator.served_model import read_served_model
 from coordinator.settings import ADMIT_ALL, CoordinatorSettings, check_settings
@@ -113,7 +114,9 @@ class CoordinatorServer:
         self._health = HealthService()
         self._sheds = Sheds()
         self._fleet = self._fleet_port()
-        self._public: PublicDoor | Doors = self._door() if settings.doors == 1 else self._doors()
+        self._public: PublicApi | ApiServers = (
+            self._api_server() if settings.api_server_count == 1 else self._api_servers()
+        )
         self._supervision: asyncio.Task[None] | None = None
         self.port = self.fleet_port = 0  # the ports listened on, once started
         self.http_port = -1  # likewise; -1 without HTTP
@@ -176,7 +179,7 @@ class CoordinatorServer:
             await self._traces.stop()
         logger.info("stopped")
 
-    def _door(self) -> PublicDoor:
+    def _api_server(self) -> PublicApi:
         """Beside control, in one process."""
         counts = HttpCounts()
         exposition = self._exposition(counts)
@@ -189,12 +192,12 @@ class CoordinatorServer:
 
         control = LocalControl(self._registry, self._dispatcher, self._journal, self._slo_classes, self._traces)
         behind = Behind(control, self._status(), self._admin(), metrics, overview, counts.ended, self._sheds)
-        return PublicDoor(self._settings, self._model, behind, self._tls, self._health)
+        return PublicApi(self._settings, self._model, behind, self._tls, self._health)
 
-    def _doors(self) -> Doors:
+    def _api_servers(self) -> ApiServers:
         """As processes of their own."""
         counts = HttpCounts()
-        service = DoorService(
+        service = ApiServerService(
             self._registry,
             self._dispatcher,
             self._journal,
@@ -205,10 +208,12 @@ class CoordinatorServer:
             traces=self._traces,
         )
         exposition = self._exposition(counts, service.figures)
-        return Doors(self._settings, service, self._status(), self._admin(), self._health)
+        return ApiServers(self._settings, service, self._status(), self._admin(), self._health)
 
-    def _exposition(self, counts: HttpCounts, doors: Callable[[], Iterable[Figure]] = tuple) -> Exposition:
-        return Exposition(self._metrics, self._tracker, self._registry, self._model.name, counts, doors, self._sheds)
+    def _exposition(self, counts: HttpCounts, api_servers: Callable[[], Iterable[Figure]] = tuple) -> Exposition:
+        return Exposition(
+            self._metrics, self._tracker, self._registry, self._model.name, counts, api_servers, self._sheds
+        )
 
     def _status(self) -> StatusService:
         return StatusService(

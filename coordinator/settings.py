@@ -42,7 +42,7 @@ class CoordinatorSettings:
     fleet_port: int = flag(50052, "Port that nodes dial; 0 takes a free one.", minimum=0, maximum=65535)
     http_host: str = flag("127.0.0.1", "Address of the OpenAI-compatible HTTP service.")
     http_port: int = flag(8000, "Port of the HTTP service; 0 takes a free one, -1 none.", minimum=-1, maximum=65535)
-    doors: int = flag(
+    api_server_count: int = flag(
         1,
         "Processes that take requests at these ports, check and tokenize them and write the answers' text, beside the "
         "one that places and tracks; 1: one process does it all.",
@@ -193,8 +193,10 @@ def check_settings(settings: CoordinatorSettings) -> None:
         raise SettingsError(
             f"node_timeout_s ({settings.node_timeout_s:g}) must be above heartbeat_s ({settings.heartbeat_s:g})"
         )
-    if settings.doors > 1 and sys.platform != "linux":
-        raise SettingsError(f"doors ({settings.doors}) must be 1 here: only Linux divides a port's connections fairly")
+    if settings.api_server_count > 1 and sys.platform != "linux":
+        raise SettingsError(
+            f"API servers ({settings.api_server_count}) must be 1 here: only Linux divides a port's connections fairly"
+        )
     origins(settings.allowed_origins)
     parse_slo_classes(settings.slo_class)
     _check_template_kwargs(settings.chat_template_kwargs)

@@ -6,9 +6,9 @@ Rank 0 calls these methods on its own rank and, as commands, on the followers': 
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.results import Received, TransferError, TransferFailed
-from kv_transfer.ticket import Ticket
 from serving_core import reasons
 
 OnEnded = Callable[[int, Received | TransferFailed], None]
@@ -35,12 +35,14 @@ class Incoming:
         """Where the rank receives."""
         return self._receiver.address
 
-    def expect(self, epoch: int, ticket: bytes, block_ids: Sequence[int]) -> None:
-        """Lets these blocks be written by the ticket; on_granted is told at once, unless it cannot be used, and
+    def expect(self, epoch: int, descriptor: bytes, block_ids: Sequence[int]) -> None:
+        """Lets these blocks be written by the descriptor; on_granted is told at once, unless it cannot be used, and
         on_coming when some of them come."""
         on_coming = None if self._on_coming is None else partial(self._on_coming, epoch)
         try:
-            self._receiver.expect(Ticket.decode(ticket), block_ids, partial(self._on_ended, epoch), on_coming)
+            self._receiver.expect(
+                TransferDescriptor.decode(descriptor), block_ids, partial(self._on_ended, epoch), on_coming
+            )
         except TransferError as error:
             self._on_ended(epoch, TransferFailed(reasons.TRANSFER_FAILED, str(error)))
         else:

@@ -38,8 +38,8 @@ from typing import Final, Protocol
 
 from serving_core.blocks import BlockAllocator, BlockLease
 from serving_core.leases import Leases
+from serving_core.node_requests import NodeRequest, NodeRequests, Stage
 from serving_core.requests import DraftWork, Share, Work
-from serving_core.residents import Resident, Residents, Stage
 
 SHORTEST: Final = 3  # tokens that match; fewer tell little
 LONGEST: Final = 32  # a longer match tells no more
@@ -279,19 +279,19 @@ class Drafts:
     """The draft model of one node, as it is planned."""
 
     def __init__(
-        self, residents: Residents, model: DraftModel, gate: Gate, num_candidates: int, most_rows: int
+        self, node_requests: NodeRequests, model: DraftModel, gate: Gate, num_candidates: int, most_rows: int
     ) -> None:
-        self._residents = residents
+        self._node_requests = node_requests
         self._model = model
         self._allocator = BlockAllocator(model.num_blocks, caching=False)
         self._gate = gate
         self._budget = Budget()
         self._num_candidates = num_candidates
         self._most_rows = most_rows
-        self._texts: dict[Resident, _DraftText | None] = {}  # None: it goes without
+        self._texts: dict[NodeRequest, _DraftText | None] = {}  # None: it goes without
         self._record = Record()  # of all answers
         self._num_plain = 0  # steps without candidates
-        self._running: list[tuple[Resident, _DraftText]] = []
+        self._running: list[tuple[NodeRequest, _DraftText]] = []
         self._num_answers = 0  # of the step to come
         self._is_stopped = False
 
@@ -299,14 +299,14 @@ class Drafts:
         """What is to be computed before the next step, which no step runs beside. `drafted` or `failed` is to follow,
         unless it is nothing."""
         self._let_go()
-        self._num_answers = num_answers = self._residents.count(Stage.WRITING)
-        if not num_answers or self._residents.count(Stage.READING) or not self.may_open(num_answers):
+        self._num_answers = num_answers = self._node_requests.count(Stage.WRITING)
+        if not num_answers or self._node_requests.count(Stage.READING) or not self.may_open(num_answers):
             return []
         least_probability = self._least_probability(num_answers)
         works: list[DraftWork] = []
         num_to_read, room = MOST_READ, self._most_rows - num_answers
-        for resident in self._residents.in_stage(Stage.WRITING):
-            work = self._work(resident, least_probability, num_to_read, room)
+        for node_request in self._node_requests.in_stage(Stage.WRITING):
+            work = self._work(node_request, least_probability, num_to_read, room)
             if work is not None:
                 works.append(work)
                 num_to_read -= _num_read(work)
@@ -323,10 +323,10 @@ class Drafts:
         self._budget.add(-draft_s)
         if num_candidates and not num_read:
             self._gate.drafted(self._num_answers, num_candidates, draft_s)
-        for (resident, text), work, written in zip(self._running, works, candidates, strict=True):
+        for (node_request, text), work, written in zip(self._running, works, candidates, strict=True):
             text.num_computed += work.share.num_tokens
             text.num_tokens, text.written = text.num_computed, written
-            assert not written or text.num_tokens <= len(resident.request.token_ids)
+            assert not written or text.num_tokens <= len(node_request.request.token_ids)
         self._running = []
 
     def failed(self) -> None:
@@ -338,16 +338,16 @@ class Drafts:
         """Whether there may be candidates in the next step. What was written was worth it."""
         return any(text is not None and text.written for text in self._texts.values())
 
-    def candidates(self, resident: Resident, most: int) -> list[int]:
+    def candidates(self, node_request: NodeRequest, most: int) -> list[int]:
         """What was written behind the text as it is."""
-        text = self._texts.get(resident)
-        is_of_now = text is not None and text.num_tokens == len(resident.request.token_ids)
+        text = self._texts.get(node_request)
+        is_of_now = text is not None and text.num_tokens == len(node_request.request.token_ids)
         return text.written[:most] if text is not None and is_of_now else []
 
-    def came(self, resident: Resident, num_candidates: int, num_come: int) -> None:
+    def came(self, node_request: NodeRequest, num_candidates: int, num_come: int) -> None:
         """Of its candidates the first so many have come."""
         self._record.add(num_candidates, num_come)
-        if (text := self._texts.get(resident)) is not None:
+        if (text := self._texts.get(node_request)) is not None:
             text.record.add(num_candidates, num_come)
 
     def took(self, num_answers: int, num_candidates: int, num_come: int, step_s: float) -> None:
@@ -376,20 +376,22 @@ class Drafts:
 
     def _let_go(self) -> None:
         """Of answers that have ended or are written elsewhere."""
-        for resident in [each for each in self._texts if each not in self._residents]:
-            text = self._texts.pop(resident)
+        for node_request in [each for each in self._texts if each not in self._node_requests]:
+            text = self._texts.pop(node_request)
             if text is not None:
                 text.lease.release()
 
-    def _work(self, resident: Resident, least_probability: float, num_to_read: int, room: int) -> DraftWork | None:
-        request = resident.request
+    def _work(
+        self, node_request: NodeRequest, least_probability: float, num_to_read: int, room: int
+    ) -> DraftWork | None:
+        request = node_request.request
         most = min(room, self._num_candidates, request.sampling.max_tokens - request.num_output_tokens - 1)
-        if resident.move is not None or resident.hosts or resident.is_ending:
+        if node_request.move is not None or node_request.hosts or node_request.is_ending:
             return None  # it has no candidates
-        if most <= 0 or resident.num_to_compute != 1:
+        if most <= 0 or node_request.num_to_compute != 1:
             return None
-        most = num_in_a_row(self._probability(resident), least_probability, most)
-        text = self._text(resident, len(request.token_ids) + most) if most else None
+        most = num_in_a_row(self._probability(node_request), least_probability, most)
+        text = self._text(node_request, len(request.token_ids) + most) if most else None
         if text is None:
             return None
         text.follow(request.token_ids)
@@ -399,29 +401,29 @@ class Drafts:
             return None
         start, is_all = text.num_computed, num_tokens == num_missing
         share = Share(request.token_ids[start : start + num_tokens], start, text.lease.block_ids, samples=is_all)
-        self._running.append((resident, text))
+        self._running.append((node_request, text))
         return DraftWork(share, most if is_all else 0)
 
-    def _probability(self, resident: Resident) -> float:
+    def _probability(self, node_request: NodeRequest) -> float:
         """That a candidate of it comes."""
-        of_all, text = self._record.expected(FIRST_PROBABILITY, WEIGHT), self._texts.get(resident)
+        of_all, text = self._record.expected(FIRST_PROBABILITY, WEIGHT), self._texts.get(node_request)
         return of_all if text is None else text.record.expected(of_all, WEIGHT)
 
-    def _text(self, resident: Resident, num_tokens: int) -> _DraftText | None:
+    def _text(self, node_request: NodeRequest, num_tokens: int) -> _DraftText | None:
         """With blocks for so many tokens. One that begins gets them for all of its text or has to wait, and one that
         finds none on its way goes without from then on: else several would take them from one another for ever."""
-        text = self._texts.get(resident)
-        if text is None and resident in self._texts:
+        text = self._texts.get(node_request)
+        if text is None and node_request in self._texts:
             return None
         num_held = 0 if text is None else len(text.lease.block_ids)
         num_missing = -(-num_tokens // self._model.block_size) - num_held
         if num_tokens > self._model.max_model_len or num_missing > self._allocator.num_free:
             if text is not None:
                 text.lease.release()
-                self._texts[resident] = None
+                self._texts[node_request] = None
             return None
         if text is None:
-            text = self._texts[resident] = _DraftText(self._allocator.allocate(num_missing))
+            text = self._texts[node_request] = _DraftText(self._allocator.allocate(num_missing))
         elif num_missing > 0:
             text.lease.grow(num_missing)
         return text
@@ -445,10 +447,10 @@ class Source(Protocol):
     def may_open(self, num_answers: int) -> bool:
         """Whether the one behind a step of so many answers may, as far as can be told while that one runs."""
 
-    def candidates(self, resident: Resident, most: int) -> list[int]:
+    def candidates(self, node_request: NodeRequest, most: int) -> list[int]:
         """Of one answer, as many as are worth their time, and no more than this."""
 
-    def came(self, resident: Resident, num_candidates: int, num_come: int) -> None:
+    def came(self, node_request: NodeRequest, num_candidates: int, num_come: int) -> None:
         """Of its candidates in a step the first so many have come."""
 
     def took(self, num_answers: int, num_candidates: int, num_come: int, step_s: float) -> None:
@@ -477,18 +479,18 @@ class Lookups:
     def may_open(self, num_answers: int) -> bool:
         return self._gate.least_probability(num_answers) < 1
 
-    def candidates(self, resident: Resident, most: int) -> list[int]:
-        if resident.draft is None:
-            resident.draft = _Text()
-        text, token_ids = resident.draft, resident.request.token_ids
+    def candidates(self, node_request: NodeRequest, most: int) -> list[int]:
+        if node_request.draft is None:
+            node_request.draft = _Text()
+        text, token_ids = node_request.draft, node_request.request.token_ids
         if not text.lookup.take_in(token_ids, MOST_TAKEN_IN):
             return []
         place, num_matching = text.lookup.find(token_ids)
         most = text.record.num_worth_it(num_matching, self._least_probability, most) if num_matching else 0
         return following(token_ids, place, most)
 
-    def came(self, resident: Resident, num_candidates: int, num_come: int) -> None:
-        resident.draft.record.add(num_candidates, num_come)
+    def came(self, node_request: NodeRequest, num_candidates: int, num_come: int) -> None:
+        node_request.draft.record.add(num_candidates, num_come)
 
     def took(self, num_answers: int, num_candidates: int, num_come: int, step_s: float) -> None:
         """The gate has it."""
@@ -508,7 +510,7 @@ class Speculation:
 
     def __init__(
         self,
-        residents: Residents,
+        node_requests: NodeRequests,
         leases: Leases,
         eos_token_ids: Sequence[int],
         num_candidates: int,
@@ -517,7 +519,7 @@ class Speculation:
     ) -> None:
         """`num_candidates` is the most for an answer in a step, `most_tokens` that of a whole step; 0 candidates:
         never any. A model with a `draft_model` writes them, or else they are looked up."""
-        self._residents = residents
+        self._node_requests = node_requests
         self._leases = leases
         self._eos_token_ids = frozenset(eos_token_ids)
         self._num_candidates = num_candidates
@@ -525,13 +527,13 @@ class Speculation:
         self._gate = Gate()
         self.drafts: Drafts | None = None
         if draft_model is not None and num_candidates:
-            self.drafts = Drafts(residents, draft_model, self._gate, num_candidates, self._most_rows)
+            self.drafts = Drafts(node_requests, draft_model, self._gate, num_candidates, self._most_rows)
         self._source: Source = self.drafts or Lookups(self._gate)
         self.counts = SpeculationCounts()
 
     def extend(self, works: list[Work]) -> list[Work]:
         """A planned step, with candidates where they are worth their time."""
-        if not self._num_candidates or self._residents.count(Stage.READING) or not self._source.opens(len(works)):
+        if not self._num_candidates or self._node_requests.count(Stage.READING) or not self._source.opens(len(works)):
             return works
         extended, room = [], self._most_rows - len(works)
         for work in works:
@@ -555,7 +557,7 @@ class Speculation:
             counts.num_drafts += 1
             num_proposed += len(work.candidates)
             num_accepted += num_given - 1
-            self._source.came(self._residents.of(work.request), len(work.candidates), num_given - 1)
+            self._source.came(self._node_requests.of(work.request), len(work.candidates), num_given - 1)
         counts.num_proposed += num_proposed
         counts.num_accepted += num_accepted
         self._gate.took(len(works), num_proposed, step_s)
@@ -563,24 +565,24 @@ class Speculation:
 
     def _candidates(self, work: Work, room: int) -> list[int]:
         """Of one answer, at most `room`."""
-        resident, request = self._residents.of(work.request), work.request
+        node_request, request = self._node_requests.of(work.request), work.request
         most = min(room, self._num_candidates, request.sampling.max_tokens - request.num_output_tokens - 1)
-        if most <= 0 or work.num_tokens != 1 or resident.move is not None or resident.hosts:
+        if most <= 0 or work.num_tokens != 1 or node_request.move is not None or node_request.hosts:
             return []
-        candidates = self._source.candidates(resident, most)
+        candidates = self._source.candidates(node_request, most)
         if candidates:
-            candidates = candidates[: self._num_held(resident, len(candidates))]
+            candidates = candidates[: self._num_held(node_request, len(candidates))]
         return self._before_end(candidates, request.sampling.stop_token_ids)
 
-    def _num_held(self, resident: Resident, num_candidates: int) -> int:
+    def _num_held(self, node_request: NodeRequest, num_candidates: int) -> int:
         """How many of so many candidates it has blocks for. It gets more where every request could have one all the
         same."""
-        num_tokens = resident.num_computed + 1
-        num_missing = self._leases.num_missing(resident, num_tokens + num_candidates)
-        if num_missing and self._leases.num_free >= num_missing + len(self._residents):
-            self._leases.grow(resident, num_missing)
-        assert resident.lease is not None
-        return len(resident.lease.block_ids) * self._leases.block_size - num_tokens
+        num_tokens = node_request.num_computed + 1
+        num_missing = self._leases.num_missing(node_request, num_tokens + num_candidates)
+        if num_missing and self._leases.num_free >= num_missing + len(self._node_requests):
+            self._leases.grow(node_request, num_missing)
+        assert node_request.lease is not None
+        return len(node_request.lease.block_ids) * self._leases.block_size - num_tokens
 
     def _before_end(self, token_ids: list[int], stop_token_ids: Sequence[int]) -> list[int]:
         """Those before the first that may end the answer: nothing can be computed behind that."""

@@ -176,7 +176,7 @@ class Engine:
             "sequence_parallel_min_tokens": str(settings.sequence_parallel_min_tokens if tp_size > 1 else 0),
             "layers_offloaded": str(self._num_offloaded()),
             "batch_invariant": "yes" if settings.batch_invariant else "no",
-            "model_impl": f"transformers {version('transformers')}" if self.config.is_foreign else NATIVE,
+            "model_impl": f"transformers {version('transformers')}" if self.config.is_transformers else NATIVE,
         }
 
     def close(self) -> None:
@@ -342,13 +342,13 @@ class Engine:
 
     def _choose_attention(self, num_heads: int, *, verifies: bool) -> Attention:
         """Raises ModelError where what transformers computes with it is not what it computes with its own."""
-        if not self.config.is_foreign:
+        if not self.config.is_transformers:
             ours = self.config.differences
             return self._attention_of_all(num_heads, score_scale=ours.score_scale, softcap=ours.score_softcap)
-        from engine.foreign.decoder import ForeignDecoder
-        from engine.foreign.loading import check_model
+        from engine.transformers_backend.decoder import TransformersDecoder
+        from engine.transformers_backend.loading import check_model
 
-        assert isinstance(self.model, ForeignDecoder)
+        assert isinstance(self.model, TransformersDecoder)
         attention = self._attention_of_all(num_heads, portable_only=self.model.needs_portable)
         if verifies:
             check_model(self.model, attention, self.group, self.config, self.max_model_len)
@@ -372,7 +372,7 @@ class Engine:
         """Whether compiled kernels, whose bits have no history, compute all of it that adds anything up."""
         if isinstance(self.model, FakeModel):
             return True
-        if self.config.is_foreign or self.layout.is_quantized or not self._of_stage.adds_alike:
+        if self.config.is_transformers or self.layout.is_quantized or not self._of_stage.adds_alike:
             return False
         assert isinstance(self.model, LlamaDecoder)
         return isinstance(self.attention, NativeAttention) and self.model.is_invariant(self.pool.compute_dtype)
@@ -490,13 +490,13 @@ def _build_model(
     if config.architecture == FAKE_ARCHITECTURE:
         return FakeModel(config, folder, group), 0
     of_stage = pipeline.stage if pipeline else group
-    if config.is_foreign:
+    if config.is_transformers:
         require("transformers")
-        from engine.foreign.loading import load_foreign  # here, as it takes seconds to import
+        from engine.transformers_backend.loading import load_transformers  # here, as it takes seconds to import
 
         is_leader = group.rank == LEADER
         of_rank = (device, shard, of_stage, pipeline)
-        return load_foreign(folder, config, layout, dtype, *of_rank, settings, shows_progress=is_leader)
+        return load_transformers(folder, config, layout, dtype, *of_rank, settings, shows_progress=is_leader)
     if config.tie_word_embeddings and stores_own_head(folder, dtype, is_text_part=config.is_text_part):
         logger.warning("config.json ties the head to the embedding; the weights hold another head, which computes")
         config = replace(config, tie_word_embeddings=False)

@@ -1,4 +1,4 @@
-"""Strict msgpack: one list of scalars, bytes, strings and lists in, the same out. Shared by tickets and headers."""
+"""Strict msgpack: one list of scalars, bytes, strings and lists in, the same out. Shared by descriptors and headers."""
 
 import math
 import zlib

@@ -87,25 +87,25 @@ def holdings(grid: Grid, num_kv_heads: int, layers: range) -> list[Holding]:
 
 
 def describe(prefill: Grid, decode: Grid, num_kv_heads: int, layers: range = ANY_LAYER) -> list[str]:
-    """The plan in words, a line for each fact: what every rank holds, every lane with its share of the bytes that are
-    sent, and how many these are. Raises TransferError as `holdings`."""
+    """The plan in words, a line for each fact: what every rank holds, every channel with its share of the bytes that
+    are sent, and how many these are. Raises TransferError as `holdings`."""
     sources, destinations = (holdings(grid, num_kv_heads, layers) for grid in (prefill, decode))
     copies = plan_copies(sources, destinations)
     num_sent = sum(len(copy.source_heads) * len(copy.layers) for copy in copies)
-    lanes = []
+    channels = []
     for copy in copies:
         start = sources[copy.source_rank].heads.start
         heads = _words(range(start + copy.source_heads.start, start + copy.source_heads.stop))
         share = f"{100 * len(copy.source_heads) * len(copy.layers) / num_sent:.3g} % of the bytes sent"
         sent = f"{heads}{_in_layers(copy.layers, layers)}"
-        lanes.append(f"prefill rank {copy.source_rank} sends {sent} to decode rank {copy.destination_rank}: {share}")
+        channels.append(f"prefill rank {copy.source_rank} sends {sent} to decode rank {copy.destination_rank}: {share}")
     senders = {copy.source_rank for copy in copies}
     silent = [f"prefill rank {rank} sends nothing" for rank in range(len(sources)) if rank not in senders]
     total = f"total sent: {num_sent / num_kv_heads / len(layers):.3g} x the bytes of the unreplicated cache"
     return [
         *_holdings("prefill", sources, num_kv_heads, layers),
         *_holdings("decode", destinations, num_kv_heads, layers),
-        *lanes,
+        *channels,
         *silent,
         total,
     ]

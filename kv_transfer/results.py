@@ -9,7 +9,7 @@ from serving_core.errors import SplitServeError
 
 
 class TransferError(SplitServeError):
-    """A ticket, a message or a layout that the corridor cannot accept."""
+    """A descriptor, a message or a layout that the corridor cannot accept."""
 
 
 class AnnexRecalled(TransferError):

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from kv_transfer.descriptor import MAX_BLOCKS, MAX_EPOCH, MAX_LAYERS, TRANSFER_ID_BYTES
 from kv_transfer.packing import MAX_ITEMS, check_bytes, check_int, pack_checked, unpack_checked
 from kv_transfer.results import TransferError
-from kv_transfer.ticket import MAX_BLOCKS, MAX_EPOCH, MAX_LAYERS, TRANSFER_ID_BYTES
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_PAYLOAD_BYTES = 16 * 2**20

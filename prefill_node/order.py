@@ -21,8 +21,8 @@ from operator import le
 from typing import Final, NamedTuple
 
 from serving_core.costs import StepCosts
+from serving_core.node_requests import NodeRequest
 from serving_core.requests import Request, Work
-from serving_core.residents import Resident
 
 FLOOR: Final = 0.05  # of the prompt tokens that are computed, for those that others are read before
 
@@ -39,15 +39,15 @@ class Pace(NamedTuple):
 class Order:
     """Puts the prompts of one node in order: `of`, then `took` what the step takes of them."""
 
-    def __init__(self, costs: StepCosts, num_held: Callable[[Resident], int] = lambda _: 0) -> None:
+    def __init__(self, costs: StepCosts, num_held: Callable[[NodeRequest], int] = lambda _: 0) -> None:
         """`num_held` tells how many leading tokens the pool holds of a prompt that has no blocks yet."""
         self._costs, self._num_held = costs, num_held
-        self._hopeless: list[Resident] = []  # of the last order, those to refuse: they cannot be in time any more
+        self._hopeless: list[NodeRequest] = []  # of the last order, those to refuse: they cannot be in time any more
         self._num_owed = 0.0  # tokens, to the oldest of those that others are read before; at most what it lacks
         self._oldest: Request | None = None
         self._first: frozenset[Request] = frozenset()  # that are read before it
 
-    def of(self, prompts: list[Resident], now: float, pace: Callable[[], Pace]) -> list[Resident]:
+    def of(self, prompts: list[NodeRequest], now: float, pace: Callable[[], Pace]) -> list[NodeRequest]:
         """These prompts, which come oldest first, in the order in which they are to be read, without those that
         `take_hopeless` gives. `pace` is asked where any has a limit."""
         first = self._timely(prompts, now, pace)
@@ -65,7 +65,7 @@ class Order:
             ordered.insert(0, ordered.pop(place))
         return ordered
 
-    def take_hopeless(self) -> list[Resident]:
+    def take_hopeless(self) -> list[NodeRequest]:
         """Return, once, the prompts that the last order has left out: they cannot be in time, and are to be refused."""
         hopeless, self._hopeless = self._hopeless, []
         return hopeless
@@ -78,7 +78,7 @@ class Order:
             elif work.request in self._first:
                 self._num_owed += FLOOR * work.num_tokens
 
-    def _timely(self, prompts: list[Resident], now: float, pace: Callable[[], Pace]) -> list[Resident]:
+    def _timely(self, prompts: list[NodeRequest], now: float, pace: Callable[[], Pace]) -> list[NodeRequest]:
         self._hopeless = []
         limited = [(each, at_s) for each in prompts if (at_s := due_s(each)) < math.inf]
         if not limited:
@@ -93,7 +93,7 @@ class Order:
         found = timely(high_s, [at_s - now for _, at_s in limited], [each.priority for each, _ in limited])
         return [limited[index][0] for index in found]
 
-    def _least_s(self, prompt: Resident, most_tokens: int, bare_s: float) -> float:
+    def _least_s(self, prompt: NodeRequest, most_tokens: int, bare_s: float) -> float:
         """Return the seconds that a prompt takes with what the pool holds of it, which is long to look for."""
         num_held = self._num_held(prompt) if prompt.lease is None else prompt.num_computed
         num_left = max(1, prompt.num_computed + prompt.num_to_compute - num_held)
@@ -123,7 +123,7 @@ def timely(seconds: Sequence[float], dues_s: Sequence[float], priorities: Sequen
     return [index for index in by_due if index in chosen]
 
 
-def _is_refusable(prompt: Resident) -> bool:
+def _is_refusable(prompt: NodeRequest) -> bool:
     """Whether less than half of it is computed, nothing of it comes from elsewhere and no token has been told, so that
     it is refused when it would be late."""
     due, num_tokens = prompt.due, prompt.num_computed + prompt.num_to_compute
@@ -132,6 +132,6 @@ def _is_refusable(prompt: Resident) -> bool:
     return due is not None and due.refuses_late and is_new and is_here and not prompt.in_step
 
 
-def due_s(prompt: Resident) -> float:
+def due_s(prompt: NodeRequest) -> float:
     """Of the token that it is read for."""
     return math.inf if prompt.due is None else prompt.due.token_s(prompt.request.num_output_tokens)

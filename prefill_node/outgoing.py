@@ -41,11 +41,11 @@ class Outgoing:
         self._is_early = is_early
         self._transfers: dict[int, SendingTransfer] = {}
 
-    def send(self, epoch: int, ticket: bytes) -> None:
-        """Begins a transfer; its end, also that of a ticket which cannot be used, is told by on_ended."""
+    def send(self, epoch: int, descriptor: bytes) -> None:
+        """Begins a transfer; its end, also that of a descriptor which cannot be used, is told by on_ended."""
         try:
             ended, caught_up = partial(self._ended, epoch), partial(self._on_caught_up, epoch)
-            self._transfers[epoch] = self._sender.start(ticket, ended, caught_up)
+            self._transfers[epoch] = self._sender.start(descriptor, ended, caught_up)
         except TransferError as error:
             self._on_ended(epoch, TransferFailed(reasons.TRANSFER_FAILED, str(error)))
 

@@ -22,8 +22,8 @@ from serving_core import reasons
 from serving_core.costs import StepCosts, StepLoad
 from serving_core.errors import RequestError
 from serving_core.leases import Leases
+from serving_core.node_requests import NodeRequest, NodeRequests, Stage
 from serving_core.requests import MEAN, Work
-from serving_core.residents import Resident, Residents, Stage
 
 MAX_SCORED_TOKENS: Final = 256  # of one step: the logits of each are held at once
 SHARED: Final = 1 / 8  # of a step's tokens: for fewer that it would find behind that step a prompt does not wait
@@ -47,16 +47,16 @@ class Reading:
 
     def __init__(
         self,
-        residents: Residents,
+        node_requests: NodeRequests,
         leases: Leases,
         costs: StepCosts,
         *,
         max_num_queued: int,
-        fit: Callable[[Resident, int], int] = lambda _, num_tokens: num_tokens,
+        fit: Callable[[NodeRequest, int], int] = lambda _, num_tokens: num_tokens,
     ) -> None:
         """`fit` tells of a prompt that has hosts how many of so many tokens it has blocks for."""
         self._fit = fit
-        self._residents = residents
+        self._node_requests = node_requests
         self._leases = leases
         self._slack, self._order = Slack(costs), Order(costs, self._num_held)
         self._max_num_queued = max_num_queued
@@ -72,106 +72,115 @@ class Reading:
                 reasons.PROMPT_TOO_LONG,
                 f"the prompt needs {num_blocks} KV blocks, the prefill node has {self._leases.num_blocks}",
             )
-        if self._residents.count(Stage.QUEUED) >= self._max_num_queued:
+        if self._node_requests.count(Stage.QUEUED) >= self._max_num_queued:
             raise RequestError(reasons.QUEUE_FULL, f"the prefill queue holds its {self._max_num_queued} requests")
 
     def plan(
         self,
         budget: int,
-        may_start: Callable[[Resident], bool],
-        start: Callable[[Resident], bool],
-        answers: Sequence[Resident],
+        may_start: Callable[[NodeRequest], bool],
+        start: Callable[[NodeRequest], bool],
+        answers: Sequence[NodeRequest],
         now: float,
     ) -> list[Work]:
         """Chunks of at most `budget` tokens in all, and no more than the answers of the step leave time for. `start`
         gives a prompt its blocks if there are enough; if not, it holds up the younger ones that have none either. One
         that may not start is passed over. `took` is to follow when the step is done."""
-        prompts = [each for each in self._residents.in_stage(Stage.QUEUED, Stage.READING) if not each.is_ending]
+        prompts = [each for each in self._node_requests.in_stage(Stage.QUEUED, Stage.READING) if not each.is_ending]
         self._slack.begin(answers, prompts, now)
         step = _Step(budget, least_shared=max(self._leases.block_size, int(budget * SHARED)))
-        for resident in self._order.of(prompts, now, lambda: self._slack.pace(budget)):
+        for node_request in self._order.of(prompts, now, lambda: self._slack.pace(budget)):
             if step.budget == 0 or step.num_passable == 0:
                 break
-            if resident.stage is Stage.READING or self._starts(resident, step, may_start, start):
-                self._add_chunk(resident, step)
+            if node_request.stage is Stage.READING or self._starts(node_request, step, may_start, start):
+                self._add_chunk(node_request, step)
         self._order.took(step.works)
         return step.works
 
     def _starts(
         self,
-        resident: Resident,
+        node_request: NodeRequest,
         step: _Step,
-        may_start: Callable[[Resident], bool],
-        start: Callable[[Resident], bool],
+        may_start: Callable[[NodeRequest], bool],
+        start: Callable[[NodeRequest], bool],
     ) -> bool:
         """Whether a prompt that waits is read from this step on."""
-        if resident.age > step.held_up_from:
+        if node_request.age > step.held_up_from:
             return False
-        if self._is_computed(resident, step):
+        if self._is_computed(node_request, step):
             step.num_passable -= 1
             return False
-        if not may_start(resident):
+        if not may_start(node_request):
             return False
-        if not start(resident):
-            step.held_up_from = min(step.held_up_from, resident.age)
+        if not start(node_request):
+            step.held_up_from = min(step.held_up_from, node_request.age)
             return False
-        self._begin(resident)
+        self._begin(node_request)
         return True
 
-    def _add_chunk(self, resident: Resident, step: _Step) -> None:
+    def _add_chunk(self, node_request: NodeRequest, step: _Step) -> None:
         """What the step has room and time for of a prompt; where that is too little time, nothing follows it."""
-        is_scored = resident.request.is_scored
-        num_asked = min(step.budget, resident.num_to_compute, step.num_scorable if is_scored else step.budget)
-        if resident.hosts and (num_asked := self._fit(resident, num_asked)) == 0:
+        is_scored = node_request.request.is_scored
+        num_asked = min(step.budget, node_request.num_to_compute, step.num_scorable if is_scored else step.budget)
+        if node_request.hosts and (num_asked := self._fit(node_request, num_asked)) == 0:
             return
-        num_tokens = self._slack.afford(resident, num_asked) if num_asked else 0
+        num_tokens = self._slack.afford(node_request, num_asked) if num_asked else 0
         step.num_scorable -= num_tokens * is_scored
         if num_tokens:
-            step.works.append(resident.work(num_tokens))
+            step.works.append(node_request.work(num_tokens))
         step.budget = step.budget - num_tokens if num_tokens == num_asked else 0
 
     def took(self, load: StepLoad, step_s: float, now: float | None = None) -> None:
         """What a step has taken that is done now, or when it had computed, whatever it was of."""
         self._slack.took(load, step_s, now)
 
-    def start(self, resident: Resident, *, num_spare: int) -> bool:
+    def start(self, node_request: NodeRequest, *, num_spare: int) -> bool:
         """Gives a prompt the blocks for all of it, if that leaves num_spare free. Tells whether it did."""
         return self._leases.take(
-            resident, self.tokens_to_hold(resident), num_cacheable=num_cacheable(resident), num_spare=num_spare
+            node_request,
+            self.tokens_to_hold(node_request),
+            num_cacheable=num_cacheable(node_request),
+            num_spare=num_spare,
         )
 
-    def num_needed(self, resident: Resident) -> int:
+    def num_needed(self, node_request: NodeRequest) -> int:
         """Free blocks that the start of a prompt takes."""
-        return self._leases.num_needed(resident, self.tokens_to_hold(resident), num_cacheable=num_cacheable(resident))
+        return self._leases.num_needed(
+            node_request, self.tokens_to_hold(node_request), num_cacheable=num_cacheable(node_request)
+        )
 
-    def tokens_to_hold(self, resident: Resident) -> int:
+    def tokens_to_hold(self, node_request: NodeRequest) -> int:
         """Tokens that a prompt gets blocks for: with a new one that is answered here, the first of the answer. One that
         has hosts gets more as it goes."""
-        if resident.hosts:
+        if node_request.hosts:
             return 1
-        return resident.num_given if resident.hands_over else len(resident.request.token_ids) + resident.computes_prompt
+        return (
+            node_request.num_given
+            if node_request.hands_over
+            else len(node_request.request.token_ids) + node_request.computes_prompt
+        )
 
-    def _is_computed(self, resident: Resident, step: _Step) -> bool:
+    def _is_computed(self, node_request: NodeRequest, step: _Step) -> bool:
         """Whether a planned step computes enough of the prompt's tokens for another one that begins alike."""
         least = step.least_shared
         return any(
             work.num_tokens >= least
-            and self._shares(resident, self._residents.of(work.request), work.start, work.start + least)
+            and self._shares(node_request, self._node_requests.of(work.request), work.start, work.start + least)
             for work in step.works
         )
 
-    def _shares(self, resident: Resident, other: Resident, start: int, end: int) -> bool:
+    def _shares(self, node_request: NodeRequest, other: NodeRequest, start: int, end: int) -> bool:
         """Whether a prompt will find the tokens of another one up to `end`, and lacks those from `start` on."""
-        tokens, others = resident.request.token_ids, other.request.token_ids
+        tokens, others = node_request.request.token_ids, other.request.token_ids
         return (
-            end <= num_cacheable(resident)
+            end <= num_cacheable(node_request)
             and tokens[start:end] == others[start:end]  # which tells most apart at their first token
             and tokens[:start] == others[:start]
-            and self._leases.may_share(resident, other)
-            and self._num_held(resident) <= start
+            and self._leases.may_share(node_request, other)
+            and self._num_held(node_request) <= start
         )
 
-    def take_hopeless(self) -> Sequence[Resident]:
+    def take_hopeless(self) -> Sequence[NodeRequest]:
         """Return, once, the prompts that the last plan has left out, since they are to be refused."""
         return self._order.take_hopeless()
 
@@ -183,41 +192,41 @@ class Reading:
     @property
     def oldest_age(self) -> float:
         """Of the prompts that are here; inf where there is none."""
-        return next((each.age for each in self._residents.in_stage(Stage.QUEUED, Stage.READING)), math.inf)
+        return next((each.age for each in self._node_requests.in_stage(Stage.QUEUED, Stage.READING)), math.inf)
 
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens of prompts still to be computed, as far as one can tell before a prompt starts."""
         return sum(
             each.num_to_compute if each.lease is not None else each.num_to_compute - self._num_held(each)
-            for each in self._residents.in_stage(Stage.QUEUED, Stage.READING)
+            for each in self._node_requests.in_stage(Stage.QUEUED, Stage.READING)
         )
 
-    def _num_held(self, resident: Resident) -> int:
-        return self._leases.num_held_tokens(resident, num_cacheable(resident))
+    def _num_held(self, node_request: NodeRequest) -> int:
+        return self._leases.num_held_tokens(node_request, num_cacheable(node_request))
 
-    def _begin(self, resident: Resident) -> None:
-        self._residents.enter(resident, Stage.READING)
-        resident.has_looked = False
-        self.count(resident)
+    def _begin(self, node_request: NodeRequest) -> None:
+        self._node_requests.enter(node_request, Stage.READING)
+        node_request.has_looked = False
+        self.count(node_request)
 
-    def count(self, resident: Resident) -> None:
+    def count(self, node_request: NodeRequest) -> None:
         """Counts a prompt that has got its blocks; once, however often it begins."""
-        if not resident.has_begun:
-            resident.has_begun = True
-            self.num_prompt_tokens += resident.num_given
-            self.num_cached_tokens += self._leases.num_cached_tokens(resident)
+        if not node_request.has_begun:
+            node_request.has_begun = True
+            self.num_prompt_tokens += node_request.num_given
+            self.num_cached_tokens += self._leases.num_cached_tokens(node_request)
 
 
-def num_cacheable(resident: Resident) -> int:
+def num_cacheable(node_request: NodeRequest) -> int:
     """Leading tokens of a prompt that need not be computed if they are there. Where a token is sampled in the end, the
     last one is in any case: its logits choose it. So are those whose logits are yet to score the next one, and all of
     which the mean is wanted."""
-    request = resident.request
+    request = node_request.request
     if request.pooling is not None and request.pooling.kind == MEAN:
         return 0
     if request.is_scored:
         return len(request.scores)
-    if resident.hands_over:
-        return resident.num_given - (not resident.has_first_token)
+    if node_request.hands_over:
+        return node_request.num_given - (not node_request.has_first_token)
     return len(request.token_ids) - 1

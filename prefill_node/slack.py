@@ -25,7 +25,7 @@ from typing import Final
 from prefill_node.order import Pace, due_s
 from serving_core.costs import StepCosts, StepLoad
 from serving_core.margin import Margin
-from serving_core.residents import Resident
+from serving_core.node_requests import NodeRequest
 
 FLOOR: Final = 0.05  # of the time, for prompts that are held back
 LEAST_TOKENS: Final = 16  # of a chunk, unless it is the last of its prompt
@@ -44,7 +44,7 @@ FIXED_SHARE: Final = 0.2  # of a step's time that may go to what it costs withou
 class _Step:
     """One that is planned, with answers or prompts that have limits."""
 
-    answers: Sequence[Resident]
+    answers: Sequence[NodeRequest]
     now: float
     is_weighed: bool = False  # whether anyone has asked for what follows
     bare_s: float = 0.0  # without chunks
@@ -89,7 +89,7 @@ class Slack:
         """Return what the mean of steps without chunks rarely exceeds, by the expected one."""
         return self._decode_margin.factor
 
-    def begin(self, answers: Sequence[Resident], prompts: Sequence[Resident], now: float) -> None:
+    def begin(self, answers: Sequence[NodeRequest], prompts: Sequence[NodeRequest], now: float) -> None:
         """A step is planned, in which these answers get a token each, and chunks of these prompts may be computed."""
         self._note_new(prompts, now)
         is_limited = any(each.due is not None and each.due.tpot_s < math.inf for each in answers)
@@ -97,7 +97,7 @@ class Slack:
         self._step = _Step(answers, now) if is_limited else None
         self._is_limited = is_limited
 
-    def afford(self, prompt: Resident, num_tokens: int) -> int:
+    def afford(self, prompt: NodeRequest, num_tokens: int) -> int:
         """How many of these next tokens of a prompt the step may compute; they count as planned."""
         step = self._step
         if step is None:
@@ -123,7 +123,7 @@ class Slack:
         step.chunks_s += chunk_s
         return num_afforded
 
-    def _ends_in_time(self, step: _Step, prompt: Resident, chunk_s: float) -> bool:
+    def _ends_in_time(self, step: _Step, prompt: NodeRequest, chunk_s: float) -> bool:
         """Whether the last chunk of a prompt may be in the step: not if that makes it late, and a step of its own would
         not. Others may then add to the step what it leaves them."""
         has_s = (due_s(prompt) - step.now) / step.factor
@@ -133,7 +133,7 @@ class Slack:
             return True
         return not step.chunks_s or step.bare_s + chunk_s > has_s
 
-    def _fits_alone(self, step: _Step, prompt: Resident) -> bool:
+    def _fits_alone(self, step: _Step, prompt: NodeRequest) -> bool:
         """Whether a step of its own could compute all of a prompt: to begin it behind others would win nothing, and
         would have spent something on it should it step back for more urgent ones."""
         most = self._costs.num_tokens_within(step.longest_s, prompt.num_computed, is_first=True)
@@ -184,7 +184,7 @@ class Slack:
         least_s = max(fixed_s * (1 / FIXED_SHARE - 1), self._costs.chunk_s(0, SHORT_TOKENS, is_first=True))
         return max(BLOCKING_SHARE * given_s - bare_s, least_s)
 
-    def _note_new(self, prompts: Sequence[Resident], now: float) -> None:
+    def _note_new(self, prompts: Sequence[NodeRequest], now: float) -> None:
         """Prompts come oldest first."""
         for each in reversed(prompts):
             if each.age <= self._newest_age:
@@ -194,7 +194,7 @@ class Slack:
         self._newest_age = prompts[-1].age if prompts else -1
 
 
-def least_bank_s(answers: Sequence[Resident], now: float, step_s: float) -> float:
+def least_bank_s(answers: Sequence[NodeRequest], now: float, step_s: float) -> float:
     """Until the next token of an answer is due that is not lost, in steps of this length; inf where there is none."""
     banks_s = [math.inf]
     for each in answers:

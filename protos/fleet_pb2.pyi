@@ -188,12 +188,12 @@ class Embedded(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., embedding: _Optional[bytes] = ..., prefill_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Reserved(_message.Message):
-    __slots__ = ("attempt", "ticket")
+    __slots__ = ("attempt", "descriptor")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
-    ticket: bytes
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    descriptor: bytes
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., descriptor: _Optional[bytes] = ...) -> None: ...
 
 class Revoked(_message.Message):
     __slots__ = ("attempt",)
@@ -262,12 +262,12 @@ class SampledToken(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[_inference_pb2.TopLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., num_proposed: _Optional[int] = ..., num_accepted: _Optional[int] = ...) -> None: ...
 
 class Borrowing(_message.Message):
-    __slots__ = ("attempt", "ticket")
+    __slots__ = ("attempt", "descriptor")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
-    ticket: bytes
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    descriptor: bytes
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., descriptor: _Optional[bytes] = ...) -> None: ...
 
 class Borrowed(_message.Message):
     __slots__ = ("attempt", "num_blocks", "num_bytes", "seconds")
@@ -426,12 +426,12 @@ class Prefill(_message.Message):
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ...) -> None: ...
 
 class Deliver(_message.Message):
-    __slots__ = ("attempt", "ticket")
+    __slots__ = ("attempt", "descriptor")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
-    ticket: bytes
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    descriptor: bytes
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., descriptor: _Optional[bytes] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("attempt",)
@@ -448,12 +448,12 @@ class Reshape(_message.Message):
     def __init__(self, shape: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., is_loan: _Optional[bool] = ...) -> None: ...
 
 class Migrate(_message.Message):
-    __slots__ = ("attempt", "ticket")
+    __slots__ = ("attempt", "descriptor")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
-    ticket: bytes
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    descriptor: bytes
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., descriptor: _Optional[bytes] = ...) -> None: ...
 
 class Keep(_message.Message):
     __slots__ = ("attempt",)
@@ -468,18 +468,18 @@ class Begun(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
 
 class Lend(_message.Message):
-    __slots__ = ("attempt", "ticket", "token_ids", "cache_salt", "adapter")
+    __slots__ = ("attempt", "descriptor", "token_ids", "cache_salt", "adapter")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
-    ticket: bytes
+    descriptor: bytes
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: str
     adapter: str
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., ticket: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., descriptor: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Tail(_message.Message):
     __slots__ = ("token_ids", "made")

@@ -649,14 +649,14 @@ class SloClassLoad(_message.Message):
     def __init__(self, slo_class: _Optional[str] = ..., limits: _Optional[str] = ..., num_answers: _Optional[int] = ..., num_ttft_met: _Optional[int] = ..., num_tpot_met: _Optional[int] = ..., num_met: _Optional[int] = ...) -> None: ...
 
 class Shape(_message.Message):
-    __slots__ = ("prompt_tokens", "seats", "takes_handovers")
+    __slots__ = ("prompt_tokens", "slots", "takes_handovers")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    SEATS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
     TAKES_HANDOVERS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
-    seats: int
+    slots: int
     takes_handovers: bool
-    def __init__(self, prompt_tokens: _Optional[int] = ..., seats: _Optional[int] = ..., takes_handovers: _Optional[bool] = ...) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[int] = ..., slots: _Optional[int] = ..., takes_handovers: _Optional[bool] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
     __slots__ = ("name", "role", "state", "num_running", "num_waiting", "num_waiting_tokens", "num_blocks", "num_blocks_free", "num_steps", "step_s", "rss_bytes", "num_preemptions", "num_blocks_cached", "num_prompt_tokens", "num_cached_tokens", "num_kv_bytes", "num_transfers_failed", "ranks", "prefill_tokens_per_s", "shape", "lone_step_s", "step_weights", "decode_margin", "num_blocks_leaked", "step_tokens", "num_step_tokens", "tier", "num_blocks_hosted", "num_annexes", "num_annexes_recalled", "num_losses", "longest_heartbeat_gap_s")

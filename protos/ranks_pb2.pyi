@@ -74,14 +74,14 @@ class Share(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[bool] = ..., num_scored: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("epoch", "ticket", "block_ids")
+    __slots__ = ("epoch", "descriptor", "block_ids")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    ticket: bytes
+    descriptor: bytes
     block_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., ticket: _Optional[bytes] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., descriptor: _Optional[bytes] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Admit(_message.Message):
     __slots__ = ("keys",)
@@ -90,14 +90,14 @@ class Admit(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Send(_message.Message):
-    __slots__ = ("epoch", "ticket", "block_ids")
+    __slots__ = ("epoch", "descriptor", "block_ids")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    ticket: bytes
+    descriptor: bytes
     block_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., ticket: _Optional[bytes] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., descriptor: _Optional[bytes] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SendMore(_message.Message):
     __slots__ = ("epoch", "block_ids")

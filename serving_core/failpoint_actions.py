@@ -8,7 +8,7 @@ comes to the point, POINT:N=ACTION for the Nth time alone.
     step        a step is about to be computed
     sent        a message with blocks has been given to the transport
     arrived     a message for blocks that were granted has come, nothing of it is looked at yet
-    commit      every block of a lane is verified, and its sender does not know it yet
+    commit      every block of a channel is verified, and its sender does not know it yet
     release     a transfer has ended at its sender, which still has the blocks
     before.KIND, after.KIND     a message between node and coordinator is about to leave, or has left
     on.KIND                     it has come, and nothing is done about it yet

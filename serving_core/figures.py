@@ -9,6 +9,8 @@ from typing import Any, Final, cast
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
+from serving_core.renamed import METRICS
+
 # From a step of a GPU to a long answer of a CPU; dense where limits of TTFT and TPOT lie.
 SECONDS: Final = (
     0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5,
@@ -65,9 +67,11 @@ def histogram(name: str, help: str, values: Values, *vllm: str) -> Figure:
 
 
 def families(figures: Iterable[Figure]) -> Iterator[Metric]:
-    """The figures under our names."""
+    """The figures under our names, and for one release under those that they had before."""
     for figure in figures:
         yield family(figure, PREFIX + figure.name)
+        if figure.name in METRICS:
+            yield family(figure, PREFIX + METRICS[figure.name])
 
 
 def family(figure: Figure, name: str, relabel: Callable[[Labels], Labels] = lambda labels: labels) -> Metric:

@@ -18,9 +18,9 @@ import click
 import yaml
 
 from serving_core.failpoints import ENVIRONMENT as FAILPOINTS
+from serving_core.renamed import ENV_PREFIX, FLAGS, rename_arguments, rename_variables
 from serving_core.units import parse_size, size_of
 
-ENV_PREFIX = "SPLITSERVE_"
 NATIVE = "SPLITSERVE_NATIVE"  # which compiled kernels compute, or off
 NO_FLAGS = frozenset({NATIVE, FAILPOINTS})
 BYTES = "_bytes"  # ends the name of a flag that is a size
@@ -69,7 +69,19 @@ def settings_command(settings_class: type[Any], run: Callable[[Any], None], *, n
     params = [_parameter(field, hint) for field, hint in fields_of(settings_class)]
     params += [secret_file_option(secret) for secret in secrets]
     params.append(_config_option())
-    return click.Command(name, params=params, callback=callback, help=help)
+    return _Command(name, params=params, callback=callback, help=help)
+
+
+class _Command(click.Command):
+    """A command that also takes the flags and environment variables of the release before, with a warning."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rename_variables(os.environ, _warn)
+        return super().parse_args(ctx, rename_arguments(args, _warn))
+
+
+def _warn(line: str) -> None:
+    click.echo(line, err=True)
 
 
 def build(settings_class: type[Any], values: dict[str, Any]) -> Any:
@@ -284,7 +296,7 @@ def read_yaml(path: Path, command: click.Command) -> dict[str, str | list[str]]:
         raise click.BadParameter(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise click.BadParameter(f"{path} must hold a mapping of flag names to values")
-    values = {str(key).replace("-", "_"): value for key, value in content.items()}
+    values = {_key(str(key)): value for key, value in content.items()}
     repeated = {str(param.name): param.multiple for param in command.params if param.name != CONFIG}
     if unknown := sorted(set(values) - set(repeated)):
         raise click.BadParameter(f"{path} has unknown keys: {', '.join(unknown)}")
@@ -297,6 +309,14 @@ def read_yaml(path: Path, command: click.Command) -> dict[str, str | list[str]]:
             f"{', '.join(wrong)}"
         )
     return values
+
+
+def _key(key: str) -> str:
+    """Return the flag that a key of a YAML file names, with a warning where the key is of the release before."""
+    name = key.replace("-", "_")
+    if name in FLAGS:
+        _warn(f"Warning: {key} is called {FLAGS[name]} now")
+    return FLAGS.get(name, name)
 
 
 def _fits(value: Any, *, is_repeated: bool) -> bool:

@@ -1,10 +1,9 @@
 """What an answer is made to be: a grammar in llguidance's own form, and the tokens that it lets come next. Torch-free.
 
-The door makes the grammar of what a client asks for and compiles it, to refuse what cannot be enforced; each node that
-chooses tokens of the answer compiles it again. What may follow depends on the grammar, the vocabulary and the answer's
-tokens alone, so an answer goes on after a hand-over, a move or a restart as if nothing had happened. What a node is
-given names the door's vocabulary, since with another one masks would let other tokens come.
-"""
+The API server makes the grammar of what a client asks for and compiles it, to refuse what cannot be enforced; each node
+that chooses tokens of the answer compiles it again. What may follow depends on the grammar, the vocabulary and the
+answer's tokens alone, so an answer goes on after a hand-over, a move or a restart as if nothing had happened. What a
+node is given names the API server's vocabulary, since with another one masks would let other tokens come."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -20,7 +20,7 @@ class Widths(NamedTuple):
     values: int  # 0 where a layer has no V, as with latent KV
 
 
-class Plane(NamedTuple):
+class Pchannel(NamedTuple):
     """One block in one layer, K or V alone: [block_size, num_heads, width] in consecutive bytes, none for width 0.
 
     With a quantized dtype num_heads float32 scales follow these data: value = data * scale of the head.
@@ -82,7 +82,7 @@ class KVLayout:
         return len(self.widths)
 
     @property
-    def plane(self) -> Plane:
+    def plane(self) -> Pchannel:
         """The one shape of all planes. Raises SettingsError as check_uniform."""
         self.check_uniform()
         keys, _ = self.planes(self.first_layer)
@@ -143,7 +143,7 @@ class KVLayout:
     def __str__(self) -> str:
         return f"{self.block_size} tokens and {self.num_kv_heads} heads of {self.dtype}, K + V {self.layers_text}"
 
-    def planes(self, layer: int) -> tuple[Plane, Plane]:
+    def planes(self, layer: int) -> tuple[Pchannel, Pchannel]:
         """K and V of one block in one layer. Raises ValueError for a layer that is not held."""
         return _planes(self.widths[self.layers.index(layer)], self.block_size, self.num_kv_heads, self.dtype)
 
@@ -161,7 +161,7 @@ class KVLayout:
         return -(-num_tokens // self.block_size)
 
     def with_heads(self, num_kv_heads: int) -> "KVLayout":
-        """The layout of that many heads of the same model: one rank's or one lane's."""
+        """The layout of that many heads of the same model: one rank's or one channel's."""
         return replace(self, num_kv_heads=num_kv_heads)
 
     def with_layers(self, layers: range) -> "KVLayout":
@@ -185,8 +185,8 @@ class KVLayout:
         return sum(_plane_bytes(widths, self.block_size, self.num_kv_heads, self.dtype))
 
 
-def _planes(widths: Widths, block_size: int, num_heads: int, dtype: str) -> tuple[Plane, Plane]:
-    keys, values = (Plane(block_size, num_heads, width, dtype) for width in widths)
+def _planes(widths: Widths, block_size: int, num_heads: int, dtype: str) -> tuple[Pchannel, Pchannel]:
+    keys, values = (Pchannel(block_size, num_heads, width, dtype) for width in widths)
     return keys, values
 
 

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from serving_core.blocks import BlockAllocator, BlockLease
 from serving_core.layout import KVLayout
+from serving_core.node_requests import NodeRequest, Stage
 from serving_core.prefix import CHUNK, EITHER, GRAFT, MAX_MAKERS, ORIGIN_BYTES, STEP, BlockNames, num_alike
-from serving_core.residents import Resident, Stage
 
 
 class Loan(NamedTuple):
@@ -18,7 +18,7 @@ class Loan(NamedTuple):
 
 
 class Leases:
-    """Takes, grows, publishes and gives back what residents hold of one pool."""
+    """Takes, grows, publishes and gives back what requests hold of one pool."""
 
     def __init__(self, allocator: BlockAllocator, layout: KVLayout, origin: bytes, *, is_history_free: bool) -> None:
         """`origin` is the node's, as serving_core/prefix.py has it; `is_history_free`: whether the bits of what it
@@ -55,78 +55,78 @@ class Leases:
     def blocks_for(self, num_tokens: int) -> int:
         return self._layout.num_blocks_for(num_tokens)
 
-    def num_needed(self, resident: Resident, num_tokens: int, *, num_cacheable: int) -> int:
+    def num_needed(self, node_request: NodeRequest, num_tokens: int, *, num_cacheable: int) -> int:
         """By how much `take` with the same arguments would lower num_free."""
-        names, _ = self._find(resident, num_cacheable)
+        names, _ = self._find(node_request, num_cacheable)
         return self._allocator.num_needed(self.blocks_for(num_tokens), names)
 
-    def take(self, resident: Resident, num_tokens: int, *, num_cacheable: int, num_spare: int) -> bool:
+    def take(self, node_request: NodeRequest, num_tokens: int, *, num_cacheable: int, num_spare: int) -> bool:
         """Leases blocks for num_tokens tokens if that leaves num_spare free; of the leading num_cacheable tokens, full
         blocks that the pool holds, whose tokens count as computed. Tells whether it did."""
-        names, makers = self._find(resident, num_cacheable)
+        names, makers = self._find(node_request, num_cacheable)
         num_blocks = self.blocks_for(num_tokens)
         if self._allocator.num_needed(num_blocks, names) + num_spare > self._allocator.num_free:
             return False
-        resident.lease = self._allocator.allocate(num_blocks, names)
-        resident.names.begin(names, makers)
-        resident.num_cached_blocks = num_cached = resident.lease.num_cached
-        if resident.num_found_blocks is None:
-            resident.num_found_blocks = num_cached
-        resident.num_computed = num_cached * self._layout.block_size
+        node_request.lease = self._allocator.allocate(num_blocks, names)
+        node_request.names.begin(names, makers)
+        node_request.num_cached_blocks = num_cached = node_request.lease.num_cached
+        if node_request.num_found_blocks is None:
+            node_request.num_found_blocks = num_cached
+        node_request.num_computed = num_cached * self._layout.block_size
         return True
 
-    def num_missing(self, resident: Resident, num_tokens: int) -> int:
+    def num_missing(self, node_request: NodeRequest, num_tokens: int) -> int:
         """Blocks that the lease lacks for num_tokens tokens in all."""
-        assert resident.lease is not None
-        num_held = resident.num_annexed_blocks + len(resident.lease.block_ids)
+        assert node_request.lease is not None
+        num_held = node_request.num_annexed_blocks + len(node_request.lease.block_ids)
         num_missing = self._layout.num_blocks_for(num_tokens) - num_held
         return num_missing if num_missing > 0 else 0
 
-    def num_tokens_held(self, resident: Resident) -> int:
+    def num_tokens_held(self, node_request: NodeRequest) -> int:
         """Tokens that there are blocks for, here and in annexes."""
-        assert resident.lease is not None
-        return (resident.num_annexed_blocks + len(resident.lease.block_ids)) * self._layout.block_size
+        assert node_request.lease is not None
+        return (node_request.num_annexed_blocks + len(node_request.lease.block_ids)) * self._layout.block_size
 
-    def shed(self, resident: Resident, num_blocks: int) -> None:
+    def shed(self, node_request: NodeRequest, num_blocks: int) -> None:
         """The leading blocks are in an annex now."""
-        assert resident.lease is not None
-        resident.lease.shed(num_blocks)
-        resident.num_annexed_blocks += num_blocks
+        assert node_request.lease is not None
+        node_request.lease.shed(num_blocks)
+        node_request.num_annexed_blocks += num_blocks
 
-    def trim(self, resident: Resident, num_blocks: int) -> None:
+    def trim(self, node_request: NodeRequest, num_blocks: int) -> None:
         """The last blocks, of one that publishes none, are free, and what was computed in them is not."""
-        assert resident.lease is not None
-        resident.lease.trim(num_blocks)
-        resident.num_computed = min(resident.num_computed, self.num_tokens_held(resident))
+        assert node_request.lease is not None
+        node_request.lease.trim(num_blocks)
+        node_request.num_computed = min(node_request.num_computed, self.num_tokens_held(node_request))
 
-    def grow(self, resident: Resident, num_blocks: int) -> None:
+    def grow(self, node_request: NodeRequest, num_blocks: int) -> None:
         """Adds blocks. Raises OutOfBlocks."""
-        assert resident.lease is not None
-        resident.lease.grow(num_blocks)
+        assert node_request.lease is not None
+        node_request.lease.grow(num_blocks)
 
-    def publish(self, resident: Resident) -> None:
+    def publish(self, node_request: NodeRequest) -> None:
         """Lets others use the blocks that are full of computed KV. Those that have come full since the last call, and
-        were not `copied`, this node has just computed, as the resident's stage says."""
-        assert resident.lease is not None
-        num_full = self._full_blocks(resident.num_computed)
-        if not self._allocator.caching or resident.hosts or num_full <= resident.lease.num_published:
+        were not `copied`, this node has just computed, as the request's stage says."""
+        assert node_request.lease is not None
+        num_full = self._full_blocks(node_request.num_computed)
+        if not self._allocator.caching or node_request.hosts or num_full <= node_request.lease.num_published:
             return
-        names = resident.names
+        names = node_request.names
         if (num_new := num_full - len(names.names)) > 0:
-            others = [self._own_maker(resident)] * (num_new - 1)
-            names.add(resident.request.token_ids, self._maker(resident), *others)
-        resident.lease.publish(names.names)
+            others = [self._own_maker(node_request)] * (num_new - 1)
+            names.add(node_request.request.token_ids, self._maker(node_request), *others)
+        node_request.lease.publish(names.names)
 
-    def copied(self, resident: Resident, made: Sequence[tuple[bytes, int]]) -> None:
+    def copied(self, node_request: NodeRequest, made: Sequence[tuple[bytes, int]]) -> None:
         """What counts as computed is there: behind blocks that were found here, those of another node. `made` tells who
         made all blocks there, and how many in a row. Copies keep their names, unless other blocks stand before them
         here or it is not told who made them."""
         if not self._allocator.caching:
             return
-        num_tokens = resident.num_computed
-        names, num_full = resident.names, self._full_blocks(num_tokens)
+        num_tokens = node_request.num_computed
+        names, num_full = node_request.names, self._full_blocks(num_tokens)
         makers = self._makers_there(names.makers, self.blocks_for(num_tokens), made)
-        names.add(resident.request.token_ids, *makers[len(names.makers) : num_full])
+        names.add(node_request.request.token_ids, *makers[len(names.makers) : num_full])
         names.begun_by = b"".join(makers[num_full:])
 
     def _makers_there(self, found: list[bytes], num_blocks: int, made: Sequence[tuple[bytes, int]]) -> list[bytes]:
@@ -136,23 +136,23 @@ class Leases:
         is_alike = is_told and makers[: len(found)] == found
         return makers if is_alike and self._know(makers) else [GRAFT] * num_blocks
 
-    def makers_of(self, resident: Resident) -> list[bytes]:
+    def makers_of(self, node_request: NodeRequest) -> list[bytes]:
         """Of all blocks with computed KV; none where they have no names."""
-        makers = list(resident.names.makers)
-        if self._allocator.caching and resident.num_computed % self._layout.block_size:
-            makers.append(self._maker(resident))
+        makers = list(node_request.names.makers)
+        if self._allocator.caching and node_request.num_computed % self._layout.block_size:
+            makers.append(self._maker(node_request))
         return makers
 
-    def _maker(self, resident: Resident) -> bytes:
+    def _maker(self, node_request: NodeRequest) -> bytes:
         """Of the first block that has no name yet."""
-        begun_by = resident.names.begun_by
+        begun_by = node_request.names.begun_by
         if begun_by and begun_by[:ORIGIN_BYTES] != self._origin:
             return GRAFT
-        return self._own_maker(resident)
+        return self._own_maker(node_request)
 
-    def _own_maker(self, resident: Resident) -> bytes:
+    def _own_maker(self, node_request: NodeRequest) -> bytes:
         """Of what this node computes for it now."""
-        return self._of_chunk if resident.stage in (Stage.READING, Stage.READ) else self._of_step
+        return self._of_chunk if node_request.stage in (Stage.READING, Stage.READ) else self._of_step
 
     def _know(self, makers: Sequence[bytes]) -> bool:
         """Whether blocks of these makers are looked for from now on."""
@@ -162,45 +162,47 @@ class Leases:
         self._makers[-1:-1] = new
         return True
 
-    def final_blocks(self, resident: Resident) -> list[int]:
+    def final_blocks(self, node_request: NodeRequest) -> list[int]:
         """The blocks that no step to come will write to."""
-        if resident.lease is None:
+        if node_request.lease is None:
             return []
-        return resident.lease.block_ids[: self._full_blocks(resident.num_computed)]
+        return node_request.lease.block_ids[: self._full_blocks(node_request.num_computed)]
 
-    def filled_blocks(self, resident: Resident) -> list[int]:
+    def filled_blocks(self, node_request: NodeRequest) -> list[int]:
         """The blocks that hold any KV."""
-        assert resident.lease is not None
-        return resident.lease.block_ids[: self.blocks_for(resident.num_computed)]
+        assert node_request.lease is not None
+        return node_request.lease.block_ids[: self.blocks_for(node_request.num_computed)]
 
-    def give_back(self, resident: Resident) -> None:
+    def give_back(self, node_request: NodeRequest) -> None:
         """Frees the blocks, if there are any; what is published stays to be found."""
-        if resident.lease is not None:
-            resident.lease.release()
-            resident.lease = None
-            resident.names.begin([], [])
-            resident.num_computed = resident.num_annexed_blocks = 0
-            if resident.request.annexes and self.on_annexes_left is not None:
-                self.on_annexes_left(resident.request.annexes)
-                resident.request.annexes, resident.request.annex_error = (), ""
+        if node_request.lease is not None:
+            node_request.lease.release()
+            node_request.lease = None
+            node_request.names.begin([], [])
+            node_request.num_computed = node_request.num_annexed_blocks = 0
+            if node_request.request.annexes and self.on_annexes_left is not None:
+                self.on_annexes_left(node_request.request.annexes)
+                node_request.request.annexes, node_request.request.annex_error = (), ""
 
-    def num_cached_tokens(self, resident: Resident) -> int:
-        """Tokens whose KV was there when the resident first got blocks."""
-        return (resident.num_found_blocks or 0) * self._layout.block_size
+    def num_cached_tokens(self, node_request: NodeRequest) -> int:
+        """Tokens whose KV was there when the request first got blocks."""
+        return (node_request.num_found_blocks or 0) * self._layout.block_size
 
-    def may_share(self, resident: Resident, other: Resident) -> bool:
+    def may_share(self, node_request: NodeRequest, other: NodeRequest) -> bool:
         """Whether one finds what the other publishes of the same tokens."""
         return (
-            self._allocator.caching and not (resident.hosts or other.hosts) and resident.names.root == other.names.root
+            self._allocator.caching
+            and not (node_request.hosts or other.hosts)
+            and node_request.names.root == other.names.root
         )
 
-    def blocks_found(self, resident: Resident, num_cacheable: int) -> list[int]:
+    def blocks_found(self, node_request: NodeRequest, num_cacheable: int) -> list[int]:
         """Of the leading num_cacheable tokens, full blocks that the pool holds."""
-        return [self._allocator.blocks_by_name[name] for name in self._find(resident, num_cacheable)[0]]
+        return [self._allocator.blocks_by_name[name] for name in self._find(node_request, num_cacheable)[0]]
 
-    def num_held_tokens(self, resident: Resident, num_cacheable: int) -> int:
+    def num_held_tokens(self, node_request: NodeRequest, num_cacheable: int) -> int:
         """Of the leading num_cacheable tokens, those in full blocks that the pool holds."""
-        return len(self._find(resident, num_cacheable)[0]) * self._layout.block_size
+        return len(self._find(node_request, num_cacheable)[0]) * self._layout.block_size
 
     def names_in(
         self, names: BlockNames, token_ids: Sequence[int], num_tokens: int, is_held: Callable[[bytes], bool]
@@ -213,27 +215,29 @@ class Leases:
         found, makers = self._find_named(names, token_ids, len(token_ids))
         return self._allocator.allocate(len(found), found), makers
 
-    def begin_loan(self, resident: Resident, num_tokens: int) -> Loan:
+    def begin_loan(self, node_request: NodeRequest, num_tokens: int) -> Loan:
         """Blocks for the leading full blocks of num_tokens tokens: those that the pool has, and others to be filled.
         Raises OutOfBlocks."""
-        names, makers = self._find(resident, num_tokens)
+        names, makers = self._find(node_request, num_tokens)
         return Loan(self._allocator.allocate(self._full_blocks(num_tokens), names), names, makers)
 
-    def lent(self, resident: Resident, loan: Loan, num_blocks: int, made: Sequence[tuple[bytes, int]]) -> None:
+    def lent(self, node_request: NodeRequest, loan: Loan, num_blocks: int, made: Sequence[tuple[bytes, int]]) -> None:
         """So many leading blocks of a loan are there; `made` as for `copied`. The prompt is to find them, unless it has
         begun without them."""
-        names = resident.names.of_others()
+        names = node_request.names.of_others()
         names.begin(list(loan.names), list(loan.makers))
-        names.add(resident.request.token_ids, *self._makers_there(loan.makers, num_blocks, made)[len(loan.makers) :])
+        names.add(
+            node_request.request.token_ids, *self._makers_there(loan.makers, num_blocks, made)[len(loan.makers) :]
+        )
         loan.lease.publish(names.names)
 
-    def _find(self, resident: Resident, num_tokens: int) -> tuple[list[bytes], list[bytes]]:
+    def _find(self, node_request: NodeRequest, num_tokens: int) -> tuple[list[bytes], list[bytes]]:
         """Names and makers of the leading full blocks of num_tokens tokens that the pool holds; none where some are to
         go to annexes. Of an answer that comes only those that can be no others than it was written behind."""
-        if resident.hosts:
+        if node_request.hosts:
             return [], []
-        names, makers = self._find_named(resident.names, resident.request.token_ids, num_tokens)
-        num_found = num_alike(makers) if resident.is_arriving else len(makers)
+        names, makers = self._find_named(node_request.names, node_request.request.token_ids, num_tokens)
+        num_found = num_alike(makers) if node_request.is_arriving else len(makers)
         return names[:num_found], makers[:num_found]
 
     def _find_named(

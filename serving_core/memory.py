@@ -16,7 +16,7 @@ _V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_
 _V2: Final = ("memory.max", "memory.current", "inactive_file")
 
 
-class _Resident:
+class _NodeRequest:
     """The memory of this process that is in RAM."""
 
     def __init__(self) -> None:
@@ -32,12 +32,12 @@ class _Resident:
         return self._num_bytes
 
 
-_resident: Final = _Resident()
+_node_request: Final = _NodeRequest()
 
 
 def resident_bytes() -> int:
     """Bytes that this process takes; while it has no descriptor left to look with, those of the last look."""
-    return _resident.num_bytes()
+    return _node_request.num_bytes()
 
 
 def available_bytes() -> int:

@@ -3,7 +3,7 @@
 A folder says so by its architecture, a decoder without a head (Qwen3Model), or as sentence-transformers does: by a
 modules.json with a module that pools.
 
-A model is native, or foreign: computed by the modelling code of transformers. Of a foreign one sizes are read here; the
+A model is native, or computed by the transformers backend. Of the latter sizes are read here; the
 engine checks that transformers, which has defaults of its own, reads the same.
 """
 
@@ -211,7 +211,7 @@ QWEN3_HEAD_DIM = 128  # likewise
 MOST_LAYERS = 1024
 NATIVE = "native"
 TRANSFORMERS = "transformers"
-FOREIGN_SUFFIXES = ("ForCausalLM", "LMHeadModel")  # of decoders that read and write text
+DECODER_SUFFIXES = ("ForCausalLM", "LMHeadModel")  # of decoders that read and write text
 HEADLESS_SUFFIX = "Model"  # of decoders that lack the head, as embedding models do
 ENCODERS = ("Bert", "BERT", "Bidirectional", "Electra", "Encoder", "MPNet", "Roberta", "roberta")  # in their names
 NEUTRAL_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # say nothing of what is computed
@@ -222,8 +222,8 @@ class ModelConfig:
     """One decoder, as far as we need to know it. sliding_windows has one entry for each layer: the number of tokens
     a token sees, itself included, or None for all.
 
-    Of a foreign one norms, rotation, biases, windows and differences are neutral: transformers reads these.
-    """
+    Of a model of the transformers backend norms, rotation, biases, windows and differences are neutral: transformers
+    reads these."""
 
     architecture: str
     model_type: str
@@ -250,7 +250,7 @@ class ModelConfig:
     differences: Differences
     model_impl: str = NATIVE
     has_latent_kv: bool = False  # its cache has one vector of each token, of which all heads make keys and values
-    config_digest: str = ""  # of a foreign one: SHA-256 of all that config.json says
+    config_digest: str = ""  # of a model of the transformers backend: SHA-256 of all that config.json says
     embedder: Embedder | None = None  # of a model that makes embeddings, and writes no answers
     is_text_part: bool = False  # of a checkpoint that has more than a decoder of text
 
@@ -260,7 +260,7 @@ class ModelConfig:
         return self.differences.experts
 
     @property
-    def is_foreign(self) -> bool:
+    def is_transformers(self) -> bool:
         """Whether transformers computes it."""
         return self.model_impl == TRANSFORMERS
 
@@ -320,7 +320,7 @@ def _fields(
     """As our decoder reads them; as transformers does, if there is none or it does not know all that is asked for."""
     is_fake = architecture == FAKE_ARCHITECTURE
     if architecture not in MODEL_TYPES or (model_impl == TRANSFORMERS and not is_fake):
-        return _foreign_fields(config)
+        return _transformers_fields(config)
     try:
         return _native_fields(said, architecture)
     except ModelError as error:
@@ -328,7 +328,7 @@ def _fields(
         if model_impl != "auto" or is_ours_alone:
             raise
         logger.info("%s is left to transformers: %s", architecture, error)
-        return _foreign_fields(config)
+        return _transformers_fields(config)
 
 
 def _native_fields(config: JsonFields, architecture: str) -> dict[str, Any]:
@@ -375,7 +375,7 @@ def _has_qkv_bias(config: JsonFields, architecture: str) -> bool:
     )
 
 
-def _foreign_fields(config: JsonFields) -> dict[str, Any]:
+def _transformers_fields(config: JsonFields) -> dict[str, Any]:
     if config.boolean("is_encoder_decoder", False):
         raise ModelError("an encoder-decoder is not supported: its cache is not keys and values of one text")
     if (quantization := config.nested("quantization_config")) is not None:
@@ -391,7 +391,7 @@ def _foreign_fields(config: JsonFields) -> dict[str, Any]:
         "num_layers": num_layers,
         "num_heads": num_heads,
         **_kv_heads(sizes, num_heads, max(1, hidden_size // num_heads)),
-        "max_position_embeddings": _foreign_context(sizes),
+        "max_position_embeddings": _transformers_context(sizes),
         "rms_norm_eps": 0.0,
         "rope": DefaultRope(0.0),
         "qkv_bias": False,
@@ -406,7 +406,7 @@ def _foreign_fields(config: JsonFields) -> dict[str, Any]:
     }
 
 
-def _foreign_context(sizes: JsonFields) -> int:
+def _transformers_context(sizes: JsonFields) -> int:
     """The longest text: of a longrope that before its extension, beyond which a token's rotation would depend on the
     longest text in its batch."""
     longest = sizes.integer("max_position_embeddings")
@@ -454,12 +454,12 @@ def _architecture(config: JsonFields, model_impl: str) -> tuple[str, str, bool]:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise config.error("architectures", "a list of one name")
     name = _with_head(names[0])
-    if any(word in name for word in ENCODERS) and not name.endswith(FOREIGN_SUFFIXES):
+    if any(word in name for word in ENCODERS) and not name.endswith(DECODER_SUFFIXES):
         raise ModelError(f"architecture {name!r:.80} is not supported: its attention goes both ways, ours is causal")
-    if name not in MODEL_TYPES and (model_impl == NATIVE or not name.endswith(FOREIGN_SUFFIXES)):
+    if name not in MODEL_TYPES and (model_impl == NATIVE or not name.endswith(DECODER_SUFFIXES)):
         supported = ", ".join(known for known in MODEL_TYPES if known != FAKE_ARCHITECTURE)
         more = (
-            "" if model_impl == NATIVE else f", and by transformers those named ...{' or ...'.join(FOREIGN_SUFFIXES)}"
+            "" if model_impl == NATIVE else f", and by transformers those named ...{' or ...'.join(DECODER_SUFFIXES)}"
         )
         raise ModelError(f"architecture {name!r} is not supported; supported are {supported}{more}")
     if name in MODEL_TYPES and model_type != MODEL_TYPES[name]:
@@ -469,7 +469,7 @@ def _architecture(config: JsonFields, model_impl: str) -> tuple[str, str, bool]:
 
 def _with_head(name: str) -> str:
     """What the architecture of one of our decoders is called with its head."""
-    whole = name.removesuffix(HEADLESS_SUFFIX) + FOREIGN_SUFFIXES[0]
+    whole = name.removesuffix(HEADLESS_SUFFIX) + DECODER_SUFFIXES[0]
     return whole if name.endswith(HEADLESS_SUFFIX) and whole in MODEL_TYPES and whole != FAKE_ARCHITECTURE else name
 
 

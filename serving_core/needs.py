@@ -54,8 +54,8 @@ def check_settings(settings: EngineSettings, config: ModelConfig, tp_size: int) 
             raise SettingsError("the fake model makes no embeddings: it has no hidden states")
         return
     check_tp_size(config, tp_size)
-    if config.is_foreign:
-        _check_foreign(settings, config)
+    if config.is_transformers:
+        _check_transformers(settings, config)
     check_quantization(settings.quantization, config.stored_quantization)
     if settings.batch_invariant and tp_size > MOST_INVARIANT_RANKS:
         raise SettingsError(
@@ -122,7 +122,7 @@ def _loaded_bytes(tensor: StoredTensor, dtype_bytes: int, bits: int | None) -> i
     return num_elements * dtype_bytes
 
 
-def _check_foreign(settings: EngineSettings, config: ModelConfig) -> None:
+def _check_transformers(settings: EngineSettings, config: ModelConfig) -> None:
     computed = f"transformers computes {config.architecture}"
     if config.embedder is not None:
         raise SettingsError(f"{computed}, and embeddings are made by models that our own code computes")

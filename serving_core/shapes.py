@@ -16,7 +16,7 @@ class Shape:
     """How much of what one node is to do."""
 
     prompt_tokens: int  # most tokens of prompts in one step; 0: it is given no prompt to read
-    seats: int  # most answers at a time; 0: it is given none to write
+    slots: int  # most answers at a time; 0: it is given none to write
     takes_handovers: bool  # whether it is given answers to prompts that other nodes read
 
     @property
@@ -25,14 +25,14 @@ class Shape:
 
     @property
     def writes(self) -> bool:
-        return self.seats > 0
+        return self.slots > 0
 
 
 def common(one: Shape, other: Shape) -> Shape:
     """What both shapes allow; it may be nothing."""
     return Shape(
         min(one.prompt_tokens, other.prompt_tokens),
-        min(one.seats, other.seats),
+        min(one.slots, other.slots),
         one.takes_handovers and other.takes_handovers,
     )
 
@@ -60,14 +60,14 @@ def check_shape(shape: Shape, *, max_num_batched_tokens: int, max_num_seqs: int)
     """Raises RequestError unless a node with these limits can take the shape."""
     for name, value, limit_name, limit in (
         ("prompt_tokens", shape.prompt_tokens, "max_num_batched_tokens", max_num_batched_tokens),
-        ("seats", shape.seats, "max_num_seqs", max_num_seqs),
+        ("slots", shape.slots, "max_num_seqs", max_num_seqs),
     ):
         if value > limit:
             message = f"{name} of a shape is {value}, the node's {limit_name} is {limit}"
             raise RequestError(BAD_PARAM, message, field=f"shape.{name}")
     if not shape.reads and not shape.writes:
-        message = "a shape needs prompt_tokens or seats above 0: a node that does neither does nothing"
+        message = "a shape needs prompt_tokens or slots above 0: a node that does neither does nothing"
         raise RequestError(BAD_PARAM, message, field="shape")
     if shape.takes_handovers and not shape.writes:
-        message = "a shape that takes hand-overs needs seats above 0 for their answers"
+        message = "a shape that takes hand-overs needs slots above 0 for their answers"
         raise RequestError(BAD_PARAM, message, field="shape.takes_handovers")

@@ -12,10 +12,10 @@ from engine.engine import Engine
 from kv_transfer.annexes.annex import Annex, most_tiles_of, open_annex
 from kv_transfer.annexes.host import AnnexHost
 from kv_transfer.annexes.wire import KEY_BYTES, Asker
+from kv_transfer.descriptor import annex_address_of
 from kv_transfer.results import TransferError
-from kv_transfer.ticket import annex_address_of
 from serving_core.errors import SettingsError
-from serving_core.residents import Resident
+from serving_core.node_requests import NodeRequest
 from serving_node.decisions import CloseAnnexes, OpenAnnex, RecallAnnex
 from serving_node.settings import NodeSettings
 
@@ -49,7 +49,7 @@ class AnnexEnds:
         engine: Engine,
         lease: Callable[[int, int, Asker], list[int]],
         release: Callable[[int], None],
-        on_opened: Callable[[Resident, Annex | None], None],
+        on_opened: Callable[[NodeRequest, Annex | None], None],
     ) -> None:
         """`lease`, `release` and `on_opened` are called in the loop. Raises SettingsError."""
         self._loop = asyncio.get_running_loop()
@@ -86,7 +86,7 @@ class AnnexEnds:
             if error := ended.exception():
                 logger.error("an annex was not opened", exc_info=error)
             annex = None if error else ended.result()
-            self._in_loop(lambda: self._on_opened(decision.resident, annex))
+            self._in_loop(lambda: self._on_opened(decision.node_request, annex))
 
         opening.add_done_callback(report)
 
@@ -97,14 +97,14 @@ class AnnexEnds:
 
     def _open(self, decision: OpenAnnex) -> Annex | None:
         """On the first host that has room."""
-        resident, block_ids = decision.resident, decision.block_ids
-        asker = Asker(resident.age, decision.is_again, resident.longest_step_s)
+        node_request, block_ids = decision.node_request, decision.block_ids
+        asker = Asker(node_request.age, decision.is_again, node_request.longest_step_s)
 
         def read(layer: int, num_tiles: int) -> tuple[memoryview, memoryview]:
             return self._pool.read(layer, block_ids[: num_tiles * self._blocks_each])
 
         most_tiles = min(len(block_ids) // self._blocks_each, self._most_tiles)
-        for host in resident.hosts:
+        for host in node_request.hosts:
             try:
                 annex = open_annex(
                     host.address,

@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 
 from serving_core import reasons
 from serving_core.leases import Leases
-from serving_core.residents import Resident, Residents
+from serving_core.node_requests import NodeRequest, NodeRequests
 from serving_node.claims import HOLD_S, LAPSE_S, Claim
 from serving_node.decisions import CloseAnnexes, OpenAnnex
 from serving_node.outputs import Endings
@@ -33,10 +33,14 @@ class Opened(Protocol):
 class Annexing:
     """The annexes of one node's requests."""
 
-    def __init__(self, residents: Residents, leases: Leases, endings: Endings, claim: Claim, tile_tokens: int) -> None:
-        self._residents, self._leases, self._endings, self._claim = residents, leases, endings, claim
+    def __init__(
+        self, node_requests: NodeRequests, leases: Leases, endings: Endings, claim: Claim, tile_tokens: int
+    ) -> None:
+        self._node_requests, self._leases, self._endings, self._claim = node_requests, leases, endings, claim
         self._tile_tokens = tile_tokens
-        self._held_up: dict[Resident, tuple[float, float]] = {}  # when it is tried again, and up to when it has waited
+        self._held_up: dict[
+            NodeRequest, tuple[float, float]
+        ] = {}  # when it is tried again, and up to when it has waited
         self.num_opened = 0
         leases.on_annexes_left = self._close
 
@@ -45,93 +49,93 @@ class Annexing:
         """When the next `tick` is due."""
         return min((retry_s for each, (retry_s, _) in self._held_up.items() if not each.is_busy), default=None)
 
-    def fit(self, resident: Resident, num_tokens: int) -> int:
+    def fit(self, node_request: NodeRequest, num_tokens: int) -> int:
         """How many of so many tokens it has blocks for. Where that is not all, its oldest tiles are on their way."""
         leases = self._leases
-        if resident.is_annexing or resident.in_step:
+        if node_request.is_annexing or node_request.in_step:
             return 0
-        num_missing = leases.num_missing(resident, resident.num_computed + num_tokens)
-        num_free = leases.num_free - self._claim.num_kept_from(resident.age)
+        num_missing = leases.num_missing(node_request, node_request.num_computed + num_tokens)
+        num_free = leases.num_free - self._claim.num_kept_from(node_request.age)
         if (num_got := min(num_missing, num_free)) > 0:
-            leases.grow(resident, num_got)
+            leases.grow(node_request, num_got)
         if num_got >= num_missing:
-            self._held_up.pop(resident, None)
-        elif resident not in self._held_up:
-            self._begin(resident)
-            if resident.is_annexing:
+            self._held_up.pop(node_request, None)
+        elif node_request not in self._held_up:
+            self._begin(node_request)
+            if node_request.is_annexing:
                 return 0
-        return min(num_tokens, leases.num_tokens_held(resident) - resident.num_computed)
+        return min(num_tokens, leases.num_tokens_held(node_request) - node_request.num_computed)
 
-    def makes_room_for(self, resident: Resident) -> bool:
+    def makes_room_for(self, node_request: NodeRequest) -> bool:
         """Whether its hosts are asked, and have not been for so long that all would have given way that can: between
         two steps, which may take as long as its own."""
-        return resident in self._held_up and resident.waited_s < HOLD_S + LAPSE_S + resident.longest_step_s
+        return node_request in self._held_up and node_request.waited_s < HOLD_S + LAPSE_S + node_request.longest_step_s
 
-    def youngest_held_up(self, age: int) -> Resident | None:
+    def youngest_held_up(self, age: int) -> NodeRequest | None:
         """Of those that are younger than this, and whose hosts had no room when they were last asked."""
         waiting = [each for each in self._held_up if each.age > age and each.lease is not None and not each.is_busy]
         return max((each for each in waiting if not each.is_ending), key=lambda each: each.age, default=None)
 
-    def opened(self, resident: Resident, annex: Opened | None, now: float) -> None:
+    def opened(self, node_request: NodeRequest, annex: Opened | None, now: float) -> None:
         """An `OpenAnnex` is over; None where no host has room."""
-        resident.is_annexing = False
+        node_request.is_annexing = False
         if annex is not None:
             self.num_opened += 1
-            resident.request.annexes = (*resident.request.annexes, annex)
-            self._leases.shed(resident, annex.num_tiles * self._tile_tokens // self._leases.block_size)
-            self._held_up.pop(resident, None)
-            resident.waited_s = 0.0
+            node_request.request.annexes = (*node_request.request.annexes, annex)
+            self._leases.shed(node_request, annex.num_tiles * self._tile_tokens // self._leases.block_size)
+            self._held_up.pop(node_request, None)
+            node_request.waited_s = 0.0
         else:
-            self._hold_up(resident, now)
-        self._endings.settle(resident)
+            self._hold_up(node_request, now)
+        self._endings.settle(node_request)
 
     def tick(self, now: float) -> None:
         """Tries again where hosts had no room."""
-        for resident in list(self._held_up):
-            self._try_again(resident, now)
+        for node_request in list(self._held_up):
+            self._try_again(node_request, now)
 
-    def is_recalled(self, resident: Resident) -> bool:
+    def is_recalled(self, node_request: NodeRequest) -> bool:
         """Whether a step has found out that a host has taken blocks back: the request is to begin again, and nothing is
         lost but time."""
-        return any(annex.is_recalled for annex in resident.request.annexes)
+        return any(annex.is_recalled for annex in node_request.request.annexes)
 
-    def check(self, resident: Resident, now: float, step_s: float) -> None:
+    def check(self, node_request: NodeRequest, now: float, step_s: float) -> None:
         """A step is done: ends what has lost an annex in it, and asks what it was not to ask meanwhile."""
-        resident.longest_step_s = max(resident.longest_step_s, step_s)
-        if error := resident.request.annex_error:
+        node_request.longest_step_s = max(node_request.longest_step_s, step_s)
+        if error := node_request.request.annex_error:
             message = f"blocks of the request on another node are lost: {error}"
-            self._endings.fail(resident, reasons.TRANSFER_FAILED, message)
-        if resident in self._held_up:
-            self._try_again(resident, now)
+            self._endings.fail(node_request, reasons.TRANSFER_FAILED, message)
+        if node_request in self._held_up:
+            self._try_again(node_request, now)
 
-    def _try_again(self, resident: Resident, now: float) -> None:
-        if resident not in self._residents or resident.is_ending or resident.lease is None:
-            del self._held_up[resident]
-        elif now >= self._held_up[resident][0] and not resident.is_busy:
-            self._hold_up(resident, now)
-            if resident in self._held_up:
-                self._begin(resident)
+    def _try_again(self, node_request: NodeRequest, now: float) -> None:
+        if node_request not in self._node_requests or node_request.is_ending or node_request.lease is None:
+            del self._held_up[node_request]
+        elif now >= self._held_up[node_request][0] and not node_request.is_busy:
+            self._hold_up(node_request, now)
+            if node_request in self._held_up:
+                self._begin(node_request)
 
-    def _begin(self, resident: Resident) -> None:
+    def _begin(self, node_request: NodeRequest) -> None:
         """Sends its full tiles away, if it has any here."""
-        assert resident.lease is not None
+        assert node_request.lease is not None
         each = self._tile_tokens // self._leases.block_size
-        num_tiles = resident.num_computed // self._tile_tokens - resident.num_annexed_blocks // each
-        if num_tiles and not resident.is_busy:
-            resident.is_annexing, is_again = True, resident in self._held_up
-            self._endings.decide(OpenAnnex(resident, resident.lease.block_ids[: num_tiles * each], is_again))
+        num_tiles = node_request.num_computed // self._tile_tokens - node_request.num_annexed_blocks // each
+        if num_tiles and not node_request.is_busy:
+            node_request.is_annexing, is_again = True, node_request in self._held_up
+            self._endings.decide(OpenAnnex(node_request, node_request.lease.block_ids[: num_tiles * each], is_again))
 
-    def _hold_up(self, resident: Resident, now: float) -> None:
+    def _hold_up(self, node_request: NodeRequest, now: float) -> None:
         """The first time it asks again at once, so that they make room."""
         retry_s, noted_s = now, now
-        if resident in self._held_up:
-            retry_s, (_, noted_s) = now + RETRY_S, self._held_up[resident]
-        self._held_up[resident] = retry_s, now
-        resident.waited_s += now - noted_s
-        if resident.waited_s > PATIENCE_S:
-            del self._held_up[resident]
+        if node_request in self._held_up:
+            retry_s, (_, noted_s) = now + RETRY_S, self._held_up[node_request]
+        self._held_up[node_request] = retry_s, now
+        node_request.waited_s += now - noted_s
+        if node_request.waited_s > PATIENCE_S:
+            del self._held_up[node_request]
             message = f"no other node had room for blocks of the request for {PATIENCE_S:g} s"
-            self._endings.fail(resident, reasons.QUEUE_FULL, message)
+            self._endings.fail(node_request, reasons.QUEUE_FULL, message)
 
     def _close(self, annexes: Sequence[Any]) -> None:
         self._endings.decide(CloseAnnexes(annexes))

@@ -1,4 +1,4 @@
-"""What commands bring to a node: a job becomes a resident, if this node can do its part of it. Pure."""
+"""What commands bring to a node: a job becomes a request, if this node can do its part of it. Pure."""
 
 from collections.abc import Mapping
 
@@ -8,9 +8,9 @@ from protos import convert, fleet_pb2
 from serving_core import reasons
 from serving_core.adapter_names import adapter_key
 from serving_core.errors import RequestError
+from serving_core.node_requests import Host, NodeRequest, NodeRequests, Offer, Stage
 from serving_core.prefix import BlockNames, root_name
 from serving_core.requests import Guide
-from serving_core.residents import Host, Offer, Resident, Residents, Stage
 
 
 class Arrivals:
@@ -18,7 +18,7 @@ class Arrivals:
 
     def __init__(
         self,
-        residents: Residents,
+        node_requests: NodeRequests,
         reading: Reading,
         credit: Credit,
         fingerprint: Mapping[str, str],
@@ -26,7 +26,7 @@ class Arrivals:
         *,
         takes_annexes: bool,
     ) -> None:
-        self._residents = residents
+        self._node_requests = node_requests
         self._reading = reading
         self._credit = credit
         self._fingerprint = fingerprint
@@ -44,7 +44,7 @@ class Arrivals:
         is_read_here = reserve is None or reserve.local_prefill
         if request.adapter and adapter_key(request.adapter) not in self._fingerprint:
             raise RequestError(reasons.MODEL_NOT_FOUND, f"no node has an adapter {request.adapter!r} any more")
-        if self._residents.find(request) is not None:
+        if self._node_requests.find(request) is not None:
             message = f"attempt {request.epoch} of the request was announced twice"
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, message)
         hosts = tuple(Host(each.address, each.key) for each in job.hosts) if self._takes_annexes else ()
@@ -55,7 +55,7 @@ class Arrivals:
             num_ahead = min(reserve.num_tokens_ahead, num_to_come)
         if is_read_here:
             self._reading.check(len(request.token_ids), may_grow_out=bool(hosts))
-        resident = Resident(
+        node_request = NodeRequest(
             request,
             job.age,
             BlockNames(root_name(self._fingerprint, request.cache_salt, request.adapter), self._block_size),
@@ -71,7 +71,7 @@ class Arrivals:
             hosts=hosts,
             offer=_offer(job.borrow) if is_read_here and job.HasField("borrow") else None,
         )
-        self._residents.add(resident)
+        self._node_requests.add(node_request)
 
 
 def _offer(borrow: fleet_pb2.Borrow) -> Offer:

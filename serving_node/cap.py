@@ -10,57 +10,57 @@ from collections.abc import Collection
 from decode_node.batch import Writing, can_give_way
 from prefill_node.reading import Reading, num_cacheable
 from serving_core.leases import Leases
-from serving_core.residents import Resident, Residents, Stage
+from serving_core.node_requests import NodeRequest, NodeRequests, Stage
 
 
 class Cap:
     """That of one node."""
 
-    def __init__(self, residents: Residents, leases: Leases, reading: Reading, writing: Writing) -> None:
-        self._residents = residents
+    def __init__(self, node_requests: NodeRequests, leases: Leases, reading: Reading, writing: Writing) -> None:
+        self._node_requests = node_requests
         self._leases = leases
         self._reading = reading
         self._writing = writing
 
-    def holds_back(self, resident: Resident) -> bool:
+    def holds_back(self, node_request: NodeRequest) -> bool:
         """Whether a prompt for another node has to wait until older ones, or those that cannot give way, have left."""
-        if not resident.is_outgoing or all(each.is_outgoing for each in self._residents):
+        if not node_request.is_outgoing or all(each.is_outgoing for each in self._node_requests):
             return False
-        firm = [each for each in self._outgoing() if not _yields(each, resident)]
-        return bool(firm) and self._exceed(firm, resident)
+        firm = [each for each in self._outgoing() if not _yields(each, node_request)]
+        return bool(firm) and self._exceed(firm, node_request)
 
-    def make_room(self, resident: Resident) -> None:
+    def make_room(self, node_request: NodeRequest) -> None:
         """Takes from younger prompts that wait what a prompt for another node would have too much with them."""
-        if all(each.is_outgoing for each in self._residents):
+        if all(each.is_outgoing for each in self._node_requests):
             return
         for each in reversed(self._outgoing()):
-            if _yields(each, resident) and can_give_way(each):
-                if not self._exceed(self._outgoing(), resident):
+            if _yields(each, node_request) and can_give_way(each):
+                if not self._exceed(self._outgoing(), node_request):
                     return
                 self._writing.give_way(each)
 
-    def _outgoing(self) -> list[Resident]:
+    def _outgoing(self) -> list[NodeRequest]:
         """What holds blocks for other nodes, oldest first."""
-        return [each for each in self._residents if each.is_outgoing and each.lease is not None]
+        return [each for each in self._node_requests if each.is_outgoing and each.lease is not None]
 
-    def _exceed(self, outgoing: Collection[Resident], resident: Resident) -> bool:
+    def _exceed(self, outgoing: Collection[NodeRequest], node_request: NodeRequest) -> bool:
         """Whether these and one more would hold more than the cap together."""
         leases = self._leases
-        num_left = leases.num_blocks // 2 - leases.blocks_for(self._reading.tokens_to_hold(resident))
+        num_left = leases.num_blocks // 2 - leases.blocks_for(self._reading.tokens_to_hold(node_request))
         if sum(map(num_blocks_of, outgoing)) <= num_left:
             return False
-        found = leases.blocks_found(resident, num_cacheable(resident))
+        found = leases.blocks_found(node_request, num_cacheable(node_request))
         held = {block for each in outgoing if each.lease is not None for block in each.lease.block_ids}
         return len(held.union(found)) > num_left + len(found)
 
 
-def num_blocks_of(resident: Resident) -> int:
+def num_blocks_of(node_request: NodeRequest) -> int:
     """That one holds here which has some."""
-    assert resident.lease is not None
-    return len(resident.lease.block_ids)
+    assert node_request.lease is not None
+    return len(node_request.lease.block_ids)
 
 
-def _yields(resident: Resident, older: Resident) -> bool:
+def _yields(node_request: NodeRequest, older: NodeRequest) -> bool:
     """Whether an outgoing prompt only waits, and is the younger one."""
-    is_idle = resident.stage is Stage.READ and not resident.is_busy and not resident.is_ending
-    return is_idle and resident.age > older.age
+    is_idle = node_request.stage is Stage.READ and not node_request.is_busy and not node_request.is_ending
+    return is_idle and node_request.age > older.age

@@ -18,7 +18,7 @@ from typing import Final
 from decode_node.batch import can_give_way
 from serving_core.blocks import BlockAllocator, BlockLease
 from serving_core.leases import Leases
-from serving_core.residents import Resident, Residents, Stage
+from serving_core.node_requests import NodeRequest, NodeRequests, Stage
 
 MOST_PARTS: Final = 3, 4  # of a pool: so much of it may be others'
 
@@ -128,8 +128,8 @@ HOLD_S: Final = 5.0  # behind which younger ones give way
 class Claim:
     """That of one node: of all who wait, the oldest has it."""
 
-    def __init__(self, residents: Residents, leases: Leases, hosting: Hosting) -> None:
-        self._residents, self._leases, self._hosting = residents, leases, hosting
+    def __init__(self, node_requests: NodeRequests, leases: Leases, hosting: Hosting) -> None:
+        self._node_requests, self._leases, self._hosting = node_requests, leases, hosting
         self.age: float = math.inf  # of the request; inf: there is none
         self._due_s = self._ends_s = 0.0
         self._is_due = False  # younger ones are to give way
@@ -163,7 +163,7 @@ class Claim:
         """Free blocks that one of this age is to leave."""
         return self._hosting.blocks_each if age > self.held_back_from() else 0
 
-    def gate(self, num_blocks: Callable[[Resident], int]) -> Callable[[Resident], bool]:
+    def gate(self, num_blocks: Callable[[NodeRequest], int]) -> Callable[[NodeRequest], bool]:
         """Tells of requests which would take so many blocks, one after the other, whether they leave enough."""
         held_back_from = self.held_back_from()
         return lambda each: each.age <= held_back_from or self._leaves_enough(num_blocks(each))
@@ -183,29 +183,29 @@ class Claim:
         has_younger = hosting.num_blocks > hosting.num_firm(self.age)
         return has_younger and not (hosting.may_grow and self._makes_up(self._is_younger))
 
-    def victims(self) -> Iterable[Resident]:
+    def victims(self) -> Iterable[NodeRequest]:
         """Those that are to give way now, between two steps; without a claim nobody is looked at."""
-        if self.age == math.inf or self._is_served or any(each.is_revoked for each in self._residents):
+        if self.age == math.inf or self._is_served or any(each.is_revoked for each in self._node_requests):
             return []
-        victims: list[Resident] = []
-        younger = [each for each in self._residents if self._is_younger(each) and self._gives_way(each)]
+        victims: list[NodeRequest] = []
+        younger = [each for each in self._node_requests if self._is_younger(each) and self._gives_way(each)]
         while not self._makes_up(victims.__contains__):
             if not younger:
                 return []
             victims.append(younger.pop())
         return victims
 
-    def _is_younger(self, resident: Resident) -> bool:
-        return resident.age > self.age
+    def _is_younger(self, node_request: NodeRequest) -> bool:
+        return node_request.age > self.age
 
-    def _gives_way(self, resident: Resident) -> bool:
-        loses_nothing = resident.stage is Stage.GRANTED and not resident.is_coming
-        return (loses_nothing or self._is_due) and can_give_way(resident)
+    def _gives_way(self, node_request: NodeRequest) -> bool:
+        loses_nothing = node_request.stage is Stage.GRANTED and not node_request.is_coming
+        return (loses_nothing or self._is_due) and can_give_way(node_request)
 
-    def _makes_up(self, leaves: Callable[[Resident], bool]) -> bool:
+    def _makes_up(self, leaves: Callable[[NodeRequest], bool]) -> bool:
         """Whether there are the blocks of a tile, if these leave."""
         stay, leave = set[int](), set[int]()
-        for each in self._residents:
+        for each in self._node_requests:
             if each.lease is not None:
                 (leave if leaves(each) else stay).update(each.lease.block_ids)
         return len(leave - stay) + self._leases.num_free >= self._hosting.blocks_each

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serving_core.residents import Offer, Resident
+from serving_core.node_requests import NodeRequest, Offer
 from serving_core.tiers import Copies
 
 
@@ -22,18 +22,18 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Open the resident's blocks, so many, to the node that has its KV; report `granted`, then `received`."""
+    """Open the request's blocks, so many, to the node that has its KV; report `granted`, then `received`."""
 
-    resident: Resident
+    node_request: NodeRequest
     num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Begin to send by the resident's ticket; these leading blocks are final. Report `caught_up` when those that are
+    """Begin to send by the request's descriptor; these leading blocks are final. Report `caught_up` when those that are
     have left, and `sent` when it is over."""
 
-    resident: Resident
+    node_request: NodeRequest
     block_ids: list[int]
 
 
@@ -41,7 +41,7 @@ class Send:
 class SendMore:
     """These leading blocks of what is being sent are final by now."""
 
-    resident: Resident
+    node_request: NodeRequest
     block_ids: list[int]
 
 
@@ -49,7 +49,7 @@ class SendMore:
 class FinishSend:
     """These are all blocks of what is being sent, and they are final; `tail` is to follow the last one."""
 
-    resident: Resident
+    node_request: NodeRequest
     block_ids: list[int]
     tail: bytes
 
@@ -66,10 +66,11 @@ class Borrow:
 
 @dataclass(frozen=True, slots=True)
 class Lend:
-    """Send these blocks, which are final, by the ticket, with the tail behind them; report `sent` when it is over."""
+    """Send these blocks, which are final, by the descriptor, with the tail behind them; report `sent` when it is
+    over."""
 
     epoch: int
-    ticket: bytes
+    descriptor: bytes
     block_ids: list[int]
     tail: bytes
 
@@ -106,9 +107,9 @@ class CancelLoad:
 
 @dataclass(frozen=True, slots=True)
 class OpenAnnex:
-    """Put leading blocks of the resident, in whole tiles, on a host that has room for some; report `opened`."""
+    """Put leading blocks of the request, in whole tiles, on a host that has room for some; report `opened`."""
 
-    resident: Resident
+    node_request: NodeRequest
     block_ids: list[int]
     is_again: bool  # none had room when they were last asked: now they are to make some
 

@@ -10,7 +10,7 @@ from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from protos import inference_pb2
 from serving_core.figures import Figure, Values, counter, gauge, histogram
-from serving_core.residents import Residents, Stage
+from serving_core.node_requests import NodeRequests, Stage
 from serving_node.streak import StepCounts
 
 
@@ -30,7 +30,7 @@ class Observed(Protocol):
     @property
     def num_divided_passes(self) -> int: ...
     @property
-    def residents(self) -> Residents: ...
+    def node_requests(self) -> NodeRequests: ...
     def load(self) -> inference_pb2.NodeLoad: ...
 
 
@@ -56,8 +56,8 @@ class NodeExposition:
         return [({"node": self._node.name, label: key}, value) for key, value in values.items()]
 
     def _requests(self, load: inference_pb2.NodeLoad) -> Iterator[Figure]:
-        residents = self._node.residents
-        stages: dict[str, float] = {stage.name.lower(): residents.count(stage) for stage in Stage}
+        node_requests = self._node.node_requests
+        stages: dict[str, float] = {stage.name.lower(): node_requests.count(stage) for stage in Stage}
         yield gauge("stage_requests", "Requests on the node, by what they wait for or do.", self._by("stage", stages))
         yield gauge("waiting_tokens", "Tokens that wait to be computed.", self._one(load.num_waiting_tokens))
         yield gauge("draining", "1 while the node takes no more requests.", self._one(load.state == "draining"))
@@ -130,6 +130,6 @@ class NodeExposition:
         num_shared: dict[str, float] = {key: end.transport.num_shared_bytes for key, end in ends.items()}
         help = "Of them, through memory shared with a process of the same machine."
         yield counter("transfer_shared_bytes", help, self._by("direction", num_shared))
-        help = "From the ticket, or the first message, to the commit; steps go on meanwhile."
+        help = "From the descriptor, or the first message, to the commit; steps go on meanwhile."
         yield histogram("transfer_seconds", help, seconds)
         yield counter("transfer_failures", "Transfers that failed or were given up.", self._by("direction", num_failed))

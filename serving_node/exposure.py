@@ -2,7 +2,7 @@
 
 import os
 
-from kv_transfer.ticket import endpoint_of, host_of
+from kv_transfer.descriptor import endpoint_of, host_of
 from serving_core.errors import SettingsError
 from serving_core.ports import Port, check_exposure, check_ports, is_loopback
 from serving_core.tls import CLIENT, TlsError, check_purpose

@@ -1,9 +1,9 @@
-"""Lets other nodes write to blocks of this one: a ticket for each transfer, told once every rank awaits it."""
+"""Lets other nodes write to blocks of this one: a descriptor for each transfer, told once every rank awaits it."""
 
 from collections.abc import Callable, Sequence
 
+from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.results import TransferError, TransferFailed
-from kv_transfer.ticket import Ticket
 from serving_core import reasons
 from serving_core.layout import KVLayout
 from serving_node.decisions import Borrow, Receive
@@ -11,7 +11,7 @@ from serving_node.ranks.transfers import NodeTransfers
 
 
 class Grants:
-    """Tickets that are drawn, and not yet open on every rank, by epoch."""
+    """Descriptors that are drawn, and not yet open on every rank, by epoch."""
 
     def __init__(
         self,
@@ -23,31 +23,31 @@ class Grants:
         pp_size: int,
         ttl_s: float,
     ) -> None:
-        """`layout` is that of the whole model; `on_received` hears of an epoch that no ticket can be
+        """`layout` is that of the whole model; `on_received` hears of an epoch that no descriptor can be
         drawn for."""
         self._layout = layout
         self._transfers = transfers
         self._on_received = on_received
         self._tp_size, self._pp_size = tp_size, pp_size
         self._ttl_s = ttl_s
-        self._tickets: dict[int, bytes] = {}
+        self._descriptors: dict[int, bytes] = {}
 
     def __len__(self) -> int:
-        """Return the number of tickets that are not yet open on every rank."""
-        return len(self._tickets)
+        """Return the number of descriptors that are not yet open on every rank."""
+        return len(self._descriptors)
 
     def receive(self, decision: Receive) -> None:
         """Opens the blocks of a prompt that another node reads."""
-        resident = decision.resident
-        assert resident.lease is not None
+        node_request = decision.node_request
+        assert node_request.lease is not None
         self._open(
-            resident.request.epoch,
-            resident.source_tp,
-            resident.source_pp,
-            resident.lease.block_ids[: decision.num_blocks],
-            resident.num_cached_blocks,
-            len(resident.request.token_ids),
-            resident.behind,
+            node_request.request.epoch,
+            node_request.source_tp,
+            node_request.source_pp,
+            node_request.lease.block_ids[: decision.num_blocks],
+            node_request.num_cached_blocks,
+            len(node_request.request.token_ids),
+            node_request.behind,
         )
 
     def borrow(self, decision: Borrow) -> None:
@@ -58,12 +58,12 @@ class Grants:
         )
 
     def take(self, epoch: int) -> bytes:
-        """The ticket of an epoch, which every rank awaits now."""
-        return self._tickets.pop(epoch)
+        """The descriptor of an epoch, which every rank awaits now."""
+        return self._descriptors.pop(epoch)
 
     def forget(self, epoch: int) -> None:
         """The transfer is over, whether it was ever open or not."""
-        self._tickets.pop(epoch, None)
+        self._descriptors.pop(epoch, None)
 
     def _open(
         self,
@@ -77,7 +77,7 @@ class Grants:
     ) -> None:
         """Lets a node of so many ranks and stages write to these blocks, but for the leading cached ones."""
         try:
-            ticket = Ticket.draw(
+            descriptor = TransferDescriptor.draw(
                 epoch=epoch,
                 layout=self._layout,
                 prefill_tp=source_tp,
@@ -94,5 +94,5 @@ class Grants:
         except TransferError as error:
             self._on_received(epoch, TransferFailed(reasons.TRANSFER_FAILED, str(error)))
             return
-        self._tickets[epoch] = ticket
-        self._transfers.receive(epoch, ticket, block_ids)
+        self._descriptors[epoch] = descriptor
+        self._transfers.receive(epoch, descriptor, block_ids)

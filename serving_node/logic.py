@@ -20,8 +20,8 @@ from serving_core.costs import StepCosts, StepLoad, StepRates
 from serving_core.errors import RequestError
 from serving_core.layout import KVLayout
 from serving_core.leases import Leases
+from serving_core.node_requests import Key, NodeRequest, NodeRequests, Stage
 from serving_core.requests import Guide, SampledToken, Work, would_end
-from serving_core.residents import Key, Resident, Residents, Stage
 from serving_core.shapes import Shape, check_shape, role_of
 from serving_node.annexing import Annexing, Opened
 from serving_node.arrivals import Arrivals
@@ -44,7 +44,7 @@ class Limits:
     max_num_seqs: int  # answers that hold blocks; no more than tokens of one step
     max_num_queued: int  # prompts, and answers that wait for credit, each
     credit_timeout_s: float
-    ticket_timeout_s: float
+    descriptor_timeout_s: float
     num_speculative_tokens: int = 0  # candidates for an answer in a step
     draft_model: DraftModel | None = None  # which writes them; None: they are looked up
     tile_tokens: int = 0  # of what an annex holds; 0: there are none
@@ -75,42 +75,42 @@ class NodeLogic:
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._rates, self._costs = rates, costs
-        self._residents = residents = Residents()
+        self._node_requests = node_requests = NodeRequests()
         self._leases = leases = Leases(allocator, layout, origin, is_history_free=is_history_free)
-        self._endings = Endings(residents, leases)
+        self._endings = Endings(node_requests, leases)
         self.hosting = Hosting(allocator, layout.block_size, limits.tile_tokens, self._recall)
-        self._claim = claim = Claim(residents, leases, self.hosting)
-        self._annexing = annexing = Annexing(residents, leases, self._endings, claim, limits.tile_tokens)
-        self._reading = Reading(residents, leases, costs, max_num_queued=limits.max_num_queued, fit=annexing.fit)
+        self._claim = claim = Claim(node_requests, leases, self.hosting)
+        self._annexing = annexing = Annexing(node_requests, leases, self._endings, claim, limits.tile_tokens)
+        self._reading = Reading(node_requests, leases, costs, max_num_queued=limits.max_num_queued, fit=annexing.fit)
         self._tier = SecondTier(tier, allocator, leases, self._reading, costs, block_bytes)
         self._cache_report = CacheReport(allocator, self._tier.index, leases.makers, self._endings.tell)
-        self._answers = Answers(residents, leases, self._endings, self._cache_report, eos_token_ids)
-        self._credit = Credit(residents, leases, max_num_queued=limits.max_num_queued)
+        self._answers = Answers(node_requests, leases, self._endings, self._cache_report, eos_token_ids)
+        self._credit = Credit(node_requests, leases, max_num_queued=limits.max_num_queued)
         takes_annexes = limits.tile_tokens > 0
         self._arrivals = Arrivals(
-            residents, self._reading, self._credit, fingerprint, layout.block_size, takes_annexes=takes_annexes
+            node_requests, self._reading, self._credit, fingerprint, layout.block_size, takes_annexes=takes_annexes
         )
         self._hand_overs = HandOvers(
-            residents,
+            node_requests,
             leases,
             self._reading,
             self._credit,
             self._endings,
             block_bytes=block_bytes,
             credit_timeout_s=limits.credit_timeout_s,
-            ticket_timeout_s=limits.ticket_timeout_s,
+            descriptor_timeout_s=limits.descriptor_timeout_s,
             on_committed=self._cache_report.tell,
         )
-        self._moves = Moves(residents, leases, self._hand_overs, self._endings)
+        self._moves = Moves(node_requests, leases, self._hand_overs, self._endings)
         self._borrowings = Borrowings(leases, self._reading, self._endings, block_bytes)
         self._lending = Lending(leases, self._tier, self._endings, fingerprint)
-        self._writing = Writing(residents, leases, self._hand_overs.revoke, annexing.fit)
+        self._writing = Writing(node_requests, leases, self._hand_overs.revoke, annexing.fit)
         num_candidates = limits.num_speculative_tokens if is_history_free else 0
         self.speculation = Speculation(
-            residents, leases, eos_token_ids, num_candidates, limits.max_num_batched_tokens, limits.draft_model
+            node_requests, leases, eos_token_ids, num_candidates, limits.max_num_batched_tokens, limits.draft_model
         )
         self._room = Room(
-            residents,
+            node_requests,
             leases,
             self._reading,
             self._credit,
@@ -122,7 +122,7 @@ class NodeLogic:
         )
         self.steps = StepCounts()
         self.streaks = Streaks(
-            residents, leases, eos_token_ids, self._room, self._reading, rates, self.steps, self._grant
+            node_requests, leases, eos_token_ids, self._room, self._reading, rates, self.steps, self._grant
         )
         self.is_draining = False
         self._knows_limits = False  # whether any request ever had some
@@ -146,9 +146,9 @@ class NodeLogic:
         return [*self._tier.take_decisions(), *self._endings.take()]
 
     @property
-    def residents(self) -> Residents:
+    def node_requests(self) -> NodeRequests:
         """The requests that are here, oldest first: to be looked at."""
-        return self._residents
+        return self._node_requests
 
     @property
     def leases(self) -> list[tuple[Key, BlockLease]]:
@@ -160,20 +160,20 @@ class NodeLogic:
             "distributed KV": self.hosting.held,
             "KV offload": self._tier.held,
         }
-        leases = [(each.key, each.lease) for each in self._residents if each.lease is not None]
+        leases = [(each.key, each.lease) for each in self._node_requests if each.lease is not None]
         return leases + [((kind, number), lease) for kind, held in others.items() for number, lease in held.items()]
 
     def check_integrity(self) -> None:
         """Recount blocks, requests and slots of the second tier from scratch. Raises AssertionError where they do not
         add up."""
         self._allocator.check_integrity()
-        self._residents.check_integrity()
+        self._node_requests.check_integrity()
         self._tier.index.check_integrity()
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is here, nor a part of one."""
-        return not len(self._residents) and not self.hosting.num_blocks
+        return not len(self._node_requests) and not self.hosting.num_blocks
 
     @property
     def wake_at_s(self) -> float | None:
@@ -196,8 +196,8 @@ class NodeLogic:
         load.role = role_of(self._shape)
         load.shape.CopyFrom(convert.shape_to_wire(self._shape))
         load.state = "draining" if self.is_draining else "ready"
-        load.num_running = self._residents.count(Stage.READING, Stage.READ, Stage.WRITING, Stage.STOPPED)
-        load.num_waiting = len(self._residents) - load.num_running
+        load.num_running = self._node_requests.count(Stage.READING, Stage.READ, Stage.WRITING, Stage.STOPPED)
+        load.num_waiting = len(self._node_requests) - load.num_running
         load.num_waiting_tokens = self._reading.num_waiting_tokens
         load.num_blocks = self._allocator.num_blocks
         load.num_blocks_free = self._allocator.num_free
@@ -229,9 +229,9 @@ class NodeLogic:
     def detached(self) -> None:
         """The coordinator is gone and has given every attempt up."""
         self.streaks.disturb()
-        for resident in list(self._residents):
-            self._tier.cancel(resident)
-            self._endings.end(resident)
+        for node_request in list(self._node_requests):
+            self._tier.cancel(node_request)
+            self._endings.end(node_request)
         self._borrowings.detached()
         self._lending.detached()
 
@@ -275,9 +275,10 @@ class NodeLogic:
         self._endings.decide(Beat())
 
     def _take(self, shape: Shape) -> None:
-        """Where there is no seat, or no prompt to be read, what comes all the same gets what the node can do."""
+        """Where there is no running slot, or no prompt to be read, what comes all the same gets what the node can
+        do."""
         self._shape = shape
-        self._room.num_seats = shape.seats or self._limits.max_num_seqs
+        self._room.num_slots = shape.slots or self._limits.max_num_seqs
 
     def _take_in(
         self,
@@ -294,23 +295,23 @@ class NodeLogic:
 
     def _begun(self, attempt: fleet_pb2.Attempt, now: float) -> None:
         """Another node has given the first token of what this one writes, or wrote."""
-        resident = self._residents.find(attempt)
-        if resident is not None:
-            resident.has_first_token = True
-            resident.note_begun(now)
+        node_request = self._node_requests.find(attempt)
+        if node_request is not None:
+            node_request.has_first_token = True
+            node_request.note_begun(now)
 
     def _cancel(self, attempt: fleet_pb2.Attempt) -> None:
         """Every cancel is answered, that of an unknown attempt at once."""
         cancelled = fleet_pb2.Cancelled(attempt=attempt)
-        resident = self._residents.find(attempt)
-        if resident is None:
+        node_request = self._node_requests.find(attempt)
+        if node_request is None:
             if not self._borrowings.cancel(attempt):
                 self._endings.tell(cancelled=cancelled)
             return
-        if resident.ending == {}:  # it was to end without a word
-            resident.ending = {"cancelled": cancelled}
-        self._tier.cancel(resident)
-        self._endings.end(resident, cancelled=cancelled)
+        if node_request.ending == {}:  # it was to end without a word
+            node_request.ending = {"cancelled": cancelled}
+        self._tier.cancel(node_request)
+        self._endings.end(node_request, cancelled=cancelled)
 
     # ---- steps ----
 
@@ -323,39 +324,39 @@ class NodeLogic:
             self.hosting.recall()
         works = self._plan(now)
         while self._refuse_hopeless() or (
-            not works and (self._room.seat() or self._room.make_way() or self._turn_away())
+            not works and (self._room.slot() or self._room.make_way() or self._turn_away())
         ):
             self._grant()
             works = works or self._plan(now)
         for work in works:
-            resident = self._residents.of(work.request)
-            resident.in_step = True
-            resident.num_candidates = len(work.candidates)
-            if resident.reading_since_s is None and resident.computes_prompt:
-                resident.reading_since_s = now
+            node_request = self._node_requests.of(work.request)
+            node_request.in_step = True
+            node_request.num_candidates = len(work.candidates)
+            if node_request.reading_since_s is None and node_request.computes_prompt:
+                node_request.reading_since_s = now
         return works
 
     def _refuse_hopeless(self) -> bool:
         """Fail the prompts that the last plan has left out since they would be late. Return whether there were any."""
         refused = self._reading.take_hopeless()
-        for resident in refused:
-            self._endings.fail(resident, reasons.WOULD_BE_LATE, "the prompt cannot be read before its deadline")
+        for node_request in refused:
+            self._endings.fail(node_request, reasons.WOULD_BE_LATE, "the prompt cannot be read before its deadline")
         return bool(refused)
 
     def _turn_away(self) -> bool:
         """Fails what waits for blocks that older requests of other nodes hold here: another node may have some. Younger
         ones give theirs up for it. Tells whether any failed."""
-        resident = self._room.stranded(self._annexing.makes_room_for)
-        if resident is None or self._room.recall(resident):
+        node_request = self._room.stranded(self._annexing.makes_room_for)
+        if node_request is None or self._room.recall(node_request):
             return False
         message = f"{self.hosting.num_blocks} blocks of this node hold parts of other nodes' requests: too few are left"
-        self._endings.fail(resident, reasons.QUEUE_FULL, message)
+        self._endings.fail(node_request, reasons.QUEUE_FULL, message)
         return True
 
     def plan_ahead(self, works: Sequence[Work]) -> list[Work]:
         """What `plan` would give behind this planned step of answers, should none of them end by it and nothing else
         happen before it ends; empty where others might have a part in it. Its tokens are not known yet."""
-        return [] if self.speculation.may_extend(len(works)) else works_ahead(works, self._residents, self._leases)
+        return [] if self.speculation.may_extend(len(works)) else works_ahead(works, self._node_requests, self._leases)
 
     def ends_any(self, works: Sequence[Work], tokens: Sequence[SampledToken]) -> bool:
         """Whether the tokens that a step gives, one for each of its works, end any answer. Looks at the requests alone:
@@ -367,39 +368,39 @@ class NodeLogic:
 
     def _plan(self, now: float) -> list[Work]:
         works = self._writing.plan()
-        answers = [self._residents.of(work.request) for work in works]
+        answers = [self._node_requests.of(work.request) for work in works]
         num_left = self._limits.max_num_batched_tokens - sum(work.num_tokens for work in works)
         is_full = not num_left and self._reading.oldest_age < answers[-1].age
         budget = 1 if is_full else min(self._shape.prompt_tokens or num_left, num_left)
-        may_start = self._room.gate(lambda resident, num_spare: self._holds_up(resident, num_spare, now))
+        may_start = self._room.gate(lambda node_request, num_spare: self._holds_up(node_request, num_spare, now))
         chunks = self._reading.plan(budget, may_start, self._start, answers, now)
         if is_full and chunks:
             works.pop()  # an older prompt never waits for all answers that come and go
         works += chunks
-        self._hand_overs.note_read(self._residents.in_stage(Stage.READING), now)
+        self._hand_overs.note_read(self._node_requests.in_stage(Stage.READING), now)
         return self.speculation.extend(works)
 
-    def _holds_up(self, resident: Resident, num_spare: int, now: float) -> bool:
+    def _holds_up(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
         """Whether blocks of a prompt come from elsewhere first: this node's own ones are the nearer. Those of one that
         has hosts have no names to be found by."""
-        if resident.hosts:
+        if node_request.hosts:
             return False
-        is_read_back = self._tier.holds_up(resident, num_spare, now)
-        return is_read_back or self._borrowings.holds_up(resident, num_spare, now)
+        is_read_back = self._tier.holds_up(node_request, num_spare, now)
+        return is_read_back or self._borrowings.holds_up(node_request, num_spare, now)
 
-    def _start(self, resident: Resident) -> bool:
-        if not self._room.start(resident):
+    def _start(self, node_request: NodeRequest) -> bool:
+        if not self._room.start(node_request):
             return False
-        self._tier.note_start(resident)
+        self._tier.note_start(node_request)
         return True
 
     def expected_step_s(self, works: Sequence[Work]) -> float:
         """Seconds that a step which runs takes, by what the ones before took; inf where it is like none of them."""
-        return self._costs.expected_s(_load_of([self._residents.of(work.request) for work in works], works))
+        return self._costs.expected_s(_load_of([self._node_requests.of(work.request) for work in works], works))
 
     def sends_while(self, works: Sequence[Work]) -> list[Work]:
         """Those of a step whose blocks may leave while it is being computed."""
-        return [work for work in works if self._residents.of(work.request).is_outgoing]
+        return [work for work in works if self._node_requests.of(work.request).is_outgoing]
 
     def step_done(
         self,
@@ -412,52 +413,52 @@ class NodeLogic:
     ) -> None:
         """Takes in a finished step, whose full blocks others may use from now on. `goes_on`: it ended no answer, and
         what was planned ahead of it runs since, as if `plan` had given it."""
-        residents = [self._residents.of(work.request) for work in works]
+        node_requests = [self._node_requests.of(work.request) for work in works]
         sampled = iter(tokens)
-        taken_by = [(resident, work.take(sampled)) for resident, work in zip(residents, works, strict=True)]
+        taken_by = [(node_request, work.take(sampled)) for node_request, work in zip(node_requests, works, strict=True)]
         given = [(each, [] if each.request.annex_error else taken) for each, taken in taken_by]
-        self._count_step(residents, works, [len(taken) for _, taken in given], step_s, now)
-        for work, (resident, taken) in zip(works, given, strict=True):
-            self._advance(resident, work, goes_on, is_good=not (taken and taken[-1].error))
+        self._count_step(node_requests, works, [len(taken) for _, taken in given], step_s, now)
+        for work, (node_request, taken) in zip(works, given, strict=True):
+            self._advance(node_request, work, goes_on, is_good=not (taken and taken[-1].error))
         step_tokens = fleet_pb2.StepTokens(step_s=step_s)
         ended = [
-            resident
-            for work, (resident, taken) in zip(works, given, strict=True)
-            if self._answers.take(resident, taken, step_tokens, len(work.candidates), now)
+            node_request
+            for work, (node_request, taken) in zip(works, given, strict=True)
+            if self._answers.take(node_request, taken, step_tokens, len(work.candidates), now)
         ]
         if step_tokens.tokens:
             self._endings.tell(step_tokens=step_tokens)
-        self._hand_overs.note_read(residents, now)
-        self._tell_progress(residents)
-        for resident in ended:
-            self._endings.end(resident)
-        for resident in residents:
-            if self._annexing.is_recalled(resident):
-                self._writing.give_way(resident)
-            self._annexing.check(resident, now, step_s)
-        for resident, taken in given:
+        self._hand_overs.note_read(node_requests, now)
+        self._tell_progress(node_requests)
+        for node_request in ended:
+            self._endings.end(node_request)
+        for node_request in node_requests:
+            if self._annexing.is_recalled(node_request):
+                self._writing.give_way(node_request)
+            self._annexing.check(node_request, now, step_s)
+        for node_request, taken in given:
             if taken:
-                self._answers.end_without_token(resident, taken[-1], now)
-        self._moves.note_written(resident for resident, taken in given if taken and taken[-1].is_token)
-        self._settle_step(residents)
+                self._answers.end_without_token(node_request, taken[-1], now)
+        self._moves.note_written(node_request for node_request, taken in given if taken and taken[-1].is_token)
+        self._settle_step(node_requests)
 
-    def _tell_progress(self, residents: Sequence[Resident]) -> None:
+    def _tell_progress(self, node_requests: Sequence[NodeRequest]) -> None:
         """The coordinator plans by what is left of prompts with limits."""
-        for each in residents:
+        for each in node_requests:
             if each.stage is Stage.READING and each.due is not None and each.num_to_compute and not each.is_ending:
                 progress = fleet_pb2.Progress(attempt=convert.attempt_of(each.request), num_left=each.num_to_compute)
                 self._endings.tell(progress=progress)
 
     def _count_step(
         self,
-        residents: Sequence[Resident],
+        node_requests: Sequence[NodeRequest],
         works: Sequence[Work],
         nums_given: Sequence[int],
         step_s: float,
         now: float,
     ) -> None:
         """A step is done. What one with candidates takes says nothing of what answers and prompts cost."""
-        load = _load_of(residents, works)
+        load = _load_of(node_requests, works)
         has_candidates = any(work.candidates for work in works)
         if not has_candidates:
             self._rates.add(load.num_prompt_tokens, load.num_answers, step_s)
@@ -469,32 +470,32 @@ class NodeLogic:
 
     def step_failed(self, works: Sequence[Work], cause: str, now: float) -> None:
         """The step gave nothing. The clients of its requests may read the cause."""
-        residents = [self._residents.of(work.request) for work in works]
-        for resident in residents:
-            resident.in_step, resident.num_candidates = False, 0
-            self._endings.fail(resident, reasons.STEP_FAILED, cause)
-        self._settle_step(residents)
+        node_requests = [self._node_requests.of(work.request) for work in works]
+        for node_request in node_requests:
+            node_request.in_step, node_request.num_candidates = False, 0
+            self._endings.fail(node_request, reasons.STEP_FAILED, cause)
+        self._settle_step(node_requests)
 
-    def _advance(self, resident: Resident, work: Work, goes_on: bool, *, is_good: bool) -> None:
+    def _advance(self, node_request: NodeRequest, work: Work, goes_on: bool, *, is_good: bool) -> None:
         """Its share of the step is done, but for what comes of candidates. What has failed nobody else is to use."""
-        resident.in_step, resident.num_candidates = goes_on, 0
-        resident.num_computed += work.num_tokens
+        node_request.in_step, node_request.num_candidates = goes_on, 0
+        node_request.num_computed += work.num_tokens
         if is_good:
-            self._leases.publish(resident)
+            self._leases.publish(node_request)
 
-    def _settle_step(self, residents: Sequence[Resident]) -> None:
-        for resident in residents:
-            self._endings.settle(resident)
+    def _settle_step(self, node_requests: Sequence[NodeRequest]) -> None:
+        for node_request in node_requests:
+            self._endings.settle(node_request)
         self._grant()
 
     # ---- transfers ----
 
-    def granted(self, epoch: int, ticket: bytes) -> None:
-        """Every rank awaits the blocks of a `Receive` or a `Borrow`: this ticket lets the other node send them."""
+    def granted(self, epoch: int, descriptor: bytes) -> None:
+        """Every rank awaits the blocks of a `Receive` or a `Borrow`: this descriptor lets the other node send them."""
         if epoch in self._borrowings:
-            self._borrowings.granted(epoch, ticket)
+            self._borrowings.granted(epoch, descriptor)
         else:
-            self._hand_overs.granted(epoch, ticket)
+            self._hand_overs.granted(epoch, descriptor)
 
     def coming(self, epoch: int) -> None:
         """The sender of a `Receive` or a `Borrow` has begun."""
@@ -530,9 +531,9 @@ class NodeLogic:
         """Blocks of a `Spill` could not be copied: these slots hold nothing."""
         self._tier.lost(slots)
 
-    def opened(self, resident: Resident, annex: Opened | None, now: float) -> None:
+    def opened(self, node_request: NodeRequest, annex: Opened | None, now: float) -> None:
         """An `OpenAnnex` is over: so many tiles of the request are there, or none of its hosts has room."""
-        self._annexing.opened(resident, annex, now)
+        self._annexing.opened(node_request, annex, now)
         self._grant()
 
     def host(self, number: int, most_tiles: int, asker: Asker, now: float) -> list[int]:
@@ -578,20 +579,20 @@ class NodeLogic:
 
     def _grant(self) -> None:
         self.streaks.disturb()
-        self._room.seat()
-        for resident in self._room.grant():
-            self._hand_overs.receive(resident)
+        self._room.slot()
+        for node_request in self._room.grant():
+            self._hand_overs.receive(node_request)
 
     def refuse(self, attempt: fleet_pb2.Attempt, error: RequestError) -> None:
         """Answers what is not taken in."""
         self._endings.tell(failed=fleet_pb2.Failed(attempt=attempt, reason=error.reason, message=str(error)))
 
 
-def _load_of(residents: Sequence[Resident], works: Sequence[Work]) -> StepLoad:
+def _load_of(node_requests: Sequence[NodeRequest], works: Sequence[Work]) -> StepLoad:
     """Of a step in which these have these shares."""
     load = StepLoad()
-    for resident, work in zip(residents, works, strict=True):
-        if resident.stage is Stage.WRITING:
+    for node_request, work in zip(node_requests, works, strict=True):
+        if node_request.stage is Stage.WRITING:
             load.num_answers += 1
             load.num_cached += work.start
         else:

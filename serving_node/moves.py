@@ -3,7 +3,7 @@
 An answer that moves goes on while its full blocks leave (`Send`, `SendMore`). It stops for good, between two steps,
 when all that was full has left, or before it needs more blocks than the other node has granted; the rest follows with
 the tokens that the other node does not know (`FinishSend`). The last token's KV is computed there.
-What the ticket says to be there already is compared by name, and does not leave.
+What the descriptor says to be there already is compared by name, and does not leave.
 
 Who goes on is the coordinator's to say: one that has stopped waits for Cancel or Keep, whatever becomes of the
 transfer, since what was lost may be the word of its success.
@@ -17,13 +17,13 @@ says Keep, and listens to nothing of that epoch any more.
 from collections.abc import Iterable
 from typing import Final
 
+from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.results import Sent, TransferError, TransferFailed
-from kv_transfer.ticket import Ticket
 from protos import fleet_pb2
 from protos.convert import attempt_of
 from serving_core import reasons
 from serving_core.leases import Leases
-from serving_core.residents import Move, Resident, Residents, Stage
+from serving_core.node_requests import Move, NodeRequest, NodeRequests, Stage
 from serving_node.decisions import CancelTransfer, Send, SendMore
 from serving_node.handovers import HandOvers
 from serving_node.outputs import Endings
@@ -34,12 +34,12 @@ MAX_TAIL_TOKENS: Final = 512  # of 5 bytes each at most: they leave room for mak
 class Moves:
     """The transfers of running answers that leave one node."""
 
-    def __init__(self, residents: Residents, leases: Leases, hand_overs: HandOvers, endings: Endings) -> None:
-        self._residents = residents
+    def __init__(self, node_requests: NodeRequests, leases: Leases, hand_overs: HandOvers, endings: Endings) -> None:
+        self._node_requests = node_requests
         self._leases = leases
         self._hand_overs = hand_overs
         self._endings = endings
-        self._under_way: dict[int, Resident] = {}  # by epoch
+        self._under_way: dict[int, NodeRequest] = {}  # by epoch
         self.num_kv_bytes = 0  # that travelled, over all ranks
         self.num_failed = 0
 
@@ -48,121 +48,123 @@ class Moves:
         return epoch in self._under_way
 
     def migrate(self, migrate: fleet_pb2.Migrate) -> None:
-        """Another node has room for the answer: its ticket."""
-        resident = self._find(migrate.attempt)
-        if resident is None:
+        """Another node has room for the answer: its descriptor."""
+        node_request = self._find(migrate.attempt)
+        if node_request is None:
             return
         try:
-            ticket = Ticket.decode(migrate.ticket)
-            move = self._move(resident, ticket)
+            descriptor = TransferDescriptor.decode(migrate.descriptor)
+            move = self._move(node_request, descriptor)
         except TransferError as error:
-            self._fail(resident, reasons.TRANSFER_FAILED, str(error))
+            self._fail(node_request, reasons.TRANSFER_FAILED, str(error))
             return
-        if not _is_behind(resident, ticket):
+        if not _is_behind(node_request, descriptor):
             message = "the answer was written behind other blocks than the other node has of its tokens"
-            self._fail(resident, reasons.PAIRING_MISMATCH, message)
+            self._fail(node_request, reasons.PAIRING_MISMATCH, message)
             return
-        resident.move, resident.ticket, resident.is_sending = move, migrate.ticket, True
-        self._under_way[resident.request.epoch] = resident
-        self._endings.decide(Send(resident, self._leases.final_blocks(resident)))
-        self._stop_if_due(resident)
+        node_request.move, node_request.descriptor, node_request.is_sending = move, migrate.descriptor, True
+        self._under_way[node_request.request.epoch] = node_request
+        self._endings.decide(Send(node_request, self._leases.final_blocks(node_request)))
+        self._stop_if_due(node_request)
 
     def keep(self, keep: fleet_pb2.Keep) -> None:
         """The answer is this node's, whether it was to move or its prompt was read for another node."""
-        resident = self._find(keep.attempt)
-        if resident is None:
+        node_request = self._find(keep.attempt)
+        if node_request is None:
             return
-        if resident.hands_over:
-            self._hand_overs.keep(resident)
-        elif resident.stage in (Stage.AWAITING, Stage.GRANTED):
-            self._endings.fail(resident, reasons.PAIRING_MISMATCH, "what another node has the KV of cannot be kept")
+        if node_request.hands_over:
+            self._hand_overs.keep(node_request)
+        elif node_request.stage in (Stage.AWAITING, Stage.GRANTED):
+            self._endings.fail(node_request, reasons.PAIRING_MISMATCH, "what another node has the KV of cannot be kept")
         else:
-            self._stay(resident)
+            self._stay(node_request)
 
-    def note_written(self, residents: Iterable[Resident]) -> None:
+    def note_written(self, node_requests: Iterable[NodeRequest]) -> None:
         """A step is done, and its tokens are told: what it has filled may leave."""
-        for resident in residents:
-            if resident.move is None or resident.is_ending:
+        for node_request in node_requests:
+            if node_request.move is None or node_request.is_ending:
                 continue
-            self._stop_if_due(resident)
-            if resident.stage is Stage.WRITING and resident.num_computed % self._leases.block_size == 0:
-                self._endings.decide(SendMore(resident, self._leases.final_blocks(resident)))
+            self._stop_if_due(node_request)
+            if node_request.stage is Stage.WRITING and node_request.num_computed % self._leases.block_size == 0:
+                self._endings.decide(SendMore(node_request, self._leases.final_blocks(node_request)))
 
     def caught_up(self, epoch: int) -> None:
         """Everything that was full has left."""
-        resident = self._under_way.get(epoch)
-        if resident is not None and resident.move is not None and not resident.is_ending:
-            resident.move.has_caught_up = True
-            self._stop_if_due(resident)
+        node_request = self._under_way.get(epoch)
+        if node_request is not None and node_request.move is not None and not node_request.is_ending:
+            node_request.move.has_caught_up = True
+            self._stop_if_due(node_request)
 
     def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
         """A transfer is over."""
-        resident = self._under_way.pop(epoch)
-        resident.is_sending = False
-        resident.ticket = b""
-        move, resident.move = resident.move, None
-        resident.waiting_since_s = now
+        node_request = self._under_way.pop(epoch)
+        node_request.is_sending = False
+        node_request.descriptor = b""
+        move, node_request.move = node_request.move, None
+        node_request.waiting_since_s = now
         if isinstance(result, Sent):
             self.num_kv_bytes += result.num_bytes
-        elif move is not None and not resident.is_ending:
+        elif move is not None and not node_request.is_ending:
             self.num_failed += 1
-            self._fail(resident, result.reason, result.message)
-        self._endings.settle(resident)
+            self._fail(node_request, result.reason, result.message)
+        self._endings.settle(node_request)
 
-    def _find(self, attempt: fleet_pb2.Attempt) -> Resident | None:
+    def _find(self, attempt: fleet_pb2.Attempt) -> NodeRequest | None:
         """An attempt that is not ending; one that is unknown is answered as failed."""
-        resident = self._residents.find(attempt)
-        if resident is None:
+        node_request = self._node_requests.find(attempt)
+        if node_request is None:
             message = "the node has nothing of this attempt"
             failed = fleet_pb2.Failed(attempt=attempt, reason=reasons.TRANSFER_FAILED, message=message)
             self._endings.tell(failed=failed)
-        return None if resident is None or resident.is_ending else resident
+        return None if node_request is None or node_request.is_ending else node_request
 
-    def _move(self, resident: Resident, ticket: Ticket) -> Move:
+    def _move(self, node_request: NodeRequest, descriptor: TransferDescriptor) -> Move:
         """Raises TransferError where it cannot move."""
-        if resident.stage is not Stage.WRITING:
+        if node_request.stage is not Stage.WRITING:
             raise TransferError("the answer is not being written now")
-        if resident.hosts:
+        if node_request.hosts:
             raise TransferError("the answer is longer than a pool, and stays")
-        if resident.is_sending:
+        if node_request.is_sending:
             raise TransferError("the transfer before this one has not ended")
-        num_tokens = len(resident.request.token_ids) + resident.num_candidates
-        if not 0 <= num_tokens - ticket.num_tokens < MAX_TAIL_TOKENS:
-            raise TransferError(f"the ticket knows {ticket.num_tokens} tokens of {num_tokens}")
-        num_blocks = self._leases.blocks_for(resident.num_computed + resident.in_step + resident.num_candidates)
-        if num_blocks > ticket.num_blocks:
-            raise TransferError(f"the answer has {num_blocks} blocks by now and {ticket.num_blocks} were granted")
-        return Move(ticket.num_blocks, ticket.num_tokens)
+        num_tokens = len(node_request.request.token_ids) + node_request.num_candidates
+        if not 0 <= num_tokens - descriptor.num_tokens < MAX_TAIL_TOKENS:
+            raise TransferError(f"the descriptor knows {descriptor.num_tokens} tokens of {num_tokens}")
+        num_blocks = self._leases.blocks_for(
+            node_request.num_computed + node_request.in_step + node_request.num_candidates
+        )
+        if num_blocks > descriptor.num_blocks:
+            raise TransferError(f"the answer has {num_blocks} blocks by now and {descriptor.num_blocks} were granted")
+        return Move(descriptor.num_blocks, descriptor.num_tokens)
 
-    def _stop_if_due(self, resident: Resident) -> None:
-        move = resident.move
-        if move is None or resident.in_step or resident.stage is not Stage.WRITING:
+    def _stop_if_due(self, node_request: NodeRequest) -> None:
+        move = node_request.move
+        if move is None or node_request.in_step or node_request.stage is not Stage.WRITING:
             return
-        if not move.has_caught_up and not self._is_at_limit(resident, move):
+        if not move.has_caught_up and not self._is_at_limit(node_request, move):
             return
-        self._residents.enter(resident, Stage.STOPPED)
-        resident.tail = resident.request.token_ids[move.num_tokens :]
-        self._hand_overs.finish_send(resident)
+        self._node_requests.enter(node_request, Stage.STOPPED)
+        node_request.tail = node_request.request.token_ids[move.num_tokens :]
+        self._hand_overs.finish_send(node_request)
 
-    def _stay(self, resident: Resident) -> None:
-        if resident.move is not None:
-            self._endings.decide(CancelTransfer(resident.request.epoch))
-        resident.move = None
-        if resident.stage is Stage.STOPPED:
-            self._residents.enter(resident, Stage.WRITING)
+    def _stay(self, node_request: NodeRequest) -> None:
+        if node_request.move is not None:
+            self._endings.decide(CancelTransfer(node_request.request.epoch))
+        node_request.move = None
+        if node_request.stage is Stage.STOPPED:
+            self._node_requests.enter(node_request, Stage.WRITING)
 
-    def _is_at_limit(self, resident: Resident, move: Move) -> bool:
+    def _is_at_limit(self, node_request: NodeRequest, move: Move) -> bool:
         """Whether the other node could not take one more token."""
-        num_blocks = self._leases.blocks_for(resident.num_computed + 1)
-        num_unknown = len(resident.request.token_ids) - move.num_tokens
+        num_blocks = self._leases.blocks_for(node_request.num_computed + 1)
+        num_unknown = len(node_request.request.token_ids) - move.num_tokens
         return num_blocks > move.num_blocks or num_unknown == MAX_TAIL_TOKENS
 
-    def _fail(self, resident: Resident, reason: str, message: str) -> None:
-        wire = attempt_of(resident.request)
+    def _fail(self, node_request: NodeRequest, reason: str, message: str) -> None:
+        wire = attempt_of(node_request.request)
         self._endings.tell(move_failed=fleet_pb2.MoveFailed(attempt=wire, reason=reason, message=message))
 
 
-def _is_behind(resident: Resident, ticket: Ticket) -> bool:
+def _is_behind(node_request: NodeRequest, descriptor: TransferDescriptor) -> bool:
     """Whether the blocks that the other node has are, to the bit, the answer's own."""
-    num_cached = ticket.num_cached_blocks
-    return not num_cached or resident.names.names[num_cached - 1 : num_cached] == [ticket.behind]
+    num_cached = descriptor.num_cached_blocks
+    return not num_cached or node_request.names.names[num_cached - 1 : num_cached] == [descriptor.behind]

@@ -11,9 +11,9 @@ from protos import convert, fleet_pb2
 from protos.convert import attempt_of
 from serving_core.blocks import BlockAllocator
 from serving_core.leases import Leases
+from serving_core.node_requests import NodeRequest, NodeRequests, Stage
 from serving_core.prefix import hint_of
 from serving_core.requests import SampledToken, finish_reason
-from serving_core.residents import Resident, Residents, Stage
 from serving_core.tiers import TierIndex
 from serving_node.decisions import CancelTransfer, Decision, Tell
 
@@ -21,8 +21,8 @@ from serving_node.decisions import CancelTransfer, Decision, Tell
 class Endings:
     """Ends requests, and collects what is decided about all of them."""
 
-    def __init__(self, residents: Residents, leases: Leases) -> None:
-        self._residents = residents
+    def __init__(self, node_requests: NodeRequests, leases: Leases) -> None:
+        self._node_requests = node_requests
         self._leases = leases
         self._decisions: list[Decision] = []
 
@@ -38,28 +38,28 @@ class Endings:
         """Decides to tell the coordinator one event, by its field of fleet_pb2.NodeEvent."""
         self.decide(Tell(event))
 
-    def fail(self, resident: Resident, reason: str, message: str) -> None:
+    def fail(self, node_request: NodeRequest, reason: str, message: str) -> None:
         """Ends a request with a reason of serving_core.reasons."""
-        wire = attempt_of(resident.request)
-        self.end(resident, failed=fleet_pb2.Failed(attempt=wire, reason=reason, message=message))
+        wire = attempt_of(node_request.request)
+        self.end(node_request, failed=fleet_pb2.Failed(attempt=wire, reason=reason, message=message))
 
-    def end(self, resident: Resident, **event: Any) -> None:
+    def end(self, node_request: NodeRequest, **event: Any) -> None:
         """Ends a request, unless it is ending already. `event`, if any, is told once nothing is held."""
-        if resident in self._residents and not resident.is_ending:
-            resident.ending = event
-            if resident.is_sending or resident.is_receiving:
-                self.decide(CancelTransfer(resident.request.epoch))
-        self.settle(resident)
+        if node_request in self._node_requests and not node_request.is_ending:
+            node_request.ending = event
+            if node_request.is_sending or node_request.is_receiving:
+                self.decide(CancelTransfer(node_request.request.epoch))
+        self.settle(node_request)
 
-    def settle(self, resident: Resident) -> None:
+    def settle(self, node_request: NodeRequest) -> None:
         """Frees a request that is ending when nothing touches it any more. To be called when a step or a transfer lets
         go of it."""
-        if resident.ending is None or resident.is_busy or resident not in self._residents:
+        if node_request.ending is None or node_request.is_busy or node_request not in self._node_requests:
             return
-        self._leases.give_back(resident)
-        self._residents.remove(resident)
-        if resident.ending:
-            self.tell(**resident.ending)
+        self._leases.give_back(node_request)
+        self._node_requests.remove(node_request)
+        if node_request.ending:
+            self.tell(**node_request.ending)
 
 
 MAX_HINTS: Final = 2**16  # of either kind in one message
@@ -117,13 +117,13 @@ class Answers:
 
     def __init__(
         self,
-        residents: Residents,
+        node_requests: NodeRequests,
         leases: Leases,
         endings: Endings,
         cache_report: CacheReport,
         eos_token_ids: Sequence[int],
     ) -> None:
-        self._residents = residents
+        self._node_requests = node_requests
         self._leases = leases
         self._endings = endings
         self._cache_report = cache_report
@@ -131,7 +131,7 @@ class Answers:
 
     def take(
         self,
-        resident: Resident,
+        node_request: NodeRequest,
         tokens: Sequence[SampledToken],
         step_tokens: fleet_pb2.StepTokens,
         num_candidates: int,
@@ -144,61 +144,63 @@ class Answers:
         num_before = len(told)
         for index, token in enumerate(tokens):
             if index:
-                resident.num_computed += 1
-                self._leases.publish(resident)
+                node_request.num_computed += 1
+                self._leases.publish(node_request)
             if token.is_token:
-                has_ended = self._take_one(resident, token, step_tokens, now)
+                has_ended = self._take_one(node_request, token, step_tokens, now)
         if num_candidates and len(told) > num_before:
             told[-1].num_proposed, told[-1].num_accepted = num_candidates, len(told) - num_before - 1
         return has_ended
 
-    def _take_one(self, resident: Resident, token: SampledToken, step_tokens: fleet_pb2.StepTokens, now: float) -> bool:
+    def _take_one(
+        self, node_request: NodeRequest, token: SampledToken, step_tokens: fleet_pb2.StepTokens, now: float
+    ) -> bool:
         """One more token of a request; what was cancelled meanwhile says nothing. Tells whether it is the last."""
-        request, is_first = resident.request, resident.computes_prompt
+        request, is_first = node_request.request, node_request.computes_prompt
         request.token_ids.append(token.token_id)
-        resident.has_first_token = True
+        node_request.has_first_token = True
         reason = finish_reason(request, self._eos_token_ids)
         if is_first or reason is not None:
             self._cache_report.tell()  # before the client can ask again
         if is_first:
-            resident.note_begun(now)
-        if not resident.is_ending and is_first:
-            first_token = self._first_token(resident, now)
+            node_request.note_begun(now)
+        if not node_request.is_ending and is_first:
+            first_token = self._first_token(node_request, now)
             convert.tell_token(first_token.token, request, token, reason)
             convert.tell_scores(first_token.token, request.scores)
             self._endings.tell(first_token=first_token)
-        elif not resident.is_ending:
+        elif not node_request.is_ending:
             convert.tell_token(step_tokens.tokens.add(), request, token, reason)
-        if resident.stage is not Stage.WRITING and not resident.hands_over:
-            self._residents.enter(resident, Stage.WRITING)
-        elif resident.hands_over and reason is None:
-            resident.tail = [token.token_id]
+        if node_request.stage is not Stage.WRITING and not node_request.hands_over:
+            self._node_requests.enter(node_request, Stage.WRITING)
+        elif node_request.hands_over and reason is None:
+            node_request.tail = [token.token_id]
         return reason is not None
 
-    def end_without_token(self, resident: Resident, last: SampledToken, now: float) -> None:
+    def end_without_token(self, node_request: NodeRequest, last: SampledToken, now: float) -> None:
         """Ends a request whose last token is none: the embedding of the prompt was all that was wanted, or it has
         failed."""
         if last.embedding:
-            self._end_embedded(resident, last, now)
+            self._end_embedded(node_request, last, now)
         elif last.error is not None:
-            self._endings.fail(resident, last.error.reason, str(last.error))
+            self._endings.fail(node_request, last.error.reason, str(last.error))
 
-    def _end_embedded(self, resident: Resident, token: SampledToken, now: float) -> None:
-        assert resident.reading_since_s is not None
+    def _end_embedded(self, node_request: NodeRequest, token: SampledToken, now: float) -> None:
+        assert node_request.reading_since_s is not None
         embedded = fleet_pb2.Embedded(
-            attempt=convert.attempt_of(resident.request),
+            attempt=convert.attempt_of(node_request.request),
             embedding=token.embedding,
-            prefill_s=now - resident.reading_since_s,
-            num_cached_tokens=self._leases.num_cached_tokens(resident),
+            prefill_s=now - node_request.reading_since_s,
+            num_cached_tokens=self._leases.num_cached_tokens(node_request),
         )
         self._cache_report.tell()  # before the client can ask again
-        self._endings.end(resident, embedded=embedded)
+        self._endings.end(node_request, embedded=embedded)
 
-    def _first_token(self, resident: Resident, now: float) -> fleet_pb2.FirstToken:
+    def _first_token(self, node_request: NodeRequest, now: float) -> fleet_pb2.FirstToken:
         """Without the token."""
-        assert resident.reading_since_s is not None
+        assert node_request.reading_since_s is not None
         return fleet_pb2.FirstToken(
-            attempt=convert.attempt_of(resident.request),
-            prefill_s=now - resident.reading_since_s,
-            num_cached_tokens=self._leases.num_cached_tokens(resident),
+            attempt=convert.attempt_of(node_request.request),
+            prefill_s=now - node_request.reading_since_s,
+            num_cached_tokens=self._leases.num_cached_tokens(node_request),
         )

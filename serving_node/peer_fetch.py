@@ -15,16 +15,16 @@ from functools import partial
 from itertools import accumulate, groupby
 from typing import Final, NamedTuple
 
+from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.results import Received, Sent, TransferError, TransferFailed
-from kv_transfer.ticket import Ticket
 from prefill_node.reading import Reading, num_cacheable
 from protos import fleet_pb2
 from protos.convert import MAX_MADE, attempt_of, from_tail, to_tail
 from serving_core import reasons
 from serving_core.blocks import BlockLease
 from serving_core.leases import Leases, Loan
+from serving_core.node_requests import NodeRequest, Offer
 from serving_core.prefix import BlockNames, root_name
-from serving_core.residents import Offer, Resident
 from serving_node.decisions import Borrow, CancelTransfer, Lend
 from serving_node.outputs import Endings
 from serving_node.second_tier import SecondTier
@@ -34,7 +34,7 @@ MAX_LOANS: Final = 16  # at a time
 
 @dataclass(slots=True)
 class _Borrowing:
-    resident: Resident
+    node_request: NodeRequest
     offer: Offer
     loan: Loan
     started_s: float
@@ -67,33 +67,33 @@ class Borrowings:
         """When the next `tick` is due."""
         return min((_late_at_s(each) for each in self._under_way.values() if not each.is_over), default=None)
 
-    def holds_up(self, resident: Resident, num_spare: int, now: float) -> bool:
+    def holds_up(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
         """Whether a prompt that might start, if that leaves num_spare blocks free, is to wait for blocks of its own.
         Takes up what it was offered."""
-        offer = resident.offer
+        offer = node_request.offer
         if offer is None:
             return False
-        if resident.is_loading:
+        if node_request.is_loading:
             return True
-        if self._reading.num_needed(resident) + num_spare > self._leases.num_free:
+        if self._reading.num_needed(node_request) + num_spare > self._leases.num_free:
             return False  # nor is there room to start it
-        num_tokens = min(offer.num_tokens, num_cacheable(resident))
-        num_missing = num_tokens - self._leases.num_held_tokens(resident, num_tokens)
+        num_tokens = min(offer.num_tokens, num_cacheable(node_request))
+        num_missing = num_tokens - self._leases.num_held_tokens(node_request, num_tokens)
         is_known = offer.epoch in self._under_way
         if num_missing < self._leases.block_size or len(self._under_way) >= MAX_LOANS or is_known:
-            resident.offer = None
+            node_request.offer = None
             return False
-        self._begin(resident, offer, num_tokens, now)
+        self._begin(node_request, offer, num_tokens, now)
         return True
 
-    def granted(self, epoch: int, ticket: bytes) -> None:
-        """Every rank awaits the blocks: this ticket lets the lender send them."""
+    def granted(self, epoch: int, descriptor: bytes) -> None:
+        """Every rank awaits the blocks: this descriptor lets the lender send them."""
         borrowing = self._under_way[epoch]
-        if borrowing.resident.is_ending:
+        if borrowing.node_request.is_ending:
             self._give_up(borrowing)
         elif not borrowing.is_over:
-            wire = attempt_of(borrowing.resident.request)
-            self._endings.tell(borrowing=fleet_pb2.Borrowing(attempt=wire, ticket=ticket))
+            wire = attempt_of(borrowing.node_request.request)
+            self._endings.tell(borrowing=fleet_pb2.Borrowing(attempt=wire, descriptor=descriptor))
 
     def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
         """The transfer is over: nobody writes to the blocks any more."""
@@ -103,7 +103,7 @@ class Borrowings:
         self._let_start(borrowing)
         self._endings.tell(
             borrowed=fleet_pb2.Borrowed(
-                attempt=attempt_of(borrowing.resident.request),
+                attempt=attempt_of(borrowing.node_request.request),
                 num_blocks=num_blocks,
                 num_bytes=num_blocks * self._block_bytes,
                 seconds=now - borrowing.started_s,
@@ -132,10 +132,10 @@ class Borrowings:
             if now >= _late_at_s(borrowing):
                 self._give_up(borrowing)
 
-    def _begin(self, resident: Resident, offer: Offer, num_tokens: int, now: float) -> None:
-        loan = self._leases.begin_loan(resident, num_tokens)
-        self._under_way[offer.epoch] = _Borrowing(resident, offer, loan, now)
-        resident.is_loading = True
+    def _begin(self, node_request: NodeRequest, offer: Offer, num_tokens: int, now: float) -> None:
+        loan = self._leases.begin_loan(node_request, num_tokens)
+        self._under_way[offer.epoch] = _Borrowing(node_request, offer, loan, now)
+        node_request.is_loading = True
         self._endings.decide(Borrow(offer, loan.lease.block_ids, loan.lease.num_cached))
 
     def _adopt(self, borrowing: _Borrowing, received: Received) -> int:
@@ -150,7 +150,7 @@ class Borrowings:
         is_odd = token_ids or num_blocks > len(loan.lease.block_ids) or num_new < 0
         if is_odd or received.num_bytes < num_new * self._block_bytes:
             return 0
-        self._leases.lent(borrowing.resident, loan, num_blocks, made)
+        self._leases.lent(borrowing.node_request, loan, num_blocks, made)
         return num_new
 
     def _give_up(self, borrowing: _Borrowing) -> None:
@@ -160,9 +160,9 @@ class Borrowings:
             self._endings.decide(CancelTransfer(borrowing.offer.epoch))
 
     def _let_start(self, borrowing: _Borrowing) -> None:
-        resident = borrowing.resident
-        if resident.offer is borrowing.offer:
-            resident.is_loading, resident.offer = False, None
+        node_request = borrowing.node_request
+        if node_request.offer is borrowing.offer:
+            node_request.is_loading, node_request.offer = False, None
 
 
 def _late_at_s(borrowing: _Borrowing) -> float:
@@ -176,7 +176,7 @@ class _Asked(NamedTuple):
     """What another node has room for."""
 
     lend: fleet_pb2.Lend
-    ticket: Ticket
+    descriptor: TransferDescriptor
     names: BlockNames
     token_ids: list[int]  # of the blocks that there is room for
 
@@ -202,7 +202,7 @@ class Lending:
         return {epoch: lease for epoch, (_, lease) in self._under_way.items()}
 
     def lend(self, lend: fleet_pb2.Lend, num_spare: int, now: float) -> None:
-        """Another node has room for blocks: its ticket. What is read back for it leaves num_spare blocks free."""
+        """Another node has room for blocks: its descriptor. What is read back for it leaves num_spare blocks free."""
         epoch = lend.attempt.epoch
         if epoch in self._under_way or epoch in self._awaited:
             return
@@ -212,7 +212,7 @@ class Lending:
             self._fail(lend.attempt, str(error))
             return
         self._awaited[epoch] = asked
-        num_known, on_end = asked.ticket.num_cached_blocks, partial(self._send, asked)
+        num_known, on_end = asked.descriptor.num_cached_blocks, partial(self._send, asked)
         if not self._tier.fetch(asked.names, asked.token_ids, num_known, num_spare, now, on_end):
             self._send(asked)
 
@@ -233,12 +233,16 @@ class Lending:
         """Raises TransferError where nothing can be lent."""
         if len(self._under_way) + len(self._awaited) >= MAX_LENT:
             raise TransferError(f"{MAX_LENT} loans are under way, the limit")
-        ticket, epoch, block_size = Ticket.decode(lend.ticket), lend.attempt.epoch, self._leases.block_size
-        if ticket.epoch != epoch:
-            raise TransferError(f"the ticket is for epoch {ticket.epoch}, and the loan's is {epoch}")
+        descriptor, epoch, block_size = (
+            TransferDescriptor.decode(lend.descriptor),
+            lend.attempt.epoch,
+            self._leases.block_size,
+        )
+        if descriptor.epoch != epoch:
+            raise TransferError(f"the descriptor is for epoch {descriptor.epoch}, and the loan's is {epoch}")
         names = BlockNames(root_name(self._fingerprint, lend.cache_salt, lend.adapter), block_size)
-        token_ids = list(lend.token_ids[: ticket.num_blocks * block_size])
-        return _Asked(lend, ticket, names, token_ids)
+        token_ids = list(lend.token_ids[: descriptor.num_blocks * block_size])
+        return _Asked(lend, descriptor, names, token_ids)
 
     def _send(self, asked: _Asked) -> None:
         """All that can be had is in the pool."""
@@ -248,12 +252,12 @@ class Lending:
         del self._awaited[epoch]
         lease, makers = self._leases.lend(asked.names, asked.token_ids)
         makers = _tellable(makers)
-        if len(makers) <= asked.ticket.num_cached_blocks:
+        if len(makers) <= asked.descriptor.num_cached_blocks:
             lease.release()
             self._fail(asked.lend.attempt, "the node holds no more of the tokens than the other one")
             return
         self._under_way[epoch] = asked.lend.attempt, lease
-        self._endings.decide(Lend(epoch, asked.lend.ticket, lease.block_ids[: len(makers)], to_tail([], makers)))
+        self._endings.decide(Lend(epoch, asked.lend.descriptor, lease.block_ids[: len(makers)], to_tail([], makers)))
 
     def _fail(self, attempt: fleet_pb2.Attempt, message: str) -> None:
         self._endings.tell(failed=fleet_pb2.Failed(attempt=attempt, reason=reasons.TRANSFER_FAILED, message=message))

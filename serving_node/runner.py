@@ -23,8 +23,8 @@ from serving_core.costs import StepCosts, StepRates
 from serving_core.errors import RequestError
 from serving_core.failpoints import reach
 from serving_core.memory import resident_bytes
+from serving_core.node_requests import Key, NodeRequest, NodeRequests
 from serving_core.requests import Guide
-from serving_core.residents import Key, Resident, Residents
 from serving_core.shapes import preset
 from serving_core.waiting import first_to_end
 from serving_node.annex_ends import AnnexEnds, tile_tokens
@@ -135,7 +135,7 @@ class NodeRunner:
             self._received,
             tp_size=self._tp_size,
             pp_size=self._pp_size,
-            ttl_s=settings.ticket_ttl_s,
+            ttl_s=settings.reservation_ttl_s,
         )
         self._annexes: AnnexEnds | None = None
         if limits.tile_tokens:
@@ -260,8 +260,8 @@ class NodeRunner:
         return self._stepping.clock
 
     @property
-    def residents(self) -> Residents:
-        return self._logic.residents
+    def node_requests(self) -> NodeRequests:
+        return self._logic.node_requests
 
     def load(self) -> inference_pb2.NodeLoad:
         """What the next heartbeat would say of it."""
@@ -281,10 +281,10 @@ class NodeRunner:
         load, holders = self.load(), [holder for holder, _ in self.leases]
         return {
             "blocks": load.num_blocks - load.num_blocks_free,
-            "requests": len(self.residents),
+            "requests": len(self.node_requests),
             "transfer descriptors": len(self._grants) + self._transfers.num_ungranted,
             "transfers": self._transfers.num_open,
-            "leases without a request": len(holders) - sum(each.lease is not None for each in self.residents),
+            "leases without a request": len(holders) - sum(each.lease is not None for each in self.node_requests),
             "timers": int(self._logic.wake_at_s is not None),
         }
 
@@ -357,8 +357,8 @@ class NodeRunner:
         host = fleet_pb2.AnnexHost(address=self._annexes.address, key=self._annexes.key)
         return fleet_pb2.AnnexOffer(host=host, num_tokens=most)
 
-    def _opened(self, resident: Resident, annex: Annex | None) -> None:
-        self._logic.opened(resident, annex, time.monotonic())
+    def _opened(self, node_request: NodeRequest, annex: Annex | None) -> None:
+        self._logic.opened(node_request, annex, time.monotonic())
         self._carry_out()
 
     def _host(self, number: int, most_tiles: int, asker: Asker) -> list[int]:
@@ -437,7 +437,7 @@ def _limits_of(settings: NodeSettings, engine: Engine, drafter: Drafter | None) 
         min(settings.max_num_seqs, settings.max_num_batched_tokens),
         settings.max_num_queued,
         settings.credit_timeout_s,
-        settings.ticket_timeout_s,
+        settings.descriptor_timeout_s,
         settings.num_speculative_tokens if settings.speculation != OFF else 0,
         draft_model_of(drafter),
         tile_tokens(settings, engine),

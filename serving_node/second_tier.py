@@ -16,8 +16,8 @@ from protos import inference_pb2
 from serving_core.blocks import BlockAllocator, BlockLease
 from serving_core.costs import StepCosts
 from serving_core.leases import Leases
+from serving_core.node_requests import NodeRequest
 from serving_core.prefix import BlockNames
-from serving_core.residents import Resident
 from serving_core.tiers import TierIndex, TierRates
 from serving_node.decisions import CancelLoad, Decision, Load, Spill
 
@@ -42,7 +42,7 @@ NO_TIER: Final = TierPlan()
 
 @dataclass(slots=True)
 class _Loading:
-    resident: Resident | None  # that waits for them; None: another node does
+    node_request: NodeRequest | None  # that waits for them; None: another node does
     on_end: Callable[[], None]  # when they are there, or will not come
     lease: BlockLease  # of the blocks that the pool held, and of those to come
     names: list[bytes]  # of them all
@@ -112,22 +112,22 @@ class SecondTier:
         load.tier.SetInParent()
         load.tier.MergeFrom(self._told)
 
-    def holds_up(self, resident: Resident, num_spare: int, now: float) -> bool:
+    def holds_up(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
         """Whether a prompt that might start, if that leaves num_spare blocks free, is to wait for blocks of its own.
         Has them read where that pays, once each time that the prompt is queued."""
-        if not self.index.num_slots or resident.has_looked:
+        if not self.index.num_slots or node_request.has_looked:
             return False
-        if resident.is_loading:
+        if node_request.is_loading:
             return True
-        if self._reading.num_needed(resident) + num_spare > self._allocator.num_free:
+        if self._reading.num_needed(node_request) + num_spare > self._allocator.num_free:
             return False  # nor is there room to start it
-        in_pool, loaded = self._find(resident.names, resident.request.token_ids, num_cacheable(resident))
+        in_pool, loaded = self._find(node_request.names, node_request.request.token_ids, num_cacheable(node_request))
         if (computed_s := self._worth_reading(in_pool, loaded)) is None:
-            resident.has_looked = True
+            node_request.has_looked = True
             return False
         if len(self._loads) < MAX_LOADS:
-            resident.is_loading = True
-            self._begin(in_pool, loaded, computed_s, now, resident, partial(_let_start, resident))
+            node_request.is_loading = True
+            self._begin(in_pool, loaded, computed_s, now, node_request, partial(_let_start, node_request))
         return True
 
     def fetch(
@@ -152,11 +152,11 @@ class SecondTier:
         self._begin(in_pool, loaded, computed_s, now, None, on_end)
         return True
 
-    def note_start(self, resident: Resident) -> None:
+    def note_start(self, node_request: NodeRequest) -> None:
         """A prompt has got its blocks."""
         if self.index.num_slots:
-            num_full = num_cacheable(resident) // self._leases.block_size
-            self._told.num_misses += num_full - resident.num_cached_blocks
+            num_full = num_cacheable(node_request) // self._leases.block_size
+            self._told.num_misses += num_full - node_request.num_cached_blocks
 
     def loaded(self, load_id: int, num_good: int, now: float) -> None:
         """The leading ones of these blocks, so many, are in the pool, on every rank."""
@@ -182,10 +182,10 @@ class SecondTier:
         self._told.written_bytes -= len(self._copied.intersection(slots)) * self._block_bytes
         self.index.lose(slots)
 
-    def cancel(self, resident: Resident) -> None:
+    def cancel(self, node_request: NodeRequest) -> None:
         """What is being read back for it nobody waits for any more."""
         for load_id, load in list(self._loads.items()):
-            if load.resident is resident:
+            if load.node_request is node_request:
                 self._decisions.append(CancelLoad(load_id))
                 self._end(load_id)
 
@@ -226,7 +226,7 @@ class SecondTier:
         loaded: list[bytes],
         computed_s: float,
         now: float,
-        resident: Resident | None,
+        node_request: NodeRequest | None,
         on_end: Callable[[], None],
     ) -> None:
         self.index.pin(loaded)
@@ -234,7 +234,7 @@ class SecondTier:
         lease = self._allocator.allocate(len(names), in_pool)
         slots = self.index.slots_of(loaded)
         self._num_loads += 1
-        self._loads[self._num_loads] = _Loading(resident, on_end, lease, names, loaded, slots, computed_s, now)
+        self._loads[self._num_loads] = _Loading(node_request, on_end, lease, names, loaded, slots, computed_s, now)
         self._decisions.append(Load(self._num_loads, slots, lease.block_ids[-len(loaded) :]))
 
     def _note_end(self, load: _Loading, now: float, *, is_measure: bool) -> None:
@@ -253,5 +253,5 @@ class SecondTier:
         return name in self._allocator.blocks_by_name or name in self.index
 
 
-def _let_start(resident: Resident) -> None:
-    resident.is_loading, resident.has_looked = False, True
+def _let_start(node_request: NodeRequest) -> None:
+    node_request.is_loading, node_request.has_looked = False, True

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kv_transfer.ticket import KV_TRANSPORTS
+from kv_transfer.descriptor import KV_TRANSPORTS
 from serving_core.errors import SettingsError
 from serving_core.flags import flag
 from serving_core.settings import QUANTIZATIONS, EngineSettings
@@ -16,7 +16,7 @@ DRAFT: Final = "draft"
 SPECULATIONS: Final = (OFF, "lookup", DRAFT)
 _ENDS_IN_PORT: Final = re.compile(r":\d+$", re.ASCII)
 STEP_TOKENS: Final = {"cpu": 512, "cuda": 2048}
-SEATS: Final = {"cpu": 64, "cuda": 256}
+SLOTS: Final = {"cpu": 64, "cuda": 256}
 """What a node takes that is not told, by the kind of its device."""
 PACKAGES: Final = {PREFILL: "prefill_node", DECODE: "decode_node", BOTH: "serving_node"}
 """What `python -m` starts a node as, by the role that it begins in."""
@@ -102,7 +102,7 @@ class NodeSettings:
         16, "Prompts with fewer tokens send their blocks at the end, not layer by layer.", minimum=0
     )
     transfer_timeout_s: float = flag(30.0, "Seconds one KV transfer may take once it has started.", minimum=0.1)
-    ticket_timeout_s: float = flag(60.0, "Seconds a finished prompt waits for its ticket.", minimum=0.1)
+    descriptor_timeout_s: float = flag(60.0, "Seconds a finished prompt waits for its descriptor.", minimum=0.1)
     credit_timeout_s: float = flag(
         600.0, "Seconds a request waits for credit at one node, before others are asked.", minimum=0.1
     )
@@ -121,7 +121,7 @@ class NodeSettings:
         minimum=-1,
         maximum=65535,
     )
-    ticket_ttl_s: float = flag(600.0, "Most seconds granted blocks wait for their KV.", minimum=0.1, maximum=86400)
+    reservation_ttl_s: float = flag(600.0, "Most seconds granted blocks wait for their KV.", minimum=0.1, maximum=86400)
 
     def check(self) -> None:
         """Raises SettingsError for what does not go together, whatever the role and the device."""
@@ -141,7 +141,7 @@ class NodeSettings:
         does not go together."""
         self.check()
         num_tokens = self.max_num_batched_tokens or STEP_TOKENS[device]
-        num_seqs = self.max_num_seqs or min(SEATS[device], num_tokens)
+        num_seqs = self.max_num_seqs or min(SLOTS[device], num_tokens)
         if role != PREFILL and num_tokens < num_seqs:
             raise SettingsError(
                 f"max_num_batched_tokens ({num_tokens}) must be at least "

@@ -16,8 +16,8 @@ from prefill_node.reading import Reading
 from serving_core.costs import StepLoad, StepRates
 from serving_core.figures import BATCH, Histogram
 from serving_core.leases import Leases
+from serving_core.node_requests import NodeRequest, NodeRequests, Stage
 from serving_core.requests import Request, Work
-from serving_core.residents import Resident, Residents, Stage
 from serving_node.room import Room
 
 PHASES: Final = ("prefill", "decode", "mixed")
@@ -52,22 +52,22 @@ WAITING: Final = (Stage.QUEUED, Stage.READING)
 class Streak:
     """Of its steps, one runs; so many, that one too, end none of the answers."""
 
-    residents: Sequence[Resident]  # as they are in each step: oldest first
+    node_requests: Sequence[NodeRequest]  # as they are in each step: oldest first
     num_steps: int
     requests: Sequence[Request] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.requests = [resident.request for resident in self.residents]
+        self.requests = [node_request.request for node_request in self.node_requests]
 
     @property
     def is_staying(self) -> bool:
         """Whether nobody has an end or a way to another node to go."""
-        return not any(each.ending is not None or each.is_sending for each in self.residents)
+        return not any(each.ending is not None or each.is_sending for each in self.node_requests)
 
     @property
     def works(self) -> list[Work]:
         """The shares of the running step, for whoever goes on with it as with any other."""
-        return [resident.work(1) for resident in self.residents]
+        return [node_request.work(1) for node_request in self.node_requests]
 
 
 class Streaks:
@@ -75,7 +75,7 @@ class Streaks:
 
     def __init__(
         self,
-        residents: Residents,
+        node_requests: NodeRequests,
         leases: Leases,
         eos_token_ids: Sequence[int],
         room: Room,
@@ -85,7 +85,7 @@ class Streaks:
         grant: Callable[[], None],
     ) -> None:
         """`grant` gives credit to whom it can."""
-        self._residents = residents
+        self._node_requests = node_requests
         self._leases = leases
         self._eos_token_ids = eos_token_ids
         self._room = room
@@ -103,8 +103,8 @@ class Streaks:
         """The steps, from this planned one on, that `advance` may take in for less, as long as the streak goes on; none
         where this one cannot be of any. Where it does not, NodeLogic.step_done takes the running step in, with the
         streak's works."""
-        self._is_calm = is_calm(self._residents)
-        at_work = [self._residents.of(work.request) for work in works]
+        self._is_calm = is_calm(self._node_requests)
+        at_work = [self._node_requests.of(work.request) for work in works]
         streak = Streak(at_work, min((_num_steps(each, self._eos_token_ids) for each in at_work), default=0))
         return streak if self._is_of_all(streak) else Streak(at_work, 0)
 
@@ -115,14 +115,14 @@ class Streaks:
     def num_steps_ahead(self, streak: Streak) -> int:
         """So many steps of the streak, the running one too, `advance` may take in together, unless anything happens to
         the node before the last of them ends."""
-        is_room = len(streak.residents) <= self._leases.num_free  # for one block each: so many steps fill no more
+        is_room = len(streak.node_requests) <= self._leases.num_free  # for one block each: so many steps fill no more
         return min(streak.num_steps, self._leases.block_size) if self._is_calm and is_room else 0
 
     def advance(self, streak: Streak, token_ids: Sequence[Sequence[int]], steps_s: Sequence[float]) -> bool:
         """Takes in finished steps of a streak that goes on, in which each answer got these tokens, and tells whether
         the next one is planned by that. If not, the streak is over, and NodeLogic.plan is to follow."""
         num_answers = len(token_ids)
-        num_cached = sum([each.num_computed for each in streak.residents])
+        num_cached = sum([each.num_computed for each in streak.node_requests])
         self._rates.add(0, num_answers, *steps_s)
         for step_s in steps_s:
             load = StepLoad(num_answers, num_cached)
@@ -132,8 +132,8 @@ class Streaks:
         full = _take_in(streak, token_ids, self._leases)
         if not self._is_disturbed(streak) and grow(full, self._leases):
             return True
-        for resident in streak.residents:
-            resident.in_step = False
+        for node_request in streak.node_requests:
+            node_request.in_step = False
         return False
 
     def _is_disturbed(self, streak: Streak) -> bool:
@@ -141,83 +141,88 @@ class Streaks:
         if self._is_calm:
             return False
         self._grant()
-        self._is_calm = is_calm(self._residents)
-        has_prompts = bool(self._residents.count(Stage.READING)) or self._room.may_start_any
+        self._is_calm = is_calm(self._node_requests)
+        has_prompts = bool(self._node_requests.count(Stage.READING)) or self._room.may_start_any
         return has_prompts or not self._is_of_all(streak)
 
     def _is_of_all(self, streak: Streak) -> bool:
         """Whether nobody else writes."""
-        return self._residents.count(Stage.WRITING) == len(streak.residents)
+        return self._node_requests.count(Stage.WRITING) == len(streak.node_requests)
 
 
-def is_calm(residents: Residents) -> bool:
-    """Whether nobody waits for what a step may bring, blocks or a seat, and nobody has an end or a way to another node
-    to go. Then steps that end no answer decide nothing until something else happens."""
-    if residents.count(*WAITING):
+def is_calm(node_requests: NodeRequests) -> bool:
+    """Whether nobody waits for what a step may bring, blocks or a running slot, and nobody has an end or a way to
+    another node to go. Then steps that end no answer decide nothing until something else happens."""
+    if node_requests.count(*WAITING):
         return False
-    if any(not each.is_to_share for each in residents.in_stage(Stage.AWAITING)):
+    if any(not each.is_to_share for each in node_requests.in_stage(Stage.AWAITING)):
         return False
-    return not any(each.is_kept or each.ending is not None or each.is_sending for each in residents)
+    return not any(each.is_kept or each.ending is not None or each.is_sending for each in node_requests)
 
 
-def _take_in(streak: Streak, token_ids: Sequence[Sequence[int]], leases: Leases) -> list[Resident]:
+def _take_in(streak: Streak, token_ids: Sequence[Sequence[int]], leases: Leases) -> list[NodeRequest]:
     """Steps of the streak are done, which gave each answer these tokens: no more than a block holds, and there were
     blocks for all. Tells those that have filled one with the last token."""
     num_steps, block_size = len(token_ids[0]), leases.block_size
     streak.num_steps -= num_steps
-    full: list[list[Resident]] = [[] for _ in range(num_steps)]
-    for resident, new in zip(streak.residents, token_ids, strict=True):
-        resident.request.token_ids += new
-        num_left = block_size - resident.num_computed % block_size
-        resident.num_computed += num_steps
+    full: list[list[NodeRequest]] = [[] for _ in range(num_steps)]
+    for node_request, new in zip(streak.node_requests, token_ids, strict=True):
+        node_request.request.token_ids += new
+        num_left = block_size - node_request.num_computed % block_size
+        node_request.num_computed += num_steps
         if num_left <= num_steps:
-            full[num_left - 1].append(resident)
-    for index, residents in enumerate(full):
-        for resident in residents:
-            leases.publish(resident)
+            full[num_left - 1].append(node_request)
+    for index, node_requests in enumerate(full):
+        for node_request in node_requests:
+            leases.publish(node_request)
         if index < num_steps - 1:
-            grow(residents, leases)
+            grow(node_requests, leases)
     return full[-1]
 
 
-def grow(full: Sequence[Resident], leases: Leases, num_tokens: int = 1) -> bool:
+def grow(full: Sequence[NodeRequest], leases: Leases, num_tokens: int = 1) -> bool:
     """Gives those that have filled a block one for their next tokens, if they have none. Tells whether there were
     enough; else nobody got any."""
     missing = [leases.num_missing(each, each.num_computed + num_tokens) for each in full]
     if sum(missing) > leases.num_free:
         return False
-    for resident, num_missing in zip(full, missing, strict=True):
+    for node_request, num_missing in zip(full, missing, strict=True):
         if num_missing:
-            leases.grow(resident, num_missing)
+            leases.grow(node_request, num_missing)
     return True
 
 
-def _num_steps(resident: Resident, eos_token_ids: Sequence[int]) -> int:
+def _num_steps(node_request: NodeRequest, eos_token_ids: Sequence[int]) -> int:
     """Steps that do not end it."""
-    request, sampling = resident.request, resident.request.sampling
+    request, sampling = node_request.request, node_request.request.sampling
     may_end = bool(sampling.stop_token_ids) or (bool(eos_token_ids) and not sampling.ignore_eos)
-    if resident.stage is not Stage.WRITING or resident.num_to_compute != 1 or may_end or resident.hosts:
+    if node_request.stage is not Stage.WRITING or node_request.num_to_compute != 1 or may_end or node_request.hosts:
         return 0
     return sampling.max_tokens - request.num_output_tokens - 1
 
 
-def works_ahead(works: Sequence[Work], residents: Residents, leases: Leases) -> list[Work]:
+def works_ahead(works: Sequence[Work], node_requests: NodeRequests, leases: Leases) -> list[Work]:
     """One token more of each answer of the running step, whose own is not known yet; with the blocks for it. Empty
     where the step is of anything but all answers, one is at its last token or may have blocks elsewhere, or blocks are
     short."""
-    if len(works) != residents.count(Stage.WRITING) or not is_calm(residents):
+    if len(works) != node_requests.count(Stage.WRITING) or not is_calm(node_requests):
         return []
-    at_work = [residents.of(work.request) for work in works]
-    for work, resident in zip(works, at_work, strict=True):
+    at_work = [node_requests.of(work.request) for work in works]
+    for work, node_request in zip(works, at_work, strict=True):
         request = work.request
-        if resident.stage is not Stage.WRITING or work.num_tokens != 1 or work.candidates or not resident.in_step:
+        if (
+            node_request.stage is not Stage.WRITING
+            or work.num_tokens != 1
+            or work.candidates
+            or not node_request.in_step
+        ):
             return []
-        if resident.hosts:
+        if node_request.hosts:
             return []
         if request.num_output_tokens + 1 >= request.sampling.max_tokens:
             return []
     if not grow(at_work, leases, 2):
         return []
-    for resident in at_work:
-        resident.num_candidates = 1
+    for node_request in at_work:
+        node_request.num_candidates = 1
     return [Work(work.request, work.start + 1, 1, work.block_ids) for work in works]

@@ -208,7 +208,7 @@ class Histories:
 
     async def _in_chunks(self, client: AsyncClient, name: str, num_tokens: int) -> None:
         [before] = (await client.loads()).nodes
-        now = await client.set_role(name, Shape(num_tokens, before.shape.seats, takes_handovers=True))
+        now = await client.set_role(name, Shape(num_tokens, before.shape.slots, takes_handovers=True))
         outputs = await self._at_once(client, f"chunks of {num_tokens}")
         least = _num_prompt_tokens(self._requests) // num_tokens
         after = await _until(client, lambda load: load.num_steps - before.num_steps >= least)
@@ -434,7 +434,7 @@ async def _serving(
     model: LocalModel, flags: Mapping[str, Any], report: Report, cpus: Sequence[int], **own: int
 ) -> AsyncIterator[tuple[Cluster, AsyncClient]]:
     """Start a cluster on these CPUs, with these flags and its own."""
-    timeouts = ("request_timeout_s", "credit_timeout_s", "ticket_timeout_s", "keep_after_s")
+    timeouts = ("request_timeout_s", "credit_timeout_s", "descriptor_timeout_s", "keep_after_s")
     with tempfile.TemporaryDirectory(prefix="splitserve-bits-") as log_dir:
         values = {
             "block_size": BLOCK_SIZE,

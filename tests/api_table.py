@@ -1,7 +1,7 @@
 """The tables of docs/api.md: `python -m tests.api_table` writes them anew.
 
 Services and messages are those of protos/inference.proto with its comments, routes those of the application, statuses
-those that the doors give each reason. What only people can say of a route or a reason stands here.
+those that the API servers give each reason. What only people can say of a route or a reason stands here.
 """
 
 import tempfile

@@ -17,7 +17,7 @@ LONGEST = (
     "system/test_soak",
     "fuzz/test_search",
     "schedules/test_schedules",
-    "system/test_foreign_models",
+    "system/test_transformers_models",
     "system/test_moves",
     "faults/test_matrix",
     "system/test_faults",
@@ -28,7 +28,7 @@ LONGEST = (
     "unit/serving_node/test_slack",
     "unit/serving_node/test_logic_fleet",
     "unit/engine/test_bits",
-    "unit/engine/test_foreign_ranks",
+    "unit/engine/test_transformers_backend_ranks",
     "unit/engine/test_tensor_parallel",
     "unit/splitserve/test_launcher",
 )

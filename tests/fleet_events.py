@@ -80,8 +80,8 @@ def heartbeat(state="ready", step_age_s=0.0, **load):
     return fleet_pb2.NodeEvent(heartbeat=fleet_pb2.Heartbeat(load=load, step_age_s=step_age_s))
 
 
-def shape(prompt_tokens, seats, *, takes_handovers):
-    return shape_to_wire(Shape(prompt_tokens, seats, takes_handovers))
+def shape(prompt_tokens, slots, *, takes_handovers):
+    return shape_to_wire(Shape(prompt_tokens, slots, takes_handovers))
 
 
 def sampled(attempt, index, token_id, finish_reason=0, **logprobs):
@@ -108,8 +108,8 @@ def step_tokens(*tokens, step_s=0.0):
     return fleet_pb2.NodeEvent(step_tokens=fleet_pb2.StepTokens(tokens=tokens, step_s=step_s))
 
 
-def reserved(attempt, ticket=b"ticket"):
-    return fleet_pb2.NodeEvent(reserved=fleet_pb2.Reserved(attempt=attempt, ticket=ticket))
+def reserved(attempt, descriptor=b"descriptor"):
+    return fleet_pb2.NodeEvent(reserved=fleet_pb2.Reserved(attempt=attempt, descriptor=descriptor))
 
 
 def committed(attempt, num_bytes=0, num_bytes_saved=0, next_index=0):

@@ -14,8 +14,8 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from tests.foreign_models import write_any_model
 from tests.tiny_models import BOS, CHAT_TEMPLATE, EOS, SPECIAL_TOKENS, byte_vocabulary
+from tests.transformers_models import write_any_model
 
 MERGES = ["Ġ t", "h e", "i n", "Ġt he"]
 TOKENS = [*sorted(byte_vocabulary(), key=byte_vocabulary().get), *SPECIAL_TOKENS, *("".join(m.split()) for m in MERGES)]

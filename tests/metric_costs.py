@@ -13,7 +13,7 @@ from coordinator.control.metrics import Metrics
 from protos import inference_pb2
 from serving_core.costs import StepLoad
 from serving_core.figures import BATCH, Histogram, families
-from serving_core.residents import Residents
+from serving_core.node_requests import NodeRequests
 from serving_node.exposition import NodeExposition
 from serving_node.streak import StepCounts
 from tests import fleet_events as events
@@ -48,7 +48,7 @@ def of_node() -> dict[str, float]:
     counts, load = StepCounts(), StepLoad(num_answers=32, num_cached=3200)
     told = inference_pb2.NodeLoad(ranks=[inference_pb2.RankLoad(rank=0)], step_tokens=STEPS)
     node = SimpleNamespace(
-        name="n", steps=counts, step_age_s=0.0, num_divided_passes=0, residents=Residents(), load=lambda: told
+        name="n", steps=counts, step_age_s=0.0, num_divided_passes=0, node_requests=NodeRequests(), load=lambda: told
     )
     end = SimpleNamespace(num_bytes=0, num_failed=0, seconds=Histogram())
     exposition = NodeExposition(node, end, end)

@@ -11,12 +11,12 @@ from prometheus_client.core import Metric
 
 from coordinator.api.exposition import Exposition
 from coordinator.api.http.counting import HttpCounts
-from coordinator.door_link import DoorLink, door_figures
+from coordinator.api_server_link import ApiServerLink, api_server_figures
 from decode_node.speculation import SpeculationCounts
 from engine.stepper import StepClock
 from protos import inference_pb2
 from serving_core.figures import BATCH, Histogram, families
-from serving_core.residents import Residents
+from serving_core.node_requests import NodeRequests
 from serving_node.exposition import NodeExposition
 from serving_node.streak import StepCounts
 from tests import fleet_events as events
@@ -29,15 +29,15 @@ OF_SAMPLES: Final = ("le",)  # labels that every histogram has
 
 
 def coordinator_metrics() -> list[Metric]:
-    """What the coordinator of a fleet of four nodes tells, with two doors."""
+    """What the coordinator of a fleet of four nodes tells, with two API servers."""
     world, http = World(), HttpCounts()
     http.ended("/v1/completions", "POST", 200, 0.1)
     steps = [0] * (len(BATCH) + 1)
     for name in ("p0", "p1", "d0", "d1"):
         beat = events.heartbeat(num_blocks_free=100, step_tokens=steps, tier=inference_pb2.TierLoad()).heartbeat
         world.registry.heartbeat(world.registry.find(name), beat, 0.0)
-    doors = [DoorLink(1), DoorLink(2)]
-    told = Exposition(world.metrics, world.tracker, world.registry, "m", http, lambda: door_figures(doors))
+    api_servers = [ApiServerLink(1), ApiServerLink(2)]
+    told = Exposition(world.metrics, world.tracker, world.registry, "m", http, lambda: api_server_figures(api_servers))
     return list(told.collect())
 
 
@@ -46,7 +46,7 @@ def node_metrics() -> list[Metric]:
     load = inference_pb2.NodeLoad(ranks=[inference_pb2.RankLoad(rank=0)], tier=inference_pb2.TierLoad())
     counts = {"steps": StepCounts(), "speculation": SpeculationCounts(), "clock": StepClock()}
     numbers = {"step_age_s": 0.0, "num_divided_passes": 0}
-    node = SimpleNamespace(name="n", **counts, **numbers, residents=Residents(), load=lambda: load)
+    node = SimpleNamespace(name="n", **counts, **numbers, node_requests=NodeRequests(), load=lambda: load)
     transport = SimpleNamespace(num_shared_bytes=0)
     end = SimpleNamespace(num_bytes=0, num_failed=0, seconds=Histogram(), transport=transport)
     return list(families(NodeExposition(node, end, end).figures()))

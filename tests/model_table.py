@@ -8,7 +8,7 @@ from typing import Final
 
 from serving_core.model_config import MODEL_TYPES
 from tests.doc_table import DOCS, page_with
-from tests.foreign_models import FAMILIES, HEAD_ALONE, REFUSED, WITHOUT_PLAN, architecture_of
+from tests.transformers_models import FAMILIES, HEAD_ALONE, REFUSED, WITHOUT_PLAN, architecture_of
 
 PAGE: Final = DOCS / "models.md"
 

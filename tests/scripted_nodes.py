@@ -228,7 +228,8 @@ async def health_changes(c):
 
 
 async def until_serving(stub):
-    """Return once the door that a stub has dialed has heard of nodes: one that is a process hears of them soon."""
+    """Return once the API server that a stub has dialed has heard of nodes: one that is a process hears of them
+    soon."""
     async with asyncio.timeout(DEADLINE_S):
         while (await stub.GetModelInfo(inference_pb2.GetModelInfoRequest())).max_model_len != 1000:
             await asyncio.sleep(0.01)
@@ -242,8 +243,8 @@ async def begin(c):
 
 
 async def hand_over(c, attempt, text="a", index=0, *, num_cached_tokens=0, logprob=None, **num_bytes):
-    """First token, ticket and commit of an attempt on p0 and d0, which is told that the prompt is read; the coordinator
-    has heard of them, in this order."""
+    """First token, descriptor and commit of an attempt on p0 and d0, which is told that the prompt is read; the
+    coordinator has heard of them, in this order."""
     p0, d0 = c.nodes["p0"], c.nodes["d0"]
     token = events.sampled(attempt, index, ord(text), logprob=logprob)
     await p0.send(events.first_token(token, num_cached_tokens=num_cached_tokens))
@@ -251,7 +252,7 @@ async def hand_over(c, attempt, text="a", index=0, *, num_cached_tokens=0, logpr
     await c.until_heard(p0)
     await d0.send(events.reserved(attempt, b"t" * 40))
     deliver = await p0.command("deliver")
-    assert (deliver.attempt, deliver.ticket) == (attempt, b"t" * 40)
+    assert (deliver.attempt, deliver.descriptor) == (attempt, b"t" * 40)
     await d0.send(events.committed(attempt, **num_bytes))
     await p0.send(events.transferred(attempt))
     await c.until_heard(p0, d0)

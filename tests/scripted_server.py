@@ -94,7 +94,7 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
             yield complete()
 
     def SetRole(self, request, context):
-        """Nodes have 512 tokens a step and 64 seats."""
+        """Nodes have 512 tokens a step and 64 running slots."""
         self._note(request, context)
         shape = request.shape
         if request.HasField("role"):
@@ -138,7 +138,7 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
             num_blocks=6,
             num_blocks_free=6,
             ranks=[rank()],
-            shape=inference_pb2.Shape(seats=64, takes_handovers=True),
+            shape=inference_pb2.Shape(slots=64, takes_handovers=True),
             longest_heartbeat_gap_s=self.heartbeat_gap_s,
         )
         chat = inference_pb2.SloClassLoad(

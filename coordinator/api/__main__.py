@@ -1,4 +1,4 @@
-"""python -m coordinator.api: one door of a coordinator that has several. Control starts it, and ends it."""
+"""python -m coordinator.api: one API server of a coordinator that has several. Control starts it, and ends it."""
 
 import asyncio
 import signal
@@ -7,12 +7,12 @@ import grpc
 
 from coordinator.api.health import HealthService
 from coordinator.api.messages import ASKED
-from coordinator.api.public import Behind, PublicDoor
+from coordinator.api.public import Behind, PublicApi
 from coordinator.api.remote import ForwardedAdmin, ForwardedStatus, RemoteControl, asked
 from coordinator.api.tls import ServerTls
-from coordinator.door_settings import DoorSettings
+from coordinator.api_server_settings import ApiServerSettings
 from coordinator.served_model import read_served_model
-from protos import doors_pb2, doors_pb2_grpc, inference_pb2, inference_pb2_grpc
+from protos import api_servers_pb2, api_servers_pb2_grpc, inference_pb2, inference_pb2_grpc
 from serving_core.channels import LOCAL_OPTIONS
 from serving_core.descriptors import kept_spares
 from serving_core.flags import settings_command
@@ -22,31 +22,31 @@ from serving_core.waiting import first_to_end
 TLS_LOOK_S = 0.25
 
 
-def run(settings: DoorSettings) -> None:
-    """Serves until control ends the stream; leaves with code 2 and one sentence when the door cannot open."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # control is told, and tells the doors
+def run(settings: ApiServerSettings) -> None:
+    """Serves until control ends the stream; leaves with code 2 and one sentence when the API server cannot open."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # control is told, and tells the API servers
         signal.signal(number, signal.SIG_IGN)
-    name = f"coordinator.{settings.door_number}"
+    name = f"coordinator.{settings.api_server_number}"
     run_process("coordinator", name, settings.coordinator.log, lambda: _serve(settings))
 
 
-async def _serve(settings: DoorSettings) -> None:
+async def _serve(settings: ApiServerSettings) -> None:
     async with (
         kept_spares(),
         grpc.aio.insecure_channel(f"unix:{settings.control_socket}{ASKED}", options=LOCAL_OPTIONS) as channel,
     ):
-        await Door(settings, channel).run()
+        await ApiServer(settings, channel).run()
 
 
-class Door:
-    """One door, and the stream to control that it lives by."""
+class ApiServer:
+    """One API server, and the stream to control that it lives by."""
 
-    def __init__(self, settings: DoorSettings, channel: grpc.aio.Channel) -> None:
+    def __init__(self, settings: ApiServerSettings, channel: grpc.aio.Channel) -> None:
         self._settings = given = settings.coordinator
-        self._stub = doors_pb2_grpc.DoorsStub(channel)
+        self._stub = api_servers_pb2_grpc.ApiServersStub(channel)
         self._admin = inference_pb2_grpc.AdminStub(channel)
         self._control = RemoteControl(
-            settings.control_socket, number=settings.door_number, stream_interval=given.stream_interval
+            settings.control_socket, number=settings.api_server_number, stream_interval=given.stream_interval
         )
         self._tls = (
             ServerTls(given.tls.files, verifies_clients=given.tls_verify_clients) if given.tls.files.cert else None
@@ -60,7 +60,7 @@ class Door:
             count_call=self._control.count_call,
             sheds=self._control.sheds,
         )
-        self._public = PublicDoor(given, read_served_model(given), behind, self._tls, HealthService())
+        self._public = PublicApi(given, read_served_model(given), behind, self._tls, HealthService())
         if given.api_keys_file:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._public.reread_api_keys)
 
@@ -95,7 +95,7 @@ class Door:
         self._control.changed.clear()
 
     async def _metrics(self) -> bytes:
-        response = await asked(self._stub.Metrics, doors_pb2.MetricsRequest())
+        response = await asked(self._stub.Metrics, api_servers_pb2.MetricsRequest())
         return bytes(response.text)
 
     async def _overview(self, after: int | None) -> inference_pb2.Overview:
@@ -105,4 +105,4 @@ class Door:
 
 
 if __name__ == "__main__":
-    settings_command(DoorSettings, run, name="coordinator.api", help="One door of a coordinator.")()
+    settings_command(ApiServerSettings, run, name="coordinator.api", help="One API server of a coordinator.")()

@@ -1,4 +1,5 @@
-"""What control answers over gRPC, whatever door is asked: the service for operators, and the state of the fleet."""
+"""What control answers over gRPC, whatever API server is asked: the service for operators, and the state of the
+fleet."""
 
 import asyncio
 import importlib.metadata

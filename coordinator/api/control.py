@@ -1,5 +1,6 @@
-"""What a door asks of control, which places and tracks. Where one process is both, it asks in place (LocalControl);
-each of several doors is a process of its own and asks over a socket (coordinator/api/remote.py)."""
+"""What an API server asks of control, which places and tracks. Where one process is both, it asks in place
+(LocalControl); each of several API servers is a process of its own and asks over a socket
+(coordinator/api/remote.py)."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -24,11 +25,11 @@ if TYPE_CHECKING:  # what it imports is of an extra
 
 
 class Control(Protocol):
-    """As one door sees it."""
+    """As one API server sees it."""
 
     @property
     def num_live(self) -> int:
-        """Answers that are under way, or wait to be, at whatever door."""
+        """Answers that are under way, or wait to be, at whatever API server."""
 
     @property
     def is_serving(self) -> bool:

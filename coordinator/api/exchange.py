@@ -12,7 +12,7 @@ from serving_core.reasons import DEADLINE_EXCEEDED, MALFORMED_REQUEST
 logger = logging.getLogger(__name__)
 
 READ_TIMEOUT_S: Final = 30.0  # for the one message of a request, as for the body of an HTTP call
-WRITE_TIMEOUT_S: Final = 30.0  # for a client that has stopped reading, at every door
+WRITE_TIMEOUT_S: Final = 30.0  # for a client that has stopped reading, at every API server
 
 
 async def read(context: Any) -> bytes:

@@ -47,16 +47,16 @@ class Exposition(Collector):
         registry: Registry,
         model_name: str,
         http: HttpCounts | None = None,
-        doors: Callable[[], Iterable[Figure]] = tuple,
+        api_servers: Callable[[], Iterable[Figure]] = tuple,
         sheds: Sheds | None = None,
     ) -> None:
-        """`doors` tells the figures of each, where there are several."""
+        """`API servers` tells the figures of each, where there are several."""
         self._metrics = metrics
         self._tracker = tracker
         self._registry = registry
         self._model_name = model_name
         self._http = http or HttpCounts()
-        self._doors = doors
+        self._api_servers = api_servers
         self._sheds = sheds or Sheds()
         self._process = ProcessCollector(registry=None)
 
@@ -69,7 +69,7 @@ class Exposition(Collector):
         is_path = has_path(nodes, embeds=self._registry.embeds)
         own = (_times(self._metrics), _totals(self._metrics), _by_class(self._metrics), _live(self._tracker))
         of_nodes = node_figures(nodes, self._tracker, is_path=is_path)
-        figures = list(chain(*own, self._sheds.figures(), self._doors(), of_nodes))
+        figures = list(chain(*own, self._sheds.figures(), self._api_servers(), of_nodes))
         yield from families(figures)
         for figure in figures:
             for name in figure.vllm:

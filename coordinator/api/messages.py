@@ -1,4 +1,5 @@
-"""Between our own types and what a door and control tell each other (protos/doors.proto), and how it is written."""
+"""Between our own types and what an API server and control tell each other (protos/api_servers.proto), and how it is
+written."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,23 +12,23 @@ from coordinator.control.request_log import CallRecord
 from coordinator.control.roles import Capacity
 from coordinator.text.answers import TextOptions
 from coordinator.traces.carrier import TRACEPARENT, TRACESTATE, Carrier
-from protos import doors_pb2, inference_pb2
+from protos import api_servers_pb2, inference_pb2
 from protos.convert import pooling_from_wire, pooling_to_wire, sampling_from_wire, sampling_to_wire
 from serving_core.errors import RequestError
 
 ASKED: Final = ".asked"  # behind the path of control's socket: of the one where it answers single questions, over gRPC
 
 
-def error_to_wire(error: RequestError) -> doors_pb2.DoorError:
-    return doors_pb2.DoorError(reason=error.reason, message=str(error), metadata=error.metadata)
+def error_to_wire(error: RequestError) -> api_servers_pb2.ApiServerError:
+    return api_servers_pb2.ApiServerError(reason=error.reason, message=str(error), metadata=error.metadata)
 
 
-def error_from_wire(wire: doors_pb2.DoorError) -> RequestError:
+def error_from_wire(wire: api_servers_pb2.ApiServerError) -> RequestError:
     return RequestError(wire.reason, wire.message, **wire.metadata)
 
 
-def info_to_wire(record: CallRecord, carrier: Carrier) -> doors_pb2.CallInfo:
-    return doors_pb2.CallInfo(
+def info_to_wire(record: CallRecord, carrier: Carrier) -> api_servers_pb2.CallInfo:
+    return api_servers_pb2.CallInfo(
         request_id=record.request_id,
         asker=record.asker,
         operation=record.operation,
@@ -38,7 +39,7 @@ def info_to_wire(record: CallRecord, carrier: Carrier) -> doors_pb2.CallInfo:
     )
 
 
-def info_from_wire(wire: doors_pb2.CallInfo) -> tuple[CallRecord, Carrier]:
+def info_from_wire(wire: api_servers_pb2.CallInfo) -> tuple[CallRecord, Carrier]:
     record = CallRecord(
         wire.request_id, wire.asker, operation=wire.operation, model=wire.model, arrived_s=wire.arrived_s
     )
@@ -47,7 +48,7 @@ def info_from_wire(wire: doors_pb2.CallInfo) -> tuple[CallRecord, Carrier]:
 
 
 def call_to_wire(
-    info: doors_pb2.CallInfo,
+    info: api_servers_pb2.CallInfo,
     plan: AnswerPlan,
     so_fars: Sequence[SoFar],
     asked: inference_pb2.GenerateRequest,
@@ -55,9 +56,9 @@ def call_to_wire(
     number: int,
     begun_s: float,
     deadline_s: float,
-) -> doors_pb2.NewCall:
-    """What control has to know of a call; its text stays at the door."""
-    call = doors_pb2.NewCall(
+) -> api_servers_pb2.NewCall:
+    """What control has to know of a call; its text stays at the API server."""
+    call = api_servers_pb2.NewCall(
         number=number,
         info=info,
         prompt=plan.prompt,
@@ -78,7 +79,7 @@ def call_to_wire(
     call.limits.slo_class = asked.slo_class
     if any(so_far is not NOTHING for so_far in so_fars):
         call.so_far.extend(
-            doors_pb2.AnswerBegun(
+            api_servers_pb2.AnswerBegun(
                 token_ids=each.token_ids,
                 finish_reason=each.finish_reason,
                 since_first_s=each.since_first_s,
@@ -89,7 +90,7 @@ def call_to_wire(
     return call
 
 
-def plan_from_wire(wire: doors_pb2.NewCall) -> tuple[AnswerPlan, list[SoFar]]:
+def plan_from_wire(wire: api_servers_pb2.NewCall) -> tuple[AnswerPlan, list[SoFar]]:
     """The inverse of call_to_wire, as far as control has a use for it."""
     sampling = sampling_from_wire(wire.sampling_params, wire.grammar)
     plan = AnswerPlan(
@@ -111,7 +112,7 @@ def plan_from_wire(wire: doors_pb2.NewCall) -> tuple[AnswerPlan, list[SoFar]]:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What a door knows of the fleet."""
+    """What an API server knows of the fleet."""
 
     capacity: Capacity = field(default_factory=lambda: Capacity(None, None, None, None))
     is_serving: bool = False
@@ -120,9 +121,9 @@ class Situation:
     num_live: int = 0
 
 
-def situation_to_wire(situation: Situation) -> doors_pb2.FleetState:
+def situation_to_wire(situation: Situation) -> api_servers_pb2.FleetState:
     capacity = situation.capacity
-    return doors_pb2.FleetState(
+    return api_servers_pb2.FleetState(
         is_serving=situation.is_serving,
         why_not_ready=situation.why_not_ready,
         max_model_len=capacity.max_model_len,
@@ -136,7 +137,7 @@ def situation_to_wire(situation: Situation) -> doors_pb2.FleetState:
     )
 
 
-def situation_from_wire(wire: doors_pb2.FleetState) -> Situation:
+def situation_from_wire(wire: api_servers_pb2.FleetState) -> Situation:
     def given(name: str) -> int | None:
         return getattr(wire, name) if wire.HasField(name) else None
 
@@ -150,8 +151,8 @@ def situation_from_wire(wire: doors_pb2.FleetState) -> Situation:
     return Situation(capacity, wire.is_serving, wire.why_not_ready, frozenset(wire.ready_nodes), wire.num_live)
 
 
-# Messages over a byte stream between a door and control: the length of each, in 4 bytes, then its bytes. A fraction of
-# what gRPC takes for a message, of which there are two for each step of a node.
+# Messages over a byte stream between an API server and control: the length of each, in 4 bytes, then its bytes. A
+# fraction of what gRPC takes for a message, of which there are two for each step of a node.
 
 MAX_FRAME_BYTES: Final = 2**28
 HEAD_BYTES: Final = 4

@@ -111,7 +111,7 @@ def _most_uncut(limits: Limits) -> int:
     return max(MAX_UNCUT_TOKENS, limits.max_model_len)
 
 
-# ---- what a door has to say of a request that has no field for it ----
+# ---- what an API server has to say of a request that has no field for it ----
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""One public door: the gRPC server and the HTTP server that clients dial, and what stands behind both."""
+"""One public API: the gRPC server and the HTTP server that clients dial, and what stands behind both."""
 
 import asyncio
 import logging
@@ -46,7 +46,7 @@ WARM_S: Final = 10.0  # of serving, when the nodes of this machine have long beg
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """What a door turns to for what is not its own: control, in the same process or over a socket."""
+    """What an API server turns to for what is not its own: control, in the same process or over a socket."""
 
     control: Control
     status: Status
@@ -57,7 +57,7 @@ class Behind:
     sheds: Sheds
 
 
-class PublicDoor:
+class PublicApi:
     """Must be made on a running event loop. Raises SettingsError."""
 
     def __init__(
@@ -102,7 +102,7 @@ class PublicDoor:
     def listen(self) -> None:
         """Has both ports. Raises SettingsError."""
         settings, tls = self._settings, self._tls
-        shares, verifies = settings.doors > 1, settings.tls_verify_clients
+        shares, verifies = settings.api_server_count > 1, settings.tls_verify_clients
         self.port = self._public.listen(settings.host, settings.grpc_port, tls, verifies=verifies, shares_port=shares)
         if self._http is not None:
             self.http_port = self._http.listen(settings.http_host, settings.http_port, shares_port=shares)
@@ -167,7 +167,7 @@ class PublicDoor:
         server = grpc.aio.server(
             interceptors=interceptors,
             options=public_options(
-                self._caps.public, longest_call_s=settings.request_timeout_s, shares_port=settings.doors > 1
+                self._caps.public, longest_call_s=settings.request_timeout_s, shares_port=settings.api_server_count > 1
             ),
         )
         service = InferenceService(self._preprocessor, self._behind.status)
@@ -204,23 +204,28 @@ class PublicDoor:
 
 
 def caps(settings: CoordinatorSettings) -> Caps:
-    """Of each of its doors; those of nodes are control's. Raises SettingsError."""
-    doors, wanted, per_peer = settings.doors, settings.max_connections, settings.max_connections_per_peer
-    if doors > 1 and wanted and wanted // doors <= SPARE:
+    """Of each of its API servers; those of nodes are control's. Raises SettingsError."""
+    api_servers, wanted, per_peer = (
+        settings.api_server_count,
+        settings.max_connections,
+        settings.max_connections_per_peer,
+    )
+    if api_servers > 1 and wanted and wanted // api_servers <= SPARE:
         raise SettingsError(
-            f"max_connections ({wanted}) is divided over {doors} doors, each of which must get more than {SPARE}"
+            f"max_connections ({wanted}) is divided over {api_servers} API servers, each of which must get more than "
+            f"{SPARE}"
         )
     return connection_caps(
         num_descriptors(),
         guards_clients=bool(api_keys(settings)),
         guards_nodes=bool(settings.fleet_secret),
         useful=IDLE_CONNECTIONS_PER_CALL * (settings.max_num_queued_reqs + SPARE_CALLS),
-        wanted=wanted // doors,
-        wanted_per_peer=max(1, per_peer // doors) if per_peer else 0,
+        wanted=wanted // api_servers,
+        wanted_per_peer=max(1, per_peer // api_servers) if per_peer else 0,
     )
 
 
-# ---- How many gRPC calls a door answers at a time ----
+# ---- How many gRPC calls an API server answers at a time ----
 
 
 class Places:

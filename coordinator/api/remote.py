@@ -1,9 +1,8 @@
-"""Control as a door sees it that is a process of its own: over a socket of this machine.
+"""Control as an API server sees it that is a process of its own: over a socket of this machine.
 
 What a client asks is checked and tokenized here, then control hears of it (NewCall) and says whether it has begun
-(Admitted). Tokens come in batches of all answers. The next batch comes when this door says that it has taken the one
-before; so a door that is behind takes several tokens of an answer at once.
-"""
+(Admitted). Tokens come in batches of all answers. The next batch comes when this API server says that it has taken the
+one before; so an API server that is behind takes several tokens of an answer at once."""
 
 import asyncio
 import itertools
@@ -35,7 +34,7 @@ from coordinator.control.request_log import CallRecord
 from coordinator.control.roles import Capacity
 from coordinator.text.answers import Answer, AnswerText
 from coordinator.traces.carrier import CARRIER
-from protos import doors_pb2, fleet_pb2, inference_pb2, inference_pb2_grpc
+from protos import api_servers_pb2, fleet_pb2, inference_pb2, inference_pb2_grpc
 from serving_core.errors import RequestError
 from serving_core.numbering import Numbering
 from serving_core.reasons import DEADLINE_EXCEEDED, DRAINING
@@ -57,7 +56,7 @@ class _Call:
 
 
 class RemoteControl:
-    """One door's end of the stream, and so what api/control.py says of control."""
+    """One API server's end of the stream, and so what api/control.py says of control."""
 
     def __init__(self, path: str, *, number: int, stream_interval: int) -> None:
         """The path is that of control's socket."""
@@ -66,7 +65,7 @@ class RemoteControl:
         self._stream_interval = stream_interval
         self._situation = Situation()
         self.changed = asyncio.Event()  # set when the fleet has changed; whoever waits for it clears it
-        self._unsent: asyncio.Queue[doors_pb2.DoorEvent] = asyncio.Queue()
+        self._unsent: asyncio.Queue[api_servers_pb2.ApiServerEvent] = asyncio.Queue()
         self._is_overrun = asyncio.Event()
         self._numbering = Numbering()
         self._numbers = itertools.count(1)
@@ -78,7 +77,9 @@ class RemoteControl:
         """Speaks with control until it ends the stream. Raises ConnectionError when it breaks, MessageLost when a
         message has not come."""
         reader, writer = await asyncio.open_unix_connection(self._path)
-        writer.write(self._framed(doors_pb2.DoorEvent(hello=doors_pb2.DoorHello(number=self._number))))
+        writer.write(
+            self._framed(api_servers_pb2.ApiServerEvent(hello=api_servers_pb2.ApiServerHello(number=self._number)))
+        )
         try:
             await first_to_end(self._read(reader), self._write(writer), self._is_overrun.wait())
         finally:
@@ -88,15 +89,15 @@ class RemoteControl:
                 _refuse(call, gone)
 
     def opened(self) -> None:
-        """The door listens."""
-        self._send(opened=doors_pb2.Opened())
+        """The API server listens."""
+        self._send(opened=api_servers_pb2.Opened())
 
     @property
     def num_calls(self) -> int:
-        """The door's own calls that have begun, or wait for control to admit them."""
+        """The API server's own calls that have begun, or wait for control to admit them."""
         return len(self._calls)
 
-    # ---- the door's view ----
+    # ---- the API server's view ----
 
     @property
     def num_live(self) -> int:
@@ -121,15 +122,15 @@ class RemoteControl:
             yield
         finally:
             if record.number:
-                self._send(over=doors_pb2.CallOver(number=record.number, failure=record.failure))
+                self._send(over=api_servers_pb2.CallOver(number=record.number, failure=record.failure))
 
     def refused(self, record: CallRecord, error: RequestError) -> None:
         info = info_to_wire(record, CARRIER.get())
-        self._send(refused=doors_pb2.Refused(info=info, error=error_to_wire(error)))
+        self._send(refused=api_servers_pb2.Refused(info=info, error=error_to_wire(error)))
 
     def count_call(self, handler: str, method: str, status: int, seconds: float) -> None:
         """An HTTP call is over."""
-        self._send(http_call=doors_pb2.HttpCall(handler=handler, method=method, status=status, seconds=seconds))
+        self._send(http_call=api_servers_pb2.HttpCall(handler=handler, method=method, status=status, seconds=seconds))
 
     async def begin(
         self,
@@ -177,10 +178,10 @@ class RemoteControl:
 
     def _send(self, **event: Any) -> None:
         if self._unsent.qsize() >= MAX_UNSENT_EVENTS:
-            logger.error("%d events unsent: control does not read them, and this door ends", MAX_UNSENT_EVENTS)
+            logger.error("%d events unsent: control does not read them, and this API server ends", MAX_UNSENT_EVENTS)
             self._is_overrun.set()
             return
-        self._unsent.put_nowait(doors_pb2.DoorEvent(**event))
+        self._unsent.put_nowait(api_servers_pb2.ApiServerEvent(**event))
 
     async def _write(self, writer: asyncio.StreamWriter) -> None:
         while True:
@@ -191,17 +192,17 @@ class RemoteControl:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while (message := await read_frame(reader)) is not None:
-            batch = doors_pb2.ControlBatch.FromString(message)
+            batch = api_servers_pb2.ControlBatch.FromString(message)
             self._numbering.check(batch)
             self._take(batch)
             await asyncio.sleep(0)  # those who wait for what has come go on first
-            self._send(taken=doors_pb2.BatchTaken(cpu_s=time.process_time(), sheds=_sheds_to_wire(self.sheds)))
+            self._send(taken=api_servers_pb2.BatchTaken(cpu_s=time.process_time(), sheds=_sheds_to_wire(self.sheds)))
 
-    def _framed(self, event: doors_pb2.DoorEvent) -> bytes:
+    def _framed(self, event: api_servers_pb2.ApiServerEvent) -> bytes:
         self._numbering.stamp(event)
         return framed(event.SerializeToString())
 
-    def _take(self, batch: doors_pb2.ControlBatch) -> None:
+    def _take(self, batch: api_servers_pb2.ControlBatch) -> None:
         if batch.HasField("fleet"):
             self._situation = situation_from_wire(batch.fleet)
             self.changed.set()
@@ -219,7 +220,7 @@ class RemoteControl:
             if (call := self._calls.get(failed.number)) is not None:
                 _refuse(call, error_from_wire(failed.error))
 
-    def _admitted(self, admitted: doors_pb2.Admitted) -> None:
+    def _admitted(self, admitted: api_servers_pb2.Admitted) -> None:
         call = self._calls.get(admitted.number)
         if call is None or call.admitted.done():
             return
@@ -228,7 +229,7 @@ class RemoteControl:
         else:
             call.admitted.set_result(None)
 
-    def _run_came(self, run: doors_pb2.TokenRun) -> None:
+    def _run_came(self, run: api_servers_pb2.TokenRun) -> None:
         plain: dict[tuple[int, int], list[fleet_pb2.SampledToken]] = {}
         for number, index, token_id in zip(run.numbers, run.indexes, run.token_ids, strict=True):
             plain.setdefault((number, index), []).append(fleet_pb2.SampledToken(token_id=token_id))
@@ -253,15 +254,15 @@ class RemoteControl:
             answer.add(tokens, num_cached_tokens)
         except RequestError as slow_reader:
             _refuse(call, slow_reader)
-            self._send(failed=doors_pb2.CallFailed(number=number, error=error_to_wire(slow_reader)))
+            self._send(failed=api_servers_pb2.CallFailed(number=number, error=error_to_wire(slow_reader)))
             return
         if answer.matched_stop is not None:
             stop, num_tokens = answer.matched_stop, answer.num_tokens
-            self._send(stopped=doors_pb2.Stopped(number=number, index=index, stop=stop, num_tokens=num_tokens))
+            self._send(stopped=api_servers_pb2.Stopped(number=number, index=index, stop=stop, num_tokens=num_tokens))
 
 
-def _sheds_to_wire(sheds: Sheds) -> list[doors_pb2.Shed]:
-    return [doors_pb2.Shed(port=port, reason=reason, number=n) for (port, reason), n in sheds.taken().items()]
+def _sheds_to_wire(sheds: Sheds) -> list[api_servers_pb2.Shed]:
+    return [api_servers_pb2.Shed(port=port, reason=reason, number=n) for (port, reason), n in sheds.taken().items()]
 
 
 def _refuse(call: _Call, error: RequestError) -> None:
@@ -272,7 +273,7 @@ def _refuse(call: _Call, error: RequestError) -> None:
     call.generation.fail(error)
 
 
-# ---- what a door does not answer itself: passed on to control as it came, and its answer passed back ----
+# ---- what an API server does not answer itself: passed on to control as it came, and its answer passed back ----
 
 DEADLINE_S: Final = 30.0
 

@@ -249,8 +249,8 @@ QUANTILE: Final = 0.85  # of those that are admitted keep their limits
 LATE_SHARE: Final = 0.05  # of its limit that a request which is refused late would have been late by, at least
 MOST_SPARE: Final = 0.5  # of a limit: with more, hardly anybody would be admitted from whom to learn
 FEWEST_TOKENS: Final = 8  # of an output whose TPOT tells something
-SPARE_SEATS: Final = 1  # that late requests leave on a node
-TURN_COMES_S: Final = 1.0  # within which a seat is left for whose turn it is
+SPARE_SLOTS: Final = 1  # that late requests leave on a node
+TURN_COMES_S: Final = 1.0  # within which a running slot is left for whose turn it is
 NUM_FIRST_TOKENS: Final = 32
 FEWEST_FIRST_TOKENS: Final = 8  # that tell how fast a queue moves
 
@@ -297,9 +297,9 @@ class Admission:
             request.has_turn = self._turns.take(request.prompt.key, now)
 
     def num_spare(self, request: TrackedRequest, now: float) -> int:
-        """Return how many seats a request leaves for those that come and can be in time."""
+        """Return how many running slots a request leaves for those that come and can be in time."""
         if request.is_late:
-            return SPARE_SEATS
+            return SPARE_SLOTS
         can_wait = self.admits_late or not request.limits_first
         if can_wait or request.output or request.has_turn:
             return 0

@@ -108,12 +108,12 @@ class AttemptEvents:
         self._live.handover.granted(request.attempt, now)
         if request.timeline.phase is Phase.CREDIT_WAIT:
             request.timeline.enter(Phase.TRANSFER, now)
-        deliver = fleet_pb2.Deliver(attempt=event.attempt, ticket=event.ticket)
+        deliver = fleet_pb2.Deliver(attempt=event.attempt, descriptor=event.descriptor)
         return [Send(request.attempt.prefill, fleet_pb2.NodeCommand(deliver=deliver, attempt=event.attempt))]
 
     def _on_revoked(self, request: TrackedRequest, node: Node, now: float) -> list[Instruction]:
-        """The blocks, or the seat, are needed for others: some will be granted again. The prefill node finds out by
-        itself."""
+        """The blocks, or the running slot, are needed for others: some will be granted again. The prefill node finds
+        out by itself."""
         if node is not request.attempt.decode or request.attempt.is_committed:
             return []
         request.attempt.granted_s, request.attempt.revoked_s = None, now

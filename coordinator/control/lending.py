@@ -1,7 +1,7 @@
 """Blocks of prompts that nodes lend each other, as the coordinator carries it through. Pure.
 
 Placement says who lends what to the node that reads (coordinator/control/placement/costs.py), and the job tells that
-node. When it has room it says Borrowing, whose ticket goes to the lender with the tokens (Lend); Borrowed ends the
+node. When it has room it says Borrowing, whose descriptor goes to the lender with the tokens (Lend); Borrowed ends the
 loan, however it went, and what has not come is computed. Where the lender has nothing to lend or is lost, the node that
 reads is told at once, by a Cancel of the loan. No end of a loan is one of the request.
 """
@@ -13,7 +13,7 @@ from coordinator.control.live import LiveAnswers
 from coordinator.control.nodes import Node
 from coordinator.control.request import Loan, TrackedRequest
 from protos import fleet_pb2
-from serving_core import residents
+from serving_core import node_requests
 
 EVENTS: Final = ("borrowing", "borrowed")
 
@@ -24,7 +24,7 @@ class Lending:
     def __init__(self, live: LiveAnswers) -> None:
         self._live = live
 
-    def find(self, node: Node, attempt: residents.Attempt) -> TrackedRequest | None:
+    def find(self, node: Node, attempt: node_requests.Attempt) -> TrackedRequest | None:
         """The request for which this node is to lend by a transfer of this epoch."""
         request = self._live.find(attempt.request_id)
         loan = None if request is None or request.is_waiting else request.attempt.loan
@@ -62,7 +62,7 @@ class Lending:
         about = fleet_pb2.Attempt(request_id=request.request_id, epoch=loan.epoch)
         lend = fleet_pb2.Lend(
             attempt=about,
-            ticket=event.ticket,
+            descriptor=event.descriptor,
             token_ids=prompt.token_ids[: loan.num_tokens],
             cache_salt=prompt.cache_salt,
             adapter=prompt.adapter,

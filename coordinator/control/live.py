@@ -25,7 +25,7 @@ from coordinator.control.roles import Demand, Ended
 from coordinator.control.timeline import Phase
 from coordinator.control.transfer_costs import Handover
 from protos import fleet_pb2, inference_pb2
-from serving_core import reasons, residents
+from serving_core import node_requests, reasons
 from serving_core.errors import RequestError
 
 NUM_EPOCHS: Final = 2**32
@@ -37,7 +37,7 @@ MOST_PLACED: Final = 16  # at one moment, of those that can wait: beside hundred
 class TokenRow(NamedTuple):
     """Tokens of one answer that a node has told one by one, none of which ends it."""
 
-    attempt: residents.Attempt
+    attempt: node_requests.Attempt
     first_index: int
     token_ids: Sequence[int]
 
@@ -98,7 +98,7 @@ class LiveAnswers:
     def find(self, request_id: str) -> TrackedRequest | None:
         return self._requests.get(request_id)
 
-    def on(self, node: Node, attempt: residents.Attempt) -> TrackedRequest | None:
+    def on(self, node: Node, attempt: node_requests.Attempt) -> TrackedRequest | None:
         """The one whose current attempt this is, if the node has a part in it."""
         request = self._requests.get(attempt.request_id)
         if request is None or request.is_waiting or request.attempt.epoch != attempt.epoch:

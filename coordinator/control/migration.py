@@ -69,8 +69,8 @@ def roomiest(request: TrackedRequest, nodes: Iterable[Node], ledger: Ledger) -> 
         return node.pool_tokens - ledger.tokens_taken(node) + num_shared
 
     def has_room(node: Node) -> bool:
-        has_seat = ledger.of(node).num_answers < node.usable.seats
-        return node.usable.takes_handovers and has_seat and free(node) >= num_needed
+        has_slot = ledger.of(node).num_answers < node.usable.slots
+        return node.usable.takes_handovers and has_slot and free(node) >= num_needed
 
     able = [node for node in fitting(nodes, DECODE, max_tokens) if max_tokens <= node.pool_tokens and has_room(node)]
     return min(able, key=lambda node: (-free(node), node.name), default=None)
@@ -115,7 +115,7 @@ class Moves:
                 assert isinstance(event, fleet_pb2.Reserved)
                 move.stage = MoveStage.MOVING
                 about = _source_attempt(request)
-                migrate = fleet_pb2.Migrate(attempt=about, ticket=event.ticket)
+                migrate = fleet_pb2.Migrate(attempt=about, descriptor=event.descriptor)
                 return [Send(move.source, fleet_pb2.NodeCommand(migrate=migrate, attempt=about))]
             case "committed", MoveStage.MOVING:
                 assert isinstance(event, fleet_pb2.Committed)

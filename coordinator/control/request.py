@@ -141,7 +141,7 @@ class Attempt:
 
 class MoveStage(Enum):
     RESERVING = auto()  # the target was asked for blocks; the source knows nothing of it
-    MOVING = auto()  # the source has the ticket
+    MOVING = auto()  # the source has the descriptor
     ABANDONED = auto()  # the target was told to drop what it has: once it has, the source is told to go on
     MOVED = auto()  # the target writes; some of what the source wrote before may still be on its way
 

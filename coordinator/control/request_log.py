@@ -44,7 +44,7 @@ class CallRecord:
     answers: list[AnswerRecord] = field(default_factory=list)  # that have ended
     moves: list[MoveEnded] = field(default_factory=list)
     failure: str = ""  # the reason for which it was refused or ended; empty for a good end
-    number: int = 0  # of the call at its door, where there are several
+    number: int = 0  # of the call at its API server, where there are several
 
     def moved(self, move: MoveEnded) -> None:
         """One of its answers has moved, or has not."""

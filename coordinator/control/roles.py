@@ -208,7 +208,7 @@ LONG_QUEUE_S: Final = 1.0
 LONG_PART: Final = 0.5  # of the time until first tokens are due
 SHORT_QUEUE_S: Final = 0.2
 EVEN: Final = 0.6  # of the answers that keep their limits together: so many on average, as they come and go
-FULL: Final = 0.9  # part of the seats, or of the KV pools, that is taken
+FULL: Final = 0.9  # part of the running slots, or of the KV pools, that is taken
 ROOMY: Final = 0.6
 
 
@@ -259,13 +259,13 @@ class PressureGauge:
         return Pressure.NONE if is_calm else None
 
     def _taken(self, writers: Collection[Node]) -> float:
-        """The part that all running answers take of these writers' seats or pools, whichever is larger. Those whose
-        prompts wait to be read hold some too, but would not if there were more readers."""
+        """The part that all running answers take of these writers' running slots or pools, whichever is larger. Those
+        whose prompts wait to be read hold some too, but would not if there were more readers."""
         if not writers:
             return math.inf
         num_answers, num_tokens, num_held = self._ledger.running()
         return max(
-            num_answers / sum(node.usable.seats for node in writers),
+            num_answers / sum(node.usable.slots for node in writers),
             num_held / sum(node.pool_tokens for node in writers),
             num_answers / self._num_in_time(writers, num_tokens / num_answers) if num_answers else 0.0,
         )
@@ -275,8 +275,8 @@ class PressureGauge:
         limits, or where no answer could keep them."""
         tpots_s = [each.due.tpot_s for node in writers for each in self._ledger.owed(node) if each.is_written]
         limit_s = median([each for each in tpots_s if each < math.inf] or [math.inf])
-        seats = [node.step_weights.num_answers_within(limit_s, num_cached) for node in writers]
-        return EVEN * sum(seats) or math.inf
+        slots = [node.step_weights.num_answers_within(limit_s, num_cached) for node in writers]
+        return EVEN * sum(slots) or math.inf
 
     def _usual_left_s(self, readers: Collection[Node], now: float) -> float:
         """Until the first tokens of the prompts that wait are due; inf without limits."""

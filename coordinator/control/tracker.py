@@ -1,11 +1,11 @@
 """The life of every answer, from submit to its one end. Pure: events and the time come in, instructions go out.
 
     submit       Reserve to a decode node and Prefill to a prefill node, at the same time
-    Reserved     Deliver, with the ticket, to the prefill node
+    Reserved     Deliver, with the descriptor, to the prefill node
     FirstToken   to the client at once; Begun to the node that writes the answer, as long as it lacks the KV
     Embedded     the end, where an embedding was wanted: of such a request Prefill alone went out
     Revoked      the decode node has taken its blocks back; another Reserved will come. Begun, if the prompt is read
-    Borrowing    Lend, with the ticket, to a node that holds more of the prompt: coordinator/control/lending.py
+    Borrowing    Lend, with the descriptor, to a node that holds more of the prompt: coordinator/control/lending.py
     Committed    the decode node has all KV (Transferred is the prefill node's word for the same)
     StepTokens   to the client, strictly by index: they may come before FirstToken, over the other stream
     Failed       a new attempt on other nodes, or the end; so does a lost node. What a full node turns away goes to

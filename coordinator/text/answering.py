@@ -1,6 +1,6 @@
 """What a program of ours does all its life (program.py): it answers the lines of its input, and ends with that.
 
-Each door has its own, so what they import is little.
+Each API server has its own, so what they import is little.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What a caller tells of the trace that its call belongs to: W3C's headers, at every door."""
+"""What a caller tells of the trace that its call belongs to: W3C's headers, at every API server."""
 
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar

@@ -167,7 +167,7 @@ def _answered(call: CallRecord) -> dict[str, Attribute]:
 
 
 def _failure(call: CallRecord) -> str:
-    """The reason; a door that streams tells its client of a failure in words of its own, and goes on."""
+    """The reason; an API server that streams tells its client of a failure in words of its own, and goes on."""
     failures = (each.outcome.reason for each in call.answers if isinstance(each.outcome, RequestError))
     return call.failure or next(failures, "")
 

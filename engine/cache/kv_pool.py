@@ -18,7 +18,7 @@ import torch
 
 from engine.native.huge_memory import huge_zeros
 from serving_core.errors import SettingsError
-from serving_core.layout import SCALE_BYTES, KVLayout, Plane
+from serving_core.layout import SCALE_BYTES, KVLayout, Pchannel
 from serving_core.memory import available_bytes
 from serving_core.settings import EngineSettings
 from serving_core.units import size_of
@@ -47,7 +47,7 @@ class Stack(NamedTuple):
     """The planes of K and V of one layer where both are of one shape, so that one copy moves both; else those of one of
     them."""
 
-    plane: Plane
+    plane: Pchannel
     storage: torch.Tensor  # [2 or 1, num_blocks, plane.num_bytes] uint8
 
 
@@ -133,7 +133,7 @@ class _StackSlice:
         for theirs, (ours,) in zip(self._parts, self._split(self.plane, planes), strict=True):
             theirs[row][index] = ours
 
-    def _split(self, plane: Plane, planes: torch.Tensor) -> list[torch.Tensor]:
+    def _split(self, plane: Pchannel, planes: torch.Tensor) -> list[torch.Tensor]:
         """Of planes [k, n, num_bytes] data [k, n, block_size, heads, words] and, if any, scales [k, n, heads, 1]."""
         if not plane.width:
             return []
@@ -147,7 +147,7 @@ class _StackSlice:
 
 
 @lru_cache(maxsize=256)  # asked for every layer of a slice
-def _word_of(whole: Plane, part: Plane) -> torch.dtype:
+def _word_of(whole: Pchannel, part: Pchannel) -> torch.dtype:
     """The largest element that heads and planes of both are made of: copying is faster in large ones."""
     sizes = (whole.num_bytes, part.num_bytes, part.head_bytes)
     return _WORDS[math.gcd(*sizes, SCALE_BYTES if part.scale_bytes else 8)]
@@ -221,14 +221,14 @@ class Touched:
     offsets: torch.Tensor  # [T] int64, where in that block
 
 
-class ScaledPlanes(NamedTuple):
+class ScaledPchannels(NamedTuple):
     """K or V of all blocks: numbers times scales."""
 
     numbers: torch.Tensor  # [num_blocks, block_size, num_kv_heads, width]
     scales: torch.Tensor  # [num_blocks, num_kv_heads], float32 where they are of use
 
 
-class QuantizedPlanes:
+class QuantizedPchannels:
     """What is done with the planes of a layer, one stack after the other."""
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
@@ -261,13 +261,13 @@ class QuantizedPlanes:
         planes = ids, torch.cat((ids, ids + self._num_blocks))
         return Touched(slots, planes, len(ids), offsets > 0, torch.arange(len(ids), device=ids.device), offsets)
 
-    def views(self, stacks: Sequence[Stack]) -> list[ScaledPlanes]:
+    def views(self, stacks: Sequence[Stack]) -> list[ScaledPchannels]:
         """Of K and of V, the numbers as int8 or float8_e4m3fn."""
-        views: list[ScaledPlanes] = []
+        views: list[ScaledPchannels] = []
         for stack in stacks:
             data, scales = _parts(stack.plane, stack.storage)
             numbers = data if self._dtype == "int8" else data.view(torch.float8_e4m3fn)
-            views += map(ScaledPlanes, numbers, scales)
+            views += map(ScaledPchannels, numbers, scales)
         return views
 
     def store(self, stacks: Sequence[Stack], touched: Touched, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -342,7 +342,7 @@ class QuantizedPlanes:
         return data.short().bitwise_left_shift_(7).bitwise_and_(-0x4001).view(torch.float16).float()
 
 
-def _parts(plane: Plane, planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _parts(plane: Pchannel, planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of planes [..., num_bytes] data [..., block_size, heads, width] and scales [..., heads]."""
     data, scales = planes[..., : plane.data_bytes], planes[..., plane.data_bytes :]
     shape = (*planes.shape[:-1], plane.block_size, plane.num_heads, plane.width)
@@ -365,7 +365,7 @@ class PagedKVPool:
         self.layout: Final = layout
         self.num_blocks: Final = num_blocks
         self.device: Final = device
-        self._quantized = QuantizedPlanes(layout, num_blocks) if layout.is_quantized else None
+        self._quantized = QuantizedPchannels(layout, num_blocks) if layout.is_quantized else None
         own_dtype = compute_dtype or torch.float32 if layout.is_quantized else getattr(torch, layout.dtype)
         self.compute_dtype: Final[torch.dtype] = own_dtype
         self._touched: Touched | None = None
@@ -381,12 +381,12 @@ class PagedKVPool:
         """[num_blocks, block_size, num_kv_heads, width], a view. Not of a quantized pool, which has none."""
         return self._elements[layer][1]
 
-    def scaled_planes(self, layer: int) -> tuple[ScaledPlanes, ScaledPlanes]:
+    def scaled_planes(self, layer: int) -> tuple[ScaledPchannels, ScaledPchannels]:
         """K and V as they are stored. Views; of a pool that is not quantized the scales are of no use."""
         if self._quantized is not None:
             keys, values = self._quantized.views(self._stacks[layer])
         else:
-            keys, values = (ScaledPlanes(plane, plane[:, 0, :, 0]) for plane in self._elements[layer])
+            keys, values = (ScaledPchannels(plane, plane[:, 0, :, 0]) for plane in self._elements[layer])
         return keys, values
 
     def try_values(self, layer: int, num_blocks: int) -> None:

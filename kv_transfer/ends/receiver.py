@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
+from kv_transfer.descriptor import Channel, TransferDescriptor
 from kv_transfer.payload import Buffer, KVStore, Payload, blocks_per_message
 from kv_transfer.plan import Grid
 from kv_transfer.results import Received, TransferError, TransferFailed, combined
@@ -21,7 +22,6 @@ from kv_transfer.sessions.receiver_session import (
     Write,
     WriteFailed,
 )
-from kv_transfer.ticket import Lane, Ticket
 from kv_transfer.transports.transport import Listener
 from kv_transfer.wire import (
     Abort,
@@ -71,31 +71,31 @@ MAX_ENDED = 4096
 REMEMBER_S = 300.0
 
 
-class LaneOwner(Protocol):
-    """The transfer that a lane is part of."""
+class ChannelOwner(Protocol):
+    """The transfer that a channel is part of."""
 
     def reply(self, peer: Hashable, message: Committed | Missing | Refused) -> None:
         """Sends a message to the peer, which is None when nobody has sent anything yet."""
 
-    def lane_wrote(self, num_bytes: int) -> None:
+    def channel_wrote(self, num_bytes: int) -> None:
         """So many bytes of blocks are verified and in place."""
 
-    def lane_found_corrupt(self, num_blocks: int) -> None:
+    def channel_found_corrupt(self, num_blocks: int) -> None:
         """So many blocks came in segments that failed their checksum."""
 
-    def lane_ended(self, lane: "ReceivingLane", result: Received | TransferFailed) -> None:
+    def channel_ended(self, channel: "ReceivingChannel", result: Received | TransferFailed) -> None:
         """Called once, at once. Nothing is written any more."""
 
 
-class ReceivingLane:
-    """Blocks of one store, which holds the lane's heads alone and its layers at least, that may be written until the
+class ReceivingChannel:
+    """Blocks of one store, which holds the channel's heads alone and its layers at least, that may be written until the
     session ends."""
 
     def __init__(
-        self, lane: Lane, payload: Payload, store: KVStore, block_ids: Sequence[int], owner: LaneOwner
+        self, channel: Channel, payload: Payload, store: KVStore, block_ids: Sequence[int], owner: ChannelOwner
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self.session = ReceiverSession(lane, self._loop.time())
+        self.session = ReceiverSession(channel, self._loop.time())
         self._payload = payload
         self._store = store
         self._block_ids = block_ids
@@ -105,13 +105,13 @@ class ReceivingLane:
         self._alarm.set(self.session.expires_at)
 
     def take(self, peer: Hashable, message: Data | Finish | Abort, frames: Sequence[Buffer]) -> None:
-        """A message of this lane's, and the frames behind it."""
+        """A message of this channel's, and the frames behind it."""
         reach("arrived")
         self._peer = peer
         self._handle(message, frames)
 
     def cancel(self) -> None:
-        """Ends the lane, unless it has ended."""
+        """Ends the channel, unless it has ended."""
         if self.session.is_open:
             self._handle(Cancel())
 
@@ -133,10 +133,10 @@ class ReceivingLane:
                         return
                 case Conclude(result=result):
                     self._alarm.set(None)
-                    self._owner.lane_ended(self, result)
+                    self._owner.channel_ended(self, result)
 
     def _verify(self, segments: Sequence[Segment], frames: Sequence[Buffer]) -> None:
-        layout, payload = self.session.lane.layout, self._payload
+        layout, payload = self.session.channel.layout, self._payload
         sizes = [segment.num_blocks * size for segment in segments for size in layout.plane_bytes(segment.layer)]
         pieces = payload.cut(frames, sizes)
         if pieces is None:  # truncated, or padded: no byte can be trusted to be where it should
@@ -147,11 +147,11 @@ class ReceivingLane:
         num_corrupt = sum(
             segment.num_blocks for segment, is_intact in zip(segments, intact, strict=True) if not is_intact
         )
-        self._owner.lane_found_corrupt(num_corrupt)
+        self._owner.channel_found_corrupt(num_corrupt)
         self._handle(Verified(segments, intact), pieces or ())
 
     def _is_written(self, blocks: BlockRange, part: range, keys: Buffer, values: Buffer) -> bool:
-        key_bytes, value_bytes = self.session.lane.layout.plane_bytes(blocks.layer)
+        key_bytes, value_bytes = self.session.channel.layout.plane_bytes(blocks.layer)
         keys = keys[part.start * key_bytes : part.stop * key_bytes]
         values = values[part.start * value_bytes : part.stop * value_bytes]
         try:
@@ -159,11 +159,11 @@ class ReceivingLane:
         except Exception:  # for want of memory, of the host or the device
             logger.exception("blocks of a transfer could not be written")
             return False
-        self._owner.lane_wrote(len(keys) + len(values))
+        self._owner.channel_wrote(len(keys) + len(values))
         return True
 
 
-class EndedLanes:
+class EndedChannels:
     """Sessions that have ended, which still answer: the last MAX_ENDED, for REMEMBER_S each."""
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class EndedLanes:
 
     def add(self, session: ReceiverSession, now: float) -> None:
         """Remembers a session until now + REMEMBER_S."""
-        self._sessions[session.lane.transfer_id] = (now + REMEMBER_S, session)
+        self._sessions[session.channel.transfer_id] = (now + REMEMBER_S, session)
         if len(self._sessions) > MAX_ENDED:
             self._sessions.popitem(last=False)
 
@@ -213,14 +213,14 @@ class KVReceiver:
         self.node = Grid(tp_size, pp_size)
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, _Transfer] = {}  # by epoch
-        self._lanes: dict[bytes, ReceivingLane] = {}  # of them, by transfer id
-        self._ended = EndedLanes()
+        self._channels: dict[bytes, ReceivingChannel] = {}  # of them, by transfer id
+        self._ended = EndedChannels()
         self._is_closed = False
         transport.start(self._take)
 
     @property
     def address(self) -> str:
-        """Where this rank's lanes end, for a ticket."""
+        """Where this rank's channels end, for a descriptor."""
         return self.transport.address
 
     @property
@@ -229,24 +229,28 @@ class KVReceiver:
         return len(self._open)
 
     @property
-    def num_lanes(self) -> int:
-        """Return the number of lanes that are open: 0 where no transfer is."""
-        return len(self._lanes)
+    def num_channels(self) -> int:
+        """Return the number of channels that are open: 0 where no transfer is."""
+        return len(self._channels)
 
     def expect(
-        self, ticket: Ticket, block_ids: Sequence[int], on_done: OnReceived, on_coming: OnComing | None = None
+        self,
+        descriptor: TransferDescriptor,
+        block_ids: Sequence[int],
+        on_done: OnReceived,
+        on_coming: OnComing | None = None,
     ) -> None:
-        """Grants these blocks, which include the cached ones, to the ticket's lanes that end at this rank. Nothing is
-        written to them any more once on_done is called, which happens once, from the loop: with success when every
-        lane has committed, else with what failed first. on_coming is called before it, from the loop, when the first
-        message has come. Raises TransferError when the ticket does not fit, its epoch is in use or no further transfer
-        may be open."""
+        """Grants these blocks, which include the cached ones, to the descriptor's channels that end at this rank.
+        Nothing is written to them any more once on_done is called, which happens once, from the loop: with success when
+        every channel has committed, else with what failed first. on_coming is called before it, from the loop, when the
+        first message has come. Raises TransferError when the descriptor does not fit, its epoch is in use or no further
+        transfer may be open."""
         if self._is_closed or len(self._open) >= MAX_OPEN:
             raise TransferError(f"no further transfer can be granted: {len(self._open)} of {MAX_OPEN} are open")
-        self._check(ticket, len(block_ids))
-        transfer = _Transfer(self, ticket, tuple(block_ids), on_done, on_coming)
-        self._open[ticket.epoch] = transfer
-        self._lanes.update({lane.session.lane.transfer_id: lane for lane in transfer.lanes})
+        self._check(descriptor, len(block_ids))
+        transfer = _Transfer(self, descriptor, tuple(block_ids), on_done, on_coming)
+        self._open[descriptor.epoch] = transfer
+        self._channels.update({channel.session.channel.transfer_id: channel for channel in transfer.channels})
 
     def cancel(self, epoch: int) -> None:
         """Ends a transfer, unless it has ended."""
@@ -262,16 +266,16 @@ class KVReceiver:
         await self.transport.close()
 
     def reply(self, peer: Hashable, message: Committed | Missing | Refused) -> None:
-        """For the lanes' use."""
+        """For the channels' use."""
         if isinstance(message, Refused):
             self.num_refused += 1
         if peer is not None:
             self.transport.reply(peer, encode(message))
 
-    def lane_ended(self, lane: ReceivingLane) -> None:
+    def channel_ended(self, channel: ReceivingChannel) -> None:
         """For the transfers' use."""
-        del self._lanes[lane.session.lane.transfer_id]
-        self._ended.add(lane.session, self._loop.time())
+        del self._channels[channel.session.channel.transfer_id]
+        self._ended.add(channel.session, self._loop.time())
 
     def conclude(self, epoch: int, on_done: OnReceived, result: Received | TransferFailed) -> None:
         """For the transfers' use."""
@@ -282,17 +286,17 @@ class KVReceiver:
             self.seconds.observe(self._loop.time() - transfer.began_s)
         self._loop.call_soon(on_done, result)
 
-    def _check(self, ticket: Ticket, num_blocks: int) -> None:
-        if ticket.receivers != self.node:
-            raise TransferError(f"the ticket is for a decode node of {ticket.receivers}, not {self.node}")
-        expected = rank_layout(ticket.layout, self.rank, *self.node)
+    def _check(self, descriptor: TransferDescriptor, num_blocks: int) -> None:
+        if descriptor.receivers != self.node:
+            raise TransferError(f"the descriptor is for a decode node of {descriptor.receivers}, not {self.node}")
+        expected = rank_layout(descriptor.layout, self.rank, *self.node)
         if expected != self.store.layout:
-            raise TransferError(f"the ticket gives this rank blocks of {expected}; it has {self.store.layout}")
-        if ticket.num_blocks != num_blocks:
-            raise TransferError(f"the ticket is for {ticket.num_blocks} blocks, not {num_blocks}")
-        is_known = any(lane.transfer_id in self._lanes for _, lane in ticket.lanes_to(self.rank))
-        if is_known or ticket.epoch in self._open:
-            raise TransferError("the ticket is in use already")
+            raise TransferError(f"the descriptor gives this rank blocks of {expected}; it has {self.store.layout}")
+        if descriptor.num_blocks != num_blocks:
+            raise TransferError(f"the descriptor is for {descriptor.num_blocks} blocks, not {num_blocks}")
+        is_known = any(channel.transfer_id in self._channels for _, channel in descriptor.channels_to(self.rank))
+        if is_known or descriptor.epoch in self._open:
+            raise TransferError("the descriptor is in use already")
 
     def _take(self, peer: Hashable, header: memoryview, frames: list[Buffer]) -> None:
         self.num_messages += 1
@@ -303,9 +307,9 @@ class KVReceiver:
             return
         if not isinstance(message, Data | Finish | Abort):
             self._drop("a message that only receivers send")
-        elif lane := self._lanes.get(message.transfer_id):
-            self._open[lane.session.lane.epoch].note_begin(self._loop.time())
-            lane.take(peer, message, frames)
+        elif channel := self._channels.get(message.transfer_id):
+            self._open[channel.session.channel.epoch].note_begin(self._loop.time())
+            channel.take(peer, message, frames)
         else:
             self._answer_late(peer, message)
 
@@ -315,7 +319,7 @@ class KVReceiver:
         logger.warning("a message to the receiver was dropped: %s", why)
 
     def _answer_late(self, peer: Hashable, message: Data | Finish | Abort) -> None:
-        """To a lane that has ended, or never was: nothing is written, and everyone is told."""
+        """To a channel that has ended, or never was: nothing is written, and everyone is told."""
         session = self._ended.get(message.transfer_id, self._loop.time())
         if session is not None:
             for action in session.handle(message, self._loop.time()):
@@ -326,25 +330,25 @@ class KVReceiver:
 
 
 class _Transfer:
-    """One rank's part of a transfer: the lanes that end here, which succeed or fail together."""
+    """One rank's part of a transfer: the channels that end here, which succeed or fail together."""
 
     def __init__(
         self,
         receiver: KVReceiver,
-        ticket: Ticket,
+        descriptor: TransferDescriptor,
         block_ids: Sequence[int],
         on_done: OnReceived,
         on_coming: OnComing | None,
     ) -> None:
         self._receiver = receiver
         self.began_s: float | None = None  # with its first message
-        self._epoch = ticket.epoch
+        self._epoch = descriptor.epoch
         self._on_done, self._on_coming = on_done, on_coming
-        self._results: dict[ReceivingLane, Received | TransferFailed] = {}  # in the order of the lanes' ends
+        self._results: dict[ReceivingChannel, Received | TransferFailed] = {}  # in the order of the channels' ends
         payload, store = receiver.transport.payload, receiver.store
-        self.lanes = [
-            ReceivingLane(lane, payload, store.heads(copy.destination_heads), block_ids, self)
-            for copy, lane in ticket.lanes_to(receiver.rank)
+        self.channels = [
+            ReceivingChannel(channel, payload, store.heads(copy.destination_heads), block_ids, self)
+            for copy, channel in descriptor.channels_to(receiver.rank)
         ]
 
     def note_begin(self, now: float) -> None:
@@ -355,30 +359,30 @@ class _Transfer:
                 asyncio.get_running_loop().call_soon(self._on_coming)
 
     def cancel(self) -> None:
-        for lane in self.lanes:
-            lane.cancel()
+        for channel in self.channels:
+            channel.cancel()
 
     def reply(self, peer: Hashable, message: Committed | Missing | Refused) -> None:
         self._receiver.reply(peer, message)
 
-    def lane_wrote(self, num_bytes: int) -> None:
+    def channel_wrote(self, num_bytes: int) -> None:
         self._receiver.num_bytes += num_bytes
 
-    def lane_found_corrupt(self, num_blocks: int) -> None:
+    def channel_found_corrupt(self, num_blocks: int) -> None:
         self._receiver.num_corrupt_blocks += num_blocks
 
-    def lane_ended(self, lane: ReceivingLane, result: Received | TransferFailed) -> None:
-        self._receiver.lane_ended(lane)
-        self._results[lane] = result
-        if len(self._results) == len(self.lanes):
+    def channel_ended(self, channel: ReceivingChannel, result: Received | TransferFailed) -> None:
+        self._receiver.channel_ended(channel)
+        self._results[channel] = result
+        if len(self._results) == len(self.channels):
             self._receiver.conclude(self._epoch, self._on_done, self._joined())
         elif isinstance(result, TransferFailed):
             self.cancel()
 
     def _joined(self) -> Received | TransferFailed:
         blocks = {
-            result.num_bytes // lane.session.lane.layout.block_bytes
-            for lane, result in self._results.items()
+            result.num_bytes // channel.session.channel.layout.block_bytes
+            for channel, result in self._results.items()
             if isinstance(result, Received)
         }
         result = combined(list(self._results.values()))

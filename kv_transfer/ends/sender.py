@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+from kv_transfer.descriptor import Channel, TransferDescriptor
 from kv_transfer.ends.receiver import Alarm
 from kv_transfer.payload import Buffer, KVStore, blocks_per_message
 from kv_transfer.plan import Grid
@@ -28,7 +29,6 @@ from kv_transfer.sessions.sender_session import (
     Tick,
     Turn,
 )
-from kv_transfer.ticket import Lane, Ticket
 from kv_transfer.transports.transport import Dialer
 from kv_transfer.wire import BlockRange, Committed, Data, Missing, Refused, Segment, decode, encode
 from serving_core import reasons
@@ -39,33 +39,35 @@ from serving_core.sharding import rank_layout
 logger = logging.getLogger(__name__)
 
 
-class LaneOwner(Protocol):
-    """The transfer that a lane is part of."""
+class ChannelOwner(Protocol):
+    """The transfer that a channel is part of."""
 
-    def lane_sent(self, num_bytes: int) -> None:
+    def channel_sent(self, num_bytes: int) -> None:
         """A message with so many bytes of blocks has left."""
 
-    def lane_caught_up(self) -> None:
+    def channel_caught_up(self) -> None:
         """Called once at most, when everything that was ready has left."""
 
-    def lane_ended(self, result: Sent | TransferFailed) -> None:
+    def channel_ended(self, result: Sent | TransferFailed) -> None:
         """Called once, at once."""
 
-    def lane_released(self) -> None:
-        """The lane `is_over`: it has ended, and the transport has let go of its blocks."""
+    def channel_released(self) -> None:
+        """The channel `is_over`: it has ended, and the transport has let go of its blocks."""
 
 
-class SendingLane:
-    """Sends the blocks of one store, which holds the lane's heads alone and its layers at least."""
+class SendingChannel:
+    """Sends the blocks of one store, which holds the channel's heads alone and its layers at least."""
 
-    def __init__(self, lane: Lane, transport: Dialer, store: KVStore, deadline_s: float, owner: LaneOwner) -> None:
-        self.address = lane.address
-        self._lane = lane
+    def __init__(
+        self, channel: Channel, transport: Dialer, store: KVStore, deadline_s: float, owner: ChannelOwner
+    ) -> None:
+        self.address = channel.address
+        self._channel = channel
         self._transport = transport
         self._store = store
         self._owner = owner
         self._loop = asyncio.get_running_loop()
-        self._session = SenderSession(lane, blocks_per_message(lane.layout), deadline_s, self._loop.time())
+        self._session = SenderSession(channel, blocks_per_message(channel.layout), deadline_s, self._loop.time())
         self._block_ids: Sequence[int] = ()
         self._held: set[asyncio.Future[None]] = set()  # messages whose frames the transport may still read
         self._turn: asyncio.Handle | None = None
@@ -81,7 +83,7 @@ class SendingLane:
     def blocks_ready(self, block_ids: Sequence[int], layers: range) -> None:
         """As SendingTransfer.blocks_ready: the blocks are final in these layers. The ids stay as they are."""
         self._block_ids = block_ids
-        ours = self._lane.layout.layers
+        ours = self._channel.layout.layers
         self.handle(BlocksReady(len(block_ids), len(range(ours.start, min(ours.stop, layers.stop)))))
 
     def finish(self, block_ids: Sequence[int], tail: bytes) -> None:
@@ -90,7 +92,7 @@ class SendingLane:
         self.handle(AllReady(len(block_ids), tail))
 
     def cancel(self) -> None:
-        """Ends the lane, unless it has ended."""
+        """Ends the channel, unless it has ended."""
         self.handle(Cancel())
 
     def handle(self, event: Event) -> None:
@@ -106,10 +108,10 @@ class SendingLane:
                 case HangUp():
                     self._transport.hang_up(self.address)
                 case CaughtUp():
-                    self._owner.lane_caught_up()
+                    self._owner.channel_caught_up()
                 case Conclude(result=result):
                     self._has_ended = True
-                    self._owner.lane_ended(result)
+                    self._owner.channel_ended(result)
         self._schedule()
 
     def _are_sent(self, ranges: tuple[BlockRange, ...]) -> bool:
@@ -119,8 +121,8 @@ class SendingLane:
         except Exception:  # for want of memory, of the host or the device
             logger.exception("blocks of a transfer could not be read")
             return False
-        self._owner.lane_sent(sum(map(len, views)))
-        header = encode(Data(self._lane.transfer_id, self._lane.epoch, tuple(segments)))
+        self._owner.channel_sent(sum(map(len, views)))
+        header = encode(Data(self._channel.transfer_id, self._channel.epoch, tuple(segments)))
         held = self._transport.send(self.address, header, frames)
         self._held.add(held)
         held.add_done_callback(self._release)
@@ -142,7 +144,7 @@ class SendingLane:
         self._held.discard(held)
         self.handle(Released())
         if self.is_over:
-            self._owner.lane_released()
+            self._owner.channel_released()
 
     def _take_turn(self) -> None:
         self._turn = None
@@ -155,11 +157,11 @@ class SendingLane:
         self._alarm.set(self._session.wake_at)
 
 
-class NoLane:
-    """In place of the lanes of a rank that has nothing to send, since others hold the same heads. It ends as they
+class NoChannel:
+    """In place of the channels of a rank that has nothing to send, since others hold the same heads. It ends as they
     would: with success once the request is finished, or when it is cancelled or its time is over."""
 
-    def __init__(self, ttl_s: float, owner: LaneOwner) -> None:
+    def __init__(self, ttl_s: float, owner: ChannelOwner) -> None:
         self.is_over = False
         self._has_begun = False
         self._owner = owner
@@ -172,7 +174,7 @@ class NoLane:
         """Nobody waits for them."""
         if not self._has_begun:
             self._has_begun = True
-            self._owner.lane_caught_up()
+            self._owner.channel_caught_up()
 
     def finish(self, block_ids: Sequence[int], tail: bytes) -> None:
         self._end(Sent(0))
@@ -190,7 +192,7 @@ class NoLane:
         if not self.is_over:
             self.is_over = True
             self._alarm.set(None)
-            self._owner.lane_ended(result)
+            self._owner.channel_ended(result)
 
 
 __all__ = ["KVSender", "SendingTransfer", "Sent", "TransferFailed"]
@@ -204,7 +206,7 @@ OnCaughtUp = Callable[[], None]
 
 
 class KVSender:
-    """Sends one rank's blocks to the receivers that tickets name. Belongs to the event loop it was made on."""
+    """Sends one rank's blocks to the receivers that descriptors name. Belongs to the event loop it was made on."""
 
     def __init__(
         self,
@@ -231,7 +233,7 @@ class KVSender:
         self.node = Grid(tp_size, pp_size)
         self.deadline_s = deadline_s
         self._open: dict[int, SendingTransfer] = {}  # by epoch
-        self._lanes: dict[bytes, SendingLane] = {}  # of them, by transfer id
+        self._channels: dict[bytes, SendingChannel] = {}  # of them, by transfer id
         self._loop = asyncio.get_running_loop()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -244,23 +246,23 @@ class KVSender:
         return len(self._open)
 
     @property
-    def num_lanes(self) -> int:
-        """Return the number of lanes that are open: 0 where no transfer is."""
-        return len(self._lanes)
+    def num_channels(self) -> int:
+        """Return the number of channels that are open: 0 where no transfer is."""
+        return len(self._channels)
 
-    def start(self, ticket: bytes, on_done: OnSent, on_caught_up: OnCaughtUp | None = None) -> "SendingTransfer":
-        """Begins this rank's part of a transfer: all of the lanes that begin here. Raises TransferError when the ticket
-        is odd, does not fit this rank or is in use, or its epoch is."""
+    def start(self, descriptor: bytes, on_done: OnSent, on_caught_up: OnCaughtUp | None = None) -> "SendingTransfer":
+        """Begins this rank's part of a transfer: all of the channels that begin here. Raises TransferError when the
+        descriptor is odd, does not fit this rank or is in use, or its epoch is."""
         if self._is_closed or len(self._open) >= MAX_OPEN:
             raise TransferError(f"no further transfer can be started: {len(self._open)} of {MAX_OPEN} are open")
-        decoded = Ticket.decode(ticket)
+        decoded = TransferDescriptor.decode(descriptor)
         self._check(decoded)
-        for _, lane in decoded.lanes_from(self.rank):
-            self.transport.connect(lane.address)
+        for _, channel in decoded.channels_from(self.rank):
+            self.transport.connect(channel.address)
         conclude = partial(self._conclude, decoded.epoch, on_done, self._loop.time())
         transfer = SendingTransfer(self, decoded, conclude, on_caught_up)
         self._open[decoded.epoch] = transfer
-        self._lanes.update(transfer.lanes)
+        self._channels.update(transfer.channels)
         self._idle.clear()
         return transfer
 
@@ -273,19 +275,19 @@ class KVSender:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await self._idle.wait()
 
-    def _check(self, ticket: Ticket) -> None:
-        if ticket.senders != self.node:
-            raise TransferError(f"the ticket is for a prefill node of {ticket.senders}, not {self.node}")
-        expected = rank_layout(ticket.layout, self.rank, *self.node)
+    def _check(self, descriptor: TransferDescriptor) -> None:
+        if descriptor.senders != self.node:
+            raise TransferError(f"the descriptor is for a prefill node of {descriptor.senders}, not {self.node}")
+        expected = rank_layout(descriptor.layout, self.rank, *self.node)
         if expected != self.store.layout:
-            raise TransferError(f"the ticket asks this rank for blocks of {expected}; it has {self.store.layout}")
-        is_known = any(lane.transfer_id in self._lanes for _, lane in ticket.lanes_from(self.rank))
-        if is_known or ticket.epoch in self._open:
-            raise TransferError("the ticket is in use already")
+            raise TransferError(f"the descriptor asks this rank for blocks of {expected}; it has {self.store.layout}")
+        is_known = any(channel.transfer_id in self._channels for _, channel in descriptor.channels_from(self.rank))
+        if is_known or descriptor.epoch in self._open:
+            raise TransferError("the descriptor is in use already")
 
     def _conclude(self, epoch: int, on_done: OnSent, started_s: float, result: Sent | TransferFailed) -> None:
-        for transfer_id in self._open.pop(epoch).lanes:
-            del self._lanes[transfer_id]
+        for transfer_id in self._open.pop(epoch).channels:
+            del self._channels[transfer_id]
         if not self._open:
             self._idle.set()
         if isinstance(result, TransferFailed):
@@ -303,81 +305,83 @@ class KVSender:
             return
         if isinstance(message, Refused):
             self.num_refused += 1
-        lane = self._lanes.get(message.transfer_id)
-        if lane is not None and isinstance(message, Committed | Missing | Refused):
-            lane.handle(message)
+        channel = self._channels.get(message.transfer_id)
+        if channel is not None and isinstance(message, Committed | Missing | Refused):
+            channel.handle(message)
 
     def _lose(self, address: str) -> None:
-        for lane in list(self._lanes.values()):
-            if lane.address == address:
-                lane.handle(PeerLost())
+        for channel in list(self._channels.values()):
+            if channel.address == address:
+                channel.handle(PeerLost())
 
 
 class SendingTransfer:
     """One rank's part of a transfer under way. Its caller keeps the blocks as they are until on_done is called, once,
-    from the loop: with success when every lane is committed, else with what failed first.
+    from the loop: with success when every channel is committed, else with what failed first.
 
     After `cancel` the caller may write to blocks already, though not give them away. From then on nothing is read from
     them but what the transport holds, whose checksums were taken before: bytes that change on their way fail at the
     receiver, are never asked for again, since the sessions have ended, and the Abort ends the receiver's part. What
     arrives unchanged is what it was said to be.
 
-    on_caught_up is called at most once, from the loop and before on_done: all lanes have sent what was ready."""
+    on_caught_up is called at most once, from the loop and before on_done: all channels have sent what was ready."""
 
-    def __init__(self, sender: KVSender, ticket: Ticket, on_done: OnSent, on_caught_up: OnCaughtUp | None) -> None:
+    def __init__(
+        self, sender: KVSender, descriptor: TransferDescriptor, on_done: OnSent, on_caught_up: OnCaughtUp | None
+    ) -> None:
         self._sender = sender
         self._layers = sender.store.layout.layers
         self._on_done = on_done
         self._on_caught_up = on_caught_up
-        self._results: list[Sent | TransferFailed] = []  # of lanes, in the order of their ends
+        self._results: list[Sent | TransferFailed] = []  # of channels, in the order of their ends
         self._has_concluded = False
-        self.lanes = {  # by transfer id, for the sender's use
-            lane.transfer_id: SendingLane(
-                lane, sender.transport, sender.store.heads(copy.source_heads), sender.deadline_s, self
+        self.channels = {  # by transfer id, for the sender's use
+            channel.transfer_id: SendingChannel(
+                channel, sender.transport, sender.store.heads(copy.source_heads), sender.deadline_s, self
             )
-            for copy, lane in ticket.lanes_from(sender.rank)
+            for copy, channel in descriptor.channels_from(sender.rank)
         }
-        self._parts: list[SendingLane | NoLane] = [*self.lanes.values()] or [NoLane(ticket.ttl_s, self)]
+        self._parts: list[SendingChannel | NoChannel] = [*self.channels.values()] or [NoChannel(descriptor.ttl_s, self)]
         self._num_behind = len(self._parts)  # that have not caught up
 
     def blocks_ready(self, block_ids: Sequence[int], num_layers: int | None = None) -> None:
         """The request's leading blocks that are final in the leading num_layers layers of this rank, by default in all
         of them. The list may grow only when what it held is final in all layers."""
         ids, layers = tuple(block_ids), self._layers[:num_layers]
-        for lane in self._parts:
-            lane.blocks_ready(ids, layers)
+        for channel in self._parts:
+            channel.blocks_ready(ids, layers)
 
     def finish(self, block_ids: Sequence[int], tail: bytes) -> None:
         """These are all of the request's blocks, and they are final. `tail` goes to the receivers' callers."""
         ids = tuple(block_ids)
-        for lane in self._parts:
-            lane.finish(ids, tail)
+        for channel in self._parts:
+            channel.finish(ids, tail)
 
     def cancel(self) -> None:
         """Ends the transfer as soon as the transport lets go of its blocks."""
-        for lane in self._parts:
-            lane.cancel()
+        for channel in self._parts:
+            channel.cancel()
 
-    def lane_sent(self, num_bytes: int) -> None:
-        """For the lanes' use."""
+    def channel_sent(self, num_bytes: int) -> None:
+        """For the channels' use."""
         self._sender.num_messages += 1
         self._sender.num_bytes += num_bytes
 
-    def lane_caught_up(self) -> None:
-        """For the lanes' use."""
+    def channel_caught_up(self) -> None:
+        """For the channels' use."""
         self._num_behind -= 1
         if self._num_behind == 0 and self._on_caught_up is not None:
             asyncio.get_running_loop().call_soon(self._on_caught_up)
 
-    def lane_ended(self, result: Sent | TransferFailed) -> None:
-        """For the lanes' use."""
+    def channel_ended(self, result: Sent | TransferFailed) -> None:
+        """For the channels' use."""
         self._results.append(result)
         if isinstance(result, TransferFailed):
             self.cancel()
-        self.lane_released()
+        self.channel_released()
 
-    def lane_released(self) -> None:
-        """For the lanes' use."""
-        if not self._has_concluded and all(lane.is_over for lane in self._parts):
+    def channel_released(self) -> None:
+        """For the channels' use."""
+        if not self._has_concluded and all(channel.is_over for channel in self._parts):
             self._has_concluded = True
             asyncio.get_running_loop().call_soon(self._on_done, combined(self._results))

@@ -1,4 +1,4 @@
-"""The receiver's half of one lane: events and the time in, actions out. It does no I/O and reads no clock.
+"""The receiver's half of one channel: events and the time in, actions out. It does no I/O and reads no clock.
 
     RECEIVING ──Finish, blocks lacking──> LACKING ──the last block verified──> COMMITTED
         └──────────────Finish, every block verified──────────────────────────────^
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from kv_transfer.descriptor import Channel
 from kv_transfer.results import Received, TransferFailed
-from kv_transfer.ticket import Lane
 from kv_transfer.wire import (
     MAX_CORRUPT,
     MAX_RANGES,
@@ -103,16 +103,16 @@ Action = Verify | Write | Reply | Conclude
 
 
 class ReceiverSession:
-    """One lane of a transfer. `handle` is the only way in."""
+    """One channel of a transfer. `handle` is the only way in."""
 
-    def __init__(self, lane: Lane, now: float) -> None:
+    def __init__(self, channel: Channel, now: float) -> None:
         self.state = State.RECEIVING
-        self.expires_at = now + lane.ttl_s
+        self.expires_at = now + channel.ttl_s
         self.num_corrupt = 0
-        self.lane = lane
+        self.channel = channel
         self._refusal = Refusal.MALFORMED  # why, once FAILED
         self._finish: Finish | None = None
-        self._verified = {layer: bytearray(lane.num_blocks) for layer in lane.layout.layers}
+        self._verified = {layer: bytearray(channel.num_blocks) for layer in channel.layout.layers}
 
     @property
     def is_open(self) -> bool:
@@ -120,7 +120,7 @@ class ReceiverSession:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """What to do about an event, in order. An event that has no place in the table changes nothing."""
-        if isinstance(event, Message) and event.epoch != self.lane.epoch:
+        if isinstance(event, Message) and event.epoch != self.channel.epoch:
             refused = Refused(event.transfer_id, event.epoch, Refusal.WRONG_EPOCH)
             return [] if isinstance(event, Abort) else [Reply(refused)]
         transition = _TRANSITIONS.get((self.state, type(event)))
@@ -129,10 +129,10 @@ class ReceiverSession:
     # ---- transitions ----
 
     def _data(self, event: Data, now: float) -> list[Action]:
-        lane = self.lane
+        channel = self.channel
         for segment in event.segments:
-            is_layer = segment.layer in lane.layout.layers
-            if not is_layer or segment.first < lane.num_cached_blocks or segment.stop > lane.num_blocks:
+            is_layer = segment.layer in channel.layout.layers
+            if not is_layer or segment.first < channel.num_cached_blocks or segment.stop > channel.num_blocks:
                 return [self._refuse(Refusal.MALFORMED)]
         return [Verify(event.segments)]
 
@@ -168,7 +168,7 @@ class ReceiverSession:
     def _tick(self, event: Tick, now: float) -> list[Action]:
         if now < self.expires_at:
             return []
-        return self._fail(Refusal.EXPIRED, f"the blocks did not come within {self.lane.ttl_s:g} s")
+        return self._fail(Refusal.EXPIRED, f"the blocks did not come within {self.channel.ttl_s:g} s")
 
     def _committed_again(self, event: Data | Finish, now: float) -> list[Action]:
         if isinstance(event, Finish) and not self._is_plausible(event):
@@ -185,8 +185,8 @@ class ReceiverSession:
         if finish is None or any(self._lacking(finish)):
             return []
         self._end(State.COMMITTED)
-        num_received = finish.num_blocks - self.lane.num_cached_blocks
-        received = Received(finish.tail, num_received * self.lane.layout.block_bytes)
+        num_received = finish.num_blocks - self.channel.num_cached_blocks
+        received = Received(finish.tail, num_received * self.channel.layout.block_bytes)
         return [Reply(self._committed()), Conclude(received)]
 
     def _fail(self, refusal: Refusal, message: str) -> list[Action]:
@@ -205,11 +205,11 @@ class ReceiverSession:
         known = self._finish
         if known is not None and (finish.num_blocks, finish.tail) != (known.num_blocks, known.tail):
             return False
-        return self.lane.num_cached_blocks <= finish.num_blocks <= self.lane.num_blocks
+        return self.channel.num_cached_blocks <= finish.num_blocks <= self.channel.num_blocks
 
     def _lacking(self, finish: Finish) -> Iterator[BlockRange]:
         for layer, verified in self._verified.items():
-            for blocks in _runs(verified, 0, self.lane.num_cached_blocks, finish.num_blocks):
+            for blocks in _runs(verified, 0, self.channel.num_cached_blocks, finish.num_blocks):
                 yield BlockRange(layer, blocks.start, len(blocks))
 
     def _missing(self, finish: Finish) -> Missing:
@@ -217,10 +217,10 @@ class ReceiverSession:
         return Missing(finish.transfer_id, finish.epoch, finish.round, min(self.num_corrupt, MAX_CORRUPT), ranges)
 
     def _committed(self) -> Committed:
-        return Committed(self.lane.transfer_id, self.lane.epoch)
+        return Committed(self.channel.transfer_id, self.channel.epoch)
 
     def _refuse(self, refusal: Refusal) -> Reply:
-        return Reply(Refused(self.lane.transfer_id, self.lane.epoch, refusal))
+        return Reply(Refused(self.channel.transfer_id, self.channel.epoch, refusal))
 
 
 def _runs(flags: bytes | bytearray, value: int, start: int, stop: int) -> Iterator[range]:

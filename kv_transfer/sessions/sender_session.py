@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from kv_transfer.descriptor import Channel
 from kv_transfer.results import Sent, TransferFailed
-from kv_transfer.ticket import Lane
 from kv_transfer.wire import MAX_SEGMENTS, Abort, BlockRange, Committed, Finish, Missing, Refusal, Refused
 from serving_core import reasons
 
@@ -28,9 +28,9 @@ from serving_core import reasons
 class Backlog:
     """What is to be sent, in the order in which it became ready."""
 
-    def __init__(self, lane: Lane, blocks_per_message: int) -> None:
-        self.num_ready = lane.num_cached_blocks  # in all layers
-        self._lane = lane
+    def __init__(self, channel: Channel, blocks_per_message: int) -> None:
+        self.num_ready = channel.num_cached_blocks  # in all layers
+        self._channel = channel
         self._blocks_per_message = blocks_per_message
         self._num_growing = 0  # blocks that are ready in some layers; 0 when there are none
         self._num_layers = 0  # in which they are
@@ -43,20 +43,20 @@ class Backlog:
     def grow(self, num_blocks: int, num_layers: int) -> None:
         """The leading blocks are ready in the leading layers. Of new ones all layers become ready before any further
         block does."""
-        lane = self._lane
+        channel = self._channel
         num_new = num_blocks - self.num_ready
         if num_new > 0:
             assert self._num_growing in (0, num_blocks), "blocks became ready before earlier ones in all layers"
-            layers = lane.layout.layers[self._num_layers : num_layers]
+            layers = channel.layout.layers[self._num_layers : num_layers]
             self._queue.extend(BlockRange(layer, self.num_ready, num_new) for layer in layers)
             self._num_growing, self._num_layers = num_blocks, max(self._num_layers, num_layers)
-        if self._num_layers == lane.layout.num_layers:
+        if self._num_layers == channel.layout.num_layers:
             self.num_ready, self._num_growing, self._num_layers = num_blocks, 0, 0
 
     def has_had(self, blocks: BlockRange) -> bool:
         """Whether these were to be sent at any time."""
-        is_layer = blocks.layer in self._lane.layout.layers
-        return is_layer and self._lane.num_cached_blocks <= blocks.first and blocks.stop <= self.num_ready
+        is_layer = blocks.layer in self._channel.layout.layers
+        return is_layer and self._channel.num_cached_blocks <= blocks.first and blocks.stop <= self.num_ready
 
     def add_again(self, ranges: Iterable[BlockRange]) -> None:
         """These have left, and did not arrive."""
@@ -106,7 +106,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlocksReady:
-    """The leading num_blocks blocks are final in the leading num_layers layers of the lane. Of new blocks all layers
+    """The leading num_blocks blocks are final in the leading num_layers layers of the channel. Of new blocks all layers
     become ready before any further block does."""
 
     num_blocks: int
@@ -183,15 +183,15 @@ Action = SendBlocks | SendMessage | HangUp | CaughtUp | Conclude
 
 
 class SenderSession:
-    """One lane of a transfer. `handle` is the only way in."""
+    """One channel of a transfer. `handle` is the only way in."""
 
-    def __init__(self, lane: Lane, blocks_per_message: int, deadline_s: float, now: float) -> None:
-        """`deadline_s` runs from AllReady; before that, and over all, the ticket's time to live is the limit."""
+    def __init__(self, channel: Channel, blocks_per_message: int, deadline_s: float, now: float) -> None:
+        """`deadline_s` runs from AllReady; before that, and over all, the descriptor's time to live is the limit."""
         self.state = State.FILLING
-        self._lane = lane
-        self._backlog = Backlog(lane, blocks_per_message)
+        self._channel = channel
+        self._backlog = Backlog(channel, blocks_per_message)
         self._deadline_s = deadline_s
-        self._give_up_at = now + lane.ttl_s
+        self._give_up_at = now + channel.ttl_s
         self._repeat_at: float | None = None
         self._repeat_s = FIRST_REPEAT_S
         self._silent_since = now  # no answer has come, and nothing more has left
@@ -216,7 +216,7 @@ class SenderSession:
     def handle(self, event: Event, now: float) -> list[Action]:
         """What to do about an event, in order. An event that has no place in the table changes nothing, nor does an
         answer to another epoch."""
-        if isinstance(event, Committed | Missing | Refused) and event.epoch != self._lane.epoch:
+        if isinstance(event, Committed | Missing | Refused) and event.epoch != self._channel.epoch:
             return []
         transition = _TRANSITIONS.get((self.state, type(event)))
         return [] if transition is None else transition(self, event, now)
@@ -230,7 +230,7 @@ class SenderSession:
         num_ready = self._backlog.num_ready
         if event.num_blocks < num_ready:
             return self._fail(f"the request has {event.num_blocks} blocks, and {num_ready} are sent or cached")
-        actions = self._grow(event.num_blocks, self._lane.layout.num_layers)
+        actions = self._grow(event.num_blocks, self._channel.layout.num_layers)
         if self.state is State.ENDED:
             return actions
         self._tail = event.tail
@@ -251,8 +251,8 @@ class SenderSession:
 
     def _committed(self, event: Committed, now: float) -> list[Action]:
         self.state = State.ENDED
-        num_sent = self._backlog.num_ready - self._lane.num_cached_blocks
-        return [Conclude(Sent(num_sent * self._lane.layout.block_bytes))]
+        num_sent = self._backlog.num_ready - self._channel.num_cached_blocks
+        return [Conclude(Sent(num_sent * self._channel.layout.block_bytes))]
 
     def _missing(self, event: Missing, now: float) -> list[Action]:
         self._silent_since = now
@@ -294,8 +294,8 @@ class SenderSession:
     # ---- helpers ----
 
     def _grow(self, num_blocks: int, num_layers: int) -> list[Action]:
-        if num_blocks > self._lane.num_blocks:
-            return self._fail(f"the request has {num_blocks} blocks and {self._lane.num_blocks} were granted")
+        if num_blocks > self._channel.num_blocks:
+            return self._fail(f"the request has {num_blocks} blocks and {self._channel.num_blocks} were granted")
         self._backlog.grow(num_blocks, num_layers)
         return []
 
@@ -315,8 +315,10 @@ class SenderSession:
 
     def _send_finish(self, now: float) -> list[Action]:
         self._repeat_at = now + self._repeat_s
-        lane = self._lane
-        return [SendMessage(Finish(lane.transfer_id, lane.epoch, self._round, self._backlog.num_ready, self._tail))]
+        channel = self._channel
+        return [
+            SendMessage(Finish(channel.transfer_id, channel.epoch, self._round, self._backlog.num_ready, self._tail))
+        ]
 
     def _hang_up_if_silent(self, now: float) -> list[Action]:
         if self._num_held or now - self._silent_since < SILENCE_S:
@@ -327,7 +329,7 @@ class SenderSession:
     def _fail(self, message: str, reason: str = reasons.TRANSFER_FAILED) -> list[Action]:
         self.state = State.ENDED
         self._backlog.clear()
-        abort = Abort(self._lane.transfer_id, self._lane.epoch)
+        abort = Abort(self._channel.transfer_id, self._channel.epoch)
         return [SendMessage(abort), Conclude(TransferFailed(reason, message))]
 
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from kv_transfer.results import TransferError
 from kv_transfer.shared_memory.area import NONCE_BYTES, ReadArea, WrittenArea
-from kv_transfer.shared_memory.door import SHAKE_S, Door, address_of, is_same_user, new_socket
+from kv_transfer.shared_memory.memory_socket import SHAKE_S, MemorySocket, address_of, is_same_user, new_socket
 from kv_transfer.shared_memory.notes import (
     SLOT_BYTES,
     Decline,
@@ -40,16 +40,16 @@ _WHY: Final = {
 
 
 class Lender:
-    """The door of one Dialer, and how much it lends."""
+    """The socket of one Dialer, and how much it lends."""
 
     def __init__(self) -> None:
         """Raises OSError where no memory can be shared."""
         self.num_bytes = 0  # of blocks
         self.num_areas = 0
-        self.door = Door()
+        self.memory_socket = MemorySocket()
 
     def close(self) -> None:
-        self.door.close()
+        self.memory_socket.close()
 
 
 class Loan:
@@ -67,8 +67,8 @@ class Loan:
         self._lent: dict[int, tuple[int, asyncio.Future[None]]] = {}  # slots by number, in order
         self._last = 0
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._secret = lender.door.expect(self._hand_over)
-        tell(Offer(lender.door.name, self._secret, self._nonce, NUM_SLOTS))
+        self._secret = lender.memory_socket.expect(self._hand_over)
+        tell(Offer(lender.memory_socket.name, self._secret, self._nonce, NUM_SLOTS))
 
     def lend(self, frames: Sequence[memoryview]) -> tuple[Lent, asyncio.Future[None]] | None:
         """Copies them into a slot; done when the slot is free again. None when there is no slot for them."""
@@ -99,7 +99,7 @@ class Loan:
 
     def close(self) -> None:
         """Lends no more. Nobody waits for what was lent: the memory is the receiver's alone now."""
-        self._lender.door.forget(self._secret)
+        self._lender.memory_socket.forget(self._secret)
         self.is_taken = False
         while self._lent:
             self._return_first()
@@ -211,7 +211,7 @@ class Borrower:
 
 
 class _Visit:
-    """At one sender's door, and then its memory for as long as the sender keeps the connection."""
+    """At one sender's socket, and then its memory for as long as the sender keeps the connection."""
 
     def __init__(self, offer: Offer, on_outcome: Callable[[Decline | None], None]) -> None:
         """`on_outcome` takes None once the memory can be read, and a Decline when it cannot, or no longer. Raises

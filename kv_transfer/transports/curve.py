@@ -1,7 +1,7 @@
 """Who may dial a ZeroMQ Listener, and how its connections are encrypted: CURVE, with keys that are made at start.
 
 A Listener that is reached over a network tells its address with its key, curve://HOST:PORT/KEY, which travels in
-tickets. It lets in whose keys the coordinator has told.
+descriptors. It lets in whose keys the coordinator has told.
 """
 
 import logging
@@ -14,7 +14,7 @@ from zmq.utils import z85
 
 from kv_transfer.results import TransferError
 from kv_transfer.transports import zap
-from kv_transfer.transports.ticket_key import show_key
+from kv_transfer.transports.connection_key import show_key
 from kv_transfer.wire import MAX_PAYLOAD_BYTES
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Keyring:
         if not address.startswith("curve://"):
             return show_key(dealer, address)
         if (match := _ADDRESS.fullmatch(address)) is None:
-            raise TransferError("the ticket's address cannot be dialled")
+            raise TransferError("the descriptor's address cannot be dialled")
         dealer.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(match["key"]))
         dealer.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
         dealer.setsockopt(zmq.CURVE_SECRETKEY, self._secret)

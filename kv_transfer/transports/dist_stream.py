@@ -1,6 +1,6 @@
 """The signalling stream of the torch.distributed transport: addresses, and small bounded messages over TCP.
 
-The token is a random secret of one Listener. It travels in tickets, so that only those who hold one get past the
+The token is a random secret of one Listener. It travels in descriptors, so that only those who hold one get past the
 handshake.
 
     dialer to listener     the greeting     PROTOCOL and the listener's token; the answer is PROTOCOL
@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from kv_transfer.descriptor import MAX_PORT, address_of_interface
 from kv_transfer.results import TransferError
-from kv_transfer.ticket import MAX_PORT, address_of_interface
 from kv_transfer.transports.transport import MAX_FRAMES
 from kv_transfer.wire import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
 from serving_core.errors import SettingsError
@@ -51,12 +51,12 @@ class DistAddress:
         """The inverse of str(). Raises TransferError on anything else."""
         match = _DIAL.fullmatch(text)
         if match is None or not 1 <= int(match["port"]) <= MAX_PORT:
-            raise TransferError("the ticket's address cannot be dialled")
+            raise TransferError("the descriptor's address cannot be dialled")
         ip = match["v6"] or match["host"]
         try:
             ipaddress.ip_address(ip)
         except ValueError as error:
-            raise TransferError("the ticket's address cannot be dialled") from error
+            raise TransferError("the descriptor's address cannot be dialled") from error
         return cls(ip, int(match["port"]), bytes.fromhex(match["token"]))
 
 
@@ -150,7 +150,7 @@ class Stream:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 greeting = await reader.readexactly(len(PROTOCOL) + TOKEN_BYTES)
             if not hmac.compare_digest(greeting, PROTOCOL + token):
-                raise TransferError("a greeting that makes no sense, or of somebody without a ticket")
+                raise TransferError("a greeting that makes no sense, or of somebody without a descriptor")
             writer.write(PROTOCOL)
             return cls(reader, writer)
         except BaseException:

@@ -2,10 +2,9 @@
 
 Payload frames leave without a copy, and are read in the buffers that ZeroMQ received them in; between processes of one
 machine they go through shared memory instead, where both ends want that (kv_transfer/shared_memory). ZeroMQ accepts and
-drops at will; the sessions above ask again for what did not come. It accepts whoever connects, too, and then gives
-them SHAKE_MS to show the key of a ticket (ticket_key), or where it is encrypted one of their own (curve): until then
-each of them has a descriptor of the process, and as much memory as one frame takes that it sends.
-"""
+drops at will; the sessions above ask again for what did not come. It accepts whoever connects, too, and then gives them
+SHAKE_MS to show the key of a descriptor (descriptor_key), or where it is encrypted one of their own (curve): until then
+each of them has a descriptor of the process, and as much memory as one frame takes that it sends."""
 
 import asyncio
 import logging
@@ -20,8 +19,8 @@ from kv_transfer.payload import HOST, Payload
 from kv_transfer.results import TransferError
 from kv_transfer.shared_memory import notes
 from kv_transfer.shared_memory.lending import Borrower, Lender
+from kv_transfer.transports.connection_key import ConnectionKey
 from kv_transfer.transports.curve import Keyring
-from kv_transfer.transports.ticket_key import TicketKey
 from kv_transfer.transports.transport import MAX_FRAMES, OnLost, OnMessage, OnReply
 from kv_transfer.transports.zmq_connection import NO_HEADER, Connection, Inbox, choose_family, open_socket, when_dropped
 from serving_core.descriptors import NONE_LEFT, Spares, connections_within
@@ -58,7 +57,7 @@ class ZmqListener:
         self._router = open_socket(self._context, zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a peer that is gone raises
         self._router.setsockopt(zmq.HANDSHAKE_IVL, SHAKE_MS)
-        self._guard = keyring or TicketKey()
+        self._guard = keyring or ConnectionKey()
         self._questions = self._guard.guard(self._router, self._context)
         try:
             choose_family(self._router, bind)
@@ -221,7 +220,7 @@ class ZmqDialer:
             except zmq.ZMQError as error:
                 if error.errno in NONE_LEFT:
                     raise TransferError("no descriptor is left to dial the receiver with") from error
-                raise TransferError("the ticket's address cannot be dialled") from error
+                raise TransferError("the descriptor's address cannot be dialled") from error
             self._connections[address] = connection
         self._connections.move_to_end(address)
         return connection

@@ -1,8 +1,7 @@
 """The transfers of all ranks of a node as one, led by rank 0; and a follower's side of them.
 
-Each rank sends its own heads, and opens the blocks of its own pool to the lanes that end at it. A ticket leaves the
-node only when every rank has opened its blocks, and a request goes on only when every rank is done.
-"""
+Each rank sends its own heads, and opens the blocks of its own pool to the channels that end at it. A descriptor leaves
+the node only when every rank has opened its blocks, and a request goes on only when every rank is done."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -87,35 +86,35 @@ class NodeTransfers:
     def carry_out(self, decision: Send | SendMore | FinishSend | Lend | CancelTransfer) -> None:
         """Does what the logic has decided about what leaves."""
         match decision:
-            case Send(resident=resident, block_ids=block_ids):
-                self.send(resident.request.epoch, resident.ticket, block_ids)
-            case SendMore(resident=resident, block_ids=block_ids):
-                self.send_more(resident.request.epoch, block_ids)
-            case FinishSend(resident=resident, block_ids=block_ids, tail=tail):
-                self.finish(resident.request.epoch, block_ids, tail)
-            case Lend(epoch=epoch, ticket=ticket, block_ids=block_ids, tail=tail):
-                self.send(epoch, ticket, block_ids)
+            case Send(node_request=node_request, block_ids=block_ids):
+                self.send(node_request.request.epoch, node_request.descriptor, block_ids)
+            case SendMore(node_request=node_request, block_ids=block_ids):
+                self.send_more(node_request.request.epoch, block_ids)
+            case FinishSend(node_request=node_request, block_ids=block_ids, tail=tail):
+                self.finish(node_request.request.epoch, block_ids, tail)
+            case Lend(epoch=epoch, descriptor=descriptor, block_ids=block_ids, tail=tail):
+                self.send(epoch, descriptor, block_ids)
                 self.finish(epoch, block_ids, tail)
             case CancelTransfer(epoch=epoch):
                 self.cancel(epoch)
 
-    def receive(self, epoch: int, ticket: bytes, block_ids: Sequence[int]) -> None:
+    def receive(self, epoch: int, descriptor: bytes, block_ids: Sequence[int]) -> None:
         """Opens these blocks on every rank; on_granted is called when all have, perhaps at once, and on_coming when
         this rank hears of their sender."""
         self._received.begin(epoch)
         self._ungranted[epoch] = self.num_ranks
         if self._followers:
-            self._followers.send(grant=ranks_pb2.Grant(epoch=epoch, ticket=ticket, block_ids=block_ids))
-        self._incoming.expect(epoch, ticket, block_ids)
+            self._followers.send(grant=ranks_pb2.Grant(epoch=epoch, descriptor=descriptor, block_ids=block_ids))
+        self._incoming.expect(epoch, descriptor, block_ids)
 
-    def send(self, epoch: int, ticket: bytes, block_ids: Sequence[int]) -> None:
+    def send(self, epoch: int, descriptor: bytes, block_ids: Sequence[int]) -> None:
         """Begins to send, and these leading blocks are final. on_caught_up is called once at most: every rank has sent
         all that was ready, and `finish` may still be to come."""
         self._sent.begin(epoch)
         self._behind[epoch] = self.num_ranks
         if self._followers:
-            self._followers.send(send=ranks_pb2.Send(epoch=epoch, ticket=ticket, block_ids=block_ids))
-        self._outgoing.send(epoch, ticket)
+            self._followers.send(send=ranks_pb2.Send(epoch=epoch, descriptor=descriptor, block_ids=block_ids))
+        self._outgoing.send(epoch, descriptor)
         self._outgoing.ready(epoch, block_ids)
 
     def send_more(self, epoch: int, block_ids: Sequence[int]) -> None:
@@ -210,7 +209,7 @@ class FollowerTransfers:
         match command.WhichOneof("command"):
             case "send":
                 self._early[command.send.epoch] += 1
-                self._outgoing.send(command.send.epoch, command.send.ticket)
+                self._outgoing.send(command.send.epoch, command.send.descriptor)
             case "admit":
                 self._listener.allow(command.admit.keys)
             case "cancel_transfer":
@@ -237,7 +236,7 @@ class FollowerTransfers:
         match command.WhichOneof("command"):
             case "grant":
                 grant = command.grant
-                self._incoming.expect(grant.epoch, grant.ticket, grant.block_ids)
+                self._incoming.expect(grant.epoch, grant.descriptor, grant.block_ids)
             case "cancel_transfer":
                 self._incoming.cancel(command.cancel_transfer.epoch)
 

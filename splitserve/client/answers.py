@@ -80,7 +80,7 @@ class Attainment:
     """The limits of an answer in milliseconds, and whether it kept them; None where there was no limit. slo_class is
     that of the request, "" for none.
 
-    TTFT is from the server's door to the first token, TPOT the mean from each token to the next.
+    TTFT is from the arrival at the API server to the first token, TPOT the mean from each token to the next.
     """
 
     slo_class: str

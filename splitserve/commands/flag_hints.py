@@ -76,8 +76,8 @@ _ENGINE: Final = {
     **dict.fromkeys(("--disaggregation-transfer-backend", "--disaggregation-ib-device"), "it is --kv-transport"),
     **dict.fromkeys(("--task", "--is-embedding"), "it is --runner"),
 }
-_DOOR: Final = {
-    **dict.fromkeys(("--api-server-count", "--tokenizer-worker-num"), "it is --doors"),
+_API_SERVER: Final = {
+    **dict.fromkeys(("--tokenizer-worker-num",), "it is --api-server-count"),
     "--max-queued-requests": "it is --max-num-queued-reqs",
     "--enable-metrics": "the HTTP port always has /metrics",
     **dict.fromkeys(
@@ -106,7 +106,7 @@ _UP: Final[Hints] = {
     **_LOGS,
     **_TRACES,
     **_ENGINE,
-    **_DOOR,
+    **_API_SERVER,
     **dict.fromkeys(_RANKS, "each role has its own: --prefill-tp and --decode-tp"),
     "--port": "there are two, --grpc-port and --http-port",
     **dict.fromkeys(_STAGES, "each role has its own: --prefill-pp and --decode-pp"),
@@ -124,7 +124,7 @@ _COORDINATOR: Final[Hints] = {
     **_OF_REQUESTS,
     **_LOGS,
     **_TRACES,
-    **_DOOR,
+    **_API_SERVER,
     **_CONTEXT,
     **dict.fromkeys(
         (*_RANKS, _MEMORY, "--gpu-memory-utilization", "--kv-cache-memory-bytes"),

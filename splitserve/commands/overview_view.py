@@ -109,10 +109,10 @@ def _kept(each: TimesOverview) -> str:
 
 
 def _node_table(nodes: Sequence[NodeOverview]) -> Table:
-    """reads is the most prompt tokens of a step, queue those that wait, seats the answers that the node writes or is to
-    write and how many it may, coming those of them that other nodes still read, hits the share of prompt tokens whose
-    KV was there."""
-    numbers = ("reads", "queue", "seats", "coming", "KV", "hits", "read/s", "write/s", "step ms")
+    """reads is the most prompt tokens of a step, queue those that wait, running slots the answers that the node writes
+    or is to write and how many it may, coming those of them that other nodes still read, hits the share of prompt
+    tokens whose KV was there."""
+    numbers = ("reads", "queue", "slots", "coming", "KV", "hits", "read/s", "write/s", "step ms")
     table = plain_table("node", "role", numbers=numbers, gap=1)
     for column in table.columns[1:]:  # so that the name gives way
         column.no_wrap, column.overflow = True, "ellipsis"
@@ -130,7 +130,7 @@ def _node_row(node: NodeOverview) -> "tuple[_Name | str, ...]":
         load.role if load.state == "ready" else f"[yellow]{escape(load.state)}[/]",
         short(shape.prompt_tokens) if shape.reads else "-",
         short(node.num_tokens_to_compute),
-        f"{node.num_answers}/{shape.seats}" if shape.writes else "-",
+        f"{node.num_answers}/{shape.slots}" if shape.writes else "-",
         str(node.num_to_come),
         f"[{style}]{used:.0%}[/]",
         f"{load.num_cached_tokens / load.num_prompt_tokens:.0%}" if load.num_prompt_tokens else "-",

@@ -9,8 +9,8 @@ from typing import Any, Final
 import click
 from rich.markup import escape
 
+from kv_transfer.descriptor import MAX_TP
 from kv_transfer.plan import ANY_LAYER, Grid, Holding, describe, holdings, plan_nodes
-from kv_transfer.ticket import MAX_TP
 from serving_core.layout import KVLayout
 from serving_core.model_config import read_model_config
 from serving_core.settings import KV_CACHE_DTYPES, EngineSettings
@@ -38,7 +38,7 @@ class PlannedRank:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedLane:
+class PlannedChannel:
     """One pair of ranks, and the heads of the model that go from one to the other. Layers and bytes as of
     PlannedRank."""
 
@@ -60,7 +60,7 @@ class TransferPlan:
     num_layers: int | None
     prefill_ranks: tuple[PlannedRank, ...]
     decode_ranks: tuple[PlannedRank, ...]
-    lanes: tuple[PlannedLane, ...]
+    channels: tuple[PlannedChannel, ...]
     lines: tuple[str, ...]
 
 
@@ -83,34 +83,34 @@ def plan_transfer(
         held = holdings(grid, num_kv_heads, layers)
         return tuple(PlannedRank(rank, *part_of(each)) for rank, each in enumerate(held))
 
-    prefill_ranks, lanes = ranks(prefill), []
+    prefill_ranks, channels = ranks(prefill), []
     for copy in plan_nodes(prefill, decode, num_kv_heads, layers):
         first = prefill_ranks[copy.source_rank].first_head + copy.source_heads.start
         moved = Holding(copy.layers, range(first, first + len(copy.source_heads)))
-        lanes.append(PlannedLane(copy.source_rank, copy.destination_rank, *part_of(moved)))
+        channels.append(PlannedChannel(copy.source_rank, copy.destination_rank, *part_of(moved)))
     return TransferPlan(
         num_kv_heads=num_kv_heads,
         num_layers=None if layout is None else layout.num_layers,
         prefill_ranks=prefill_ranks,
         decode_ranks=ranks(decode),
-        lanes=tuple(lanes),
+        channels=tuple(channels),
         lines=tuple(describe(prefill, decode, num_kv_heads, layers)),
     )
 
 
 def picture(plan: TransferPlan) -> list[str]:
-    """A row for each lane: the heads of the rank it begins at, those it moves, the heads of the rank it ends at. Ranks
-    that send nothing come last. A row at a rank of the row above does not repeat it."""
+    """A row for each channel: the heads of the rank it begins at, those it moves, the heads of the rank it ends at.
+    Ranks that send nothing come last. A row at a rank of the row above does not repeat it."""
     rows: list[tuple[str, str, str]] = []
-    last: PlannedLane | None = None
-    for lane in plan.lanes:
-        source = _rank_text(plan.prefill_ranks[lane.prefill_rank], plan)
-        target = _rank_text(plan.decode_ranks[lane.decode_rank], plan)
-        is_same_source = last is not None and last.prefill_rank == lane.prefill_rank
-        is_same_target = last is not None and last.decode_rank == lane.decode_rank
-        rows.append(("" if is_same_source else source, _moved(lane, plan), "" if is_same_target else target))
-        last = lane
-    senders = {lane.prefill_rank for lane in plan.lanes}
+    last: PlannedChannel | None = None
+    for channel in plan.channels:
+        source = _rank_text(plan.prefill_ranks[channel.prefill_rank], plan)
+        target = _rank_text(plan.decode_ranks[channel.decode_rank], plan)
+        is_same_source = last is not None and last.prefill_rank == channel.prefill_rank
+        is_same_target = last is not None and last.decode_rank == channel.decode_rank
+        rows.append(("" if is_same_source else source, _moved(channel, plan), "" if is_same_target else target))
+        last = channel
+    senders = {channel.prefill_rank for channel in plan.channels}
     silent = [_rank_text(rank, plan) for rank in plan.prefill_ranks if rank.rank not in senders]
     left = max(len("prefill node"), *(len(_rank_text(rank, plan)) for rank in plan.prefill_ranks))
     middle = max(len(label) for _, label, _ in rows) + 2
@@ -120,9 +120,9 @@ def picture(plan: TransferPlan) -> list[str]:
 
 
 def size_lines(plan: TransferPlan, layout: KVLayout, prompt_tokens: int) -> list[str]:
-    """What the plan costs, in words: bytes of a token, of each rank and of each lane."""
+    """What the plan costs, in words: bytes of a token, of each rank and of each channel."""
     num_blocks = layout.num_blocks_for(prompt_tokens)
-    total = sum(lane.prompt_bytes or 0 for lane in plan.lanes)
+    total = sum(channel.prompt_bytes or 0 for channel in plan.channels)
     lines = [
         f"one token takes {size_of(layout.token_bytes)} of KV: {layout.num_layers} layers, {layout.heads_text}"
         + (", which every rank holds whole" if layout.is_latent else ", K and V"),
@@ -132,8 +132,8 @@ def size_lines(plan: TransferPlan, layout: KVLayout, prompt_tokens: int) -> list
     for role, ranks in (("prefill", plan.prefill_ranks), ("decode", plan.decode_ranks)):
         lines += [f"{role} rank {rank.rank} holds {_of_each(rank)}" for rank in ranks]
     return lines + [
-        f"lane prefill rank {lane.prefill_rank} → decode rank {lane.decode_rank} moves {_of_each(lane)}"
-        for lane in plan.lanes
+        f"channel prefill rank {channel.prefill_rank} → decode rank {channel.decode_rank} moves {_of_each(channel)}"
+        for channel in plan.channels
     ]
 
 
@@ -206,7 +206,7 @@ def _rank_text(rank: PlannedRank, plan: TransferPlan) -> str:
     return f"{name} {NOT_HELD * rank.first_head}{HELD * rank.num_heads}{NOT_HELD * after}{_layers(rank, plan)}"
 
 
-def _layers(part: PlannedRank | PlannedLane, plan: TransferPlan) -> str:
+def _layers(part: PlannedRank | PlannedChannel, plan: TransferPlan) -> str:
     """Empty for all of them."""
     if part.num_layers is None or part.first_layer is None or part.num_layers == plan.num_layers:
         return ""
@@ -214,17 +214,17 @@ def _layers(part: PlannedRank | PlannedLane, plan: TransferPlan) -> str:
     return f" layer {last}" if part.num_layers == 1 else f" layers {part.first_layer}-{last}"
 
 
-def _moved(lane: PlannedLane, plan: TransferPlan) -> str:
-    moved = _heads(lane) + _layers(lane, plan)
-    return moved if lane.prompt_bytes is None else f"{moved}, {size_of(lane.prompt_bytes)}"
+def _moved(channel: PlannedChannel, plan: TransferPlan) -> str:
+    moved = _heads(channel) + _layers(channel, plan)
+    return moved if channel.prompt_bytes is None else f"{moved}, {size_of(channel.prompt_bytes)}"
 
 
-def _heads(part: PlannedRank | PlannedLane) -> str:
+def _heads(part: PlannedRank | PlannedChannel) -> str:
     last = part.first_head + part.num_heads - 1
     return f"head {last}" if part.num_heads == 1 else f"heads {part.first_head}-{last}"
 
 
-def _of_each(part: PlannedRank | PlannedLane) -> str:
+def _of_each(part: PlannedRank | PlannedChannel) -> str:
     assert part.token_bytes is not None
     assert part.prompt_bytes is not None
     return f"{size_of(part.token_bytes)} of each token, {size_of(part.prompt_bytes)} of the prompt"

@@ -17,7 +17,7 @@ NUMBER = click.IntRange(min=1, max=2**32 - 1)
 @click.argument("role", type=click.Choice(ROLES))
 @operator_options
 @click.option("--prompt-tokens", type=NUMBER, help="Most tokens of prompts in one step, for a node that reads.")
-@click.option("--seats", type=NUMBER, help="Most answers at a time, for a node that writes.")
+@click.option("--slots", type=NUMBER, help="Most answers at a time, for a node that writes.")
 @click.option(
     "--takes-handovers/--no-takes-handovers",
     default=True,
@@ -29,7 +29,7 @@ def role(
     role: str,
     server: Server,
     prompt_tokens: int | None,
-    seats: int | None,
+    slots: int | None,
     takes_handovers: bool,
 ) -> None:
     """Make NODE prefill (it reads prompts), decode (it writes answers) or both, while it serves.
@@ -37,21 +37,24 @@ def role(
     What it has it finishes. Without further options it does as much as it can; else all that belong to the role must be
     given. Returns when the node has confirmed it."""
     to: str | Shape = role
-    if prompt_tokens is not None or seats is not None or not takes_handovers:
-        to = _shape(role, prompt_tokens, seats, takes_handovers=takes_handovers)
+    if prompt_tokens is not None or slots is not None or not takes_handovers:
+        to = _shape(role, prompt_tokens, slots, takes_handovers=takes_handovers)
     with server.client(TIMEOUT_S) as client:
         load = client.set_role(node, to)
     stdout.print(f"{load.name} is {load.role} now: {shape_text(load.shape)}", markup=False, soft_wrap=True)
 
 
-def _shape(role: str, prompt_tokens: int | None, seats: int | None, *, takes_handovers: bool) -> Shape:
+def _shape(role: str, prompt_tokens: int | None, slots: int | None, *, takes_handovers: bool) -> Shape:
     """Raises SettingsError when a number is missing, or does not belong to the role."""
-    for flag, value, roles in (("--prompt-tokens", prompt_tokens, (PREFILL, BOTH)), ("--seats", seats, (DECODE, BOTH))):
+    for flag, value, roles in (
+        ("--prompt-tokens", prompt_tokens, (PREFILL, BOTH)),
+        ("--slots", slots, (DECODE, BOTH)),
+    ):
         if (value is None) == (role in roles):
             raise SettingsError(
                 f"{flag} must {'be given too' if value is None else 'not be given'} for the role {role}"
             )
-    return Shape(prompt_tokens or 0, seats or 0, takes_handovers and role != PREFILL)
+    return Shape(prompt_tokens or 0, slots or 0, takes_handovers and role != PREFILL)
 
 
 # ---- `splitserve drain` ----

@@ -4,7 +4,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Final
 
-from serving_core.flags import ENV_PREFIX, FILE, NO_FLAGS, fields_of, secrets_of
+from serving_core.flags import FILE, NO_FLAGS, fields_of, secrets_of
+from serving_core.renamed import ENV_PREFIX
 
 SERVER: Final = "SPLITSERVE_SERVER"  # of the commands that ask a server; all others are flags
 

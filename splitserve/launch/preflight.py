@@ -78,14 +78,16 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
     for node in nodes:
         node.check()
         computed = read_model_config(folder, node.engine.model_impl, node.engine.runner)
-        if computed.is_foreign:
+        if computed.is_transformers:
             require("transformers")
         check_engine(node.engine, computed, node.engine.tensor_parallel_size)
     checked = [(role, check_draft_model(node)) for role, node in zip(roles, nodes, strict=True)]
     drafts = [draft for role, draft in checked if draft is not None and role != PREFILL.role]
     if are_here:
-        doors = coordinator.doors if coordinator.doors > 1 else 0
-        check_threads(3 + doors + sum(node.engine.num_ranks for node in nodes))  # this, fork server, coordinator, ...
+        api_servers = coordinator.api_server_count if coordinator.api_server_count > 1 else 0
+        check_threads(
+            3 + api_servers + sum(node.engine.num_ranks for node in nodes)
+        )  # this, fork server, coordinator, ...
         tier_bytes = sum(node.tier.kv_host_bytes * node.engine.num_ranks for node in nodes)
         _check_memory(len(nodes), [*((node.engine, config) for node in nodes), *drafts], tier_bytes)
 

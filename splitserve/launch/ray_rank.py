@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from kv_transfer.ticket import endpoint_of
+from kv_transfer.descriptor import endpoint_of
 from serving_core.errors import SplitServeError
 from serving_core.flags import build, environment_of
 from splitserve.launch.cluster import LOOPBACK, ROOMS, Process, command_of

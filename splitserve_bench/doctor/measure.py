@@ -13,8 +13,8 @@ For a profile:
 
 1. Steps by what is in them, on both nodes at the same time where there are cores for both: each beside a busy one from
    its first step to its last; and how far equal ones spread.
-2. A few of them once more on each node alone: what share of that time they take while the other one rests.
-3. A cluster is asked one request after the other: what a message, the door, a transfer and a node's own work around a
+2. A few of them once more on each node alone: what share of that time they take while the other one rests. 3. A cluster
+is asked one request after the other: what a message, the API server, a transfer and a node's own work around a
    step take is what remains of its timelines when the steps are taken away. Its nodes have the cores of those above:
    it is a prefill and a decode node, or, where there are no cores for both, one that does both, which has no transfers:
    their latency is then 0.
@@ -424,12 +424,12 @@ def few_of(task: StepTask) -> StepTask:
 
 
 def control_of(outcomes: Sequence[Outcome]) -> ControlProfile:
-    """Return the medians of messages and of the way through the door, and how far both spread around them."""
+    """Return the medians of messages and of the way through the API server, and how far both spread around them."""
     messages_s = [_phase(each, "prefill_queue_s") / 2 for each in outcomes]
-    doors_s = [max(0.0, _door_s(each)) for each in outcomes]
-    message_s, door_s = statistics.median(messages_s), statistics.median(doors_s)
+    api_servers_s = [max(0.0, _api_server_s(each)) for each in outcomes]
+    message_s, door_s = statistics.median(messages_s), statistics.median(api_servers_s)
     factors = [each_s / message_s for each_s in messages_s if message_s]
-    factors += [each_s / door_s for each_s in doors_s if door_s]
+    factors += [each_s / door_s for each_s in api_servers_s if door_s]
     return ControlProfile(message_s, door_s, spread_of(factors))
 
 
@@ -485,7 +485,7 @@ def _median(outcomes: Sequence[Outcome], seconds_of: Callable[[Outcome], float])
     return max(0.0, statistics.median(map(seconds_of, outcomes)))
 
 
-def _door_s(outcome: Outcome) -> float:
+def _api_server_s(outcome: Outcome) -> float:
     return (ttft_s(outcome) or 0.0) - _phase(outcome, "ttft_s")
 
 

@@ -243,7 +243,7 @@ class _Node:
             request = Request(str(index), index + 1, prompt, len(prompt), sampling)
             job = convert.job_to_wire(request, request.epoch)
             self._logic.handle(fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=job, local_prefill=True)), 0.0)
-        known = [resident.request for resident in self._logic.residents]
+        known = [node_request.request for node_request in self._logic.node_requests]
         before = dataclasses.replace(self._logic.speculation.counts)
         took_s, num_sequence_steps, num_given, before_s = 0.0, 0, 0, self._clock()
         while works := self._logic.plan(before_s):

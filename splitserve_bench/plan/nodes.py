@@ -31,7 +31,7 @@ from splitserve_bench.simulate.profile import (
 MEMORY: Final = 0.9  # of a device's, for weights and KV; vLLM's default too
 MESSAGE_S: Final = 0.5e-3  # between coordinator and node, within a data centre
 TRANSFER_S: Final = 1e-3  # of a KV transfer, beside its bytes
-DOOR_S: Final = 1e-3  # from a client to the coordinator and back
+API_SERVER_S: Final = 1e-3  # from a client to the coordinator and back
 PLACES: Final = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 512, 32), *range(512, 16384, 128))
 CONTEXTS: Final = (0, 128, 512, 2048, 8192, 32768, 131072)
 SHEET_FLAGS: Final = ("weights_memory_bytes", "quantization", "kv_cache_dtype")
@@ -135,7 +135,7 @@ def machines_of(asked: AskedNodes) -> Machines:
     if not kinds:
         raise SettingsError(f"{model.name} fits nowhere: {'; '.join(unfit)}")
     max_model_len = min(asked.max_model_len or model.max_model_len, model.max_model_len)
-    return Machines(model.name, model.vocab_size, max_model_len, DOOR_S, tuple(kinds), tuple(unfit))
+    return Machines(model.name, model.vocab_size, max_model_len, API_SERVER_S, tuple(kinds), tuple(unfit))
 
 
 class _Unfit(Exception):
@@ -219,7 +219,7 @@ def _kind_of_sheet(asked: AskedNodes, model: ModelSizes, hardware: str, tp: int,
         node=node,
         steps=_step_profile(steps, node),
         corridor=CorridorProfile(TRANSFER_S, num_sending * within.bytes_per_s * LINK),
-        control=ControlProfile(MESSAGE_S, DOOR_S),
+        control=ControlProfile(MESSAGE_S, API_SERVER_S),
         flags=_flags(asked, has_elsewhere=elsewhere_bytes > 0),
         hardware=hardware,
         tensor_parallel_size=tp,

@@ -17,9 +17,9 @@ from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_to_wire
 from serving_core.blocks import BlockAllocator
 from serving_core.costs import NUM_RECENT, StepCosts, StepRates
+from serving_core.node_requests import NodeRequest
 from serving_core.prefix import origin_of
 from serving_core.requests import SampledToken, Work
-from serving_core.residents import Resident
 from serving_core.shapes import preset, role_of
 from serving_node.decisions import (
     Beat,
@@ -46,7 +46,7 @@ from splitserve_bench.simulate.profile import NodeSizes
 from splitserve_bench.simulate.transfer import Transfers
 
 TIMES: Final = NodeSettings()
-LEAST_TIMEOUT_S: Final = min(TIMES.credit_timeout_s, TIMES.ticket_timeout_s, LEAST_PATIENCE_S)
+LEAST_TIMEOUT_S: Final = min(TIMES.credit_timeout_s, TIMES.descriptor_timeout_s, LEAST_PATIENCE_S)
 FINGERPRINT: Final = {"model": "toy"}  # names of blocks are rooted in it
 
 
@@ -352,30 +352,32 @@ class SimulatedNode:
 
     def _transfer(self, decision: Decision) -> None:
         match decision:
-            case Receive(resident=resident, num_blocks=num_blocks):
-                self._receive(resident, num_blocks)
-            case Send(resident=resident, block_ids=block_ids):
-                self._transfers.send(self, resident.request.epoch, resident.ticket, len(block_ids))
-            case SendMore(resident=resident, block_ids=block_ids):
-                self._transfers.ready(self, resident.request.epoch, len(block_ids), since_s=self._agenda.now)
-            case FinishSend(resident=resident, block_ids=block_ids, tail=tail):
-                self._transfers.finish(self, resident.request.epoch, len(block_ids), tail)
+            case Receive(node_request=node_request, num_blocks=num_blocks):
+                self._receive(node_request, num_blocks)
+            case Send(node_request=node_request, block_ids=block_ids):
+                self._transfers.send(self, node_request.request.epoch, node_request.descriptor, len(block_ids))
+            case SendMore(node_request=node_request, block_ids=block_ids):
+                self._transfers.ready(self, node_request.request.epoch, len(block_ids), since_s=self._agenda.now)
+            case FinishSend(node_request=node_request, block_ids=block_ids, tail=tail):
+                self._transfers.finish(self, node_request.request.epoch, len(block_ids), tail)
             case Borrow(offer=offer, block_ids=block_ids, num_cached=num_cached):
                 self._open(offer.epoch, len(block_ids), num_cached, offer.num_tokens)
-            case Lend(epoch=epoch, ticket=ticket, block_ids=block_ids, tail=tail):
-                self._transfers.send(self, epoch, ticket, len(block_ids))
+            case Lend(epoch=epoch, descriptor=descriptor, block_ids=block_ids, tail=tail):
+                self._transfers.send(self, epoch, descriptor, len(block_ids))
                 self._transfers.finish(self, epoch, len(block_ids), tail)
             case CancelTransfer(epoch=epoch):
                 self._transfers.cancel(self, epoch)
 
-    def _receive(self, resident: Resident, num_blocks: int) -> None:
-        num_tokens = len(resident.request.token_ids)
-        self._open(resident.request.epoch, num_blocks, resident.num_cached_blocks, num_tokens, resident.behind)
+    def _receive(self, node_request: NodeRequest, num_blocks: int) -> None:
+        num_tokens = len(node_request.request.token_ids)
+        self._open(
+            node_request.request.epoch, num_blocks, node_request.num_cached_blocks, num_tokens, node_request.behind
+        )
 
     def _open(self, epoch: int, num_blocks: int, num_cached: int, num_tokens: int, behind: bytes = b"") -> None:
         sizes = {"num_blocks": num_blocks, "num_cached": num_cached, "num_tokens": num_tokens}
-        ticket = self._transfers.open(self, epoch, **sizes, behind=behind)
-        self.logic.granted(epoch, ticket)
+        descriptor = self._transfers.open(self, epoch, **sizes, behind=behind)
+        self.logic.granted(epoch, descriptor)
 
     def _read_back(self, load_id: int, slots: Sequence[int]) -> None:
         """One load after the other."""
@@ -411,7 +413,7 @@ def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs)
         sizes.max_answers,
         sizes.max_num_queued,
         TIMES.credit_timeout_s,
-        TIMES.ticket_timeout_s,
+        TIMES.descriptor_timeout_s,
     )
     return NodeLogic(
         allocator,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, Protocol
 
+from kv_transfer.descriptor import TRANSFER_ID_BYTES, ChannelEnd, TransferDescriptor
 from kv_transfer.results import Received, Sent, TransferFailed
-from kv_transfer.ticket import TRANSFER_ID_BYTES, LaneEnd, Ticket
 from serving_core import reasons
 from splitserve_bench.simulate.costs import Costs
 from splitserve_bench.simulate.events import Agenda
@@ -67,7 +67,7 @@ class Transfers:
         self._layout = sizes.layout
         self._block_bytes = sizes.block_bytes  # those that really travel, unlike the layout's
         self._ids = itertools.count()
-        self._by_ticket: dict[bytes, Transfer] = {}
+        self._by_descriptor: dict[bytes, Transfer] = {}
         self._receiving: dict[tuple[End, int], Transfer] = {}
         self._sending: dict[tuple[End, int], Transfer] = {}
         self._free_s: dict[End, float] = {}  # when a sender's blocks have left
@@ -75,17 +75,17 @@ class Transfers:
     def open(
         self, receiver: End, epoch: int, *, num_blocks: int, num_cached: int, num_tokens: int, behind: bytes = b""
     ) -> bytes:
-        """Lets these blocks be written by the ticket that is returned."""
-        end = LaneEnd(next(self._ids).to_bytes(TRANSFER_ID_BYTES, "big"), ADDRESS)
+        """Lets these blocks be written by the descriptor that is returned."""
+        end = ChannelEnd(next(self._ids).to_bytes(TRANSFER_ID_BYTES, "big"), ADDRESS)
         sizes = (num_blocks, num_cached, num_tokens)
-        ticket = Ticket(epoch, self._layout, 1, 1, *sizes, TTL_S, (end,), behind=behind).encode()
+        descriptor = TransferDescriptor(epoch, self._layout, 1, 1, *sizes, TTL_S, (end,), behind=behind).encode()
         transfer = Transfer(receiver, epoch, num_blocks, num_cached)
-        self._by_ticket[ticket] = self._receiving[receiver, epoch] = transfer
-        return ticket
+        self._by_descriptor[descriptor] = self._receiving[receiver, epoch] = transfer
+        return descriptor
 
-    def send(self, sender: End, epoch: int, ticket: bytes, num_blocks: int) -> None:
+    def send(self, sender: End, epoch: int, descriptor: bytes, num_blocks: int) -> None:
         """Begins a transfer, of which so many leading blocks are final."""
-        transfer = self._by_ticket.pop(ticket)
+        transfer = self._by_descriptor.pop(descriptor)
         transfer.sender, transfer.sent_epoch = sender, epoch
         self._sending[sender, epoch] = transfer
         if transfer.state is not State.OPEN:

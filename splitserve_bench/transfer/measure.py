@@ -20,8 +20,8 @@ from typing import Any, Final
 import torch
 
 from engine.cache.kv_pool import PagedKVPool
+from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.ends.sender import KVSender, Sent, TransferFailed
-from kv_transfer.ticket import Ticket
 from kv_transfer.transports.transport import Dialer
 from kv_transfer.transports.zmq import ZmqDialer
 from serving_core.cpus import confined
@@ -234,7 +234,7 @@ class Sender:
 async def _until_shared(dialer: Dialer, descriptor: bytes) -> None:
     """Return when blocks for the receiver go through shared memory. Raises BenchError when they never do."""
     assert isinstance(dialer, ZmqDialer)
-    address = Ticket.decode(descriptor).ends[0].address
+    address = TransferDescriptor.decode(descriptor).ends[0].address
     give_up_s = time.perf_counter() + SHARE_S
     while not dialer.shares_with(address):
         if time.perf_counter() > give_up_s:

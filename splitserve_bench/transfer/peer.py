@@ -18,9 +18,9 @@ from typing import Any, Final
 import torch
 
 from engine.cache.kv_pool import PagedKVPool
+from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.ends.receiver import KVReceiver, Received, TransferFailed
 from kv_transfer.payload import KVStore, Payload, blocks_per_message
-from kv_transfer.ticket import Ticket
 from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.tensor_payload import TensorStore
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
@@ -64,7 +64,7 @@ class Target:
         block_ids = block_ids_of(num_blocks, self._pool.num_blocks, is_scattered)
         fill(self._pool, block_ids, is_random=False)
         self._epoch += 1
-        descriptor = Ticket.draw(
+        descriptor = TransferDescriptor.draw(
             epoch=self._epoch,
             layout=self._pool.layout,
             prefill_tp=1,

@@ -82,7 +82,7 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
         By(_SYSTEM + "test_embeddings.py::test_embeddings_are_those_of_transformers"),
     ),
     (r"splitserve up MODEL --lora", By(_SYSTEM + "test_lora.py::test_a_mixed_batch")),
-    (r"splitserve generate \.\.\. --model", By(_SYSTEM + "test_lora.py::test_the_http_door")),
+    (r"splitserve generate \.\.\. --model", By(_SYSTEM + "test_lora.py::test_the_http_api_server")),
     (r"splitserve up (MODEL )?--both", By(_LAUNCHER + "test_a_cluster_of_nodes_that_do_both_serves")),
     (
         r"splitserve up MODEL --prefill 1 --both",

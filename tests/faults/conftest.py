@@ -1,5 +1,5 @@
 """The stage of the matrix, one for each worker; and the table of what was seen, at the end. DOORS=2 in the environment
-has it all played with two doors."""
+has it all played with two API servers."""
 
 import os
 
@@ -21,7 +21,7 @@ def stage(tmp_path_factory):
     shape = {"num_layers": 8, "num_kv_heads": 4, "head_dim": 32}
     model = write_fake_model(folder / "model", **shape, step_s=0.01, token_s=0.0005)
     node = {"num_kv_blocks": 1000, "max_num_batched_tokens": 64}
-    coordinator = {"doors": os.environ.get("DOORS", "1"), "node_timeout_s": 4.5}
+    coordinator = {"api_server_count": os.environ.get("API_SERVERS", "1"), "node_timeout_s": 4.5}
     stage = Stage(Cluster(model, folder / "cluster", num_prefill=2, num_decode=2, coordinator=coordinator, node=node))
     yield stage
     if stage.cluster.children:  # a row may be skipped before it starts anything

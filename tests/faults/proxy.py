@@ -1,6 +1,6 @@
 """A proxy on the way to one listener, over TCP or a Unix socket, which does to connections what networks do.
 
-It stands in the data plane where a ticket names its address, or where it has the path that a node has bound: such a
+It stands in the data plane where a descriptor names its address, or where it has the path that a node has bound: such a
 socket's file can be moved away under the node. In the fleet it is what a node dials.
 """
 

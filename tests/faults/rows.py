@@ -265,7 +265,7 @@ ROWS = (
         "leases end while their writer writes",
         at_failpoint("prefill-0"),
         sign="did not come within",
-        flags={name: {"ticket_ttl_s": 1.0} for name in BOTH_DECODE},
+        flags={name: {"reservation_ttl_s": 1.0} for name in BOTH_DECODE},
         failpoints={"prefill-0": "sent:20=sleep:2"},
         must_retry=True,
     ),

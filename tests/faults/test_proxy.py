@@ -166,8 +166,8 @@ def test_a_transfer_arrives_whole_or_fails(kind, fault, tmp_path):
         async with Proxy(back, fault).listening(front) as proxy:
             sent, received = Once(), Once()
             block_ids = list(range(NUM_BLOCKS))
-            ticket = grant(receiver, block_ids, received, address=f"{proxy.address}#{key}", ttl_s=DEADLINE_S)
-            sender.start(ticket.encode(), sent).finish(block_ids, b"tail")
+            descriptor = grant(receiver, block_ids, received, address=f"{proxy.address}#{key}", ttl_s=DEADLINE_S)
+            sender.start(descriptor.encode(), sent).finish(block_ids, b"tail")
             results = await sent.result(), await received.result()
             assert isinstance(results[0], Sent), results
             assert isinstance(results[1], Received), results

@@ -41,9 +41,9 @@ from coordinator.text.rendering import Renderer
 from coordinator.text.tokenizer import read_tokenizer
 from kv_transfer import wire
 from kv_transfer.annexes.wire import MAX_BYTES, hear, hear_payload
+from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.results import TransferError
 from kv_transfer.shared_memory import notes
-from kv_transfer.ticket import Ticket
 from kv_transfer.transports.dist_stream import DistAddress, pack_key, pack_sizes, unpack_key, unpack_message
 from protos import convert, fleet_pb2, inference_pb2, ranks_pb2
 from serving_core.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapters
@@ -143,13 +143,13 @@ def annex_messages(data: bytes) -> None:
 
 
 @refuses(TransferError)
-def ticket(data: bytes) -> None:
-    found = Ticket.decode(data)
-    assert Ticket.decode(found.encode()) == found
+def descriptor(data: bytes) -> None:
+    found = TransferDescriptor.decode(data)
+    assert TransferDescriptor.decode(found.encode()) == found
     for rank in range(found.prefill_tp * found.prefill_pp):
-        found.lanes_from(rank)
+        found.channels_from(rank)
     for rank in range(found.decode_tp * found.decode_pp):
-        assert found.lanes_to(rank)
+        assert found.channels_to(rank)
 
 
 @refuses(ValueError)
@@ -174,7 +174,7 @@ def dist_address(data: bytes) -> None:
     assert DistAddress.parse(str(address)) == address
 
 
-# ---- the public doors ----
+# ---- the public API servers ----
 
 
 @refuses(RequestError, DecodeError)
@@ -315,8 +315,8 @@ def node_command(data: bytes) -> None:
         convert.job_to_wire(convert.request_from_wire(job))
         convert.due_from_wire(job.due, 0.0)
     convert.shape_from_wire(command.reshape.shape)
-    for packed in filter(None, (command.deliver.ticket, command.lend.ticket)):
-        Ticket.decode(packed)
+    for packed in filter(None, (command.deliver.descriptor, command.lend.descriptor)):
+        TransferDescriptor.decode(packed)
 
 
 @refuses(DecodeError)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from kv_transfer.annexes.wire import Kind, tell
-from kv_transfer.ticket import Ticket
+from kv_transfer.descriptor import TransferDescriptor
 from protos import fleet_pb2
 from protos.convert import shape_to_wire
 from serving_core.shapes import Shape
@@ -19,13 +19,13 @@ from tests.unit.kv_transfer.transfer_kit import LAYOUT
 MESSAGES: Final = [{"role": "user", "content": "hello"}]
 
 
-def tickets() -> Iterator[bytes]:
+def descriptors() -> Iterator[bytes]:
     """Between nodes of one rank, and of several in stages."""
     for prefill_tp, decode_tp in ((1, 1), (2, 1)):
         addresses = [f"tcp://127.0.0.1:{5600 + rank}" for rank in range(decode_tp)]
         sizes = {"num_blocks": 3, "num_cached_blocks": 1, "ttl_s": 5.0}
         ranks = {"prefill_tp": prefill_tp, "decode_tp": decode_tp}
-        yield Ticket.draw(epoch=7, layout=LAYOUT, addresses=addresses, **ranks, **sizes).encode()
+        yield TransferDescriptor.draw(epoch=7, layout=LAYOUT, addresses=addresses, **ranks, **sizes).encode()
 
 
 def hellos() -> Iterator[bytes]:
@@ -35,14 +35,14 @@ def hellos() -> Iterator[bytes]:
 
 
 def commands() -> Iterator[bytes]:
-    ticket = next(tickets())
+    descriptor = next(descriptors())
     job = fleet_pb2.Job(token_ids=[1, 2, 3], num_prompt_tokens=3)
     for command in (
         {"prefill": fleet_pb2.Prefill(job=job)},
         {"reserve": fleet_pb2.Reserve(job=job, local_prefill=True)},
         {"reshape": fleet_pb2.Reshape(shape=shape_to_wire(Shape(5, 2, takes_handovers=True)))},
-        {"deliver": fleet_pb2.Deliver(ticket=ticket)},
-        {"lend": fleet_pb2.Lend(ticket=ticket, token_ids=[1, 2])},
+        {"deliver": fleet_pb2.Deliver(descriptor=descriptor)},
+        {"lend": fleet_pb2.Lend(descriptor=descriptor, token_ids=[1, 2])},
     ):
         yield fleet_pb2.NodeCommand(**command).SerializeToString()
 
@@ -61,7 +61,7 @@ def bodies(*fields: dict[str, object]) -> Callable[[], Iterator[bytes]]:
 
 
 SEEDS: Final[dict[str, Callable[[], Iterator[bytes]]]] = {
-    "ticket": tickets,
+    "descriptor": descriptors,
     "hello": hellos,
     "node_command": commands,
     "annex_messages": annex_talk,

@@ -20,10 +20,10 @@ from serving_core.requests import SamplingParams
 from serving_core.settings import EngineSettings
 from serving_core.tiers import Copies
 from tests.effort import few
-from tests.foreign_models import write_any_model
 from tests.lora_adapters import write_adapter
 from tests.tiny_models import write_tiny_model
 from tests.toy_scheduler import greedy, run_all
+from tests.transformers_models import write_any_model
 from tests.unit.kv_transfer.transfer_kit import run, transfer
 
 DEVICE = "cuda"

@@ -26,7 +26,7 @@ from kv_transfer.transports.cuda_ipc import (
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from kv_transfer.transports.torch_pair import RECEIVER_RANK, SENDER_RANK
 from tests.unit.kv_transfer.torch_dist_kit import bytes_of, tensor_store
-from tests.unit.kv_transfer.torch_dist_processes import ANY_PORT, BIG_IDS, leaving, peer_process, ticket_of
+from tests.unit.kv_transfer.torch_dist_processes import ANY_PORT, BIG_IDS, descriptor_of, leaving, peer_process
 from tests.unit.kv_transfer.transfer_kit import (
     BIG_LAYOUT,
     BIG_NUM_BLOCKS,
@@ -151,7 +151,7 @@ def test_transfers_to_one_process_after_the_other(spare):
             async with peer_process("receive", ANY_PORT, "cuda") as process:
                 for _ in range(2):
                     sent = Once()
-                    sender.start(await ticket_of(process), sent).finish(BIG_IDS, b"tail")
+                    sender.start(await descriptor_of(process), sent).finish(BIG_IDS, b"tail")
                     assert isinstance(await sent.result(), Sent)
                     assert await line_from(process) == "Received"
             await sender.close()
@@ -168,7 +168,7 @@ def test_the_receiving_process_is_killed_and_another_takes_its_place(spare):
         sender = KVSender(TorchDistDialer(CUDA), source, deadline_s=PATIENCE_S)
         async with peer_process("receive", ANY_PORT, "cuda") as process:
             sent, has_begun = Once(), asyncio.Event()
-            sending = sender.start(await ticket_of(process), sent, has_begun.set)
+            sending = sender.start(await descriptor_of(process), sent, has_begun.set)
             sending.blocks_ready(BIG_IDS[:1])
             await has_begun.wait()
             process.send_signal(signal.SIGSTOP)
@@ -180,7 +180,7 @@ def test_the_receiving_process_is_killed_and_another_takes_its_place(spare):
         await until(lambda: len(spare) == 1)
         async with peer_process("receive", ANY_PORT, "cuda") as process:
             sent = Once()
-            sender.start(await ticket_of(process), sent).finish(BIG_IDS, b"tail")
+            sender.start(await descriptor_of(process), sent).finish(BIG_IDS, b"tail")
             assert isinstance(await sent.result(), Sent)
             assert await line_from(process) == "Received"
             assert not spare, "it has an area of its own"
@@ -198,12 +198,12 @@ def test_the_sending_process_is_killed_and_another_takes_its_place():
         receiver = KVReceiver(TorchDistListener(ANY_PORT, CUDA), target)
         for num_killed in range(2):
             received = Once()
-            ticket = grant(receiver, BIG_IDS, received)
+            descriptor = grant(receiver, BIG_IDS, received)
             num_bytes = receiver.num_bytes + len(expected)
-            async with peer_process("send", ticket.encode().hex(), "cuda"):
+            async with peer_process("send", descriptor.encode().hex(), "cuda"):
                 await until(lambda num_bytes=num_bytes: receiver.num_bytes == num_bytes)
             assert bytes_of(target, half) == expected
-            receiver.cancel(ticket.epoch)
+            receiver.cancel(descriptor.epoch)
             assert isinstance(await received.result(), TransferFailed), num_killed
         await receiver.close()
 

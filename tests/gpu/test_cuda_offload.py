@@ -10,9 +10,9 @@ from engine.offload.layers_on_host import LayersOnHost
 from engine.offload.residence import ROOM
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
-from tests.foreign_models import write_any_model
 from tests.tiny_models import write_tiny_model
 from tests.toy_scheduler import greedy, run_all
+from tests.transformers_models import write_any_model
 
 PROMPTS = [[(7 * i + length) % 250 for i in range(length)] for length in (17, 130)]
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 9, "head_dim": 64}

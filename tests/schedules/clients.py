@@ -62,7 +62,7 @@ class Client:
         return self._course.left_s(now)
 
     def plan(self, now):
-        """The request as the doors have it, and what its answer goes on with."""
+        """The request as the API servers have it, and what its answer goes on with."""
         asked = self.asked
         sampling = SamplingParams(max_tokens=asked.max_tokens, temperature=0.0, ignore_eos=True)
         question = self._course.question(now)

@@ -8,7 +8,7 @@ import pytest
 
 import coordinator.dispatcher
 import engine.stepper
-import kv_transfer.ticket
+import kv_transfer.descriptor
 import serving_node.link
 import serving_node.reports
 import serving_node.runner
@@ -28,7 +28,7 @@ def simulated(monkeypatch):
     ):
         monkeypatch.setattr(module, "time", clock)
     draws = SimpleNamespace(token_bytes=lambda count: _draw(count), token_hex=lambda count: _draw(count).hex())
-    for module in (kv_transfer.ticket, serving_node.reports):
+    for module in (kv_transfer.descriptor, serving_node.reports):
         monkeypatch.setattr(module, "secrets", draws)
     for module in (serving_node.runner, serving_node.reports):
         monkeypatch.setattr(module, "resident_bytes", lambda: 0)

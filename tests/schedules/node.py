@@ -53,7 +53,7 @@ class Pool(ByteStore):
     def __init__(self, num_blocks, seed, wrote):
         super().__init__(LAYOUT, num_blocks, seed)
         self.wrote = wrote
-        self.opening = -1  # the epoch whose lanes are being made
+        self.opening = -1  # the epoch whose channels are being made
 
     def heads(self, heads):
         return _Opened(self, self.opening)
@@ -91,7 +91,7 @@ class Pool(ByteStore):
 
 
 class _Opened:
-    """The pool as the lanes of one transfer see it."""
+    """The pool as the channels of one transfer see it."""
 
     def __init__(self, pool, epoch):
         self.layout = LAYOUT
@@ -109,11 +109,11 @@ class _Opened:
 
 
 class _Receiver(KVReceiver):
-    """Lets the pool know whose lanes are made."""
+    """Lets the pool know whose channels are made."""
 
-    def expect(self, ticket, *arguments):
-        self.store.opening = ticket.epoch
-        super().expect(ticket, *arguments)
+    def expect(self, descriptor, *arguments):
+        self.store.opening = descriptor.epoch
+        super().expect(descriptor, *arguments)
 
 
 class SimulatedEngine:
@@ -183,7 +183,7 @@ class SimulatedNode:
 
     @property
     def is_quiet(self):
-        return not len(self.runner.residents) and not self.sender.num_open and not self.receiver.num_open
+        return not len(self.runner.node_requests) and not self.sender.num_open and not self.receiver.num_open
 
     @property
     def seen(self):
@@ -202,7 +202,7 @@ class SimulatedNode:
         held = self.runner.num_held() | {
             "incoming transfers": self.receiver.num_open,
             "outgoing transfers": self.sender.num_open,
-            "lanes": self.receiver.num_lanes + self.sender.num_lanes,
+            "channels": self.receiver.num_channels + self.sender.num_channels,
         }
         return [Rest(self._loop.now, self.name, what, count) for what, count in held.items()]
 

@@ -36,10 +36,10 @@ def lease_released_at_cancel(monkeypatch):
     """The blocks of a cancelled request are free at once, though a step or a transfer still writes to them."""
     end = Endings.end
 
-    def end_at_once(self, resident, **event):
+    def end_at_once(self, node_request, **event):
         if "cancelled" in event:
-            self._leases.give_back(resident)
-        end(self, resident, **event)
+            self._leases.give_back(node_request)
+        end(self, node_request, **event)
 
     monkeypatch.setattr(Endings, "end", end_at_once)
 
@@ -74,9 +74,9 @@ def credit_counted_twice(monkeypatch):
     """A block of a grant that was taken back counts as free twice."""
     take_back = Credit.take_back
 
-    def take_back_and_again(self, resident, now):
-        block = resident.lease.block_ids[-1]
-        take_back(self, resident, now)
+    def take_back_and_again(self, node_request, now):
+        block = node_request.lease.block_ids[-1]
+        take_back(self, node_request, now)
         heappush(self._leases._allocator._free, block)
 
     monkeypatch.setattr(Credit, "take_back", take_back_and_again)

@@ -7,8 +7,8 @@ import grpc
 import pytest
 
 from coordinator.settings import CoordinatorSettings
+from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.results import Received, Sent
-from kv_transfer.ticket import Ticket
 from protos import fleet_pb2
 from tests.schedules.coordinator import SimulatedCoordinator
 from tests.schedules.network import COORDINATOR, Network, Noise
@@ -197,14 +197,14 @@ def transfer(wires, sender, receiver):
     def open_blocks():
         receiver.receiver.transport.allow([sender.sender.transport.key])
         sizes = {"prefill_tp": 1, "decode_tp": 1, "num_blocks": 3, "num_cached_blocks": 0, "ttl_s": 60.0}
-        ticket = Ticket.draw(epoch=1, layout=LAYOUT, addresses=[receiver.name], **sizes)
-        receiver.receiver.expect(ticket, [4, 5, 6], results.append)
-        return ticket
+        descriptor = TransferDescriptor.draw(epoch=1, layout=LAYOUT, addresses=[receiver.name], **sizes)
+        receiver.receiver.expect(descriptor, [4, 5, 6], results.append)
+        return descriptor
 
-    ticket = begin(wires, receiver.process, open_blocks)
+    descriptor = begin(wires, receiver.process, open_blocks)
 
     def send():
-        outgoing = sender.sender.start(ticket.encode(), results.append)
+        outgoing = sender.sender.start(descriptor.encode(), results.append)
         outgoing.blocks_ready([1, 2])
         outgoing.finish([1, 2, 3], b"tail")
 

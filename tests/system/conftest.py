@@ -17,9 +17,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.nightly)], ids=["one door", "two doors"])
-def num_doors(request: pytest.FixtureRequest) -> int:
-    """For what holds however many doors the coordinator has."""
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(2, marks=pytest.mark.nightly)], ids=["one API server", "two API servers"]
+)
+def num_api_servers(request: pytest.FixtureRequest) -> int:
+    """For what holds however many API servers the coordinator has."""
     return int(request.param)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.foreign_models import generate
+from tests.transformers_models import generate
 
 Adjust = Callable[[torch.Tensor, list[int]], torch.Tensor]
 """Takes the logits [vocabulary] and the answer so far; returns the logits to choose from."""

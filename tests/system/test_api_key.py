@@ -13,9 +13,11 @@ KEY = "key-of-the-test"
 
 
 @pytest.fixture(scope="module")
-def cluster(start_cluster, tmp_path_factory, num_doors):
+def cluster(start_cluster, tmp_path_factory, num_api_servers):
     model = write_fake_model(tmp_path_factory.mktemp("model"))
-    return start_cluster(model, env={"SPLITSERVE_API_KEY": KEY}, coordinator={"doors": num_doors, "log_level": "debug"})
+    return start_cluster(
+        model, env={"SPLITSERVE_API_KEY": KEY}, coordinator={"api_server_count": num_api_servers, "log_level": "debug"}
+    )
 
 
 CALLS = {

@@ -338,7 +338,7 @@ async def test_junk_on_the_data_plane(cluster, data_port, name):
     try:
         for kind in (zmq.DEALER, zmq.REQ, zmq.PUSH):
             with context.socket(kind) as junk:
-                junk.setsockopt(zmq.LINGER, 300)  # nobody takes it without the key of a ticket
+                junk.setsockopt(zmq.LINGER, 300)  # nobody takes it without the key of a descriptor
                 junk.setsockopt(zmq.SNDTIMEO, 2000)
                 junk.connect(f"tcp://127.0.0.1:{data_port}")
                 with contextlib.suppress(zmq.Again):

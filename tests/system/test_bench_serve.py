@@ -1,4 +1,4 @@
-"""`splitserve bench serve` on a real cluster, through both doors."""
+"""`splitserve bench serve` on a real cluster, through both API servers."""
 
 import json
 import signal

@@ -57,15 +57,15 @@ class Stream(threading.Thread):
         return json.loads(lines[-1].removeprefix("data: "))
 
 
-def doors_of(cluster):
+def api_servers_of(cluster):
     coordinator = psutil.Process(cluster.children["coordinator"].process.pid)
     return [each for each in coordinator.children() if "coordinator.api" in each.cmdline()]
 
 
-def kill_doors(cluster):
-    for door in doors_of(cluster):
+def kill_api_servers(cluster):
+    for api_server in api_servers_of(cluster):
         with contextlib.suppress(psutil.NoSuchProcess):
-            door.kill()
+            api_server.kill()
 
 
 def stop(cluster):
@@ -77,16 +77,16 @@ STRIKES = {  # and whether a process is left to tell of it
     "the coordinator stops": (1, stop, True),
     "all nodes are killed": (1, lambda cluster: cluster.kill(*cluster.names), True),
     "control is killed": (2, lambda cluster: cluster.kill("coordinator"), False),
-    "the doors are killed": (2, kill_doors, False),
+    "the API servers are killed": (2, kill_api_servers, False),
     "control stops": (2, stop, True),
 }
 
 
 @pytest.mark.parametrize("struck", few(STRIKES, "the coordinator is killed", "the coordinator stops"))
 def test_no_unfinished_answer_looks_like_a_whole_one(tmp_path, struck):
-    num_doors, strike, is_told = STRIKES[struck]
+    num_api_servers, strike, is_told = STRIKES[struck]
     model = write_fake_model(tmp_path / "model", step_s=0.01, max_position_embeddings=8192)
-    coordinator = {"doors": num_doors, "drain_s": 0.2, "served_model_name": "m", "node_wait_s": 0.2}
+    coordinator = {"api_server_count": num_api_servers, "drain_s": 0.2, "served_model_name": "m", "node_wait_s": 0.2}
     cluster = Cluster(model, tmp_path, http=True, coordinator=coordinator).start()
     try:
         streams = {path: Stream(cluster, path) for path in CALLS}

@@ -19,9 +19,11 @@ OF_NODES = (("authorization", f"Bearer {FLEET_SECRET}"),)
 
 
 @pytest.fixture(scope="module")
-def cluster(start_cluster, tmp_path_factory, num_doors):
+def cluster(start_cluster, tmp_path_factory, num_api_servers):
     """Which is stopped in the end, and then has no traceback in its log."""
-    return start_cluster(write_fake_model(tmp_path_factory.mktemp("model")), coordinator={"doors": num_doors})
+    return start_cluster(
+        write_fake_model(tmp_path_factory.mktemp("model")), coordinator={"api_server_count": num_api_servers}
+    )
 
 
 @pytest.fixture(scope="module")

@@ -385,7 +385,7 @@ async def test_a_draining_coordinator_finishes_what_it_has(cluster):
         wait_until(lambda: not cluster.is_serving(), "not serving while draining", 60.0)
         error = await refusal(stub, request([1], max_tokens=2))
         assert error.code().name == "UNAVAILABLE"
-        assert reason(error) in ("DRAINING", "")  # "": the door is closed already
+        assert reason(error) in ("DRAINING", "")  # "": the API server is closed already
         await _check_answers(questions, streams)
     assert leaving.wait(STOP_DEADLINE_S) == 0
 

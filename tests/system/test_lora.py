@@ -81,7 +81,7 @@ async def test_a_prefix_is_found_by_requests_of_its_own_adapter_alone(cluster, r
     cluster.wait_all_free()
 
 
-async def test_the_http_door(cluster, references):
+async def test_the_http_api_server(cluster, references):
     prompt = _prompt(10, 20)
     async with httpx2.AsyncClient(base_url=cluster.url, timeout=CALL_DEADLINE_S) as client:
         listed = (await client.get("/v1/models")).json()["data"]

@@ -15,9 +15,11 @@ DEADLINE_S = 240.0
 
 
 @pytest.fixture(scope="module")
-def cluster(start_cluster, tmp_path_factory, num_doors):
+def cluster(start_cluster, tmp_path_factory, num_api_servers):
     model = write_fake_model(tmp_path_factory.mktemp("fake"), step_s=0.005)
-    return start_cluster(model, http=True, coordinator={"served_model_name": "fake", "doors": num_doors})
+    return start_cluster(
+        model, http=True, coordinator={"served_model_name": "fake", "api_server_count": num_api_servers}
+    )
 
 
 def values(cluster):

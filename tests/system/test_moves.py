@@ -74,7 +74,7 @@ async def test_all_roles_change_under_load(start_cluster, tmp_path, capsys):
     """Tiny pools, so that answers give way and grants are taken back, and hand-overs go both ways."""
     model = write_fake_model(tmp_path / "model", step_s=0.004, token_s=0.00002)
     node = {"num_kv_blocks": 150, "max_num_batched_tokens": 128, "max_num_seqs": 24, "credit_timeout_s": DEADLINE_S}
-    node["ticket_timeout_s"] = DEADLINE_S
+    node["descriptor_timeout_s"] = DEADLINE_S
     cluster = start_cluster(model, num_prefill=1, num_decode=1, num_both=1, node=node)
     rng = random.Random(36)
     num_live, flips = [], []

@@ -45,8 +45,8 @@ class RemoteNode:
     def local(self, request):
         self.handle(reserve=fleet_pb2.Reserve(job=job(request), local_prefill=True))
 
-    def migrate(self, request, ticket):
-        self.handle(migrate=fleet_pb2.Migrate(attempt=convert.attempt_of(request), ticket=ticket))
+    def migrate(self, request, descriptor):
+        self.handle(migrate=fleet_pb2.Migrate(attempt=convert.attempt_of(request), descriptor=descriptor))
 
     def cancel(self, request):
         self.handle(cancel=fleet_pb2.Cancel(attempt=convert.attempt_of(request)))

@@ -184,9 +184,9 @@ def test_data_port_in_use(run, cluster, model):
 
 
 OFF_LOOPBACK = {
-    "public door": ("coordinator", {"host": "0.0.0.0"}, "API_KEY"),
-    "fleet door": ("coordinator", {"fleet_host": "0.0.0.0"}, "FLEET_SECRET"),
-    "public door, IPv6": ("coordinator", {"host": "::"}, "API_KEY"),
+    "public API": ("coordinator", {"host": "0.0.0.0"}, "API_KEY"),
+    "fleet API server": ("coordinator", {"fleet_host": "0.0.0.0"}, "FLEET_SECRET"),
+    "public API, IPv6": ("coordinator", {"host": "::"}, "API_KEY"),
     "decode data": ("decode", {"kv_bind": "tcp://0.0.0.0:*"}, "FLEET_SECRET"),
     "decode data on all interfaces": ("decode", {"kv_bind": "tcp://*:*"}, "FLEET_SECRET"),
 }

@@ -26,16 +26,16 @@ MAX_GROWTH_BYTES = 100 * 2**20  # without a guard heads without end take 500 MiB
 
 
 @pytest.fixture(scope="module")
-def cluster(start_cluster, tmp_path_factory, num_doors):
+def cluster(start_cluster, tmp_path_factory, num_api_servers):
     model = write_fake_model(tmp_path_factory.mktemp("model"), step_s=0.002)
-    coordinator = {"doors": num_doors, "node_timeout_s": 60}
+    coordinator = {"api_server_count": num_api_servers, "node_timeout_s": 60}
     return start_cluster(model, env={"SPLITSERVE_API_KEY": KEY}, coordinator=coordinator, http=True)
 
 
 def rss_bytes(cluster):
     coordinator = psutil.Process(cluster.children["coordinator"].process.pid)
-    doors = [each for each in coordinator.children() if "coordinator.api" in each.cmdline()]
-    return sum(each.memory_info().rss for each in (coordinator, *doors))
+    api_servers = [each for each in coordinator.children() if "coordinator.api" in each.cmdline()]
+    return sum(each.memory_info().rss for each in (coordinator, *api_servers))
 
 
 def num_shed(cluster, port):

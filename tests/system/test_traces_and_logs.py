@@ -36,15 +36,15 @@ TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z")
 
 
 @pytest.fixture(scope="module")
-def receiver(num_doors):
-    """Of one number of doors: the tests ask for the same calls with each."""
+def receiver(num_api_servers):
+    """Of one number of API servers: the tests ask for the same calls with each."""
     with receiving() as (receiver, endpoint):
         receiver.endpoint = endpoint
         yield receiver
 
 
 @pytest.fixture(scope="module")
-def _cluster(start_cluster, tmp_path_factory, receiver, num_doors):
+def _cluster(start_cluster, tmp_path_factory, receiver, num_api_servers):
     model = write_fake_model(tmp_path_factory.mktemp("model"), step_s=0.01, token_s=0.0002)
     return start_cluster(
         model,
@@ -53,7 +53,7 @@ def _cluster(start_cluster, tmp_path_factory, receiver, num_doors):
         http=True,
         env=AT_ONCE,
         coordinator={
-            "doors": num_doors,
+            "api_server_count": num_api_servers,
             "served_model_name": "fake",
             "otlp_endpoint": receiver.endpoint,
             "log_level": "debug",
@@ -113,7 +113,7 @@ async def writer_of(cluster, request_id):
 
 
 async def test_every_phase_of_a_request_is_in_its_trace(cluster, receiver):
-    """Two seats on each node that writes are taken, so it waits for credit too."""
+    """Two running slots on each node that writes are taken, so it waits for credit too."""
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "waits"}
     async with cluster.connect() as stub, httpx2.AsyncClient(base_url=cluster.url, timeout=DEADLINE_S) as http:
         others = [stream(stub, request([1, 2, number], max_tokens=500, **GREEDY)) for number in range(4)]

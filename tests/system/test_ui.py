@@ -57,12 +57,12 @@ def up(model, tmp_path):
     """Starts `splitserve up`; what it serves at /ui has this address."""
     port, started = free_port(), []
 
-    def start(doors=1, **env):
+    def start(api_servers=1, **env):
         flags = {
             "grpc_port": free_port(),
             "http_port": port,
             "decode": 2,
-            "doors": doors,
+            "api_server_count": api_servers,
             "log_dir": tmp_path / "logs",
         }
         child = Child("up", "splitserve", "up", str(model), flags=flags, log=tmp_path / "log", env=env)
@@ -84,12 +84,12 @@ def pid_of(up, node):
     return found
 
 
-def overviews(up, url, doors):
-    """What the page is told by each of so many doors; the kernel gives each connection to one of them."""
+def overviews(up, url, api_servers):
+    """What the page is told by each of so many API servers; the kernel gives each connection to one of them."""
     address = url.removeprefix("http://")
     told, end_s = {}, time.monotonic() + DEADLINE_S
-    while len(told) < doors:
-        assert time.monotonic() < end_s, f"only {len(told)} of {doors} doors have had a connection"
+    while len(told) < api_servers:
+        assert time.monotonic() < end_s, f"only {len(told)} of {api_servers} API servers have had a connection"
         with contextlib.closing(http.client.HTTPConnection(address, timeout=30)) as connection:
             connection.request("GET", "/ui/overview?after=0")
             answer = json.loads(connection.getresponse().read())
@@ -113,9 +113,9 @@ def say(page, text):
     page.press("Enter")
 
 
-@pytest.mark.parametrize("doors", [1, 2])
-def test_a_message_streams_and_survives_the_node_that_writes_its_answer(up, model, doors):
-    child, url = up(doors)
+@pytest.mark.parametrize("api_servers", [1, 2])
+def test_a_message_streams_and_survives_the_node_that_writes_its_answer(up, model, api_servers):
+    child, url = up(api_servers)
     with browser() as page:
         page.open(url)  # from which it is led to the page
         page.until(f"{NODES}.length === 3")
@@ -124,8 +124,8 @@ def test_a_message_streams_and_survives_the_node_that_writes_its_answer(up, mode
         lengths = [page.until(f"{TEXT}.length > {least} && {TEXT}.length") for least in (5, 15, 25)]
         assert lengths == sorted(set(lengths))
         assert page.ask("document.getElementById('send').disabled")
-        told = overviews(child, url, doors)
-        assert [sorted(node["load"]["name"] for node in each["nodes"]) for each in told] == [ALL_NODES] * doors
+        told = overviews(child, url, api_servers)
+        assert [sorted(node["load"]["name"] for node in each["nodes"]) for each in told] == [ALL_NODES] * api_servers
         [writer] = {life["spans"][-1]["decode_node"] for each in told for life in each["live"]}
         assert all(each["live"] for each in told)  # whichever of them has the stream
         os.kill(pid_of(child, writer), signal.SIGKILL)
@@ -168,7 +168,7 @@ def test_nodes_and_answers_whose_names_differ_at_their_ends_are_told_apart(tmp_p
     names = [f"splitserve-node-of-a-fleet-7d9c6b8f5-{end}" for end in ("k9w4d", "x2lqz")]
     shown = {
         "nodes": NODES,
-        "lanes": "[...document.querySelectorAll('#picture .node')].map((each) => each.firstChild.data)",
+        "channels": "[...document.querySelectorAll('#picture .node')].map((each) => each.firstChild.data)",
         "answers": "[...document.querySelectorAll('#lives button')].map((each) => each.textContent)",
     }
 
@@ -185,7 +185,7 @@ def test_nodes_and_answers_whose_names_differ_at_their_ends_are_told_apart(tmp_p
             call = c.generate(request_id="an-id-that-a-client-has-made-up", n=2)
             seen = await asyncio.to_thread(looked_at, f"http://127.0.0.1:{c.server.http_port}")
             call.cancel()
-        assert [name[-6:] for name in seen["nodes"]] == [name[-6:] for name in seen["lanes"]] == ["-k9w4d", "-x2lqz"]
+        assert [name[-6:] for name in seen["nodes"]] == [name[-6:] for name in seen["channels"]] == ["-k9w4d", "-x2lqz"]
         assert sorted(answer[-2:] for answer in seen["answers"]) == ["/0", "/1"]
 
     run(scenario())

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible door: its endpoints, as an ASGI application."""
+"""The OpenAI-compatible API server: its endpoints, as an ASGI application."""
 
 import asyncio
 import importlib.metadata
@@ -192,7 +192,8 @@ class Endpoints:
         return Response(status_code=200 if is_well else 503)
 
     async def ready(self, _: Request) -> Response:
-        """Whether there are nodes that read prompts and nodes that write answers, and the door is open; if not, why."""
+        """Whether there are nodes that read prompts and nodes that write answers, and the API server is open; if not,
+        why."""
         why = self._preprocessor.why_not_ready()
         return JSONResponse({"ready": not why, **({"reason": why} if why else {})}, status_code=503 if why else 200)
 
@@ -323,7 +324,7 @@ def make_app(
     too."""
     routes = Endpoints(preprocessor, is_serving, metrics).routes() + (page.routes() if page else [])
     counting = Middleware(Counting, count_call=count_call, routes=routes)
-    door = Middleware(
+    api_server = Middleware(
         Access,
         secrets=secrets,
         admin_key=admin_key,
@@ -333,7 +334,7 @@ def make_app(
     )
     app = Starlette(
         routes=routes,
-        middleware=[counting, _cors(allowed_origins), door] if allowed_origins else [counting, door],
+        middleware=[counting, _cors(allowed_origins), api_server] if allowed_origins else [counting, api_server],
         exception_handlers={RequestError: on_request_error, HTTPException: on_http_exception},
     )
     app.router.redirect_slashes = False
@@ -341,7 +342,7 @@ def make_app(
 
 
 def _cors(allowed_origins: Collection[str]) -> Middleware:
-    """Stands before the door: what browsers ask ahead of a call brings no secret."""
+    """Stands before the API server: what browsers ask ahead of a call brings no secret."""
     return Middleware(
         CORSMiddleware,
         allow_origins=allowed_origins,

@@ -1,9 +1,8 @@
 """The one place where failures become HTTP statuses and error objects: OpenAI's, and Anthropic's at its own paths.
 
-`reason` is that of the gRPC door, `code` what OpenAI calls it, or the reason again where OpenAI has no word for it;
-`param` is the field that is wrong. The statuses are those that gateways between HTTP and gRPC use. What has no reason
-of ours becomes 500 without a text.
-"""
+`reason` is that of the gRPC API server, `code` what OpenAI calls it, or the reason again where OpenAI has no word for
+it; `param` is the field that is wrong. The statuses are those that gateways between HTTP and gRPC use. What has no
+reason of ours becomes 500 without a text."""
 
 from collections.abc import Collection, Mapping
 from http import HTTPStatus

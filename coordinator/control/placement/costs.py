@@ -149,7 +149,7 @@ class Costs:
     def _write(self, node: Node) -> _Writing:
         account, num_taken = self._ledger.of(node), self._ledger.tokens_taken(node) + len(self._prompt)
         num_shared = self._ledger.tokens_shared(node, self._prompt)
-        is_full = node.usable.seats <= account.num_answers or num_taken - num_shared > node.pool_tokens
+        is_full = node.usable.slots <= account.num_answers or num_taken - num_shared > node.pool_tokens
         return _Writing(
             is_full,
             self._handover.credit_s if is_full else 0.0,

@@ -9,8 +9,8 @@ its steps take, as it has learnt it itself. Then
               that it may have to wait for when it comes
     prompts   are late as far as the node could not read them in time one after the other, the most of them that it can
 
-Where a node has no seat, or no room in its pool, the answer waits until enough of those with limits have ended, or as
-long as others waited lately.
+Where a node has no running slot, or no room in its pool, the answer waits until enough of those with limits have ended,
+or as long as others waited lately.
 
 What is expected is not what will be: tokens are due before their limits, by margins that the coordinator has learnt
 from its own errors (coordinator/control/admission.py), and decode steps count as long as they rarely are in the mean,
@@ -163,7 +163,7 @@ class NodeLateness:
         self._begins_s, self._least_begins_s = lateness.begins_s, lateness.least_begins_s
         account = ledger.of(node)
         self._num_prompt_tokens = account.tokens_to_compute
-        self._num_seats_lacking = account.num_answers + 1 - node.usable.seats
+        self._num_slots_lacking = account.num_answers + 1 - node.usable.slots
         num_needed = len(wanted.prompt) - ledger.tokens_shared(node, wanted.prompt)
         self._num_tokens_lacking = ledger.tokens_taken(node) + num_needed - node.pool_tokens
         self._tokens_alone = partial(ledger.tokens_alone, node)
@@ -320,22 +320,22 @@ class NodeLateness:
         return max(0.0, self._pace(0).seconds(work_s) - self._own_job.due_s)
 
     def writing_wait_s(self) -> float:
-        """Seconds after which those that are ahead, and this one, have found the seats of answers with limits that have
-        begun; all of these where they are fewer, and 0 where none has."""
+        """Seconds after which those that are ahead, and this one, have found the running slots of answers with limits
+        that have begun; all of these where they are fewer, and 0 where none has."""
         nums_left = sorted(each.num_left for each in self._written if each.num_output)
         return self._steps_s[0] * nums_left[min(self._num_ahead, len(nums_left) - 1)] if nums_left else 0.0
 
     @cached_property
     def room_s(self) -> float:
-        """Seconds until enough answers have ended that there are a seat and room in the pool for one more; 0 where
-        there are. Of answers without limits it is not known when they end: the last of the others is as far as it
+        """Seconds until enough answers have ended that there are a running slot and room in the pool for one more; 0
+        where there are. Of answers without limits it is not known when they end: the last of the others is as far as it
         sees."""
-        num_seats, num_tokens = self._num_seats_lacking, self._num_tokens_lacking
+        num_slots, num_tokens = self._num_slots_lacking, self._num_tokens_lacking
         num_left = 0
         for each in sorted(self._written, key=lambda owed: owed.num_left):
-            if num_seats <= 0 and num_tokens <= 0:
+            if num_slots <= 0 and num_tokens <= 0:
                 break
-            num_seats, num_tokens = num_seats - 1, num_tokens - self._tokens_alone(each)
+            num_slots, num_tokens = num_slots - 1, num_tokens - self._tokens_alone(each)
             num_left = each.num_left
         return num_left * self._steps_s[0]
 

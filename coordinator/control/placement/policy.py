@@ -27,8 +27,8 @@ class Wanted:
     """What an attempt asks for: the prompt that it begins with, and room for num_tokens, those of prompt and answer
     together. Nodes of `avoid` come last. num_output tokens of the answer are there already, and num_left are expected
     at most; None: all that there is room for. `coming` is what else is to be read. num_ahead are held for each node
-    that writes, and get its next seats first; num_spare seats are to be left for who comes. TPOT rarely exceeded
-    tpot_margin times what was planned, lately."""
+    that writes, and get its next running slots first; num_spare running slots are to be left for who comes. TPOT rarely
+    exceeded tpot_margin times what was planned, lately."""
 
     prompt: Prompt
     num_tokens: int
@@ -45,12 +45,13 @@ class Wanted:
 class Placed(NamedTuple):
     """The node that reads the prompt and the node that writes the answer: the same one, or two with a hand-over.
 
-    num_late: how many of all answers with limits are expected to miss one because of it, itself among them; crowding:
-    a step of the answers on the node that writes, this one's too, by the tightest of their limits on TPOT; wait_s:
-    seconds after which its first token would be in time, and there is room, or those before it and it have found seats,
-    as far as that is known; reads_s: seconds that its prompt takes by itself; begins_s: seconds after which it is read,
-    inf where no time is better for it; least_read_s: the same if prompts got all of the reader's time; num_late_beside:
-    how many answers are late, with it, on a node that is crowded. All these are worked out where somebody has limits.
+    num_late: how many of all answers with limits are expected to miss one because of it, itself among them; crowding: a
+    step of the answers on the node that writes, this one's too, by the tightest of their limits on TPOT; wait_s:
+    seconds after which its first token would be in time, and there is room, or those before it and it have found
+    running slots, as far as that is known; reads_s: seconds that its prompt takes by itself; begins_s: seconds after
+    which it is read, inf where no time is better for it; least_read_s: the same if prompts got all of the reader's
+    time; num_late_beside: how many answers are late, with it, on a node that is crowded. All these are worked out where
+    somebody has limits.
 
     loan: what the node that reads is lent; queue_s: seconds of work that the reader has before it, 0 where its rate is
     not known; is_full: the answer has to wait for others to end.

@@ -46,7 +46,7 @@ class Held:
     num_tokens_ahead: int = 0
     is_own: bool = False  # whether the node that reads the prompt writes the answer too
     position: int = 0  # of the last token that it has told
-    ticket: tuple | None = None  # node, epoch, number of the grant and most tokens, to send by
+    descriptor: tuple | None = None  # node, epoch, number of the grant and most tokens, to send by
     grant: int = 0  # the number of the one that it has given
 
     @property
@@ -83,13 +83,13 @@ class SimulatedNode:
 
     def obey_deliver(self, attempt, body, held):
         if held is not None and not held.is_own:
-            held.ticket = ticket_of(body.ticket)
+            held.descriptor = descriptor_of(body.descriptor)
 
     def obey_migrate(self, attempt, body, held):
         if held is None:
             self.events.append(events.failed(attempt, "TRANSFER_FAILED"))
         else:
-            held.ticket = ticket_of(body.ticket)
+            held.descriptor = descriptor_of(body.descriptor)
 
     def obey_keep(self, attempt, body, held):
         if held is None:
@@ -100,7 +100,7 @@ class SimulatedNode:
         if held.stage in ("read", "stopped"):
             held.position = max(held.position, held.first_index)
             held.stage = "writing"
-        held.is_own, held.ticket = True, None
+        held.is_own, held.descriptor = True, None
 
     def obey_begun(self, attempt, body, held):
         """Nothing depends on it here: who is read sooner gets blocks sooner."""
@@ -126,13 +126,13 @@ class SimulatedNode:
                 self.read(key, held)
             case "awaiting":
                 self.grant(held)
-            case "read" if held.ticket:
+            case "read" if held.descriptor:
                 self.hand_over(key, held)
-            case "writing" if held.ticket and self.must_stop(held):
+            case "writing" if held.descriptor and self.must_stop(held):
                 held.stage = "stopped"
             case "writing":
                 self.write(key, held)
-            case "stopped" if held.ticket:
+            case "stopped" if held.descriptor:
                 self.finish_move(held)
 
     def read(self, key, held):
@@ -154,13 +154,13 @@ class SimulatedNode:
 
     def must_stop(self, held):
         num_tokens = held.job.num_prompt_tokens + held.position + 1
-        return num_tokens >= held.ticket[3] or self.world.random.random() < 0.3
+        return num_tokens >= held.descriptor[3] or self.world.random.random() < 0.3
 
     def grant(self, held):
         held.stage, held.grant = "granted", held.grant + 1
         most = len(held.job.token_ids) + held.num_tokens_ahead
-        ticket = f"{self.name} {held.job.attempt.epoch} {held.grant} {most}"
-        self.events.append(events.reserved(held.job.attempt, ticket.encode()))
+        descriptor = f"{self.name} {held.job.attempt.epoch} {held.grant} {most}"
+        self.events.append(events.reserved(held.job.attempt, descriptor.encode()))
 
     def revoke(self, held):
         held.stage = "awaiting"
@@ -170,8 +170,8 @@ class SimulatedNode:
     def hand_over(self, key, held):
         """The data plane: the writer commits, then the reader lets go; or nobody is there to write to."""
         target, theirs = self.world.behind(held)
-        if held.ticket[1:3] in target.revoked:
-            held.ticket = None  # another one will come
+        if held.descriptor[1:3] in target.revoked:
+            held.descriptor = None  # another one will come
         elif theirs is None:
             self.fail(key, "TRANSFER_FAILED")
         else:
@@ -182,12 +182,12 @@ class SimulatedNode:
     def finish_move(self, held):
         """The last block and the tail; the acknowledgement may be lost."""
         target, theirs = self.world.behind(held)
-        arrived = theirs is not None and (theirs.stage, theirs.grant) == ("granted", held.ticket[2])
+        arrived = theirs is not None and (theirs.stage, theirs.grant) == ("granted", held.descriptor[2])
         if arrived:
             target.commit(theirs, held.position)
         if not arrived or self.world.random.random() < 0.2:
             self.events.append(events.move_failed(held.job.attempt))
-        held.ticket = None
+        held.descriptor = None
 
     def commit(self, held, position):
         assert held.job.num_prompt_tokens + position + 1 <= len(held.job.token_ids) + max(1, held.num_tokens_ahead)
@@ -243,8 +243,8 @@ class World:
                     self.moves[instruction.outcome.value] += 1
 
     def behind(self, held):
-        """The node that a ticket leads to, and what it has of the attempt."""
-        name, epoch, _, _ = held.ticket
+        """The node that a descriptor leads to, and what it has of the attempt."""
+        name, epoch, _, _ = held.descriptor
         target = next(node for node in self.nodes if node.name == name)
         return target, target.held.get((held.job.attempt.request_id, epoch))
 
@@ -293,15 +293,15 @@ class World:
 
         def go_wrong(node, key):
             held = node.held[key]
-            if held.ticket is None:
+            if held.descriptor is None:
                 node.fail(key, self.random.choice(FAILURES))
             else:
-                held.ticket = None
+                held.descriptor = None
                 node.events.append(events.move_failed(held.job.attempt))
 
         def is_moving(held):
             is_target = held.num_tokens_ahead and held.stage in ("awaiting", "granted")
-            return is_target or (held.ticket and held.stage in ("writing", "stopped"))
+            return is_target or (held.descriptor and held.stage in ("writing", "stopped"))
 
         self._pick(is_moving, go_wrong)
 
@@ -367,6 +367,6 @@ def key_of(attempt):
     return attempt.request_id, attempt.epoch
 
 
-def ticket_of(text):
+def descriptor_of(text):
     name, *numbers = text.decode().split()
     return (name, *map(int, numbers))

@@ -280,7 +280,7 @@ def prompted(number, slo=None, now=NOW):
     return TrackedRequest(f"{number}/0", 1, prompt, SamplingParams(max_tokens=10), now + 1000.0, Timeline(now), slo)
 
 
-def test_whoever_comes_leaves_time_and_a_seat_for_those_who_were_told_to_come():
+def test_whoever_comes_leaves_time_and_a_slot_for_those_who_were_told_to_come():
     """An answer ends each second, and whoever is refused comes back a second later. One that reads 3 s of 4, of which a
     tenth is spared, has no second left for another."""
     found, slo, node = admission(), Slo("", 4.0, None), Fleet().add("b0")

@@ -64,7 +64,7 @@ WITH_TOOLS = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in message
 
 
 def as_sent(messages):
-    """As the doors hand them on."""
+    """As the API servers hand them on."""
     known = ("role", "content")
     return [
         {name: message[name] for name in known}

@@ -166,7 +166,7 @@ def test_calls_and_results_in_the_conversation():
     "arguments", ['{"a": 1,}', "hello", "[1]", '{"city": "Par', "[" * 100_000, '{"a": "\\ud800"}', " "]
 )
 def test_what_a_model_wrote_and_is_no_object_is_told_as_it_is(arguments):
-    """The same at all doors."""
+    """The same at all API servers."""
     [told] = extra_of({"role": "assistant", "tool_calls": [call(arguments)]})["tool_calls"]
     assert told["function"]["arguments"] == {"arguments": arguments}
     said = {"type": "function_call", "call_id": "a", "name": "f", "arguments": arguments}

@@ -14,7 +14,7 @@ from serving_core.errors import RequestError
 from tests import fleet_events as events
 from tests.unit.coordinator.tracker_kit import World
 
-SEATS = 8
+SLOTS = 8
 WEIGHTS = (0.1, 0.01, 0.0, 0.0, 0.001, 0.0, 0.0)  # of a step, an answer, a token before it, ...
 # Of a prompt of 100 tokens half is computed, at 1,000 tokens a second. A full node writes 8 tokens in 0.18 s, so 20
 # take 0.45 s of its time; 0.5 s in all.
@@ -25,7 +25,7 @@ READ_ALONE = Ended(num_prompt=1000, num_computed=1000, num_output=1)
 def fleet(count=1, *, rate=1000.0, weights=WEIGHTS, **hello):
     registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
     for index in range(count):
-        node = registry.admit(events.hello(f"b{index}", **{"max_num_seqs": SEATS} | hello).hello, 0.0)
+        node = registry.admit(events.hello(f"b{index}", **{"max_num_seqs": SLOTS} | hello).hello, 0.0)
         beat = events.heartbeat(prefill_tokens_per_s=rate, step_weights=weights)
         registry.heartbeat(node, beat.heartbeat, 0.0)
     return registry.nodes

@@ -78,7 +78,7 @@ def test_an_answer_that_no_other_node_has_room_for_stays(hello):
     assert world.step(attempts[0], 2) == ["emit 2:102"]
 
 
-def test_a_node_without_a_free_seat_is_no_target():
+def test_a_node_without_a_free_slot_is_no_target():
     world, _ = written_on_d0(2, max_num_seqs=1)
     assert world.drain("d0", 1.0) == ["reserve d1"]
 
@@ -260,7 +260,7 @@ def test_a_prompt_that_gets_no_room_is_answered_where_it_was_read(waiting):
     assert (waiting.tracker.num_open, waiting.metrics.num_kept) == (0, 1)
 
 
-def test_a_prompt_whose_ticket_is_out_is_not_kept_but_once_that_is_void(waiting):
+def test_a_prompt_whose_descriptor_is_out_is_not_kept_but_once_that_is_void(waiting):
     attempt = waiting.attempt
     waiting.tell("d0", events.reserved(attempt), 11.0)
     assert waiting.tick(13.0) == []
@@ -281,7 +281,7 @@ def test_a_prompt_is_not_kept_by_a_node_that_it_does_not_fit():
     assert world.tick(5.0) == []
 
 
-def test_a_prompt_is_not_kept_where_it_would_wait_for_a_seat_too():
+def test_a_prompt_is_not_kept_where_it_would_wait_for_a_slot_too():
     world = World(("d0",), keep_after_s=2.0)
     world.attach("p0", max_num_seqs=1)
     for name in ("a/0", "b/0"):

@@ -1,4 +1,4 @@
-"""Embeddings: in the tracker, and at both doors with nodes that the test speaks for."""
+"""Embeddings: in the tracker, and at both API servers with nodes that the test speaks for."""
 
 import asyncio
 import base64
@@ -99,7 +99,7 @@ def test_without_a_node_that_reads_it_waits_for_one_or_is_refused():
     assert world.tick(2.0) == ["prefill p0"]
 
 
-# ---- at the doors ----
+# ---- at the API servers ----
 
 SERVICE = "splitserve.v1.Inference"
 EMBEDDER = {"embedder": str(Embedder())}
@@ -275,7 +275,7 @@ def test_a_node_that_reads_makes_the_service_ready(tmp_path):
     run(scenario())
 
 
-def test_every_door_says_ready_of_a_node_that_reads(tmp_path):
+def test_every_api_server_says_ready_of_a_node_that_reads(tmp_path):
     async def scenario():
         async with embedding_cluster(tmp_path) as (_, client):
             assert [(await client.get(path)).status_code for path in ("/health", "/ready")] == [200, 200]

@@ -224,7 +224,7 @@ def test_who_can_wait_no_longer_goes_where_there_is_room_for_it():
     assert world.attempt.request_id == "short/0"
 
 
-NO_SEAT = slo(tpot_s=1.0)  # which hundreds of answers keep, but none waits so long for a place and is in time
+NO_SLOT = slo(tpot_s=1.0)  # which hundreds of answers keep, but none waits so long for a place and is in time
 
 
 def full_writer(*readers):
@@ -237,7 +237,7 @@ def full_writer(*readers):
     for name in (*readers, "d0"):
         learn(world, name)
     for index in range(2):
-        assert submit(world, f"running-{index}", NO_SEAT) == ["reserve d0", "prefill p0"]
+        assert submit(world, f"running-{index}", NO_SLOT) == ["reserve d0", "prefill p0"]
         world.first(world.attempt)
     return world
 
@@ -270,7 +270,7 @@ def test_two_nodes_that_are_ready_read_them_in_half_the_time():
 
 def test_of_many_that_can_wait_no_longer_some_begin_with_each_look():
     """So that nodes are heard meanwhile. The two places become free in 4 s."""
-    world, _ = full_world(NO_SEAT, hello={"max_num_seqs": 2}, max_live=100)
+    world, _ = full_world(NO_SLOT, hello={"max_num_seqs": 2}, max_live=100)
     for index in range(60):
         assert submit(world, f"r{index}", slo(ttft_s=3.0, tpot_s=1.0)) == []
     assert world.tick(0.6 * 3.0 - LOOKS_S + 0.01) == world.tick(0.6 * 3.0) == ["reserve b0"] * 16

@@ -1,5 +1,5 @@
-"""The HTTP door over real sockets, with nodes that the test speaks for: streams to the byte, failures, and the end of
-the server."""
+"""The HTTP API server over real sockets, with nodes that the test speaks for: streams to the byte, failures, and the
+end of the server."""
 
 import asyncio
 

@@ -1,5 +1,5 @@
-"""What fields do to the responses of the HTTP door, its smaller endpoints, and logprobs of prompts in OpenAI's form
-(echo) and in vLLM's (prompt_logprobs)."""
+"""What fields do to the responses of the HTTP API server, its smaller endpoints, and logprobs of prompts in OpenAI's
+form (echo) and in vLLM's (prompt_logprobs)."""
 
 import json
 

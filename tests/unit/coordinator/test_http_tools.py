@@ -1,4 +1,5 @@
-"""Tools and thoughts at the HTTP door, as openai's own client has them, with nodes that say what the model writes."""
+"""Tools and thoughts at the HTTP API server, as openai's own client has them, with nodes that say what the model
+writes."""
 
 import asyncio
 import json

@@ -1,4 +1,5 @@
-"""The list of fields against the types of OpenAI's client, vLLM's lists, what the doors read, and docs/fields.md."""
+"""The list of fields against the types of OpenAI's client, vLLM's lists, what the API servers read, and
+docs/fields.md."""
 
 import functools
 from typing import Any
@@ -176,5 +177,5 @@ def test_best_of_may_be_what_n_is(n, best_of):
         parse_completion(Fields({"prompt": "p", "n": n, "best_of": 4}), "id")
 
 
-def test_the_table_is_what_the_door_does():
+def test_the_table_is_what_the_api_server_does():
     assert PAGE.read_text() == page(), "python -m tests.field_table writes it"

@@ -169,8 +169,8 @@ class Lending(World):
         beat = events.heartbeat("ready", prefill_tokens_per_s=RATE)
         self.registry.heartbeat(self.registry.find(name), beat.heartbeat, 0.0)
 
-    def borrowing(self, ticket=b"ticket"):
-        body = fleet_pb2.Borrowing(attempt=self.jobs[0].attempt, ticket=ticket)
+    def borrowing(self, descriptor=b"descriptor"):
+        body = fleet_pb2.Borrowing(attempt=self.jobs[0].attempt, descriptor=descriptor)
         return self.tell("p0", fleet_pb2.NodeEvent(borrowing=body))
 
     def borrowed(self, num_blocks=6, seconds=0.5, now=0.0):
@@ -183,7 +183,7 @@ class Lending(World):
         return self.tell("d1", fleet_pb2.NodeEvent(failed=failed))
 
 
-def test_a_ticket_goes_to_the_lender_and_the_loan_is_counted():
+def test_a_descriptor_goes_to_the_lender_and_the_loan_is_counted():
     world = Lending()
     assert world.borrow.num_tokens == 96
     assert world.borrow.epoch != world.jobs[0].attempt.epoch
@@ -228,7 +228,8 @@ def test_one_that_asks_for_what_a_lost_node_was_to_lend_is_told_so():
 
 @pytest.mark.parametrize(("is_asked_for", "num_cancelled"), [(False, 2), (True, 1)])
 def test_a_reader_gives_back_what_it_keeps_for_blocks_that_nobody_was_asked_for(is_asked_for, num_cancelled):
-    """Its ticket may be on the way when the request ends. What a lender was asked for comes, for whoever asks again."""
+    """Its descriptor may be on the way when the request ends. What a lender was asked for comes, for whoever asks
+    again."""
     world = Lending()
     if is_asked_for:
         world.borrowing()

@@ -40,7 +40,7 @@ def test_an_answer_moves_and_tells_what_it_has_cost(world):
     assert reserve.job.age == 1
     assert world.account("d1") == (0, 5 + NUM_TOKENS_AHEAD, 1, 0)
     assert world.tell("d1", events.reserved(world.target, b"xyz"), 2.0) == ["migrate d0"]
-    assert (world.attempt, world.ticket) == (world.source, b"xyz")
+    assert (world.attempt, world.descriptor) == (world.source, b"xyz")
     assert world.step(world.source, 2, now=3.0) == ["emit 2:102"]  # it writes on
     assert world.commit(num_bytes=70, num_bytes_saved=30) == ["cancel d0", "moved"]
     assert (world.account("d0"), world.account("d1")) == ((0, 0, 0, 0), (0, 6, 1, 0))

@@ -160,7 +160,7 @@ def test_a_pair_or_one_node_whatever_adds_the_fewest_seconds(
 
 
 def test_a_node_that_writes_reads_for_another_one_where_that_disturbs_less(registry, ledger):
-    """b0 is full of prompts of its own, b1 writes one answer, b2 nothing but has no seat left."""
+    """b0 is full of prompts of its own, b1 writes one answer, b2 nothing but has no running slot left."""
     b0, b1, b2 = admit(registry, "b0"), admit(registry, "b1"), admit(registry, "b2", max_num_seqs=1)
     assign(ledger, b0, 900, 900)
     assign(ledger, b2, 0, 10)

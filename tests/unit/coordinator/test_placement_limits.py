@@ -171,7 +171,7 @@ def test_an_answer_is_late_for_want_of_blocks_only_where_it_waits_for_them_longe
     assert fleet.late(d0, Due(NOW + 9)).writing(0.5) == 0  # its first token needs none there
 
 
-def test_who_finds_no_seat_waits_until_an_answer_ends(fleet):
+def test_who_finds_no_slot_waits_until_an_answer_ends(fleet):
     """Steps of two answers take 14 ms."""
     b0 = fleet.add("b0", max_num_seqs=2)
     fleet.writes(b0, 0.1, num_left=1000)

@@ -1,4 +1,4 @@
-"""Coordinator processes: `python -m coordinator`, which drains on a signal, and one with doors."""
+"""Coordinator processes: `python -m coordinator`, which drains on a signal, and one with API servers."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from coordinator import door_processes
+from coordinator import api_server_processes
 from protos import fleet_pb2, inference_pb2, inference_pb2_grpc
 from serving_core.errors import SettingsError
 from tests import fleet_events as events
@@ -72,12 +72,12 @@ async def log_of(process):
 
 
 @contextlib.contextmanager
-def with_starting_doors(folder, **options):
-    """Start a coordinator with two doors; yield its process and theirs, which do not listen yet."""
-    words = (str(write_fake_model(folder)), *PORTS, "--doors", "2")
+def with_starting_api_servers(folder, **options):
+    """Start a coordinator with two API servers; yield its process and theirs, which do not listen yet."""
+    words = (str(write_fake_model(folder)), *PORTS, "--api-server-count", "2")
     with forked.popen("coordinator", *words, stderr=subprocess.PIPE, text=True, **options) as process:
         try:
-            while len(starting := doors_of(process.pid)) < 2:
+            while len(starting := api_servers_of(process.pid)) < 2:
                 assert process.poll() is None
                 time.sleep(0.01)
             yield process, starting
@@ -85,12 +85,12 @@ def with_starting_doors(folder, **options):
             process.kill()
 
 
-def doors_of(pid):
-    """Return the processes of doors that this one has started."""
-    return [child for child in psutil.Process(pid).children() if is_door(child)]
+def api_servers_of(pid):
+    """Return the processes of API servers that this one has started."""
+    return [child for child in psutil.Process(pid).children() if is_api_server(child)]
 
 
-def is_door(process):
+def is_api_server(process):
     return "coordinator.api" in words_of([process])
 
 
@@ -103,20 +103,20 @@ def words_of(processes):
     return words
 
 
-def test_ctrl_c_in_a_terminal_while_doors_start_is_a_good_end(tmp_path):
+def test_ctrl_c_in_a_terminal_while_api_servers_start_is_a_good_end(tmp_path):
     """Which tells every process of the terminal's group."""
-    with with_starting_doors(tmp_path, process_group=0) as (process, _):
+    with with_starting_api_servers(tmp_path, process_group=0) as (process, _):
         os.killpg(process.pid, signal.SIGINT)
         _, log = process.communicate(timeout=DEADLINE_S)
     assert [json.loads(line)["level"] for line in log.splitlines()] == ["info"] * len(log.splitlines())
     assert process.returncode == 0
 
 
-def test_nobody_waits_for_doors_that_are_not_open(tmp_path):
+def test_nobody_waits_for_api_servers_that_are_not_open(tmp_path):
     """These stand still, as ones that load for long do."""
-    with with_starting_doors(tmp_path) as (process, doors):
-        for door in doors:
-            door.suspend()
+    with with_starting_api_servers(tmp_path) as (process, api_servers):
+        for api_server in api_servers:
+            api_server.suspend()
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, json.loads(log.splitlines()[-1])["event"]) == (0, "stopped")
@@ -227,34 +227,36 @@ def test_a_port_in_use_is_named(tmp_path):
     run(scenario())
 
 
-# ---- two doors ----
+# ---- two API servers ----
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def two_doors(tmp_path_factory):
-    """Serve with two doors."""
+async def two_api_servers(tmp_path_factory):
+    """Serve with two API servers."""
     folder = tmp_path_factory.mktemp("model")
-    async with cluster(folder, doors=2, stream_interval=4, http_port=0) as c:
+    async with cluster(folder, api_server_count=2, stream_interval=4, http_port=0) as c:
         yield c
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def doors(two_doors):
-    """Return the cluster, of which both doors serve, before a test and after it."""
-    await until_serving(two_doors.stub)
-    yield two_doors
-    await until(lambda: len(listening(two_doors)) == 2)
-    await two_doors.until_nothing_is_live()
+async def api_servers(two_api_servers):
+    """Return the cluster, of which both API servers serve, before a test and after it."""
+    await until_serving(two_api_servers.stub)
+    yield two_api_servers
+    await until(lambda: len(listening(two_api_servers)) == 2)
+    await two_api_servers.until_nothing_is_live()
 
 
 def listening(c):
-    """Return the processes of doors that listen on the cluster's port."""
-    return [door for door in doors_of(os.getpid()) if ("LISTEN", c.server.port) in connections(door)]
+    """Return the processes of API servers that listen on the cluster's port."""
+    return [
+        api_server for api_server in api_servers_of(os.getpid()) if ("LISTEN", c.server.port) in connections(api_server)
+    ]
 
 
 def connected(c):
-    """Return the processes of doors that gRPC clients are connected to."""
-    return [door for door in listening(c) if ("ESTABLISHED", c.server.port) in connections(door)]
+    """Return the processes of API servers that gRPC clients are connected to."""
+    return [api_server for api_server in listening(c) if ("ESTABLISHED", c.server.port) in connections(api_server)]
 
 
 def connections(process):
@@ -274,8 +276,8 @@ async def answer(c, text):
 
 
 @in_module_loop
-async def test_answers_refusals_and_stops_pass_through_the_doors(doors):
-    c = doors
+async def test_answers_refusals_and_stops_pass_through_the_api_servers(api_servers):
+    c = api_servers
     call = c.generate("hello", max_tokens=10, seed=3)
     _, job = await answer(c, "abcdefghij")
     assert (job.sampling_params.seed, job.num_prompt_tokens) == (3, 5)
@@ -298,8 +300,8 @@ async def test_answers_refusals_and_stops_pass_through_the_doors(doors):
 
 
 @in_module_loop
-async def test_a_call_ends_with_its_client_at_whatever_door(doors):
-    c = doors
+async def test_a_call_ends_with_its_client_at_whatever_api_server(api_servers):
+    c = api_servers
     target = f"127.0.0.1:{c.server.port}"
     async with grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
@@ -312,8 +314,8 @@ async def test_a_call_ends_with_its_client_at_whatever_door(doors):
 
 
 @in_module_loop
-async def test_a_later_call_takes_the_place_of_one_at_whatever_door(doors):
-    c = doors
+async def test_a_later_call_takes_the_place_of_one_at_whatever_api_server(api_servers):
+    c = api_servers
 
     def go_on(call_number, *so_far):
         fields = {"call_number": call_number, "so_far": so_far}
@@ -338,15 +340,15 @@ async def test_a_later_call_takes_the_place_of_one_at_whatever_door(doors):
 
 
 @in_module_loop
-async def test_the_answers_of_a_door_that_is_lost_have_failed_and_nodes_let_go_of_them(doors):
-    c = doors
+async def test_the_answers_of_a_api_server_that_is_lost_have_failed_and_nodes_let_go_of_them(api_servers):
+    c = api_servers
     num_before = await num_ended(c)
     call = c.generate("hello", n=2)
     attempts = [(await begin(c))[0] for _ in range(2)]
     await hand_over(c, attempts[0], "a")
     await until(lambda: len(connected(c)) == 1)  # connections of other tests have ended
-    [its_door] = connected(c)
-    its_door.kill()
+    [its_api_server] = connected(c)
+    its_api_server.kill()
     with pytest.raises(grpc.aio.AioRpcError):
         await read_all(call)
     assert await c.nodes["p0"].command("cancel") == fleet_pb2.Cancel(attempt=attempts[1])
@@ -361,7 +363,7 @@ async def test_the_answers_of_a_door_that_is_lost_have_failed_and_nodes_let_go_o
 
 
 async def num_ended(c):
-    """Return how many answers have failed with their door, and how many ended by their length."""
+    """Return how many answers have failed with their API server, and how many ended by their length."""
     async with plain_client(base_url=url_of(c)) as client:
         text = (await client.get("/metrics")).text
     found = []
@@ -372,37 +374,39 @@ async def num_ended(c):
 
 
 @in_module_loop
-async def test_a_door_that_does_not_come_back_in_time_is_started_again(doors, tmp_path, monkeypatch, caplog):
+async def test_an_api_server_that_does_not_come_back_in_time_is_started_again(
+    api_servers, tmp_path, monkeypatch, caplog
+):
     """As where it hangs while it loads: the first time a program that does nothing stands for one that does."""
     hanging = tmp_path / "hanging"
     hanging.write_text("#!/bin/sh\nexec sleep 1000\n")
     hanging.chmod(0o700)
     with monkeypatch.context() as impatient:
-        impatient.setattr(door_processes, "START_DEADLINE_S", 0.1)
+        impatient.setattr(api_server_processes, "START_DEADLINE_S", 0.1)
         with monkeypatch.context() as patched:
             patched.setattr(sys, "executable", str(hanging))
-            listening(doors)[0].kill()
+            listening(api_servers)[0].kill()
             await until(lambda: "does not listen after 0.1 s" in caplog.text)
         await until(lambda: not {str(hanging), "sleep"} & words_of(psutil.Process().children()))
-    await until(lambda: len(listening(doors)) == 2)
+    await until(lambda: len(listening(api_servers)) == 2)
 
 
-def test_the_end_of_a_door_that_is_yet_to_open_is_taken_note_of(tmp_path):
+def test_the_end_of_a_api_server_that_is_yet_to_open_is_taken_note_of(tmp_path):
     async def scenario():
-        async with cluster(tmp_path, doors=2) as c:
-            before = set(doors_of(os.getpid()))
+        async with cluster(tmp_path, api_server_count=2) as c:
+            before = set(api_servers_of(os.getpid()))
             listening(c)[0].kill()
-            await until(lambda: set(doors_of(os.getpid())) - before)
-            [again] = set(doors_of(os.getpid())) - before
+            await until(lambda: set(api_servers_of(os.getpid())) - before)
+            [again] = set(api_servers_of(os.getpid())) - before
         assert not again.is_running()
 
     run(scenario())
 
 
-def test_a_door_that_cannot_open_is_the_end_of_the_start(tmp_path, monkeypatch):
+def test_an_api_server_that_cannot_open_is_the_end_of_the_start(tmp_path, monkeypatch):
     async def scenario():
-        with pytest.raises(SettingsError, match=r"door \d has ended at its start, with code 1"):
-            async with cluster(tmp_path, doors=2):
+        with pytest.raises(SettingsError, match=r"API server \d has ended at its start, with code 1"):
+            async with cluster(tmp_path, api_server_count=2):
                 pass
 
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
@@ -415,7 +419,7 @@ def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_named(tmp_path
 
     async def scenario():
         with pytest.raises(SettingsError, match=rf"^{folder}/.* is longer than a socket's path may be \(107\)"):
-            async with cluster(tmp_path, doors=2):
+            async with cluster(tmp_path, api_server_count=2):
                 pass
 
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

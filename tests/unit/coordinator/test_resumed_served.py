@@ -152,8 +152,8 @@ def test_of_several_answers_those_that_have_ended_stay_so(tmp_path):
     run(scenario())
 
 
-@pytest.mark.parametrize("doors", few([1, 2]))
-def test_a_later_call_takes_the_place_of_one_that_the_server_takes_for_live(tmp_path, monkeypatch, doors):
+@pytest.mark.parametrize("api_servers", few([1, 2]))
+def test_a_later_call_takes_the_place_of_one_that_the_server_takes_for_live(tmp_path, monkeypatch, api_servers):
     begin_call, begun = Dispatcher.begin, []
 
     def noting(self, plan, so_fars, call, *args, **options):
@@ -163,7 +163,7 @@ def test_a_later_call_takes_the_place_of_one_that_the_server_takes_for_live(tmp_
     monkeypatch.setattr(Dispatcher, "begin", noting)
 
     async def scenario():
-        async with cluster(tmp_path, doors=doors) as c:
+        async with cluster(tmp_path, api_servers=api_servers) as c:
             await until_serving(c.stub)
             nodes = [c.nodes["p0"], c.nodes["d0"]]
             first = go_on(c)

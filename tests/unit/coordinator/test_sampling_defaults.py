@@ -98,7 +98,7 @@ async def sampling_at_node(c):
         ("none", NEUTRAL),
     ],
 )
-def test_both_doors_sample_as_the_folder_says_unless_it_is_not_asked(tmp_path, setting, expected):
+def test_both_api_servers_sample_as_the_folder_says_unless_it_is_not_asked(tmp_path, setting, expected):
     write(tmp_path, **QWEN)
 
     async def scenario():

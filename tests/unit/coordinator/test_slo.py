@@ -445,8 +445,8 @@ def test_nodes_that_have_nothing_to_do_refuse_nobody():
         world.submit("another", slo=Slo("", 1.0, None))
 
 
-def test_a_full_node_takes_nobody_who_would_wait_for_a_seat_for_too_long():
-    """Four seats, and answers of 1,000 tokens in steps of 18 ms."""
+def test_a_full_node_takes_nobody_who_would_wait_for_a_slot_for_too_long():
+    """Four running slots, and answers of 1,000 tokens in steps of 18 ms."""
     world = World((), admits_late=False)
     b0 = world.attach("b0", max_num_seqs=4, num_blocks=10_000, max_model_len=100_000)
     told = events.heartbeat(prefill_tokens_per_s=1000.0, step_weights=[0.010, 0.002, 0, 0, 0.001, 0, 0]).heartbeat

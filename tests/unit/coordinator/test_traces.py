@@ -297,7 +297,7 @@ def test_a_call_nobody_traces_gets_a_trace_of_its_own(tmp_path, receiver):
     run(scenario())
 
 
-def test_a_caller_that_traces_is_its_parent_at_every_door(tmp_path, receiver):
+def test_a_caller_that_traces_is_its_parent_at_every_api_server(tmp_path, receiver):
     async def scenario():
         async with cluster(tmp_path, otlp_endpoint=receiver.endpoint, http_port=0) as c:
             await answer_over_grpc(c, "g", (("traceparent", SAMPLED), ("tracestate", "a=1,b=2")))

@@ -59,7 +59,7 @@ def test_a_prompt_that_is_read_is_held_until_its_node_has_let_go(world, how):
     assert world.ledger.of(reader).tokens_outgoing == 0
 
 
-def test_a_ticket_that_is_there_before_the_first_token_leaves_no_credit_wait(world):
+def test_a_descriptor_that_is_there_before_the_first_token_leaves_no_credit_wait(world):
     world.submit()
     attempt = world.attempt
     assert world.tell("d0", events.reserved(attempt, b"xyz"), 1.0) == ["deliver p0"]
@@ -377,7 +377,7 @@ def test_tokens_that_can_never_be_emitted_are_bounded(world):
     assert world.step(attempt, MAX_EARLY_TOKENS + 1) == ["cancel p0", "cancel d0", "reserve d0", "prefill p1"]
 
 
-# ---- one node reads the prompt and writes the answer: no ticket, no transfer ----
+# ---- one node reads the prompt and writes the answer: no descriptor, no transfer ----
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""Fields that the server does not know: warned of at both doors, refused where it is strict, and more of them than are
-looked at."""
+"""Fields that the server does not know: warned of at both API servers, refused where it is strict, and more of them
+than are looked at."""
 
 import asyncio
 import logging
@@ -203,7 +203,7 @@ def test_any_bytes_may_come(message):
 
 
 @pytest.mark.parametrize("message", [UNKNOWN * 1_300_000, b"\x22\xfe\xff\x7f" + b"\x0a\x00" * 1_048_575])
-def test_millions_of_fields_are_refused_at_the_door(tmp_path, message):
+def test_millions_of_fields_are_refused_at_the_api_server(tmp_path, message):
     async def scenario():
         async with cluster(tmp_path, nodes=()) as c:
             code, info, details = await refusal_of(c.channel.unary_stream(GENERATE)(message))

@@ -107,7 +107,7 @@ def test_it_lets_the_same_tokens_come_where_a_text_may_go_on_in_several_ways(bot
 
 
 @pytest.mark.parametrize("module", ["rendering", "compiling"])
-def test_what_each_door_runs_imports_little(module):
+def test_what_each_api_server_runs_imports_little(module):
     code = f"import sys, coordinator.text.{module}; print(*{{'asyncio', 'google', 'grpc', 'numpy'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 

@@ -1,4 +1,4 @@
-"""Requests that there is no node for, or no room on any: they wait for one, in the tracker and at the doors."""
+"""Requests that there is no node for, or no room on any: they wait for one, in the tracker and at the API servers."""
 
 import pytest
 
@@ -279,7 +279,7 @@ def test_a_pause_is_what_is_longer_than_the_time_between_two_calls_can_be():
     assert not pauses.is_recent(20.0 + RECOVERY_S)
 
 
-# ---- at the door ----
+# ---- at the API server ----
 
 
 def test_a_stream_goes_on_when_its_only_decode_node_is_back(tmp_path):

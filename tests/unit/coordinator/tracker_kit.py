@@ -112,7 +112,7 @@ class World:
                 if kind == "prefill":
                     self.reader = node.name
                 if kind in ("migrate", "deliver"):
-                    self.ticket = body.ticket
+                    self.descriptor = body.descriptor
                 if kind == "reserve":
                     self.reserve = body
                     self.prefill_tp_size, self.is_local = body.prefill_tp_size, body.local_prefill

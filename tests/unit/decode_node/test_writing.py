@@ -1,22 +1,22 @@
 """Who gives way to an answer that needs a block."""
 
 import pytest
+from tests.unit.serving_node.node_requests_kit import House
 
 from decode_node.batch import MAX_EVICTIONS, Writing
-from serving_core.residents import Stage
-from tests.unit.serving_node.residents_kit import House
+from serving_core.node_requests import Stage
 
 
 def make(num_blocks=4):
     house, revoked = House(num_blocks), []
-    return house, Writing(house.residents, house.leases, lambda resident: revoked.append(resident)), revoked
+    return house, Writing(house.node_requests, house.leases, lambda node_request: revoked.append(node_request)), revoked
 
 
 def needs_a_block(house, age=1):
     """An answer whose two blocks are full."""
-    resident = house.add("needs", age, Stage.WRITING, 8, num_computed=8)
-    resident.request.token_ids.append(0)
-    return resident
+    node_request = house.add("needs", age, Stage.WRITING, 8, num_computed=8)
+    node_request.request.token_ids.append(0)
+    return node_request
 
 
 def rest_is_held(house):

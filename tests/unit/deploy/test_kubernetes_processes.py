@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.api.http.access import OPEN_PATHS
 from coordinator.settings import CoordinatorSettings, check_settings
-from kv_transfer.ticket import annex_address_of
+from kv_transfer.descriptor import annex_address_of
 from serving_core.flags import secrets_of
 from serving_node.exposure import check_network
 from serving_node.health import FOLLOWER_STATES, node_states

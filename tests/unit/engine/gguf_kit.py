@@ -2,8 +2,8 @@
 
 from engine.engine import Engine
 from serving_core.settings import EngineSettings
-from tests.foreign_models import greedy_answers
 from tests.toy_scheduler import greedy, run_all, token_ids
+from tests.transformers_models import greedy_answers
 
 PROMPTS = [list(b"The"), list(b"a longer prompt, of two blocks at least"), list(b"ab" * 40)]
 NUM_TOKENS = 12

@@ -34,14 +34,14 @@ def joined(timeout_s):
 
 def meet():
     """Returns when both of two ranks are here, however long the start of either takes."""
-    with socket.socket(socket.AF_UNIX) as door:
+    with socket.socket(socket.AF_UNIX) as api_server:
         place = f"\0splitserve-meeting-{os.environ['MASTER_PORT']}"
         if os.environ["RANK"] == "0":
-            door.bind(place)
-            door.listen()
-            door.accept()[0].close()
+            api_server.bind(place)
+            api_server.listen()
+            api_server.accept()[0].close()
         else:
-            while door.connect_ex(place):
+            while api_server.connect_ex(place):
                 time.sleep(0.01)
 
 

@@ -14,8 +14,8 @@ from engine.native.linear import VARIANTS as DENSE_VARIANTS
 from engine.native.linear import best_variant
 from serving_core.settings import EngineSettings
 from tests.effort import effort, few
-from tests.foreign_models import DESCRIBED, MIXTURES, write_any_model
 from tests.tiny_models import write_fake_model
+from tests.transformers_models import DESCRIBED, MIXTURES, write_any_model
 from tests.unit.engine.company import BLOCK_SIZE, Neighbour, has_variant
 from tests.unit.engine.histories_kit import (
     MOST_NEIGHBOURS,

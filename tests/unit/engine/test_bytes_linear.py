@@ -14,7 +14,7 @@ from tests.unit.engine.native_kit import thread_counts
 from tests.unit.engine.test_quantized_linear import SHAPES, random, variants
 
 F32 = np.float32
-LANES, SCALING, RATIO, MOST_TIMES, MOST_WHOLE = 16, 4, F32(1.5), F32(4096), 16  # as native/linear_bytes.h has them
+CHANNELS, SCALING, RATIO, MOST_TIMES, MOST_WHOLE = 16, 4, F32(1.5), F32(4096), 16  # as native/linear_bytes.h has them
 ROWS = (1, 2, 3, 5, 6, 7, 13, 16, 29, 40, 259)  # of vectors, and of one tile, two and several
 
 
@@ -26,8 +26,8 @@ def of_bytes(weight, variant):
 
 def whole_numbers(row):
     """What the inputs of a row become, and what 1 then stands for."""
-    lanes = np.abs(np.pad(row, (0, -len(row) % LANES))).reshape(-1, LANES).max(0)
-    most, chosen = np.sort(lanes)[::-1][[0, SCALING]]
+    channels = np.abs(np.pad(row, (0, -len(row) % CHANNELS))).reshape(-1, CHANNELS).max(0)
+    most, chosen = np.sort(channels)[::-1][[0, SCALING]]
     chosen = max(chosen, most / MOST_TIMES) if most > RATIO * chosen else most
     for largest in (chosen, most):
         numbers = np.rint(row * (F32(127) / largest)).astype(np.int64)
@@ -77,9 +77,10 @@ def test_they_are_those_of_whole_numbers(variant, shape):
 
 @variants
 def test_the_largest_sums_fit(variant):
-    """Weights and inputs of one sign, as large as bytes can be, and as many inputs in few lanes as large as any are."""
+    """Weights and inputs of one sign, as large as bytes can be, and as many inputs in few channels as large as any
+    are."""
     weight, x = torch.full((17, MOST_INPUTS), 2.0), torch.full((2, MOST_INPUTS), 3.0)
-    x[1, : MOST_WHOLE * LANES // SCALING].view(-1, LANES)[:, :SCALING] = 3.0 * 4096
+    x[1, : MOST_WHOLE * CHANNELS // SCALING].view(-1, CHANNELS)[:, :SCALING] = 3.0 * 4096
     outputs = of_bytes(weight, variant)(x)
     torch.testing.assert_close(outputs, x @ weight.T, rtol=1e-4, atol=0)
 

@@ -18,7 +18,7 @@ from tests.unit.engine.test_acceptance import BLOCK_SIZE, SAMPLINGS
 
 MAX_TOKENS = 40
 BUDGET = 64
-SEATS = 16
+SLOTS = 16
 SAMPLING_PARAMS = [SamplingParams(max_tokens=MAX_TOKENS, **fields) for fields in SAMPLINGS.values()]
 PROMPTS = [[(7 * index + 3 * at) % 200 for at in range(5 + 3 * index)] for index in range(len(SAMPLING_PARAMS))]
 
@@ -30,8 +30,8 @@ def read(engine, prompts, samplings, *, num_blocks, drafter=None):
     logic = NodeLogic(
         BlockAllocator(num_blocks, caching=False),
         engine.layout,
-        Limits(BUDGET, SEATS, 100, 1e9, 1e9, 4 if drafter else 0, model),
-        preset(BOTH, max_num_batched_tokens=BUDGET, max_num_seqs=SEATS),
+        Limits(BUDGET, SLOTS, 100, 1e9, 1e9, 4 if drafter else 0, model),
+        preset(BOTH, max_num_batched_tokens=BUDGET, max_num_seqs=SLOTS),
         block_bytes=1,
         fingerprint=engine.fingerprint,
         origin=engine.origin,

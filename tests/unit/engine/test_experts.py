@@ -16,15 +16,15 @@ from engine.parallel import alone
 from serving_core.errors import ModelError
 from serving_core.settings import EngineSettings
 from tests.effort import few
-from tests.foreign_models import NUM_TOKENS, PROMPTS, generated, transformers_model, write_foreign_model
 from tests.lora_adapters import ATTENTION, write_adapter, write_merged
 from tests.tiny_models import VOCAB_SIZE
 from tests.toy_scheduler import greedy, random_prompts, run_all, token_ids
+from tests.transformers_models import NUM_TOKENS, PROMPTS, generated, transformers_model, write_transformers_model
 from tests.unit.engine.company import Neighbour
 from tests.unit.engine.histories_kit import num_blocks_for, play, prompt_of, random_cuts
 from tests.unit.engine.rank_process import run_ranks
 
-MODELS = {  # beside those of tests.foreign_models, which other tests try too
+MODELS = {  # beside those of tests.transformers_models, which other tests try too
     "mixtral-one-of-five-tied": (
         "mixtral",
         {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": None, "tie_word_embeddings": True},
@@ -58,7 +58,7 @@ KINDS = [
 @pytest.fixture(scope="module")
 def folder_of(written):
     """The models, each written once."""
-    return lambda name: written(write_foreign_model, MODELS[name][0], **MODELS[name][1])
+    return lambda name: written(write_transformers_model, MODELS[name][0], **MODELS[name][1])
 
 
 def load(folder, **fields):
@@ -89,7 +89,7 @@ def test_greedy_tokens_equal_transformers(name, folder_of, monkeypatch):
 def test_bfloat16_is_as_close_to_the_truth_as_transformers(family, written, monkeypatch):
     """With all experts taken, as rounding could choose others. Over several prompts: what rounding does to one of them
     is chance."""
-    folder = written(write_foreign_model, family, spread=0.15, num_experts_per_tok=6)
+    folder = written(write_transformers_model, family, spread=0.15, num_experts_per_tok=6)
     prompts = random_prompts([21, 47, 60, 66, 73, 80])
     with torch.inference_mode():
         truth, rounded = (
@@ -132,7 +132,7 @@ def test_the_cut_of_a_prompt_and_company_change_no_bit(name, kind, folder_of):
 def test_experts_in_8_bits_take_half_and_are_computed_at_once(tmp_path, monkeypatch):
     if best_variant(torch.bfloat16) is None or best_quantized_variant() is None:
         pytest.skip("products are not native here")
-    folder = write_foreign_model(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=128)
+    folder = write_transformers_model(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=128)
     plain, quantized = (load(folder, dtype="bfloat16", quantization=kind) for kind in ("none", "int8"))
     num_products, multiply = [], GroupedProduct.__call__
     monkeypatch.setattr(GroupedProduct, "__call__", lambda *given: num_products.append(1) or multiply(*given))
@@ -173,7 +173,7 @@ def test_two_ranks_answer_as_transformers_and_divide_the_experts(name, folder_of
 
 
 def test_weights_of_another_size_are_refused(tmp_path):
-    folder = write_foreign_model(tmp_path, "qwen3_moe")
+    folder = write_transformers_model(tmp_path, "qwen3_moe")
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "moe_intermediate_size": 25}))
     with pytest.raises(ModelError, match=r"experts\.0\.gate_proj\.weight has shape \[24, 48\], and the model wants"):
@@ -198,8 +198,8 @@ def test_adapters_change_attention_and_dense_layers_alone(folder_of, tmp_path):
 
 
 def test_what_our_decoder_does_not_know_is_left_to_transformers(tmp_path):
-    folder = write_foreign_model(tmp_path, "olmoe", clip_qkv=0.7)
+    folder = write_transformers_model(tmp_path, "olmoe", clip_qkv=0.7)
     engine = load(folder)
-    assert engine.config.is_foreign
+    assert engine.config.is_transformers
     found = token_ids(run_all(engine, PROMPTS, greedy(NUM_TOKENS)))
     assert found == generated(folder, PROMPTS, NUM_TOKENS, found)

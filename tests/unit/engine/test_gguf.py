@@ -21,9 +21,9 @@ from serving_core.gguf_header import TENSOR_TYPES
 from serving_core.model_config import read_model_config
 from serving_core.sharding import Extent, shard_of, whole
 from splitserve.gguf.folder import gguf_folder
-from tests.foreign_models import transformers_model
 from tests.gguf_files import write_gguf
 from tests.tiny_models import FAMILIES
+from tests.transformers_models import transformers_model
 from tests.unit.engine.gguf_kit import answers, check_answers
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from serving_core.model_config import read_model_config
 from serving_core.sharding import Extent, whole
 from splitserve.gguf.folder import gguf_folder
 from tests.effort import few
-from tests.foreign_models import transformers_model
 from tests.gguf_files import MIXTURES, write_gguf
+from tests.transformers_models import transformers_model
 from tests.unit.engine.gguf_kit import NUM_TOKENS, PROMPTS, answers, check_answers
 from tests.unit.engine.rank_process import rank_case, run_ranks
 

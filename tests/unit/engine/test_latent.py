@@ -8,7 +8,7 @@ from torch.nn import functional
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from engine.foreign.decoder import NAME, expansion_of, keep_latents
+from engine.transformers_backend.decoder import NAME, expansion_of, keep_latents
 from serving_core.errors import ModelError
 
 

@@ -9,9 +9,9 @@ from engine.engine import Engine
 from serving_core.requests import Request, Work
 from serving_core.settings import EngineSettings
 from tests.effort import few
-from tests.foreign_models import greedy_answers, transformers_model
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
 from tests.toy_scheduler import greedy, random_prompts, run_all, token_ids
+from tests.transformers_models import greedy_answers, transformers_model
 from tests.unit.engine.native_kit import choose_native
 
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 16.0, "original_max_position_embeddings": 64}

@@ -15,19 +15,19 @@ from serving_core.errors import ModelError
 from serving_core.settings import EngineSettings
 from splitserve.gguf.folder import gguf_folder
 from tests.effort import effort, few
-from tests.foreign_models import (
+from tests.gguf_files import write_gguf
+from tests.lora_adapters import ATTENTION, WEIGHTS, write_adapter, write_merged
+from tests.tiny_models import write_tiny_model
+from tests.toy_scheduler import CountingEngine, greedy, random_prompts, run_all, token_ids
+from tests.transformers_models import (
     DESCRIBED,
     MIXTURES,
     generated,
     greedy_answers,
     is_greedy_answer,
     transformers_model,
-    write_foreign_model,
+    write_transformers_model,
 )
-from tests.gguf_files import write_gguf
-from tests.lora_adapters import ATTENTION, WEIGHTS, write_adapter, write_merged
-from tests.tiny_models import write_tiny_model
-from tests.toy_scheduler import CountingEngine, greedy, random_prompts, run_all, token_ids
 from tests.unit.engine.company import BLOCK_SIZE, Neighbour
 from tests.unit.engine.histories_kit import num_blocks_for, play, prompt_of, random_cuts
 from tests.unit.engine.native_kit import choose_native
@@ -99,7 +99,7 @@ def batched(answers):
 )
 def test_families_that_are_described_take_adapters(family, written, tmp_path):
     """In their order of weights, and before norms of projections."""
-    model = written(write_foreign_model, family)
+    model = written(write_transformers_model, family)
     adapter = write_adapter(tmp_path / "adapter", model, seed=1)
     merged = write_merged(tmp_path / "merged", model, adapter)
     engine = load(({"": model}, [f"one={adapter}"]))
@@ -110,7 +110,7 @@ def test_families_that_are_described_take_adapters(family, written, tmp_path):
 
 
 def test_adapters_of_projections_that_are_stored_as_one_are_refused(written, tmp_path):
-    model = written(write_foreign_model, "phi3")
+    model = written(write_transformers_model, "phi3")
     adapter = write_adapter(tmp_path / "adapter", model, seed=1, targets=["qkv_proj"])
     with pytest.raises(ModelError, match=r"qkv_proj.lora_A.weight, which is not LoRA of a projection"):
         load(({"": model}, [f"one={adapter}"]))

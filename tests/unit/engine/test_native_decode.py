@@ -20,9 +20,9 @@ from engine.native.steps import best_variant as best_steps
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
 from tests.effort import effort
-from tests.foreign_models import DESCRIBED, MIXTURES, write_any_model
 from tests.tiny_models import VOCAB_SIZE
 from tests.toy_scheduler import greedy, run_all
+from tests.transformers_models import DESCRIBED, MIXTURES, write_any_model
 
 MODELS = {
     "llama": ("llama", {}),
@@ -212,7 +212,7 @@ CROWD = """
 import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from tests.foreign_models import write_any_model
+from tests.transformers_models import write_any_model
 from tests.unit.engine.test_native_decode import MODELS, check_equal, engine_of, random_decode
 family, config = MODELS["9-heads-of-64"]
 engine = engine_of(write_any_model(Path(sys.argv[1]), family, **config))

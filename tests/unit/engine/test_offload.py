@@ -291,13 +291,13 @@ def test_a_disk_that_gives_nothing_is_waited_for_a_while(offloading, monkeypatch
         goes_on.set()
 
 
-def num_resident_pages(memory):
+def num_node_request_pages(memory):
     """Of the layer's memory, as the kernel counts them."""
     libc, count = ctypes.CDLL(None, use_errno=True), 0
     for pages in memory.pages():
-        is_resident = (ctypes.c_ubyte * (pages.nbytes // mmap.PAGESIZE))()
-        assert not libc.mincore(ctypes.c_void_p(pages.data_ptr()), ctypes.c_size_t(pages.nbytes), is_resident)
-        count += sum(each & 1 for each in is_resident)
+        is_node_request = (ctypes.c_ubyte * (pages.nbytes // mmap.PAGESIZE))()
+        assert not libc.mincore(ctypes.c_void_p(pages.data_ptr()), ctypes.c_size_t(pages.nbytes), is_node_request)
+        count += sum(each & 1 for each in is_node_request)
     return count
 
 
@@ -310,4 +310,4 @@ def test_weights_take_no_more_memory_than_they_may(offloading, memories):
     num_staying = len(given_out) - len(offloaded.layer_bytes)  # the first layer, by whose size all are judged
     assert num_staying == (0 not in offloaded.layer_bytes)
     assert len(offloaded.layer_bytes) > ROOM
-    assert sum(num_resident_pages(memory) > 0 for memory in given_out) <= ROOM + num_staying
+    assert sum(num_node_request_pages(memory) > 0 for memory in given_out) <= ROOM + num_staying

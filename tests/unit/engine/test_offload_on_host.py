@@ -12,9 +12,9 @@ from engine.offload.placement import choose_store
 from engine.offload.residence import ROOM
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
-from tests.foreign_models import write_any_model
 from tests.tiny_models import write_tiny_model
 from tests.toy_scheduler import greedy, run_all, token_ids
+from tests.transformers_models import write_any_model
 
 PROMPTS = [list(b"a prompt, of two blocks at least"), list(b"ab" * 20)]
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6}

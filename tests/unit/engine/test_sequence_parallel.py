@@ -13,10 +13,10 @@ from engine.native.linear import best_variant
 from serving_core.errors import SettingsError
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
-from tests.foreign_models import generated, write_any_model, write_foreign_model
 from tests.lora_adapters import write_adapter
 from tests.tiny_models import write_fake_model, write_tiny_model
 from tests.toy_scheduler import random_prompts
+from tests.transformers_models import generated, write_any_model, write_transformers_model
 from tests.unit.engine.rank_process import TIMEOUT_S, rank_case, rank_processes, run_ranks
 
 PROMPTS = random_prompts([*range(1, 14), 33, 150])
@@ -151,12 +151,12 @@ def test_ranks_that_were_told_otherwise_are_refused(tmp_path):
     assert [json.loads(output.splitlines()[-1]) for output in outputs] == [sentence] * 2
 
 
-@pytest.mark.parametrize("kind", ["fake", "foreign"])
+@pytest.mark.parametrize("kind", ["fake", "other"])
 def test_models_that_are_not_divided_refuse_it(kind, tmp_path):
-    write = {"fake": write_fake_model, "foreign": lambda folder: write_foreign_model(folder, "starcoder2")}[kind]
+    write = {"fake": write_fake_model, "other": lambda folder: write_transformers_model(folder, "starcoder2")}[kind]
     computed = {
         "fake": "the fake model has no products",
-        "foreign": "transformers computes Starcoder2ForCausalLM, with",
+        "other": "transformers computes Starcoder2ForCausalLM, with",
     }
     with pytest.raises(SettingsError, match=f"^{FLAG}: {computed[kind]}"):
         Engine(EngineSettings(model=str(write(tmp_path)), num_kv_blocks=64, sequence_parallel_min_tokens=9))

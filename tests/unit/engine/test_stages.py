@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.native.linear import best_variant
-from tests.foreign_models import generated, write_any_model
 from tests.lora_adapters import write_adapter
 from tests.tiny_models import write_fake_model, write_tiny_model
 from tests.toy_scheduler import random_prompts
+from tests.transformers_models import generated, write_any_model
 from tests.unit.engine.rank_process import TIMEOUT_S, rank_case, rank_processes, run_ranks
 from tests.unit.engine.test_fake import answer_on_paper
 

@@ -6,9 +6,9 @@ import torch
 from engine.engine import Engine
 from engine.native.library import ENVIRONMENT, OFF, native_library
 from serving_core.settings import EngineSettings
-from tests.foreign_models import DESCRIBED, MIXTURES, transformers_model, write_any_model
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
 from tests.toy_scheduler import greedy, random_prompts, run_all
+from tests.transformers_models import DESCRIBED, MIXTURES, transformers_model, write_any_model
 from tests.unit.engine.rank_process import rank_case, run_ranks
 from tests.unit.engine.test_fake import answer_on_paper
 

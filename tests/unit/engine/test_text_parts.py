@@ -13,10 +13,10 @@ from serving_core.model_config import read_model_config, text_names
 from serving_core.needs import needs_of
 from serving_core.settings import EngineSettings
 from tests.effort import few
-from tests.foreign_models import greedy_answers
 from tests.lora_adapters import WEIGHTS, write_adapter, write_merged
 from tests.tiny_models import BOS, EOS, VOCAB_SIZE, write_tokenizer
 from tests.toy_scheduler import greedy, run_all, token_ids
+from tests.transformers_models import greedy_answers
 
 IMAGE = 255  # a token that no prompt has
 PROMPTS = [list(b"The"), list(b"a longer prompt, of two blocks at least"), list(b"ab" * 30)]

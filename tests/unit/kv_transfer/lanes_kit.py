@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 import torch
 
 from engine.cache.kv_pool import PagedKVPool
+from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.ends.receiver import KVReceiver, Received, TransferFailed
 from kv_transfer.ends.sender import KVSender, Sent
 from kv_transfer.plan import Grid, holdings, plan_nodes
-from kv_transfer.ticket import Ticket
 from serving_core import reasons
 from serving_core.layout import KVLayout
 from tests.unit.engine.some_heads import planes_of
@@ -93,8 +93,8 @@ class Nodes:
     def copies(self):
         return plan_nodes(self.prefill, self.decode, self.layout.num_kv_heads, self.layout.layers)
 
-    def ticket(self, num_blocks, *, num_cached_blocks=0, ttl_s=PATIENCE_S):
-        return Ticket.draw(
+    def descriptor(self, num_blocks, *, num_cached_blocks=0, ttl_s=PATIENCE_S):
+        return TransferDescriptor.draw(
             epoch=next(epochs),
             layout=self.layout,
             prefill_tp=self.prefill.tp,
@@ -108,7 +108,7 @@ class Nodes:
         )
 
     def begin(self, target_ids, **kwargs):
-        return Attempt(self, self.ticket(len(target_ids), **kwargs), target_ids)
+        return Attempt(self, self.descriptor(len(target_ids), **kwargs), target_ids)
 
     def expected(self, num_blocks):
         """How an undisturbed transfer of so many blocks ends on each rank: of the senders, of the receivers."""
@@ -131,14 +131,14 @@ class Nodes:
 class Attempt:
     """One transfer, on all ranks of both nodes."""
 
-    def __init__(self, nodes, ticket, target_ids):
-        self.ticket = ticket
+    def __init__(self, nodes, descriptor, target_ids):
+        self.descriptor = descriptor
         self.received = [Once() for _ in nodes.receivers]
         self.sent = [Once() for _ in nodes.senders]
         for receiver, received in zip(nodes.receivers, self.received, strict=True):
-            receiver.expect(ticket, target_ids, received)
+            receiver.expect(descriptor, target_ids, received)
         self.sendings = [
-            sender.start(ticket.encode(), sent) for sender, sent in zip(nodes.senders, self.sent, strict=True)
+            sender.start(descriptor.encode(), sent) for sender, sent in zip(nodes.senders, self.sent, strict=True)
         ]
 
     def blocks_ready(self, block_ids, num_layers=None):

@@ -2,24 +2,24 @@
 
 from dataclasses import replace
 
+from kv_transfer.descriptor import Channel
 from kv_transfer.results import Received, TransferFailed
 from kv_transfer.sessions import receiver_session as receiving
 from kv_transfer.sessions import sender_session as sending
 from kv_transfer.sessions.receiver_session import Reply, Verified, Verify
 from kv_transfer.sessions.sender_session import Released, SendMessage, Turn
-from kv_transfer.ticket import Lane
 from kv_transfer.wire import Abort, BlockRange, Committed, Data, Finish, Missing, Refused, Segment
 from serving_core import reasons
 from serving_core.layout import KVLayout
 
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
-LANE = Lane(bytes(range(16)), 7, "nowhere", LAYOUT, num_blocks=5, num_cached_blocks=0, ttl_s=100.0)
-LATER_LAYERS = Lane(LANE.transfer_id, LANE.epoch, "nowhere", replace(LAYOUT, first_layer=5), 5, 0, ttl_s=100.0)
-NAMES = (LANE.transfer_id, LANE.epoch)
+CHANNEL = Channel(bytes(range(16)), 7, "nowhere", LAYOUT, num_blocks=5, num_cached_blocks=0, ttl_s=100.0)
+LATER_LAYERS = Channel(CHANNEL.transfer_id, CHANNEL.epoch, "nowhere", replace(LAYOUT, first_layer=5), 5, 0, ttl_s=100.0)
+NAMES = (CHANNEL.transfer_id, CHANNEL.epoch)
 
 
-def make_sender(lane=LANE, blocks_per_message=100, deadline_s=10.0):
-    return sending.SenderSession(lane, blocks_per_message, deadline_s, now=0.0)
+def make_sender(channel=CHANNEL, blocks_per_message=100, deadline_s=10.0):
+    return sending.SenderSession(channel, blocks_per_message, deadline_s, now=0.0)
 
 
 def drain(session, now=0.0):
@@ -43,8 +43,8 @@ def failed(message, reason=reasons.TRANSFER_FAILED):
     return [SendMessage(Abort(*NAMES)), sending.Conclude(TransferFailed(reason, message))]
 
 
-def make_receiver(lane=LANE):
-    return receiving.ReceiverSession(lane, now=0.0)
+def make_receiver(channel=CHANNEL):
+    return receiving.ReceiverSession(channel, now=0.0)
 
 
 def data(*segments):
@@ -70,5 +70,5 @@ def missing(round_, num_corrupt, *triples):
     return [Reply(Missing(*NAMES, round_, num_corrupt, ranges(*triples)))]
 
 
-def refused(refusal, epoch=LANE.epoch):
-    return [Reply(Refused(LANE.transfer_id, epoch, refusal))]
+def refused(refusal, epoch=CHANNEL.epoch):
+    return [Reply(Refused(CHANNEL.transfer_id, epoch, refusal))]

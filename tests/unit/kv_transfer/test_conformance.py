@@ -23,7 +23,7 @@ from tests.unit.kv_transfer.transfer_kit import (
     ByteStore,
     Fabric,
     Once,
-    a_ticket,
+    a_descriptor,
     check_arrived,
     grant,
     pair,
@@ -238,21 +238,21 @@ def test_cancel(tmp_path, monkeypatch, kind, side, moment):
     async def scenario():
         async with pair(Fabric(kind, tmp_path), source, target) as (sender, receiver):
             sent, received = Once(), Once()
-            ticket = grant(receiver, ids, received)
-            sending = sender.start(ticket.encode(), sent)
+            descriptor = grant(receiver, ids, received)
+            sending = sender.start(descriptor.encode(), sent)
             await reach(moment, sending, receiver, ids)
             if side == "sender":
                 sending.cancel()
                 sent_result = await sent.result()
                 received_result = await received.result()
             else:
-                receiver.cancel(ticket.epoch)
+                receiver.cancel(descriptor.epoch)
                 received_result = await received.result()
                 sending.finish(ids, b"tail")
                 sent_result = await sent.result()
             frozen = target.bytes_of(ids)
             sending.cancel()
-            receiver.cancel(ticket.epoch)
+            receiver.cancel(descriptor.epoch)
             results = await transfer(sender, receiver, ids, other_ids)  # behind all that was on its way
             check_arrived(source, ids, target, other_ids, results)
             assert target.bytes_of(ids) == frozen
@@ -265,15 +265,15 @@ def test_cancel(tmp_path, monkeypatch, kind, side, moment):
     run(scenario())
 
 
-def test_a_cancelled_ticket_stays_cancelled(fabric):
+def test_a_cancelled_descriptor_stays_cancelled(fabric):
     source, target = ByteStore(LAYOUT, 4, seed=7), ByteStore(LAYOUT, 4)
 
     async def scenario():
         async with pair(fabric, source, target) as (sender, receiver):
             sent, received = Once(), Once()
-            ticket = grant(receiver, range(4), received)
-            receiver.cancel(ticket.epoch)
-            sender.start(ticket.encode(), sent).finish(range(4), b"")
+            descriptor = grant(receiver, range(4), received)
+            receiver.cancel(descriptor.epoch)
+            sender.start(descriptor.encode(), sent).finish(range(4), b"")
             assert "cancelled" in (await sent.result()).message
             assert "cancelled" in (await received.result()).message
             assert not any(target.bytes_of(range(4)))
@@ -326,7 +326,7 @@ def test_a_receiver_that_never_answers_is_given_up(fabric):
         mute = fabric.listener()
         mute.start(lambda peer, header, frames: None)
         sender, sent = KVSender(fabric.dialer(), ByteStore(LAYOUT, 4, seed=9), deadline_s=0.4), Once()
-        sender.start(a_ticket(mute.address).encode(), sent).finish(range(4), b"")
+        sender.start(a_descriptor(mute.address).encode(), sent).finish(range(4), b"")
         assert "time is over" in (await sent.result()).message
         await sender.close()
         await mute.close()

@@ -20,7 +20,7 @@ from tests.unit.kv_transfer.transfer_kit import (
     ByteStore,
     Fabric,
     Once,
-    a_ticket,
+    a_descriptor,
     check_arrived,
     grant,
     pair,
@@ -62,10 +62,10 @@ def test_dealers_without_a_known_key_get_nothing(tmp_path, caplog):
 
         async with pair(fabric, source, target, tap=hear) as (sender, receiver):
             received, sent = Once(), Once()
-            ticket = grant(receiver, range(4), received)
-            (end,) = ticket.ends
+            descriptor = grant(receiver, range(4), received)
+            (end,) = descriptor.ends
             place, _, key = end.address.removeprefix("curve://").partition("/")
-            header = wire.encode(wire.Finish(end.transfer_id, ticket.epoch, 0, 4, b""))
+            header = wire.encode(wire.Finish(end.transfer_id, descriptor.epoch, 0, 4, b""))
             server_key = {"CURVE_SERVERKEY": bytes.fromhex(key)}
             with zmq.Context() as context:
                 strangers = [
@@ -76,7 +76,7 @@ def test_dealers_without_a_known_key_get_nothing(tmp_path, caplog):
                 for dealer in strangers:
                     try_to_send(dealer, header)
                 await until(lambda: caplog.messages)
-                sender.start(ticket.encode(), sent).finish(range(4), b"tail")
+                sender.start(descriptor.encode(), sent).finish(range(4), b"tail")
                 check_arrived(source, range(4), target, range(4), (await sent.result(), await received.result()))
                 assert not any(dealer.poll(100) for dealer in strangers)
                 for dealer in strangers:
@@ -95,11 +95,11 @@ def test_a_sender_that_is_not_known_fails_and_is_let_in_once_it_is(stores):
         receiver = KVReceiver(ZmqListener("tcp://127.0.0.1:*", theirs), target)
         sender = KVSender(ZmqDialer(ours), source, deadline_s=PATIENCE_S)
         sent = Once()
-        ticket = grant(receiver, range(4), Once())
-        sender.start(ticket.encode(), sent).finish(range(4), b"tail")
+        descriptor = grant(receiver, range(4), Once())
+        sender.start(descriptor.encode(), sent).finish(range(4), b"tail")
         assert isinstance(await sent.result(), TransferFailed)
         assert receiver.num_messages == 0
-        receiver.cancel(ticket.epoch)
+        receiver.cancel(descriptor.epoch)
         assert theirs.allow([ours.public]) == [ours.public]
         check_arrived(source, range(4), target, range(4), await transfer(sender, receiver, range(4), range(4)))
         for end in (sender, receiver):
@@ -183,7 +183,7 @@ def test_addresses_with_odd_keys_cannot_be_dialled(stores, key):
     async def scenario():
         sender = KVSender(ZmqDialer(), stores[0], deadline_s=20.0)
         with pytest.raises(TransferError, match="cannot be dialled"):
-            sender.start(a_ticket(f"curve://127.0.0.1:5600/{key}").encode(), Once())
+            sender.start(a_descriptor(f"curve://127.0.0.1:5600/{key}").encode(), Once())
         await sender.close()
 
     run(scenario())

@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from kv_transfer.ticket import annex_address_of, endpoint_of, host_of
+from kv_transfer.descriptor import annex_address_of, endpoint_of, host_of
 from serving_core.errors import SettingsError
 
 ENTRIES = [(name, entry) for name, entries in psutil.net_if_addrs().items() for entry in entries]
@@ -54,7 +54,7 @@ def test_an_interface_may_have_addresses_of_ipv6_alone():
     if not shutil.which("unshare") or subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("there can be no network of its own here")
     code = """
-from kv_transfer.ticket import endpoint_of
+from kv_transfer.descriptor import endpoint_of
 from kv_transfer.transports.zmq import ZmqListener
 print(ZmqListener(endpoint_of("zmq", "tcp://six:50060", 1)).address)
 print(endpoint_of("torch_dist", "dist://six:50060", 1))

@@ -23,7 +23,7 @@ from tests.unit.kv_transfer.transfer_kit import (
     Faults,
     FaultyDialer,
     Once,
-    a_ticket,
+    a_descriptor,
     check_arrived,
     grant,
     pair,
@@ -235,20 +235,20 @@ def test_the_sender_closes_in_the_middle(fabric):
         assert isinstance(await received.result(), TransferFailed)
         assert (sender.num_open, receiver.num_open) == (0, 0)
         with pytest.raises(TransferError):
-            sender.start(a_ticket("nowhere").encode(), sent)
+            sender.start(a_descriptor("nowhere").encode(), sent)
         await receiver.close()
 
     run(scenario())
 
 
-def test_nobody_is_at_the_tickets_address(fabric):
+def test_nobody_is_at_the_descriptors_address(fabric):
     async def scenario():
         vacant = fabric.listener()
         vacant.start(lambda peer, header, frames: None)
         address = vacant.address
         await vacant.close()
         sender, sent = KVSender(fabric.dialer(), ByteStore(LAYOUT, 4, seed=14), deadline_s=PATIENCE_S), Once()
-        sender.start(a_ticket(address).encode(), sent).finish(range(4), b"")
+        sender.start(a_descriptor(address).encode(), sent).finish(range(4), b"")
         assert (await sent.result()).message == "the receiver is gone"
         await sender.close()
 

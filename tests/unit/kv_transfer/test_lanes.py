@@ -1,4 +1,4 @@
-"""The lanes of a transfer end together: with success when all of them have, else with what failed first."""
+"""The channels of a transfer end together: with success when all of them have, else with what failed first."""
 
 import asyncio
 import gc
@@ -6,17 +6,17 @@ import weakref
 from dataclasses import replace
 
 import pytest
+from tests.unit.kv_transfer.channels_kit import CANCELLED_BY_SENDER, IDS, LAYOUT, TAIL, nodes_of, sliced
 
-from kv_transfer.ends.receiver import KVReceiver, ReceivingLane
+from kv_transfer.descriptor import TransferDescriptor
+from kv_transfer.ends.receiver import KVReceiver, ReceivingChannel
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.results import Received, Sent, TransferError, TransferFailed, combined
-from kv_transfer.ticket import Ticket
 from kv_transfer.transports.loopback import LoopbackNetwork
 from kv_transfer.wire import Abort, Data, Finish, decode
 from serving_core import reasons
 from tests.effort import few
 from tests.unit.kv_transfer.fabric_kinds import FABRIC_KINDS
-from tests.unit.kv_transfer.lanes_kit import CANCELLED_BY_SENDER, IDS, LAYOUT, TAIL, nodes_of, sliced
 from tests.unit.kv_transfer.transfer_kit import ByteStore, Fabric, Once, run, until
 
 CANCELLED_BY_RECEIVER = TransferFailed(reasons.TRANSFER_FAILED, "the receiver's node cancelled the transfer")
@@ -67,14 +67,14 @@ def test_two_tails_are_a_failure():
 @over_unlike_fabrics
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_decode_rank_cancels(fabric, whole, rank):
-    """Its lanes end on both sides; the senders end those that go elsewhere."""
+    """Its channels end on both sides; the senders end those that go elsewhere."""
 
     async def scenario():
         async with nodes_of(fabric, whole, 2, 2, 4) as nodes:
             attempt = nodes.begin(IDS)
             attempt.blocks_ready(IDS[:2])
             await until(lambda: all(receiver.num_bytes for receiver in nodes.receivers))
-            nodes.receivers[rank].cancel(attempt.ticket.epoch)
+            nodes.receivers[rank].cancel(attempt.descriptor.epoch)
             assert await attempt.received[rank].result() == CANCELLED_BY_RECEIVER
             frozen = nodes.targets[rank].bytes_of(IDS)
             attempt.finish(IDS)
@@ -89,7 +89,7 @@ def test_one_decode_rank_cancels(fabric, whole, rank):
 
 
 @over_unlike_fabrics
-def test_a_lane_that_is_cancelled_takes_the_others_of_its_sender_along(fabric, whole):
+def test_a_channel_that_is_cancelled_takes_the_others_of_its_sender_along(fabric, whole):
     """One prefill rank, four decode ranks, of which one has had enough."""
 
     async def scenario():
@@ -97,7 +97,7 @@ def test_a_lane_that_is_cancelled_takes_the_others_of_its_sender_along(fabric, w
             attempt = nodes.begin(IDS)
             attempt.blocks_ready(IDS[:2])
             await until(lambda: all(receiver.num_bytes for receiver in nodes.receivers))
-            nodes.receivers[2].cancel(attempt.ticket.epoch)
+            nodes.receivers[2].cancel(attempt.descriptor.epoch)
             (sent,), received = await attempt.results()
             assert sent.message == "the receiver refused the transfer: cancelled"
             assert received == [ABORTED, ABORTED, CANCELLED_BY_RECEIVER, ABORTED]
@@ -111,7 +111,7 @@ def test_a_lane_that_is_cancelled_takes_the_others_of_its_sender_along(fabric, w
 
 
 @over_unlike_fabrics
-def test_a_lane_that_is_aborted_takes_the_others_of_its_receiver_along(fabric, whole):
+def test_a_channel_that_is_aborted_takes_the_others_of_its_receiver_along(fabric, whole):
     """Four prefill ranks, one decode rank: who cancelled shows in the reason."""
 
     async def scenario():
@@ -144,7 +144,7 @@ def test_a_cancel_is_told_once_to_everyone(fabric, whole):
             attempt.sendings[0].cancel()
             assert await attempt.results() == ([CANCELLED_BY_SENDER], [ABORTED] * 4)
             for receiver in nodes.receivers:
-                receiver.cancel(attempt.ticket.epoch)
+                receiver.cancel(attempt.descriptor.epoch)
             await check_still_works(nodes, whole)
 
     run(scenario())
@@ -157,9 +157,9 @@ def test_a_cancel_is_told_once_to_everyone(fabric, whole):
 def test_one_rank_was_not_granted_anything(fabric, whole):
     async def scenario():
         async with nodes_of(fabric, whole, 1, 2, 4) as nodes:
-            ticket, sent, received = nodes.ticket(4), Once(), Once()
-            nodes.receivers[0].expect(ticket, IDS, received)
-            nodes.senders[0].start(ticket.encode(), sent).finish(IDS, TAIL)
+            descriptor, sent, received = nodes.descriptor(4), Once(), Once()
+            nodes.receivers[0].expect(descriptor, IDS, received)
+            nodes.senders[0].start(descriptor.encode(), sent).finish(IDS, TAIL)
             assert (await sent.result()).message == "the receiver refused the transfer: unknown_transfer"
             assert await received.result() in (ABORTED, Received(TAIL, 4 * LAYOUT.with_heads(2).block_bytes))
             assert not any(nodes.targets[1].bytes_of(IDS))
@@ -170,12 +170,12 @@ def test_one_rank_was_not_granted_anything(fabric, whole):
 
 @over_unlike_fabrics
 @pytest.mark.parametrize("epoch", [0, 2**32 - 1])
-def test_another_epoch_is_refused_on_every_lane(fabric, whole, epoch):
+def test_another_epoch_is_refused_on_every_channel(fabric, whole, epoch):
     async def scenario():
         async with nodes_of(fabric, whole, 2, 1, 4) as nodes:
-            ticket, sent, received = nodes.ticket(4), [Once(), Once()], Once()
-            nodes.receivers[0].expect(ticket, IDS, received)
-            stale = replace(ticket, epoch=epoch).encode()
+            descriptor, sent, received = nodes.descriptor(4), [Once(), Once()], Once()
+            nodes.receivers[0].expect(descriptor, IDS, received)
+            stale = replace(descriptor, epoch=epoch).encode()
             for sender, on_done in zip(nodes.senders, sent, strict=True):
                 sender.start(stale, on_done).finish(IDS, TAIL)
             for on_done in sent:
@@ -183,24 +183,24 @@ def test_another_epoch_is_refused_on_every_lane(fabric, whole, epoch):
             assert not received.is_done
             assert not any(nodes.targets[0].bytes_of(IDS))
             for sender in nodes.senders:
-                sender.start(ticket.encode(), Once()).finish(IDS, TAIL)
+                sender.start(descriptor.encode(), Once()).finish(IDS, TAIL)
             assert await received.result() == nodes.expected(4)[1][0]
 
     run(scenario())
 
 
-def test_tickets_for_other_sizes_are_refused(loopback, whole):
+def test_descriptors_for_other_sizes_are_refused(loopback, whole):
     async def scenario():
         async with nodes_of(loopback, whole, 2, 2, 4) as nodes:
             sender, receiver = nodes.senders[1], nodes.receivers[1]
-            good = nodes.ticket(4)
-            three_lanes = (*good.ends, replace(good.ends[0], transfer_id=b"?" * 16))
+            good = nodes.descriptor(4)
+            three_channels = (*good.ends, replace(good.ends[0], transfer_id=b"?" * 16))
             with pytest.raises(TransferError, match="a prefill node of 1 ranks, not 2"):
                 sender.start(replace(good, prefill_tp=1).encode(), Once())
             with pytest.raises(TransferError, match="a decode node of 1 ranks, not 2"):
                 receiver.expect(replace(good, decode_tp=1), IDS, Once())
-            other = replace(good, layout=LAYOUT.with_heads(3), ends=three_lanes[:2])
-            assert other.lanes_to(0)[0][1].layout.num_kv_heads == 1
+            other = replace(good, layout=LAYOUT.with_heads(3), ends=three_channels[:2])
+            assert other.channels_to(0)[0][1].layout.num_kv_heads == 1
             for node in nodes.senders[:1]:
                 with pytest.raises(TransferError, match=r"and 1 heads of .*; it has .* and 2 heads of "):
                     node.start(other.encode(), Once())
@@ -253,7 +253,7 @@ def test_ranks_that_do_not_send_the_same_request_send_nothing_usable(fabric, who
 # ---- ranks with nothing to send ----
 
 
-def test_a_rank_without_lanes_is_done_when_it_is_finished(loopback):
+def test_a_rank_without_channels_is_done_when_it_is_finished(loopback):
     """One head, four prefill ranks that all hold it: one sends."""
     whole = ByteStore(LAYOUT.with_heads(1), 4, seed=2)
 
@@ -275,7 +275,7 @@ def test_a_rank_without_lanes_is_done_when_it_is_finished(loopback):
     run(scenario())
 
 
-def test_a_rank_without_lanes_can_be_cancelled_and_closed(loopback):
+def test_a_rank_without_channels_can_be_cancelled_and_closed(loopback):
     whole = ByteStore(LAYOUT.with_heads(1), 4, seed=3)
 
     async def scenario():
@@ -293,7 +293,7 @@ def test_a_rank_without_lanes_can_be_cancelled_and_closed(loopback):
     run(scenario())
 
 
-def test_a_rank_without_lanes_does_not_wait_forever(loopback):
+def test_a_rank_without_channels_does_not_wait_forever(loopback):
     whole = ByteStore(LAYOUT.with_heads(1), 4, seed=4)
 
     async def scenario():
@@ -309,28 +309,28 @@ def test_a_rank_without_lanes_does_not_wait_forever(loopback):
 # ---- timers ----
 
 
-def test_lanes_that_have_ended_leave_nothing_behind(loopback):
+def test_channels_that_have_ended_leave_nothing_behind(loopback):
     """One is committed, then another is aborted, which cancels all: no timer may hold them any more."""
     whole = ByteStore(LAYOUT, 4, seed=5)
 
     async def scenario():
         async with nodes_of(loopback, whole, 4, 1, 4) as nodes:
-            others = receiving_lanes()
+            others = receiving_channels()
             attempt = nodes.begin(IDS)
-            lanes = [weakref.ref(lane) for lane in receiving_lanes() - others]
+            channels = [weakref.ref(channel) for channel in receiving_channels() - others]
             others.clear()
             attempt.sendings[0].finish(IDS, TAIL)
             assert isinstance(await attempt.sent[0].result(), Sent)
             attempt.sendings[1].cancel()
             assert isinstance(await attempt.received[0].result(), TransferFailed)
             gc.collect()
-            assert [lane() for lane in lanes] == [None] * 4
+            assert [channel() for channel in channels] == [None] * 4
 
     run(scenario())
 
 
-def receiving_lanes():
-    return {each for each in gc.get_objects() if isinstance(each, ReceivingLane)}
+def receiving_channels():
+    return {each for each in gc.get_objects() if isinstance(each, ReceivingChannel)}
 
 
 # ---- the sender's blocks ----
@@ -368,8 +368,8 @@ class HoldingDialer:
         await self._inner.close()
 
 
-def test_when_one_lane_fails_the_others_end_at_once_and_blocks_are_given_back_last():
-    """Not even the frames of a receiver that hangs delay the end of the other lanes."""
+def test_when_one_channel_fails_the_others_end_at_once_and_blocks_are_given_back_last():
+    """Not even the frames of a receiver that hangs delay the end of the other channels."""
     network, whole = LoopbackNetwork(), ByteStore(LAYOUT, 4, seed=1)
 
     async def scenario():
@@ -381,8 +381,10 @@ def test_when_one_lane_fails_the_others_end_at_once_and_blocks_are_given_back_la
         ]
         addresses = [receiver.address for receiver in receivers]
         sizes = {"num_blocks": 4, "num_cached_blocks": 0, "ttl_s": 20.0}
-        ticket = Ticket.draw(epoch=1, layout=LAYOUT, prefill_tp=1, decode_tp=2, addresses=addresses, **sizes)
-        sender.start(ticket.encode(), sent).blocks_ready(IDS)
+        descriptor = TransferDescriptor.draw(
+            epoch=1, layout=LAYOUT, prefill_tp=1, decode_tp=2, addresses=addresses, **sizes
+        )
+        sender.start(descriptor.encode(), sent).blocks_ready(IDS)
         await until(lambda: len(dialer.held) == 2)
         assert {type(message) for _, message in dialer.messages} == {Data}
         for _ in range(4):

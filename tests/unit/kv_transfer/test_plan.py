@@ -115,14 +115,16 @@ def test_sizes_below_one_are_refused(sizes):
 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 32))
-def test_no_pair_of_ranks_has_two_lanes_and_no_plan_more_than_a_lane_for_each_rank(prefill_tp, decode_tp, num_heads):
+def test_no_pair_of_ranks_has_two_channels_and_no_plan_more_than_a_channel_for_each_rank(
+    prefill_tp, decode_tp, num_heads
+):
     copies = plan_tp(prefill_tp, decode_tp, num_heads)
     assert len({(copy.source_rank, copy.destination_rank) for copy in copies}) == len(copies)
     assert decode_tp <= len(copies) <= prefill_tp + decode_tp - 1
 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 32))
-def test_rank_0_always_has_a_lane(prefill_tp, decode_tp, num_heads):
+def test_rank_0_always_has_a_channel(prefill_tp, decode_tp, num_heads):
     assert plan_tp(prefill_tp, decode_tp, num_heads)[0].source_rank == 0
 
 
@@ -141,7 +143,7 @@ def grid(layers, num_heads, tp_size, num_stages):
 
 def check_holdings(sources, destinations):
     """Carries the plan out: every destination gets each of its heads in each of its layers once, from one that has it,
-    and no pair has two lanes."""
+    and no pair has two channels."""
     copies = plan_copies(sources, destinations)
     received = {
         (rank, layer, head): 0

@@ -8,16 +8,16 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender, Sent, TransferFailed
-from kv_transfer.ticket import Ticket
 from kv_transfer.transports import dist_stream, zmq_connection
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from tests import forked
 from tests.effort import few
 from tests.unit.kv_transfer import torch_dist_processes
 from tests.unit.kv_transfer.torch_dist_kit import CPU, HostDialer, bytes_of, tensor_store
-from tests.unit.kv_transfer.torch_dist_processes import ANY_PORT, BIG_IDS, leaving, ticket_of
+from tests.unit.kv_transfer.torch_dist_processes import ANY_PORT, BIG_IDS, descriptor_of, leaving
 from tests.unit.kv_transfer.transfer_kit import (
     BIG_LAYOUT,
     BIG_NUM_BLOCKS,
@@ -39,7 +39,7 @@ of_processes = pytest.mark.parametrize("zmq_fabric", few(["tcp", "shm", "ipc"], 
 
 @asynccontextmanager
 async def receiving_process(fabric):
-    """The process and its ticket."""
+    """The process and its descriptor."""
     endpoint = f"ipc://{fabric.folder}/peer" if fabric.kind == "ipc" else "tcp://127.0.0.1:*"
     async with peer_process(PEER, "receive", endpoint, fabric.kind) as process:
         yield process, bytes.fromhex(await line_from(process))
@@ -51,10 +51,10 @@ def test_the_receiving_process_is_killed(zmq_fabric):
     source, ids = ByteStore(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=15), range(BIG_NUM_BLOCKS)
 
     async def scenario():
-        async with receiving_process(zmq_fabric) as (process, ticket):
+        async with receiving_process(zmq_fabric) as (process, descriptor):
             sender, sent = KVSender(zmq_fabric.dialer(), source, deadline_s=PATIENCE_S), Once()
-            await zmq_fabric.meet(sender.transport, Ticket.decode(ticket).ends[0].address)
-            sending = sender.start(ticket, sent)
+            await zmq_fabric.meet(sender.transport, TransferDescriptor.decode(descriptor).ends[0].address)
+            sending = sender.start(descriptor, sent)
             sending.blocks_ready(ids[:1])
             await until(lambda: sender.num_messages)
             process.send_signal(signal.SIGSTOP)
@@ -75,11 +75,13 @@ def test_the_receiving_process_hangs(zmq_fabric, monkeypatch):
     source, ids = ByteStore(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=15), range(BIG_NUM_BLOCKS)
 
     async def scenario():
-        async with receiving_process(zmq_fabric) as (process, ticket):
+        async with receiving_process(zmq_fabric) as (process, descriptor):
             held, has_begun = [], asyncio.Event()
             sender, sent = KVSender(zmq_fabric.dialer(), source, deadline_s=PATIENCE_S), Once()
-            await zmq_fabric.meet(sender.transport, Ticket.decode(ticket).ends[0].address)
-            sending = sender.start(ticket, lambda result: (held.append(source.is_held), sent(result)), has_begun.set)
+            await zmq_fabric.meet(sender.transport, TransferDescriptor.decode(descriptor).ends[0].address)
+            sending = sender.start(
+                descriptor, lambda result: (held.append(source.is_held), sent(result)), has_begun.set
+            )
             sending.blocks_ready(ids[:1])
             await has_begun.wait()
             monkeypatch.setattr(zmq_connection, "TIMEOUT_MS", 1000)  # of a connection that stands
@@ -100,10 +102,10 @@ def test_the_sending_process_is_killed(zmq_fabric):
 
     async def scenario():
         receiver, received = KVReceiver(zmq_fabric.listener(), target), Once()
-        ticket = grant(receiver, ids, received)
-        async with peer_process(PEER, "send", ticket.encode().hex(), zmq_fabric.kind):
+        descriptor = grant(receiver, ids, received)
+        async with peer_process(PEER, "send", descriptor.encode().hex(), zmq_fabric.kind):
             await until(lambda: receiver.num_bytes)
-        receiver.cancel(ticket.epoch)
+        receiver.cancel(descriptor.epoch)
         assert isinstance(await received.result(), TransferFailed)
         frozen = target.bytes_of(ids)
         await asyncio.sleep(0.02)
@@ -131,7 +133,7 @@ def test_the_receiving_process_is_killed_over_torch_distributed():
     async def scenario():
         async with torch_dist_processes.peer_process("receive", ANY_PORT, "cpu") as process:
             sender, sent = KVSender(TorchDistDialer(CPU), source, deadline_s=PATIENCE_S), Once()
-            sending = sender.start(await ticket_of(process), sent)
+            sending = sender.start(await descriptor_of(process), sent)
             sending.blocks_ready(BIG_IDS[:1])
             await until(lambda: sender.num_messages)
             process.send_signal(signal.SIGSTOP)
@@ -156,7 +158,7 @@ def test_the_receiving_process_hangs_and_comes_back(monkeypatch):
         async with torch_dist_processes.peer_process("receive", ANY_PORT, "cpu") as process:
             held, sent, has_begun = [], Once(), asyncio.Event()
             sender = KVSender(HostDialer(), source, deadline_s=PATIENCE_S)
-            first, second = await ticket_of(process), await ticket_of(process)
+            first, second = await descriptor_of(process), await descriptor_of(process)
             sending = sender.start(first, lambda result: (held.append(source.is_held), sent(result)), has_begun.set)
             sending.blocks_ready(BIG_IDS[:1])
             await has_begun.wait()
@@ -187,11 +189,11 @@ def test_the_sending_process_is_killed_and_another_takes_its_place():
         receiver = KVReceiver(TorchDistListener(ANY_PORT, CPU), target)
         for num_killed in range(2):
             received = Once()
-            ticket = grant(receiver, BIG_IDS, received)
+            descriptor = grant(receiver, BIG_IDS, received)
             num_bytes = receiver.num_bytes
-            async with torch_dist_processes.peer_process("send", ticket.encode().hex(), "cpu"):
+            async with torch_dist_processes.peer_process("send", descriptor.encode().hex(), "cpu"):
                 await until(lambda num_bytes=num_bytes: receiver.num_bytes > num_bytes)
-            receiver.cancel(ticket.epoch)
+            receiver.cancel(descriptor.epoch)
             assert isinstance(await received.result(), TransferFailed), num_killed
         frozen = bytes_of(target, BIG_IDS)
         await asyncio.sleep(0.02)

@@ -10,8 +10,8 @@ from kv_transfer.sessions.receiver_session import Write
 from kv_transfer.wire import Abort, BlockRange, Finish, Refusal
 from serving_core import reasons
 from tests.unit.kv_transfer.session_kit import (
+    CHANNEL,
     COMMIT,
-    LANE,
     LATER_LAYERS,
     LAYOUT,
     NAMES,
@@ -89,7 +89,7 @@ def test_a_block_is_written_once():
 
 
 def test_cached_blocks_are_neither_awaited_nor_taken():
-    session = make_receiver(replace(LANE, num_cached_blocks=4))
+    session = make_receiver(replace(CHANNEL, num_cached_blocks=4))
     assert session.handle(data((0, 3, 2)), 0.0) == refused(Refusal.MALFORMED)
     deliver(session, (0, 4, 1), (1, 4, 1))
     *_, conclude = session.handle(Finish(*NAMES, 0, 5, b"t"), 0.0)
@@ -122,9 +122,9 @@ def test_a_finish_that_changes_its_mind_is_refused():
 
 def test_another_epoch_is_refused_and_changes_nothing():
     session = make_receiver()
-    for message in (replace(data((0, 0, 5)), epoch=6), Finish(LANE.transfer_id, 8, 0, 5, b"t")):
+    for message in (replace(data((0, 0, 5)), epoch=6), Finish(CHANNEL.transfer_id, 8, 0, 5, b"t")):
         assert session.handle(message, 0.0) == refused(Refusal.WRONG_EPOCH, message.epoch)
-    assert session.handle(Abort(LANE.transfer_id, 6), 0.0) == []
+    assert session.handle(Abort(CHANNEL.transfer_id, 6), 0.0) == []
     deliver(session, (0, 0, 5), (1, 0, 5))
     assert session.handle(Finish(*NAMES, 0, 5, b"t"), 0.0) == COMMIT
 
@@ -173,6 +173,6 @@ def test_a_clock_that_rings_early_changes_nothing():
 
 
 def test_when_every_block_is_cached_finish_commits():
-    session = make_receiver(replace(LANE, num_cached_blocks=5))
+    session = make_receiver(replace(CHANNEL, num_cached_blocks=5))
     assert session.handle(data((0, 4, 1)), 0.0) == refused(Refusal.MALFORMED)
     assert session.handle(Finish(*NAMES, 0, 5, b"t"), 0.0) == [COMMIT[0], receiving.Conclude(Received(b"t", 0))]

@@ -10,7 +10,7 @@ from kv_transfer.sessions.sender_session import AllReady, BlocksReady, CaughtUp,
 from kv_transfer.wire import Committed, Missing, Refusal, Refused
 from serving_core import reasons
 from tests.unit.kv_transfer.session_kit import (
-    LANE,
+    CHANNEL,
     LATER_LAYERS,
     LAYOUT,
     NAMES,
@@ -66,7 +66,7 @@ def test_layers_are_counted_over_the_whole_model():
 
 
 @pytest.mark.parametrize("layer", [0, 4, 7])
-def test_a_receiver_cannot_miss_layers_that_are_not_the_lanes(layer):
+def test_a_receiver_cannot_miss_layers_that_are_not_the_channels(layer):
     session = make_sender(LATER_LAYERS)
     session.handle(AllReady(5, b"t"), 0.0)
     drain(session)
@@ -98,7 +98,7 @@ def test_it_has_caught_up_once_when_the_transport_has_let_go_of_all_that_was_rea
 
 @pytest.mark.parametrize(("num_cached", "num_ready"), [(0, 0), (3, 2), (3, 3)])
 def test_with_nothing_to_send_it_has_caught_up_at_once(num_cached, num_ready):
-    session = make_sender(replace(LANE, num_cached_blocks=num_cached))
+    session = make_sender(replace(CHANNEL, num_cached_blocks=num_cached))
     assert session.handle(BlocksReady(num_ready, 2), 0.0) == [CaughtUp()]
     assert session.handle(BlocksReady(num_ready, 2), 0.0) == []
 
@@ -113,7 +113,7 @@ def test_what_is_finished_or_has_ended_need_not_catch_up(end):
 
 
 def test_cached_blocks_stay_at_home():
-    session = make_sender(replace(LANE, num_cached_blocks=3))
+    session = make_sender(replace(CHANNEL, num_cached_blocks=3))
     session.handle(BlocksReady(2, 2), 0.0)
     assert not session.wants_turn
     session.handle(AllReady(5, b"t"), 0.0)
@@ -230,11 +230,11 @@ def test_any_answer_ends_the_silence():
         session.handle(Missing(*NAMES, 200, 0, ranges((0, 0, 1))), now)  # late, to an earlier Finish
 
 
-def test_before_finish_only_the_ticket_limits_the_time():
+def test_before_finish_only_the_descriptor_limits_the_time():
     session = make_sender()
-    assert session.wake_at == LANE.ttl_s
+    assert session.wake_at == CHANNEL.ttl_s
     session.handle(AllReady(5, b""), 95.0)
-    assert session.wake_at == LANE.ttl_s
+    assert session.wake_at == CHANNEL.ttl_s
     assert session.handle(sending.Tick(), 100.0) == failed("the transfer's time is over")
 
 
@@ -277,7 +277,7 @@ def test_fewer_blocks_than_are_sent_fail_the_transfer():
 
 
 def test_when_every_block_is_cached_only_finish_goes_out():
-    session = make_sender(replace(LANE, num_cached_blocks=5))
+    session = make_sender(replace(CHANNEL, num_cached_blocks=5))
     session.handle(BlocksReady(5, 1), 0.0)
     session.handle(BlocksReady(5, 2), 0.0)
     assert not session.wants_turn
@@ -287,12 +287,12 @@ def test_when_every_block_is_cached_only_finish_goes_out():
 
 def test_fewer_blocks_than_are_cached_fail_the_transfer():
     expected = failed("the request has 2 blocks, and 3 are sent or cached")
-    assert make_sender(replace(LANE, num_cached_blocks=3)).handle(AllReady(2, b"t"), 0.0) == expected
+    assert make_sender(replace(CHANNEL, num_cached_blocks=3)).handle(AllReady(2, b"t"), 0.0) == expected
 
 
 def test_answers_to_another_epoch_change_nothing():
     session = awaiting()
-    stale = (LANE.transfer_id, LANE.epoch - 1)
+    stale = (CHANNEL.transfer_id, CHANNEL.epoch - 1)
     for answer in (Committed(*stale), Missing(*stale, 0, 0, ranges((0, 0, 1))), Refused(*stale, Refusal.WRONG_EPOCH)):
         assert session.handle(answer, 0.0) == []
     assert session.handle(Committed(*NAMES), 0.0) == [sending.Conclude(Sent(5 * LAYOUT.block_bytes))]

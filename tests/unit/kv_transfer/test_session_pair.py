@@ -22,7 +22,7 @@ from kv_transfer.sessions.sender_session import (
 )
 from kv_transfer.wire import Data, Segment
 from tests.unit.kv_transfer.session_kit import (
-    LANE,
+    CHANNEL,
     LAYOUT,
     NAMES,
     make_receiver,
@@ -34,9 +34,9 @@ class World:
     """Two sessions, the messages between them, and the pool of the receiver as (layer, index) -> what was written."""
 
     def __init__(self, num_blocks, num_cached, blocks_per_message):
-        self.lane = replace(LANE, num_blocks=num_blocks, num_cached_blocks=num_cached)
-        self.sender = make_sender(self.lane, blocks_per_message)
-        self.receiver = make_receiver(self.lane)
+        self.channel = replace(CHANNEL, num_blocks=num_blocks, num_cached_blocks=num_cached)
+        self.sender = make_sender(self.channel, blocks_per_message)
+        self.receiver = make_receiver(self.channel)
         self.now = 0.0
         self.num_held = 0  # messages that the transport has not let go of
         self.to_receiver = []  # (message, damaged blocks of it)
@@ -56,7 +56,7 @@ class World:
         for action in self.sender.handle(event, self.now):
             match action:
                 case SendBlocks(ranges=blocks):
-                    assert all(r.first >= self.lane.num_cached_blocks for r in blocks), "a cached block was sent"
+                    assert all(r.first >= self.channel.num_cached_blocks for r in blocks), "a cached block was sent"
                     segments = tuple(Segment(r.layer, r.first, r.num_blocks, 0) for r in blocks)
                     self.to_receiver.append((Data(*NAMES, segments), frozenset()))
                     self.num_held += 1
@@ -66,7 +66,7 @@ class World:
                     assert self.num_caught_up == 1, "it has caught up twice"
                     assert not self.is_finished
                     assert not self.num_held
-                    ready = range(self.lane.num_cached_blocks, self.num_ready)
+                    ready = range(self.channel.num_cached_blocks, self.num_ready)
                     assert self.left >= {(layer, index) for layer in (0, 1) for index in ready}
                 case SendMessage(message=message):
                     self.to_receiver.append((message, frozenset()))
@@ -102,8 +102,8 @@ class World:
         assert len(self.received) <= 1
         for result in self.received:
             if isinstance(result, Received):
-                num_blocks = result.num_bytes // LAYOUT.block_bytes + self.lane.num_cached_blocks
-                expected = {(layer, i) for layer in (0, 1) for i in range(self.lane.num_cached_blocks, num_blocks)}
+                num_blocks = result.num_bytes // LAYOUT.block_bytes + self.channel.num_cached_blocks
+                expected = {(layer, i) for layer in (0, 1) for i in range(self.channel.num_cached_blocks, num_blocks)}
                 assert set(self.pool) == expected
                 assert result.tail == b"t"
         for result in self.sent:
@@ -194,7 +194,7 @@ class World:
 def test_whatever_happens_nothing_wrong_is_committed_and_both_sides_end(data):
     num_blocks = data.draw(st.integers(1, 6))
     world = World(num_blocks, data.draw(st.integers(0, num_blocks)), data.draw(st.integers(1, 5)))
-    num_needed = data.draw(st.integers(world.lane.num_cached_blocks or 1, num_blocks))
+    num_needed = data.draw(st.integers(world.channel.num_cached_blocks or 1, num_blocks))
     growth = sorted(data.draw(st.lists(st.integers(0, num_needed), max_size=3)))
     plan = [BlocksReady(n, num_layers) for n in growth for num_layers in range(1, LAYOUT.num_layers + 1)]
     if data.draw(st.booleans()):

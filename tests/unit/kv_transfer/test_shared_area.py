@@ -1,4 +1,4 @@
-"""The memory that two processes share, their notes, and the door at which it is handed over."""
+"""The memory that two processes share, their notes, and the socket at which it is handed over."""
 
 import asyncio
 import fcntl
@@ -13,11 +13,11 @@ import pytest
 
 from kv_transfer.results import TransferError
 from kv_transfer.shared_memory import area as area_module
-from kv_transfer.shared_memory import door as door_module
 from kv_transfer.shared_memory import lending
+from kv_transfer.shared_memory import memory_socket as api_server_module
 from kv_transfer.shared_memory.area import HEAD_BYTES, NONCE_BYTES, SEALS, ReadArea, WrittenArea
-from kv_transfer.shared_memory.door import Door, address_of, new_socket
 from kv_transfer.shared_memory.lending import Lender, Loan
+from kv_transfer.shared_memory.memory_socket import MemorySocket, address_of, new_socket
 from kv_transfer.shared_memory.notes import (
     SECRET_BYTES,
     SLOT_BYTES,
@@ -170,7 +170,7 @@ def test_odd_notes_are_refused(make):
         make()
 
 
-# ---- the door ----
+# ---- the socket ----
 
 
 async def visit(name):
@@ -191,16 +191,16 @@ async def ended(visitor):
 
 
 async def test_only_who_shows_the_secret_comes_in_and_only_once():
-    door, came = Door(), []
-    secret = door.expect(came.append)
-    forgotten = door.expect(came.append)
-    door.forget(forgotten)
+    memory_socket, came = MemorySocket(), []
+    secret = memory_socket.expect(came.append)
+    forgotten = memory_socket.expect(came.append)
+    memory_socket.forget(forgotten)
     for shown in (bytes(SECRET_BYTES), secret + b"x", secret[:-1], forgotten):
-        visitor = await visit(door.name)
+        visitor = await visit(memory_socket.name)
         visitor.send(shown)
         assert await ended(visitor)
     assert not came
-    visitor, second = await visit(door.name), await visit(door.name)
+    visitor, second = await visit(memory_socket.name), await visit(memory_socket.name)
     visitor.send(secret)
     await until(lambda: came)
     second.send(secret)
@@ -208,27 +208,27 @@ async def test_only_who_shows_the_secret_comes_in_and_only_once():
     assert len(came) == 1
     came[0].close()
     visitor.close()
-    door.close()
+    memory_socket.close()
 
 
 async def test_silent_visitors_are_bounded_and_sent_away(monkeypatch):
-    monkeypatch.setattr(door_module, "MAX_VISITORS", 2)
-    door = Door()
-    silent = [await visit(door.name) for _ in range(2)]
-    assert await ended(await visit(door.name)), "one too many was let in"
+    monkeypatch.setattr(api_server_module, "MAX_VISITORS", 2)
+    memory_socket = MemorySocket()
+    silent = [await visit(memory_socket.name) for _ in range(2)]
+    assert await ended(await visit(memory_socket.name)), "one too many was let in"
     assert not select.select(silent, [], [], 0)[0], "others were sent away before"
-    skip(door_module.SHAKE_S)
+    skip(api_server_module.SHAKE_S)
     for visitor in silent:
         assert await ended(visitor)
     came = []
-    secret = door.expect(came.append)
-    late = await visit(door.name)
+    secret = memory_socket.expect(came.append)
+    late = await visit(memory_socket.name)
     late.send(secret)
     await until(lambda: came)
     for each in (late, *came):
         each.close()
-    door.close()
-    assert await visit(door.name) is None
+    memory_socket.close()
+    assert await visit(memory_socket.name) is None
 
 
 STRANGER = """

@@ -12,8 +12,8 @@ from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.shared_memory import lending
 from kv_transfer.shared_memory.area import HEAD_BYTES, NONCE_BYTES, WrittenArea
-from kv_transfer.shared_memory.door import address_of, new_socket
 from kv_transfer.shared_memory.lending import NUM_SLOTS, Borrower, Lender, Loan
+from kv_transfer.shared_memory.memory_socket import address_of, new_socket
 from kv_transfer.shared_memory.notes import (
     SECRET_BYTES,
     SLOT_BYTES,
@@ -168,7 +168,7 @@ async def test_an_offer_that_is_not_kept_is_declined(odd):
 
 
 async def test_a_sender_that_hands_over_a_pipe_or_nothing_is_declined():
-    """The door of somebody who makes offers of its own."""
+    """The socket of somebody who makes offers of its own."""
     for descriptor in (os.open(os.devnull, os.O_RDONLY), None):
         answers, here = [], asyncio.get_running_loop()
         borrower = Borrower(lambda peer, note, answers=answers: answers.append(note), is_willing=True)
@@ -266,7 +266,7 @@ def test_where_no_socket_can_be_made_blocks_go_by_the_connection(shm, monkeypatc
         raise OSError(errno.EMFILE, "Too many open files")
 
     source, target = ByteStore(LAYOUT, 4, seed=4), ByteStore(LAYOUT, 4)
-    monkeypatch.setattr(lending, "Door", none_left)
+    monkeypatch.setattr(lending, "MemorySocket", none_left)
 
     async def scenario():
         receiver = KVReceiver(shm.listener(), target)

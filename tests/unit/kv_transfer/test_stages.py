@@ -3,11 +3,11 @@
 import itertools
 
 import pytest
+from tests.unit.kv_transfer.channels_kit import SOURCE_IDS, TARGET_IDS, nodes_of, sliced
 
 from kv_transfer.results import TransferError
 from serving_core.layout import KVLayout
 from tests.effort import few
-from tests.unit.kv_transfer.lanes_kit import SOURCE_IDS, TARGET_IDS, nodes_of, sliced
 from tests.unit.kv_transfer.transfer_kit import ByteStore, Fabric, Once, run
 
 LAYOUT = KVLayout.uniform(num_layers=5, num_kv_heads=2, head_dim=4, block_size=2, dtype="bfloat16")
@@ -50,7 +50,7 @@ def test_every_transport_carries_them(fabric):
     run(check(fabric, (2, 1), (1, 2)))
 
 
-def test_a_ticket_is_for_nodes_of_its_stages(tmp_path):
+def test_a_descriptor_is_for_nodes_of_its_stages(tmp_path):
     async def scenario():
         whole = ByteStore(LAYOUT, 6, seed=1)
         fabric = Fabric("loopback", tmp_path)
@@ -58,10 +58,10 @@ def test_a_ticket_is_for_nodes_of_its_stages(tmp_path):
             nodes_of(fabric, whole, 2, 2, 8) as flat,
             nodes_of(fabric, whole, 1, 1, 8, prefill_pp=2, decode_pp=2) as staged,
         ):
-            ticket = flat.ticket(len(TARGET_IDS))
+            descriptor = flat.descriptor(len(TARGET_IDS))
             with pytest.raises(TransferError, match="for a prefill node of 2 ranks, not 2 stages of 1 ranks"):
-                staged.senders[1].start(ticket.encode(), Once())
+                staged.senders[1].start(descriptor.encode(), Once())
             with pytest.raises(TransferError, match="for a decode node of 2 ranks, not 2 stages of 1 ranks"):
-                staged.receivers[1].expect(ticket, TARGET_IDS, Once())
+                staged.receivers[1].expect(descriptor, TARGET_IDS, Once())
 
     run(scenario())

@@ -8,6 +8,7 @@ import pytest
 import zmq
 
 from kv_transfer import wire
+from kv_transfer.descriptor import ChannelEnd
 from kv_transfer.ends import receiver as receiver_module
 from kv_transfer.ends import receiver as receiving
 from kv_transfer.ends import sender as sender_module
@@ -15,9 +16,8 @@ from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender, Sent
 from kv_transfer.payload import HOST
 from kv_transfer.results import TransferError
-from kv_transfer.ticket import LaneEnd
 from kv_transfer.transports import zmq as zmq_transport
-from kv_transfer.transports.ticket_key import show_key
+from kv_transfer.transports.connection_key import show_key
 from kv_transfer.transports.zmq import ZmqListener
 from kv_transfer.wire import Abort, Data, Finish, Refusal, Refused, Segment
 from serving_core.errors import SettingsError
@@ -26,7 +26,7 @@ from tests.unit.kv_transfer.transfer_kit import (
     PATIENCE_S,
     ByteStore,
     Once,
-    a_ticket,
+    a_descriptor,
     check_arrived,
     grant,
     pair,
@@ -66,8 +66,8 @@ def test_what_was_not_granted_is_refused_and_never_written(fabric, stores):
     async def scenario():
         async with pair(fabric, source, target) as (sender, receiver):
             received = Once()
-            ticket = grant(receiver, range(4), received, epoch=1)
-            (end,) = ticket.ends
+            descriptor = grant(receiver, range(4), received, epoch=1)
+            (end,) = descriptor.ends
             stranger = Stranger(fabric, end.address)
             refusal = Refused(end.transfer_id, 1, Refusal.MALFORMED)
             assert await stranger.ask(*crafted(source, end, range(4), shift=1)) == refusal
@@ -76,7 +76,7 @@ def test_what_was_not_granted_is_refused_and_never_written(fabric, stores):
                 refusal = Refused(end.transfer_id, epoch, Refusal.WRONG_EPOCH)
                 assert await stranger.ask(*crafted(source, end, range(4), epoch=epoch)) == refusal
                 assert await stranger.ask(Finish(end.transfer_id, epoch, 0, 4, b"")) == refusal
-            unknown = LaneEnd(b"?" * 16, end.address)
+            unknown = ChannelEnd(b"?" * 16, end.address)
             refusal = Refused(b"?" * 16, 1, Refusal.UNKNOWN_TRANSFER)
             assert await stranger.ask(*crafted(source, unknown, range(4))) == refusal
             assert not any(target.bytes_of(range(6)))
@@ -85,7 +85,7 @@ def test_what_was_not_granted_is_refused_and_never_written(fabric, stores):
             await stranger.dialer.close()
 
             sent = Once()
-            sender.start(ticket.encode(), sent).finish(range(4), b"tail")
+            sender.start(descriptor.encode(), sent).finish(range(4), b"tail")
             check_arrived(source, range(4), target, range(4), (await sent.result(), await received.result()))
 
     run(scenario())
@@ -99,13 +99,13 @@ def test_what_is_replayed_is_never_written(fabric, stores, ending):
     async def scenario():
         async with pair(fabric, source, target) as (sender, receiver):
             sent, received = Once(), Once()
-            ticket = grant(receiver, range(4), received, epoch=1)
-            (end,) = ticket.ends
+            descriptor = grant(receiver, range(4), received, epoch=1)
+            (end,) = descriptor.ends
             if ending == "commit":
-                sender.start(ticket.encode(), sent).finish(range(4), b"tail")
+                sender.start(descriptor.encode(), sent).finish(range(4), b"tail")
                 await sent.result()
             else:
-                receiver.cancel(ticket.epoch)
+                receiver.cancel(descriptor.epoch)
             await received.result()
             frozen = target.bytes_of(range(6))
             source.flip(0, 2)
@@ -130,8 +130,8 @@ def test_messages_that_make_no_sense_are_counted_and_harm_nobody(fabric, stores)
     async def scenario():
         async with pair(fabric, source, target) as (sender, receiver):
             received, sent = Once(), Once()
-            ticket = grant(receiver, range(4), received, epoch=1)
-            (end,) = ticket.ends
+            descriptor = grant(receiver, range(4), received, epoch=1)
+            (end,) = descriptor.ends
             stranger = Stranger(fabric, end.address)
             header, planes = crafted(source, end, range(4))
             senseless = [b"", b"\0" * 64, rng.randbytes(100), rng.randbytes(70_000), wire.encode(header)[:-1]]
@@ -146,7 +146,7 @@ def test_messages_that_make_no_sense_are_counted_and_harm_nobody(fabric, stores)
             assert not any(target.bytes_of(range(6)))
             await stranger.dialer.close()
 
-            sender.start(ticket.encode(), sent).finish(range(4), b"tail")
+            sender.start(descriptor.encode(), sent).finish(range(4), b"tail")
             check_arrived(source, range(4), target, range(4), (await sent.result(), await received.result()))
 
     run(scenario())
@@ -158,8 +158,8 @@ def test_frames_that_are_too_large_or_too_many_never_get_in(zmq_fabric, stores):
     async def scenario():
         async with pair(zmq_fabric, source, target) as (sender, receiver):
             received, sent = Once(), Once()
-            ticket = grant(receiver, range(4), received, epoch=1)
-            (end,) = ticket.ends
+            descriptor = grant(receiver, range(4), received, epoch=1)
+            (end,) = descriptor.ends
             header, _ = crafted(source, end, range(4))
             odd = wire.encode(Abort(end.transfer_id, 2))  # behind what is dropped
             context = zmq.Context()
@@ -174,7 +174,7 @@ def test_frames_that_are_too_large_or_too_many_never_get_in(zmq_fabric, stores):
             assert receiver.num_messages == 2
             assert receiver.num_corrupt_blocks == 0
 
-            sender.start(ticket.encode(), sent).finish(range(4), b"tail")
+            sender.start(descriptor.encode(), sent).finish(range(4), b"tail")
             check_arrived(source, range(4), target, range(4), (await sent.result(), await received.result()))
 
     run(scenario())
@@ -212,12 +212,13 @@ def test_what_has_ended_is_forgotten_in_the_end(fabric, stores, monkeypatch):
 
     async def scenario():
         async with pair(fabric, source, target) as (_, receiver):
-            tickets = [grant(receiver, [0], Once()) for _ in range(3)]
-            for ticket in tickets:
-                receiver.cancel(ticket.epoch)
+            descriptors = [grant(receiver, [0], Once()) for _ in range(3)]
+            for descriptor in descriptors:
+                receiver.cancel(descriptor.epoch)
             stranger = Stranger(fabric, receiver.address)
             answers = [
-                await stranger.ask(Finish(ticket.ends[0].transfer_id, ticket.epoch, 0, 1, b"")) for ticket in tickets
+                await stranger.ask(Finish(descriptor.ends[0].transfer_id, descriptor.epoch, 0, 1, b""))
+                for descriptor in descriptors
             ]
             expected = [Refusal.UNKNOWN_TRANSFER, Refusal.CANCELLED, Refusal.CANCELLED]
             assert [answer.refusal for answer in answers] == expected
@@ -242,20 +243,20 @@ def test_connections_are_bounded_and_made_again(zmq_fabric, monkeypatch):
     run(scenario())
 
 
-def test_tickets_that_do_not_fit_are_refused(fabric, stores):
+def test_descriptors_that_do_not_fit_are_refused(fabric, stores):
     source, target = stores
 
     async def scenario():
         async with pair(fabric, source, target) as (sender, receiver):
-            ticket = grant(receiver, range(4), Once())
+            descriptor = grant(receiver, range(4), Once())
             with pytest.raises(TransferError):
-                sender.start(b"not a ticket", Once())
-            other = replace(ticket, layout=replace(LAYOUT, num_kv_heads=4))
+                sender.start(b"not a descriptor", Once())
+            other = replace(descriptor, layout=replace(LAYOUT, num_kv_heads=4))
             with pytest.raises(TransferError, match=r"and 4 heads of .*; it has .* and 2 heads of "):
                 sender.start(other.encode(), Once())
-            sender.start(ticket.encode(), Once())
+            sender.start(descriptor.encode(), Once())
             with pytest.raises(TransferError, match="in use already"):
-                sender.start(ticket.encode(), Once())
+                sender.start(descriptor.encode(), Once())
 
     run(scenario())
 
@@ -265,7 +266,7 @@ def test_addresses_that_cannot_be_dialled_are_refused(stores, address):
     async def scenario():
         sender = KVSender(zmq_transport.ZmqDialer(), stores[0], deadline_s=PATIENCE_S)
         with pytest.raises(TransferError, match="cannot be dialled"):
-            sender.start(a_ticket(address).encode(), Once())
+            sender.start(a_descriptor(address).encode(), Once())
         assert sender.num_open == 0
         await sender.close()
 

@@ -1,4 +1,4 @@
-"""Tickets: what goes in comes out, and nothing odd gets through."""
+"""Descriptors: what goes in comes out, and nothing odd gets through."""
 
 import math
 
@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kv_transfer.descriptor import MAX_EPOCH, MAX_TOKENS, MAX_TP, Channel, ChannelEnd, TransferDescriptor
 from kv_transfer.plan import KVCopy
 from kv_transfer.results import TransferError
-from kv_transfer.ticket import MAX_EPOCH, MAX_TOKENS, MAX_TP, Lane, LaneEnd, Ticket
 from serving_core.layout import DTYPE_BYTES, KVLayout, Widths
 
 LAYOUT = KVLayout.uniform(30, 3, 64, 16, "bfloat16")
 ADDRESS = "tcp://127.0.0.1:5600"
-ENDS = tuple(LaneEnd(bytes([number] * 16), ADDRESS) for number in range(2))
+ENDS = tuple(ChannelEnd(bytes([number] * 16), ADDRESS) for number in range(2))
 FIELDS = {
     "epoch": 7,
     "layout": LAYOUT,
@@ -39,11 +39,11 @@ addresses = st.text("abcdefgh:/.*0123456789é", min_size=1, max_size=128)
 
 
 @st.composite
-def drawn_tickets(draw):
+def drawn_descriptors(draw):
     layout, decode_tp = draw(layouts), draw(tp_sizes)
     prefill_pp, decode_pp = (draw(st.integers(1, min(3, layout.num_layers))) for _ in range(2))
     num_ranks = decode_tp * decode_pp
-    return Ticket.draw(
+    return TransferDescriptor.draw(
         epoch=draw(st.integers(0, MAX_EPOCH)),
         layout=layout,
         prefill_tp=draw(tp_sizes),
@@ -59,12 +59,12 @@ def drawn_tickets(draw):
     )
 
 
-tickets = drawn_tickets()
+descriptors = drawn_descriptors()
 
 
-@given(tickets)
-def test_a_ticket_survives_the_journey(ticket):
-    assert Ticket.decode(ticket.encode()) == ticket
+@given(descriptors)
+def test_a_descriptor_survives_the_journey(descriptor):
+    assert TransferDescriptor.decode(descriptor.encode()) == descriptor
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_ticket_survives_the_journey(ticket):
         ("decode_pp", None),
         ("ends", ()),
         ("ends", ENDS[:1]),
-        ("ends", (*ENDS, LaneEnd(b"?" * 16, ADDRESS))),
+        ("ends", (*ENDS, ChannelEnd(b"?" * 16, ADDRESS))),
         ("ends", (ENDS[0], ENDS[0])),
         ("num_blocks", 0),
         ("num_blocks", 2**20 + 1),
@@ -123,7 +123,7 @@ def test_a_ticket_survives_the_journey(ticket):
 )
 def test_an_odd_field_is_refused(name, value):
     with pytest.raises(TransferError):
-        Ticket(**{**FIELDS, name: value})
+        TransferDescriptor(**{**FIELDS, name: value})
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,9 @@ def test_an_odd_field_is_refused(name, value):
         (bytes(16), "tcp://\ud800"),
     ],
 )
-def test_an_odd_lane_end_is_refused(transfer_id, address):
+def test_an_odd_channel_end_is_refused(transfer_id, address):
     with pytest.raises(TransferError):
-        LaneEnd(transfer_id, address)
+        ChannelEnd(transfer_id, address)
 
 
 def packed(*fields):
@@ -153,8 +153,8 @@ GOOD = [8, 7, [0, [[30, 64, 64]], 3, 16, "bfloat16"], [1, 1], [2, 1], 32, 0, 500
 
 
 def test_the_form_that_the_odd_ones_below_depart_from():
-    assert Ticket.decode(packed(*GOOD)).layout == LAYOUT
-    assert msgpack.unpackb(Ticket(**FIELDS).encode())[:-1] == GOOD[:-1]
+    assert TransferDescriptor.decode(packed(*GOOD)).layout == LAYOUT
+    assert msgpack.unpackb(TransferDescriptor(**FIELDS).encode())[:-1] == GOOD[:-1]
 
 
 def with_layout(*fields):
@@ -163,15 +163,15 @@ def with_layout(*fields):
 
 def test_neighbouring_layers_of_equal_widths_travel_together():
     layout = KVLayout(5, (Widths(64, 64), Widths(64, 64), Widths(576, 0)), 1, 16, "int8")
-    ticket = Ticket(**{**FIELDS, "layout": layout})
-    assert msgpack.unpackb(ticket.encode())[2] == [5, [[2, 64, 64], [1, 576, 0]], 1, 16, "int8"]
-    assert Ticket.decode(ticket.encode()).layout == layout
+    descriptor = TransferDescriptor(**{**FIELDS, "layout": layout})
+    assert msgpack.unpackb(descriptor.encode())[2] == [5, [[2, 64, 64], [1, 576, 0]], 1, 16, "int8"]
+    assert TransferDescriptor.decode(descriptor.encode()).layout == layout
 
 
-def test_a_ticket_of_as_many_unlike_layers_as_there_can_be_is_read():
+def test_a_descriptor_of_as_many_unlike_layers_as_there_can_be_is_read():
     layout = KVLayout(0, (Widths(2**16, 0), Widths(2**16, 2**16)) * 512, 3, 16, "bfloat16")
-    ticket = Ticket(**{**FIELDS, "layout": layout})
-    assert Ticket.decode(ticket.encode()) == ticket
+    descriptor = TransferDescriptor(**{**FIELDS, "layout": layout})
+    assert TransferDescriptor.decode(descriptor.encode()) == descriptor
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_ticket_of_as_many_unlike_layers_as_there_can_be_is_read():
 )
 def test_an_odd_layout_is_refused(odd):
     with pytest.raises(TransferError):
-        Ticket.decode(odd)
+        TransferDescriptor.decode(odd)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_an_odd_layout_is_refused(odd):
         packed(*GOOD) + b"\x00",
         packed(*GOOD)[:-1],
         msgpack.packb({"epoch": 7}),
-        msgpack.packb("a ticket"),
+        msgpack.packb("a descriptor"),
         packed(*GOOD[:2], [30, 3, 64, 16], *GOOD[3:]),
         packed(*GOOD[:2], {"num_layers": 30}, *GOOD[3:]),
         with_layout(0, [[30, 64, 64]], 3, 16, msgpack.Timestamp(1)),
@@ -254,83 +254,89 @@ def test_an_odd_layout_is_refused(odd):
 )
 def test_anything_else_is_refused(odd):
     with pytest.raises(TransferError):
-        Ticket.decode(odd)
+        TransferDescriptor.decode(odd)
 
 
-# ---- lanes ----
+# ---- channels ----
 
 
-def test_lanes_of_each_rank():
+def test_channels_of_each_rank():
     """Prefill ranks hold heads 0 and 12, decode ranks 0, 1 and 2."""
     addresses = [f"tcp://127.0.0.1:{port}" for port in range(3)]
     sizes = {"num_blocks": 9, "num_cached_blocks": 4, "ttl_s": 5}
-    ticket = Ticket.draw(epoch=7, layout=LAYOUT, prefill_tp=2, decode_tp=3, addresses=addresses, **sizes)
-    first, second, third = (
-        Lane(end.transfer_id, 7, address, LAYOUT.with_heads(1), 9, 4, 5.0)
-        for end, address in zip(ticket.ends, addresses, strict=True)
+    descriptor = TransferDescriptor.draw(
+        epoch=7, layout=LAYOUT, prefill_tp=2, decode_tp=3, addresses=addresses, **sizes
     )
-    assert ticket.lanes_from(0) == [(KVCopy(0, 0, range(30), range(1), range(1)), first)]
-    assert ticket.lanes_from(1) == [
+    first, second, third = (
+        Channel(end.transfer_id, 7, address, LAYOUT.with_heads(1), 9, 4, 5.0)
+        for end, address in zip(descriptor.ends, addresses, strict=True)
+    )
+    assert descriptor.channels_from(0) == [(KVCopy(0, 0, range(30), range(1), range(1)), first)]
+    assert descriptor.channels_from(1) == [
         (KVCopy(1, 1, range(30), range(1), range(1)), second),
         (KVCopy(1, 2, range(30), range(1, 2), range(1)), third),
     ]
-    assert [ticket.lanes_to(rank) for rank in range(3)] == [
-        ticket.lanes_from(0),
-        ticket.lanes_from(1)[:1],
-        ticket.lanes_from(1)[1:],
+    assert [descriptor.channels_to(rank) for rank in range(3)] == [
+        descriptor.channels_from(0),
+        descriptor.channels_from(1)[:1],
+        descriptor.channels_from(1)[1:],
     ]
 
 
-def test_a_lane_carries_the_heads_of_its_copy():
+def test_a_channel_carries_the_heads_of_its_copy():
     layout = KVLayout.uniform(2, 8, 64, 16, "int8")
     sizes = {"num_blocks": 1, "num_cached_blocks": 0, "ttl_s": 1.0}
-    ticket = Ticket.draw(epoch=0, layout=layout, prefill_tp=2, decode_tp=1, addresses=[ADDRESS], **sizes)
-    assert [lane.layout.num_kv_heads for _, lane in ticket.lanes_to(0)] == [4, 4]
-    assert sum(lane.layout.block_bytes for _, lane in ticket.lanes_to(0)) == layout.block_bytes
+    descriptor = TransferDescriptor.draw(
+        epoch=0, layout=layout, prefill_tp=2, decode_tp=1, addresses=[ADDRESS], **sizes
+    )
+    assert [channel.layout.num_kv_heads for _, channel in descriptor.channels_to(0)] == [4, 4]
+    assert sum(channel.layout.block_bytes for _, channel in descriptor.channels_to(0)) == layout.block_bytes
 
 
-@given(tickets)
-def test_every_lane_begins_and_ends_at_one_rank(ticket):
-    num_senders, num_receivers = (grid.tp * grid.pp for grid in (ticket.senders, ticket.receivers))
-    begins = [pair for rank in range(num_senders) for pair in ticket.lanes_from(rank)]
-    ends = [pair for rank in range(num_receivers) for pair in ticket.lanes_to(rank)]
+@given(descriptors)
+def test_every_channel_begins_and_ends_at_one_rank(descriptor):
+    num_senders, num_receivers = (grid.tp * grid.pp for grid in (descriptor.senders, descriptor.receivers))
+    begins = [pair for rank in range(num_senders) for pair in descriptor.channels_from(rank)]
+    ends = [pair for rank in range(num_receivers) for pair in descriptor.channels_to(rank)]
     assert sorted(begins, key=str) == sorted(ends, key=str)
-    assert len(ends) == len(ticket.ends)
-    assert all(ticket.lanes_to(rank) for rank in range(num_receivers))
+    assert len(ends) == len(descriptor.ends)
+    assert all(descriptor.channels_to(rank) for rank in range(num_receivers))
 
 
-def test_no_two_tickets_share_a_transfer_id():
+def test_no_two_descriptors_share_a_transfer_id():
     fields = {"epoch": 1, "layout": LAYOUT, "prefill_tp": 2, "decode_tp": 2, "addresses": [ADDRESS] * 2}
-    drawn = [Ticket.draw(**fields, num_blocks=1, num_cached_blocks=0, ttl_s=1.0) for _ in range(50)]
-    assert len({end.transfer_id for ticket in drawn for end in ticket.ends}) == 100
+    drawn = [TransferDescriptor.draw(**fields, num_blocks=1, num_cached_blocks=0, ttl_s=1.0) for _ in range(50)]
+    assert len({end.transfer_id for descriptor in drawn for end in descriptor.ends}) == 100
 
 
 @pytest.mark.parametrize(("decode_tp", "addresses"), [(2, [ADDRESS]), (1, []), (1, [ADDRESS] * 2), (0, []), (65, [])])
-def test_a_ticket_needs_an_address_for_each_decode_rank(decode_tp, addresses):
+def test_a_descriptor_needs_an_address_for_each_decode_rank(decode_tp, addresses):
     fields = {"epoch": 1, "layout": LAYOUT, "prefill_tp": 1, "num_blocks": 1, "num_cached_blocks": 0, "ttl_s": 1.0}
     with pytest.raises(TransferError):
-        Ticket.draw(**fields, decode_tp=decode_tp, addresses=addresses)
+        TransferDescriptor.draw(**fields, decode_tp=decode_tp, addresses=addresses)
 
 
-def test_the_largest_ticket_of_all_can_be_read():
+def test_the_largest_descriptor_of_all_can_be_read():
     layout = KVLayout.uniform(1024, 2**16, 2**16, 2**16, "bfloat16")
     fields = {"epoch": MAX_EPOCH, "layout": layout, "prefill_tp": MAX_TP, "decode_tp": MAX_TP - 1}
     addresses = ["é" * 128] * (MAX_TP - 1)
-    ticket = Ticket.draw(**fields, addresses=addresses, num_blocks=2**20, num_cached_blocks=2**20, ttl_s=86400.0)
-    assert len(ticket.ends) == 2 * MAX_TP - 2
-    assert Ticket.decode(ticket.encode()) == ticket
+    descriptor = TransferDescriptor.draw(
+        **fields, addresses=addresses, num_blocks=2**20, num_cached_blocks=2**20, ttl_s=86400.0
+    )
+    assert len(descriptor.ends) == 2 * MAX_TP - 2
+    assert TransferDescriptor.decode(descriptor.encode()) == descriptor
 
 
-def test_no_ticket_has_more_ranks_or_lanes_than_fit_into_one():
+def test_no_descriptor_has_more_ranks_or_channels_than_fit_into_one():
     layout = KVLayout.uniform(64, 64, 64, 16, "bfloat16")
     fields = {"epoch": 1, "layout": layout, "num_blocks": 1, "num_cached_blocks": 0, "ttl_s": 1.0}
     with pytest.raises(TransferError, match="number of decode ranks must be a whole number from 1 to 64"):
-        Ticket.draw(**fields, prefill_tp=1, decode_tp=13, decode_pp=5, addresses=[ADDRESS] * 65)
-    with pytest.raises(TransferError, match="a plan of 289 lanes between two nodes; at most 256 are allowed"):
-        Ticket.draw(**fields, prefill_tp=17, decode_tp=1, decode_pp=17, addresses=[ADDRESS] * 17)
-    widest = Ticket.draw(**fields, prefill_tp=16, decode_tp=1, decode_pp=16, addresses=["é" * 128] * 16)
+        TransferDescriptor.draw(**fields, prefill_tp=1, decode_tp=13, decode_pp=5, addresses=[ADDRESS] * 65)
+    with pytest.raises(TransferError, match="a plan of 289 channels between two nodes; at most 256 are allowed"):
+        TransferDescriptor.draw(**fields, prefill_tp=17, decode_tp=1, decode_pp=17, addresses=[ADDRESS] * 17)
+    widest = TransferDescriptor.draw(**fields, prefill_tp=16, decode_tp=1, decode_pp=16, addresses=["é" * 128] * 16)
     assert len(widest.ends) == 256
-    assert Ticket.decode(widest.encode()) == widest
+    assert TransferDescriptor.decode(widest.encode()) == widest
 
 
 # ---- odd bytes ----
@@ -338,10 +344,10 @@ def test_no_ticket_has_more_ranks_or_lanes_than_fit_into_one():
 
 def decodes_or_refuses(data):
     try:
-        ticket = Ticket.decode(data)
+        descriptor = TransferDescriptor.decode(data)
     except TransferError:
         return
-    assert Ticket.decode(ticket.encode()) == ticket
+    assert TransferDescriptor.decode(descriptor.encode()) == descriptor
 
 
 @given(st.binary(max_size=600))
@@ -349,9 +355,9 @@ def test_random_bytes_raise_nothing_but_transfer_error(data):
     decodes_or_refuses(data)
 
 
-@given(tickets, st.data())
-def test_damaged_tickets_raise_nothing_but_transfer_error(ticket, data):
-    damaged = bytearray(ticket.encode())
+@given(descriptors, st.data())
+def test_damaged_descriptors_raise_nothing_but_transfer_error(descriptor, data):
+    damaged = bytearray(descriptor.encode())
     for place in data.draw(st.lists(st.integers(0, len(damaged) - 1), max_size=4)):
         damaged[place] = data.draw(st.integers(0, 255))
     decodes_or_refuses(bytes(damaged[: data.draw(st.integers(0, len(damaged)))]))

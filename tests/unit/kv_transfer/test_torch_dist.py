@@ -28,7 +28,7 @@ from tests.unit.kv_transfer.transfer_kit import (
     PATIENCE_S,
     SMOLLM2,
     Once,
-    a_ticket,
+    a_descriptor,
     run,
     transfer,
     until,
@@ -347,7 +347,7 @@ def test_addresses_that_cannot_be_dialled_are_refused(address):
     async def scenario():
         sender = KVSender(TorchDistDialer(CPU), tensor_store(LAYOUT, 4), deadline_s=20.0)
         with pytest.raises(TransferError, match="cannot be dialled"):
-            sender.start(a_ticket(address).encode(), Once())
+            sender.start(a_descriptor(address).encode(), Once())
         assert sender.num_open == 0
         await sender.close()
 

@@ -1,4 +1,4 @@
-"""What comes to the signalling port from others than senders with a ticket is turned away, and harms nobody."""
+"""What comes to the signalling port from others than senders with a descriptor is turned away, and harms nobody."""
 
 import asyncio
 import resource
@@ -77,7 +77,7 @@ async def connection(address):
         writer.transport.abort()
 
 
-# ---- without a ticket ----
+# ---- without a descriptor ----
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ async def connection(address):
     ],
     ids=["http", "zeros", "no token", "a wrong token", "another protocol"],
 )
-def test_who_has_no_ticket_is_cut_off(greeting, caplog):
+def test_who_has_no_descriptor_is_cut_off(greeting, caplog):
     async def scenario():
         async with listening() as (address, headers), connection(address) as (reader, writer):
             writer.write(greeting(address.token))
@@ -168,7 +168,7 @@ def test_a_process_without_file_descriptors_listens_on(caplog):
     run(scenario())
 
 
-# ---- with a ticket ----
+# ---- with a descriptor ----
 
 SENSELESS = {
     "a long body": struct.pack(">BI", Kind.MESSAGE, MAX_BODY_BYTES + 1),

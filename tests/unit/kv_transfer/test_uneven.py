@@ -4,17 +4,17 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from tests.unit.kv_transfer.channels_kit import SOURCE_IDS, TARGET_IDS, check_pools, nodes_of, sliced
 
-from kv_transfer.ends.receiver import KVReceiver, Received, ReceivingLane
-from kv_transfer.ends.sender import KVSender, SendingLane, Sent
+from kv_transfer.descriptor import Channel
+from kv_transfer.ends.receiver import KVReceiver, Received, ReceivingChannel
+from kv_transfer.ends.sender import KVSender, SendingChannel, Sent
 from kv_transfer.results import TransferError
-from kv_transfer.ticket import Lane
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from kv_transfer.wire import decode, encode
 from serving_core.layout import KVLayout, Widths
 from tests.effort import few, pairwise
 from tests.unit.kv_transfer.fabric_kinds import FABRIC_KINDS
-from tests.unit.kv_transfer.lanes_kit import SOURCE_IDS, TARGET_IDS, check_pools, nodes_of, sliced
 from tests.unit.kv_transfer.torch_dist_kit import CPU, bytes_of, tensor_store
 from tests.unit.kv_transfer.transfer_kit import (
     PATIENCE_S,
@@ -113,27 +113,27 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_a_ticket_for_another_layout_is_refused_at_both_ends_with_both(tmp_path, other):
+def test_a_descriptor_for_another_layout_is_refused_at_both_ends_with_both(tmp_path, other):
     source, target = ByteStore(layout_of(), 6, seed=5), ByteStore(other, 8)
 
     async def scenario():
         async with pair(Fabric("loopback", tmp_path), source, target) as (sender, receiver):
-            ticket = grant(receiver, TARGET_IDS, Once())
+            descriptor = grant(receiver, TARGET_IDS, Once())
             with pytest.raises(TransferError) as refusal:
-                sender.start(ticket.encode(), Once())
-            assert str(refusal.value) == f"the ticket asks this rank for blocks of {other}; it has {source.layout}"
+                sender.start(descriptor.encode(), Once())
+            assert str(refusal.value) == f"the descriptor asks this rank for blocks of {other}; it has {source.layout}"
             with pytest.raises(TransferError) as refusal:
-                receiver.expect(replace(ticket, layout=source.layout), TARGET_IDS, Once())
-            assert str(refusal.value) == f"the ticket gives this rank blocks of {source.layout}; it has {other}"
+                receiver.expect(replace(descriptor, layout=source.layout), TARGET_IDS, Once())
+            assert str(refusal.value) == f"the descriptor gives this rank blocks of {source.layout}; it has {other}"
 
     run(scenario())
 
 
-# ---- lanes of some layers ----
+# ---- channels of some layers ----
 
 
 class Owner:
-    """Of one lane at both ends."""
+    """Of one channel at both ends."""
 
     def __init__(self, listener):
         self._listener = listener
@@ -142,28 +142,28 @@ class Owner:
     def reply(self, peer, message):
         self._listener.reply(peer, encode(message))
 
-    def lane_sent(self, num_bytes):
+    def channel_sent(self, num_bytes):
         self.num_bytes += num_bytes
 
-    def lane_wrote(self, num_bytes):
+    def channel_wrote(self, num_bytes):
         self.num_bytes -= num_bytes
 
-    def lane_found_corrupt(self, num_blocks):
+    def channel_found_corrupt(self, num_blocks):
         assert num_blocks == 0
 
-    def lane_ended(self, *lane_and_result):
-        once = self.sent if len(lane_and_result) == 1 else self.received
-        once(lane_and_result[-1])
+    def channel_ended(self, *channel_and_result):
+        once = self.sent if len(channel_and_result) == 1 else self.received
+        once(channel_and_result[-1])
 
-    def lane_caught_up(self):
+    def channel_caught_up(self):
         pass
 
-    def lane_released(self):
+    def channel_released(self):
         pass
 
 
 class Stages:
-    """A lane for each of these ranges of layers, from one store to another."""
+    """A channel for each of these ranges of layers, from one store to another."""
 
     def __init__(self, fabric, ends):
         self._listener, self._dialer = fabric.listener(), fabric.dialer()
@@ -173,11 +173,11 @@ class Stages:
         for number, (layers, source, target) in enumerate(ends):
             layout = source.layout.with_layers(layers)
             assert layout == target.layout.with_layers(layers)
-            lane = Lane(bytes([number] * 16), 1, self._listener.address, layout, len(TARGET_IDS), 0, PATIENCE_S)
+            channel = Channel(bytes([number] * 16), 1, self._listener.address, layout, len(TARGET_IDS), 0, PATIENCE_S)
             self.owners.append(Owner(self._listener))
-            receiving = ReceivingLane(lane, self._listener.payload, target, TARGET_IDS, self.owners[-1])
-            self._receiving[lane.transfer_id] = receiving
-            self.sending.append(SendingLane(lane, self._dialer, source, PATIENCE_S, self.owners[-1]))
+            receiving = ReceivingChannel(channel, self._listener.payload, target, TARGET_IDS, self.owners[-1])
+            self._receiving[channel.transfer_id] = receiving
+            self.sending.append(SendingChannel(channel, self._dialer, source, PATIENCE_S, self.owners[-1]))
 
     def _take(self, peer, header, frames):
         message = decode(header)
@@ -201,7 +201,7 @@ def stage_of(whole, layers):
 
 
 @pytest.mark.parametrize("stages_send", [False, True])
-def test_a_lane_carries_the_layers_that_its_layout_says(fabric, stages_send):
+def test_a_channel_carries_the_layers_that_its_layout_says(fabric, stages_send):
     """From a rank that holds all layers to the ranks of two stages, or the other way round, as layers become ready."""
     layout, ranges = layout_of(dtype="int8"), (range(5, 7), range(7, 10))
     source, target = ByteStore(layout, 6, seed=6), ByteStore(layout, 8)
@@ -213,10 +213,10 @@ def test_a_lane_carries_the_layers_that_its_layout_says(fabric, stages_send):
     async def scenario():
         stages = Stages(fabric, ends)
         for ids, stop in itertools.product((SOURCE_IDS[:2], SOURCE_IDS[:4]), range(6, 11)):
-            for lane in stages.sending:
-                lane.blocks_ready(ids, range(5, stop))
-        for lane in stages.sending:
-            lane.finish(SOURCE_IDS, b"tail")
+            for channel in stages.sending:
+                channel.blocks_ready(ids, range(5, stop))
+        for channel in stages.sending:
+            channel.finish(SOURCE_IDS, b"tail")
         for (layers, _, part), owner in zip(ends, stages.owners, strict=True):
             num_bytes = 5 * layout.with_layers(layers).block_bytes
             assert await owner.sent.result() == Sent(num_bytes)

@@ -1,4 +1,5 @@
-"""ZeroMQ's transport: what strangers without a ticket get, the turns in which messages are taken, addresses of IPv6."""
+"""ZeroMQ's transport: what strangers without a descriptor get, the turns in which messages are taken, addresses of
+IPv6."""
 
 import asyncio
 import contextlib
@@ -12,8 +13,8 @@ from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.results import TransferError
 from kv_transfer.transports import zmq as zmq_transport
+from kv_transfer.transports.connection_key import show_key
 from kv_transfer.transports.curve import Keyring
-from kv_transfer.transports.ticket_key import show_key
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from kv_transfer.transports.zmq_connection import Inbox
 from kv_transfer.wire import Finish, encode
@@ -125,7 +126,7 @@ def test_refusals_are_told_once(zmq_fabric, stores, caplog):
                     await polled(events)
 
     run(scenario())
-    assert caplog.text.count("a connection without the key of a ticket was refused") == 1
+    assert caplog.text.count("a connection without the key of a descriptor was refused") == 1
 
 
 def test_who_says_nothing_is_cut_off(stores, monkeypatch):

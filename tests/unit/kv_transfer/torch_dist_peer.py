@@ -1,6 +1,6 @@
 """One end of a transfer between two pools over torch.distributed, in a process of its own.
 
-`receive ENDPOINT DEVICE` prints a ticket in hex for each line of its input, and what it ended with.
+`receive ENDPOINT DEVICE` prints a descriptor in hex for each line of its input, and what it ended with.
 `send TICKET DEVICE` sends the first half of the blocks and never the rest.
 `leave TICKET DEVICE` does so and then ends without closing anything.
 """
@@ -26,15 +26,15 @@ async def receive(endpoint, device):
     store = tensor_store(BIG_LAYOUT, BIG_NUM_BLOCKS, device=device)
     receiver = KVReceiver(TorchDistListener(endpoint, device), store)
     while await asyncio.to_thread(sys.stdin.readline):
-        ticket = grant(receiver, range(BIG_NUM_BLOCKS), lambda result: tell(type(result).__name__))
-        tell(ticket.encode().hex())
+        descriptor = grant(receiver, range(BIG_NUM_BLOCKS), lambda result: tell(type(result).__name__))
+        tell(descriptor.encode().hex())
     await receiver.close()
 
 
-async def send(ticket, device, seconds):
+async def send(descriptor, device, seconds):
     store = tensor_store(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=1, device=device)
     sender = KVSender(TorchDistDialer(device), store, deadline_s=PATIENCE_S)
-    transfer = sender.start(bytes.fromhex(ticket), print)
+    transfer = sender.start(bytes.fromhex(descriptor), print)
     transfer.blocks_ready(range(BIG_NUM_BLOCKS // 2))
     await until(lambda: sender.num_messages > 2)
     await asyncio.sleep(seconds)

@@ -19,7 +19,7 @@ def peer_process(*arguments):
     return transfer_kit.peer_process(PEER, *arguments)
 
 
-async def ticket_of(process):
+async def descriptor_of(process):
     process.stdin.write(b"\n")
     process.stdin.flush()
     return bytes.fromhex(await line_from(process))
@@ -28,8 +28,8 @@ async def ticket_of(process):
 async def leaving(device):
     """Check that groups which are in use when the interpreter ends do not abort it."""
     receiver = KVReceiver(TorchDistListener(ANY_PORT, device), tensor_store(BIG_LAYOUT, BIG_NUM_BLOCKS, device=device))
-    ticket = grant(receiver, BIG_IDS, Once())
-    command = [sys.executable, "-m", PEER, "leave", ticket.encode().hex(), device.type]
+    descriptor = grant(receiver, BIG_IDS, Once())
+    command = [sys.executable, "-m", PEER, "leave", descriptor.encode().hex(), device.type]
     ended = await asyncio.to_thread(subprocess.run, command, capture_output=True)
     assert ended.returncode == 0
     assert b"terminate" not in ended.stderr

@@ -13,9 +13,9 @@ from functools import partial
 
 import zmq
 
+from kv_transfer.descriptor import ChannelEnd, TransferDescriptor
 from kv_transfer.ends.receiver import KVReceiver, Received
 from kv_transfer.ends.sender import KVSender, Sent
-from kv_transfer.ticket import LaneEnd, Ticket
 from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.loopback import LoopbackNetwork
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
@@ -309,9 +309,9 @@ epochs = itertools.count(1)  # no two attempts share one
 
 
 def grant(receiver, target_ids, on_done, *, epoch=None, ttl_s=PATIENCE_S, num_cached_blocks=0, address=None):
-    """Lets a prefill node of one rank write these blocks of a decode node of one; the ticket, which may send it by way
-    of another address."""
-    ticket = Ticket.draw(
+    """Lets a prefill node of one rank write these blocks of a decode node of one; the descriptor, which may send it by
+    way of another address."""
+    descriptor = TransferDescriptor.draw(
         epoch=next(epochs) if epoch is None else epoch,
         layout=receiver.store.layout,
         prefill_tp=1,
@@ -321,15 +321,15 @@ def grant(receiver, target_ids, on_done, *, epoch=None, ttl_s=PATIENCE_S, num_ca
         num_cached_blocks=num_cached_blocks,
         ttl_s=ttl_s,
     )
-    receiver.expect(ticket, target_ids, on_done)
-    return ticket
+    receiver.expect(descriptor, target_ids, on_done)
+    return descriptor
 
 
 async def transfer(sender, receiver, source_ids, target_ids, *, tail=b"tail", num_cached_blocks=0):
     """One undisturbed transfer; its two results."""
     sent, received = Once(), Once()
-    ticket = grant(receiver, target_ids, received, num_cached_blocks=num_cached_blocks)
-    sender.start(ticket.encode(), sent).finish(source_ids, tail)
+    descriptor = grant(receiver, target_ids, received, num_cached_blocks=num_cached_blocks)
+    sender.start(descriptor.encode(), sent).finish(source_ids, tail)
     return await sent.result(), await received.result()
 
 
@@ -339,6 +339,6 @@ def check_arrived(source, source_ids, target, target_ids, results, tail=b"tail")
     assert target.bytes_of(target_ids) == source.bytes_of(source_ids)
 
 
-def a_ticket(address, transfer_id=bytes(16), num_blocks=4, epoch=1):
-    """A ticket that no receiver has granted."""
-    return Ticket(epoch, LAYOUT, 1, 1, num_blocks, 0, 0, PATIENCE_S, (LaneEnd(transfer_id, address),))
+def a_descriptor(address, transfer_id=bytes(16), num_blocks=4, epoch=1):
+    """A descriptor that no receiver has granted."""
+    return TransferDescriptor(epoch, LAYOUT, 1, 1, num_blocks, 0, 0, PATIENCE_S, (ChannelEnd(transfer_id, address),))

@@ -6,13 +6,13 @@ from itertools import combinations, permutations
 from random import Random
 
 import pytest
+from tests.unit.serving_node.node_requests_kit import House
 
 from prefill_node import order
 from prefill_node.order import Order, Pace, timely
 from serving_core.costs import StepCosts
 from serving_core.due import Due
-from serving_core.residents import Stage
-from tests.unit.serving_node.residents_kit import House
+from serving_core.node_requests import Stage
 
 TOKEN_S = 0.5
 
@@ -105,10 +105,10 @@ class Prompts:
         self.pace = Pace(0.0, 1000, 1.0)
 
     def add(self, name, first_s=None, *, length=4, stage=Stage.QUEUED, **fields):
-        resident = self.house.add(name, len(self.by_name), stage, length, hands_over=True, **fields)
-        resident.due = None if first_s is None else Due(first_s)
-        self.by_name[name] = resident
-        return resident
+        node_request = self.house.add(name, len(self.by_name), stage, length, hands_over=True, **fields)
+        node_request.due = None if first_s is None else Due(first_s)
+        self.by_name[name] = node_request
+        return node_request
 
     def names(self, now=0.0):
         return [each.request.request_id for each in self.ordered(now)]
@@ -117,11 +117,11 @@ class Prompts:
         prompts = [each for each in self.by_name.values() if each.num_to_compute]
         return self.order.of(prompts, now, lambda: self.pace)
 
-    def read(self, resident, num_tokens=4):
+    def read(self, node_request, num_tokens=4):
         """A step computes so much of it."""
-        if resident.lease is None:
-            assert self.house.leases.take(resident, 4, num_cacheable=0, num_spare=0)
-        self.order.took([resident.work(num_tokens)])
+        if node_request.lease is None:
+            assert self.house.leases.take(node_request, 4, num_cacheable=0, num_spare=0)
+        self.order.took([node_request.work(num_tokens)])
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_the_oldest_that_others_are_read_before_gets_a_share_of_all_of_them(prom
 
 
 def test_nobody_is_owed_more_than_a_prompt(prompts):
-    """However long one that comes first has to wait for blocks or a seat."""
+    """However long one that comes first has to wait for blocks or a running slot."""
     oldest, urgent = prompts.add("oldest"), prompts.add("urgent", 1e9)
     prompts.add("older")
     for _ in range(50):

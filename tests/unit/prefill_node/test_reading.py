@@ -1,34 +1,34 @@
 """Which tokens of which prompt a step computes."""
 
 import pytest
+from tests.unit.serving_node.node_requests_kit import House
 
 from prefill_node import slack
 from prefill_node.reading import MAX_SCORED_TOKENS, Reading, num_cacheable
 from serving_core.costs import StepCosts
 from serving_core.due import Due
 from serving_core.margin import PRIOR_FACTOR
+from serving_core.node_requests import Stage
 from serving_core.requests import SampledToken, SamplingParams
-from serving_core.residents import Stage
-from tests.unit.serving_node.residents_kit import House
 
 
 def make(num_blocks=32, tokens_per_s=0.0):
     house = House(num_blocks)
-    return house, Reading(house.residents, house.leases, StepCosts(tokens_per_s), max_num_queued=100)
+    return house, Reading(house.node_requests, house.leases, StepCosts(tokens_per_s), max_num_queued=100)
 
 
-def plan(house, reading, budget, *, seats=(), start=None):
-    """Names of those that ask for a seat and do not get one: `seats` lacks them."""
+def plan(house, reading, budget, *, slots=(), start=None):
+    """Names of those that ask for a running slot and do not get one: `running slots` lacks them."""
     asked = []
 
-    def has_seat(resident):
-        return resident.hands_over or resident.request.request_id in seats
+    def has_slot(node_request):
+        return node_request.hands_over or node_request.request.request_id in slots
 
-    def begin(resident):
-        asked.append(resident.request.request_id)
-        return (start is None or resident.request.request_id in start) and reading.start(resident, num_spare=0)
+    def begin(node_request):
+        asked.append(node_request.request.request_id)
+        return (start is None or node_request.request.request_id in start) and reading.start(node_request, num_spare=0)
 
-    works = reading.plan(budget, has_seat, begin, (), 0.0)
+    works = reading.plan(budget, has_slot, begin, (), 0.0)
     return [(work.request.request_id, work.start, work.num_tokens) for work in works], asked
 
 
@@ -56,11 +56,11 @@ def test_one_that_may_not_start_holds_up_those_without_blocks_alone():
     assert plan(house, reading, 64, start={"could"}) == ([("has begun", 0, 5)], ["may not"])
 
 
-def test_one_without_a_seat_is_passed_over():
+def test_one_without_a_slot_is_passed_over():
     house, reading = make()
-    house.add("no seat", 1, Stage.QUEUED, 5)
-    house.add("seat", 2, Stage.QUEUED, 5)
-    assert plan(house, reading, 64, seats={"seat"}) == ([("seat", 0, 5)], ["seat"])
+    house.add("no running slot", 1, Stage.QUEUED, 5)
+    house.add("slot", 2, Stage.QUEUED, 5)
+    assert plan(house, reading, 64, slots={"slot"}) == ([("slot", 0, 5)], ["slot"])
 
 
 def limited(*dues_s, nums_tokens=(20, 20, 20)):
@@ -140,20 +140,20 @@ def test_the_last_token_is_computed_where_its_logits_are_wanted():
 
 def scored(house, name, age, num_tokens):
     """A prompt of which nothing may be left out."""
-    resident = house.add(name, age, Stage.QUEUED, num_tokens, hands_over=True)
-    resident.request.sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    return resident
+    node_request = house.add(name, age, Stage.QUEUED, num_tokens, hands_over=True)
+    node_request.request.sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    return node_request
 
 
 def test_what_is_to_be_scored_is_computed_as_far_as_it_has_no_scores():
     house, _ = make()
-    resident = scored(house, "a", 1, 8)
-    assert num_cacheable(resident) == 0
-    resident.request.scores = [SampledToken(1, -1.0)] * 5  # before it was preempted
-    assert num_cacheable(resident) == 5
-    resident.has_first_token = True
-    resident.request.token_ids.append(1)  # and with it they have gone out
-    assert num_cacheable(resident) == 8
+    node_request = scored(house, "a", 1, 8)
+    assert num_cacheable(node_request) == 0
+    node_request.request.scores = [SampledToken(1, -1.0)] * 5  # before it was preempted
+    assert num_cacheable(node_request) == 5
+    node_request.has_first_token = True
+    node_request.request.token_ids.append(1)  # and with it they have gone out
+    assert num_cacheable(node_request) == 8
 
 
 def test_a_step_scores_no_more_tokens_than_logits_of_which_are_held_at_once():
@@ -166,31 +166,31 @@ def test_a_step_scores_no_more_tokens_than_logits_of_which_are_held_at_once():
 
 def test_a_prompt_counts_once_however_often_it_begins():
     house, reading = make()
-    resident = house.add("a", 1, Stage.QUEUED, 5, hands_over=True)
+    node_request = house.add("a", 1, Stage.QUEUED, 5, hands_over=True)
     plan(house, reading, 64)
-    house.leases.give_back(resident)
-    house.residents.enter(resident, Stage.QUEUED)
+    house.leases.give_back(node_request)
+    house.node_requests.enter(node_request, Stage.QUEUED)
     plan(house, reading, 64)
     assert reading.num_prompt_tokens == 5
 
 
 def alike(house, name, age, num_tokens, *, num_common=24, salt="one", **facts):
     """A prompt whose first tokens others have too."""
-    resident = house.add(name, age, Stage.QUEUED, num_tokens, hands_over=True, salt=salt, **facts)
-    resident.request.token_ids[num_common:] = [1000 * age + at for at in range(num_common, num_tokens)]
-    return resident
+    node_request = house.add(name, age, Stage.QUEUED, num_tokens, hands_over=True, salt=salt, **facts)
+    node_request.request.token_ids[num_common:] = [1000 * age + at for at in range(num_common, num_tokens)]
+    return node_request
 
 
 def read_all(house, reading, budget=48):
     """What each step computes until all is read."""
     steps = []
-    while any(each.num_to_compute for each in house.residents):
+    while any(each.num_to_compute for each in house.node_requests):
         steps.append(plan(house, reading, budget)[0])
         for name, start, num_tokens in steps[-1]:
-            (resident,) = (each for each in house.residents if each.request.request_id == name)
-            assert resident.num_computed == start
-            resident.num_computed += num_tokens
-            house.leases.publish(resident)
+            (node_request,) = (each for each in house.node_requests if each.request.request_id == name)
+            assert node_request.num_computed == start
+            node_request.num_computed += num_tokens
+            house.leases.publish(node_request)
     return steps
 
 

@@ -40,9 +40,9 @@ async def answers(port):
         return True
 
 
-@pytest.mark.parametrize("door", OPTIONS)
-async def test_connections_beyond_the_cap_are_closed_until_others_end(door):
-    async with asyncio.timeout(DEADLINE_S), served(OPTIONS[door](3)) as port:
+@pytest.mark.parametrize("api_server", OPTIONS)
+async def test_connections_beyond_the_cap_are_closed_until_others_end(api_server):
+    async with asyncio.timeout(DEADLINE_S), served(OPTIONS[api_server](3)) as port:
         connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         for reader, _ in connections:
             assert await reader.read(1)  # the server's first words: it counts
@@ -54,16 +54,16 @@ async def test_connections_beyond_the_cap_are_closed_until_others_end(door):
 
 
 @pytest.mark.parametrize(
-    ("door", "option", "reason"),
+    ("api_server", "option", "reason"),
     [
         ("public", "grpc.max_connection_idle_ms", b"connection idle"),
         ("public", "grpc.max_connection_age_ms", b"max connection age"),
         ("fleet", "grpc.max_connection_idle_ms", b"connection idle"),
     ],
 )
-async def test_who_has_no_call_is_asked_to_go(door, option, reason):
+async def test_who_has_no_call_is_asked_to_go(api_server, option, reason):
     """With a short time in place of ours."""
-    options = {**dict(OPTIONS[door](3)), option: 1000}
+    options = {**dict(OPTIONS[api_server](3)), option: 1000}
     async with asyncio.timeout(DEADLINE_S), served([*options.items()]) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0" + b"\0\0\0\4\1\0\0\0\0")

@@ -9,7 +9,7 @@ from serving_core.differences import FAMILIES, GELU_TANH, Differences
 from serving_core.errors import ModelError
 from serving_core.model_config import read_model_config
 from serving_core.rope_config import DefaultRope, LinearRope
-from tests.foreign_models import MIXTURES
+from tests.transformers_models import MIXTURES
 from tests.unit.serving_core.test_model_config import LLAMA
 
 CONFIGS = {
@@ -210,7 +210,7 @@ def test_which_layers_of_smollm3_rotate_and_slide(fields, unrotated, windows, re
 def test_what_is_not_described_is_left_to_transformers(model_type, fields, sentence, read):
     config = {**CONFIGS[model_type], **fields}
     if "quantization_config" not in fields:
-        assert read(config).is_foreign
+        assert read(config).is_transformers
     with pytest.raises(ModelError, match=sentence):
         read(config, model_impl="native")
 
@@ -237,7 +237,7 @@ LABELS = {"id2label": {"0": "no", "1": "yes"}, "label2id": {"no": 0, "yes": 1}}
     ],
 )
 def test_what_is_off_or_without_effect_is_no_hindrance(fields, read):
-    assert not read({**CONFIGS["olmo2"], **fields}).is_foreign
+    assert not read({**CONFIGS["olmo2"], **fields}).is_transformers
 
 
 def test_gemmas_without_a_head_make_embeddings_unless_attention_goes_both_ways(read):

@@ -1,7 +1,7 @@
 import pytest
 
 from serving_core.errors import SettingsError
-from serving_core.layout import KVLayout, Plane, Widths
+from serving_core.layout import KVLayout, Pchannel, Widths
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_sizes_of_planes_layer_by_layer(dtype, planes):
 
 
 def test_the_planes_of_a_layer():
-    assert uneven("int8").planes(7) == (Plane(4, 2, 24, "int8"), Plane(4, 2, 16, "int8"))
+    assert uneven("int8").planes(7) == (Pchannel(4, 2, 24, "int8"), Pchannel(4, 2, 16, "int8"))
 
 
 @pytest.mark.parametrize("layer", [-1, 0, 4, 9])

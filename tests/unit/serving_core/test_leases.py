@@ -5,9 +5,9 @@ import pytest
 from serving_core.blocks import BlockAllocator
 from serving_core.layout import KVLayout
 from serving_core.leases import Leases
+from serving_core.node_requests import NodeRequest, Stage
 from serving_core.prefix import CHUNK, EITHER, GRAFT, MAX_MAKERS, STEP, BlockNames, child_name
 from serving_core.requests import Request, SamplingParams
-from serving_core.residents import Resident, Stage
 
 LAYOUT = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 ROOT = bytes(32)
@@ -26,29 +26,29 @@ class House:
 
     def take(self, num_tokens, stage=Stage.READING):
         request = Request("r", 1, TOKENS[:num_tokens], num_tokens, SamplingParams(max_tokens=40))
-        resident = Resident(request, 1, BlockNames(ROOT, 4), stage, 0.0)
-        assert self.leases.take(resident, 40, num_cacheable=num_tokens, num_spare=0)
-        return resident
+        node_request = NodeRequest(request, 1, BlockNames(ROOT, 4), stage, 0.0)
+        assert self.leases.take(node_request, 40, num_cacheable=num_tokens, num_spare=0)
+        return node_request
 
-    def compute(self, resident, stage, until):
+    def compute(self, node_request, stage, until):
         """As many steps as it takes, of one token for an answer."""
-        resident.stage = stage
-        while resident.num_computed < until:
-            resident.num_computed = until if stage is Stage.READING else resident.num_computed + 1
-            resident.request.token_ids = TOKENS[: max(until, resident.num_computed)]
-            self.leases.publish(resident)
+        node_request.stage = stage
+        while node_request.num_computed < until:
+            node_request.num_computed = until if stage is Stage.READING else node_request.num_computed + 1
+            node_request.request.token_ids = TOKENS[: max(until, node_request.num_computed)]
+            self.leases.publish(node_request)
 
-    def copy(self, resident, num_tokens, made):
-        resident.num_computed = num_tokens
-        self.leases.copied(resident, made)
-        resident.stage = Stage.WRITING
-        self.leases.publish(resident)
+    def copy(self, node_request, num_tokens, made):
+        node_request.num_computed = num_tokens
+        self.leases.copied(node_request, made)
+        node_request.stage = Stage.WRITING
+        self.leases.publish(node_request)
 
     def found(self, num_tokens=40):
         """Who made the leading blocks that the pool has of TOKENS."""
-        resident = self.take(num_tokens)
-        makers = list(resident.names.makers)
-        self.leases.give_back(resident)
+        node_request = self.take(num_tokens)
+        makers = list(node_request.names.makers)
+        self.leases.give_back(node_request)
         return makers
 
 
@@ -58,12 +58,12 @@ def house():
 
 
 def test_a_block_is_of_steps_if_only_its_last_token_is(house):
-    resident = house.take(11)
-    house.compute(resident, Stage.READING, 11)
-    assert house.leases.makers_of(resident) == [READ_HERE] * 3  # the third is not full yet
-    house.compute(resident, Stage.WRITING, 20)
+    node_request = house.take(11)
+    house.compute(node_request, Stage.READING, 11)
+    assert house.leases.makers_of(node_request) == [READ_HERE] * 3  # the third is not full yet
+    house.compute(node_request, Stage.WRITING, 20)
     expected = [READ_HERE, READ_HERE, WRITTEN_HERE, WRITTEN_HERE, WRITTEN_HERE]
-    assert resident.names.makers == house.leases.makers_of(resident) == house.found() == expected
+    assert node_request.names.makers == house.leases.makers_of(node_request) == house.found() == expected
     name = ROOT
     for index, maker in enumerate(expected):
         name = child_name(name, maker, TOKENS[4 * index : 4 * index + 4])
@@ -91,8 +91,8 @@ def test_what_reads_on_behind_an_answer_is_called_after_it(house):
 
 @pytest.mark.parametrize("made", [[(READ_THERE, 3)], [(WRITTEN_THERE, 1), (GRAFT, 1), (READ_HERE, 1)]])
 def test_copies_keep_their_names(house, made):
-    resident = house.take(12)
-    house.copy(resident, 12, made)
+    node_request = house.take(12)
+    house.copy(node_request, 12, made)
     assert house.found() == [maker for maker, num_blocks in made for _ in range(num_blocks)]
     assert house.leases.makers[:2] == [READ_HERE, WRITTEN_HERE]
     assert house.leases.makers[-1] == GRAFT
@@ -100,27 +100,27 @@ def test_copies_keep_their_names(house, made):
 
 def test_copies_behind_the_same_blocks_keep_their_names(house):
     house.copy(house.take(8), 8, [(READ_THERE, 2)])
-    resident = house.take(16)
-    assert resident.names.makers == [READ_THERE] * 2
-    house.copy(resident, 16, [(READ_THERE, 4)])
+    node_request = house.take(16)
+    assert node_request.names.makers == [READ_THERE] * 2
+    house.copy(node_request, 16, [(READ_THERE, 4)])
     assert house.found() == [READ_THERE] * 4
 
 
 def test_copies_behind_other_blocks_are_grafts_and_are_found_again(house):
     house.compute(house.take(8), Stage.READING, 8)
-    resident = house.take(18)
-    house.copy(resident, 18, [(READ_THERE, 5)])
+    node_request = house.take(18)
+    house.copy(node_request, 18, [(READ_THERE, 5)])
     assert house.found() == [READ_HERE] * 2 + [GRAFT] * 2
-    house.compute(resident, Stage.WRITING, 24)
+    house.compute(node_request, Stage.WRITING, 24)
     assert house.found() == [READ_HERE] * 2 + [GRAFT] * 3 + [WRITTEN_HERE]  # part of the fifth has come with the copies
 
 
 @pytest.mark.parametrize(("origin", "maker"), [(HERE, WRITTEN_HERE), (THERE, GRAFT)])
 def test_what_another_kind_of_node_began_has_no_one_maker(house, origin, maker):
-    resident = house.take(6)
-    house.copy(resident, 6, [(origin + CHUNK, 2)])
-    assert house.leases.makers_of(resident)[1] == maker
-    house.compute(resident, Stage.WRITING, 12)
+    node_request = house.take(6)
+    house.copy(node_request, 6, [(origin + CHUNK, 2)])
+    assert house.leases.makers_of(node_request)[1] == maker
+    house.compute(node_request, Stage.WRITING, 12)
     assert house.found() == [origin + CHUNK, maker, WRITTEN_HERE]
 
 
@@ -132,27 +132,27 @@ def test_copies_of_which_it_is_not_told_who_made_them_are_grafts(house, made):
 
 def test_a_node_tells_so_many_makers_apart_and_no_more(house):
     for number in range(MAX_MAKERS):
-        resident = house.take(3)
-        resident.request.token_ids = TOKENS[:4]
-        house.copy(resident, 4, [(b"%08dc" % number, 1)])
+        node_request = house.take(3)
+        node_request.request.token_ids = TOKENS[:4]
+        house.copy(node_request, 4, [(b"%08dc" % number, 1)])
     assert len(house.leases.makers) == MAX_MAKERS
-    assert resident.names.makers == [GRAFT]
+    assert node_request.names.makers == [GRAFT]
     assert house.found(4) == [b"00000000c"]
 
 
 def test_what_is_given_back_and_read_again_is_called_anew(house):
-    resident = house.take(6)
-    house.copy(resident, 6, [(READ_THERE, 2)])
-    house.leases.give_back(resident)
-    assert house.leases.take(resident, 40, num_cacheable=4, num_spare=0)
-    house.compute(resident, Stage.READING, 8)
-    assert resident.names.makers == [READ_THERE, READ_HERE]
+    node_request = house.take(6)
+    house.copy(node_request, 6, [(READ_THERE, 2)])
+    house.leases.give_back(node_request)
+    assert house.leases.take(node_request, 40, num_cacheable=4, num_spare=0)
+    house.compute(node_request, Stage.READING, 8)
+    assert node_request.names.makers == [READ_THERE, READ_HERE]
 
 
 def test_without_caching_nothing_has_a_name():
     house = House(caching=False)
-    resident = house.take(8)
-    house.compute(resident, Stage.READING, 9)
-    assert house.leases.makers_of(resident) == []
+    node_request = house.take(8)
+    house.compute(node_request, Stage.READING, 9)
+    assert house.leases.makers_of(node_request) == []
     house.copy(house.take(12), 12, [(READ_THERE, 3)])
     assert house.found() == []

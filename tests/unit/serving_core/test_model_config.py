@@ -318,8 +318,8 @@ def test_refusals_name_the_thing(read, changes, sentence):
 def test_what_our_decoder_does_not_know_is_left_to_transformers(read, given):
     dynamic = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
     for fields in ({"hidden_act": "gelu"}, dynamic):
-        assert read({**given, **fields}).is_foreign
-    assert not read({**given, "hidden_act": "swish"}).is_foreign  # another name of silu
+        assert read({**given, **fields}).is_transformers
+    assert not read({**given, "hidden_act": "swish"}).is_transformers  # another name of silu
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ GPT2 = {
 def test_sizes_of_a_model_that_transformers_computes(read, given):
     config = read(given)
     theirs = transformers.AutoConfig.for_model(**given)
-    assert (config.is_foreign, config.model_impl) == (True, "transformers")
+    assert (config.is_transformers, config.model_impl) == (True, "transformers")
     assert config.hidden_size == theirs.hidden_size
     assert (config.num_layers, config.num_heads) == (theirs.num_hidden_layers, theirs.num_attention_heads)
     assert (config.num_kv_heads, config.head_dim) == (2 if given is STARCODER2 else 4, 12)
@@ -399,14 +399,14 @@ def test_all_that_decides_what_is_computed_is_in_the_digest(read):
     assert read({**STARCODER2, "transformers_version": "9", "dtype": "bfloat16"}).config_digest == digest
 
 
-def test_native_and_foreign_by_name(read):
-    assert (read(LLAMA).is_foreign, read(LLAMA).config_digest) == (False, "")
+def test_native_and_transformers_by_name(read):
+    assert (read(LLAMA).is_transformers, read(LLAMA).config_digest) == (False, "")
     with pytest.raises(
         ModelError, match=r"'Starcoder2ForCausalLM' is not supported; supported are LlamaForCausalLM, [\w, ]*$"
     ):
         read(STARCODER2, model_impl="native")
-    assert read(LLAMA, model_impl="transformers").is_foreign
-    assert read({**LLAMA, "hidden_act": "gelu"}, model_impl="transformers").is_foreign
+    assert read(LLAMA, model_impl="transformers").is_transformers
+    assert read({**LLAMA, "hidden_act": "gelu"}, model_impl="transformers").is_transformers
 
 
 @pytest.mark.parametrize(
@@ -422,6 +422,6 @@ def test_native_and_foreign_by_name(read):
         ({"num_key_value_heads": 3}, r"num_key_value_heads .* must be a divisor of num_attention_heads \(4\)"),
     ],
 )
-def test_refusals_of_foreign_models(read, changes, sentence):
+def test_refusals_of_transformers_models(read, changes, sentence):
     with pytest.raises(ModelError, match=sentence):
         read({**STARCODER2, **changes})

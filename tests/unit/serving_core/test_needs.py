@@ -13,8 +13,8 @@ from serving_core.needs import check_settings, needs_of, num_blocks_for
 from serving_core.settings import EngineSettings
 from serving_core.stored_tensors import stored_tensors
 from serving_core.weight_files import INDEX_FILE
-from tests.foreign_models import write_foreign_model
 from tests.tiny_models import write_fake_model, write_tiny_llama, write_tiny_model
+from tests.transformers_models import write_transformers_model
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_every_rank_has_as_many_blocks_as_fit_where_the_most_layers_are():
 
 
 def test_every_rank_of_a_stage_holds_latents_whole(tmp_path):
-    folder = write_foreign_model(tmp_path, "deepseek_v3")
+    folder = write_transformers_model(tmp_path, "deepseek_v3")
     grid = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     settings = EngineSettings(model=str(folder), num_kv_blocks=7, block_size=16, **grid)
     config = read_model_config(folder)

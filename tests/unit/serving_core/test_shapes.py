@@ -37,9 +37,12 @@ def test_every_role_can_be_taken_by_a_node_of_the_least_limits():
     ("shape", "message"),
     [
         (Shape(513, 0, False), "prompt_tokens of a shape is 513, the node's max_num_batched_tokens is 512"),
-        (Shape(0, 65, True), "seats of a shape is 65, the node's max_num_seqs is 64"),
-        (Shape(0, 0, False), "a shape needs prompt_tokens or seats above 0: a node that does neither does nothing"),
-        (Shape(1, 0, True), "a shape that takes hand-overs needs seats above 0 for their answers"),
+        (Shape(0, 65, True), "slots of a shape is 65, the node's max_num_seqs is 64"),
+        (
+            Shape(0, 0, False),
+            "a shape needs prompt_tokens or slots above 0: a node that does neither does nothing",
+        ),
+        (Shape(1, 0, True), "a shape that takes hand-overs needs slots above 0 for their answers"),
     ],
 )
 def test_a_shape_that_cannot_be_taken_is_one_sentence(shape, message):

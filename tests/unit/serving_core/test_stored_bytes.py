@@ -10,9 +10,9 @@ from serving_core.errors import ModelError, SettingsError
 from serving_core.model_config import read_model_config
 from serving_core.needs import needs_of
 from serving_core.settings import EngineSettings
-from tests.foreign_models import transformers_model
 from tests.tiny_models import VOCAB_SIZE, write_tiny_llama, write_tiny_model
 from tests.toy_scheduler import greedy, random_prompts, run_all
+from tests.transformers_models import transformers_model
 from tests.unit.engine.quantized_checkpoints import PROJECTIONS, SIZES, describe, edit
 from tests.unit.serving_core.test_stored_quantization import loaded
 

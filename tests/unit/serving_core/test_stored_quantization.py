@@ -20,9 +20,9 @@ from serving_core.sharding import shard_of
 from serving_core.stored_quantization import WHOLE as ONE_GROUP
 from serving_core.stored_quantization import StoredQuantization, read_stored_quantization
 from tests.effort import few
-from tests.foreign_models import transformers_model
 from tests.tiny_models import VOCAB_SIZE
 from tests.toy_scheduler import greedy, random_prompts, run_all
+from tests.transformers_models import transformers_model
 from tests.unit.engine.quantized_checkpoints import describe, edit, write_quantized
 from tests.unit.engine.rank_process import run_ranks
 

@@ -34,14 +34,14 @@ class LongNode:
 
     HOSTS = (fleet_pb2.AnnexHost(address="host:1", key=bytes(32)),)
 
-    def __init__(self, num_seats=8, tile=TILE, num_blocks=8):
+    def __init__(self, num_slots=8, tile=TILE, num_blocks=8):
         self.allocator, self.now = BlockAllocator(num_blocks), 0.0
         self.kv = {}  # by block and place in it: which token, behind which others
         self.logic = NodeLogic(
             self.allocator,
             LAYOUT,
-            Limits(16, num_seats, 100, 30.0, 60.0, tile_tokens=tile),
-            preset("both", max_num_batched_tokens=16, max_num_seqs=num_seats),
+            Limits(16, num_slots, 100, 30.0, 60.0, tile_tokens=tile),
+            preset("both", max_num_batched_tokens=16, max_num_seqs=num_slots),
             block_bytes=1,
             fingerprint=FINGERPRINT,
             origin=HERE,
@@ -65,20 +65,20 @@ class LongNode:
         wire = convert.job_to_wire(request, age)
         wire.hosts.extend(hosts)
         self.do(fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=wire, local_prefill=True)))
-        return self.logic.residents.find(request)
+        return self.logic.node_requests.find(request)
 
     def read_for_another(self, name, age, num_tokens):
         request = _request(name, age, num_tokens)
         job = convert.job_to_wire(request, age)
         self.do(fleet_pb2.NodeCommand(prefill=fleet_pb2.Prefill(job=job), attempt=job.attempt))
-        return self.logic.residents.find(request)
+        return self.logic.node_requests.find(request)
 
     def await_prompt(self, name, age, num_tokens=3):
         """Another node reads it, and it is to be answered here."""
         request = _request(name, age, num_tokens)
         reserve = fleet_pb2.Reserve(job=convert.job_to_wire(request, age), prefill_tp_size=1)
         self.do(fleet_pb2.NodeCommand(reserve=reserve))
-        return self.logic.residents.find(request)
+        return self.logic.node_requests.find(request)
 
     def do(self, command):
         self.logic.handle(command, self.now)
@@ -98,7 +98,7 @@ class LongNode:
                     if "failed" in event:
                         self.on_failed(event["failed"])
         self.allocator.check_integrity()
-        self.logic.residents.check_integrity()
+        self.logic.node_requests.check_integrity()
 
     def compute(self, beside=lambda: None, step_s=0.1):
         works = self.logic.plan(self.now)
@@ -117,8 +117,8 @@ class LongNode:
     def _put_kv(self, work):
         """All of it that was computed before lies where it was."""
         token_ids = work.request.token_ids
-        resident = self.logic.residents.of(work.request)
-        num_away, whose = resident.num_annexed_blocks, work.request.request_id if resident.hosts else ""
+        node_request = self.logic.node_requests.of(work.request)
+        num_away, whose = node_request.num_annexed_blocks, work.request.request_id if node_request.hosts else ""
         away = [(annex.host, block) for annex in work.request.annexes for block in annex.block_ids]
         table = away[:num_away] + [(self, block) for block in work.block_ids[num_away:]]
         for at in range(work.start + work.num_tokens):
@@ -139,7 +139,7 @@ class LongNode:
         return num_ready
 
     def opened(self, annex):
-        self.logic.opened(self.openings.pop(0).resident, annex, self.now)
+        self.logic.opened(self.openings.pop(0).node_request, annex, self.now)
         self.take()
 
     def copy_to(self, host, block_ids):
@@ -205,7 +205,7 @@ class Fellows:
         for host in self.nodes:
             if host is node:
                 continue
-            block_ids = host.host(_num_tiles(opening.block_ids), opening.resident.age, is_again=opening.is_again)
+            block_ids = host.host(_num_tiles(opening.block_ids), opening.node_request.age, is_again=opening.is_again)
             self._settle()
             if block_ids:
                 node.copy_to(host, block_ids)
@@ -215,8 +215,8 @@ class Fellows:
 
     def _settle(self):
         """Blocks that are let go or taken back are free at once. Whose these were learns of it when it asks next."""
-        for resident in [each for node in self.nodes for each in node.logic.residents]:
-            for annex in resident.request.annexes:
+        for node_request in [each for node in self.nodes for each in node.logic.node_requests]:
+            for annex in node_request.request.annexes:
                 annex.is_recalled |= annex.number in annex.host.recalled
         for node in self.nodes:
             over = [(annex.host, annex.number) for annex in node.closed] + [(node, each) for each in node.recalled]

@@ -60,12 +60,12 @@ class Ask:
 
 
 class Fleet:
-    """Nodes, lanes, and what the coordinator knows."""
+    """Nodes, channels, and what the coordinator knows."""
 
     def __init__(self, seed, num_nodes=2, *, num_blocks=9, faults=0.0, moves=0.0, keeps=0.0, **limits):
         self.random = Random(seed)
-        self.lanes = {}  # by ticket
-        limits = {"credit_timeout_s": 1e9, "ticket_timeout_s": 1e9} | limits
+        self.channels = {}  # by descriptor
+        limits = {"credit_timeout_s": 1e9, "descriptor_timeout_s": 1e9} | limits
         origins = ORIGINS[: 1 + seed % 2] * num_nodes
         self.nodes = [
             FleetNode(self, f"n{index}-", num_blocks, origin=origins[index], **limits) for index in range(num_nodes)
@@ -144,7 +144,7 @@ class Fleet:
                 f" {'sending' if each.is_sending else ''}{'receiving' if each.is_receiving else ''}"
                 f"{' revoked' if each.is_revoked else ''}{' ending' if each.is_ending else ''}"
                 f" evictions {each.num_evictions}"
-                for each in node.logic.residents
+                for each in node.logic.node_requests
             ]
         return "\n".join(lines)
 
@@ -156,9 +156,15 @@ class Fleet:
         for node in self.nodes:
             actions += [(1, lambda node=node: self._command(node)), (2, lambda node=node: self._hear(node))]
             actions += [(3, lambda node=node: self._step(node))]
-        for lane in list(self.lanes.values()):
-            actions += [(4, lambda lane=lane: self._grant(lane)), (5, lambda lane=lane: self._carry(lane))]
-            actions += [(6, lambda lane=lane: self._end_receive(lane)), (7, lambda lane=lane: self._end_send(lane))]
+        for channel in list(self.channels.values()):
+            actions += [
+                (4, lambda channel=channel: self._grant(channel)),
+                (5, lambda channel=channel: self._carry(channel)),
+            ]
+            actions += [
+                (6, lambda channel=channel: self._end_receive(channel)),
+                (7, lambda channel=channel: self._end_send(channel)),
+            ]
         self.random.shuffle(actions)
         has_moved = False
         for kind, action in actions:
@@ -223,59 +229,59 @@ class Fleet:
             node.end()
         return True
 
-    def _grant(self, lane):
-        if lane.is_granted or lane.receiver_has_heard:
+    def _grant(self, channel):
+        if channel.is_granted or channel.receiver_has_heard:
             return False
-        lane.is_granted = True
-        lane.receiver.logic.granted(lane.epoch, lane.ticket)
-        lane.receiver.settle()
+        channel.is_granted = True
+        channel.receiver.logic.granted(channel.epoch, channel.descriptor)
+        channel.receiver.settle()
         return True
 
-    def _carry(self, lane):
+    def _carry(self, channel):
         """The KV that is ready arrives, and after it the end."""
-        if lane.state != "open" or lane.sender is None:
+        if channel.state != "open" or channel.sender is None:
             return False
         if self._fails():
-            lane.end("lost")
+            channel.end("lost")
             return True
-        num_before = lane.num_arrived
-        if lane.carry():
-            if num_before == lane.num_cached:
-                lane.receiver.logic.coming(lane.epoch)
+        num_before = channel.num_arrived
+        if channel.carry():
+            if num_before == channel.num_cached:
+                channel.receiver.logic.coming(channel.epoch)
             return True
-        if lane.outgoing.is_finished:
-            lane.commit()
+        if channel.outgoing.is_finished:
+            channel.commit()
             return True
-        has_caught_up, lane.has_caught_up = lane.has_caught_up, True
+        has_caught_up, channel.has_caught_up = channel.has_caught_up, True
         if not has_caught_up:
-            lane.sender.logic.caught_up(lane.sender_epoch)
-            lane.sender.settle()
+            channel.sender.logic.caught_up(channel.sender_epoch)
+            channel.sender.settle()
         return not has_caught_up
 
-    def _end_receive(self, lane):
-        if lane.state == "open" or lane.receiver_has_heard:
+    def _end_receive(self, channel):
+        if channel.state == "open" or channel.receiver_has_heard:
             return False
-        lane.receiver_has_heard = True
-        del lane.receiver.opened[lane.epoch]
-        lane.receiver.logic.received(lane.epoch, lane.received(), lane.receiver.now)
-        lane.receiver.settle()
-        self._forget(lane)
+        channel.receiver_has_heard = True
+        del channel.receiver.opened[channel.epoch]
+        channel.receiver.logic.received(channel.epoch, channel.received(), channel.receiver.now)
+        channel.receiver.settle()
+        self._forget(channel)
         return True
 
-    def _end_send(self, lane):
-        if lane.state == "open" or lane.sender is None:
+    def _end_send(self, channel):
+        if channel.state == "open" or channel.sender is None:
             return False
-        sender, lane.sender = lane.sender, None
-        del sender.sending[lane.sender_epoch]
-        sender.logic.sent(lane.sender_epoch, lane.sent(), sender.now)
+        sender, channel.sender = channel.sender, None
+        del sender.sending[channel.sender_epoch]
+        sender.logic.sent(channel.sender_epoch, channel.sent(), sender.now)
         sender.settle()
-        self._forget(lane)
+        self._forget(channel)
         return True
 
-    def _forget(self, lane):
-        """Of lanes that are over for good a few are kept, for tickets that are still under way."""
-        if len(self.lanes) > 200 and lane.receiver_has_heard and lane.sender is None:
-            self.lanes.pop(next(iter(self.lanes)))
+    def _forget(self, channel):
+        """Of channels that are over for good a few are kept, for descriptors that are still under way."""
+        if len(self.channels) > 200 and channel.receiver_has_heard and channel.sender is None:
+            self.channels.pop(next(iter(self.channels)))
 
     # ---- trouble ----
 
@@ -286,9 +292,9 @@ class Fleet:
             self._give_up(ask)
         if self._fails(0.2):
             self._detach(self.random.choice(self.nodes))
-        for lane in list(self.lanes.values()):
-            if lane.state == "open" and lane.sender is not None and self._fails(0.3):
-                lane.end("lost")
+        for channel in list(self.channels.values()):
+            if channel.state == "open" and channel.sender is not None and self._fails(0.3):
+                channel.end("lost")
 
     def _detach(self, node):
         """The stream to a node breaks, and what was on it is lost; it comes back at once."""
@@ -457,13 +463,13 @@ class Fleet:
         ask = self.asks.get(epoch)
         if epoch in self.moving and not self.moving[epoch].moving.is_off:
             ask = self.moving[epoch]
-            migrate = fleet_pb2.Migrate(attempt=self._wire(ask), ticket=reserved.ticket)
+            migrate = fleet_pb2.Migrate(attempt=self._wire(ask), descriptor=reserved.descriptor)
             self._tell(ask.writer, ask.epoch, migrate=migrate)
         elif ask is not None and not ask.is_to_be_kept:
             assert node is ask.writer
-            assert not ask.is_reserved, "two tickets at a time"
+            assert not ask.is_reserved, "two descriptors at a time"
             ask.is_reserved = True
-            deliver = fleet_pb2.Deliver(attempt=reserved.attempt, ticket=reserved.ticket)
+            deliver = fleet_pb2.Deliver(attempt=reserved.attempt, descriptor=reserved.descriptor)
             self._tell(ask.reader, epoch, deliver=deliver)
 
     def _revoked(self, node, epoch, _):

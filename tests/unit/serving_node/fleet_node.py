@@ -10,10 +10,10 @@ from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, Outgoing
 
 
 @dataclass(eq=False)
-class Lane:
+class Channel:
     """A transfer from the blocks that are granted to the last word about it at both ends."""
 
-    ticket: bytes
+    descriptor: bytes
     epoch: int  # of the receiver's attempt
     receiver: "FleetNode"
     block_ids: list[int]
@@ -76,39 +76,41 @@ class FleetNode(Node):
         self.fleet = fleet
         self.commands = []  # on their way to it
         self.num_heard = 0  # events that have come to the coordinator
-        self.to_share = set()  # residents that ever waited for what another one brings
+        self.to_share = set()  # requests that ever waited for what another one brings
         self.num_evictions = {}  # of each attempt that was ever here
 
     def check(self):
         super().check()
-        self.num_evictions.update((each.request.epoch, each.num_evictions) for each in self.logic.residents)
-        self.to_share.update(each for each in self.logic.residents if each.is_to_share)
+        self.num_evictions.update((each.request.epoch, each.num_evictions) for each in self.logic.node_requests)
+        self.to_share.update(each for each in self.logic.node_requests if each.is_to_share)
 
     def _do(self, decision):
         match decision:
-            case Receive(resident=resident, num_blocks=num_blocks):
-                self._open(resident, num_blocks)
-            case Send(resident=resident, block_ids=block_ids):
-                assert resident.request.epoch not in self.sending
-                lane = self.fleet.lanes[resident.ticket]
-                assert (lane.epoch == resident.request.epoch) == resident.hands_over
-                lane.sender, lane.sender_epoch = self, resident.request.epoch
-                self.sending[lane.sender_epoch] = Outgoing(resident.ticket, list(block_ids))
+            case Receive(node_request=node_request, num_blocks=num_blocks):
+                self._open(node_request, num_blocks)
+            case Send(node_request=node_request, block_ids=block_ids):
+                assert node_request.request.epoch not in self.sending
+                channel = self.fleet.channels[node_request.descriptor]
+                assert (channel.epoch == node_request.request.epoch) == node_request.hands_over
+                channel.sender, channel.sender_epoch = self, node_request.request.epoch
+                self.sending[channel.sender_epoch] = Outgoing(node_request.descriptor, list(block_ids))
             case CancelTransfer(epoch=epoch):
                 self._cancel(epoch)
             case _:
                 super()._do(decision)
 
-    def _open(self, resident, num_blocks):
+    def _open(self, node_request, num_blocks):
         self.grants_at_once = False
-        super()._open(resident, num_blocks)
-        opened = self.opened[resident.request.epoch]
-        self.fleet.num_shared += resident in self.to_share and opened.num_cached >= SHARED_BLOCKS
+        super()._open(node_request, num_blocks)
+        opened = self.opened[node_request.request.epoch]
+        self.fleet.num_shared += node_request in self.to_share and opened.num_cached >= SHARED_BLOCKS
         sizes = (opened.num_cached, opened.num_cached)
-        self.fleet.lanes[opened.ticket] = Lane(opened.ticket, resident.request.epoch, self, opened.block_ids, *sizes)
+        self.fleet.channels[opened.descriptor] = Channel(
+            opened.descriptor, node_request.request.epoch, self, opened.block_ids, *sizes
+        )
 
     def _cancel(self, epoch):
         if epoch in self.opened:
-            self.fleet.lanes[self.opened[epoch].ticket].end("revoked")
+            self.fleet.channels[self.opened[epoch].descriptor].end("revoked")
         if epoch in self.sending:
-            self.fleet.lanes[self.sending[epoch].ticket].end("aborted")
+            self.fleet.channels[self.sending[epoch].descriptor].end("aborted")

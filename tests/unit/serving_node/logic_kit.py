@@ -6,15 +6,15 @@ The KV is that of tests/toy_kv.py, so a step that reads a wrong block fails, and
 
 from dataclasses import dataclass, replace
 
+from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.results import Received, Sent, TransferFailed
-from kv_transfer.ticket import Ticket
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core.blocks import BlockAllocator
 from serving_core.costs import StepCosts, StepRates
 from serving_core.layout import KVLayout
+from serving_core.node_requests import Stage
 from serving_core.prefix import hint_of
 from serving_core.requests import NO_TOKEN, Request, SampledToken, SamplingParams
-from serving_core.residents import Stage
 from serving_core.shapes import preset
 from serving_node.decisions import (
     Beat,
@@ -54,14 +54,14 @@ class Opened:
     request: Request
     block_ids: list[int]
     num_cached: int
-    ticket: bytes
+    descriptor: bytes
 
 
 @dataclass
 class Outgoing:
     """What has been said of one that is sent."""
 
-    ticket: bytes
+    descriptor: bytes
     block_ids: list[int]
     is_finished: bool = False
     tail: bytes = b""
@@ -75,12 +75,12 @@ class Node:
         num_blocks=16,
         *,
         budget=64,
-        seats=8,
+        slots=8,
         role="both",
         max_num_queued=100,
         caching=True,
         credit_timeout_s=30.0,
-        ticket_timeout_s=60.0,
+        descriptor_timeout_s=60.0,
         name="",
         origin=HERE,
         is_history_free=False,
@@ -99,8 +99,8 @@ class Node:
         self.logic = NodeLogic(
             self.allocator,
             LAYOUT,
-            Limits(budget, seats, max_num_queued, credit_timeout_s, ticket_timeout_s, candidates, draft_model),
-            preset(role, max_num_batched_tokens=budget, max_num_seqs=seats),
+            Limits(budget, slots, max_num_queued, credit_timeout_s, descriptor_timeout_s, candidates, draft_model),
+            preset(role, max_num_batched_tokens=budget, max_num_seqs=slots),
             block_bytes=BLOCK_BYTES,
             fingerprint=FINGERPRINT,
             origin=origin,
@@ -156,19 +156,19 @@ class Node:
         self.handle(reserve=fleet_pb2.Reserve(job=wire, local_prefill=True))
         return request
 
-    def deliver(self, request, ticket=b"ticket"):
-        self.handle(deliver=fleet_pb2.Deliver(attempt=convert.attempt_of(request), ticket=ticket))
+    def deliver(self, request, descriptor=b"descriptor"):
+        self.handle(deliver=fleet_pb2.Deliver(attempt=convert.attempt_of(request), descriptor=descriptor))
 
     def begun(self, request):
         """Another node has read it, and given the first token."""
         self.handle(begun=fleet_pb2.Begun(attempt=convert.attempt_of(request)))
 
-    def migrate(self, request, num_blocks=16, num_known=None, ticket=None, **beginning):
+    def migrate(self, request, num_blocks=16, num_known=None, descriptor=None, **beginning):
         """The answer is to go on where so many blocks are granted, and so many tokens known: by default its prompt."""
-        if ticket is None:
+        if descriptor is None:
             num_known = request.num_prompt_tokens if num_known is None else num_known
-            ticket = a_ticket(num_blocks, num_tokens=num_known, **beginning)
-        self.handle(migrate=fleet_pb2.Migrate(attempt=convert.attempt_of(request), ticket=ticket))
+            descriptor = a_descriptor(num_blocks, num_tokens=num_known, **beginning)
+        self.handle(migrate=fleet_pb2.Migrate(attempt=convert.attempt_of(request), descriptor=descriptor))
 
     def keep(self, request):
         self.handle(keep=fleet_pb2.Keep(attempt=convert.attempt_of(request)))
@@ -180,8 +180,8 @@ class Node:
         self.logic.handle(fleet_pb2.NodeCommand(**command), self.now)
         self.settle()
 
-    def reshape(self, prompt_tokens, seats, takes_handovers=False, is_loan=False):
-        shape = inference_pb2.Shape(prompt_tokens=prompt_tokens, seats=seats, takes_handovers=takes_handovers)
+    def reshape(self, prompt_tokens, slots, takes_handovers=False, is_loan=False):
+        shape = inference_pb2.Shape(prompt_tokens=prompt_tokens, slots=slots, takes_handovers=takes_handovers)
         self.handle(reshape=fleet_pb2.Reshape(shape=shape, is_loan=is_loan))
 
     def detached(self):
@@ -237,7 +237,9 @@ class Node:
         assert all(work.num_tokens > 0 for work in self.works)
         assert len({work.request.request_id for work in self.works}) == len(self.works)
         shares = [(work.request.request_id, work.start, work.num_tokens) for work in self.works]
-        writing = [resident.request for resident in self.logic.residents if resident.stage is Stage.WRITING]
+        writing = [
+            node_request.request for node_request in self.logic.node_requests if node_request.stage is Stage.WRITING
+        ]
         self.sampled = self.kv.step(self.works, writing)
         self.check()
         return shares
@@ -283,7 +285,7 @@ class Node:
 
     def grant(self, request):
         """Every rank awaits the blocks."""
-        self.logic.granted(request.epoch, self.opened[request.epoch].ticket)
+        self.logic.granted(request.epoch, self.opened[request.epoch].descriptor)
         self.settle()
 
     def arrive(self, request, tail=None, num_tokens=1, num_bytes=None):
@@ -332,7 +334,7 @@ class Node:
         return request
 
     def has_read(self, name, prompt, **job):
-        """One that is read for another node, and waits for its ticket."""
+        """One that is read for another node, and waits for its descriptor."""
         request = self.prefill(name, prompt, **job)
         while self.begin():
             self.end()
@@ -367,8 +369,8 @@ class Node:
         (event,) = [getattr(event, kind) for event in self.events if _names(getattr(event, kind), name)]
         return event
 
-    def tickets(self, name):
-        return [event.reserved.ticket for event in self.events if _names(event.reserved, name)]
+    def descriptors(self, name):
+        return [event.reserved.descriptor for event in self.events if _names(event.reserved, name)]
 
     def _of(self, name):
         story = []
@@ -408,18 +410,18 @@ class Node:
                 self._hear(fleet_pb2.NodeEvent(**event))
             case Beat():
                 self.num_beats += 1
-            case Receive(resident=resident, num_blocks=num_blocks):
-                self._open(resident, num_blocks)
-            case Send(resident=resident, block_ids=block_ids):
-                assert resident.request.epoch not in self.sending, "it is being sent already"
-                self.sending[resident.request.epoch] = Outgoing(resident.ticket, list(block_ids))
-            case SendMore(resident=resident, block_ids=block_ids):
-                sending = self.sending[resident.request.epoch]
+            case Receive(node_request=node_request, num_blocks=num_blocks):
+                self._open(node_request, num_blocks)
+            case Send(node_request=node_request, block_ids=block_ids):
+                assert node_request.request.epoch not in self.sending, "it is being sent already"
+                self.sending[node_request.request.epoch] = Outgoing(node_request.descriptor, list(block_ids))
+            case SendMore(node_request=node_request, block_ids=block_ids):
+                sending = self.sending[node_request.request.epoch]
                 assert not sending.is_finished
                 assert block_ids[: len(sending.block_ids)] == sending.block_ids
                 sending.block_ids = list(block_ids)
-            case FinishSend(resident=resident, block_ids=block_ids, tail=tail):
-                sending = self.sending[resident.request.epoch]
+            case FinishSend(node_request=node_request, block_ids=block_ids, tail=tail):
+                sending = self.sending[node_request.request.epoch]
                 assert not sending.is_finished
                 assert block_ids[: len(sending.block_ids)] == sending.block_ids
                 sending.block_ids, sending.is_finished, sending.tail = list(block_ids), True, tail
@@ -436,16 +438,16 @@ class Node:
             self.hints -= set(event.cache_changed.removed)
             self.hints |= set(event.cache_changed.stored)
 
-    def _open(self, resident, num_blocks):
-        epoch = resident.request.epoch
+    def _open(self, node_request, num_blocks):
+        epoch = node_request.request.epoch
         assert epoch not in self.opened, "it is being received already"
-        block_ids, num_cached = list(resident.lease.block_ids[:num_blocks]), resident.num_cached_blocks
-        sizes = {"num_cached": num_cached, "num_tokens": len(resident.request.token_ids)}
-        ticket = a_ticket(num_blocks, behind=resident.behind, **sizes)
-        self.opened[epoch] = Opened(resident.request, block_ids, num_cached, ticket)
+        block_ids, num_cached = list(node_request.lease.block_ids[:num_blocks]), node_request.num_cached_blocks
+        sizes = {"num_cached": num_cached, "num_tokens": len(node_request.request.token_ids)}
+        descriptor = a_descriptor(num_blocks, behind=node_request.behind, **sizes)
+        self.opened[epoch] = Opened(node_request.request, block_ids, num_cached, descriptor)
         self.kv.spoil(block_ids, range(num_cached * BLOCK_SIZE, num_blocks * BLOCK_SIZE))  # it may begin to arrive
         if self.grants_at_once:
-            self.logic.granted(epoch, ticket)
+            self.logic.granted(epoch, descriptor)
 
     def _do_loan(self, decision):
         if isinstance(decision, Lend):
@@ -457,8 +459,10 @@ class Node:
         self.borrowing[epoch] = borrow
         num_blocks = len(borrow.block_ids)
         self.kv.spoil(borrow.block_ids, range(borrow.num_cached * BLOCK_SIZE, num_blocks * BLOCK_SIZE))
-        ticket = a_ticket(num_blocks, num_cached=borrow.num_cached, num_tokens=num_blocks * BLOCK_SIZE, epoch=epoch)
-        self.logic.granted(epoch, ticket)
+        descriptor = a_descriptor(
+            num_blocks, num_cached=borrow.num_cached, num_tokens=num_blocks * BLOCK_SIZE, epoch=epoch
+        )
+        self.logic.granted(epoch, descriptor)
 
     def _do_in_tier(self, decision):
         match decision:
@@ -517,11 +521,11 @@ class Node:
     def check(self):
         self.logic.check_integrity()
         self.kv.check_names(self.allocator)
-        for resident in self.logic.residents:
-            if resident.lease is not None:
-                names, block_ids = resident.names, resident.lease.block_ids
+        for node_request in self.logic.node_requests:
+            if node_request.lease is not None:
+                names, block_ids = node_request.names, node_request.lease.block_ids
                 self.makers.update(names.makers)
-                self.kv.check_table(resident.request, block_ids, names.names, names.makers, self.allocator)
+                self.kv.check_table(node_request.request, block_ids, names.names, names.makers, self.allocator)
 
     def check_empty(self):
         """Nothing is here any more, and the coordinator knows what is left."""
@@ -550,9 +554,9 @@ def token_of(tail):
     return token_id
 
 
-def a_ticket(num_blocks, *, num_cached=0, num_tokens, epoch=1, behind=b""):
+def a_descriptor(num_blocks, *, num_cached=0, num_tokens, epoch=1, behind=b""):
     """No two are alike."""
-    return Ticket.draw(
+    return TransferDescriptor.draw(
         epoch=epoch,
         layout=LAYOUT,
         prefill_tp=1,

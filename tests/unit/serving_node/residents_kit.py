@@ -5,20 +5,20 @@ from itertools import count
 from serving_core.blocks import BlockAllocator
 from serving_core.layout import KVLayout
 from serving_core.leases import Leases
+from serving_core.node_requests import NodeRequest, NodeRequests, Stage
 from serving_core.prefix import BlockNames
 from serving_core.requests import Request, SamplingParams
-from serving_core.residents import Resident, Residents, Stage
 
 LAYOUT = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 
 
 class House:
-    """Residents and their leases."""
+    """NodeRequests and their leases."""
 
     def __init__(self, num_blocks):
         self.allocator = BlockAllocator(num_blocks)
         self.leases = Leases(self.allocator, LAYOUT, b"-origin-", is_history_free=False)
-        self.residents = Residents()
+        self.node_requests = NodeRequests()
         self._epochs = count(1)
 
     def add(self, name, age, stage, num_tokens, *, num_computed=0, holds=True, salt="", **facts):
@@ -26,9 +26,9 @@ class House:
         salt alone, by default with nobody."""
         request = Request(name, next(self._epochs), list(range(num_tokens)), num_tokens, SamplingParams(max_tokens=9))
         names = BlockNames((salt or name).encode().ljust(32), LAYOUT.block_size)
-        resident = Resident(request, age, names, stage, 0.0, **facts)
+        node_request = NodeRequest(request, age, names, stage, 0.0, **facts)
         if holds and stage not in (Stage.QUEUED, Stage.AWAITING):
-            assert self.leases.take(resident, num_tokens, num_cacheable=0, num_spare=0)
-        resident.num_computed = num_computed
-        self.residents.add(resident)
-        return resident
+            assert self.leases.take(node_request, num_tokens, num_cacheable=0, num_spare=0)
+        node_request.num_computed = num_computed
+        self.node_requests.add(node_request)
+        return node_request

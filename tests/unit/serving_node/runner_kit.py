@@ -140,11 +140,11 @@ class Harness:
         self.handle(reserve=fleet_pb2.Reserve(job=job(request), local_prefill=True))
         return request
 
-    def deliver(self, request, ticket):
-        self.handle(deliver=fleet_pb2.Deliver(attempt=convert.attempt_of(request), ticket=ticket))
+    def deliver(self, request, descriptor):
+        self.handle(deliver=fleet_pb2.Deliver(attempt=convert.attempt_of(request), descriptor=descriptor))
 
-    def migrate(self, request, ticket):
-        self.handle(migrate=fleet_pb2.Migrate(attempt=convert.attempt_of(request), ticket=ticket))
+    def migrate(self, request, descriptor):
+        self.handle(migrate=fleet_pb2.Migrate(attempt=convert.attempt_of(request), descriptor=descriptor))
 
     def keep(self, request):
         self.handle(keep=fleet_pb2.Keep(attempt=convert.attempt_of(request)))
@@ -281,12 +281,12 @@ async def fleet(tmp_path, *names, **options):
         yield [await stack.enter_async_context(running(tmp_path, network, name, **options)) for name in names]
 
 
-def carry_tickets(writer, reader):
-    """What a coordinator does between two nodes: tickets of one go to the other."""
+def carry_descriptors(writer, reader):
+    """What a coordinator does between two nodes: descriptors of one go to the other."""
 
     def on_event(event):
         if event.HasField("reserved"):
-            deliver = fleet_pb2.Deliver(attempt=event.reserved.attempt, ticket=event.reserved.ticket)
+            deliver = fleet_pb2.Deliver(attempt=event.reserved.attempt, descriptor=event.reserved.descriptor)
             reader.node.handle(about_its_attempt(fleet_pb2.NodeCommand(deliver=deliver)))
 
     writer.on_event = on_event
@@ -317,7 +317,7 @@ class Mover:
                 self.answer.append(self.tokens[len(self.answer)])
             self._move_in_time()
         elif kind == "reserved":
-            self.writer.migrate(self.request, event.reserved.ticket)
+            self.writer.migrate(self.request, event.reserved.descriptor)
         elif kind == "committed":
             self._has_moved(node, event.committed.next_index)
 
@@ -339,7 +339,7 @@ class Mover:
 
 
 def by_name(node, movers, readers):
-    """Each mover hears of its own answer alone; tickets of other requests go to their readers."""
+    """Each mover hears of its own answer alone; descriptors of other requests go to their readers."""
 
     def on_event(event):
         kind = event.WhichOneof("event")
@@ -352,7 +352,7 @@ def by_name(node, movers, readers):
             if name in movers:
                 movers[name].hear(node, event)
             elif kind == "reserved":
-                deliver = fleet_pb2.Deliver(attempt=event.reserved.attempt, ticket=event.reserved.ticket)
+                deliver = fleet_pb2.Deliver(attempt=event.reserved.attempt, descriptor=event.reserved.descriptor)
                 readers[name].handle(deliver=deliver)
 
     return on_event

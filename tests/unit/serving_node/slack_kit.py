@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from protos import convert, fleet_pb2
 from serving_core.blocks import BlockAllocator
 from serving_core.costs import StepCosts, StepLoad, StepRates, StepWeights
+from serving_core.node_requests import Stage
 from serving_core.requests import Request, SampledToken, SamplingParams
-from serving_core.residents import Stage
 from serving_core.shapes import preset
 from serving_node.decisions import Tell
 from serving_node.logic import Limits, NodeLogic
@@ -62,15 +62,15 @@ class Step:
 class Clocked:
     """One node that does both."""
 
-    def __init__(self, true_weights, costs, *, seats=8, noise=lambda: 1.0):
+    def __init__(self, true_weights, costs, *, slots=8, noise=lambda: 1.0):
         self.weights, self.noise = true_weights, noise
         self.now = 0.0
         self.asked = []
         self.logic = NodeLogic(
             BlockAllocator(100_000, caching=False),
             LAYOUT,
-            Limits(BUDGET, seats, 1000, 30.0, 60.0),
-            preset("both", max_num_batched_tokens=BUDGET, max_num_seqs=seats),
+            Limits(BUDGET, slots, 1000, 30.0, 60.0),
+            preset("both", max_num_batched_tokens=BUDGET, max_num_seqs=slots),
             block_bytes=BLOCK_BYTES,
             fingerprint=FINGERPRINT,
             origin=HERE,
@@ -105,13 +105,13 @@ class Clocked:
     def step(self):
         works = self.logic.plan(self.now)
         assert works, "the node stands still"
-        residents = {each.request.request_id: each for each in self.logic.residents}
-        answers = [work for work in works if residents[work.request.request_id].stage is Stage.WRITING]
+        node_requests = {each.request.request_id: each for each in self.logic.node_requests}
+        answers = [work for work in works if node_requests[work.request.request_id].stage is Stage.WRITING]
         bare, whole = (StepLoad(len(answers), sum(work.start for work in answers)) for _ in range(2))
         for work in works[len(answers) :]:
             whole.add_chunk(work.start, work.num_tokens)
         noise, began_s = self.noise(), self.now
-        due_s = [residents[work.request.request_id].due for work in answers]
+        due_s = [node_requests[work.request.request_id].due for work in answers]
         due_s = [due.token_s(work.request.num_output_tokens) for due, work in zip(due_s, answers, strict=True) if due]
         step_s, bare_s = noise * self._seconds(whole), noise * self._seconds(bare)
         self.now += step_s

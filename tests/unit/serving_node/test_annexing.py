@@ -13,7 +13,7 @@ from kv_transfer.annexes.wire import Asker
 from protos import convert, fleet_pb2
 from serving_core.blocks import BlockAllocator
 from serving_core.errors import SettingsError
-from serving_core.residents import Host, Stage
+from serving_core.node_requests import Host, Stage
 from serving_core.settings import EngineSettings
 from serving_core.tls_settings import TlsSettings
 from serving_node.annex_ends import AnnexEnds, tile_tokens
@@ -31,9 +31,9 @@ from tests.unit.serving_node.runner_kit import DEADLINE_S
 
 def test_a_long_answer_leaves_its_oldest_tiles_and_ends():
     node = LongNode()
-    resident = node.long(20, max_tokens=80)
+    node_request = node.long(20, max_tokens=80)
     node.run()
-    assert len(resident.request.token_ids) == 100
+    assert len(node_request.request.token_ids) == 100
     assert len(node.closed) >= (100 - 32) // TILE
     assert "step_tokens" in node.told
     assert node.allocator.num_free == 8
@@ -42,9 +42,9 @@ def test_a_long_answer_leaves_its_oldest_tiles_and_ends():
 
 def test_a_long_prompt_is_read_in_what_fits():
     node = LongNode()
-    resident = node.long(90, max_tokens=2)
+    node_request = node.long(90, max_tokens=2)
     node.run()
-    assert resident.request.num_output_tokens == 2
+    assert node_request.request.num_output_tokens == 2
     assert node.allocator.num_free == 8
 
 
@@ -86,7 +86,7 @@ def test_what_does_not_fit_beside_the_tiles_of_others_is_told_so_and_the_rest_go
     node.ask("small", 2, 2, 4)
     while node.compute():
         pass
-    assert not len(node.logic.residents)
+    assert not len(node.logic.node_requests)
     assert node.told.count("failed") == 1
     assert node.told.count("first_token") == (1 if num_prompt == 14 else 2)
 
@@ -94,7 +94,7 @@ def test_what_does_not_fit_beside_the_tiles_of_others_is_told_so_and_the_rest_go
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_long_one_that_is_older_gets_room_from_those_that_are_read(is_kept):
     """One that was begun elsewhere, and comes to a node where one block is left."""
-    node = LongNode(num_seats=1 if is_kept else 8)
+    node = LongNode(num_slots=1 if is_kept else 8)
     younger = [node.read_for_another(name, age, tokens) for name, age, tokens in (("a", 2, 18), ("b", 3, 5))]
     while node.compute():
         pass
@@ -109,7 +109,7 @@ def test_a_long_one_that_is_older_gets_room_from_those_that_are_read(is_kept):
         if node.opening is not None:
             node.put(1)
     assert long.request.num_output_tokens == 2
-    assert long not in node.logic.residents
+    assert long not in node.logic.node_requests
 
 
 def test_its_longest_step_is_told_to_hosts():
@@ -148,7 +148,7 @@ def test_of_those_that_wait_for_each_others_blocks_the_younger_gives_way():
     older, _ = (node.long(28, max_tokens=24, age=age) for age, node in enumerate(two.nodes))
     while not all(node.logic.is_idle for node in two.nodes):
         two.go_on()
-        if older in two.nodes[0].logic.residents:
+        if older in two.nodes[0].logic.node_requests:
             assert two.nodes[0].now < PATIENCE_S
     assert older.request.num_output_tokens == 24
     assert "failed" not in two.nodes[0].told
@@ -201,7 +201,7 @@ class BusyHost(LongNode):
 
     def go_on(self, beside=lambda: None):
         """One step of short ones that come and go, without end; and a tick, if one is due."""
-        while self.logic.residents.count(Stage.QUEUED) < 3:
+        while self.logic.node_requests.count(Stage.QUEUED) < 3:
             self._next_age += 1
             self.ask(f"short-{self._next_age}", self._next_age, 5, max_tokens=3)
         if (wake_at_s := self.logic.wake_at_s) is not None and self.now >= wake_at_s:
@@ -287,7 +287,7 @@ def test_nobody_gives_way_to_what_may_not_start():
     waiting = node.ask("waiting", 5, 20, max_tokens=2)
     while node.compute():
         pass
-    assert filling not in node.logic.residents
+    assert filling not in node.logic.node_requests
     assert [waiting.stage, read.stage] == [Stage.QUEUED, Stage.READ]
     assert len(node.host(1, age=1)) == 4
 
@@ -305,7 +305,7 @@ def test_a_long_answer_gives_way_to_an_older_one_that_has_waited():
     assert younger.stage is Stage.QUEUED
     node.logic.hosted(node.num_asked)
     node.tick(node.now + LAPSE_S)
-    while younger in node.logic.residents:
+    while younger in node.logic.node_requests:
         assert node.compute()
     assert younger.request.num_output_tokens == 14
 
@@ -318,7 +318,7 @@ def test_nobody_gives_way_to_one_that_has_asked_once():
     while node.compute():
         node.tick(node.now + 1)
     assert node.now > HOLD_S
-    assert younger not in node.logic.residents
+    assert younger not in node.logic.node_requests
     assert younger.request.num_output_tokens == 14
     assert node.logic.steps.num_prompt_tokens == 17  # it was read once
 
@@ -331,7 +331,7 @@ def test_nobody_waits_where_older_ones_leave_too_little():
     node.ask("short", 3, 2, max_tokens=1)
     node.compute()
     assert node.told.count("first_token") == 2
-    assert older in node.logic.residents
+    assert older in node.logic.node_requests
 
 
 def test_a_younger_one_that_is_longer_than_this_pool_leaves_room_too():
@@ -395,7 +395,7 @@ async def annex_ends(model):
         Engine(engine),
         lambda number, most_tiles, asker: told.append((most_tiles, asker)) or [],
         lambda number: None,
-        lambda resident, annex: told.append(annex),
+        lambda node_request, annex: told.append(annex),
     )
     try:
         yield ends, told

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from serving_core import reasons
-from serving_core.residents import Stage
+from serving_core.node_requests import Stage
 from serving_node.annexing import RETRY_S
 from serving_node.claims import HOLD_S
 from tests.effort import few
@@ -56,15 +56,15 @@ class Load(Fellows):
         assert event.reason == reasons.QUEUE_FULL
         self.num_failed += 1
         name = event.attempt.request_id
-        resident, facts = self.live.pop(name)
-        num_needed = -(-(len(resident.request.token_ids) + 1) // LAYOUT.block_size)
-        if not resident.hosts and num_needed <= 8 - self.num_held_before(node, resident.age):
+        node_request, facts = self.live.pop(name)
+        num_needed = -(-(len(node_request.request.token_ids) + 1) // LAYOUT.block_size)
+        if not node_request.hosts and num_needed <= 8 - self.num_held_before(node, node_request.age):
             self.unfair.append(name)
-        self.waiting.append((node.now + ASK_AGAIN_S, name, facts, resident.request.num_output_tokens))
+        self.waiting.append((node.now + ASK_AGAIN_S, name, facts, node_request.request.num_output_tokens))
 
     def num_held_before(self, node, age):
         """Blocks of the node that older requests of others have."""
-        older = [each for other in self.nodes for each in other.logic.residents if each.age < age]
+        older = [each for other in self.nodes for each in other.logic.node_requests if each.age < age]
         annexes = [annex for each in older for annex in each.request.annexes if annex.host is node]
         return sum(len(annex.block_ids) for annex in annexes)
 
@@ -88,8 +88,8 @@ def test_who_is_turned_away_is_so_for_older_ones_alone_and_everyone_ends(first_s
         load.run()
         assert not load.unfair, seed
         assert len(load.live) == 24
-        for resident, (_, num_tokens, max_tokens, _) in load.live.values():
-            assert resident.request.token_ids[num_tokens:] == [1] * max_tokens
+        for node_request, (_, num_tokens, max_tokens, _) in load.live.values():
+            assert node_request.request.token_ids[num_tokens:] == [1] * max_tokens
         assert all(node.allocator.num_free == 8 for node in load.nodes)
 
 

@@ -1,13 +1,13 @@
 """How much of a pool of 16 blocks prompts for other nodes may hold: together 8, or as much as one of them needs."""
 
 import pytest
+from tests.unit.serving_node.node_requests_kit import LAYOUT, House
 
 from decode_node.batch import MAX_EVICTIONS, Writing
 from prefill_node.reading import Reading
 from serving_core.costs import StepCosts
-from serving_core.residents import Stage
+from serving_core.node_requests import Stage
 from serving_node.cap import Cap
-from tests.unit.serving_node.residents_kit import LAYOUT, House
 
 BLOCK = LAYOUT.block_size
 
@@ -17,9 +17,9 @@ class Pool(House):
 
     def __init__(self, num_waiting_blocks=4, *, age=2, has_answer=True):
         super().__init__(16)
-        reading = Reading(self.residents, self.leases, StepCosts(), max_num_queued=9)
-        writing = Writing(self.residents, self.leases, revoke=lambda _: None)
-        self.cap = Cap(self.residents, self.leases, reading, writing)
+        reading = Reading(self.node_requests, self.leases, StepCosts(), max_num_queued=9)
+        writing = Writing(self.node_requests, self.leases, revoke=lambda _: None)
+        self.cap = Cap(self.node_requests, self.leases, reading, writing)
         if has_answer:
             self.add("answer", 1, Stage.WRITING, 1)
         self.waiting = self.add("waiting", age, Stage.QUEUED, num_waiting_blocks * BLOCK, hands_over=True)

@@ -1,10 +1,10 @@
 """What the oldest request of another node that waits for a tile of four blocks holds back, of 16."""
 
 import pytest
+from tests.unit.serving_node.node_requests_kit import LAYOUT, House
 
-from serving_core.residents import Stage
+from serving_core.node_requests import Stage
 from serving_node.claims import HOLD_S, LAPSE_S, Claim, Hosting
-from tests.unit.serving_node.residents_kit import LAYOUT, House
 
 
 class Node(House):
@@ -12,7 +12,7 @@ class Node(House):
         super().__init__(num_blocks)
         self.recalled = []
         self.hosting = Hosting(self.allocator, LAYOUT.block_size, 4 * LAYOUT.block_size, self.recalled.append)
-        self.claim = Claim(self.residents, self.leases, self.hosting)
+        self.claim = Claim(self.node_requests, self.leases, self.hosting)
 
     def hold(self, name, age, num_blocks, stage=Stage.WRITING, **facts):
         return self.add(name, age, stage, num_blocks * LAYOUT.block_size, **facts)
@@ -45,7 +45,7 @@ def test_nobody_gives_way_where_that_would_not_be_enough():
     node.wait()
     assert node.victims() == []
     assert node.claim.num_kept_from(9) == 0
-    node.residents.remove(node.residents.in_stage(Stage.WRITING).__next__())
+    node.node_requests.remove(node.node_requests.in_stage(Stage.WRITING).__next__())
     younger.is_sending = True  # it cannot
     assert node.victims() == []
 

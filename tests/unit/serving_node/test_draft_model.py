@@ -114,7 +114,7 @@ class ToyDrafter:
         self.num_calls += 1
         if self._error is not None:
             raise self._error
-        (request,) = [resident.request for resident in self._node.logic.residents]
+        (request,) = [node_request.request for node_request in self._node.logic.node_requests]
         return [answer_of(request.token_ids, work.num_candidates) for work in works]
 
 

@@ -8,7 +8,7 @@ from serving_core.costs import StepLoad
 from serving_core.figures import families
 from serving_node.exposition import NodeExposition
 from serving_node.streak import StepCounts
-from tests.unit.serving_node.runner_kit import carry_tickets, fleet, make_request, running
+from tests.unit.serving_node.runner_kit import carry_descriptors, fleet, make_request, running
 
 
 def told_by(node):
@@ -94,7 +94,7 @@ async def test_requests_stand_at_their_stages(tmp_path):
 async def test_transfers_count_at_both_ends(tmp_path):
     async with fleet(tmp_path, "reader", "writer") as (reader, writer):
         request = make_request("a", range(10), max_tokens=12)
-        carry_tickets(writer, reader)
+        carry_descriptors(writer, reader)
         reader.prefill(request)
         writer.reserve(request)
         await reader.idle()

@@ -10,7 +10,7 @@ from protos import convert, fleet_pb2
 from serving_node.second_tier import LOAD_DEADLINE_S, MAX_FETCHED, MAX_LOADS, TierPlan
 from tests.effort import few
 from tests.toy_kv import ORIGINS, answer_of
-from tests.unit.serving_node.logic_kit import BLOCK_BYTES, BLOCK_SIZE, Node, a_ticket, prompt_of
+from tests.unit.serving_node.logic_kit import BLOCK_BYTES, BLOCK_SIZE, Node, a_descriptor, prompt_of
 from tests.unit.serving_node.slack_kit import ExactCosts
 
 EPOCH = 1000
@@ -41,8 +41,8 @@ def asked_to_borrow(node, prompt=NEXT, **borrow):
 
 def asked_to_lend(node, reader, prompt=NEXT, epoch=EPOCH):
     attempt = fleet_pb2.Attempt(request_id="next", epoch=epoch)
-    ticket = reader.event("next", "borrowing").ticket
-    node.handle(lend=fleet_pb2.Lend(attempt=attempt, ticket=ticket, token_ids=prompt))
+    descriptor = reader.event("next", "borrowing").descriptor
+    node.handle(lend=fleet_pb2.Lend(attempt=attempt, descriptor=descriptor, token_ids=prompt))
     return node.lending.get(epoch)
 
 
@@ -74,8 +74,8 @@ def read_out(reader):
     """The prompt is read, as if it had never waited, and let go."""
     shares = [share for step in reader.steps() for share in step]
     assert reader.tokens("next") == answer_of(NEXT, 1)
-    (resident,) = reader.logic.residents
-    reader.cancel(resident.request)
+    (node_request,) = reader.logic.node_requests
+    reader.cancel(node_request.request)
     return shares
 
 
@@ -193,11 +193,11 @@ def test_what_comes_after_patience_is_over_is_for_others_and_takes_nothing_from_
     received = send(node, reader)
     reader.tick(PATIENCE_S)
     assert reader.step() == [("next", 0, len(NEXT))]
-    (resident,) = reader.logic.residents
-    held = list(resident.names.names), list(resident.names.makers)
+    (node_request,) = reader.logic.node_requests
+    held = list(node_request.names.names), list(node_request.names.makers)
     reader.logic.received(EPOCH, received, reader.now)
     reader.settle()
-    assert (resident.names.names, resident.names.makers) == held != ([], [])
+    assert (node_request.names.names, node_request.names.makers) == held != ([], [])
     assert read_out(reader) == []
 
 
@@ -218,8 +218,8 @@ def test_a_prompt_that_is_cancelled_while_its_blocks_come():
     node, reader = lender(), Node(origin=ORIGINS[1])
     asked_to_borrow(reader)
     asked_to_lend(node, reader)
-    (resident,) = reader.logic.residents
-    reader.cancel(resident.request)
+    (node_request,) = reader.logic.node_requests
+    reader.cancel(node_request.request)
     carry(node, reader)  # for whoever asks again
     assert reader.load.num_blocks_leaked == 0
     reader.check_empty()
@@ -406,12 +406,12 @@ def test_a_coordinator_that_is_gone_ends_loans():
 
 
 @pytest.mark.parametrize(
-    "ticket", [b"odd", a_ticket(6, num_tokens=24, epoch=EPOCH + 1)], ids=["odd", "of another epoch"]
+    "descriptor", [b"odd", a_descriptor(6, num_tokens=24, epoch=EPOCH + 1)], ids=["odd", "of another epoch"]
 )
-def test_a_ticket_that_is_not_the_loans_lends_nothing(ticket):
+def test_a_descriptor_that_is_not_the_loans_lends_nothing(descriptor):
     node = lender()
     attempt = fleet_pb2.Attempt(request_id="next", epoch=EPOCH)
-    node.handle(lend=fleet_pb2.Lend(attempt=attempt, ticket=ticket, token_ids=NEXT))
+    node.handle(lend=fleet_pb2.Lend(attempt=attempt, descriptor=descriptor, token_ids=NEXT))
     assert not node.lending
     assert node.event("next", "failed").attempt == attempt
     node.check_empty()
@@ -421,9 +421,9 @@ def test_other_salts_and_adapters_find_nothing():
     node, reader = lender(), Node(origin=ORIGINS[1])
     asked_to_borrow(reader)
     attempt = fleet_pb2.Attempt(request_id="next", epoch=EPOCH)
-    ticket = reader.event("next", "borrowing").ticket
+    descriptor = reader.event("next", "borrowing").descriptor
     for other in ({"cache_salt": "b"}, {"adapter": "one"}):
-        node.handle(lend=fleet_pb2.Lend(attempt=attempt, ticket=ticket, token_ids=NEXT, **other))
+        node.handle(lend=fleet_pb2.Lend(attempt=attempt, descriptor=descriptor, token_ids=NEXT, **other))
     assert not node.lending
 
 

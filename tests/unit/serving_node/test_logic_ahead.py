@@ -41,7 +41,7 @@ def test_answers_are_those_that_plan_gives_and_the_last_tokens_step_has_none_ahe
     node = three_write()
     num_followed = 0
     while follow(node):
-        assert all(resident.in_step for resident in node.logic.residents)
+        assert all(node_request.in_step for node_request in node.logic.node_requests)
         num_followed += 1
     node.end()
     node.steps()
@@ -93,12 +93,12 @@ def test_an_answer_that_is_cancelled_when_the_next_step_has_begun_ends_behind_th
     node.cancel(cancelled)  # too late for the step behind
     node.now += STEP_S
     node.logic.step_done(works, given, STEP_S, node.now, goes_on=True)
-    assert len(node.logic.residents) == 3, "its blocks are in use"
+    assert len(node.logic.node_requests) == 3, "its blocks are in use"
     node.works = planned
     node.settle()
     node.sampled = node.kv.step(planned, [work.request for work in planned])
     node.end()
-    assert len(node.logic.residents) == 2
+    assert len(node.logic.node_requests) == 2
     node.steps()
     node.check_empty()
 

@@ -3,10 +3,10 @@ node says that they leave. Bits have no history, unless a test says so."""
 
 import pytest
 
-from kv_transfer.ticket import Ticket
+from kv_transfer.descriptor import TransferDescriptor
 from serving_core import reasons
+from serving_core.node_requests import Stage
 from serving_core.prefix import CHUNK, EITHER, GRAFT
-from serving_core.residents import Stage
 from tests.toy_kv import ELSEWHERE, HERE, answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of
 
@@ -41,11 +41,11 @@ def finish(node, *numbers):
 
 
 def of(node, number):
-    return next(each for each in node.logic.residents if each.request.request_id == f"r{number}")
+    return next(each for each in node.logic.node_requests if each.request.request_id == f"r{number}")
 
 
-def open_ticket(node, request):
-    return Ticket.decode(node.opened[request.epoch].ticket)
+def open_descriptor(node, request):
+    return TransferDescriptor.decode(node.opened[request.epoch].descriptor)
 
 
 # ---- where it comes to ----
@@ -56,9 +56,9 @@ def test_what_the_node_holds_does_not_come_and_is_held_once():
     node.arrive(arrives(node, 1))
     num_free = node.num_free
     second = arrives(node, 2)
-    ticket = open_ticket(node, second)
-    assert (ticket.num_blocks, ticket.num_cached_blocks) == (7, 5)
-    assert ticket.behind == of(node, 1).names.names[4]
+    descriptor = open_descriptor(node, second)
+    assert (descriptor.num_blocks, descriptor.num_cached_blocks) == (7, 5)
+    assert descriptor.behind == of(node, 1).names.names[4]
     assert num_free - node.num_free == 2
     node.arrive(second)
     assert (saved(node, 1), saved(node, 2)) == (0, 5)
@@ -66,11 +66,11 @@ def test_what_the_node_holds_does_not_come_and_is_held_once():
     finish(node, 1, 2)
 
 
-def test_a_prompt_that_is_handed_over_may_begin_with_any_blocks_and_its_ticket_names_none():
+def test_a_prompt_that_is_handed_over_may_begin_with_any_blocks_and_its_descriptor_names_none():
     node = Node(32, is_history_free=True)
     node.arrive(arrives(node, 1))
-    ticket = open_ticket(node, node.reserve("r2", alike(2), salt="one"))
-    assert (ticket.num_cached_blocks, ticket.behind) == (5, b"")
+    descriptor = open_descriptor(node, node.reserve("r2", alike(2), salt="one"))
+    assert (descriptor.num_cached_blocks, descriptor.behind) == (5, b"")
 
 
 def test_of_its_last_known_token_the_other_node_may_have_no_kv():
@@ -78,7 +78,7 @@ def test_of_its_last_known_token_the_other_node_may_have_no_kv():
     node.arrive(arrives(node, 1, 4))
     again = arrives(node, 1, 1, epoch=99)
     assert len(again.token_ids) == 24
-    assert open_ticket(node, again).num_cached_blocks == 5
+    assert open_descriptor(node, again).num_cached_blocks == 5
 
 
 def test_all_of_it_comes_where_that_is_asked_for():
@@ -87,7 +87,7 @@ def test_all_of_it_comes_where_that_is_asked_for():
     whole = arrives(node, 2, is_whole=True)
     assert node.opened.keys() == {first.epoch, whole.epoch}
     node.arrive(first)
-    assert open_ticket(node, arrives(node, 3, is_whole=True)).num_cached_blocks == 0
+    assert open_descriptor(node, arrives(node, 3, is_whole=True)).num_cached_blocks == 0
     node.arrive(whole)
     assert saved(node, 2) == 0
 
@@ -107,12 +107,12 @@ def test_blocks_whose_bits_their_names_do_not_tell_come_all_the_same(is_history_
         node.steps()
         first = node.reserve("again", alike(1), salt="one", max_tokens=MAX_TOKENS)
     node.arrive(first)
-    names = [each.names for each in node.logic.residents]
+    names = [each.names for each in node.logic.node_requests]
     assert names[-1].makers[:5] == makers
     second = arrives(node, 2)
     num_alike = makers.count(HERE + EITHER)
-    assert open_ticket(node, second).num_cached_blocks == num_alike
-    assert open_ticket(node, second).behind == b"".join(names[-1].names[:num_alike])
+    assert open_descriptor(node, second).num_cached_blocks == num_alike
+    assert open_descriptor(node, second).behind == b"".join(names[-1].names[:num_alike])
 
 
 # ---- several at once ----
@@ -209,8 +209,8 @@ def writes(**options):
 
 
 def name_of_block(node, index):
-    (resident,) = node.logic.residents
-    return resident.names.names[index]
+    (node_request,) = node.logic.node_requests
+    return node_request.names.names[index]
 
 
 def test_what_is_there_already_under_the_same_name_is_not_to_be_sent():
@@ -228,13 +228,13 @@ def test_what_is_there_already_under_the_same_name_is_not_to_be_sent():
 def test_behind_other_blocks_it_does_not_go_on_elsewhere(what):
     node, request = writes(caching=what != "no caching")
     name = bytes(32) if what == "no caching" else name_of_block(node, 1)
-    tickets = {
+    descriptors = {
         "another name": {"num_cached": 2, "behind": name[::-1]},
         "no name": {"num_cached": 2},
         "a block that is not full": {"num_cached": 3, "behind": name},
         "no caching": {"num_cached": 2, "behind": name},
     }
-    node.migrate(request, **tickets[what])
+    node.migrate(request, **descriptors[what])
     failed = node.event("a", "move_failed")
     assert failed.reason == reasons.PAIRING_MISMATCH
     assert "other blocks" in failed.message
@@ -250,7 +250,7 @@ def test_it_can_move_whole_after_that():
     node.keep(request)
     node.migrate(request)
     assert len(node.sending[request.epoch].block_ids) == 2
-    assert [each.stage for each in node.logic.residents] == [Stage.WRITING]
+    assert [each.stage for each in node.logic.node_requests] == [Stage.WRITING]
     node.caught_up(request)
     node.sent(request)
     node.cancel(request)

@@ -3,15 +3,15 @@
 import math
 
 import pytest
+from tests.unit.serving_node.node_requests_kit import House
 
 from serving_core.due import Due
-from serving_core.residents import Stage
+from serving_core.node_requests import Stage
 from serving_node.room import credit_order
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import Node, prompt_of
-from tests.unit.serving_node.residents_kit import House
 
-SCARCE = {"seats": {"seats": 1}, "blocks": {"num_blocks": 6}}  # room for one prompt of 12 tokens
+SCARCE = {"slots": {"slots": 1}, "blocks": {"num_blocks": 6}}  # room for one prompt of 12 tokens
 
 
 @pytest.mark.parametrize("scarce", SCARCE)
@@ -37,7 +37,7 @@ def test_a_prompt_that_is_read_gets_the_room_of_one_that_is_not(scarce):
 
 @pytest.mark.parametrize("what", ["is coming", "is read", "moves here"])
 def test_a_grant_that_is_of_use_stays(what):
-    node = Node(seats=1)
+    node = Node(slots=1)
     older = node.reserve("older", 4, age=1, priority=10, ahead=2 if what == "moves here" else 0)
     if what == "is coming":
         node.coming(older)
@@ -51,7 +51,7 @@ def test_a_grant_that_is_of_use_stays(what):
 
 
 def test_the_first_of_its_kv_counts_for_this_grant_alone():
-    node = Node(seats=1)
+    node = Node(slots=1)
     batch = node.reserve("batch", 4, age=2)
     node.coming(batch)
     older = node.reserve("older", 4, age=1)
@@ -67,7 +67,7 @@ def test_the_first_of_its_kv_counts_for_this_grant_alone():
 
 
 def test_grants_are_taken_back_one_by_one_from_the_last_to_be_read():
-    node = Node(seats=3)
+    node = Node(slots=3)
     grants = {
         name: node.reserve(name, 4, age=age, priority=priority)
         for name, age, priority in (("first", 1, 10), ("second", 2, 10), ("urgent", 3, 0))
@@ -87,7 +87,7 @@ def test_grants_are_taken_back_one_by_one_from_the_last_to_be_read():
 
 
 def test_what_nobody_has_read_takes_nothing_from_others_however_old_it_is():
-    node = Node(seats=1)
+    node = Node(slots=1)
     oldest = node.reserve("oldest", 4, age=1)
     chat = node.reserve("chat", 4, age=2)
     node.begun(chat)
@@ -134,7 +134,7 @@ def test_the_order_of_credit():
     }
     for name, (age, facts) in told.items():
         house.add(name, age, Stage.AWAITING, 4, source_tp=1, **facts)
-    names = [each.request.request_id for each in sorted(house.residents, key=credit_order)]
+    names = [each.request.request_id for each in sorted(house.node_requests, key=credit_order)]
     expected = [
         "read",
         "moves",
@@ -149,8 +149,8 @@ def test_the_order_of_credit():
     assert names == expected
 
 
-def test_an_answer_that_moves_here_gets_the_seat_of_a_prompt_that_nobody_has_read():
-    node = Node(seats=1)
+def test_an_answer_that_moves_here_gets_the_slot_of_a_prompt_that_nobody_has_read():
+    node = Node(slots=1)
     batch = node.reserve("batch", 4, age=1)
     moving = node.reserve("moving", prompt_of(6), num_prompt_tokens=4, age=2, ahead=2, max_tokens=8)
     assert node.cancelled == [batch.epoch]

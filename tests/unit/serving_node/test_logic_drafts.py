@@ -5,7 +5,7 @@ import pytest
 
 from decode_node import speculation
 from decode_node.speculation import BUDGET_S, LEAST_STEPS, DraftModel
-from serving_core.residents import Host
+from serving_core.node_requests import Host
 from tests.toy_kv import NUM_TOKEN_IDS, answer_of
 from tests.unit.serving_node.logic_kit import Node, prompt_of
 
@@ -49,7 +49,7 @@ class DraftingNode(Node):
         self._store(share.block_ids, share.start, share.token_ids)
         end = share.start + share.num_tokens
         text = [self.held[self._place(share.block_ids, at)] for at in range(end)]
-        known = {tuple(each.request.token_ids[:end]) for each in self.logic.residents}
+        known = {tuple(each.request.token_ids[:end]) for each in self.logic.node_requests}
         assert tuple(text) in known, "it has read what nobody says"
         written = []
         for _ in range(work.num_candidates):
@@ -150,7 +150,7 @@ def test_texts_are_no_longer_than_it_reads():
 
 def test_one_that_moves_or_ends_leaves_nothing():
     node = begun("a", "b")
-    request = next(iter(node.logic.residents)).request
+    request = next(iter(node.logic.node_requests)).request
     node.migrate(request, num_known=len(PROMPT))
     assert node.drafts.num_blocks > 0
     node.step()
@@ -165,8 +165,8 @@ def test_nothing_is_written_ahead_of_one_that_may_have_blocks_elsewhere():
     """It would have no candidates."""
     node = DraftingNode()
     node.writes("a", PROMPT, max_tokens=NUM_TOKENS)
-    (resident,) = node.logic.residents
-    resident.hosts = (Host("host:1", b""),)
+    (node_request,) = node.logic.node_requests
+    node_request.hosts = (Host("host:1", b""),)
     begun(node=node)
     assert is_right(node, "a")
     assert not node.rounds

@@ -35,7 +35,7 @@ class Case:
     def queued_here(self):
         self.request = self.node.local("a", 13)
 
-    def queued_with_a_ticket(self):
+    def queued_with_a_descriptor(self):
         self.queued()
         self.node.deliver(self.request)
         self.end_transfer()
@@ -113,7 +113,7 @@ class Case:
 STAGES = [
     "queued",
     "queued here",
-    "queued with a ticket",
+    "queued with a descriptor",
     "reading between steps",
     "reading here between steps",
     "reading in step",
@@ -233,7 +233,7 @@ def test_a_cancel_that_meets_an_end_without_a_word_is_answered():
     node.check_empty()
 
 
-def test_a_ticket_for_one_that_is_ending_or_gone_is_left_alone():
+def test_a_descriptor_for_one_that_is_ending_or_gone_is_left_alone():
     node = Node()
     request = node.prefill("a", 5)
     node.begin()
@@ -298,7 +298,7 @@ def test_what_is_to_be_computed_with_an_adapter_that_is_not_here_is_refused(comm
     getattr(node, command)("a", 5, adapter="sql")
     failed = node.event("a", "failed")
     assert (failed.reason, failed.message) == (reasons.MODEL_NOT_FOUND, "no node has an adapter 'sql' any more")
-    assert not len(node.logic.residents)
+    assert not len(node.logic.node_requests)
 
 
 @pytest.mark.parametrize("command", [{}, {"welcome": fleet_pb2.Welcome()}])
@@ -324,8 +324,8 @@ def test_a_command_of_a_later_version_is_answered_as_failed():
 # ---- time ----
 
 
-def test_a_ticket_that_does_not_come_fails_the_prompt():
-    node = Node(ticket_timeout_s=60.0)
+def test_a_descriptor_that_does_not_come_fails_the_prompt():
+    node = Node(descriptor_timeout_s=60.0)
     node.now = 5.0
     assert node.logic.wake_at_s is None
     node.prefill("a", 5)
@@ -336,12 +336,12 @@ def test_a_ticket_that_does_not_come_fails_the_prompt():
     assert node.words("a") == ["first_token"]
     node.tick(65.5)
     failed = node.event("a", "failed")
-    assert (failed.reason, failed.message) == (reasons.TRANSFER_FAILED, "no ticket came within 60.0 s")
+    assert (failed.reason, failed.message) == (reasons.TRANSFER_FAILED, "no descriptor came within 60.0 s")
     node.check_empty()
 
 
 def test_credit_that_does_not_come_fails_the_request():
-    node = Node(seats=1, credit_timeout_s=30.0)
+    node = Node(slots=1, credit_timeout_s=30.0)
     node.writes("there", 4, max_tokens=20)
     node.now = 2.0
     node.reserve("early", 4)
@@ -369,7 +369,7 @@ def test_what_is_computed_or_on_its_way_is_not_timed_here():
 
 
 def test_a_failure_by_time_makes_room_for_the_next():
-    node = Node(num_blocks=5, ticket_timeout_s=60.0, credit_timeout_s=90.0)
+    node = Node(num_blocks=5, descriptor_timeout_s=60.0, credit_timeout_s=90.0)
     node.has_read("a", 13)
     node.reserve("b", 13)
     assert node.words("b") == []
@@ -382,7 +382,7 @@ def test_a_failure_by_time_makes_room_for_the_next():
 
 
 def test_describe_counts_every_stage():
-    node = Node(num_blocks=32, budget=16, seats=4)
+    node = Node(num_blocks=32, budget=16, slots=4)
     node.has_read("read", 9)
     node.writes("writes", 9, max_tokens=20)
     node.reserve("granted", 9)

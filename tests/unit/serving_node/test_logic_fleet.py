@@ -47,7 +47,7 @@ def load(fleet, num_requests, seed, order="random", ask=ask):
 
 def make_fleet(seed, **options):
     random = Random(seed)
-    limits = {"budget": random.randint(4, 24), "seats": random.randint(1, 4), "caching": random.random() < 0.7}
+    limits = {"budget": random.randint(4, 24), "slots": random.randint(1, 4), "caching": random.random() < 0.7}
     sizes = {"num_nodes": random.randint(2, 3), "num_blocks": random.randint(NUM_BLOCKS, 12)}
     return Fleet(seed, **{**sizes, "is_history_free": random.random() < 0.5, **limits, **options})
 
@@ -104,7 +104,7 @@ def test_who_begins_alike_gets_the_same_answers(faults):
     """Where nothing fails, nobody is told of a failure, not even by time."""
     total = Counter()
     for seed in range(16 if faults else effort(4, 8, 16)):
-        fleet = make_fleet(seed, faults=faults, moves=0.3, num_blocks=20, seats=4, caching=True)
+        fleet = make_fleet(seed, faults=faults, moves=0.3, num_blocks=20, slots=4, caching=True)
         load(fleet, 14, seed, ORDERS[seed % 3], ask_alike)
         fleet.run()
         fleet.check_end()
@@ -118,7 +118,7 @@ def test_what_answers_that_move_begin_with_is_not_sent_to_who_holds_it(faults):
     """On nodes of one origin and of two: what goes by a name was made as the name says, wherever it stands."""
     total = Counter()
     for seed in range(effort(5, 12, 24)):
-        sizes = {"num_blocks": 20, "seats": 4, "caching": True, "is_history_free": True}
+        sizes = {"num_blocks": 20, "slots": 4, "caching": True, "is_history_free": True}
         fleet = make_fleet(seed, faults=faults, moves=0.5, **sizes)
         load(fleet, 14, seed, ORDERS[seed % 3], ask_alike)
         fleet.run()
@@ -146,7 +146,7 @@ def test_answers_with_candidates_are_the_same(faults):
     """They move, are put back and fail like all others. Of three kinds of tokens one is easily guessed."""
     total, num_seeds = Counter(), effort(6, 20, 40)
     for seed in range(num_seeds):
-        fleet = make_fleet(seed, faults=faults, moves=0.3, keeps=0.1, candidates=4, is_history_free=True, seats=3)
+        fleet = make_fleet(seed, faults=faults, moves=0.3, keeps=0.1, candidates=4, is_history_free=True, slots=3)
         load(fleet, 14, seed, ORDERS[seed % 3])
         fleet.run()
         fleet.check_end()
@@ -201,7 +201,7 @@ def test_the_oldest_finishes_though_younger_ones_come_without_end(first_seed, pr
 @pytest.mark.nightly
 def test_a_pool_as_large_as_the_largest_request_is_enough_for_many_of_them():
     for seed in range(20):
-        fleet = Fleet(seed, 2, num_blocks=NUM_BLOCKS, seats=4)
+        fleet = Fleet(seed, 2, num_blocks=NUM_BLOCKS, slots=4)
         for age in Random(seed).sample(range(8), 8):
             fleet.ask([age % 3] * 18, MOST_TOKENS - 18, age)
         fleet.run()
@@ -210,10 +210,10 @@ def test_a_pool_as_large_as_the_largest_request_is_enough_for_many_of_them():
 
 @pytest.mark.nightly
 def test_those_that_wait_too_long_are_told_and_nothing_stays_behind():
-    """Credit and tickets with little time, on nodes that are much too small for the load."""
+    """Credit and descriptors with little time, on nodes that are much too small for the load."""
     num_failed = 0
     for seed in range(25):
-        fleet = make_fleet(seed, faults=1e-9, credit_timeout_s=8.0, ticket_timeout_s=8.0)
+        fleet = make_fleet(seed, faults=1e-9, credit_timeout_s=8.0, descriptor_timeout_s=8.0)
         load(fleet, 14, seed)
         for node in fleet.nodes:
             tick_with_every_plan(node)

@@ -1,4 +1,4 @@
-"""Hand-overs in both directions over one pool: grants taken back, prompts that are read again, next tickets."""
+"""Hand-overs in both directions over one pool: grants taken back, prompts that are read again, next descriptors."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def one_that_needs_a_block(num_granted, *, num_blocks=7, **options):
     return node, requests
 
 
-def test_a_grant_is_taken_back_for_an_older_answer_and_granted_again_by_another_ticket():
+def test_a_grant_is_taken_back_for_an_older_answer_and_granted_again_by_another_descriptor():
     node, (request,) = one_that_needs_a_block(1)
     assert node.step() == []  # it waits for the blocks, which another node may be writing to
     assert node.cancelled == [request.epoch]
@@ -54,7 +54,7 @@ def test_a_grant_is_taken_back_for_an_older_answer_and_granted_again_by_another_
     node.rest.release()
     node.step()
     assert node.words("granted 0") == ["reserved", "revoked", "reserved"]
-    first, second = node.tickets("granted 0")
+    first, second = node.descriptors("granted 0")
     assert first != second
     node.arrive(request)
     node.steps()
@@ -107,7 +107,7 @@ def test_kv_that_crosses_the_revocation_still_commits():
     node.check_empty()
 
 
-def test_a_ticket_is_not_told_when_the_grant_is_being_taken_back():
+def test_a_descriptor_is_not_told_when_the_grant_is_being_taken_back():
     node = Node(7)
     node.writes("old", 7, max_tokens=17, age=1)
     node.grants_at_once = False
@@ -125,7 +125,7 @@ def test_a_ticket_is_not_told_when_the_grant_is_being_taken_back():
     assert node.words("granted") == ["revoked", "reserved"]
 
 
-def test_a_ticket_is_not_told_of_one_that_was_cancelled_before_every_rank_awaited_its_blocks():
+def test_a_descriptor_is_not_told_of_one_that_was_cancelled_before_every_rank_awaited_its_blocks():
     node = Node()
     node.grants_at_once = False
     request = node.reserve("a", 4)
@@ -256,7 +256,7 @@ def test_if_all_of_it_is_there_it_is_ready_again_without_a_step():
     node.check_empty()
 
 
-def test_the_ticket_may_come_while_it_waits_to_be_read_again():
+def test_the_descriptor_may_come_while_it_waits_to_be_read_again():
     node, request, rest = evicted()
     node.deliver(request)
     sending = node.sending[request.epoch]
@@ -285,7 +285,7 @@ def test_what_is_being_sent_is_never_evicted():
     rest.release()
 
 
-def test_one_that_is_evicted_has_all_of_its_time_for_a_ticket_again():
+def test_one_that_is_evicted_has_all_of_its_time_for_a_descriptor_again():
     node, _, rest = evicted()
     node.now = 50.0
     rest.release()
@@ -313,7 +313,7 @@ def test_one_that_is_evicted_may_end(end):
 
 
 @pytest.mark.parametrize("moment", ["queued", "reading", "read"])
-def test_a_sender_waits_for_the_next_ticket(moment):
+def test_a_sender_waits_for_the_next_descriptor(moment):
     node = Node(budget=6)
     node.prefill("before", 6)
     request = node.prefill("a", 13)
@@ -330,7 +330,7 @@ def test_a_sender_waits_for_the_next_ticket(moment):
     assert request.epoch not in node.sending
     assert node.words("a") == ["first_token"]
     node.deliver(request, b"second")
-    assert node.sending[request.epoch].ticket == b"second"
+    assert node.sending[request.epoch].descriptor == b"second"
     assert node.sending[request.epoch].is_finished
     assert len(node.sending[request.epoch].block_ids) == 4
     node.sent(request)
@@ -339,7 +339,7 @@ def test_a_sender_waits_for_the_next_ticket(moment):
 
 
 @pytest.mark.parametrize("is_read", [False, True])
-def test_a_sender_goes_on_with_a_ticket_that_has_come_already(is_read):
+def test_a_sender_goes_on_with_a_descriptor_that_has_come_already(is_read):
     node = Node(budget=6)
     request = node.prefill("a", 13)
     node.step()
@@ -347,11 +347,11 @@ def test_a_sender_goes_on_with_a_ticket_that_has_come_already(is_read):
     if is_read:
         node.steps()
     node.deliver(request, b"second")
-    node.deliver(request, b"third")  # the last one counts: a ticket before it is void
-    assert node.sending[request.epoch].ticket == b"first"
+    node.deliver(request, b"third")  # the last one counts: a descriptor before it is void
+    assert node.sending[request.epoch].descriptor == b"first"
     node.send_fails(request, reasons.TRANSFER_REVOKED)
     sending = node.sending[request.epoch]
-    assert sending.ticket == b"third"
+    assert sending.descriptor == b"third"
     assert sending.is_finished == is_read
     node.steps()
     assert sending.is_finished
@@ -376,8 +376,8 @@ def test_in_the_middle_of_a_step_too():
     node.check_empty()
 
 
-def test_the_time_for_the_next_ticket_runs_from_the_revocation():
-    node = Node(ticket_timeout_s=60.0)
+def test_the_time_for_the_next_descriptor_runs_from_the_revocation():
+    node = Node(descriptor_timeout_s=60.0)
     request = node.has_read("a", 5)
     node.deliver(request)
     assert node.logic.wake_at_s is None
@@ -388,7 +388,7 @@ def test_the_time_for_the_next_ticket_runs_from_the_revocation():
     assert node.words("a") == ["first_token"]
     node.tick(160.0)
     failed = node.event("a", "failed")
-    assert (failed.reason, failed.message) == (reasons.TRANSFER_FAILED, "no ticket came within 60.0 s")
+    assert (failed.reason, failed.message) == (reasons.TRANSFER_FAILED, "no descriptor came within 60.0 s")
     node.check_empty()
 
 

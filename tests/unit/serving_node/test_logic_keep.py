@@ -3,7 +3,7 @@
 import pytest
 
 from serving_core import reasons
-from serving_core.residents import Stage
+from serving_core.node_requests import Stage
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import Node, prompt_of
 
@@ -11,7 +11,7 @@ ANSWER = answer_of(prompt_of(13), 6)
 
 
 def stage(node, name="a"):
-    return next(each.stage for each in node.logic.residents if each.request.request_id == name)
+    return next(each.stage for each in node.logic.node_requests if each.request.request_id == name)
 
 
 def check_answered(node):
@@ -38,8 +38,8 @@ def test_in_every_stage(num_steps, in_step):
     check_answered(node)
 
 
-def test_it_waits_for_no_ticket_any_more():
-    node = Node(seats=1)
+def test_it_waits_for_no_descriptor_any_more():
+    node = Node(slots=1)
     node.writes("b", 4, max_tokens=9)
     request = node.prefill("a", 13, max_tokens=6)
     node.step()
@@ -53,8 +53,8 @@ def test_it_waits_for_no_ticket_any_more():
     check_answered(node)
 
 
-def test_a_kept_prompt_gets_the_next_seat_before_younger_ones_and_after_older_ones():
-    node = Node(num_blocks=40, seats=1)
+def test_a_kept_prompt_gets_the_next_slot_before_younger_ones_and_after_older_ones():
+    node = Node(num_blocks=40, slots=1)
     busy = node.writes("busy", 4, max_tokens=9, age=1)
     kept = node.prefill("kept", 13, age=5)
     node.step()
@@ -141,7 +141,7 @@ def test_cancelled_while_a_void_transfer_is_still_ending(is_read):
 
 
 def test_what_is_finished_while_its_void_transfer_is_still_ending_is_not_sent():
-    node = Node(budget=6, seats=1)
+    node = Node(budget=6, slots=1)
     node.writes("b", 4, max_tokens=20)
     request = node.prefill("a", 13)
     node.step()
@@ -178,8 +178,8 @@ def test_one_that_is_kept_twice_or_was_always_here_goes_on():
     assert node.words("a") == ["first_token", *["step_tokens"] * 5, "failed"]
 
 
-def test_a_node_that_would_stand_still_gives_the_seat_of_a_younger_grant_to_a_kept_prompt():
-    node = Node(seats=1)
+def test_a_node_that_would_stand_still_gives_the_slot_of_a_younger_grant_to_a_kept_prompt():
+    node = Node(slots=1)
     grant = node.reserve("granted", 4, age=9)
     request = node.has_read("a", 13, age=2, max_tokens=6)
     node.keep(request)

@@ -48,7 +48,7 @@ def test_decode_goes_first_and_prompts_take_the_rest_in_order_of_age():
 
 
 def test_a_prompt_gets_on_though_all_others_write_and_the_budget_is_least():
-    node = Node(num_blocks=32, seats=3, budget=3)
+    node = Node(num_blocks=32, slots=3, budget=3)
     for name in "ab":
         node.writes(name, 4, max_tokens=20)
     node.local("prompt", 4)
@@ -80,8 +80,8 @@ def test_a_prompt_uses_what_older_ones_have_computed_while_it_waited():
     assert (node.load.num_prompt_tokens, node.load.num_cached_tokens) == (21, 8)
 
 
-def test_what_waits_for_a_seat_counts_its_tokens_as_far_as_one_can_tell():
-    node = Node(seats=1)
+def test_what_waits_for_a_slot_counts_its_tokens_as_far_as_one_can_tell():
+    node = Node(slots=1)
     node.writes("there", 8, salt="s", max_tokens=20)
     node.local("local", 11, salt="s")
     node.reserve("remote", 11)
@@ -90,8 +90,8 @@ def test_what_waits_for_a_seat_counts_its_tokens_as_far_as_one_can_tell():
     assert node.load.num_waiting_tokens == 3
 
 
-def test_seats_are_for_answers_and_hold_up_no_prompt_of_another_node():
-    node = Node(seats=1)
+def test_slots_are_for_answers_and_hold_up_no_prompt_of_another_node():
+    node = Node(slots=1)
     node.local("writes", 4, max_tokens=3)
     node.local("waits", 4)
     node.prefill("is read", 4)
@@ -185,7 +185,7 @@ def test_one_that_is_preempted_while_it_writes_has_its_first_token():
 
 @pytest.mark.parametrize("budget", [3, 5, 64])
 def test_the_pool_need_not_be_larger_than_the_largest_answer(budget):
-    node = Node(num_blocks=7, budget=budget, seats=3)
+    node = Node(num_blocks=7, budget=budget, slots=3)
     for index in range(4):
         node.local(str(index), 9 + index, max_tokens=14 - index)  # 6 blocks each
     node.steps(1000)
@@ -196,7 +196,7 @@ def test_the_pool_need_not_be_larger_than_the_largest_answer(budget):
 
 def test_an_older_prompt_is_read_though_answers_fill_every_step():
     """As many as a step has tokens, and for each that ends another one comes: the youngest skips steps."""
-    node = Node(num_blocks=100, budget=4, seats=4)
+    node = Node(num_blocks=100, budget=4, slots=4)
     for index in range(4):
         node.writes(f"writes {index}", 4, max_tokens=20, age=10 + index)
     node.prefill("older", 3, age=1)

@@ -4,7 +4,7 @@ import pytest
 
 from protos import convert
 from serving_core import reasons
-from serving_core.residents import Stage
+from serving_core.node_requests import Stage
 from serving_node import moves
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of
@@ -21,12 +21,12 @@ def writes(num_blocks=16, max_tokens=30, num_steps=0, **options):
     return node, request
 
 
-def resident(node, name="a"):
-    return next(each for each in node.logic.residents if each.request.request_id == name)
+def node_request(node, name="a"):
+    return next(each for each in node.logic.node_requests if each.request.request_id == name)
 
 
 def stage(node, name="a"):
-    return resident(node, name).stage
+    return node_request(node, name).stage
 
 
 def tail_of(node, request):
@@ -48,7 +48,7 @@ def test_full_blocks_leave_while_it_writes_on_and_the_rest_when_it_has_stopped()
         assert len(sending.block_ids) == num_ready
     node.caught_up(request)
     assert sending.is_finished
-    assert sending.block_ids == resident(node).lease.block_ids[:4]
+    assert sending.block_ids == node_request(node).lease.block_ids[:4]
     assert tail_of(node, request) == ANSWER[:5]
     assert node.step() == []
     assert node.tokens("a") == ANSWER[:5]
@@ -85,7 +85,7 @@ def test_it_stops_before_it_exceeds_what_is_granted(in_step):
     node.steps()
     sending = node.sending[request.epoch]
     assert sending.is_finished
-    assert (len(sending.block_ids), resident(node).num_computed) == (3, 12)
+    assert (len(sending.block_ids), node_request(node).num_computed) == (3, 12)
     assert tail_of(node, request) == ANSWER[:4]
     assert node.step() == []
     node.caught_up(request)  # late
@@ -94,7 +94,7 @@ def test_it_stops_before_it_exceeds_what_is_granted(in_step):
 
 def test_one_that_has_all_the_granted_blocks_full_stops_at_once():
     node, request = writes(num_steps=3)
-    assert resident(node).num_computed == 12
+    assert node_request(node).num_computed == 12
     node.migrate(request, num_blocks=3)
     assert node.sending[request.epoch].is_finished
 
@@ -122,7 +122,7 @@ def test_once_sent_it_is_held_until_the_coordinator_has_had_its_say():
 
 
 def test_it_waits_for_that_only_so_long():
-    node, request = writes(ticket_timeout_s=60.0)
+    node, request = writes(descriptor_timeout_s=60.0)
     node.migrate(request)
     node.caught_up(request)
     assert node.logic.wake_at_s is None
@@ -337,8 +337,8 @@ def test_what_moves_takes_no_block_from_an_older_one():
     node.check_empty()
 
 
-def test_one_that_has_stopped_keeps_its_seat():
-    node, request = writes(seats=1)
+def test_one_that_has_stopped_keeps_its_slot():
+    node, request = writes(slots=1)
     goes(node, request, "sent")
     other = node.local("b", 4)
     assert node.step() == []
@@ -372,16 +372,16 @@ def test_nothing_is_taken_back_while_it_will_let_go(state):
 
 
 @pytest.mark.parametrize(
-    ("ticket", "message"),
+    ("descriptor", "message"),
     [
         ({"num_blocks": 2}, "the answer has 3 blocks by now and 2 were granted"),
-        ({"num_known": PROMPT + 2}, "the ticket knows 11 tokens of 10"),
-        ({"ticket": b"odd"}, ""),
+        ({"num_known": PROMPT + 2}, "the descriptor knows 11 tokens of 10"),
+        ({"descriptor": b"odd"}, ""),
     ],
 )
-def test_a_ticket_that_does_not_fit_is_told_and_it_writes_on(ticket, message):
+def test_a_descriptor_that_does_not_fit_is_told_and_it_writes_on(descriptor, message):
     node, request = writes()
-    node.migrate(request, **ticket)
+    node.migrate(request, **descriptor)
     failed = node.event("a", "move_failed")
     assert failed.reason == reasons.TRANSFER_FAILED
     assert message in failed.message
@@ -392,7 +392,7 @@ def test_a_ticket_that_does_not_fit_is_told_and_it_writes_on(ticket, message):
 
 def test_the_step_that_runs_counts_for_what_it_needs():
     node, request = writes(num_steps=3)
-    assert resident(node).num_computed == 12
+    assert node_request(node).num_computed == 12
     node.begin()
     node.migrate(request, num_blocks=3)
     assert node.event("a", "move_failed").message == "the answer has 4 blocks by now and 3 were granted"

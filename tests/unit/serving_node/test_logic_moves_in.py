@@ -9,7 +9,7 @@ from serving_core.prefix import CHUNK
 from serving_node.moves import MAX_TAIL_TOKENS
 from tests.toy_kv import ELSEWHERE
 from tests.unit.serving_node.logic_kit import Node, prompt_of
-from tests.unit.serving_node.test_logic_moves import ANSWER, PROMPT, resident
+from tests.unit.serving_node.test_logic_moves import ANSWER, PROMPT, node_request
 
 
 def test_it_goes_on_behind_the_tokens_that_came_with_it():
@@ -36,7 +36,7 @@ def test_it_comes_whole_though_some_blocks_of_its_tokens_are_here():
     assert node.opened[request.epoch].num_cached == 0
     node.arrive(request, num_tokens=5)
     assert node.event("a", "committed").num_bytes_saved == 0
-    assert resident(node).names.makers == [ELSEWHERE + CHUNK] * 3
+    assert node_request(node).names.makers == [ELSEWHERE + CHUNK] * 3
     node.steps()
     assert node.tokens("a") == ANSWER[7:]
     node.check_empty()

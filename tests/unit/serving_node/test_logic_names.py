@@ -15,7 +15,7 @@ class Chat(Fleet):
     """One turn after the other on two nodes of one origin (seed 0) or of two (seed 1); the test says who does what."""
 
     def __init__(self, seed, **options):
-        super().__init__(seed, num_blocks=40, budget=64, seats=4, **options)
+        super().__init__(seed, num_blocks=40, budget=64, slots=4, **options)
         self.first, self.second = self.nodes
         self.tokens = []
         self.age = 0

@@ -8,7 +8,7 @@ import pytest
 
 from prefill_node.order import FLOOR
 from protos import fleet_pb2
-from serving_core.residents import Stage
+from serving_core.node_requests import Stage
 from tests.unit.serving_node.logic_kit import BLOCK_SIZE, Node
 from tests.unit.serving_node.slack_kit import ExactCosts
 
@@ -53,7 +53,7 @@ def all_step_tokens(node):
 def test_how_long_the_least_important_waits_for_others_without_end(kind, num_blocks):
     """Until the floor has earned it its prompt; beyond that a step before and one after, and what others have blocks
     for."""
-    node, num_others, numbers = Node(num_blocks, budget=BUDGET, seats=20), 0, count()
+    node, num_others, numbers = Node(num_blocks, budget=BUDGET, slots=20), 0, count()
     ask = getattr(node, kind)
     ask("important", BUDGET, priority=-1, max_tokens=3)
     ask("least", PROMPT, priority=100, max_tokens=3)
@@ -62,7 +62,7 @@ def test_how_long_the_least_important_waits_for_others_without_end(kind, num_blo
             ask(f"important {next(numbers)}", BUDGET, priority=-1, max_tokens=3)
         shares = node.step()
         num_others += sum(tokens for name, start, tokens in shares if name != "least" and start < BUDGET)
-        for request in [each.request for each in node.logic.residents if each.stage is Stage.READ]:
+        for request in [each.request for each in node.logic.node_requests if each.stage is Stage.READ]:
             node.deliver(request)
             node.sent(request)
         assert num_others <= PROMPT / FLOOR + 2 * BUDGET + num_in_pool(num_blocks)
@@ -78,8 +78,8 @@ def num_in_pool(num_blocks):
 
 
 def due_of(node, name):
-    (resident,) = [each for each in node.logic.residents if each.request.request_id == name]
-    return resident.due
+    (node_request,) = [each for each in node.logic.node_requests if each.request.request_id == name]
+    return node_request.due
 
 
 def a_due(**fields):

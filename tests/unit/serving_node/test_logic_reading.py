@@ -69,9 +69,9 @@ def test_what_is_sent_grows_with_what_is_read_and_ends_with_the_first_token(mome
         node.step()
     if moment == "in the last chunk":
         node.begin()
-    node.deliver(request, b"the ticket")
+    node.deliver(request, b"the descriptor")
     sending = node.sending[request.epoch]
-    assert sending.ticket == b"the ticket"
+    assert sending.descriptor == b"the descriptor"
     if moment != "after":
         assert len(sending.block_ids) == 6 * num_chunks // BLOCK_SIZE  # the full ones
         assert not sending.is_finished
@@ -92,19 +92,19 @@ def test_blocks_may_leave_during_the_step_that_computes_them_only_where_another_
     assert [work.request.request_id for work in node.logic.sends_while(node.works)] == ["there"]
 
 
-def test_a_second_ticket_for_one_that_is_sent_changes_nothing():
+def test_a_second_descriptor_for_one_that_is_sent_changes_nothing():
     node = Node()
     request = node.has_read("a", 5)
     node.deliver(request, b"first")
     node.deliver(request, b"second")
-    assert node.sending[request.epoch].ticket == b"first"
+    assert node.sending[request.epoch].descriptor == b"first"
     node.sent(request)
     node.deliver(request, b"third")  # it is gone
     assert node.words("a") == ["first_token", "transferred"]
     node.check_empty()
 
 
-def test_a_ticket_for_an_answer_that_is_written_here_is_left_alone():
+def test_a_descriptor_for_an_answer_that_is_written_here_is_left_alone():
     node = Node()
     request = node.local("a", 5)
     node.step()

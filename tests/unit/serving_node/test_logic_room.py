@@ -56,19 +56,19 @@ def test_the_youngest_goes_first_and_no_more_than_is_needed():
         node.has_read(name, 8, age=age)
     node.prefill("older", 13, age=4)  # 4 blocks, 2 are free
     assert node.step() == [("older", 0, 13)]
-    waiting = [each.request.request_id for each in node.logic.residents if each.lease is None]
+    waiting = [each.request.request_id for each in node.logic.node_requests if each.lease is None]
     assert waiting == ["youngest"]
 
 
-def test_an_older_request_gets_the_seat_of_a_grant():
-    node = Node(16, seats=1)
+def test_an_older_request_gets_the_slot_of_a_grant():
+    node = Node(16, slots=1)
     grant = node.reserve("granted", 4, age=9)
     read = node.has_read("read", 4, age=8)
     node.coming(grant)
     older = node.reserve("older", 4, age=1)
     assert node.words("older") == []
     assert node.step() == []
-    assert node.cancelled == [], "nobody has read it yet: the seat would be of no use"
+    assert node.cancelled == [], "nobody has read it yet: the running slot would be of no use"
     node.begun(older)
     assert node.cancelled == []
     assert node.step() == []
@@ -78,7 +78,7 @@ def test_an_older_request_gets_the_seat_of_a_grant():
     node.arrive(older)
     node.steps()
     assert node.words("granted") == ["reserved", "revoked", "reserved"]
-    assert node.words("read") == ["first_token"]  # it has no seat, and kept what it has
+    assert node.words("read") == ["first_token"]  # it has no running slot, and kept what it has
     node.deliver(read)
     node.sent(read)
     node.arrive(grant)
@@ -86,8 +86,8 @@ def test_an_older_request_gets_the_seat_of_a_grant():
     node.check_empty()
 
 
-def test_what_is_read_is_not_taken_for_one_that_lacks_a_seat_alone():
-    node = Node(16, seats=1)
+def test_what_is_read_is_not_taken_for_one_that_lacks_a_slot_alone():
+    node = Node(16, slots=1)
     node.reserve("granted", 4, age=1)
     node.has_read("read", 4, age=9)
     node.reserve("waits", 4, age=2)
@@ -97,8 +97,8 @@ def test_what_is_read_is_not_taken_for_one_that_lacks_a_seat_alone():
     assert node.num_free == 16 - 2 - 1
 
 
-def test_one_that_was_preempted_has_no_seat_and_is_the_first_to_get_one_again():
-    node = Node(8, seats=2)
+def test_one_that_was_preempted_has_no_slot_and_is_the_first_to_get_one_again():
+    node = Node(8, slots=2)
     node.writes("old", 7, max_tokens=14, age=1)
     node.writes("young", 7, max_tokens=9, age=2)
     rest = node.allocator.allocate(node.num_free)
@@ -133,7 +133,7 @@ def test_nothing_is_taken_back_while_the_node_has_something_to_compute():
     grant = node.reserve("granted", 7, age=9)
     node.prefill("prompt", 13, age=2)
     while node.step():
-        assert node.cancelled == [] or "writes" not in [each.request.request_id for each in node.logic.residents]
+        assert node.cancelled == [] or "writes" not in [each.request.request_id for each in node.logic.node_requests]
     assert node.cancelled == [grant.epoch]
 
 
@@ -276,7 +276,7 @@ def test_an_older_one_takes_the_place_of_younger_ones_that_only_wait():
     node.prefill("older", 16, age=5)
     assert names_in(node.step()) == ["own", "older"]
     assert names_in(node.step()) == ["own"]
-    waiting = [each.request.request_id for each in node.logic.residents if each.lease is None]
+    waiting = [each.request.request_id for each in node.logic.node_requests if each.lease is None]
     assert waiting == ["out 1"]
 
 
@@ -291,7 +291,7 @@ def test_an_older_one_does_not_wait_for_one_that_was_evicted_often():
         assert "read" in names_in(node.step())
     node.prefill("older", 16, age=5, epoch=200)
     assert names_in(node.step()) == ["own", "older"]
-    assert all(each.lease is not None for each in node.logic.residents)
+    assert all(each.lease is not None for each in node.logic.node_requests)
 
 
 def test_what_the_cap_holds_back_is_promised_no_blocks():

@@ -15,23 +15,23 @@ from tests.unit.serving_node.logic_kit import Node, prompt_of
     ("role", "shape"), [("prefill", (8, 0, False)), ("decode", (0, 3, True)), ("both", (8, 3, True))]
 )
 def test_a_node_tells_the_shape_that_it_begins_with(role, shape):
-    load = Node(budget=8, seats=3, role=role).load
+    load = Node(budget=8, slots=3, role=role).load
     assert (load.role, load.shape) == (role, shape_of(*shape))
 
 
-def shape_of(prompt_tokens, seats, takes_handovers):
-    return inference_pb2.Shape(prompt_tokens=prompt_tokens, seats=seats, takes_handovers=takes_handovers)
+def shape_of(prompt_tokens, slots, takes_handovers):
+    return inference_pb2.Shape(prompt_tokens=prompt_tokens, slots=slots, takes_handovers=takes_handovers)
 
 
 def test_a_new_shape_is_told_at_once():
-    node = Node(budget=8, seats=3, role="prefill")
+    node = Node(budget=8, slots=3, role="prefill")
     node.reshape(0, 2, takes_handovers=True)
     assert node.num_beats == 1
     assert (node.load.role, node.load.shape) == ("decode", shape_of(0, 2, True))
 
 
 def test_its_home_is_what_it_was_before_it_was_lent():
-    node = Node(budget=8, seats=3, role="decode")
+    node = Node(budget=8, slots=3, role="decode")
     node.reshape(8, 3, takes_handovers=True, is_loan=True)
     assert (node.logic.shape, node.logic.home) == (Shape(8, 3, True), Shape(0, 3, True))
     node.reshape(8, 2, takes_handovers=True)
@@ -40,10 +40,10 @@ def test_its_home_is_what_it_was_before_it_was_lent():
     assert (node.logic.shape, node.logic.home) == (Shape(8, 2, True), Shape(8, 2, True))
 
 
-@pytest.mark.parametrize(("prompt_tokens", "seats"), [(9, 0), (0, 4), (0, 0)])
-def test_a_shape_that_it_cannot_take_is_answered_and_the_old_one_told_again(prompt_tokens, seats):
-    node = Node(budget=8, seats=3, role="prefill")
-    node.reshape(prompt_tokens, seats)
+@pytest.mark.parametrize(("prompt_tokens", "slots"), [(9, 0), (0, 4), (0, 0)])
+def test_a_shape_that_it_cannot_take_is_answered_and_the_old_one_told_again(prompt_tokens, slots):
+    node = Node(budget=8, slots=3, role="prefill")
+    node.reshape(prompt_tokens, slots)
     assert node.num_beats == 1
     (failed,) = [event.failed for event in node.events if event.HasField("failed")]
     assert failed.reason == "BAD_PARAM"
@@ -72,7 +72,7 @@ def test_what_comes_to_be_read_in_spite_of_the_shape_is_read_as_fast_as_the_node
 
 
 def test_what_comes_to_be_written_in_spite_of_the_shape_is_written():
-    node = Node(num_blocks=32, seats=2, role="prefill")
+    node = Node(num_blocks=32, slots=2, role="prefill")
     node.writes("a", 4)
     node.local("b", 4)
     node.local("waits", 4)
@@ -82,8 +82,8 @@ def test_what_comes_to_be_written_in_spite_of_the_shape_is_written():
     assert node.tokens("waits") == answer_of(prompt_of(4), 4)
 
 
-def test_answers_beyond_the_seats_go_on_and_no_other_begins_before_they_are_fewer():
-    node = Node(num_blocks=32, seats=3, budget=16)
+def test_answers_beyond_the_slots_go_on_and_no_other_begins_before_they_are_fewer():
+    node = Node(num_blocks=32, slots=3, budget=16)
     for name in "abc":
         node.writes(name, 4, max_tokens=4)
     node.reshape(0, 1, takes_handovers=True)
@@ -101,7 +101,7 @@ def test_answers_beyond_the_seats_go_on_and_no_other_begins_before_they_are_fewe
 @pytest.mark.parametrize("seed", few(range(40), *range(6)))
 def test_a_node_that_is_flipped_at_any_time_loses_nothing(seed):
     random = Random(seed)
-    node = Node(num_blocks=12, seats=3, budget=8)
+    node = Node(num_blocks=12, slots=3, budget=8)
     names = []
     for number in range(12):
         name = f"r{number}"

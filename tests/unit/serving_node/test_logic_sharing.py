@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving_core.residents import Stage
+from serving_core.node_requests import Stage
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of
 
@@ -85,7 +85,7 @@ def test_where_the_first_one_does_not_come_the_next_one_gets_all_of_it(how):
 
 
 def test_where_the_first_ones_blocks_are_taken_back_nobody_waits_for_them():
-    node = Node(32, seats=2)
+    node = Node(32, slots=2)
     first, second, third = (reserve(node, number) for number in range(1, 4))
     urgent = node.reserve("urgent", 4, age=9)
     node.begun(urgent)
@@ -225,8 +225,8 @@ def test_others_leave_room_for_those_that_share(how):
         assert ("younger", 0, 9) in shares
 
 
-def test_others_leave_seats_for_those_that_share():
-    node = Node(64, seats=2)
+def test_others_leave_slots_for_those_that_share():
+    node = Node(64, slots=2)
     first, second = (reserve(node, number) for number in range(1, 3))
     other = node.reserve("other", 4, age=9)
     assert other.epoch not in node.opened
@@ -250,6 +250,6 @@ def test_steps_are_planned_ahead_while_prompts_only_wait_for_what_another_one_br
     node.writes("answer", 5, max_tokens=20, age=1)
     for number in (2, 3):
         reserve(node, number)
-    assert [each.stage for each in node.logic.residents][1:] == [Stage.GRANTED, Stage.AWAITING]
+    assert [each.stage for each in node.logic.node_requests][1:] == [Stage.GRANTED, Stage.AWAITING]
     node.begin()
     assert node.logic.plan_ahead(node.works)

@@ -125,7 +125,7 @@ def test_a_step_that_reads_a_prompt_has_none():
 
 def test_an_answer_that_moves_has_none_and_takes_those_of_its_step_along():
     node = writes()
-    request = next(iter(node.logic.residents)).request
+    request = next(iter(node.logic.node_requests)).request
     assert candidates(node) == {"a": MOST}
     node.migrate(request, num_known=len(PROMPT))
     node.end()
@@ -139,11 +139,11 @@ def test_an_answer_that_moves_has_none_and_takes_those_of_its_step_along():
 
 def test_one_does_not_move_where_its_step_may_need_more_blocks_than_were_granted():
     node = writes()
-    (resident,) = node.logic.residents
+    (node_request,) = node.logic.node_requests
     assert candidates(node) == {"a": MOST}
-    num_blocks = -(-(resident.num_computed + 1) // BLOCK_SIZE)
-    node.migrate(resident.request, num_blocks=num_blocks, num_known=len(PROMPT))
-    is_refused = resident.num_computed + 1 + MOST > num_blocks * BLOCK_SIZE
+    num_blocks = -(-(node_request.num_computed + 1) // BLOCK_SIZE)
+    node.migrate(node_request.request, num_blocks=num_blocks, num_known=len(PROMPT))
+    is_refused = node_request.num_computed + 1 + MOST > num_blocks * BLOCK_SIZE
     assert ("move_failed" in node.words("a")) == is_refused
     assert is_refused
 
@@ -154,9 +154,9 @@ def test_candidates_take_only_blocks_that_nobody_else_would_get():
     assert candidates(node) == {"a": MOST}
     full = Node(4, candidates=MOST, is_history_free=True)
     writes(node=full, max_tokens=10)
-    (resident,) = full.logic.residents
+    (node_request,) = full.logic.node_requests
     taken = full.allocator.allocate(full.num_free)
-    room = len(resident.lease.block_ids) * BLOCK_SIZE - resident.num_computed - 1
+    room = len(node_request.lease.block_ids) * BLOCK_SIZE - node_request.num_computed - 1
     assert room < MOST
     assert candidates(full) == {"a": room}
     full.end()
@@ -180,7 +180,7 @@ def test_the_budget_of_a_step_counts_them():
 
 def test_one_that_is_cancelled_in_the_step_says_no_more():
     node = writes()
-    request = next(iter(node.logic.residents)).request
+    request = next(iter(node.logic.node_requests)).request
     told = node.tokens("a")
     node.begin()
     node.cancel(request)

@@ -1,4 +1,4 @@
-"""Answers whose prompts other nodes read: credit and seats, the batch, who gives way, and reuse."""
+"""Answers whose prompts other nodes read: credit and running slots, the batch, who gives way, and reuse."""
 
 import pytest
 
@@ -19,11 +19,11 @@ def test_credit_takes_the_prompt_and_the_first_token_to_come():
     request = node.reserve("a", 8)
     assert node.num_free == 13  # 8 prompt tokens and one more, 4 to a block
     assert len(node.opened[request.epoch].block_ids) == 2  # only the prompt's are received
-    assert node.tickets("a") == [node.opened[request.epoch].ticket]
+    assert node.descriptors("a") == [node.opened[request.epoch].descriptor]
     assert node.words("a") == ["reserved"]
 
 
-def test_the_ticket_is_told_when_every_rank_awaits_the_blocks():
+def test_the_descriptor_is_told_when_every_rank_awaits_the_blocks():
     node = Node()
     node.grants_at_once = False
     request = node.reserve("a", 8)
@@ -32,8 +32,8 @@ def test_the_ticket_is_told_when_every_rank_awaits_the_blocks():
     assert node.words("a") == ["reserved"]
 
 
-def test_credit_stops_at_the_seats_and_follows_age():
-    node = Node(seats=2)
+def test_credit_stops_at_the_slots_and_follows_age():
+    node = Node(slots=2)
     for name in "ab":
         node.writes(name, 4)
     node.reserve("young", 4, age=20)
@@ -188,7 +188,7 @@ def test_what_one_needs_that_was_preempted_is_kept_for_it_behind_the_first_promp
 
 
 def test_refusals_name_the_limit_and_the_value():
-    node = Node(num_blocks=4, seats=1, max_num_queued=1)
+    node = Node(num_blocks=4, slots=1, max_num_queued=1)
     node.reserve("never", 9, max_tokens=8)
     failed = node.event("never", "failed")
     assert (failed.reason, failed.message) == (
@@ -325,8 +325,8 @@ def test_without_caching_every_block_is_sent():
 
 
 @pytest.mark.parametrize("tp_size", [0, 1, 3])
-def test_the_ranks_that_send_are_known_when_the_ticket_is_drawn(tp_size):
+def test_the_ranks_that_send_are_known_when_the_descriptor_is_drawn(tp_size):
     node = Node()
     request = node.reserve("a", 8, tp_size=tp_size)
-    (resident,) = [each for each in node.logic.residents if each.request.epoch == request.epoch]
-    assert resident.source_tp == max(1, tp_size)
+    (node_request,) = [each for each in node.logic.node_requests if each.request.epoch == request.epoch]
+    assert node_request.source_tp == max(1, tp_size)

@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from engine.stepper import Stepper
+from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.results import Received, Sent, TransferFailed
-from kv_transfer.ticket import Ticket
 from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.loopback import LoopbackNetwork
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
@@ -128,9 +128,9 @@ class Node:
 
         return step
 
-    def ticket(self, epoch, source, num_cached=0):
+    def descriptor(self, epoch, source, num_cached=0):
         """That lets `source` write to this node."""
-        return Ticket.draw(
+        return TransferDescriptor.draw(
             epoch=epoch,
             layout=LAYOUT,
             prefill_tp=source.tp_size,
@@ -142,11 +142,11 @@ class Node:
         ).encode()
 
     async def open_to(self, source, epoch, **cached):
-        """Grants all blocks to what `source` sends; gives the ticket."""
-        ticket = self.ticket(epoch, source, **cached)
-        self.transfers.receive(epoch, ticket, IDS)
+        """Grants all blocks to what `source` sends; gives the descriptor."""
+        descriptor = self.descriptor(epoch, source, **cached)
+        self.transfers.receive(epoch, descriptor, IDS)
         await self.received.until(lambda: epoch in self.received.granted)
-        return ticket
+        return descriptor
 
     def bytes_of(self, ids):
         return [store.bytes_of(ids) for store in self.stores]
@@ -225,8 +225,8 @@ async def test_every_rank_lets_in_the_ranks_that_it_has_heard_of(a_size, b_size,
     async with nodes(monkeypatch, a_size, b_size, network=GuardedNetwork()) as (a, b):
         assert len({*a.transfers.keys}) == a_size
         b.transfers.admit(a.transfers.keys)
-        ticket = await b.open_to(a, 5)
-        a.transfers.send(5, ticket, IDS)
+        descriptor = await b.open_to(a, 5)
+        a.transfers.send(5, descriptor, IDS)
         a.transfers.finish(5, IDS, b"tail")
         await a.sent.until(lambda: a.sent.results)
         await b.received.until(lambda: b.received.results)
@@ -239,14 +239,14 @@ SIZES = [(1, 1), (2, 1), (1, 3), (2, 3), (4, 2), (8, 4)]
 
 @pytest.mark.parametrize(("a_size", "b_size"), SIZES)
 async def test_a_transfer_over_all_ranks(a_size, b_size, monkeypatch):
-    """Blocks of two chunks leave as they are computed, those of the first when the ticket comes."""
+    """Blocks of two chunks leave as they are computed, those of the first when the descriptor comes."""
     async with nodes(monkeypatch, a_size, b_size) as (a, b):
-        ticket = await b.open_to(a, 5)
+        descriptor = await b.open_to(a, 5)
         num_tokens = NUM_BLOCKS * LAYOUT.block_size
         prompt = Request("r", 5, list(range(num_tokens)), num_tokens, SamplingParams(max_tokens=4))
         chunks = [Work(prompt, 0, 30, IDS), Work(prompt, 30, num_tokens - 30, IDS)]
         a.followers.announce(chunks[:1])
-        a.transfers.send(5, ticket, IDS[: 30 // LAYOUT.block_size])
+        a.transfers.send(5, descriptor, IDS[: 30 // LAYOUT.block_size])
         a.followers.announce(chunks[1:])
         on_layer = a.transfers.on_layer(chunks[1:])
         for layer in range(LAYOUT.num_layers):
@@ -269,7 +269,7 @@ async def test_both_directions_at_once(a_size, b_size, monkeypatch):
         half = NUM_BLOCKS // 2
         mine, theirs = IDS[:half], IDS[half:]
         for node, source, epoch in ((b, a, 1), (a, b, 2)):
-            ticket = Ticket.draw(
+            descriptor = TransferDescriptor.draw(
                 epoch=epoch,
                 layout=LAYOUT,
                 prefill_tp=source.tp_size,
@@ -279,9 +279,9 @@ async def test_both_directions_at_once(a_size, b_size, monkeypatch):
                 num_cached_blocks=0,
                 ttl_s=DEADLINE_S,
             ).encode()
-            node.transfers.receive(epoch, ticket, theirs)
+            node.transfers.receive(epoch, descriptor, theirs)
             await node.received.until(lambda node=node: node.received.granted)
-            source.transfers.send(epoch, ticket, mine)
+            source.transfers.send(epoch, descriptor, mine)
         a.transfers.finish(1, mine, b"from a")
         b.transfers.finish(2, mine, b"from b")
         for node in (a, b):
@@ -340,11 +340,11 @@ async def test_a_rank_whose_steps_lag_takes_nothing_of_an_ended_transfer_for_the
 async def test_blocks_that_a_running_step_writes_to_leave_behind_it(monkeypatch):
     """An answer begins to move while a step of it has candidates: its last block is written to later, too."""
     async with nodes(monkeypatch, 2, 1, overlap_min_tokens=16) as (a, b):
-        ticket = await b.open_to(a, 5)
+        descriptor = await b.open_to(a, 5)
         answer = Request("r", 5, list(range(17)), 8, SamplingParams(max_tokens=99))
         a.lets_steps_end.clear()
         a.followers.announce([Work(answer, 16, 1, IDS[:5], candidates=(7,))])
-        a.transfers.send(5, ticket, IDS[:4])
+        a.transfers.send(5, descriptor, IDS[:4])
         await a.sent.until_passed(lambda: a.senders[1].num_open)
         a.lets_steps_end.set()
         await a.sent.until(lambda: a.sent.caught_up)
@@ -358,14 +358,14 @@ async def test_blocks_that_a_running_step_writes_to_leave_behind_it(monkeypatch)
             assert [list(map(bytes, store.read(layer, IDS[:5]))) for store in heads] == sent
 
 
-async def test_a_ticket_that_comes_during_a_chunk_sends_no_block_twice(monkeypatch):
+async def test_a_descriptor_that_comes_during_a_chunk_sends_no_block_twice(monkeypatch):
     monkeypatch.setattr("kv_transfer.payload.MESSAGE_BYTES", 1)  # a message for each block
     async with nodes(monkeypatch, 2, 1) as (a, b):
-        ticket = await b.open_to(a, 5)
+        descriptor = await b.open_to(a, 5)
         prompt = Request("r", 5, list(range(48)), 48, SamplingParams(max_tokens=4))
         a.lets_steps_end.clear()
         a.followers.announce([Work(prompt, 0, 48, IDS)])
-        a.transfers.send(5, ticket, [])
+        a.transfers.send(5, descriptor, [])
         await a.sent.until_passed(lambda: a.senders[1].num_open)
         a.lets_steps_end.set()
         a.transfers.finish(5, IDS, b"tail")
@@ -382,8 +382,8 @@ async def test_a_rank_whose_steps_lag_opens_no_block_that_its_step_may_write_to(
         to_a = await a.open_to(b, 6)
         b.lets_steps_end.clear()
         b.followers.announce([Work(request, 0, 30, IDS)])
-        b.transfers.receive(5, b.ticket(5, a), IDS)
-        b.transfers.receive(7, b.ticket(7, a), IDS)
+        b.transfers.receive(5, b.descriptor(5, a), IDS)
+        b.transfers.receive(7, b.descriptor(7, a), IDS)
         b.transfers.cancel(7)
         b.transfers.send(6, to_a, [])
         await b.sent.until_passed(lambda: b.senders[1].num_open)  # the follower has heard of all of that
@@ -400,8 +400,8 @@ async def test_a_rank_whose_steps_lag_opens_no_block_that_its_step_may_write_to(
 
 async def test_cached_blocks_stay_as_they_are(monkeypatch):
     async with nodes(monkeypatch, 2, 3) as (a, b):
-        ticket = await b.open_to(a, 1, num_cached=7)
-        a.transfers.send(1, ticket, IDS)
+        descriptor = await b.open_to(a, 1, num_cached=7)
+        a.transfers.send(1, descriptor, IDS)
         a.transfers.finish(1, IDS, b"t")
         await b.received.until(lambda: b.received.results)
         assert b.bytes_of(IDS[7:]) == sliced_bytes(A_SEED, 3, IDS[7:])
@@ -413,8 +413,8 @@ async def test_cached_blocks_stay_as_they_are(monkeypatch):
 @pytest.mark.parametrize("may_lag", [False, True])
 async def test_cancel_ends_it_on_every_rank(side, sizes, may_lag, monkeypatch):
     async with nodes(monkeypatch, *sizes, may_lag=may_lag) as (a, b):
-        ticket = await b.open_to(a, 9)
-        a.transfers.send(9, ticket, IDS[:5])
+        descriptor = await b.open_to(a, 9)
+        a.transfers.send(9, descriptor, IDS[:5])
         (a if side == "sender" else b).transfers.cancel(9)
         ended = a.sent if side == "sender" else b.received
         await ended.until(lambda: ended.results)
@@ -427,12 +427,12 @@ async def test_cancel_ends_it_on_every_rank(side, sizes, may_lag, monkeypatch):
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 2), (2, 3), (4, 1)])
-async def test_a_sender_whose_receiver_takes_its_blocks_back_hears_that_and_sends_by_the_next_ticket(
+async def test_a_sender_whose_receiver_takes_its_blocks_back_hears_that_and_sends_by_the_next_descriptor(
     sizes, monkeypatch
 ):
     async with nodes(monkeypatch, *sizes) as (a, b):
-        ticket = await b.open_to(a, 9)
-        a.transfers.send(9, ticket, IDS[:5])
+        descriptor = await b.open_to(a, 9)
+        a.transfers.send(9, descriptor, IDS[:5])
         b.transfers.cancel(9)
         await b.received.until(lambda: b.received.results)
         await a.sent.until(lambda: a.sent.results)
@@ -449,9 +449,9 @@ async def test_a_sender_whose_receiver_takes_its_blocks_back_hears_that_and_send
 
 async def test_one_rank_that_cannot_send_fails_the_transfer(monkeypatch):
     async with nodes(monkeypatch, 3, 3) as (a, b):
-        ticket = await b.open_to(a, 2)
+        descriptor = await b.open_to(a, 2)
         await a.senders[2].close()
-        a.transfers.send(2, ticket, IDS)
+        a.transfers.send(2, descriptor, IDS)
         a.transfers.finish(2, IDS, b"t")
         await a.sent.until(lambda: a.sent.results)
         assert type(a.sent.results[2]) is TransferFailed
@@ -459,20 +459,20 @@ async def test_one_rank_that_cannot_send_fails_the_transfer(monkeypatch):
         await b.received.until(lambda: b.received.results)
 
 
-async def test_one_rank_that_cannot_receive_gives_no_ticket(monkeypatch):
+async def test_one_rank_that_cannot_receive_gives_no_descriptor(monkeypatch):
     async with nodes(monkeypatch, 1, 3) as (a, b):
         await b.receivers[1].close()
-        b.transfers.receive(3, b.ticket(3, a), IDS)
+        b.transfers.receive(3, b.descriptor(3, a), IDS)
         await b.received.until(lambda: b.received.results)
         assert type(b.received.results[3]) is TransferFailed
         assert b.received.granted == []
 
 
-async def test_tickets_that_cannot_be_read_fail_on_every_rank(monkeypatch):
+async def test_descriptors_that_cannot_be_read_fail_on_every_rank(monkeypatch):
     async with nodes(monkeypatch, 3, 1) as (a, _):
-        a.transfers.send(4, b"not a ticket", [])
+        a.transfers.send(4, b"not a descriptor", [])
         await a.sent.until(lambda: a.sent.results)
-        assert "ticket" in a.sent.results[4].message or "msgpack" in a.sent.results[4].message
+        assert "descriptor" in a.sent.results[4].message or "msgpack" in a.sent.results[4].message
 
 
 async def test_short_prompts_leave_at_once(monkeypatch):

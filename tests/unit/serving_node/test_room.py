@@ -1,16 +1,16 @@
-"""Who may start, and what is told of blocks and seats, of requests that stand where a test puts them."""
+"""Who may start, and what is told of blocks and running slots, of requests that stand where a test puts them."""
 
 import pytest
+from tests.unit.serving_node.node_requests_kit import LAYOUT, House
 
 from decode_node.batch import Writing
 from decode_node.credit import Credit
 from prefill_node.reading import Reading
 from serving_core.costs import StepCosts
 from serving_core.due import Due
-from serving_core.residents import Host, Stage
+from serving_core.node_requests import Host, Stage
 from serving_node.claims import Claim, Hosting
 from serving_node.room import Room
-from tests.unit.serving_node.residents_kit import LAYOUT, House
 from tests.unit.serving_node.slack_kit import ExactCosts
 
 TILE_BLOCKS = 4
@@ -19,38 +19,38 @@ HOSTS = (Host("host:1", bytes(32)),)
 
 
 class Node(House):
-    def __init__(self, num_blocks=16, num_seats=2, costs=None, tile_blocks=TILE_BLOCKS):
+    def __init__(self, num_blocks=16, num_slots=2, costs=None, tile_blocks=TILE_BLOCKS):
         super().__init__(num_blocks)
         self.revoked = []
-        reading = Reading(self.residents, self.leases, StepCosts(), max_num_queued=9)
-        self.credit = Credit(self.residents, self.leases, max_num_queued=9)
-        writing = Writing(self.residents, self.leases, self.revoked.append)
+        reading = Reading(self.node_requests, self.leases, StepCosts(), max_num_queued=9)
+        self.credit = Credit(self.node_requests, self.leases, max_num_queued=9)
+        writing = Writing(self.node_requests, self.leases, self.revoked.append)
         self.recalled = []
         tile_tokens = tile_blocks * LAYOUT.block_size
         self.hosting = Hosting(self.allocator, LAYOUT.block_size, tile_tokens, self.recalled.append)
-        self.claim = Claim(self.residents, self.leases, self.hosting)
+        self.claim = Claim(self.node_requests, self.leases, self.hosting)
         costs = costs or StepCosts()
         parts = reading, self.credit, writing, costs, self.claim, self.hosting
-        self.room = Room(self.residents, self.leases, *parts, num_seats)
+        self.room = Room(self.node_requests, self.leases, *parts, num_slots)
 
-    def fill_seats(self):
+    def fill_slots(self):
         return [self.add(f"answer-{age}", age, Stage.WRITING, 1) for age in (1, 2)]
 
     def granted(self):
         return [each.request.request_id for each in self.room.grant()]
 
-    def may_start(self, *residents):
-        gate = self.room.gate(lambda resident, num_spare: False)
-        return [gate(each) for each in residents]
+    def may_start(self, *node_requests):
+        gate = self.room.gate(lambda node_request, num_spare: False)
+        return [gate(each) for each in node_requests]
 
 
 def test_blocks_that_are_awaited_and_one_for_each_answer():
     node = Node()
-    node.fill_seats()
+    node.fill_slots()
     node.add("granted", 3, Stage.GRANTED, 5)
     node.add("read", 4, Stage.READING, 5)
     node.add("outgoing", 5, Stage.READING, 5, hands_over=True)
-    assert node.room.num_awaited() == node.room.num_seated() == 4
+    assert node.room.num_awaited() == node.room.num_running() == 4
     node.add("queued", 6, Stage.QUEUED, 8)  # 9 tokens
     assert node.room.num_awaited() == 4 + 3
     node.add("awaiting", 7, Stage.AWAITING, 8, num_ahead=5)  # 13
@@ -58,11 +58,11 @@ def test_blocks_that_are_awaited_and_one_for_each_answer():
     node.add("queued for another", 8, Stage.QUEUED, 8, hands_over=True)  # 8
     assert node.room.num_awaited() == 4 + 3 + 4 + 2
     node.add("stopped", 9, Stage.STOPPED, 1)
-    assert node.room.num_seated() == 5
+    assert node.room.num_running() == 5
 
 
 @pytest.mark.parametrize(
-    ("has_seat", "facts", "may_start"),
+    ("has_slot", "facts", "may_start"),
     [
         (True, None, False),
         (True, {}, True),
@@ -71,19 +71,19 @@ def test_blocks_that_are_awaited_and_one_for_each_answer():
         (False, {"hands_over": True, "is_kept": True}, True),  # it needs none before it is read
     ],
 )
-def test_whether_any_prompt_might_start(has_seat, facts, may_start):
+def test_whether_any_prompt_might_start(has_slot, facts, may_start):
     node = Node()
-    if not has_seat:
-        node.fill_seats()
+    if not has_slot:
+        node.fill_slots()
     if facts is not None:
         queued = node.add("queued", 9, Stage.QUEUED, 5, **facts)
         assert node.may_start(queued) == [may_start]
     assert node.room.may_start_any == may_start
 
 
-def test_a_prompt_of_many_that_needs_no_seat_might_start():
+def test_a_prompt_of_many_that_needs_no_slot_might_start():
     node = Node()
-    node.fill_seats()
+    node.fill_slots()
     node.add("own", 8, Stage.QUEUED, 5)
     assert not node.room.may_start_any
     node.add("outgoing", 9, Stage.QUEUED, 5, hands_over=True)
@@ -92,8 +92,8 @@ def test_a_prompt_of_many_that_needs_no_seat_might_start():
 
 @pytest.mark.parametrize("hands_over", [False, True])
 def test_a_prompt_whose_blocks_come_from_elsewhere_waits_for_them(hands_over):
-    node = Node(num_seats=3)
-    node.fill_seats()
+    node = Node(num_slots=3)
+    node.fill_slots()
     queued, asked = node.add("queued", 9, Stage.QUEUED, 5, hands_over=hands_over), []
     gate = node.room.gate(lambda *given: asked.append(given) or True)
     assert not gate(queued)
@@ -103,7 +103,7 @@ def test_a_prompt_whose_blocks_come_from_elsewhere_waits_for_them(hands_over):
 @pytest.mark.parametrize(("num_answers", "may_start"), [(2, True), (3, False)])
 def test_no_more_are_to_be_answered_than_can_be_in_time(num_answers, may_start):
     """A step takes 10 ms, and 2 for each answer: with three of them 16, which the limit allows, stretched."""
-    node = Node(num_seats=8, costs=ExactCosts((0.010, 0.002, 0.0, 0.0, 0.0, 0.0)))
+    node = Node(num_slots=8, costs=ExactCosts((0.010, 0.002, 0.0, 0.0, 0.0, 0.0)))
     for age in range(num_answers):
         node.add(f"answer-{age}", age, Stage.WRITING, 1, due=Due(tpot_s=0.0125))
     node.add("answered elsewhere", 7, Stage.READING, 5, hands_over=True, due=Due(tpot_s=0.012))
@@ -112,11 +112,11 @@ def test_no_more_are_to_be_answered_than_can_be_in_time(num_answers, may_start):
     assert node.may_start(own, outgoing) == [may_start, True]
 
 
-@pytest.mark.parametrize(("num_seats", "age", "may_start"), [(9, 3, False), (9, 7, True), (3, 3, True)])
-def test_a_prompt_waits_for_an_older_one_that_lacks_blocks_alone(num_seats, age, may_start):
-    """Not for one that lacks a seat too."""
-    node = Node(num_seats=num_seats)
-    node.fill_seats()
+@pytest.mark.parametrize(("num_slots", "age", "may_start"), [(9, 3, False), (9, 7, True), (3, 3, True)])
+def test_a_prompt_waits_for_an_older_one_that_lacks_blocks_alone(num_slots, age, may_start):
+    """Not for one that lacks a running slot too."""
+    node = Node(num_slots=num_slots)
+    node.fill_slots()
     node.add("granted", 8, Stage.GRANTED, 1, is_receiving=True)
     node.add("awaiting", age, Stage.AWAITING, 60, source_tp=1)
     queued = node.add("queued", 5, Stage.QUEUED, 5, hands_over=True)
@@ -130,7 +130,7 @@ def test_a_prompt_waits_for_an_older_one_that_lacks_blocks_alone(num_seats, age,
 )
 def test_credit_leaves_what_an_older_prompt_is_to_begin_with(num_tokens, facts, is_granted):
     """Ten of 15 blocks that are free, beside four that are granted and one for the answer that is written."""
-    node = Node(num_seats=4)
+    node = Node(num_slots=4)
     node.add("answer", 1, Stage.WRITING, 1)
     node.add("older", 3, Stage.QUEUED, num_tokens, **facts)
     node.add("awaiting", 5, Stage.AWAITING, 13, source_tp=1)
@@ -140,7 +140,7 @@ def test_credit_leaves_what_an_older_prompt_is_to_begin_with(num_tokens, facts, 
 @pytest.mark.parametrize(("num_tokens", "is_granted"), [(15, True), (16, False)])
 def test_credit_leaves_what_those_need_that_share_what_others_bring(num_tokens, is_granted):
     """Of eleven blocks that are free five, one that they grow into, and one for the answer that is coming."""
-    node = Node(num_seats=4)
+    node = Node(num_slots=4)
     node.add("ahead", 3, Stage.GRANTED, 20, salt="same", is_receiving=True)
     node.add("behind", 4, Stage.AWAITING, 20, salt="same", source_tp=1)
     node.add("awaiting", 5, Stage.AWAITING, num_tokens, source_tp=1)
@@ -149,7 +149,7 @@ def test_credit_leaves_what_those_need_that_share_what_others_bring(num_tokens, 
 
 @pytest.mark.parametrize(("age", "num_tokens", "starts"), [(5, 15, True), (5, 16, False), (2, 16, True)])
 def test_a_prompt_that_starts_leaves_it_too_unless_it_is_older(age, num_tokens, starts):
-    node = Node(num_seats=4)
+    node = Node(num_slots=4)
     node.add("ahead", 3, Stage.GRANTED, 20, salt="same", is_receiving=True)
     node.add("behind", 4, Stage.AWAITING, 20, salt="same", source_tp=1)
     assert node.granted() == []
@@ -184,7 +184,7 @@ def test_what_is_younger_than_a_claim_leaves_a_tile(num_tokens, age, may_start):
     node.claim.put(4, now=0.0, step_s=0.0)
     queued = node.add("queued", age, Stage.QUEUED, num_tokens)  # and the first token of its answer
     assert node.may_start(queued) == [may_start]
-    node.residents.remove(queued)
+    node.node_requests.remove(queued)
     node.add("awaiting", age, Stage.AWAITING, num_tokens, source_tp=1)
     assert node.granted() == ["awaiting"] * may_start
 
@@ -243,20 +243,20 @@ def test_what_starts_takes_blocks_from_what_is_read_where_it_is_for_another_node
     assert (read.lease is None) == hands_over
 
 
-def test_a_kept_prompt_that_is_about_to_leave_gets_no_seat():
+def test_a_kept_prompt_that_is_about_to_leave_gets_no_slot():
     node = Node()
     kept = node.add("kept", 3, Stage.READ, 5, hands_over=True, is_kept=True, ending={})
-    assert not node.room.seat()
+    assert not node.room.slot()
     kept.ending = None
-    assert node.room.seat()
+    assert node.room.slot()
 
 
-def test_a_read_prompt_that_is_kept_gets_a_seat_and_not_blocks_of_what_has_none():
-    node = Node(num_seats=1)
+def test_a_read_prompt_that_is_kept_gets_a_slot_and_not_blocks_of_what_has_none():
+    node = Node(num_slots=1)
     node.add("kept", 3, Stage.READ, 5, hands_over=True, is_kept=True)
     granted = node.add("granted", 5, Stage.GRANTED, 5, is_receiving=True)
     read = node.add("read", 9, Stage.READ, 5, hands_over=True)
-    assert not node.room.make_way()  # the seat comes free later
+    assert not node.room.make_way()  # the running slot comes free later
     assert node.revoked == [granted]
     assert read.lease is not None
 
@@ -286,7 +286,7 @@ def test_nobody_is_stranded_while_something_comes_free_anyway(stage, facts):
 @pytest.mark.parametrize("stage", [Stage.QUEUED, Stage.READING])
 def test_nobody_takes_what_others_gave_up_for_an_older_one(stage):
     """Until that has blocks: to begin with, or to go on with where it has hosts."""
-    node = Node(num_seats=4)
+    node = Node(num_slots=4)
     older = node.add("older", 3, stage, 8, num_computed=8, hosts=HOSTS)
     older.request.token_ids += [0] * 30
     read = node.add("read", 9, Stage.READ, 40, hands_over=True)
@@ -300,13 +300,13 @@ def test_nobody_takes_what_others_gave_up_for_an_older_one(stage):
         older.num_computed += 4  # what it lacks from now on nobody has given up for it
     else:
         assert node.room.start(older)
-        node.residents.enter(older, Stage.READING)
+        node.node_requests.enter(older, Stage.READING)
         older.num_computed = 0
     assert node.may_start(younger) == [True]
 
 
 def test_what_was_recalled_for_an_answer_is_granted_to_no_younger_one():
-    node = Node(num_seats=4, tile_blocks=1)
+    node = Node(num_slots=4, tile_blocks=1)
     node.hosting.lease(1, 11, age=9)
     older = node.add("older", 5, Stage.WRITING, 20, num_computed=20)
     node.add("younger", 7, Stage.AWAITING, 5, source_tp=1)
@@ -317,14 +317,14 @@ def test_what_was_recalled_for_an_answer_is_granted_to_no_younger_one():
     node.leases.grow(older, 1)
     assert node.granted() == ["younger"]
     assert [node.room.may_host(age) for age in (4, 6)] == [True, False]  # it may grow again
-    node.residents.remove(older)
+    node.node_requests.remove(older)
     assert node.room.may_host(6)
 
 
 @pytest.mark.parametrize("facts", [{}, {"ending": {}}])
 def test_what_others_gave_up_for_an_older_one_is_for_no_tiles(facts):
     """Unless that is about to leave."""
-    node = Node(num_seats=4)
+    node = Node(num_slots=4)
     older = node.add("older", 3, Stage.QUEUED, 8)
     node.add("read", 9, Stage.READ, 60, hands_over=True)
     assert node.room.make_way()

@@ -19,7 +19,7 @@ from tests.tiny_models import EOS
 from tests.unit.serving_node.rank_kit import crew
 from tests.unit.serving_node.runner_kit import (
     answer_on_paper,
-    carry_tickets,
+    carry_descriptors,
     fleet,
     job,
     make_request,
@@ -66,7 +66,7 @@ async def test_what_a_node_wrote_while_answering_is_there_for_the_next_turn(tmp_
             writer.local("a", prompt, max_tokens=12)
         else:
             request = make_request("a", prompt, max_tokens=12)
-            carry_tickets(writer, reader)
+            carry_descriptors(writer, reader)
             reader.prefill(request)
             writer.reserve(request)
             await reader.idle()
@@ -267,7 +267,8 @@ async def test_refusals_are_told_at_once(tmp_path):
 
 
 async def test_a_prompt_whose_loan_fails_at_once_is_read_at_once(tmp_path):
-    """No ticket can be drawn for so many ranks, which shows while the step is planned that finds nothing else to do."""
+    """No descriptor can be drawn for so many ranks, which shows while the step is planned that finds nothing else to
+    do."""
     async with running(tmp_path) as node:
         asked = job(make_request("a", range(10)))
         asked.borrow.CopyFrom(fleet_pb2.Borrow(epoch=7, num_tokens=8, tp_size=100, pp_size=1, patience_s=1e6))
@@ -318,7 +319,7 @@ async def test_hello_says_who_it_is_and_heartbeats_then_tell_the_whole_cache(tmp
         assert (hello.max_num_seqs, hello.max_num_queued) == (5, 6)
         assert hello.node.name == "node"
         assert (hello.node.role, hello.max_num_batched_tokens) == ("decode", 512)
-        assert hello.shape == inference_pb2.Shape(prompt_tokens=0, seats=5, takes_handovers=True)
+        assert hello.shape == inference_pb2.Shape(prompt_tokens=0, slots=5, takes_handovers=True)
         assert hello.node.fingerprint["kv_transport"] == "zmq"
         node.events.clear()
         node.node.heartbeat()
@@ -328,13 +329,13 @@ async def test_hello_says_who_it_is_and_heartbeats_then_tell_the_whole_cache(tmp
 
 async def test_a_new_shape_is_confirmed_at_once_and_kept_for_the_next_hello(tmp_path):
     async with running(tmp_path, max_num_seqs=5, max_num_batched_tokens=32) as node:
-        shape = inference_pb2.Shape(prompt_tokens=32, seats=5, takes_handovers=True)
+        shape = inference_pb2.Shape(prompt_tokens=32, slots=5, takes_handovers=True)
         node.handle(reshape=fleet_pb2.Reshape(shape=shape))
         (beat,) = [event.heartbeat for event in node.events]
         assert (beat.load.shape, beat.load.role) == (shape, "both")
         hello = node.node.hello()
         assert (hello.shape, hello.home, hello.node.role) == (shape, shape, "decode")  # what it has begun with
-        loan = inference_pb2.Shape(prompt_tokens=16, seats=5)
+        loan = inference_pb2.Shape(prompt_tokens=16, slots=5)
         node.handle(reshape=fleet_pb2.Reshape(shape=loan, is_loan=True))
         hello = node.node.hello()
         assert (hello.shape, hello.home) == (loan, shape)
@@ -342,12 +343,12 @@ async def test_a_new_shape_is_confirmed_at_once_and_kept_for_the_next_hello(tmp_
 
 async def test_a_shape_that_the_node_cannot_take_is_refused_and_the_node_goes_on(tmp_path):
     async with running(tmp_path, max_num_seqs=5, max_num_batched_tokens=32) as node:
-        for shape in (inference_pb2.Shape(prompt_tokens=33), inference_pb2.Shape(seats=6), inference_pb2.Shape()):
+        for shape in (inference_pb2.Shape(prompt_tokens=33), inference_pb2.Shape(slots=6), inference_pb2.Shape()):
             node.events.clear()
             node.handle(reshape=fleet_pb2.Reshape(shape=shape))
             failed, beat = node.events
             assert failed.failed.reason == "BAD_PARAM"
-            assert beat.heartbeat.load.shape == inference_pb2.Shape(seats=5, takes_handovers=True)
+            assert beat.heartbeat.load.shape == inference_pb2.Shape(slots=5, takes_handovers=True)
         node.events.clear()
         node.local("a", range(9), max_tokens=2)
         await node.idle()

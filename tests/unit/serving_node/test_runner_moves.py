@@ -14,7 +14,7 @@ from tests.unit.serving_node.runner_kit import (
     Mover,
     answer_on_paper,
     by_name,
-    carry_tickets,
+    carry_descriptors,
     fleet,
     job,
     make_request,
@@ -27,7 +27,7 @@ from tests.unit.serving_node.runner_kit import (
 
 async def test_one_node_reads_and_another_writes(tmp_path):
     async with fleet(tmp_path, "reader", "writer") as (reader, writer):
-        carry_tickets(writer, reader)
+        carry_descriptors(writer, reader)
         prompt = list(range(30, 43))
         request = make_request("a", prompt)
         reader.prefill(request)
@@ -51,8 +51,8 @@ async def test_one_node_reads_and_another_writes(tmp_path):
 async def test_both_ways_at_once_beside_answers_of_their_own(tmp_path):
     async with fleet(tmp_path, "x", "y", num_blocks=24, max_num_batched_tokens=16, max_num_seqs=4) as nodes:
         x, y = nodes
-        carry_tickets(x, y)
-        carry_tickets(y, x)
+        carry_descriptors(x, y)
+        carry_descriptors(y, x)
         written = {x: [], y: []}
         for index in range(6):
             for reader, writer in ((x, y), (y, x)):
@@ -74,7 +74,7 @@ async def test_both_ways_at_once_beside_answers_of_their_own(tmp_path):
 
 async def test_blocks_that_the_writer_has_already_do_not_travel(tmp_path):
     async with fleet(tmp_path, "reader", "writer") as (reader, writer):
-        carry_tickets(writer, reader)
+        carry_descriptors(writer, reader)
         writer.local("before", range(10))
         await writer.idle()
         request = make_request("a", [*range(10), 50, 51, 52])
@@ -89,10 +89,10 @@ async def test_blocks_that_the_writer_has_already_do_not_travel(tmp_path):
         assert [token for _, token in writer.of("a") if token is not None] == rest
 
 
-async def test_a_grant_is_taken_back_and_the_sender_goes_on_by_the_next_ticket(tmp_path):
+async def test_a_grant_is_taken_back_and_the_sender_goes_on_by_the_next_descriptor(tmp_path):
     """The reader's first step is held back, so its KV cannot be there when the writer's old answer needs the blocks."""
     async with fleet(tmp_path, "reader", "writer", gated=True, num_blocks=8, caching=False) as (reader, writer):
-        carry_tickets(writer, reader)
+        carry_descriptors(writer, reader)
         old = writer.local("old", range(4), max_tokens=25, epoch=1)  # 7 blocks in the end
         await writer.until_step(1)
         request = make_request("young", range(50, 61), epoch=2)  # 3 blocks
@@ -117,7 +117,7 @@ async def test_a_grant_is_taken_back_and_the_sender_goes_on_by_the_next_ticket(t
 @pytest.mark.parametrize("side", ["reader", "writer"])
 async def test_a_cancel_at_one_end_of_a_transfer(side, tmp_path):
     async with fleet(tmp_path, "reader", "writer", gated=True) as (reader, writer):
-        carry_tickets(writer, reader)
+        carry_descriptors(writer, reader)
         request = make_request("a", range(13))
         reader.prefill(request)
         writer.reserve(request)
@@ -133,21 +133,21 @@ async def test_a_cancel_at_one_end_of_a_transfer(side, tmp_path):
         assert other.kinds("a")[-1] == "cancelled"
 
 
-async def test_a_ticket_that_cannot_be_used_fails_the_prompt(tmp_path):
+async def test_a_descriptor_that_cannot_be_used_fails_the_prompt(tmp_path):
     async with running(tmp_path) as node:
         request = make_request("a", range(13))
         node.prefill(request)
-        node.deliver(request, b"not a ticket")
+        node.deliver(request, b"not a descriptor")
         await node.idle()
         assert node.event("a", "failed").reason == reasons.TRANSFER_FAILED
 
 
-async def test_a_ticket_that_does_not_come_fails_the_prompt(tmp_path):
-    async with running(tmp_path, ticket_timeout_s=0.1) as node:
+async def test_a_descriptor_that_does_not_come_fails_the_prompt(tmp_path):
+    async with running(tmp_path, descriptor_timeout_s=0.1) as node:
         node.prefill(make_request("a", range(13)))
         await node.idle()
         assert node.kinds("a") == ["first_token", "failed"]
-        assert node.event("a", "failed").message == "no ticket came within 0.1 s"
+        assert node.event("a", "failed").message == "no descriptor came within 0.1 s"
 
 
 async def test_credit_that_does_not_come_fails_the_request(tmp_path):
@@ -162,7 +162,7 @@ async def test_credit_that_does_not_come_fails_the_request(tmp_path):
 
 
 async def test_a_sender_that_never_comes_ends_the_grant(tmp_path):
-    async with running(tmp_path, ticket_ttl_s=0.1) as node:
+    async with running(tmp_path, reservation_ttl_s=0.1) as node:
         node.reserve(make_request("a", range(13)))
         await node.idle()
         assert node.kinds("a") == ["reserved", "failed"]
@@ -267,7 +267,7 @@ async def test_one_that_is_kept_goes_on_as_if_nothing_had_been(moment, tmp_path)
         y.reserve(there := replace(request, epoch=request.epoch + 10**6), ahead=20)
         await y.until_told("a", "reserved")
         if moment != "when it has credit":
-            x.migrate(request, y.event("a", "reserved").ticket)
+            x.migrate(request, y.event("a", "reserved").descriptor)
             await y.until(lambda: y.receiver.num_bytes > 0)
         y.cancel(there)
         await y.until_told("a", "cancelled")
@@ -287,7 +287,7 @@ async def test_one_that_has_stopped_waits_for_the_word_and_then_goes_on(tmp_path
         await x.until_step(2)
         y.reserve(there := replace(request, epoch=request.epoch + 10**6), ahead=20)
         await y.until_told("a", "reserved")
-        x.migrate(request, y.event("a", "reserved").ticket)
+        x.migrate(request, y.event("a", "reserved").descriptor)
         await y.until(lambda: y.receiver.num_bytes == 2 * y.engine.layout.block_bytes)
         for _ in range(10):
             await asyncio.sleep(0)  # turns of the loop in which the sender hears of that

@@ -11,7 +11,7 @@ from engine.cache import tier_store
 from kv_transfer.annexes.annex import open_annex
 from kv_transfer.annexes.wire import Asker
 from serving_core.costs import StepCosts
-from serving_core.residents import Stage
+from serving_core.node_requests import Stage
 from serving_core.tiers import TierRates
 from serving_node import logic, second_tier
 from serving_node.second_tier import LOAD_DEADLINE_S, SecondTier, TierPlan
@@ -180,14 +180,14 @@ def test_a_prompt_that_cannot_start_yet_finds_once_that_reading_does_not_pay(mad
     ask(node, "a", prompt_of(20))
     ask(node, "b", prompt_of(20, first=1))
     node.local("c", prompt_of(20), salt="")
-    (tier,), (rates,), (resident,) = made.tiers, made.rates, node.logic.residents.in_stage(Stage.QUEUED)
+    (tier,), (rates,), (node_request,) = made.tiers, made.rates, node.logic.node_requests.in_stage(Stage.QUEUED)
     rates.add([0], 1.0)
     before_s = rates.expected_s([0])
-    assert not tier.holds_up(resident, 0, node.now)
+    assert not tier.holds_up(node_request, 0, node.now)
     after_s = rates.expected_s([0])
     assert after_s < before_s
     for _ in range(100):
-        assert not tier.holds_up(resident, 0, node.now)
+        assert not tier.holds_up(node_request, 0, node.now)
     assert rates.expected_s([0]) == after_s
     assert node.num_loads == 0
 
@@ -245,7 +245,7 @@ def test_never_a_wrong_token(seed, is_history_free):
     """Prompts that begin alike, in a pool and a tier too small for them, with reads that end late, early or never."""
     rng = random.Random(seed)
     tier = TierPlan(rng.randint(0, 6), rng.randint(1, 10), 0.001, 0.001, reads_always=True)
-    node = Node(num_blocks=14, budget=16, seats=3, tier=tier, is_history_free=is_history_free)
+    node = Node(num_blocks=14, budget=16, slots=3, tier=tier, is_history_free=is_history_free)
     node.loads_at_once = False
     node.most_spilled = rng.choice([1, 3, 14])
     asked = {}

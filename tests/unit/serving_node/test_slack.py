@@ -12,8 +12,8 @@ from tests.unit.serving_node.slack_kit import BUDGET, Asked, Clocked, ExactCosts
 
 # Of a step, an answer, a token before it, the first chunk, a token of a prompt, a pair: a small model on one core.
 WEIGHTS = (0.0065, 0.0015, 1e-6, 0.0034, 0.00105, 2e-8, 0.0)
-SEATS = 8
-SLOWEST_S = 0.0065 + SEATS * (0.0015 + 2000 * 1e-6)  # a step of answers alone, of whatever is asked here
+SLOTS = 8
+SLOWEST_S = 0.0065 + SLOTS * (0.0015 + 2000 * 1e-6)  # a step of answers alone, of whatever is asked here
 ROUNDING_S = 1e-9
 
 
@@ -28,7 +28,7 @@ def some_load(random, tpot_s, *, most=14):
 
 
 def clocked(costs=None, **options):
-    return Clocked(WEIGHTS, costs or ExactCosts(WEIGHTS), seats=SEATS, **options)
+    return Clocked(WEIGHTS, costs or ExactCosts(WEIGHTS), slots=SLOTS, **options)
 
 
 def chunks(steps):
@@ -96,8 +96,8 @@ def test_one_that_would_catch_up_is_let():
     answer, prompt = Asked(0.0, 10, 60, 0.012), Asked(0.05, 400, 1)
     steps = node.run([answer, prompt])
     next(steps)
-    (resident,) = node.logic.residents
-    resident.due.began_s -= 0.02  # its KV was on its way so long
+    (node_request,) = node.logic.node_requests
+    node_request.due.began_s -= 0.02  # its KV was on its way so long
     late_s = [step.ended_s - step.due_s[0] for step in steps if step.due_s]
     assert late_s[0] > 0
     assert late_s[-1] <= 0

@@ -13,7 +13,7 @@ from tests.tiny_models import EOS, VOCAB_SIZE, grammar_for_nodes
 from tests.unit.serving_node.runner_kit import (
     DEADLINE_S,
     answer_on_paper,
-    carry_tickets,
+    carry_descriptors,
     fleet,
     make_request,
     running,
@@ -56,7 +56,7 @@ async def test_a_local_answer_keeps_to_its_grammar_and_others_do_as_before(tmp_p
 async def test_both_halves_keep_to_it(tmp_path):
     async with fleet(tmp_path, "reader", "writer") as (reader, writer):
         request = make_request("a", PROMPT, **ASKED)
-        carry_tickets(writer, reader)
+        carry_descriptors(writer, reader)
         reader.prefill(request)
         writer.reserve(request)
         await reader.idle()

@@ -91,7 +91,7 @@ def test_status_shows_nodes_and_load(run):
         ["p0", "1/8", "5", "25%", "1.5", "MiB", "4"],
     ]
     assert [row for row in rows if row[:1] == ["d0"]] == [
-        ["d0", "decode", "draining", "0", "0", "-", "-", "1", "0", "64", "seats"],
+        ["d0", "decode", "draining", "0", "0", "-", "-", "1", "0", "64", "slots"],
         ["d0", "0/6", "0", "-", "0", "B", "0"],
     ]
 
@@ -148,14 +148,18 @@ def test_status_tells_the_sampling_defaults_in_force(run):
 @pytest.mark.parametrize(
     ("arguments", "asked", "said"),
     [
-        ("both", {"role": "both"}, "d0 is both now: 512 tokens + 64 seats"),
+        ("both", {"role": "both"}, "d0 is both now: 512 tokens + 64 running slots"),
         ("prefill --prompt-tokens 9", {"shape": {"prompt_tokens": 9}}, "d0 is prefill now: 9 tokens"),
         (
-            "both --prompt-tokens 9 --seats 3",
-            {"shape": {"prompt_tokens": 9, "seats": 3, "takes_handovers": True}},
-            "d0 is both now: 9 tokens + 3 seats",
+            "both --prompt-tokens 9 --slots 3",
+            {"shape": {"prompt_tokens": 9, "slots": 3, "takes_handovers": True}},
+            "d0 is both now: 9 tokens + 3 running slots",
         ),
-        ("decode --seats 3 --no-takes-handovers", {"shape": {"seats": 3}}, "d0 is decode now: 3 seats, no hand-overs"),
+        (
+            "decode --slots 3 --no-takes-handovers",
+            {"shape": {"slots": 3}},
+            "d0 is decode now: 3 running slots, no hand-overs",
+        ),
     ],
 )
 def test_role_asks_for_a_role_or_for_a_shape(run, script, arguments, asked, said):
@@ -178,10 +182,10 @@ def test_the_key_may_be_in_a_file(run, script, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("both --seats 3", "--prompt-tokens must be given too for the role both"),
+        ("both --slots 3", "--prompt-tokens must be given too for the role both"),
         ("both --no-takes-handovers", "--prompt-tokens must be given too for the role both"),
         ("decode --prompt-tokens 3", "--prompt-tokens must not be given for the role decode"),
-        ("prefill --prompt-tokens 3 --seats 3", "--seats must not be given for the role prefill"),
+        ("prefill --prompt-tokens 3 --slots 3", "--slots must not be given for the role prefill"),
     ],
 )
 def test_a_shape_that_is_not_all_there_is_one_sentence(run, script, arguments, message):

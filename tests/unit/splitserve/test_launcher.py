@@ -451,13 +451,14 @@ def test_missing_kernels_are_told_with_what_they_cost(up, tmp_path, compiled):
 
 @pytest.mark.nightly
 def test_no_module_of_a_user_is_imported(up, tmp_path, monkeypatch, short_path):
-    """From the folder that it runs in: not by ranks and doors either, and not in the place of one of Python itself."""
-    monkeypatch.setenv("TMPDIR", str(short_path))  # doors have sockets there
+    """From the folder that it runs in: not by ranks and API servers either, and not in the place of one of Python
+    itself."""
+    monkeypatch.setenv("TMPDIR", str(short_path))  # API servers have sockets there
     folder = tmp_path / "users"
     folder.mkdir()
     for name in ("serving_core", "coordinator", "prefill_node", "engine", "secrets", "queue"):
         (folder / f"{name}.py").write_text("raise SystemExit('the module of the user was imported')")
-    cluster = up("--decode-tp", "2", "--doors", "2", cwd=folder, program=AS_COMMAND)
+    cluster = up("--decode-tp", "2", "--api-server-count", "2", cwd=folder, program=AS_COMMAND)
     cluster.read_until("Ready")
     cluster.process.send_signal(signal.SIGINT)
     assert cluster.end() == 130

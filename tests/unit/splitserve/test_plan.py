@@ -65,21 +65,21 @@ def test_the_ranks_of_large_nodes_are_aligned():
 def test_every_decode_rank_gets_each_of_its_heads_once_from_a_rank_that_holds_it(prefill_tp, decode_tp, num_kv_heads):
     plan = plan_transfer(Grid(prefill_tp), Grid(decode_tp), num_kv_heads)
     for rank in plan.decode_ranks:
-        lanes = [lane for lane in plan.lanes if lane.decode_rank == rank.rank]
-        arrived = sorted(lane.first_head + index for lane in lanes for index in range(lane.num_heads))
+        channels = [channel for channel in plan.channels if channel.decode_rank == rank.rank]
+        arrived = sorted(channel.first_head + index for channel in channels for index in range(channel.num_heads))
         assert arrived == [*range(rank.first_head, rank.first_head + rank.num_heads)]
-    for lane in plan.lanes:
-        holder = plan.prefill_ranks[lane.prefill_rank]
-        assert holder.first_head <= lane.first_head
-        assert lane.first_head + lane.num_heads <= holder.first_head + holder.num_heads
+    for channel in plan.channels:
+        holder = plan.prefill_ranks[channel.prefill_rank]
+        assert holder.first_head <= channel.first_head
+        assert channel.first_head + channel.num_heads <= holder.first_head + holder.num_heads
 
 
-def test_the_bytes_of_ranks_and_lanes():
+def test_the_bytes_of_ranks_and_channels():
     layout = KVLayout.uniform(num_layers=2, num_kv_heads=3, head_dim=8, block_size=16, dtype="bfloat16")
     plan = plan_transfer(Grid(2), Grid(1), 3, layout, 33)
     # One head of a token: 2 layers, K and V, 8 values of 2 bytes. 33 tokens are three blocks of 16.
     head_bytes = 2 * 2 * 8 * 2
-    assert [(lane.num_heads, lane.token_bytes, lane.prompt_bytes) for lane in plan.lanes] == [
+    assert [(channel.num_heads, channel.token_bytes, channel.prompt_bytes) for channel in plan.channels] == [
         (1, head_bytes, 48 * head_bytes),
         (2, 2 * head_bytes, 48 * 2 * head_bytes),
     ]
@@ -91,8 +91,8 @@ def test_stages_hold_and_send_their_own_layers(tmp_path):
     layout = KVLayout.uniform(num_layers=5, num_kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
     plan = plan_transfer(Grid(1, 2), Grid(2), 2, layout, 16)
     head_bytes = 2 * 8 * 2  # K and V of a head of a token in one layer
-    lanes = [(lane.first_layer, lane.num_layers, lane.token_bytes) for lane in plan.lanes]
-    assert lanes == [(0, 2, 2 * head_bytes), (2, 3, 3 * head_bytes)] * 2
+    channels = [(channel.first_layer, channel.num_layers, channel.token_bytes) for channel in plan.channels]
+    assert channels == [(0, 2, 2 * head_bytes), (2, 3, 3 * head_bytes)] * 2
     assert [rank.token_bytes for rank in plan.prefill_ranks] == [2 * 2 * head_bytes, 3 * 2 * head_bytes]
     assert picture(plan)[1:] == [
         "rank 0 ■■ layers 0-1  ── head 0 layers 0-1, 1.0 KiB ──▶  rank 0 ■·",
@@ -119,7 +119,7 @@ def test_the_model_folder_tells_heads_and_bytes(tmp_path):
     # 2 layers x 4 heads x 64 values x 4 bytes x 2 for K and V: 4 KiB; 63 blocks of 16 tokens: 1008 of them.
     assert "one token takes 4.0 KiB of KV: 2 layers, 4 KV heads of 64 float32 values, K and V" in text
     assert "a prompt of 1000 tokens is 63 blocks of 16, 3.9 MiB; 3.9 MiB are sent" in text
-    assert "lane prefill rank 0 → decode rank 1 moves 2.0 KiB of each token, 2.0 MiB of the prompt" in text
+    assert "channel prefill rank 0 → decode rank 1 moves 2.0 KiB of each token, 2.0 MiB of the prompt" in text
 
 
 def test_a_latent_is_one_head_that_every_rank_holds(tmp_path):
@@ -146,9 +146,9 @@ def test_replicated_heads_are_sent_more_than_once(tmp_path):
 def test_a_quantized_cache_is_smaller_by_its_scales_and_data(tmp_path):
     model = write_fake_model(tmp_path, num_layers=1, num_kv_heads=2, head_dim=8)
     _, text, _ = run(str(model), "--kv-cache-dtype", "int8", "--prompt-tokens", "16", "--json")
-    lane = json.loads(text)["lanes"][0]
+    channel = json.loads(text)["channels"][0]
     # K and V: 16 tokens x 2 heads x 8 bytes, and a scale of 4 bytes for each head.
-    assert lane["prompt_bytes"] == 2 * (16 * 2 * 8 + 2 * 4)
+    assert channel["prompt_bytes"] == 2 * (16 * 2 * 8 + 2 * 4)
 
 
 def test_json(tmp_path):
@@ -156,7 +156,7 @@ def test_json(tmp_path):
     code, text, _ = run(str(model), "--prefill-tp", "2", "--json", "--prompt-tokens", "32")
     plan = json.loads(text)
     assert code == 0
-    assert plan["lanes"][1] == {
+    assert plan["channels"][1] == {
         "prefill_rank": 1,
         "decode_rank": 0,
         "first_head": 1,
@@ -168,7 +168,7 @@ def test_json(tmp_path):
     }
     assert plan["layout"] == {"num_layers": 1, "num_kv_heads": 2, "head_dim": 8, "block_size": 16, "dtype": "float32"}
     assert plan["prompt_tokens"] == 32
-    assert json.loads(run("--kv-heads", "2", "--json")[1])["lanes"][0]["prompt_bytes"] is None
+    assert json.loads(run("--kv-heads", "2", "--json")[1])["channels"][0]["prompt_bytes"] is None
 
 
 def test_what_cannot_be_planned(tmp_path):

@@ -30,10 +30,10 @@ def percentiles(p50, p90, p99):
     return inference_pb2.Percentiles(p50=p50, p90=p90, p99=p99)
 
 
-def node(name, role, *, state="ready", seats=0, reads=0, free=60, **fields):
+def node(name, role, *, state="ready", slots=0, reads=0, free=60, **fields):
     load = inference_pb2.NodeLoad(
         name=name, role=role, state=state, num_blocks=100, num_blocks_free=free, num_prompt_tokens=1000,
-        num_cached_tokens=250, step_s=0.0123, shape=inference_pb2.Shape(prompt_tokens=reads, seats=seats),
+        num_cached_tokens=250, step_s=0.0123, shape=inference_pb2.Shape(prompt_tokens=reads, slots=slots),
     )  # fmt: skip
     return inference_pb2.NodeOverview(load=load, **fields)
 
@@ -42,8 +42,8 @@ OVERVIEW = inference_pb2.Overview(
     uptime_s=200.0,
     served_model_name="some-model",
     nodes=[
-        node("decode-0", "decode", seats=64, free=5, num_answers=12, num_to_come=3, tokens_per_s=345.6),
-        node("decode-1", "decode", seats=64, state="draining"),
+        node("decode-0", "decode", slots=64, free=5, num_answers=12, num_to_come=3, tokens_per_s=345.6),
+        node("decode-1", "decode", slots=64, state="draining"),
         node("prefill-0", "prefill", reads=512, num_tokens_to_compute=12_345, prompt_tokens_per_s=123_456.0),
     ],
     phases=[

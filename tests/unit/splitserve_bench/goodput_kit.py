@@ -12,7 +12,7 @@ from splitserve_bench.simulate.costs import ProfileCosts
 from splitserve_bench.simulate.events import Agenda, ToyModel
 from splitserve_bench.simulate.fleet import Fleet, FleetSize, LoadClients
 from splitserve_bench.simulate.profile import NodeSizes
-from tests.unit.splitserve_bench.simulate_kit import DOOR_S, PROFILE, SIZES, VOCAB_SIZE
+from tests.unit.splitserve_bench.simulate_kit import API_SERVER_S, PROFILE, SIZES, VOCAB_SIZE
 
 LIMITS = Limits(ttft_s=1.0, tpot_s=0.05)
 TIMEOUT_S = 1000.0
@@ -39,7 +39,7 @@ def load(rate, num_requests, seed, *, start_s=0.0, first_index=0):
     return planned
 
 
-class Door:
+class ApiServer:
     """Between the clients and the coordinator of a fleet; changes nothing."""
 
     def __init__(self, agenda, clients):
@@ -73,22 +73,22 @@ class World:
     sizes: NodeSizes = SIZES
     settings: CoordinatorSettings | None = None
     costs: object = lambda number: ProfileCosts(PROFILE)
-    door: type = Door
+    api_server: type = ApiServer
     timeout_s: float = TIMEOUT_S
 
     def run(self):
-        """What becomes of it, and the door."""
+        """What becomes of it, and the API server."""
         agenda, model = Agenda(), ToyModel(VOCAB_SIZE)
-        options = {"max_concurrency": None, "request_timeout_s": self.timeout_s, "door_s": DOOR_S}
+        options = {"max_concurrency": None, "request_timeout_s": self.timeout_s, "door_s": API_SERVER_S}
         clients = LoadClients(agenda, told(self.planned, lambda each: self.limits), model=model, **options)
-        door = self.door(agenda, clients)
-        fleet = Fleet(agenda, door, self.sizes, model, self.settings or self.size.settings)
-        door.fleet = fleet
+        api_server = self.api_server(agenda, clients)
+        fleet = Fleet(agenda, api_server, self.sizes, model, self.settings or self.size.settings)
+        api_server.fleet = fleet
         for number, (name, role) in enumerate(self.size.nodes()):
             fleet.start(name, role, self.costs(number))
-        clients.start(door)
+        clients.start(api_server)
         agenda.run(lambda: clients.is_over)
-        return clients.outcomes, door
+        return clients.outcomes, api_server
 
 
 def num_good(outcomes, limits=LIMITS):

@@ -6,7 +6,7 @@ from splitserve_bench.simulate.profile import ControlProfile, CorridorProfile, G
 
 BLOCK_SIZE, BLOCK_BYTES, NUM_LAYERS = 16, 16_000, 10
 VOCAB_SIZE = 5000
-MESSAGE_S, DOOR_S = 0.001, 0.004
+MESSAGE_S, API_SERVER_S = 0.001, 0.004
 LATENCY_S, BYTES_PER_S = 0.003, 16e6  # a block takes 1 ms
 TOKEN_S, PROMPT_S = 0.001, 0.002  # a chunk of n tokens: 2 ms + 1 ms each
 STEP_S, ANSWER_S = 0.020, 0.001  # a step of n answers: 20 ms + 1 ms each
@@ -42,7 +42,7 @@ PROFILE = Profile(
         overhead_s=0.0,
     ),
     corridor=CorridorProfile(LATENCY_S, BYTES_PER_S),
-    control=ControlProfile(MESSAGE_S, DOOR_S),
+    control=ControlProfile(MESSAGE_S, API_SERVER_S),
 )
 
 

@@ -172,7 +172,7 @@ class World:
         assert self.is_quiet, "something is held that nobody needs"
         for node in self.fleet.nodes.values():
             node.allocator.check_integrity()
-            node.logic.residents.check_integrity()
+            node.logic.node_requests.check_integrity()
             assert node.allocator.num_free == self.num_blocks, "a block is not back"
             assert node.logic.wake_at_s is None
         metrics = self.fleet.coordinator.metrics

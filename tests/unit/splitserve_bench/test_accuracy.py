@@ -12,8 +12,8 @@ from serving_core.settings import EngineSettings
 from splitserve.cli import main
 from splitserve_bench.engine import accuracy
 from splitserve_bench.engine.accuracy import measure_accuracy, texts_of
-from tests.foreign_models import transformers_model
 from tests.tiny_models import write_tiny_llama
+from tests.transformers_models import transformers_model
 
 NEXT_TOKENS = 16
 

@@ -16,8 +16,8 @@ from splitserve_bench.engine.costs import (
     prompt_flops,
 )
 from splitserve_bench.engine.measure import read_weight_bytes
-from tests.foreign_models import write_foreign_model
 from tests.tiny_models import write_tiny_llama
+from tests.transformers_models import write_transformers_model
 
 LAYER = 48 * 48 + 2 * 48 * 24 + 48 * 48 + 3 * 48 * 80  # q, k and v, o, gate and up and down
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
@@ -60,7 +60,7 @@ def test_a_decode_step_reads_the_kv_of_all_contexts(config):
 def test_a_mixture_costs_what_its_tokens_take(tmp_path):
     attention, dense = 2 * 48 * 48 + 2 * 48 * 24, 3 * 48 * 80
     fields = {"mlp_only_layers": [1], "num_key_value_heads": 2, "head_dim": 12}
-    config = read_model_config(write_foreign_model(tmp_path, "qwen2_moe", num_hidden_layers=3, **fields))
+    config = read_model_config(write_transformers_model(tmp_path, "qwen2_moe", num_hidden_layers=3, **fields))
     mixture = 6 * 48 + 2 * 3 * 48 * 24 + 48 + 3 * 48 * 40  # gate, two of six experts, the shared one and its gate
     assert body_parameters(config) == 3 * attention + dense + 2 * mixture
     assert config.experts.share_taken(1) == pytest.approx(2 / 6)
@@ -69,7 +69,7 @@ def test_a_mixture_costs_what_its_tokens_take(tmp_path):
 
 @pytest.mark.nightly
 def test_experts_that_no_token_takes_are_not_read(tmp_path):
-    loaded = Engine(EngineSettings(model=str(write_foreign_model(tmp_path, "mixtral")), num_kv_blocks=8))
+    loaded = Engine(EngineSettings(model=str(write_transformers_model(tmp_path, "mixtral")), num_kv_blocks=8))
     one, many = read_weight_bytes(loaded, 1), read_weight_bytes(loaded, 1000)
     experts = 4 * 6 * 3 * 48 * 80 * 4  # layers, experts, projections, bytes
     assert many - one == pytest.approx(4 / 6 * experts, rel=0.01)

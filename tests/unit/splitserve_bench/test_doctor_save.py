@@ -69,7 +69,7 @@ def lone(first_s, tpot_s, *, queue_s, server_first_s, transfer_s, prefill_s=0.0)
 
 
 def test_what_is_left_of_a_lone_request_is_overhead_and_control():
-    """Of long requests it tells of a node's work around steps, of short ones of messages and the door."""
+    """Of long requests it tells of a node's work around steps, of short ones of messages and the API server."""
     chunk_s = PROFILE.steps.prompts.at(LONE_PROMPT_TOKENS, 0)
     long, short = (
         [
@@ -97,7 +97,7 @@ def short_one(queue_s, door_s):
     return lone(0.1 + door_s, 0.02, queue_s=queue_s, server_first_s=0.1, transfer_s=0.0)
 
 
-def test_messages_and_the_door_spread_together_around_their_medians():
+def test_messages_and_the_api_server_spread_together_around_their_medians():
     """A quarter of them takes twice as long as the others."""
     control = control_of([short_one(0.006, 0.007)] * 60 + [short_one(0.012, 0.014)] * 20)
     assert (control.message_s, control.door_s) == (pytest.approx(0.003), pytest.approx(0.007))

@@ -19,8 +19,8 @@ from splitserve_bench.engine.peers import PeerResult, Ratio, ratios, read_peers
 from splitserve_bench.engine.sizes import EngineBench, PromptSize
 from splitserve_bench.models import SHAPES, Shape
 from tests.effort import few
-from tests.foreign_models import write_foreign_model
 from tests.tiny_models import write_fake_model, write_tiny_llama, write_tiny_model
+from tests.transformers_models import write_transformers_model
 
 SIZES = ("--prompts", "2x40,1x24", "--batches", "3 1", "--contexts", "36,20", "--repeats", "1", "--threads", "1")
 # Of layers, head and norms, in float32; packed matrices may have some rows of padding.
@@ -112,7 +112,7 @@ def test_the_tables_show_every_figure(tmp_path, run):
 
 @pytest.mark.nightly
 def test_a_model_that_transformers_computes_has_figures_without_what_is_known_of_ours_alone(tmp_path, run):
-    folder = write_foreign_model(tmp_path / "model", "gpt2")
+    folder = write_transformers_model(tmp_path / "model", "gpt2")
     result = run(folder, *SIZES, "--json")
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
@@ -129,7 +129,7 @@ def test_a_model_that_transformers_computes_has_figures_without_what_is_known_of
 
 @pytest.mark.nightly
 def test_what_is_not_known_of_a_model_that_transformers_computes_is_said(tmp_path, run):
-    shown = run(write_foreign_model(tmp_path / "model", "gpt2"), *SIZES)
+    shown = run(write_transformers_model(tmp_path / "model", "gpt2"), *SIZES)
     assert shown.exit_code == 0, shown.output
     assert "operations and bytes of weights are not known" in shown.stdout
 

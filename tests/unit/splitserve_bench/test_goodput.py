@@ -22,7 +22,16 @@ from splitserve_bench.simulate.costs import ProfileCosts
 from splitserve_bench.simulate.fleet import FleetSize
 from splitserve_bench.simulate.profile import CorridorProfile, read_profile
 from tests.effort import effort, few
-from tests.unit.splitserve_bench.goodput_kit import KNEES, LIMITS, Door, World, attainment, fleet_of, load, num_good
+from tests.unit.splitserve_bench.goodput_kit import (
+    KNEES,
+    LIMITS,
+    ApiServer,
+    World,
+    attainment,
+    fleet_of,
+    load,
+    num_good,
+)
 from tests.unit.splitserve_bench.simulate_kit import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -56,7 +65,7 @@ def agents(rate, num_requests, seed, times=1):
     ]
 
 
-class Watching(Door):
+class Watching(ApiServer):
     """Writes down, again and again, of each node that has told of some block: its answers, the tokens that its pool
     holds, those that the ledger takes it to hold, and those of each answer."""
 
@@ -84,9 +93,9 @@ class Watching(Door):
 def test_the_account_has_what_the_pools_have(counts, writers):
     """Within a block for each answer, on average; counted for each request it would be many times as much."""
     size, sizes = fleet_of(counts, ADMIT_ALL), replace(SIZES, num_blocks=ENOUGH)
-    _, door = World(size, agents(8.0, 60, 0), sizes=sizes, door=Watching).run()
+    _, api_server = World(size, agents(8.0, 60, 0), sizes=sizes, api_server=Watching).run()
     for name in writers:
-        num_answers, held, taken, each = (fmean(column) for column in zip(*door.seen[name], strict=True))
+        num_answers, held, taken, each = (fmean(column) for column in zip(*api_server.seen[name], strict=True))
         assert abs(taken - held) <= num_answers * BLOCK_SIZE
         assert each > 3 * held
 
@@ -217,7 +226,7 @@ def test_an_overload_of_half_a_minute_costs_little_and_is_soon_over(counts):
     assert not [outcome for outcome in outcomes if outcome.error and outcome.arrivals_s]
 
 
-class Leaving(Door):
+class Leaving(ApiServer):
     """Clients wait so long and no longer."""
 
     PATIENCE_S = 3.0
@@ -229,7 +238,7 @@ class Leaving(Door):
 
 @pytest.mark.parametrize(
     "options",
-    few([{"door": Leaving}, {"timeout_s": Leaving.PATIENCE_S}]),
+    few([{"api_server": Leaving}, {"timeout_s": Leaving.PATIENCE_S}]),
     ids=["their clients are gone", "their time is up"],
 )
 @fleets
@@ -243,7 +252,7 @@ def test_what_nobody_waits_for_is_not_computed(counts, options):
     assert len(in_time) >= 0.9 * len(calm) > 10
 
 
-class Returning(Door):
+class Returning(ApiServer):
     """Whoever is told that it would be late comes back once, when it is told to."""
 
     PART = 1.0  # of the wait
@@ -271,12 +280,12 @@ class Hasty(Returning):
     PART = 0.1
 
 
-def returned(counts, text, door):
+def returned(counts, text, api_server):
     """How many came back, and how many of these were served."""
     num_back = num_served = 0
     for seed in range(SEEDS_BACK):
         _, planned = staged(text, counts, seed)
-        outcomes, clients = World(fleet_of(counts, ADMIT_TIMELY), planned, door=door).run()
+        outcomes, clients = World(fleet_of(counts, ADMIT_TIMELY), planned, api_server=api_server).run()
         num_back += len(clients.back)
         num_served += sum(not outcomes[index].error for index in clients.back)
     return num_back, num_served
@@ -303,7 +312,7 @@ def test_who_comes_back_when_told_to_is_served_more_often_than_who_comes_back_be
     assert told > share(returned(counts, text, Hasty))
 
 
-class Few(Door):
+class Few(ApiServer):
     """Some of the requests have no limits."""
 
     FREE = (5, 8, 11)
@@ -323,7 +332,7 @@ def test_what_has_no_limits_ends_while_more_that_has_some_comes_than_can_be_serv
     """A twentieth of what is read goes to the oldest of those that others are read before: so each waits for those
     before it, at twenty times what they take, and for as long again where answers are written beside them."""
     _, planned = staged("20x0.5,1.8x40", counts, 0)
-    outcomes, _ = World(fleet_of(counts, admission), planned, door=Few).run()
+    outcomes, _ = World(fleet_of(counts, admission), planned, api_server=Few).run()
     for index in Few.FREE:
         assert not outcomes[index].error
         assert outcomes[index].ended_s < planned[-1].send_at_s

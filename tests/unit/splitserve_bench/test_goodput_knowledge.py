@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.settings import ADMIT_ALL, ADMIT_TIMELY
 from splitserve_bench.simulate.costs import ProfileCosts
-from tests.unit.splitserve_bench.goodput_kit import KNEES, Door, World, attainment, fleet_of
+from tests.unit.splitserve_bench.goodput_kit import KNEES, ApiServer, World, attainment, fleet_of
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, request
 
 pytestmark = pytest.mark.nightly
@@ -53,7 +53,7 @@ def test_heartbeats_that_are_a_second_old_cost_little(counts, admission, times):
     assert seldom >= often - MOST_LOST_TO_AGE[times]
 
 
-class Watched(Door):
+class Watched(ApiServer):
     """Knows where each answer was written first."""
 
     def ended(self, request_id, outcome):
@@ -65,9 +65,9 @@ class Watched(Door):
 def test_a_crowd_is_shared_out_though_no_heartbeat_comes_in_between(counts):
     """What is assigned counts at once, so 80 who come at one moment do not herd to where there was least to do."""
     planned = [request(index, 64, 8) for index in range(80)]
-    outcomes, door = World(fleet_of(counts, ADMIT_ALL), planned, door=Watched).run()
+    outcomes, api_server = World(fleet_of(counts, ADMIT_ALL), planned, api_server=Watched).run()
     assert [each.error for each in outcomes] == [""] * 80
-    assert set(Counter(door.nodes).values()) == {10}
+    assert set(Counter(api_server.nodes).values()) == {10}
 
 
 @cells

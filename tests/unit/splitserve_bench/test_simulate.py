@@ -20,10 +20,10 @@ from splitserve_bench.simulate.profile import CorridorProfile, Grid, TierProfile
 from tests.effort import effort
 from tests.tiny_models import write_tokenizer
 from tests.unit.splitserve_bench.simulate_kit import (
+    API_SERVER_S,
     BLOCK_BYTES,
     BLOCK_SIZE,
     BYTES_PER_S,
-    DOOR_S,
     LATENCY_S,
     MESSAGE_S,
     NUM_LAYERS,
@@ -46,10 +46,12 @@ def outcomes_of(size, *planned, **options):
 
 
 def check_phases(outcome):
-    """They are those of the coordinator, which sees the request between the two ways through the door."""
+    """They are those of the coordinator, which sees the request between the two ways through the API server."""
     seconds = outcome.timeline
     phases = [seconds[name] for name in PHASE_FIELDS]
-    assert sum(phases) == pytest.approx(seconds["e2e_s"]) == pytest.approx(outcome.ended_s - outcome.sent_s - DOOR_S)
+    assert (
+        sum(phases) == pytest.approx(seconds["e2e_s"]) == pytest.approx(outcome.ended_s - outcome.sent_s - API_SERVER_S)
+    )
 
 
 def test_requests_with_limits_tell_what_was_expected_of_them():
@@ -67,7 +69,7 @@ def test_requests_with_limits_tell_what_was_expected_of_them():
 
 def test_a_lone_request_where_both_is_done():
     (outcome,) = outcomes_of(COLOCATED, request(0, 100, 4))
-    first_s = DOOR_S + 2 * MESSAGE_S + chunk_s(100)
+    first_s = API_SERVER_S + 2 * MESSAGE_S + chunk_s(100)
     assert outcome.arrivals_s == pytest.approx([first_s + index * step_s(1) for index in range(4)])
     assert outcome.ended_s == pytest.approx(outcome.arrivals_s[-1])
     assert (outcome.num_prompt_tokens, outcome.num_output_tokens, outcome.error) == (100, 4, "")
@@ -76,7 +78,7 @@ def test_a_lone_request_where_both_is_done():
 
 def test_a_long_prompt_takes_several_steps():
     (outcome,) = outcomes_of(COLOCATED, request(0, 1030, 1))
-    assert outcome.arrivals_s == pytest.approx([DOOR_S + 2 * MESSAGE_S + 2 * chunk_s(512) + chunk_s(6)])
+    assert outcome.arrivals_s == pytest.approx([API_SERVER_S + 2 * MESSAGE_S + 2 * chunk_s(512) + chunk_s(6)])
 
 
 @pytest.mark.parametrize("num_waiting", [1, 3])
@@ -86,13 +88,13 @@ def test_only_the_first_of_a_row_of_chunks_finds_a_node_that_waits(num_waiting):
     planned = [request(index, 1030, 1) for index in range(num_waiting)]
     *_, last = simulate(slow, COLOCATED, planned, max_concurrency=None, request_timeout_s=100.0)
     all_s = chunk_s(1030 * num_waiting) + PROMPT_S * (-(-1030 * num_waiting // 512) - 1)  # each chunk has what it can
-    assert last.arrivals_s == pytest.approx([DOOR_S + 2 * MESSAGE_S + 0.050 + all_s])
+    assert last.arrivals_s == pytest.approx([API_SERVER_S + 2 * MESSAGE_S + 0.050 + all_s])
 
 
 def test_a_lone_request_of_two_nodes():
-    """The ticket is there before the prompt is read, so all but the last layer of its blocks has left by then."""
+    """The descriptor is there before the prompt is read, so all but the last layer of its blocks has left by then."""
     (outcome,) = outcomes_of(SPLIT, request(0, 100, 3))
-    first_s = DOOR_S + 2 * MESSAGE_S + chunk_s(100)
+    first_s = API_SERVER_S + 2 * MESSAGE_S + chunk_s(100)
     hand_over_s = 7 * BLOCK_S / NUM_LAYERS + LATENCY_S
     second_s = first_s + hand_over_s + step_s(1)
     assert outcome.arrivals_s == pytest.approx([first_s, second_s, second_s + step_s(1)])
@@ -140,7 +142,7 @@ def test_a_turn_is_lent_what_the_answer_before_has_left_where_that_is_faster_tha
     assert lent.timeline["prefill_s"] == pytest.approx(chunk_s(180 - 160))
     loan_s = 2 * MESSAGE_S + 4 * BLOCK_S + LATENCY_S
     assert lent.timeline["loan_s"] == pytest.approx(loan_s)
-    assert lent.arrivals_s[0] - 10.0 == pytest.approx(DOOR_S + 2 * MESSAGE_S + loan_s + chunk_s(20))
+    assert lent.arrivals_s[0] - 10.0 == pytest.approx(API_SERVER_S + 2 * MESSAGE_S + loan_s + chunk_s(20))
     check_phases(lent)
 
 
@@ -370,7 +372,7 @@ def test_prompts_that_take_no_time_are_read_at_once(tmp_path):
     path = str(tmp_path / "free.json")
     replace(PROFILE, steps=steps).save(Path(path))
     result = json.loads(run(path, "--both", 1, *LOAD, "--request-rate", 0.1, "--json").stdout)
-    assert result["median_ttft_ms"] == pytest.approx((DOOR_S + 2 * MESSAGE_S) * 1e3, rel=1e-3)
+    assert result["median_ttft_ms"] == pytest.approx((API_SERVER_S + 2 * MESSAGE_S) * 1e3, rel=1e-3)
 
 
 def test_how_fast_it_was_is_told_beside_the_result(profile):

@@ -19,9 +19,9 @@ from splitserve_bench.simulate.costs import Progress
 from splitserve_bench.simulate.fleet import FleetSize, simulate
 from tests.effort import effort, few
 from tests.unit.splitserve_bench.simulate_kit import (
+    API_SERVER_S,
     BLOCK_BYTES,
     BYTES_PER_S,
-    DOOR_S,
     LATENCY_S,
     MESSAGE_S,
     NUM_LAYERS,
@@ -102,13 +102,13 @@ def compare_deadlines(world):
     """What has been seen, by kind."""
     known = {(request.request_id, request.attempt.epoch): request for request in world.tracked}
     for node in world.fleet.nodes.values():
-        for resident in node.logic.residents:
-            request = known.get(resident.key)
-            assert request is None or resident.priority == request.priority
+        for node_request in node.logic.node_requests:
+            request = known.get(node_request.key)
+            assert request is None or node_request.priority == request.priority
             if request is None or request.due is None:
-                assert request is None or resident.due is None
+                assert request is None or node_request.due is None
                 continue
-            here, there = request.due, resident.due
+            here, there = request.due, node_request.due
             assert here.tpot_s == there.tpot_s
             if here.began_s is None and there.began_s is None:
                 is_over = request.is_late and request.attempt.started_s > here.first_s
@@ -187,8 +187,8 @@ def test_the_oldest_finishes_though_younger_ones_come_without_end(fleet, priorit
 PROMPTS, ANSWERS = 0.5, 0.8  # of what steps take beside another node, alone
 NEIGHBOURS = replace(PROFILE, steps=replace(PROFILE.steps, prompts_alone_factor=PROMPTS, answers_alone_factor=ANSWERS))
 PAIR = FleetSize(0, 0, 2, policy="never")
-START_S = DOOR_S / 2 + MESSAGE_S  # from a client to the first step
-BACK_S = DOOR_S / 2 + MESSAGE_S
+START_S = API_SERVER_S / 2 + MESSAGE_S  # from a client to the first step
+BACK_S = API_SERVER_S / 2 + MESSAGE_S
 
 
 def outcomes_of(size, *planned, profile=NEIGHBOURS):

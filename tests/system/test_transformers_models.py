@@ -6,9 +6,9 @@ by our own decoder all are computed in the tests of the engine.
 
 import pytest
 
-from tests.foreign_models import generated, write_foreign_model
 from tests.system.answers import request, stream
 from tests.system.cluster import Cluster
+from tests.transformers_models import generated, write_transformers_model
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 
@@ -25,12 +25,12 @@ OF_OURS = ("granite", "phi3", "gemma3", "mixtral")
     [*((family, "transformers") for family in OF_TRANSFORMERS), *((family, "native") for family in OF_OURS)],
 )
 async def test_answers_are_those_of_transformers(family, model_impl, tmp_path):
-    await check_answers(write_foreign_model(tmp_path / "model", family), tmp_path, model_impl)
+    await check_answers(write_transformers_model(tmp_path / "model", family), tmp_path, model_impl)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt2"])
 async def test_prompts_are_read_in_two_stages(family, tmp_path):
-    model = write_foreign_model(tmp_path / "model", family)
+    model = write_transformers_model(tmp_path / "model", family)
     await check_answers(model, tmp_path, "transformers", pipeline_parallel_size=2)
 
 

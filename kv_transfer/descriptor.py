@@ -73,37 +73,38 @@ def annex_address_of(kv_transport: str, kv_bind: str) -> tuple[str, int]:
     return host, number
 
 
-VERSION = 8  # also of what goes through the lanes: both ends of a transfer know the same one
+VERSION = 8  # also of what goes through the channels: both ends of a transfer know the same one
 TRANSFER_ID_BYTES = 16
 MAX_EPOCH = 2**32 - 1
 MAX_TP = 64
 MAX_RANKS = 64  # of one node, over all stages
-MAX_LANES = 256
+MAX_CHANNELS = 256
 MAX_LAYERS = 1024  # of a model
 MAX_BLOCKS = 2**20  # of one transfer
 MAX_TOKENS = 2**32 - 1
 MAX_TTL_S = 86400.0
 MAX_ADDRESS_BYTES = 256
-MAX_TICKET_BYTES = 80 * 1024
+MAX_DESCRIPTOR_BYTES = 80 * 1024
 MAX_DIMENSION = 2**16  # heads, widths and block_size, each
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """What a session at either end knows of the pair of ranks that it joins: the part of a ticket that is theirs."""
+class Channel:
+    """What a session at either end knows of the pair of ranks that it joins: the part of a descriptor that is
+    theirs."""
 
     transfer_id: bytes
     epoch: int
     address: str
-    layout: KVLayout  # of the heads and layers that go through the lane
+    layout: KVLayout  # of the heads and layers that go through the channel
     num_blocks: int
     num_cached_blocks: int
     ttl_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class LaneEnd:
-    """Where one lane ends. Raises TransferError when odd."""
+class ChannelEnd:
+    """Where one channel ends. Raises TransferError when odd."""
 
     transfer_id: bytes  # random, so that nobody can guess another's
     address: str  # of the decode rank, for a Dialer of the same transport
@@ -114,7 +115,7 @@ class LaneEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class TransferDescriptor:
     """Names grants and not the blocks themselves: block ids stay with the receivers. Raises TransferError when odd."""
 
     epoch: int  # of the attempt; no two transfers of a node share one
@@ -125,7 +126,7 @@ class Ticket:
     num_cached_blocks: int  # leading blocks that the receivers hold already and that are not to be sent
     num_tokens: int  # of the request, that the receivers' node knows: those behind them come in the tail
     ttl_s: float  # from the grant; afterwards the receivers refuse everything
-    ends: tuple[LaneEnd, ...]  # in the order of plan_nodes
+    ends: tuple[ChannelEnd, ...]  # in the order of plan_nodes
     prefill_pp: int = 1
     decode_pp: int = 1
     behind: bytes = b""  # the name of the last cached block, where the sender's is to have it too; else empty
@@ -140,13 +141,15 @@ class Ticket:
         check_int("num_tokens", self.num_tokens, 0, MAX_TOKENS)
         check_seconds("ttl_s", self.ttl_s, MAX_TTL_S)
         check_bytes("behind", self.behind, 0, NAME_BYTES)
-        num_lanes = len(self._copies())
-        if num_lanes > MAX_LANES:
-            raise TransferError(f"a plan of {num_lanes} lanes between two nodes; at most {MAX_LANES} are allowed")
-        if len(self.ends) != num_lanes:
-            raise TransferError(f"{len(self.ends)} lane ends for a plan of {num_lanes} lanes")
-        if len({end.transfer_id for end in self.ends}) != num_lanes:
-            raise TransferError("two lanes have the same transfer id")
+        num_channels = len(self._copies())
+        if num_channels > MAX_CHANNELS:
+            raise TransferError(
+                f"a plan of {num_channels} channels between two nodes; at most {MAX_CHANNELS} are allowed"
+            )
+        if len(self.ends) != num_channels:
+            raise TransferError(f"{len(self.ends)} channel ends for a plan of {num_channels} channels")
+        if len({end.transfer_id for end in self.ends}) != num_channels:
+            raise TransferError("two channels have the same transfer id")
 
     @classmethod
     def draw(
@@ -164,8 +167,8 @@ class Ticket:
         prefill_pp: int = 1,
         decode_pp: int = 1,
         behind: bytes = b"",
-    ) -> "Ticket":
-        """A ticket with new transfer ids. `addresses` are those of the receivers by decode rank."""
+    ) -> "TransferDescriptor":
+        """A descriptor with new transfer ids. `addresses` are those of the receivers by decode rank."""
         senders, receivers = Grid(prefill_tp, prefill_pp), Grid(decode_tp, decode_pp)
         _check_grid("prefill", senders, layout.num_layers)
         _check_grid("decode", receivers, layout.num_layers)
@@ -174,7 +177,7 @@ class Ticket:
             raise TransferError(f"{len(addresses)} addresses for {num_ranks} decode ranks")
         copies = plan_nodes(senders, receivers, layout.num_kv_heads, layout.layers)
         ends = tuple(
-            LaneEnd(secrets.token_bytes(TRANSFER_ID_BYTES), addresses[copy.destination_rank]) for copy in copies
+            ChannelEnd(secrets.token_bytes(TRANSFER_ID_BYTES), addresses[copy.destination_rank]) for copy in copies
         )
         sizes = (prefill_tp, decode_tp, num_blocks, num_cached_blocks, num_tokens)
         return cls(epoch, layout, *sizes, float(ttl_s), ends, prefill_pp, decode_pp, behind)
@@ -189,38 +192,38 @@ class Ticket:
         """The ranks that receive."""
         return Grid(self.decode_tp, self.decode_pp)
 
-    def lanes_from(self, prefill_rank: int) -> list[tuple[KVCopy, Lane]]:
-        """The lanes that begin at this prefill rank, perhaps none."""
-        return [(copy, lane) for copy, lane in self._lanes() if copy.source_rank == prefill_rank]
+    def channels_from(self, prefill_rank: int) -> list[tuple[KVCopy, Channel]]:
+        """The channels that begin at this prefill rank, perhaps none."""
+        return [(copy, channel) for copy, channel in self._channels() if copy.source_rank == prefill_rank]
 
-    def lanes_to(self, decode_rank: int) -> list[tuple[KVCopy, Lane]]:
-        """The lanes that end at this decode rank, at least one."""
-        return [(copy, lane) for copy, lane in self._lanes() if copy.destination_rank == decode_rank]
+    def channels_to(self, decode_rank: int) -> list[tuple[KVCopy, Channel]]:
+        """The channels that end at this decode rank, at least one."""
+        return [(copy, channel) for copy, channel in self._channels() if copy.destination_rank == decode_rank]
 
     def encode(self) -> bytes:
-        """The ticket as bytes, at most MAX_TICKET_BYTES."""
+        """The descriptor as bytes, at most MAX_DESCRIPTOR_BYTES."""
         sizes = (self.senders, self.receivers, self.num_blocks, self.num_cached_blocks, self.num_tokens)
         ends = [(end.transfer_id, end.address) for end in self.ends]
         return pack([VERSION, self.epoch, _packed_layout(self.layout), *sizes, self.behind, self.ttl_s, ends])
 
     @classmethod
-    def decode(cls, packed: bytes) -> "Ticket":
+    def decode(cls, packed: bytes) -> "TransferDescriptor":
         """The inverse of encode. Raises TransferError on anything else."""
-        match unpack(packed, MAX_TICKET_BYTES):
+        match unpack(packed, MAX_DESCRIPTOR_BYTES):
             case [8, epoch, [*layout], [p_tp, p_pp], [d_tp, d_pp], blocks, cached, tokens, behind, ttl_s, [*ends]]:
                 sizes = (p_tp, d_tp, blocks, cached, tokens)
-                return cls(epoch, _layout(layout), *sizes, ttl_s, tuple(map(_lane_end, ends)), p_pp, d_pp, behind)
+                return cls(epoch, _layout(layout), *sizes, ttl_s, tuple(map(_channel_end, ends)), p_pp, d_pp, behind)
             case _:
-                raise TransferError(f"not a transfer ticket of version {VERSION}")
+                raise TransferError(f"not a transfer descriptor of version {VERSION}")
 
     def _copies(self) -> list[KVCopy]:
         return plan_nodes(self.senders, self.receivers, self.layout.num_kv_heads, self.layout.layers)
 
-    def _lanes(self) -> list[tuple[KVCopy, Lane]]:
+    def _channels(self) -> list[tuple[KVCopy, Channel]]:
         return [
             (
                 copy,
-                Lane(
+                Channel(
                     transfer_id=end.transfer_id,
                     epoch=self.epoch,
                     address=end.address,
@@ -234,16 +237,16 @@ class Ticket:
         ]
 
 
-def _lane_end(fields: object) -> LaneEnd:
+def _channel_end(fields: object) -> ChannelEnd:
     match fields:
         case [bytes(transfer_id), str(address)]:
-            return LaneEnd(transfer_id, address)
+            return ChannelEnd(transfer_id, address)
         case _:
-            raise TransferError("a lane end of unknown shape")
+            raise TransferError("a channel end of unknown shape")
 
 
 def _packed_layout(layout: KVLayout) -> list[Any]:
-    """A layout as a ticket has it: neighbouring layers of equal widths together."""
+    """A layout as a descriptor has it: neighbouring layers of equal widths together."""
     runs = [[count, *widths] for count, widths in layout.runs]
     return [layout.first_layer, runs, layout.num_kv_heads, layout.block_size, layout.dtype]
 

@@ -9,15 +9,16 @@ from safetensors.torch import load_file, save_file
 
 from engine.attention.paged import PortableAttention
 from engine.engine import Engine
-from engine.foreign import decoder
-from engine.foreign.decoder import Sight
-from engine.foreign.tried import TRIED, TRIED_WITH
+from engine.transformers_backend import decoder
+from engine.transformers_backend.decoder import Sight
+from engine.transformers_backend.tried import TRIED, TRIED_WITH
 from serving_core.blocks import BlockAllocator
 from serving_core.errors import ModelError, SettingsError
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
 from tests.effort import few
-from tests.foreign_models import (
+from tests.toy_scheduler import greedy, run_all, token_ids
+from tests.transformers_models import (
     DESCRIBED,
     FAMILIES,
     GEMMAS,
@@ -29,12 +30,11 @@ from tests.foreign_models import (
     greedy_answers,
     is_greedy_answer,
     transformers_model,
-    write_foreign_model,
+    write_transformers_model,
 )
-from tests.toy_scheduler import greedy, run_all, token_ids
-from tests.unit.engine.foreign_kit import rewrite
 from tests.unit.engine.native_kit import choose_native
 from tests.unit.engine.quantized_checkpoints import rounded
+from tests.unit.engine.transformers_kit import rewrite
 
 
 def load(folder, **fields):
@@ -48,7 +48,7 @@ def answers(engine, prompts=PROMPTS, **scheduling):
 @pytest.fixture
 def folder_of(written):
     """Return a function that gives the folder of a model, which no test may change."""
-    return partial(written, write_foreign_model)
+    return partial(written, write_transformers_model)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def expected_of(written):
 
     def expected(family, drafts=()):
         if family not in known:
-            known[family] = generated(written(write_foreign_model, family), PROMPTS, NUM_TOKENS, drafts)
+            known[family] = generated(written(write_transformers_model, family), PROMPTS, NUM_TOKENS, drafts)
         return known[family]
 
     return expected
@@ -121,14 +121,14 @@ def answers_otherwise(folder, before):
 )
 def test_what_attention_is_told_decides_answers(family, fields, expected_of, copied):
     """Else the test above would say nothing of it."""
-    folder = copied(write_foreign_model, family)
+    folder = copied(write_transformers_model, family)
     before = expected_of(family)
     assert not answers_otherwise(folder, before)
     assert answers_otherwise(rewrite(folder, **fields), before)
 
 
 def test_sinks_decide_answers(expected_of, copied):
-    folder = copied(write_foreign_model, "gpt_oss")
+    folder = copied(write_transformers_model, "gpt_oss")
     tensors = load_file(folder / "model.safetensors")
     sinks = {name: torch.full_like(tensor, 3.0) for name, tensor in tensors.items() if name.endswith("sinks")}
     save_file(tensors | sinks, folder / "model.safetensors", {"format": "pt"})
@@ -141,22 +141,22 @@ def test_sinks_decide_answers(expected_of, copied):
 
 def test_native_where_there_is_a_native_model(folder_of):
     folder = folder_of("qwen3")
-    native, foreign = load(folder), load(folder, model_impl="transformers")
+    native, other = load(folder), load(folder, model_impl="transformers")
     found = answers(native)
-    assert found == answers(foreign) == generated(folder, PROMPTS, NUM_TOKENS, found)
-    assert (native.fingerprint["model_impl"], foreign.fingerprint["model_impl"]) == ("native", "transformers")
-    assert foreign.description["model_impl"] == f"transformers {transformers.__version__}"
+    assert found == answers(other) == generated(folder, PROMPTS, NUM_TOKENS, found)
+    assert (native.fingerprint["model_impl"], other.fingerprint["model_impl"]) == ("native", "transformers")
+    assert other.description["model_impl"] == f"transformers {transformers.__version__}"
 
 
 def test_windows_that_alternate_in_a_mistral(expected_of, copied):
     """Which transformers takes for its Ministral, of other answers."""
-    folder = copied(write_foreign_model, "mistral")
+    folder = copied(write_transformers_model, "mistral")
     rewrite(folder, layer_types=FAMILIES["ministral"][1]["layer_types"])
     assert answers_otherwise(folder, expected_of("mistral"))
-    native, foreign = (
+    native, other = (
         answers(load(folder, model_impl=model_impl), chunk_tokens=19) for model_impl in ("native", "transformers")
     )
-    assert native == foreign == generated(folder, PROMPTS, NUM_TOKENS, native)
+    assert native == other == generated(folder, PROMPTS, NUM_TOKENS, native)
 
 
 @pytest.mark.parametrize("rope_type", few(["dynamic", "default"]))
@@ -164,7 +164,7 @@ def test_a_llama_that_our_decoder_does_not_know(rope_type, folder_of):
     rope = {"rope_type": rope_type, "rope_theta": 1e4, **({} if rope_type == "default" else {"factor": 2.0})}
     folder = folder_of("llama", rope_parameters=rope)  # with gelu
     engine = load(folder)
-    assert engine.config.is_foreign
+    assert engine.config.is_transformers
     found = answers(engine, chunk_tokens=19)
     assert found == generated(folder, PROMPTS, NUM_TOKENS, found)
 
@@ -244,7 +244,7 @@ def test_a_latent_takes_the_place_of_keys_and_values(folder_of):
 
 def test_names_as_the_hub_has_them(copied):
     """GPT-2's lack the name of the decoder, and hold masks."""
-    folder = copied(write_foreign_model, "gpt2")
+    folder = copied(write_transformers_model, "gpt2")
     theirs = transformers_model(folder, attn_implementation="eager")
     tensors = {
         name.removeprefix("transformer."): tensor for name, tensor in load_file(folder / "model.safetensors").items()
@@ -278,12 +278,12 @@ def test_other_dtypes_serve(family, fields, folder_of, untried):
 @pytest.fixture
 def untried(monkeypatch):
     """No architecture counts as tried."""
-    monkeypatch.setattr("engine.foreign.loading.TRIED", frozenset())
+    monkeypatch.setattr("engine.transformers_backend.loading.TRIED", frozenset())
 
 
 @pytest.mark.parametrize("family", few([UNTRIED, "gemma2", "gpt_oss", "gpt_neox"], UNTRIED, "gemma2"))
 def test_untried_architectures_are_compared_first(family, folder_of, untried, caplog):
-    with caplog.at_level("INFO", "engine.foreign.loading"):
+    with caplog.at_level("INFO", "engine.transformers_backend.loading"):
         load(folder_of(family), model_impl="transformers")
     assert "agrees here with transformers' own attention" in caplog.text
 
@@ -302,7 +302,7 @@ def test_scores_that_are_not_capped_are_found_out(folder_of, untried, monkeypatc
         ModelError, match=r"Gemma2ForCausalLM is off by [\d.]+ of its logits .* --no-verify-model serves"
     ):
         load(folder, model_impl="transformers")
-    assert load(folder, model_impl="transformers", verify_model=False).config.is_foreign
+    assert load(folder, model_impl="transformers", verify_model=False).config.is_transformers
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_scores_that_are_not_capped_are_found_out(folder_of, untried, monkeypatc
     ],
 )
 def test_quantized_weights_answer_as_rounded_ones_do(family, fields, copied):
-    folder = copied(write_foreign_model, family, **fields)
+    folder = copied(write_transformers_model, family, **fields)
     plain = load(folder, model_impl="transformers")
     engine = load(folder, model_impl="transformers", quantization="int8")
     assert engine.weight_bytes < 0.7 * plain.weight_bytes

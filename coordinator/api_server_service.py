@@ -1,4 +1,5 @@
-"""Control's end of the doors' streams: each door of this coordinator holds one. Its end is the end of the door's calls.
+"""Control's end of the API servers' streams: each API server of this coordinator holds one. Its end is the end of the
+API server's calls.
 
 Everything here runs on the event loop, beside the streams of nodes.
 """
@@ -21,13 +22,13 @@ from coordinator.api.messages import (
     situation_to_wire,
 )
 from coordinator.api.sheds import Sheds
+from coordinator.api_server_link import ApiServerCall, ApiServerLink, ApiServerLost, api_server_figures
 from coordinator.control.nodes import Registry
 from coordinator.control.request_log import CallRecord, Journal
 from coordinator.control.slo import SloClasses
 from coordinator.dispatcher import Dispatcher
-from coordinator.door_link import DoorCall, DoorLink, DoorLost, door_figures
 from coordinator.traces.carrier import Carrier
-from protos import doors_pb2, doors_pb2_grpc
+from protos import api_servers_pb2, api_servers_pb2_grpc
 from serving_core.errors import RequestError
 from serving_core.figures import Figure
 from serving_core.numbering import MessageLost
@@ -42,8 +43,8 @@ logger = logging.getLogger(__name__)
 HELLO_DEADLINE_S: Final = 10.0
 
 
-class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
-    """Serves Doors."""
+class ApiServerService(api_servers_pb2_grpc.ApiServersServicer):  # type: ignore[misc]
+    """Serves API servers."""
 
     def __init__(
         self,
@@ -66,17 +67,17 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
         self._metrics = metrics
         self._traces = traces
         self._control = LocalControl(registry, dispatcher, journal, slo_classes)
-        self._links: dict[int, DoorLink] = {}
+        self._links: dict[int, ApiServerLink] = {}
         self._told = b""
-        self.opened: dict[int, asyncio.Event] = {}  # by door: set while it listens
-        self.lose: Callable[[int], None] = lambda number: None  # is told of a door that hangs
+        self.opened: dict[int, asyncio.Event] = {}  # by API server: set while it listens
+        self.lose: Callable[[int], None] = lambda number: None  # is told of an API server that hangs
 
     @property
     def is_serving(self) -> bool:
         return self._control.is_serving
 
     def tell(self) -> None:
-        """Tells all doors of the fleet, if it has changed."""
+        """Tells all API servers of the fleet, if it has changed."""
         state = self._state()
         if (told := state.SerializeToString(deterministic=True)) != self._told:
             self._told = told
@@ -89,47 +90,47 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
             link.end()
 
     def figures(self) -> Iterator[Figure]:
-        """What /metrics says of each door."""
-        return door_figures(self._links.values())
+        """What /metrics says of each API server."""
+        return api_server_figures(self._links.values())
 
-    async def Metrics(self, _request: Any, _context: Any) -> doors_pb2.MetricsResponse:
-        return doors_pb2.MetricsResponse(text=self._metrics())
+    async def Metrics(self, _request: Any, _context: Any) -> api_servers_pb2.MetricsResponse:
+        return api_servers_pb2.MetricsResponse(text=self._metrics())
 
     async def attach(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Speaks with one door until the stream ends."""
+        """Speaks with one API server until the stream ends."""
         async with asyncio.timeout(HELLO_DEADLINE_S):
             hello = await read_frame(reader)
-        event = doors_pb2.DoorEvent.FromString(hello or b"")
+        event = api_servers_pb2.ApiServerEvent.FromString(hello or b"")
         number = event.hello.number
-        link = self._links[number] = DoorLink(number)
+        link = self._links[number] = ApiServerLink(number)
         link.numbering.check(event)
         link.fleet(self._state())
         try:
             await first_to_end(self._read(link, reader), self._write(link, writer))
-        except DoorLost as error:
-            logger.error("door %d is given up: %s", number, error)
+        except ApiServerLost as error:
+            logger.error("API server %d is given up: %s", number, error)
             self.lose(number)
         except (ConnectionError, MessageLost) as error:
-            logger.warning("the stream of door %d has broken: %s", number, error)
+            logger.warning("the stream of API server %d has broken: %s", number, error)
         except Exception:
-            logger.exception("the stream of door %d has failed", number)
+            logger.exception("the stream of API server %d has failed", number)
             self.lose(number)
         finally:
             writer.close()
-            if self._links.get(number) is link:  # the door may be back already
+            if self._links.get(number) is link:  # the API server may be back already
                 del self._links[number]
             self._lost(link)
 
-    async def _write(self, link: DoorLink, writer: asyncio.StreamWriter) -> None:
+    async def _write(self, link: ApiServerLink, writer: asyncio.StreamWriter) -> None:
         while (batch := await link.next()) is not None:
             link.numbering.stamp(batch)
             writer.write(framed(batch.SerializeToString()))
             if writer.transport.get_write_buffer_size():
                 await link.within(writer.drain())
 
-    async def _read(self, link: DoorLink, reader: asyncio.StreamReader) -> None:
+    async def _read(self, link: ApiServerLink, reader: asyncio.StreamReader) -> None:
         while (message := await read_frame(reader)) is not None:
-            event = doors_pb2.DoorEvent.FromString(message)
+            event = api_servers_pb2.ApiServerEvent.FromString(message)
             link.numbering.check(event)
             kind = event.WhichOneof("event")
             if kind == "taken":
@@ -141,7 +142,7 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
             else:
                 self._handle(link, kind, getattr(event, kind))
 
-    def _handle(self, link: DoorLink, kind: str, body: Any) -> None:
+    def _handle(self, link: ApiServerLink, kind: str, body: Any) -> None:
         match kind:
             case "begin":
                 self._begin(link, body)
@@ -157,13 +158,13 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
             case "http_call":
                 self._count_call(body.handler, body.method, body.status, body.seconds)
             case _:
-                raise AssertionError(f"{kind} is not what a door says")
+                raise AssertionError(f"{kind} is not what an API server says")
 
-    def _begin(self, link: DoorLink, asked: doors_pb2.NewCall) -> None:
-        """What is refused here the door tells of, as of all that it refuses."""
+    def _begin(self, link: ApiServerLink, asked: api_servers_pb2.NewCall) -> None:
+        """What is refused here the API server tells of, as of all that it refuses."""
         plan, so_fars = plan_from_wire(asked)
         record, carrier = info_from_wire(asked.info)
-        call = DoorCall(link, asked.number, len(plan.samplings), record)
+        call = ApiServerCall(link, asked.number, len(plan.samplings), record)
         call.trace = self._begin_trace(record, carrier)  # of one that is refused nothing is sent
         try:
             slo = self._slo_classes.slo_of(asked.limits, len(plan.prompt), self._registry.nodes)
@@ -189,20 +190,20 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
         link.calls[asked.number] = call
         link.admitted(asked.number, None)
 
-    def _lost(self, link: DoorLink) -> None:
-        """The door is gone with its calls, which have failed: their clients did not end them."""
+    def _lost(self, link: ApiServerLink) -> None:
+        """The API server is gone with its calls, which have failed: their clients did not end them."""
         for number, call in list(link.calls.items()):
-            self._dispatcher.give_up(call, RequestError(WORKER_LOST, "the door of the call was lost"))
+            self._dispatcher.give_up(call, RequestError(WORKER_LOST, "the API server of the call was lost"))
             self._over(link, number, WORKER_LOST)  # and nodes let go of it
 
-    def _over(self, link: DoorLink, number: int, failure: str) -> None:
+    def _over(self, link: ApiServerLink, number: int, failure: str) -> None:
         if (call := link.calls.pop(number, None)) is None:
             return
         self._dispatcher.close(call)
         call.record.failure = failure
         self._end_trace(call.trace)
 
-    def _stopped(self, link: DoorLink, event: doors_pb2.Stopped) -> None:
+    def _stopped(self, link: ApiServerLink, event: api_servers_pb2.Stopped) -> None:
         if (call := link.calls.get(event.number)) is not None:
             call.answers[event.index].stopped(event.stop, event.num_tokens)
             self._dispatcher.stopped(call, event.index)
@@ -221,7 +222,7 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
         if self._traces is not None and trace is not None:
             self._traces.end(trace, time.monotonic())
 
-    def _state(self) -> doors_pb2.FleetState:
+    def _state(self) -> api_servers_pb2.FleetState:
         control = self._control
         ready = frozenset(node.name for node in self._registry.nodes if node.is_ready)
         return situation_to_wire(

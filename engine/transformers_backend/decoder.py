@@ -25,12 +25,12 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from engine.attention.paged import Attention, PortableAttention, Scoring
-from engine.foreign.stages import Handover
 from engine.forward_batch import ForwardBatch
 from engine.model.llama import LAYERS_PER_REPORT
 from engine.parallel import LEADER, RankGroup
 from engine.pipeline import Pipeline
 from engine.quantization.quantized_linear import QuantizedMatrix, quantized_matrix
+from engine.transformers_backend.stages import Handover
 from serving_core.errors import ModelError
 from serving_core.layout import KVLayout
 from serving_core.requests import OnLayer
@@ -304,7 +304,7 @@ UNCOMPUTABLE: Final = (  # what models raise
 )
 
 
-class ForeignDecoder:
+class TransformersDecoder:
     """One rank's part of a loaded model."""
 
     def __init__(

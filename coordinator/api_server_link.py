@@ -1,4 +1,4 @@
-"""What control has to say to one door, gathered until the door has taken what was said before. Bounded."""
+"""What control has to say to one API server, gathered until the API server has taken what was said before. Bounded."""
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from coordinator.api.messages import error_to_wire
 from coordinator.control.request_log import CallRecord
-from protos import doors_pb2, fleet_pb2, inference_pb2
+from protos import api_servers_pb2, fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.figures import Figure, counter, gauge
 from serving_core.numbering import Numbering
@@ -15,24 +15,24 @@ from serving_core.numbering import Numbering
 if TYPE_CHECKING:  # what it imports is of an extra
     from coordinator.traces.export import Trace
 
-BEAT_S: Final = 1.0  # between two batches at most, so that a door that hangs is found
+BEAT_S: Final = 1.0  # between two batches at most, so that an API server that hangs is found
 TAKE_DEADLINE_S: Final = 20.0
 MAX_UNTAKEN_TOKENS: Final = 2**20
 
 
-class DoorLost(Exception):
-    """The door does not take what it is told."""
+class ApiServerLost(Exception):
+    """The API server does not take what it is told."""
 
 
-class DoorLink:
-    """The batches on their way to one door, and its live calls by number."""
+class ApiServerLink:
+    """The batches on their way to one API server, and its live calls by number."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.numbering = Numbering()
-        self.calls: dict[int, DoorCall] = {}
-        self.cpu_s = 0.0  # of CPU time, that the door has used
-        self._batch = doors_pb2.ControlBatch()
+        self.calls: dict[int, ApiServerCall] = {}
+        self.cpu_s = 0.0  # of CPU time, that the API server has used
+        self._batch = api_servers_pb2.ControlBatch()
         self._runs: list[_Run] = []  # of the batch
         self._num_tokens = 0
         self._news = asyncio.Event()
@@ -40,7 +40,7 @@ class DoorLink:
         self._taken.set()
         self._is_over = False
 
-    def fleet(self, state: doors_pb2.FleetState) -> None:
+    def fleet(self, state: api_servers_pb2.FleetState) -> None:
         """The fleet has changed."""
         self._batch.fleet.CopyFrom(state)
         self._news.set()
@@ -81,7 +81,7 @@ class DoorLink:
         self._news.set()
 
     def taken(self, cpu_s: float) -> None:
-        """The door has taken a batch, and used so much CPU time by now."""
+        """The API server has taken a batch, and used so much CPU time by now."""
         self.cpu_s = cpu_s
         self._taken.set()
 
@@ -91,16 +91,16 @@ class DoorLink:
         self._news.set()
 
     async def within(self, taking: Awaitable[object]) -> None:
-        """Waits for what the door does soon if it does anything. Raises DoorLost."""
+        """Waits for what the API server does soon if it does anything. Raises ApiServerLost."""
         try:
             async with asyncio.timeout(TAKE_DEADLINE_S):
                 await taking
         except TimeoutError as error:
-            raise DoorLost(f"it has taken nothing for {TAKE_DEADLINE_S:g} s") from error
+            raise ApiServerLost(f"it has taken nothing for {TAKE_DEADLINE_S:g} s") from error
 
-    async def next(self) -> doors_pb2.ControlBatch | None:
-        """What there is to say, when the door has taken what was said before; after BEAT_S it may be nothing. None at
-        the end. Raises DoorLost."""
+    async def next(self) -> api_servers_pb2.ControlBatch | None:
+        """What there is to say, when the API server has taken what was said before; after BEAT_S it may be nothing.
+        None at the end. Raises ApiServerLost."""
         if not self._taken.is_set():
             await self.within(self._taken.wait())
         try:
@@ -109,8 +109,8 @@ class DoorLink:
         except TimeoutError:
             pass
         if self._num_tokens > MAX_UNTAKEN_TOKENS:
-            raise DoorLost(f"{self._num_tokens} tokens are untaken, the limit is {MAX_UNTAKEN_TOKENS}")
-        batch, self._batch = self._batch, doors_pb2.ControlBatch()
+            raise ApiServerLost(f"{self._num_tokens} tokens are untaken, the limit is {MAX_UNTAKEN_TOKENS}")
+        batch, self._batch = self._batch, api_servers_pb2.ControlBatch()
         batch.runs.extend(run.to_wire() for run in self._runs)
         if self._is_over and not batch.ByteSize():
             return None
@@ -128,23 +128,25 @@ class _Run:
     numbers: list[int] = field(default_factory=list)
     indexes: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    others: dict[tuple[int, int], doors_pb2.AnswerTokens] = field(default_factory=dict)  # by call and answer
+    others: dict[tuple[int, int], api_servers_pb2.AnswerTokens] = field(default_factory=dict)  # by call and answer
 
     def add_others(
         self, number: int, index: int, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None
     ) -> None:
         told = self.others.get((number, index))
         if told is None:
-            told = self.others[number, index] = doors_pb2.AnswerTokens(
+            told = self.others[number, index] = api_servers_pb2.AnswerTokens(
                 number=number, index=index, num_cached_tokens=num_cached_tokens
             )
         for token in tokens:
             token.ClearField("attempt")
         told.tokens.extend(tokens)
 
-    def to_wire(self) -> doors_pb2.TokenRun:
+    def to_wire(self) -> api_servers_pb2.TokenRun:
         others = self.others.values()
-        return doors_pb2.TokenRun(numbers=self.numbers, indexes=self.indexes, token_ids=self.token_ids, others=others)
+        return api_servers_pb2.TokenRun(
+            numbers=self.numbers, indexes=self.indexes, token_ids=self.token_ids, others=others
+        )
 
 
 def _is_plain(token: fleet_pb2.SampledToken) -> bool:
@@ -152,15 +154,15 @@ def _is_plain(token: fleet_pb2.SampledToken) -> bool:
     return not (token.finish_reason or token.HasField("logprob") or token.prompt_logprobs)
 
 
-class DoorCall:
-    """Stands for a call of a door, whose own Generation is there, and knows what is written down of it."""
+class ApiServerCall:
+    """Stands for a call of an API server, whose own Generation is there, and knows what is written down of it."""
 
-    def __init__(self, link: DoorLink, number: int, num_answers: int, record: CallRecord) -> None:
+    def __init__(self, link: ApiServerLink, number: int, num_answers: int, record: CallRecord) -> None:
         self.link = link
         self.number = number
         self.request_id = record.request_id
         self.answer_ids = [f"{self.request_id}/{index}" for index in range(num_answers)]
-        self.answers = [DoorAnswer(self, index) for index in range(num_answers)]
+        self.answers = [ApiServerAnswer(self, index) for index in range(num_answers)]
         self.embedding = b""
         self.record = record
         self.trace: Trace | None = None
@@ -169,12 +171,12 @@ class DoorCall:
         self.link.failed(self.number, error)
 
 
-class DoorAnswer:
+class ApiServerAnswer:
     """Stands for one answer of such a call."""
 
-    matched_stop: str | None = None  # the door finds stop strings, and ends the answer then
+    matched_stop: str | None = None  # the API server finds stop strings, and ends the answer then
 
-    def __init__(self, call: DoorCall, index: int) -> None:
+    def __init__(self, call: ApiServerCall, index: int) -> None:
         self.generation = call
         self._index = index
         self._stop: tuple[str, int] | None = None
@@ -194,12 +196,20 @@ class DoorAnswer:
         call.link.ended(call.number, self._index, complete, call.embedding)
 
 
-def door_figures(links: Iterable[DoorLink]) -> Iterator[Figure]:
-    """What each door has to do."""
+def api_server_figures(links: Iterable[ApiServerLink]) -> Iterator[Figure]:
+    """What each API server has to do."""
 
-    def by_door(values: Iterable[float]) -> list[tuple[dict[str, str], float]]:
-        return [({"door": str(link.number)}, value) for link, value in zip(doors, values, strict=True)]
+    def by_api_server(values: Iterable[float]) -> list[tuple[dict[str, str], float]]:
+        return [({"api_server": str(link.number)}, value) for link, value in zip(api_servers, values, strict=True)]
 
-    doors = sorted(links, key=lambda link: link.number)
-    yield gauge("door_calls", "Calls that are live at a door.", by_door(len(each.calls) for each in doors))
-    yield counter("door_cpu_seconds", "CPU time that a door has used.", by_door(each.cpu_s for each in doors))
+    api_servers = sorted(links, key=lambda link: link.number)
+    yield gauge(
+        "api_server_calls",
+        "Calls that are live at an API server.",
+        by_api_server(len(each.calls) for each in api_servers),
+    )
+    yield counter(
+        "api_server_cpu_seconds",
+        "CPU time that an API server has used.",
+        by_api_server(each.cpu_s for each in api_servers),
+    )

@@ -178,7 +178,7 @@ def write_refused_model(folder: Path, architecture: str) -> Path:
     return folder
 
 
-def write_foreign_model(folder: Path, family: str, *, seed: int = 0, spread: float = 0.25, **fields: Any) -> Path:
+def write_transformers_model(folder: Path, family: str, *, seed: int = 0, spread: float = 0.25, **fields: Any) -> Path:
     """Writes a random model of a family; `fields` override those of its config, `spread` is that of its weights."""
     import torch
     import transformers
@@ -201,7 +201,7 @@ def write_foreign_model(folder: Path, family: str, *, seed: int = 0, spread: flo
 
 def write_any_model(folder: Path, family: str, *, seed: int = 0, **fields: Any) -> Path:
     """Writes a random model of a family of these, or of those of tests.tiny_models."""
-    write = write_tiny_model if family in TINY_FAMILIES else write_foreign_model
+    write = write_tiny_model if family in TINY_FAMILIES else write_transformers_model
     return write(folder, family, seed=seed, **fields)
 
 

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import doors_pb2 as protos_dot_doors__pb2
+from protos import api_servers_pb2 as protos_dot_api__servers__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/doors_pb2_grpc.py depends on'
+        + ' but the generated code in protos/api_servers_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class DoorsStub:
+class ApiServersStub:
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -35,39 +35,39 @@ class DoorsStub:
             channel: A grpc.Channel.
         """
         self.Metrics = channel.unary_unary(
-                '/splitserve.v1.Doors/Metrics',
-                request_serializer=protos_dot_doors__pb2.MetricsRequest.SerializeToString,
-                response_deserializer=protos_dot_doors__pb2.MetricsResponse.FromString,
+                '/splitserve.v1.ApiServers/Metrics',
+                request_serializer=protos_dot_api__servers__pb2.MetricsRequest.SerializeToString,
+                response_deserializer=protos_dot_api__servers__pb2.MetricsResponse.FromString,
                 _registered_method=True)
 
 
-class DoorsServicer:
+class ApiServersServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Metrics(self, request, context):
-        """What /metrics says, of all doors together.
+        """What /metrics says, of all API servers together.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
 
-def add_DoorsServicer_to_server(servicer, server):
+def add_ApiServersServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Metrics': grpc.unary_unary_rpc_method_handler(
                     servicer.Metrics,
-                    request_deserializer=protos_dot_doors__pb2.MetricsRequest.FromString,
-                    response_serializer=protos_dot_doors__pb2.MetricsResponse.SerializeToString,
+                    request_deserializer=protos_dot_api__servers__pb2.MetricsRequest.FromString,
+                    response_serializer=protos_dot_api__servers__pb2.MetricsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'splitserve.v1.Doors', rpc_method_handlers)
+            'splitserve.v1.ApiServers', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('splitserve.v1.Doors', rpc_method_handlers)
+    server.add_registered_method_handlers('splitserve.v1.ApiServers', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class Doors:
+class ApiServers:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
@@ -84,9 +84,9 @@ class Doors:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/splitserve.v1.Doors/Metrics',
-            protos_dot_doors__pb2.MetricsRequest.SerializeToString,
-            protos_dot_doors__pb2.MetricsResponse.FromString,
+            '/splitserve.v1.ApiServers/Metrics',
+            protos_dot_api__servers__pb2.MetricsRequest.SerializeToString,
+            protos_dot_api__servers__pb2.MetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

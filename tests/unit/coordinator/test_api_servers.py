@@ -1,4 +1,5 @@
-"""A door and control, which tell each other over a stream: the messages, how tokens are joined, and each end of it."""
+"""An API server and control, which tell each other over a stream: the messages, how tokens are joined, and each end of
+it."""
 
 import asyncio
 from collections import defaultdict
@@ -6,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from coordinator import door_link
+from coordinator import api_server_link
 from coordinator.api import messages, remote
 from coordinator.api.messages import (
     Situation,
@@ -23,12 +24,12 @@ from coordinator.api.messages import (
 )
 from coordinator.api.remote import RemoteControl
 from coordinator.api.validation import AnswerPlan, Limits, plan_answers
+from coordinator.api_server_link import ApiServerCall, ApiServerLink, ApiServerLost
 from coordinator.control.request import NOTHING, SoFar
 from coordinator.control.request_log import CallRecord
 from coordinator.control.roles import Capacity
-from coordinator.door_link import DoorCall, DoorLink, DoorLost
 from coordinator.text.answers import TextOptions
-from protos import doors_pb2, fleet_pb2, inference_pb2
+from protos import api_servers_pb2, fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.numbering import MessageLost
 from serving_core.reasons import DRAINING
@@ -114,7 +115,11 @@ def read_all(*pieces):
 
 
 def test_frames_are_read_as_they_were_written():
-    messages = [b"", b"one", doors_pb2.DoorEvent(hello=doors_pb2.DoorHello(number=3)).SerializeToString()]
+    messages = [
+        b"",
+        b"one",
+        api_servers_pb2.ApiServerEvent(hello=api_servers_pb2.ApiServerHello(number=3)).SerializeToString(),
+    ]
     stream = b"".join(map(framed, messages))
     assert read_all(stream) == messages
     assert read_all(*(stream[i : i + 1] for i in range(len(stream)))) == messages
@@ -129,19 +134,19 @@ def test_a_frame_that_breaks_off_or_is_too_large_is_an_error(monkeypatch):
         read_all(framed(b"hello"))
 
 
-# ---- control's end: several tokens at once where the door is behind, and never without end ----
+# ---- control's end: several tokens at once where the API server is behind, and never without end ----
 
 ATTEMPT = fleet_pb2.Attempt(request_id="r/0", epoch=7)
 
 
 @pytest.fixture
 def link(monkeypatch):
-    monkeypatch.setattr(door_link, "BEAT_S", 0.01)
-    return DoorLink(1)
+    monkeypatch.setattr(api_server_link, "BEAT_S", 0.01)
+    return ApiServerLink(1)
 
 
 def call_of(link, number=5, num_answers=2):
-    return DoorCall(link, number, num_answers, CallRecord("r"))
+    return ApiServerCall(link, number, num_answers, CallRecord("r"))
 
 
 def sampled(*token_ids, first_index=0):
@@ -157,7 +162,7 @@ def next_batch(link):
 
 
 def told(batch):
-    """Tokens by call and answer, in the order in which a door takes them."""
+    """Tokens by call and answer, in the order in which an API server takes them."""
     found = defaultdict(list)
     for run in batch.runs:
         for number, index, token_id in zip(run.numbers, run.indexes, run.token_ids, strict=True):
@@ -167,7 +172,7 @@ def told(batch):
     return found
 
 
-def test_steps_that_wait_for_the_door_travel_together(link):
+def test_steps_that_wait_for_the_api_server_travel_together(link):
     call = call_of(link)
     call.answers[0].add(sampled(8), 3)
     assert told(next_batch(link)) == {(5, 0): [8]}
@@ -219,15 +224,15 @@ def test_an_answer_is_told_whole_in_one_batch(link):
     call.answers[0].end(inference_pb2.Complete(completion_tokens=2))
     call.fail(RequestError(DRAINING, "going", field="x"))
     batch = next_batch(link)
-    error = doors_pb2.DoorError(reason=DRAINING, message="going", metadata={"field": "x"})
-    assert list(batch.admitted) == [doors_pb2.Admitted(number=5)]
+    error = api_servers_pb2.ApiServerError(reason=DRAINING, message="going", metadata={"field": "x"})
+    assert list(batch.admitted) == [api_servers_pb2.Admitted(number=5)]
     assert told(batch) == {(5, 0): [8, 9]}
     complete = inference_pb2.Complete(completion_tokens=2)
-    assert list(batch.ended) == [doors_pb2.AnswerEnded(number=5, complete=complete, embedding=b"1234")]
-    assert list(batch.failed) == [doors_pb2.CallEnded(number=5, error=error)]
+    assert list(batch.ended) == [api_servers_pb2.AnswerEnded(number=5, complete=complete, embedding=b"1234")]
+    assert list(batch.failed) == [api_servers_pb2.CallEnded(number=5, error=error)]
 
 
-def test_a_stop_string_of_the_door_is_how_the_answer_has_ended(link):
+def test_a_stop_string_of_the_api_server_is_how_the_answer_has_ended(link):
     call = call_of(link)
     call.answers[1].stopped("ab", 4)
     call.answers[1].end(inference_pb2.Complete(finish_reason=inference_pb2.FINISH_REASON_LENGTH, completion_tokens=6))
@@ -236,21 +241,21 @@ def test_a_stop_string_of_the_door_is_how_the_answer_has_ended(link):
     assert ended.complete.finish_reason == inference_pb2.FINISH_REASON_STOP
 
 
-def test_with_nothing_to_say_the_door_is_asked_for_a_sign(link):
-    assert next_batch(link) == doors_pb2.ControlBatch()
+def test_with_nothing_to_say_the_api_server_is_asked_for_a_sign(link):
+    assert next_batch(link) == api_servers_pb2.ControlBatch()
 
 
-def test_a_door_that_takes_nothing_is_lost(link, monkeypatch):
+def test_an_api_server_that_takes_nothing_is_lost(link, monkeypatch):
     next_batch(link)
-    monkeypatch.setattr(door_link, "TAKE_DEADLINE_S", 0.01)
-    with pytest.raises(DoorLost, match=r"taken nothing for 0\.01 s"):
+    monkeypatch.setattr(api_server_link, "TAKE_DEADLINE_S", 0.01)
+    with pytest.raises(ApiServerLost, match=r"taken nothing for 0\.01 s"):
         next_batch(link)
 
 
-def test_what_a_door_leaves_is_bounded(link, monkeypatch):
-    monkeypatch.setattr(door_link, "MAX_UNTAKEN_TOKENS", 3)
+def test_what_a_api_server_leaves_is_bounded(link, monkeypatch):
+    monkeypatch.setattr(api_server_link, "MAX_UNTAKEN_TOKENS", 3)
     call_of(link).answers[0].add(sampled(1, 2, 3, 4), None)
-    with pytest.raises(DoorLost, match="4 tokens are untaken, the limit is 3"):
+    with pytest.raises(ApiServerLost, match="4 tokens are untaken, the limit is 3"):
         next_batch(link)
 
 
@@ -262,25 +267,25 @@ def test_after_the_end_comes_nothing_but_what_was_said_before(link):
     assert next_batch(link) is None
 
 
-def test_figures_of_each_door(link):
-    other = DoorLink(2)
+def test_figures_of_each_api_server(link):
+    other = ApiServerLink(2)
     other.calls[5] = call_of(other)
     link.taken(1.5)
-    figures = {figure.name: figure.values for figure in door_link.door_figures([other, link])}
+    figures = {figure.name: figure.values for figure in api_server_link.api_server_figures([other, link])}
     assert figures == {
-        "door_calls": [({"door": "1"}, 0), ({"door": "2"}, 1)],
-        "door_cpu_seconds": [({"door": "1"}, 1.5), ({"door": "2"}, 0.0)],
+        "api_server_calls": [({"api_server": "1"}, 0), ({"api_server": "2"}, 1)],
+        "api_server_cpu_seconds": [({"api_server": "1"}, 1.5), ({"api_server": "2"}, 0.0)],
     }
 
 
-# ---- the door's end, of a control that answers nothing ----
+# ---- the API server's end, of a control that answers nothing ----
 
 DEADLINE_S = 60.0
 LIMITS = Limits(("m",), 260, 1000, 20, 900, 900)
 
 
 @asynccontextmanager
-async def door(tmp_path, said=b""):
+async def api_server(tmp_path, said=b""):
     """Attached to a control that takes everything and says nothing else."""
     taken = asyncio.Event()
 
@@ -312,21 +317,21 @@ def asked(control):
 
 async def test_a_call_that_is_not_admitted_ends_by_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "ADMIT_DEADLINE_S", 0.05)
-    async with door(tmp_path) as (control, _):
+    async with api_server(tmp_path) as (control, _):
         for _ in range(2):  # the id is free again
             with pytest.raises(RequestError, match=r"control has not answered within 0.05 s"):
                 await asked(control)
 
 
-async def test_a_door_whose_control_has_lost_a_batch_ends(tmp_path):
-    second = doors_pb2.ControlBatch(number=2)
-    async with door(tmp_path, framed(second.SerializeToString())) as (_, running):
+async def test_an_api_server_whose_control_has_lost_a_batch_ends(tmp_path):
+    second = api_servers_pb2.ControlBatch(number=2)
+    async with api_server(tmp_path, framed(second.SerializeToString())) as (_, running):
         with pytest.raises(MessageLost, match="message 1 was lost"):
             await running
 
 
 async def test_nothing_is_kept_of_a_client_that_leaves_before(tmp_path):
-    async with door(tmp_path) as (control, _):
+    async with api_server(tmp_path) as (control, _):
         calls = [asyncio.create_task(asked(control)) for _ in range(2)]  # of one id: which may live control says
         await asyncio.sleep(0)
         assert control.num_calls == 2
@@ -338,9 +343,9 @@ async def test_nothing_is_kept_of_a_client_that_leaves_before(tmp_path):
         assert not control._by_generation  # nothing tells of it: what stayed there would only take memory
 
 
-async def test_a_door_ends_whose_control_reads_nothing(tmp_path, monkeypatch):
+async def test_an_api_server_ends_whose_control_reads_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "MAX_UNSENT_EVENTS", 3)
-    async with door(tmp_path) as (control, running):
+    async with api_server(tmp_path) as (control, running):
         for _ in range(4):
             control.count_call("h", "GET", 200, 0.1)  # all at once: none has left yet
         await running

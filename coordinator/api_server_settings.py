@@ -1,4 +1,4 @@
-"""What a door process is told, beside the coordinator's own settings."""
+"""What an API server process is told, beside the coordinator's own settings."""
 
 from dataclasses import dataclass, field
 
@@ -7,9 +7,9 @@ from serving_core.flags import flag
 
 
 @dataclass(frozen=True, slots=True)
-class DoorSettings:
-    """Settings of one door."""
+class ApiServerSettings:
+    """Settings of one API server."""
 
     coordinator: CoordinatorSettings = field(default_factory=CoordinatorSettings)
     control_socket: str = flag("", "Path of the socket at which control is asked.")
-    door_number: int = flag(0, "Which of the doors this one is.", minimum=0)
+    api_server_number: int = flag(0, "Which of the API servers this one is.", minimum=0)

@@ -8,7 +8,7 @@ import pytest
 from engine.engine import Engine
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
-from tests.foreign_models import (
+from tests.transformers_models import (
     FAMILIES,
     INITIALIZES,
     NUM_TOKENS,
@@ -16,7 +16,7 @@ from tests.foreign_models import (
     UNTRIED,
     WITHOUT_PLAN,
     generated,
-    write_foreign_model,
+    write_transformers_model,
 )
 from tests.unit.engine.quantized_checkpoints import rounded
 from tests.unit.engine.rank_process import TIMEOUT_S, rank_processes, run_ranks
@@ -43,7 +43,9 @@ class Ranks:
     """Models, what ranks answered, and what each rank says of itself."""
 
     def __init__(self, root, models, num_ranks=2, chunk_tokens=19, **settings):
-        self.folders = {name: write_foreign_model(root / name, family, **f) for name, (family, f) in models.items()}
+        self.folders = {
+            name: write_transformers_model(root / name, family, **f) for name, (family, f) in models.items()
+        }
         cases = {name: case(folder, chunk_tokens, **settings) for name, folder in self.folders.items()}
         self.answers, self.facts = run_ranks(root, num_ranks, cases)
 
@@ -101,7 +103,7 @@ def test_kv_heads_that_are_not_divided_equally_are_refused(written):
         def exchange(self, data):
             return [data] * 3
 
-    folder = written(write_foreign_model, "starcoder2")
+    folder = written(write_transformers_model, "starcoder2")
     with pytest.raises(SettingsError, match=r"--tensor-parallel-size 3: transformers computes .* its 2 KV heads are"):
         Engine(EngineSettings(model=str(folder), num_kv_blocks=64), Three())
 
@@ -147,7 +149,7 @@ def test_stages_of_a_model_whose_modules_initialize_what_is_in_them(tmp_path):
 
 @pytest.mark.nightly
 def test_stages_of_what_no_test_tries_are_refused_before_anything_is_loaded(tmp_path):
-    folder = write_foreign_model(tmp_path / "model", UNTRIED)
+    folder = write_transformers_model(tmp_path / "model", UNTRIED)
     (folder / "model.safetensors").write_bytes(b"no weights")
     (tmp_path / "cases.json").write_text(json.dumps({"case": case(folder, 200, pipeline_parallel_size=2)}))
     with rank_processes(2, "tests.unit.engine.rank_process", tmp_path, "cpu") as processes:

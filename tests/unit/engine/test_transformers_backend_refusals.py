@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from engine.engine import Engine
 from serving_core.errors import ModelError, SettingsError
 from serving_core.settings import EngineSettings
-from tests.foreign_models import REFUSED, write_foreign_model, write_refused_model
-from tests.unit.engine.foreign_kit import rewrite
+from tests.transformers_models import REFUSED, write_refused_model, write_transformers_model
+from tests.unit.engine.transformers_kit import rewrite
 
 
 def load(folder, **fields):
@@ -54,7 +54,7 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
 )
 def test_weights_that_are_not_the_models(change, sentence, copied):
     with pytest.raises(ModelError, match=sentence):
-        load(retensor(copied(write_foreign_model, "starcoder2"), change))
+        load(retensor(copied(write_transformers_model, "starcoder2"), change))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_weights_that_are_not_the_models(change, sentence, copied):
 )
 def test_configs_that_transformers_reads_otherwise(fields, sentence, copied):
     with pytest.raises(ModelError, match=sentence):
-        load(rewrite(copied(write_foreign_model, "starcoder2"), **fields))
+        load(rewrite(copied(write_transformers_model, "starcoder2"), **fields))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_configs_that_transformers_reads_otherwise(fields, sentence, copied):
     ],
 )
 def test_absurd_configs_end_in_a_sentence(family, fields, copied):
-    folder = rewrite(copied(write_foreign_model, family), **fields)
+    folder = rewrite(copied(write_transformers_model, family), **fields)
     with pytest.raises(ModelError) as error:
         load(folder)
     assert len(str(error.value)) < 500
@@ -108,7 +108,7 @@ def test_absurd_configs_end_in_a_sentence(family, fields, copied):
 
 
 def test_a_width_that_only_transformers_knows(copied):
-    folder = copied(write_foreign_model, "gemma2", head_dim=transformers.Gemma2Config().head_dim)
+    folder = copied(write_transformers_model, "gemma2", head_dim=transformers.Gemma2Config().head_dim)
     path = folder / "config.json"
     path.write_text(
         json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "head_dim"})
@@ -118,10 +118,10 @@ def test_a_width_that_only_transformers_knows(copied):
 
 
 def test_code_in_the_folder_is_never_run(copied):
-    folder = copied(write_foreign_model, "starcoder2")
+    folder = copied(write_transformers_model, "starcoder2")
     (folder / "modeling_evil.py").write_text("raise SystemExit('executed')")
     evil = {"AutoConfig": "modeling_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
-    assert load(rewrite(folder, auto_map=evil)).config.is_foreign
+    assert load(rewrite(folder, auto_map=evil)).config.is_transformers
     with pytest.raises(ModelError, match=r"transformers cannot read this config\.json"):
         load(rewrite(folder, model_type="evil"))
 
@@ -136,7 +136,7 @@ def test_a_rotation_that_depends_on_the_longest_text_in_a_batch(copied):
         "partial_rotary_factor": 1.0,
     }
     folder = copied(
-        write_foreign_model,
+        write_transformers_model,
         "phi3",
         rope_parameters=rope,
         partial_rotary_factor=1.0,

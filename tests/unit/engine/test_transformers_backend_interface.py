@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, masking_utils
 
-from engine.foreign.decoder import NAME, Sight, answering, sight_of
+from engine.transformers_backend.decoder import NAME, Sight, answering, sight_of
 from serving_core.errors import ModelError
 
 

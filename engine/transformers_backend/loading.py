@@ -42,22 +42,22 @@ from transformers.utils.generic import ContextManagers
 from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.paged import Attention
-from engine.foreign.decoder import (
-    NAME,
-    UNCOMPUTABLE,
-    ForeignDecoder,
-    check_quantizable,
-    in_a_line,
-    keep_latents,
-    quantize_model,
-)
-from engine.foreign.stages import keep_stage
-from engine.foreign.tried import TRIED, TRIED_WITH
 from engine.forward_batch import build_batch
 from engine.model.checkpoint import Checkpoint, Part, whole_tensor
 from engine.model.weights import open_checkpoint, spell
 from engine.parallel import LEADER, RankGroup
 from engine.pipeline import Pipeline
+from engine.transformers_backend.decoder import (
+    NAME,
+    UNCOMPUTABLE,
+    TransformersDecoder,
+    check_quantizable,
+    in_a_line,
+    keep_latents,
+    quantize_model,
+)
+from engine.transformers_backend.stages import keep_stage
+from engine.transformers_backend.tried import TRIED, TRIED_WITH
 from serving_core.errors import ModelError, SettingsError
 from serving_core.layout import KVLayout
 from serving_core.load_progress import LoadProgress
@@ -87,7 +87,7 @@ def check_staged(config: ModelConfig) -> None:
 
 @torch.inference_mode()
 def check_model(
-    model: ForeignDecoder, attention: Attention, group: RankGroup, config: ModelConfig, max_model_len: int
+    model: TransformersDecoder, attention: Attention, group: RankGroup, config: ModelConfig, max_model_len: int
 ) -> None:
     """To be called on all ranks, before anything is in the pool. Raises ModelError where the two differ. Does nothing
     for what the tests try: architectures in one version of transformers."""
@@ -115,7 +115,7 @@ def _is_tried(config: ModelConfig) -> bool:
     return config.architecture in TRIED and transformers.__version__ == TRIED_WITH
 
 
-def _in_parts(model: ForeignDecoder, attention: Attention, token_ids: list[int]) -> torch.Tensor | None:
+def _in_parts(model: TransformersDecoder, attention: Attention, token_ids: list[int]) -> torch.Tensor | None:
     """The logits of all tokens, computed in parts, each beside a part of the same text backwards."""
     pool, logits = attention.pool, []
     num_blocks = pool.layout.num_blocks_for(len(token_ids))
@@ -320,7 +320,7 @@ UNREADABLE: Final = (
 )  # what transformers raises of a config.json
 
 
-def load_foreign(
+def load_transformers(
     folder: Path,
     config: ModelConfig,
     layout: KVLayout,
@@ -332,7 +332,7 @@ def load_foreign(
     settings: EngineSettings,
     *,
     shows_progress: bool = True,
-) -> tuple[ForeignDecoder, int]:
+) -> tuple[TransformersDecoder, int]:
     """One rank's part of a model and the bytes of its weights. `layout` is that of the rank's pool, `group` are the
     ranks that compute the same layers, `pipeline` leads to other stages, if there are any; `shows_progress`: as
     LoadProgress has it. Raises ModelError with one sentence for what transformers does not know, and where the model
@@ -368,7 +368,7 @@ def load_foreign(
     model.train(False)
     num_bytes = quantize_model(model, settings.quantization) if quantizes else 0
     num_bytes += sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    return ForeignDecoder(model, group, shard, device, layout, pipeline), num_bytes
+    return TransformersDecoder(model, group, shard, device, layout, pipeline), num_bytes
 
 
 def _build(theirs: PreTrainedConfig, config: ModelConfig, dtype: torch.dtype) -> Any:

@@ -18,7 +18,7 @@ class MetricsResponse(_message.Message):
     text: bytes
     def __init__(self, text: _Optional[bytes] = ...) -> None: ...
 
-class DoorEvent(_message.Message):
+class ApiServerEvent(_message.Message):
     __slots__ = ("hello", "opened", "taken", "begin", "over", "stopped", "failed", "refused", "http_call", "number")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
@@ -30,7 +30,7 @@ class DoorEvent(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     HTTP_CALL_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    hello: DoorHello
+    hello: ApiServerHello
     opened: Opened
     taken: BatchTaken
     begin: NewCall
@@ -40,9 +40,9 @@ class DoorEvent(_message.Message):
     refused: Refused
     http_call: HttpCall
     number: int
-    def __init__(self, hello: _Optional[_Union[DoorHello, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., taken: _Optional[_Union[BatchTaken, _Mapping]] = ..., begin: _Optional[_Union[NewCall, _Mapping]] = ..., over: _Optional[_Union[CallOver, _Mapping]] = ..., stopped: _Optional[_Union[Stopped, _Mapping]] = ..., failed: _Optional[_Union[CallFailed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., http_call: _Optional[_Union[HttpCall, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[ApiServerHello, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., taken: _Optional[_Union[BatchTaken, _Mapping]] = ..., begin: _Optional[_Union[NewCall, _Mapping]] = ..., over: _Optional[_Union[CallOver, _Mapping]] = ..., stopped: _Optional[_Union[Stopped, _Mapping]] = ..., failed: _Optional[_Union[CallFailed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., http_call: _Optional[_Union[HttpCall, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
 
-class DoorHello(_message.Message):
+class ApiServerHello(_message.Message):
     __slots__ = ("number",)
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     number: int
@@ -159,16 +159,16 @@ class CallFailed(_message.Message):
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     number: int
-    error: DoorError
-    def __init__(self, number: _Optional[int] = ..., error: _Optional[_Union[DoorError, _Mapping]] = ...) -> None: ...
+    error: ApiServerError
+    def __init__(self, number: _Optional[int] = ..., error: _Optional[_Union[ApiServerError, _Mapping]] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("info", "error")
     INFO_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     info: CallInfo
-    error: DoorError
-    def __init__(self, info: _Optional[_Union[CallInfo, _Mapping]] = ..., error: _Optional[_Union[DoorError, _Mapping]] = ...) -> None: ...
+    error: ApiServerError
+    def __init__(self, info: _Optional[_Union[CallInfo, _Mapping]] = ..., error: _Optional[_Union[ApiServerError, _Mapping]] = ...) -> None: ...
 
 class HttpCall(_message.Message):
     __slots__ = ("handler", "method", "status", "seconds")
@@ -182,7 +182,7 @@ class HttpCall(_message.Message):
     seconds: float
     def __init__(self, handler: _Optional[str] = ..., method: _Optional[str] = ..., status: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
-class DoorError(_message.Message):
+class ApiServerError(_message.Message):
     __slots__ = ("reason", "message", "metadata")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
@@ -244,8 +244,8 @@ class Admitted(_message.Message):
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     number: int
-    error: DoorError
-    def __init__(self, number: _Optional[int] = ..., error: _Optional[_Union[DoorError, _Mapping]] = ...) -> None: ...
+    error: ApiServerError
+    def __init__(self, number: _Optional[int] = ..., error: _Optional[_Union[ApiServerError, _Mapping]] = ...) -> None: ...
 
 class TokenRun(_message.Message):
     __slots__ = ("numbers", "indexes", "token_ids", "others")
@@ -288,5 +288,5 @@ class CallEnded(_message.Message):
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     number: int
-    error: DoorError
-    def __init__(self, number: _Optional[int] = ..., error: _Optional[_Union[DoorError, _Mapping]] = ...) -> None: ...
+    error: ApiServerError
+    def __init__(self, number: _Optional[int] = ..., error: _Optional[_Union[ApiServerError, _Mapping]] = ...) -> None: ...

@@ -1,4 +1,5 @@
-"""What a streamed token costs the coordinator: `python -m tests.door_costs [--doors N] [--streams N ...]`.
+"""What a streamed token costs the coordinator: `python -m tests.api_server_costs [--api-server-count N] [--streams N
+...]`.
 
 A fake node writes 1, 100 and 1000 answers at once, in steps of 20 ms and what they take beyond, and gRPC clients read
 them. Told is the CPU time of each kind of process, divided by the tokens, from when every answer has begun
@@ -28,11 +29,11 @@ GENERATE = "/splitserve.v1.Inference/Generate"
 
 
 def cpu_s(cluster: Cluster) -> Counter[str]:
-    """By kind of process: the coordinator, or control and its doors."""
+    """By kind of process: the coordinator, or control and its API servers."""
     coordinator = psutil.Process(cluster.children["coordinator"].process.pid)
-    doors = [each for each in coordinator.children() if "coordinator.api" in each.cmdline()]
+    api_servers = [each for each in coordinator.children() if "coordinator.api" in each.cmdline()]
     kinds = Counter[str]()
-    for kind, processes in (("control" if doors else "coordinator", [coordinator]), ("doors", doors)):
+    for kind, processes in (("control" if api_servers else "coordinator", [coordinator]), ("api_servers", api_servers)):
         for process in processes:
             times = process.cpu_times()
             kinds[kind] += times.user + times.system
@@ -87,7 +88,7 @@ class Reading:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--doors", type=int, default=1)
+    parser.add_argument("--api-server-count", type=int, default=1)
     parser.add_argument("--streams", type=int, nargs="*", default=list(LENGTHS))
     given, others = parser.parse_known_args()
     flags = {name.removeprefix("--"): value for name, value in zip(others[::2], others[1::2], strict=True)}
@@ -95,7 +96,7 @@ def main() -> None:
         model = write_fake_model(Path(name) / "model", step_s=STEP_S)
         node = {"max_num_seqs": 1000, "max_num_batched_tokens": 4000, "num_kv_blocks": 20_000, "max_num_queued": 2000}
         numbers = {"num_prefill": 0, "num_decode": 0, "num_both": 1}
-        coordinator = {"doors": given.doors, **flags}
+        coordinator = {"api_server_count": given.api_server_count, **flags}
         cluster = Cluster(model, Path(name), **numbers, coordinator=coordinator, node=node).start()
         try:
             for number in given.streams:

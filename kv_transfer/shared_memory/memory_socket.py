@@ -22,7 +22,7 @@ OnVisit = Callable[[socket.socket], None]
 """Takes the connection of who has shown a secret, and owns it."""
 
 
-class Door:
+class MemorySocket:
     """Lets in who is the same user and shows a secret. Each secret is good once."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ def new_socket() -> socket.socket:
 
 
 def address_of(name: bytes) -> str:
-    """Of the door of that name: abstract, and never the socket of anything else."""
+    """Of the socket of that name: abstract, and never the socket of anything else."""
     return f"\0splitserve-kv-{name.hex()}"
 
 

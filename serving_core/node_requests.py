@@ -19,7 +19,7 @@ An answer that moves to another node goes on while its full blocks leave, and st
         └────────────────kept─────────────────┘
 
 What writes and gives up its blocks becomes a prompt again: QUEUED. So does what is READ and not yet sent. What is READ
-and kept is written here as soon as there is a seat for it.
+and kept is written here as soon as there is a running slot for it.
 """
 
 from bisect import insort
@@ -88,14 +88,14 @@ class Host:
 
 
 @dataclass(slots=True, eq=False)
-class Resident:
+class NodeRequest:
     """One request on this node, from the command that brings it until nothing is held for it."""
 
     request: Request
     age: int  # the coordinator's number of the request: of two, the lower one goes first on every node
     names: BlockNames  # of the full blocks of the lease, once there is one
-    stage: Stage  # `Residents.enter` changes it
-    waiting_since_s: float  # for credit, or for a ticket
+    stage: Stage  # `NodeRequests.enter` changes it
+    waiting_since_s: float  # for credit, or for a descriptor
     hands_over: bool = False  # it is read for another node, which writes the answer
     is_kept: bool = False  # it was read so, and this node is to write the answer after all
     source_tp: int = 0  # ranks of each stage of the node that reads the prompt; 0: this one does
@@ -119,10 +119,10 @@ class Resident:
     is_receiving: bool = False  # a rank may write to the blocks
     is_coming: bool = False  # some of what it is granted blocks for has come
     is_revoked: bool = False  # the grant is being taken back
-    ahead: "Resident | None" = None  # one that begins alike, behind which it gets credit as long as that comes
+    ahead: "NodeRequest | None" = None  # one that begins alike, behind which it gets credit as long as that comes
     is_alone: bool = False  # it waits for no other any more
-    ticket: bytes = b""  # to send by
-    next_ticket: bytes = b""  # that has come while the transfer of a revoked one was ending
+    descriptor: bytes = b""  # to send by
+    next_descriptor: bytes = b""  # that has come while the transfer of a revoked one was ending
     tail: Sequence[int] = ()  # tokens that the other node does not know; they follow the last block
     num_evictions: int = 0
     draft: Any = None  # what decode_node/speculation.py knows of its text
@@ -193,7 +193,7 @@ class Resident:
         """Whether it waits for nothing but what another one brings."""
         return self.ahead is not None and self.may_wait_for(self.ahead)
 
-    def may_wait_for(self, other: "Resident") -> bool:
+    def may_wait_for(self, other: "NodeRequest") -> bool:
         """Whether the KV of another one is on its way here; one that is read waits for what is read too, and comes. Of
         two answers that move, which go on meanwhile, one also waits for what is about to come."""
         if other.stage is not Stage.GRANTED or not other.is_receiving or other.is_revoked or other.is_ending:
@@ -214,47 +214,47 @@ class Resident:
         return Work(self.request, self.num_computed, num_tokens, block_ids)
 
 
-class Residents:
+class NodeRequests:
     """All requests on one node, oldest first."""
 
     def __init__(self) -> None:
-        self._by_key: dict[Key, Resident] = {}
-        self._by_age: list[Resident] = []
-        self._by_stage: list[list[Resident]] = [[] for _ in range(max(Stage) + 1)]  # by age too
+        self._by_key: dict[Key, NodeRequest] = {}
+        self._by_age: list[NodeRequest] = []
+        self._by_stage: list[list[NodeRequest]] = [[] for _ in range(max(Stage) + 1)]  # by age too
 
     def __len__(self) -> int:
         return len(self._by_age)
 
-    def __iter__(self) -> Iterator[Resident]:
+    def __iter__(self) -> Iterator[NodeRequest]:
         return iter(self._by_age)
 
-    def __contains__(self, resident: Resident) -> bool:
-        return self._by_key.get(resident.key) is resident
+    def __contains__(self, node_request: NodeRequest) -> bool:
+        return self._by_key.get(node_request.key) is node_request
 
-    def add(self, resident: Resident) -> None:
-        assert resident.key not in self._by_key
-        self._by_key[resident.key] = resident
-        insort(self._by_age, resident, key=_order)
-        insort(self._by_stage[resident.stage], resident, key=_order)
+    def add(self, node_request: NodeRequest) -> None:
+        assert node_request.key not in self._by_key
+        self._by_key[node_request.key] = node_request
+        insort(self._by_age, node_request, key=_order)
+        insort(self._by_stage[node_request.stage], node_request, key=_order)
 
-    def remove(self, resident: Resident) -> None:
-        del self._by_key[resident.key]
-        self._by_age.remove(resident)
-        self._by_stage[resident.stage].remove(resident)
+    def remove(self, node_request: NodeRequest) -> None:
+        del self._by_key[node_request.key]
+        self._by_age.remove(node_request)
+        self._by_stage[node_request.stage].remove(node_request)
 
-    def enter(self, resident: Resident, stage: Stage) -> None:
+    def enter(self, node_request: NodeRequest, stage: Stage) -> None:
         """It stands there from now on."""
-        self._by_stage[resident.stage].remove(resident)
-        resident.stage = stage
-        insort(self._by_stage[stage], resident, key=_order)
+        self._by_stage[node_request.stage].remove(node_request)
+        node_request.stage = stage
+        insort(self._by_stage[stage], node_request, key=_order)
 
-    def find(self, attempt: Attempt) -> Resident | None:
+    def find(self, attempt: Attempt) -> NodeRequest | None:
         return self._by_key.get((attempt.request_id, attempt.epoch))
 
-    def of(self, request: Request) -> Resident:
+    def of(self, request: Request) -> NodeRequest:
         return self._by_key[request.request_id, request.epoch]
 
-    def in_stage(self, *stages: Stage) -> Iterator[Resident]:
+    def in_stage(self, *stages: Stage) -> Iterator[NodeRequest]:
         """Those that stand there now, oldest first, wherever they go meanwhile."""
         there = list(filter(None, map(self._by_stage.__getitem__, stages)))
         if len(there) > 1:
@@ -270,5 +270,5 @@ class Residents:
             assert self._by_stage[stage] == [each for each in self._by_age if each.stage is stage], stage
 
 
-def _order(resident: Resident) -> tuple[int, int]:
-    return resident.age, resident.request.epoch
+def _order(node_request: NodeRequest) -> tuple[int, int]:
+    return node_request.age, node_request.request.epoch

@@ -1,8 +1,8 @@
-"""The doors of a coordinator that has several: each a process, all at the same ports.
+"""The API servers of a coordinator that has several: each a process, all at the same ports.
 
-Control holds the ports, starts the doors and starts those again that end. A door ends with control, whatever kills
-that, and costs nothing but its own connections. Other coordinators cannot share the ports: each is locked.
-"""
+Control holds the ports, starts the API servers and starts those again that end. An API server ends with control,
+whatever kills that, and costs nothing but its own connections. Other coordinators cannot share the ports: each is
+locked."""
 
 import asyncio
 import dataclasses
@@ -21,10 +21,10 @@ from coordinator.api.health import HealthService
 from coordinator.api.messages import ASKED
 from coordinator.api.public import STOP_GRACE_S
 from coordinator.api.statuses import StatusInterceptor
-from coordinator.door_service import DoorService
-from coordinator.door_settings import DoorSettings
+from coordinator.api_server_service import ApiServerService
+from coordinator.api_server_settings import ApiServerSettings
 from coordinator.settings import CoordinatorSettings
-from protos import doors_pb2_grpc, inference_pb2_grpc
+from protos import api_servers_pb2_grpc, inference_pb2_grpc
 from serving_core.backoff import Backoff
 from serving_core.channels import LOCAL_OPTIONS
 from serving_core.errors import SettingsError
@@ -41,17 +41,17 @@ LONGEST_PAUSE_S: Final = 10.0
 CALM_S: Final = 60.0
 
 
-class Doors:
+class ApiServers:
     """All of them. Must be made on a running event loop; `stop` gives everything back."""
 
     def __init__(
-        self, settings: CoordinatorSettings, service: DoorService, status: Any, admin: Any, health: HealthService
+        self, settings: CoordinatorSettings, service: ApiServerService, status: Any, admin: Any, health: HealthService
     ) -> None:
         self._settings = settings
         self._service = service
         self._health = health
         self._server = grpc.aio.server(interceptors=[StatusInterceptor()], options=LOCAL_OPTIONS)
-        doors_pb2_grpc.add_DoorsServicer_to_server(service, self._server)
+        api_servers_pb2_grpc.add_ApiServersServicer_to_server(service, self._server)
         inference_pb2_grpc.add_InferenceServicer_to_server(status, self._server)
         inference_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         self._folder = SocketFolder()
@@ -65,14 +65,14 @@ class Doors:
         service.lose = self._kill
 
     def listen(self) -> None:
-        """Takes the ports for the doors. Raises SettingsError."""
+        """Takes the ports for the API servers. Raises SettingsError."""
         settings = self._settings
         self.port = self._hold(Port("--grpc-port", settings.host, settings.grpc_port))
         if settings.http_port >= 0:
             self.http_port = self._hold(Port("--http-port", settings.http_host, settings.http_port))
 
     async def start(self) -> None:
-        """Returns when every door listens. Raises SettingsError when one cannot."""
+        """Returns when every API server listens. Raises SettingsError when one cannot."""
         path = self._folder.path / "control"
         asked = path.with_name(path.name + ASKED)
         if not fits(asked):
@@ -83,7 +83,7 @@ class Doors:
         for each in (path, asked):
             each.chmod(0o600)
         await self._server.start()
-        numbers = range(1, self._settings.doors + 1)
+        numbers = range(1, self._settings.api_server_count + 1)
         self._service.opened.update((number, asyncio.Event()) for number in numbers)
         self._keepers = {number: asyncio.create_task(self._keep(number, path)) for number in numbers}
         opened = asyncio.gather(*(event.wait() for event in self._service.opened.values()))
@@ -94,15 +94,15 @@ class Doors:
                 if keeper.done():
                     keeper.result()
             if not opened.done():
-                raise SettingsError(f"the doors do not listen after {START_DEADLINE_S:g} s")
+                raise SettingsError(f"the API servers do not listen after {START_DEADLINE_S:g} s")
         finally:
             opened.cancel()
             with suppress(asyncio.CancelledError):
                 await opened
-        logger.info("%d doors are open", len(numbers))
+        logger.info("%d API servers are open", len(numbers))
 
     async def stop(self) -> None:
-        """Ends the doors, after what there is to tell those that are open, and gives the ports back."""
+        """Ends the API servers, after what there is to tell those that are open, and gives the ports back."""
         self._is_stopping = True
         self._service.end()
         closing = [keeper for number, keeper in self._keepers.items() if self._service.opened[number].is_set()]
@@ -124,12 +124,12 @@ class Doors:
         self._folder.remove()
 
     async def report(self) -> None:
-        """Tells health watchers of the fleet's port, and the doors, what is so now."""
+        """Tells health watchers of the fleet's port, and the API servers, what is so now."""
         await self._health.report(is_serving=self._service.is_serving)
         self._service.tell()
 
     def reread_api_keys(self) -> None:
-        """Has every door take the API keys that are in their file now. One that is not open yet would end by the
+        """Has every API server take the API keys that are in their file now. One that is not open yet would end by the
         signal, and reads them as it opens."""
         for number, process in self._processes.items():
             if self._service.opened[number].is_set():
@@ -147,13 +147,13 @@ class Doors:
                 process.kill()
 
     def _check_open(self, number: int) -> None:
-        """A door that does not come to listen is ended, to be started again."""
+        """An API server that does not come to listen is ended, to be started again."""
         if not self._service.opened[number].is_set():
-            logger.error("door %d does not listen after %g s", number, START_DEADLINE_S)
+            logger.error("API server %d does not listen after %g s", number, START_DEADLINE_S)
             self._kill(number)
 
     async def _keep(self, number: int, path: Path) -> None:
-        """Has door `number` run, again and again. Raises SettingsError where it has never come to listen."""
+        """Has API server `number` run, again and again. Raises SettingsError where it has never come to listen."""
         pauses = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
         opened, has_opened = self._service.opened[number], False
         while not self._is_stopping:
@@ -169,14 +169,14 @@ class Doors:
             has_opened = has_opened or opened.is_set()
             opened.clear()
             if not has_opened:
-                raise SettingsError(f"door {number} has ended at its start, with code {code}")
+                raise SettingsError(f"API server {number} has ended at its start, with code {code}")
             pause_s = pauses.next_s(time.monotonic())
-            logger.error("door %d has ended with code %d: it starts again in %g s", number, code, pause_s)
+            logger.error("API server %d has ended with code %d: it starts again in %g s", number, code, pause_s)
             await asyncio.sleep(pause_s)
 
     async def _spawn(self, number: int, path: Path) -> asyncio.subprocess.Process:
         given = dataclasses.replace(self._settings, grpc_port=self.port, http_port=self.http_port, fleet_secret="")
-        settings = DoorSettings(given, str(path), number)
+        settings = ApiServerSettings(given, str(path), number)
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
             *(sys.executable, "-m", "coordinator.api", *to_argv(settings)),

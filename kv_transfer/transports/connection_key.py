@@ -1,8 +1,7 @@
 """The key that a ZeroMQ connection shows before anything of it is kept, where it is not encrypted.
 
-A Listener draws it. It travels in tickets, as part of the address, so that only those who hold one get in. It is the
-password of ZeroMQ's PLAIN mechanism. Whoever can read the network can read the key, as they can the blocks.
-"""
+A Listener draws it. It travels in descriptors, as part of the address, so that only those who hold one get in. It is
+the password of ZeroMQ's PLAIN mechanism. Whoever can read the network can read the key, as they can the blocks."""
 
 import logging
 import secrets
@@ -21,10 +20,10 @@ logger = logging.getLogger(__name__)
 KEY_BYTES: Final = 16
 
 _USER: Final = b"sender"
-_REFUSED: Final = "a connection without the key of a ticket was refused"
+_REFUSED: Final = "a connection without the key of a descriptor was refused"
 
 
-class TicketKey:
+class ConnectionKey:
     """What a Listener asks for; whoever has it may dial."""
 
     def __init__(self) -> None:
@@ -57,7 +56,7 @@ def show_key(dealer: "zmq.Socket[bytes]", address: str) -> str:
     """The endpoint that a Dialer's socket, made ready for it, is to connect to. Raises TransferError."""
     endpoint, separator, key = address.rpartition("#")
     if not separator or len(key) != 2 * KEY_BYTES or not key.isascii() or not key.isalnum():
-        raise TransferError("the ticket's address cannot be dialled")
+        raise TransferError("the descriptor's address cannot be dialled")
     dealer.setsockopt(zmq.PLAIN_USERNAME, _USER)
     dealer.setsockopt(zmq.PLAIN_PASSWORD, key.encode())
     return endpoint

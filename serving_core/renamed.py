@@ -1,0 +1,45 @@
+"""The names that scripts may have from an earlier version: flags, environment variables, YAML keys and metrics.
+
+An old name works until the next release. A flag, a variable or a key under its old name is taken with a warning; a
+metric is exposed under both names."""
+
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Final
+
+ENV_PREFIX: Final = "SPLITSERVE_"
+FLAGS: Final = {
+    "doors": "api_server_count",
+    "seats": "slots",
+    "ticket_timeout_s": "descriptor_timeout_s",
+    "ticket_ttl_s": "reservation_ttl_s",
+}
+METRICS: Final = {"api_server_calls": "door_calls", "api_server_cpu_seconds": "door_cpu_seconds"}  # new: old
+
+Warn = Callable[[str], object]
+
+
+def rename_arguments(arguments: Iterable[str], warn: Warn) -> list[str]:
+    """Return the command line's arguments with old flags, given as --flag or --flag=value, under their new names."""
+    renamed = []
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        new = FLAGS.get(flag.removeprefix("--").replace("-", "_")) if flag.startswith("--") else None
+        if new is None:
+            renamed.append(argument)
+            continue
+        warn(f"Warning: {flag} is called {_flag(new)} now")
+        renamed.append(f"{_flag(new)}{equals}{value}")
+    return renamed
+
+
+def rename_variables(environment: MutableMapping[str, str], warn: Warn) -> None:
+    """Move the value of each old environment variable to the new name, unless that is set too."""
+    for old, new in FLAGS.items():
+        old_name, new_name = ENV_PREFIX + old.upper(), ENV_PREFIX + new.upper()
+        if old_name in environment:
+            warn(f"Warning: {old_name} is called {new_name} now")
+            environment.setdefault(new_name, environment.pop(old_name))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
