@@ -232,7 +232,7 @@ def shape_text(shape: Shape) -> str:
     """What a node does: most prompt tokens in a step, and most answers at a time."""
     parts = [f"{shape.prompt_tokens} tokens"] if shape.reads else []
     if shape.writes:
-        parts.append(f"{shape.slots} running slots" + ("" if shape.takes_handovers else ", no hand-overs"))
+        parts.append(f"{shape.slots} slots" + ("" if shape.takes_handovers else ", no hand-overs"))
     return " + ".join(parts)
 
 

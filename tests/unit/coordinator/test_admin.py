@@ -81,7 +81,7 @@ IMPOSSIBLE_ROLES = [
         {"shape": SHAPES["none"]},
         "INVALID_ARGUMENT",
         "BAD_PARAM",
-        "a shape needs prompt_tokens or running slots above 0: a node that does neither does nothing",
+        "a shape needs prompt_tokens or slots above 0: a node that does neither does nothing",
     ),
     (
         "p0",
@@ -135,12 +135,12 @@ def test_a_node_that_refuses_a_shape_ends_the_call_and_has_its_line(tmp_path, mo
         async with cluster(tmp_path, nodes=("p0", "d0")) as c:
             call = set_role(c, "d0", role="both")
             await c.nodes["d0"].command("reshape")
-            await c.nodes["d0"].send(events.failed(fleet_pb2.Attempt(), "BAD_PARAM", "running slots of a shape is 64"))
+            await c.nodes["d0"].send(events.failed(fleet_pb2.Attempt(), "BAD_PARAM", "slots of a shape is 64"))
             assert (await refusal_of(call))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
 
     run(scenario())
-    [line] = [record for record in caplog.records if "running slots of a shape" in record.getMessage()]
-    assert line.getMessage() == "decode node d0 refuses a shape: running slots of a shape is 64"
+    [line] = [record for record in caplog.records if "slots of a shape" in record.getMessage()]
+    assert line.getMessage() == "decode node d0 refuses a shape: slots of a shape is 64"
     assert "coordinator.control.request_log" not in {record.name for record in caplog.records}
 
 

@@ -163,7 +163,7 @@ def test_a_later_call_takes_the_place_of_one_that_the_server_takes_for_live(tmp_
     monkeypatch.setattr(Dispatcher, "begin", noting)
 
     async def scenario():
-        async with cluster(tmp_path, api_servers=api_servers) as c:
+        async with cluster(tmp_path, api_server_count=api_servers) as c:
             await until_serving(c.stub)
             nodes = [c.nodes["p0"], c.nodes["d0"]]
             first = go_on(c)

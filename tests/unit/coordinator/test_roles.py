@@ -140,7 +140,7 @@ def test_a_node_that_is_lost_before_it_confirms_is_forgotten():
         ("p0 d0", "x" * 200, "both", "NODE_NOT_FOUND", f"no node '{'x' * 80}' is attached"),
         ("p0 d0", "p0", "writer", "BAD_PARAM", "a role is prefill, decode or both, not 'writer'"),
         ("p0 d0", "p0", Shape(513, 0, False), "BAD_PARAM", "prompt_tokens of a shape is 513, the node's"),
-        ("p0 d0", "p0", Shape(0, 9, False), "BAD_PARAM", "running slots of a shape is 9, the node's max_num_seqs is 8"),
+        ("p0 d0", "p0", Shape(0, 9, False), "BAD_PARAM", "slots of a shape is 9, the node's max_num_seqs is 8"),
         ("p0 d0", "p0", Shape(0, 0, False), "BAD_PARAM", "a shape needs prompt_tokens or slots above 0"),
         ("p0 d0", "p0", "decode", "NO_OTHER_NODE", "node p0 is the last one that reads prompts"),
         ("p0 d0", "d0", "prefill", "NO_OTHER_NODE", "node d0 is the last one that writes answers"),

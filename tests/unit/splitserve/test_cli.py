@@ -148,17 +148,17 @@ def test_status_tells_the_sampling_defaults_in_force(run):
 @pytest.mark.parametrize(
     ("arguments", "asked", "said"),
     [
-        ("both", {"role": "both"}, "d0 is both now: 512 tokens + 64 running slots"),
+        ("both", {"role": "both"}, "d0 is both now: 512 tokens + 64 slots"),
         ("prefill --prompt-tokens 9", {"shape": {"prompt_tokens": 9}}, "d0 is prefill now: 9 tokens"),
         (
             "both --prompt-tokens 9 --slots 3",
             {"shape": {"prompt_tokens": 9, "slots": 3, "takes_handovers": True}},
-            "d0 is both now: 9 tokens + 3 running slots",
+            "d0 is both now: 9 tokens + 3 slots",
         ),
         (
             "decode --slots 3 --no-takes-handovers",
             {"shape": {"slots": 3}},
-            "d0 is decode now: 3 running slots, no hand-overs",
+            "d0 is decode now: 3 slots, no hand-overs",
         ),
     ],
 )

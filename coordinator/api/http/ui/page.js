@@ -169,7 +169,7 @@ function nodeRow(node) {
   const role = load.state === "ready" ? cell(load.role) : element("td", {}, load.role, element("span", {class: "warn"}, ` ${load.state}`));
   return element("tr", {}, element("th", {scope: "row", title: load.name}, elided(load.name, 32)), role,
     number(shape.prompt_tokens ? short(shape.prompt_tokens) : "–"), number(short(node.num_tokens_to_compute)),
-    number(shape.running slots ? `${node.num_answers} / ${shape.running slots}` : "–"), number(String(node.num_to_come)),
+    number(shape.slots ? `${node.num_answers} / ${shape.slots}` : "–"), number(String(node.num_to_come)),
     element("td", {}, meter, share(used, 1)), number(share(Number(load.num_cached_tokens), Number(load.num_prompt_tokens))),
     number(short(node.prompt_tokens_per_s)), number(short(node.tokens_per_s)), number(time(load.step_s)));
 }
@@ -215,15 +215,15 @@ function joint(from, to) { // why an answer went from one node to another
   return from.spans.at(-1).phase === "decode" ? "move" : "handover";
 }
 
-function channelsOf(pieces) { // the nodes there are, and those that were there, each with its pieces
+function lanesOf(pieces) { // the nodes there are, and those that were there, each with its pieces
   const roles = new Map(world.overview.nodes.map(({load}) => [load.name, load.role]));
-  const channels = new Map([...roles.keys()].map((name) => [name, []]));
+  const lanes = new Map([...roles.keys()].map((name) => [name, []]));
   for (const piece of pieces) {
-    if (!channels.has(piece.node)) channels.set(piece.node, []);
-    channels.get(piece.node).push(piece);
+    if (!lanes.has(piece.node)) lanes.set(piece.node, []);
+    lanes.get(piece.node).push(piece);
   }
   const order = (name) => `${name === NO_NODE ? 2 : roles.get(name) === "prefill" || /^prefill/.test(name) ? 0 : 1}${name}`;
-  return [...channels].sort(([a], [b]) => (order(a) < order(b) ? -1 : 1));
+  return [...lanes].sort(([a], [b]) => (order(a) < order(b) ? -1 : 1));
 }
 
 function drawLives(svg, drawnLives, begin, end, {row, isAlone = false}) {
@@ -231,13 +231,13 @@ function drawLives(svg, drawnLives, begin, end, {row, isAlone = false}) {
   const x = (at) => gutter + ((width - gutter - 6) * (at - begin)) / (end - begin);
   const clamp = (at) => x(Math.min(end, Math.max(begin, at)));
   const chains = drawnLives.map((life) => piecesOf(life).filter((piece) => piece.end > begin && piece.begin < end));
-  const used = channelsOf(chains.flat()).filter(([, pieces]) => pieces.length || !isAlone);
+  const used = lanesOf(chains.flat()).filter(([, pieces]) => pieces.length || !isAlone);
   const back = drawn("g"), joints = drawn("g"), front = drawn("g");
   const present = new Set(world.overview.nodes.map(({load}) => load.name));
   let y = 0;
   for (const [name, pieces] of used) {
     const height = pack(pieces) * (row + gap) - gap + 2 * pad;
-    back.append(drawn("rect", {class: "channel", x: gutter, y, width: width - gutter, height, rx: 4}));
+    back.append(drawn("rect", {class: "lane", x: gutter, y, width: width - gutter, height, rx: 4}));
     const label = name === NO_NODE ? "no node" : elided(name, 15);
     back.append(drawn("text", {class: present.has(name) ? "node" : "node gone", x: 0, y: y + height / 2 + 4}, label,
       drawn("title", {}, present.has(name) || name === NO_NODE ? name : `${name}: is not there any more`)));

@@ -6,7 +6,6 @@ import weakref
 from dataclasses import replace
 
 import pytest
-from tests.unit.kv_transfer.channels_kit import CANCELLED_BY_SENDER, IDS, LAYOUT, TAIL, nodes_of, sliced
 
 from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.ends.receiver import KVReceiver, ReceivingChannel
@@ -16,6 +15,7 @@ from kv_transfer.transports.loopback import LoopbackNetwork
 from kv_transfer.wire import Abort, Data, Finish, decode
 from serving_core import reasons
 from tests.effort import few
+from tests.unit.kv_transfer.channels_kit import CANCELLED_BY_SENDER, IDS, LAYOUT, TAIL, nodes_of, sliced
 from tests.unit.kv_transfer.fabric_kinds import FABRIC_KINDS
 from tests.unit.kv_transfer.transfer_kit import ByteStore, Fabric, Once, run, until
 

@@ -3,11 +3,11 @@
 import math
 
 import pytest
-from tests.unit.serving_node.node_requests_kit import House
 
 from decode_node.batch import STRETCH, slots_in_time
 from serving_core.due import Due
 from serving_core.node_requests import Stage
+from tests.unit.serving_node.node_requests_kit import House
 from tests.unit.serving_node.slack_kit import ExactCosts
 
 # A step takes 10 ms, 2 ms for each answer, and 10 µs for each token before.
