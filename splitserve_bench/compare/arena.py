@@ -58,15 +58,15 @@ class Arena:
         request_timeout_s: float,
         on_progress: Callable[[Progress], None],
     ) -> list[Outcome]:
-        """Send a load after the warm-up, of which every request must succeed, and return the outcomes.
+        """Send a load after the warm-up, and return the outcomes.
 
-        Raises BenchError when one does not, or when a node is lost, and LaunchError when the cluster does not start.
+        Raises BenchError when the warm-up fails or a node is lost, and LaunchError when the cluster does not start.
         """
         async with self._serving(contender) as (target, check):
             order = Order(target, WARM_UP_CONCURRENCY, request_timeout_s)
             warmed = await run_load(order, warm_up, lambda progress: None)
-            if errors := [outcome.error for outcome in warmed if outcome.error]:
-                raise BenchError(f"{contender.name} cannot answer: {errors[0]}")
+            if error := warm_up_error(warmed):
+                raise BenchError(f"{contender.name} cannot answer: {error}")
             outcomes = await run_load(Order(target, max_concurrency, request_timeout_s), planned, on_progress)
             await check()
         return outcomes
@@ -104,3 +104,10 @@ async def _check_nodes(cluster: Cluster) -> None:
         attached = {node.name for node in (await client.loads()).nodes}
     if missing := [name for name in cluster.nodes if name not in attached]:
         raise BenchError(f"lost during the load: {', '.join(missing)}; logs: {cluster.log_dir}")
+
+
+def warm_up_error(outcomes: Sequence[Outcome]) -> str:
+    """Return why a warm-up failed, or "". Its requests come all at once, so the server may refuse some, but not all."""
+    failed = [outcome for outcome in outcomes if outcome.error]
+    is_none_served = len(failed) == len(outcomes)
+    return next((outcome.error for outcome in failed if is_none_served or not outcome.is_refused), "")

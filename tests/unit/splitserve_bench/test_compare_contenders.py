@@ -1,11 +1,12 @@
 import os
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 
 from serving_core.errors import SettingsError
 from splitserve.launch.models import LocalModel
-from splitserve_bench.compare.arena import Arena
+from splitserve_bench.compare.arena import Arena, warm_up_error
 from splitserve_bench.compare.command import parse_engine_flag
 from splitserve_bench.compare.contenders import (
     MAX_SPLITS,
@@ -20,6 +21,7 @@ from splitserve_bench.compare.contenders import (
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.records import PlannedRequest
 from tests.tiny_models import write_fake_model
+from tests.unit.splitserve_bench.bench_serve_kit import answered
 from tests.unit.splitserve_bench.load_servers import Script, http_server
 from tests.unit.splitserve_bench.stand_ins import run_load_here
 
@@ -121,12 +123,12 @@ async def test_a_peer_that_no_longer_answers_after_the_load_is_an_error(tmp_path
     model = LocalModel(write_fake_model(tmp_path / "model"), "fake")
     arena = Arena(model, sorted(os.sched_getaffinity(0)), {}, tmp_path, print)
     warm_up, planned = ([PlannedRequest(i, 0.0, (i, 1), 2) for i in range(count)] for count in (1, 3))
-    answered = []
+    ended = []
     async with AsyncExitStack() as server:
         target = await server.enter_async_context(http_server(Script()))
 
         async def load(order, requests, *callbacks):
-            answered.append([each.error for each in await run_load_here(order, requests, *callbacks)])
+            ended.append([each.error for each in await run_load_here(order, requests, *callbacks)])
             if requests is planned:
                 await server.aclose()
             return []
@@ -141,7 +143,20 @@ async def test_a_peer_that_no_longer_answers_after_the_load_is_an_error(tmp_path
                 request_timeout_s=60.0,
                 on_progress=lambda progress: None,
             )
-    assert answered == [[""], ["", "", ""]]
+    assert ended == [[""], ["", "", ""]]
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [([], ""), (["", "full!"], ""), (["full!", "full!"], "full"), (["full!", "lost", ""], "lost")],
+)
+def test_a_warm_up_may_be_refused_in_part(errors, expected):
+    """Errors of refusals end with an exclamation mark here."""
+    outcomes = [
+        replace(answered(index), error=error.rstrip("!"), is_refused=error.endswith("!"))
+        for index, error in enumerate(errors)
+    ]
+    assert warm_up_error(outcomes) == expected
 
 
 @pytest.mark.parametrize("text", ["", "a", "a=", "=1B", "a=0B", "a=1X", "a=1B+", "a/b=1B", "a=1P", "a=2D"])
