@@ -185,7 +185,7 @@ def test_data_port_in_use(run, cluster, model):
 
 OFF_LOOPBACK = {
     "public API": ("coordinator", {"host": "0.0.0.0"}, "API_KEY"),
-    "fleet API server": ("coordinator", {"fleet_host": "0.0.0.0"}, "FLEET_SECRET"),
+    "fleet port": ("coordinator", {"fleet_host": "0.0.0.0"}, "FLEET_SECRET"),
     "public API, IPv6": ("coordinator", {"host": "::"}, "API_KEY"),
     "decode data": ("decode", {"kv_bind": "tcp://0.0.0.0:*"}, "FLEET_SECRET"),
     "decode data on all interfaces": ("decode", {"kv_bind": "tcp://*:*"}, "FLEET_SECRET"),

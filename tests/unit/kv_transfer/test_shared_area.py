@@ -14,7 +14,7 @@ import pytest
 from kv_transfer.results import TransferError
 from kv_transfer.shared_memory import area as area_module
 from kv_transfer.shared_memory import lending
-from kv_transfer.shared_memory import memory_socket as api_server_module
+from kv_transfer.shared_memory import memory_socket as socket_module
 from kv_transfer.shared_memory.area import HEAD_BYTES, NONCE_BYTES, SEALS, ReadArea, WrittenArea
 from kv_transfer.shared_memory.lending import Lender, Loan
 from kv_transfer.shared_memory.memory_socket import MemorySocket, address_of, new_socket
@@ -212,12 +212,12 @@ async def test_only_who_shows_the_secret_comes_in_and_only_once():
 
 
 async def test_silent_visitors_are_bounded_and_sent_away(monkeypatch):
-    monkeypatch.setattr(api_server_module, "MAX_VISITORS", 2)
+    monkeypatch.setattr(socket_module, "MAX_VISITORS", 2)
     memory_socket = MemorySocket()
     silent = [await visit(memory_socket.name) for _ in range(2)]
     assert await ended(await visit(memory_socket.name)), "one too many was let in"
     assert not select.select(silent, [], [], 0)[0], "others were sent away before"
-    skip(api_server_module.SHAKE_S)
+    skip(socket_module.SHAKE_S)
     for visitor in silent:
         assert await ended(visitor)
     came = []

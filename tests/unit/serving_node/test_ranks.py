@@ -1,4 +1,4 @@
-"""How rank 0 leads its followers: commands, reports, strangers at the API server, and what silence means."""
+"""How rank 0 leads its followers: commands, reports, strangers at the port, and what silence means."""
 
 import asyncio
 import socket
@@ -106,7 +106,7 @@ async def test_a_follower_hears_that_rank_0_is_gone(monkeypatch):
                 await leaders[0].command()
 
 
-async def test_nobody_answers_at_the_api_server():
+async def test_nobody_answers_at_the_port():
     with socket.socket() as bound:  # which does not listen, and keeps others from it
         bound.bind(("127.0.0.1", 0))
         with pytest.raises(RankLost, match="does not answer"):
