@@ -1,4 +1,4 @@
-"""The OpenAI-compatible API server with the official client, beside the gRPC API server."""
+"""The OpenAI-compatible API server with the official client, beside the gRPC API."""
 
 import asyncio
 import signal
@@ -62,7 +62,7 @@ def _bytes_of(token):
     return list(next(text for text, token_id in SPECIAL_TOKENS.items() if token_id == token).encode())
 
 
-# ---- the same answers as at the gRPC API server ----
+# ---- the same answers as at the gRPC API ----
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.1, "seed": 7}, {"top_p": 0.7, "seed": -3}])

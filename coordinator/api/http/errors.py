@@ -1,6 +1,6 @@
 """The one place where failures become HTTP statuses and error objects: OpenAI's, and Anthropic's at its own paths.
 
-`reason` is that of the gRPC API server, `code` what OpenAI calls it, or the reason again where OpenAI has no word for
+`reason` is that of the gRPC API, `code` what OpenAI calls it, or the reason again where OpenAI has no word for
 it; `param` is the field that is wrong. The statuses are those that gateways between HTTP and gRPC use. What has no
 reason of ours becomes 500 without a text."""
 

@@ -238,7 +238,7 @@ def _is_text(value: Any) -> bool:
 
 R = TypeVar("R")
 
-MAX_BODY_BYTES: Final = 4 * 2**20  # as at the gRPC API server
+MAX_BODY_BYTES: Final = 4 * 2**20  # as at the gRPC API
 LONG_BODY_BYTES: Final = 2**16  # about a millisecond of work; longer bodies are parsed off the event loop
 BODY_TIMEOUT_S: Final = 30.0
 

@@ -1,5 +1,5 @@
 """Every field of OpenAI's bodies and of vLLM's, and those by which SGLang and llama.cpp hold an answer to a form, and
-what becomes of it here. The HTTP API server decides by this list, and docs/fields.md is made of it (`python -m
+what becomes of it here. The HTTP API decides by this list, and docs/fields.md is made of it (`python -m
 tests.field_table`).
 
 A field that would change the answer and is not supported is refused by name; one that cannot change it may be sent.

@@ -1,7 +1,7 @@
 """From the JSON of OpenAI's endpoints to the requests that both API servers understand. Pure.
 
 What is checked here is the form: which fields there are (known_fields.py) and of which kind. Values are checked where
-those of the gRPC API server are. `Fields.unread` names the fields that nobody knows.
+those of the gRPC API are. `Fields.unread` names the fields that nobody knows.
 """
 
 import json
@@ -46,7 +46,7 @@ _NUMBERS: Final = ("temperature", "top_p", "min_p", "frequency_penalty", "presen
 _INTEGERS: Final = ("top_k", "min_tokens", "prompt_logprobs")
 _BOOLEANS: Final = ("skip_special_tokens", "ignore_eos", "include_stop_str_in_output")
 
-# The fields of an endpoint by the names that the gRPC API server has for them.
+# The fields of an endpoint by the names that the gRPC API has for them.
 COMPLETION_NAMES: Final = {"text": "prompt", "tokenized.input_ids": "prompt", "input": "prompt"}
 CHAT_NAMES: Final = {
     "chat": "messages",
@@ -66,7 +66,7 @@ Prompt = str | TokenizedInput | ChatInput
 @dataclass(frozen=True, slots=True)
 class Asked:
     """One call of an endpoint. `requests` are one for each prompt, each with num_answers answers. `names` are the
-    fields as the client has sent them, by the names that the gRPC API server has for them."""
+    fields as the client has sent them, by the names that the gRPC API has for them."""
 
     requests: tuple[GenerateRequest, ...]
     names: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""A coordinator with an HTTP API server, and clients of it."""
+"""A coordinator with an HTTP API, and clients of it."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ in_module_loop = pytest.mark.asyncio(loop_scope="module")  # for tests of what a
 
 
 def url_of(c):
-    """Return the address of the cluster's HTTP API server."""
+    """Return the address of the cluster's HTTP API."""
     return f"http://127.0.0.1:{c.server.http_port}"
 
 

@@ -1,4 +1,4 @@
-"""What clients of other servers send and expect at the HTTP API server: how bodies are packed, which names and nulls
+"""What clients of other servers send and expect at the HTTP API: how bodies are packed, which names and nulls
 there are, and that a line of a stream is a line to every reader."""
 
 import asyncio

@@ -242,7 +242,7 @@ def test_a_stop_string_within_bytes_counts_from_the_least_tokens_on(min_tokens, 
     assert (text.num_tokens if text.matched_stop else None) == ends_at
 
 
-# ---- at the HTTP API server: a tokenizer that drops the blank before a text's first word ----
+# ---- at the HTTP API: a tokenizer that drops the blank before a text's first word ----
 
 LLAMA_TOKENIZER = TOKENIZERS["llama"]
 HELLO, WORLD = LLAMA_TOKENIZER.token_to_id("▁hello"), LLAMA_TOKENIZER.token_to_id("world")

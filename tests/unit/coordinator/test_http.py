@@ -1,4 +1,4 @@
-"""The HTTP API server over real sockets, with nodes that the test speaks for: streams to the byte, failures, and the
+"""The HTTP API over real sockets, with nodes that the test speaks for: streams to the byte, failures, and the
 end of the server."""
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The HTTP API server and clients that leave, dawdle, do not read, send what is no HTTP, or try again by themselves."""
+"""The HTTP API and clients that leave, dawdle, do not read, send what is no HTTP, or try again by themselves."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What fields do to the responses of the HTTP API server, its smaller endpoints, and logprobs of prompts in OpenAI's
+"""What fields do to the responses of the HTTP API, its smaller endpoints, and logprobs of prompts in OpenAI's
 form (echo) and in vLLM's (prompt_logprobs)."""
 
 import json

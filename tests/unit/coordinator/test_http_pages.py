@@ -1,4 +1,4 @@
-"""What browsers get from the HTTP API server: the page at /ui and what it asks for, and what pages of others may do."""
+"""What browsers get from the HTTP API: the page at /ui and what it asks for, and what pages of others may do."""
 
 import asyncio
 import re

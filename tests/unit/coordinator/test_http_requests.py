@@ -1,4 +1,4 @@
-"""From OpenAI's JSON to the requests of the gRPC API server: hand-written pairs, and anything at all."""
+"""From OpenAI's JSON to the requests of the gRPC API: hand-written pairs, and anything at all."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Tools and thoughts at the HTTP API server, as openai's own client has them, with nodes that say what the model
+"""Tools and thoughts at the HTTP API, as openai's own client has them, with nodes that say what the model
 writes."""
 
 import asyncio
