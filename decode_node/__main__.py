@@ -1,4 +1,4 @@
-"""`python -m decode_node MODEL`: one node process that begins as a decode node."""
+"""Start a node process in the decode role: `python -m decode_node MODEL`."""
 
 from serving_core.interrupts import end_at_once
 

@@ -1,16 +1,18 @@
-"""Decode: one token a step for each running sequence, and which one is preempted when blocks run out.
+"""Schedule decode: one token a step for each running sequence, and preemption when blocks run out.
 
 No I/O, no clock.
 
-One that writes and finds no block for its next token takes it from the youngest request that can give way, itself
-too: what writes or is being read here becomes a prompt again, what is read and not yet being sent is forgotten but for
-what stays cached, and a grant whose KV is not there is taken back. One that is longer than the pool, and may fill it,
-gives no more than is lacked, from its end. The oldest never gives way, and no request is admitted that could not fit
-into the pool alone, so the oldest always finishes. An answer that moves to another node keeps its blocks; it needs none
-of this pool to move, and then its blocks come free.
+A sequence without a block for its next token takes blocks from the youngest request that can be preempted, which may be
+the sequence itself. A running or prefilling request becomes a queued prompt again. A prefilled prompt that is not being
+sent is evicted except for its cached blocks. A credit of which no KV has arrived is revoked. A request with distributed
+KV, which may fill the pool, loses only the lacking blocks, from its end.
 
-It only ever writes behind what is published: the block of the token to come is its own. Sharing takes nothing from the
-promise: with every other request out of the way, all blocks but the oldest's own are free.
+The oldest request is never preempted, and admission refuses requests that could not fit into the pool alone, so the
+oldest request always finishes. A migrating sequence keeps its blocks; it needs none of this pool to finish its
+migration.
+
+A sequence writes only behind its published blocks, so the block of the next token is its own. Prefix sharing does not
+weaken the guarantee: without other requests, all blocks but the oldest request's own are free.
 """
 
 import math
@@ -22,12 +24,15 @@ from serving_core.leases import Leases
 from serving_core.node_requests import NodeRequest, NodeRequests, Stage
 from serving_core.requests import Work
 
-STRETCH: Final = 1.3  # of the tightest limit, by a step with all of them: some are ahead of theirs, and some soon end
+STRETCH: Final = 1.3  # times the tightest TPOT that a full step may take: some sequences are ahead, some soon end
 
 
 def slots_in_time(running: Sequence[NodeRequest], costs: StepCosts) -> float:
-    """Of as many answers as this, with contexts such as these have, a step takes STRETCH times the tightest of their
-    limits; at least 1, inf without limits. A limit that one answer alone would miss holds nobody up."""
+    """Return how many sequences a step may hold before it takes STRETCH times the tightest TPOT of `running`.
+
+    The contexts are assumed as long as the mean of `running`. At least 1; inf without limits. A limit that one sequence
+    alone would miss is ignored.
+    """
     tpots_s = [each.due.tpot_s for each in running if each.due is not None and each.due.tpot_s < math.inf]
     if not tpots_s:
         return math.inf
@@ -41,7 +46,7 @@ MAX_EVICTIONS: Final = 2  # of one finished prompt
 
 
 class Writing:
-    """The running answers of one node."""
+    """Schedule the running sequences of one node."""
 
     def __init__(
         self,
@@ -50,8 +55,11 @@ class Writing:
         revoke: Callable[[NodeRequest], None],
         fit: Callable[[NodeRequest, int], int] = lambda _, num_tokens: num_tokens,
     ) -> None:
-        """`revoke` begins to take a grant back; its blocks come free later. `fit` tells of a request that has hosts how
-        many of so many tokens it has blocks for."""
+        """Create the scheduler.
+
+        `revoke` begins to revoke a credit, whose blocks come free later. `fit` returns for a request with distributed
+        KV how many of `num_tokens` tokens have blocks.
+        """
         self._fit = fit
         self._node_requests = node_requests
         self._leases = leases
@@ -60,7 +68,7 @@ class Writing:
         self.num_evictions = 0
 
     def plan(self) -> list[Work]:
-        """One token of each that writes and has, or finds, a block for it; oldest first."""
+        """Return one token for each running sequence that has or gets a block for it, oldest first."""
         works: list[Work] = []
         taken: set[NodeRequest] = set()
         for node_request in self._node_requests.in_stage(Stage.WRITING):
@@ -70,8 +78,10 @@ class Writing:
         return works
 
     def _hold(self, node_request: NodeRequest, taken: set[NodeRequest]) -> bool:
-        """Whether it has blocks for its next token; others, or it itself, may have to give way. Those in `taken` have
-        their place in the step already."""
+        """Return whether a sequence has blocks for its next token, preempting requests if needed.
+
+        Requests in `taken` are already in the step and are not preempted.
+        """
         num_missing = self._leases.num_missing(node_request, node_request.num_computed + node_request.num_to_compute)
         if not num_missing and not node_request.is_annexing:
             return True
@@ -82,10 +92,10 @@ class Writing:
                 return False
         while num_missing > self._leases.num_free:
             if any(each.is_revoked for each in self._node_requests):
-                return False  # its blocks come free in a moment
+                return False  # the blocks of the revoked credit come free soon
             victim = self._youngest(node_request, taken)
             if victim is None or (victim is node_request and node_request.hosts):
-                return False  # what is being sent or received, itself perhaps, will end, and then there is another
+                return False  # a transfer that holds blocks will end, and then there is a victim
             if victim is node_request:
                 self.give_way(victim)
                 return False
@@ -94,7 +104,10 @@ class Writing:
         return True
 
     def _youngest(self, node_request: NodeRequest, taken: set[NodeRequest]) -> NodeRequest | None:
-        """The youngest that holds blocks and can give way, down to the request itself; never the oldest of all."""
+        """Return the youngest request that holds blocks and can be preempted, not younger than `node_request`.
+
+        Returns None if only the oldest request of all is left.
+        """
         oldest = next((each for each in self._node_requests if _may_finish(each)), None)
         for each in reversed(list(self._node_requests)):
             if each is oldest:
@@ -106,7 +119,7 @@ class Writing:
         return None
 
     def give_way(self, node_request: NodeRequest) -> None:
-        """Takes the blocks of one that can give way; those of a grant come free later."""
+        """Preempt a request that `can_give_way`; the blocks of a credit come free later."""
         if node_request.stage is Stage.GRANTED:
             node_request.is_revoked = True
             self._revoke(node_request)
@@ -120,8 +133,12 @@ class Writing:
         self._node_requests.enter(node_request, Stage.QUEUED)
 
     def _take_from(self, node_request: NodeRequest, num_blocks: int) -> None:
-        """Takes its blocks; of one that has hosts no more than so many, from its end: as it fills the pool, it would
-        begin again for each block that an older one grows by. What is added up over a prompt cannot be taken back."""
+        """Take blocks from a request.
+
+        A request with distributed KV loses only `num_blocks` blocks, from its end: it fills the pool, and would
+        otherwise begin again for each block by which an older request grows. Pooled requests are preempted as a whole,
+        since a sum over the prompt cannot be undone.
+        """
         lease, request = node_request.lease, node_request.request
         assert lease is not None
         if not node_request.hosts or request.pooling is not None or num_blocks > len(lease.block_ids):
@@ -131,24 +148,24 @@ class Writing:
         self._node_requests.enter(node_request, Stage.READING)
 
     def take_over(self, node_request: NodeRequest) -> None:
-        """A prompt that was read for another node is answered here."""
+        """Decode a prompt here that was prefilled for another node."""
         assert node_request.stage is Stage.READ
         node_request.hands_over = node_request.is_kept = False
         self._node_requests.enter(node_request, Stage.WRITING)
 
 
 def _may_finish(node_request: NodeRequest) -> bool:
-    """Whether it needs nothing but steps of this node to finish."""
+    """Return whether a request needs nothing but steps of this node to finish."""
     return node_request.stage in (Stage.WRITING, Stage.READING, Stage.QUEUED) and not node_request.hands_over
 
 
 def can_give_way(node_request: NodeRequest) -> bool:
-    """Whether its blocks can be taken, at once or, those of a grant, in a moment."""
+    """Return whether the blocks of a request can be taken, at once or, for a credit, soon."""
     match node_request.stage:
         case Stage.WRITING | Stage.READING:
             return not node_request.is_busy
         case Stage.READ:
             return not node_request.is_busy and node_request.num_evictions < MAX_EVICTIONS
-        case Stage.GRANTED:  # one whose sender gave it up is cancelled in a moment
+        case Stage.GRANTED:  # a credit whose sender aborted is cancelled soon
             return node_request.is_receiving and not node_request.is_revoked
     return False

@@ -1,13 +1,15 @@
-"""The half that turns KV into answers, before it can: credit for prompts that other nodes read, and for answers that
-other nodes have begun to write. No I/O, no clock.
+"""Grant credit: reserve blocks for prompts that other nodes prefill and for sequences that migrate here.
 
-Credit is blocks for the prompt and the first token to come, or for an answer and what it grows by meanwhile; it is
-granted while there are running slots and blocks, and leaves every request that grows one block to grow into. Leading
-blocks of a prompt that the pool holds already need no transfer: they are leased with the rest, so nobody can have them
-for other tokens. Where more of them are on their way here for another request that begins alike, a prompt gets its
-credit behind that one: they travel once, and are held once. A running answer is to go on in the bits that it would have
-had where it was: of its blocks those count as here that have the same bits wherever they are, and its descriptor names
-the last one, for its node to compare."""
+No I/O, no clock.
+
+A credit covers the prompt and the first output token, or a migrating sequence and the tokens that it gains meanwhile.
+It is granted while there are running slots and blocks, and leaves one block for each request that grows. Leading blocks
+of a prompt that are in the prefix cache need no transfer: they are leased with the rest, so no other tokens can take
+them. If more of them are in transfer for another request with the same beginning, the prompt gets its credit after that
+request, so that the blocks are sent and held once. A migrating sequence must continue with the same bits: only cached
+blocks whose bits are the same on every node count, and the descriptor carries the hash of the last one for the source
+node to compare.
+"""
 
 from collections.abc import Sequence
 from typing import Final
@@ -17,11 +19,11 @@ from serving_core.errors import RequestError
 from serving_core.leases import Leases
 from serving_core.node_requests import NodeRequest, NodeRequests, Stage
 
-SHARED_BLOCKS: Final = 4  # for fewer that are on their way for another one nobody waits
+SHARED_BLOCKS: Final = 4  # a request does not wait for fewer shared blocks in transfer
 
 
 class Credit:
-    """Who waits for blocks on this node, and who has been granted them."""
+    """Track which requests wait for blocks on this node and which have credit."""
 
     def __init__(self, node_requests: NodeRequests, leases: Leases, *, max_num_queued: int) -> None:
         self._node_requests = node_requests
@@ -29,8 +31,10 @@ class Credit:
         self._max_num_queued = max_num_queued
 
     def check(self, num_tokens: int, *, may_grow_out: bool = False) -> None:
-        """Raises RequestError when the queue is full, or an answer that ends with so many tokens could never be written
-        here, unless it `may_grow_out` of the pool."""
+        """Raise RequestError if the queue is full or a sequence of `num_tokens` could never fit into the pool.
+
+        With `may_grow_out` the sequence may exceed the pool (distributed KV).
+        """
         num_blocks = self._leases.blocks_for(num_tokens)
         if num_blocks > self._leases.num_blocks and not may_grow_out:
             raise RequestError(
@@ -38,11 +42,11 @@ class Credit:
                 f"prompt and max_tokens need {num_blocks} KV blocks, the decode node has {self._leases.num_blocks}",
             )
         waiting = self._node_requests.in_stage(Stage.AWAITING)
-        if sum(not each.is_to_share for each in waiting) >= self._max_num_queued:  # the others have running slots
+        if sum(not each.is_to_share for each in waiting) >= self._max_num_queued:  # sharers have running slots
             raise RequestError(reasons.QUEUE_FULL, f"the decode queue holds its {self._max_num_queued} requests")
 
     def grant(self, node_request: NodeRequest, *, num_spare: int) -> bool:
-        """Gives one that waits its blocks, if that leaves num_spare free. Tells whether it did."""
+        """Reserve the blocks of a waiting request if that leaves `num_spare` blocks free. Return whether it did."""
         num_to_hold, num_cacheable = _tokens_to_hold(node_request), _num_cacheable(node_request)
         if not self._leases.take(node_request, num_to_hold, num_cacheable=num_cacheable, num_spare=num_spare):
             return False
@@ -50,17 +54,17 @@ class Credit:
         return True
 
     def num_to_hold(self, node_request: NodeRequest) -> int:
-        """Blocks of a grant; some may be here already."""
+        """Return the blocks of a request's credit, including blocks that are already in the prefix cache."""
         return self._leases.blocks_for(_tokens_to_hold(node_request))
 
     def waits(self, node_request: NodeRequest) -> bool:
-        """Whether one that waits is to get its blocks behind another one, with which more of its beginning comes."""
+        """Return whether a waiting request gets its blocks after another request that brings more of its beginning."""
         if not node_request.is_to_share:
             node_request.ahead = None if node_request.is_alone else self._find_ahead(node_request)
         return node_request.is_to_share
 
     def wait_no_more(self, node_request: NodeRequest, now: float) -> None:
-        """What another one brings has taken too long: it waits for room alone from now on."""
+        """Let a request wait for free blocks alone, after the shared blocks took too long."""
         node_request.ahead, node_request.is_alone, node_request.waiting_since_s = None, True, now
 
     def _find_ahead(self, node_request: NodeRequest) -> NodeRequest | None:
@@ -70,7 +74,7 @@ class Credit:
         for other in self._node_requests.in_stage(Stage.GRANTED) if end <= num_cacheable else ():
             others = other.request.token_ids
             if (
-                token_ids[num_held:end] == others[num_held:end]  # which tells most apart at their first token
+                token_ids[num_held:end] == others[num_held:end]  # most prompts already differ at the first token
                 and token_ids[:num_held] == others[:num_held]
                 and self._leases.may_share(node_request, other)
                 and node_request.may_wait_for(other)
@@ -79,12 +83,14 @@ class Credit:
         return None
 
     def num_blocks(self, node_request: NodeRequest) -> int:
-        """Blocks that may come: they need not all."""
+        """Return the most blocks that may arrive for a request."""
         return self._leases.blocks_for(len(node_request.request.token_ids) + node_request.num_ahead)
 
     def check_tail(self, node_request: NodeRequest, num_tokens: int, num_come: int) -> None:
-        """Raises ValueError when what has come, so many blocks beside those that were there, cannot go on with so many
-        tokens behind those that were known."""
+        """Raise ValueError if received KV does not fit the request.
+
+        `num_come` blocks arrived beside the cached blocks, with `num_tokens` tokens behind the known tokens.
+        """
         request = node_request.request
         num_needed = self._leases.blocks_for(len(request.token_ids) + num_tokens - 1)
         if not node_request.num_ahead and num_tokens != 1:
@@ -97,8 +103,10 @@ class Credit:
             raise ValueError(f"{num_tokens} tokens came with the KV; max_tokens is {request.sampling.max_tokens}")
 
     def commit(self, node_request: NodeRequest, token_ids: Sequence[int], made: Sequence[tuple[bytes, int]]) -> None:
-        """The KV is all there but for that of the last of these tokens, which follow those that were known: the next
-        step computes it. `made`: as Leases.copied has it."""
+        """Move a request to decode: all KV is here except that of the last of `token_ids`.
+
+        `token_ids` follow the known tokens; the next step computes the last one. `made` is as in Leases.copied.
+        """
         assert node_request.stage is Stage.GRANTED
         self._node_requests.enter(node_request, Stage.WRITING)
         node_request.request.token_ids += token_ids
@@ -108,7 +116,7 @@ class Credit:
         node_request.has_first_token = True
 
     def take_back(self, node_request: NodeRequest, now: float) -> None:
-        """The grant is over and nothing has come of it: it waits again."""
+        """Release a credit without KV; the request waits again."""
         self._leases.give_back(node_request)
         node_request.is_revoked = False
         self._node_requests.enter(node_request, Stage.AWAITING)
@@ -116,7 +124,10 @@ class Credit:
 
 
 def _num_cacheable(node_request: NodeRequest) -> int:
-    """Leading tokens that need not come if they are here. Of an answer's last one its node may have no KV yet."""
+    """Return the leading tokens that need no transfer if they are cached.
+
+    The last token of a running sequence is excluded: its node may have no KV of it yet.
+    """
     if node_request.comes_whole:
         return 0
     return len(node_request.request.token_ids) - (node_request.num_ahead > 0)

@@ -1,6 +1,6 @@
-"""What every rank of a node does for prompts that other nodes read: it awaits its heads of their blocks.
+"""Receive one rank's heads of the KV blocks that other nodes send.
 
-Rank 0 calls these methods on its own rank and, as commands, on the followers': serving_node/ranks/transfers.py.
+Rank 0 calls these methods on its own rank and, as commands, on the followers: serving_node/ranks/transfers.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ OnEnded = Callable[[int, Received | TransferFailed], None]
 
 
 class Incoming:
-    """The transfers that end at one rank."""
+    """Track the transfers that end at one rank."""
 
     def __init__(
         self,
@@ -32,12 +32,15 @@ class Incoming:
 
     @property
     def address(self) -> str:
-        """Where the rank receives."""
+        """Return the address at which the rank receives."""
         return self._receiver.address
 
     def expect(self, epoch: int, descriptor: bytes, block_ids: Sequence[int]) -> None:
-        """Lets these blocks be written by the descriptor; on_granted is told at once, unless it cannot be used, and
-        on_coming when some of them come."""
+        """Let the sender of `descriptor` write to these blocks.
+
+        on_granted is called at once, or on_ended if the descriptor cannot be used; on_coming is called when the first
+        blocks arrive.
+        """
         on_coming = None if self._on_coming is None else partial(self._on_coming, epoch)
         try:
             self._receiver.expect(

@@ -1,31 +1,27 @@
-"""Speculative decoding: which draft tokens a step verifies. No I/O, no clock.
+"""Choose the draft tokens that a step verifies (speculative decoding). No I/O, no clock.
 
-Pure.
+Prompt lookup: the last tokens of a text are searched among the tokens before, by chains of positions with the same
+hash, as LZ77 compressors do. The longest match wins, of equal matches the latest. If the continuation of the match
+reaches the end of the text, it continues with itself, so that repetitions are continued.
 
-The last tokens are looked for among those before them by chains of places with one hash, as LZ77 compressors do it. Of
-the places found the one with the longest match is taken, of equals the latest. Where what follows it reaches the end of
-the text, it goes on with itself: a text that repeats is continued.
+A step with a number of sequences takes a certain time, and each draft token adds a share of it; both are measured for
+each power of two of sequences. An accepted draft token saves the time of one token without drafts. So a draft token
+must be accepted with a probability of at least
 
-A step with so many answers takes a certain time, and a candidate in it a part of that more; both are measured, apart
-for each power of two of answers. A candidate that comes is worth the time that a token takes without it. So it is to
-come with a probability of at least
+seconds of a draft token / (seconds of a step / sequences)
 
-    seconds of a candidate / (seconds of a step / answers)
+and a small margin. On hardware with idle arithmetic units that is little for few sequences, and above 1 for many: then
+there are no draft tokens.
 
-and a little more. On hardware that has arithmetic to spare that is little for few answers, and more than 1 for many:
-then there are no candidates.
+A draft model also takes time to write draft tokens, measured separately. The time for attempts that may never pay off
+is bounded by a budget. The draft model runs between two steps. It first reads unknown text, of a sequence that begins
+or migrates here, in small chunks, and drafts only then. KV behind rejected draft tokens is overwritten: a text counts
+as computed up to the last accepted draft token.
 
-Those that a draft model writes take its time too, which is measured beside the other. What it takes to be tried, where
-it may never help, is bounded by a budget.
-
-It computes between two steps. A text that it does not know, of an answer that begins or comes from another node, it
-reads in small chunks first; only then there are candidates. Behind those that did not come its KV is overwritten: a
-text counts as computed up to where what was written ahead has come.
-
-Tokens that come are those that would come without: the engine chooses each of them as ever, and goes on with the next
-one where it has computed that. So what is written here decides about time alone. A step that reads prompts has no
-candidates, nor has an answer that moves to another node. Blocks for candidates are taken where they would come free for
-nobody else, and are those that the answer needs next in any case.
+Output does not change: the engine samples each token as without drafts, and continues with the next one where it has
+computed it. So this module decides about time alone. Steps with prompt chunks have no draft tokens, nor have migrating
+sequences. Blocks for draft tokens are taken only where no request lacks them, and are the blocks that the sequence
+needs next.
 """
 
 import math
@@ -41,24 +37,26 @@ from serving_core.leases import Leases
 from serving_core.node_requests import NodeRequest, NodeRequests, Stage
 from serving_core.requests import DraftWork, Share, Work
 
-SHORTEST: Final = 3  # tokens that match; fewer tell little
-LONGEST: Final = 32  # a longer match tells no more
-MOST_TRIED: Final = 6  # places
-NUM_CHAINS: Final = 2**14  # 64 KiB for a text; every token of it takes 4 bytes more
+SHORTEST: Final = 3  # matching tokens; fewer predict little
+LONGEST: Final = 32  # a longer match predicts no better
+MOST_TRIED: Final = 6  # positions
+NUM_CHAINS: Final = 2**14  # 64 KiB for a text, and 4 bytes for each token
 NOWHERE: Final = -1
 _FACTORS: Final = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 
 
 class Lookup:
-    """Knows one text, which only grows."""
+    """Index one text, which only grows."""
 
     def __init__(self) -> None:
-        self._last = array("i", (NOWHERE,)) * NUM_CHAINS  # place of each chain
-        self._before: array[int] = array("i")  # of each place, the one before it in its chain
+        self._last = array("i", (NOWHERE,)) * NUM_CHAINS  # latest position of each chain
+        self._before: array[int] = array("i")  # for each position, the one before it in its chain
 
     def take_in(self, token_ids: Sequence[int], most_tokens: int) -> bool:
-        """Takes in so many tokens more of the text, if there are so many; tells whether it knows all of it. Takes less
-        than a microsecond a token."""
+        """Index at most `most_tokens` more tokens of the text. Return whether the whole text is indexed.
+
+        `token_ids` is the whole text.
+        """
         last, before = self._last, self._before
         first, second, third = _FACTORS
         for end in range(len(before), min(len(token_ids), len(before) + most_tokens)):
@@ -72,8 +70,10 @@ class Lookup:
         return len(before) == len(token_ids)
 
     def find(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """The place that the end of this text, all of which it knows, matches best, and how many tokens match; (-1, 0)
-        where no place does."""
+        """Return the position that best matches the end of an indexed text, and the number of matching tokens.
+
+        Returns (-1, 0) without a match.
+        """
         found, longest = NOWHERE, SHORTEST - 1
         for place, length in self.places(token_ids):
             if length > longest:
@@ -83,8 +83,7 @@ class Lookup:
         return (found, longest) if found != NOWHERE else (NOWHERE, 0)
 
     def places(self, token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Places that the end of this text, all of which it knows, may match, the latest first, and how many tokens
-        do."""
+        """Yield positions that may match the end of an indexed text, latest first, with the length of the match."""
         end = len(token_ids) - 1
         place = self._before[end] if end >= 0 else NOWHERE
         for _ in range(MOST_TRIED):
@@ -95,13 +94,13 @@ class Lookup:
 
 
 def following(token_ids: Sequence[int], place: int, num_tokens: int) -> list[int]:
-    """What would come behind the text if it went on as it did behind this place."""
+    """Return `num_tokens` tokens that continue the text as it continued behind `place`."""
     period = len(token_ids) - 1 - place
     return [token_ids[place + 1 + index % period] for index in range(num_tokens)]
 
 
 def _matching(token_ids: Sequence[int], place: int, end: int) -> int:
-    """How many tokens up to the two places are the same, up to LONGEST."""
+    """Return how many tokens up to the two positions are equal, at most LONGEST."""
     most = min(LONGEST, place + 1)
     for length in range(most):
         if token_ids[place - length] != token_ids[end - length]:
@@ -109,35 +108,35 @@ def _matching(token_ids: Sequence[int], place: int, end: int) -> int:
     return most
 
 
-MARGIN: Final = 1.15  # by which a candidate is to be worth more than it takes
-NUM_RECENT: Final = 16  # steps of each kind that count
-LEAST_STEPS: Final = 4  # without candidates, before there are any
-FIRST_SHARE: Final = 0.5  # of a token's time, that a candidate is taken to need before it is measured
-FORGET_STEPS: Final = 32  # without candidates, behind which one that had some counts no more
-KEPT: Final = 0.9  # of what is known of an answer's candidates, for each step that has more of them
-BUDGET_SHARE: Final = 0.02  # of the time of steps, that a draft model may lose
-BUDGET_S: Final = 0.25  # that it may lose at once, if it has gained nothing; so much there is at first
-MOST_GAINED_S: Final = 5.0  # of what it has gained, that it may lose again
+MARGIN: Final = 1.15  # factor by which a draft token must gain more than it costs
+NUM_RECENT: Final = 16  # steps of each kind in a median
+LEAST_STEPS: Final = 4  # without draft tokens, before the first draft
+FIRST_SHARE: Final = 0.5  # cost of a draft token in token times, before it is measured
+FORGET_STEPS: Final = 32  # without draft tokens, after which one measured step with drafts is dropped
+KEPT: Final = 0.9  # decay of a sequence's acceptance counts for each step with drafts
+BUDGET_SHARE: Final = 0.02  # share of step time that a draft model may lose
+BUDGET_S: Final = 0.25  # initial budget of a draft model, and its limit without gains
+MOST_GAINED_S: Final = 5.0  # limit of the budget with gains
 
 
 class _Size:
-    """Steps with about as many answers."""
+    """Hold the measurements of steps with about the same number of sequences."""
 
     def __init__(self) -> None:
         self.plain_s: deque[float] = deque(maxlen=NUM_RECENT)
-        self.shares: deque[float] = deque(maxlen=NUM_RECENT)  # of a plain step that one candidate takes
-        self.draft_shares: deque[float] = deque(maxlen=NUM_RECENT)  # that it takes to be written by a draft model
+        self.shares: deque[float] = deque(maxlen=NUM_RECENT)  # share of a plain step that one draft token takes
+        self.draft_shares: deque[float] = deque(maxlen=NUM_RECENT)  # share that the draft model takes to write it
         self.num_plain = 0
 
 
 class Gate:
-    """What steps of one node take, with candidates and without. All of them are without prompts."""
+    """Measure decode steps of one node with and without draft tokens, and derive which drafts are worth their time."""
 
     def __init__(self) -> None:
         self._sizes: defaultdict[int, _Size] = defaultdict(_Size)  # by the bits of the number of answers
 
     def took(self, num_answers: int, num_candidates: int, step_s: float) -> None:
-        """A step is done."""
+        """Record the duration of a decode step."""
         size = self._sizes[num_answers.bit_length()]
         if not num_candidates:
             size.plain_s.append(step_s)
@@ -150,18 +149,21 @@ class Gate:
             size.shares.append(max(0.0, step_s / plain_s - 1) / num_candidates)
 
     def drafted(self, num_answers: int, num_candidates: int, draft_s: float) -> None:
-        """A draft model has written so many candidates for a step of so many answers."""
+        """Record the time in which the draft model wrote `num_candidates` draft tokens for a step."""
         size = self._sizes[num_answers.bit_length()]
         if size.plain_s:
             size.draft_shares.append(draft_s / statistics.median(size.plain_s) / num_candidates)
 
     def plain_s(self, num_answers: int) -> float:
-        """Seconds of a step of so many answers without candidates; 0 before one was measured."""
+        """Return the seconds of a step without draft tokens; 0 before a measurement."""
         size = self._sizes[num_answers.bit_length()]
         return statistics.median(size.plain_s) if size.plain_s else 0.0
 
     def least_probability(self, num_answers: int) -> float:
-        """That a candidate has to come with in a step of so many answers; inf before enough is known."""
+        """Return the acceptance probability from which a draft token is worth its time.
+
+        inf before enough steps are measured.
+        """
         size = self._sizes[num_answers.bit_length()]
         if len(size.plain_s) < LEAST_STEPS:
             return math.inf
@@ -170,7 +172,10 @@ class Gate:
         return MARGIN * num_answers * statistics.median(size.shares)
 
     def least_probability_of_drafts(self, num_answers: int, step_s: float) -> float:
-        """The same, where the candidate is still to be written by a draft model, which takes step_s for one token."""
+        """Return the same for a draft token that a draft model has yet to write.
+
+        `step_s` is the draft model's time for one token, used before a measurement.
+        """
         size, wider = self._sizes[num_answers.bit_length()], self.least_probability(num_answers)
         if wider == math.inf:
             return wider
@@ -180,59 +185,59 @@ class Gate:
 
 
 class Budget:
-    """The seconds that a draft model may lose: a share of the time of steps, and what it has gained before."""
+    """Bound the seconds that a draft model may lose: a share of step time, plus its gains."""
 
     def __init__(self) -> None:
         self._left_s = BUDGET_S
 
     @property
     def is_open(self) -> bool:
-        """Whether there is anything left."""
+        """Return whether any budget is left."""
         return self._left_s > 0
 
     def add(self, gained_s: float) -> None:
-        """So much was gained, or lost where it is negative."""
+        """Add gained seconds; negative values are losses."""
         self._left_s = min(MOST_GAINED_S, self._left_s + gained_s)
 
     def took(self, step_s: float) -> None:
-        """A step without candidates is done."""
+        """Add the share of a finished step without draft tokens."""
         if self._left_s < BUDGET_S:
             self._left_s = min(BUDGET_S, self._left_s + BUDGET_SHARE * step_s)
 
 
 class Record:
-    """What has come of one answer's candidates."""
+    """Estimate the acceptance rate of one sequence's draft tokens."""
 
     def __init__(self) -> None:
-        self._num_come = self._num_missed = 0.0  # lately
+        self._num_come = self._num_missed = 0.0  # decayed counts
 
     def add(self, num_candidates: int, num_come: int) -> None:
-        """Of so many candidates the first so many have come."""
+        """Record that the first `num_come` of `num_candidates` draft tokens were accepted."""
         self._num_come = KEPT * self._num_come + num_come
         self._num_missed = KEPT * self._num_missed + (num_come < num_candidates)
 
     def probability(self, num_matching: int) -> float:
-        """That the next candidate comes, behind a match of so many tokens: the longer it is, the likelier, and the more
-        that weighs against what has come so far."""
+        """Return the probability that the next draft token is accepted behind a match of `num_matching` tokens.
+
+        A longer match is likelier to continue and weighs more against the record.
+        """
         return self.expected(num_matching / (num_matching + 2), num_matching / 2)
 
     def expected(self, probability: float, weight: float) -> float:
-        """The probability that the next candidate comes, where so much was to be expected before any had, and that
-        weighs as much as so many candidates."""
+        """Return the acceptance probability from a prior `probability` that weighs as much as `weight` draft tokens."""
         return (self._num_come + weight * probability) / (self._num_come + self._num_missed + weight)
 
     def forget(self) -> None:
-        """What is known counts less."""
+        """Decay the record."""
         self._num_come, self._num_missed = KEPT * self._num_come, KEPT * self._num_missed
 
     def num_worth_it(self, num_matching: int, least_probability: float, most: int) -> int:
-        """How many candidates in a row come with at least this probability, the last one too."""
+        """Return how many draft tokens in a row are accepted with at least this probability, including the last."""
         return num_in_a_row(self.probability(num_matching), least_probability, most)
 
 
 def num_in_a_row(each: float, least_probability: float, most: int) -> int:
-    """How many candidates come with at least this probability, the last one too, where each comes with its own behind
-    those before it."""
+    """Return how many draft tokens reach `least_probability` if each is accepted with probability `each`."""
     if each < least_probability:
         return 0
     if least_probability <= 0 or each >= 1:
@@ -240,34 +245,37 @@ def num_in_a_row(each: float, least_probability: float, most: int) -> int:
     return min(most, int(math.log(least_probability) / math.log(each) + 1e-9))
 
 
-MOST_READ: Final = 64  # tokens of texts between two steps
-FEW: Final = 2  # tokens, the most that an answer is behind whose candidates have all come
-FIRST_PROBABILITY: Final = 0.7  # that a candidate comes, before any has
-WEIGHT: Final = 2  # in candidates, of what is known of others
+MOST_READ: Final = 64  # tokens of unknown text that are computed between two steps
+FEW: Final = 2  # tokens that a sequence lags at most if all its draft tokens were accepted
+FIRST_PROBABILITY: Final = 0.7  # acceptance probability before a measurement
+WEIGHT: Final = 2  # of the rate of all sequences, in draft tokens
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """What is to be known of a draft model: its own blocks, the longest texts that it reads, and what it takes."""
+    """Describe a draft model: its own blocks, the longest text that it reads, and its time."""
 
     num_blocks: int
     block_size: int
     max_model_len: int
-    step_s: float  # for one token of one answer
+    step_s: float  # for one token of one sequence
 
 
 class _DraftText:
-    """What is in the pool of one answer."""
+    """Hold the state of one sequence in the draft model's pool."""
 
     def __init__(self, lease: BlockLease) -> None:
         self.lease = lease
         self.record = Record()
         self.num_computed = 0
-        self.num_tokens = 0  # of the text that was written ahead of
+        self.num_tokens = 0  # length of the text behind which `written` continues
         self.written: list[int] = []
 
     def follow(self, token_ids: Sequence[int]) -> None:
-        """The text is this now. The KV of those that were written ahead and have come is there, but for the last."""
+        """Advance to the current text.
+
+        The KV of accepted draft tokens counts as computed, except for the last one.
+        """
         for token_id, come in zip(self.written[:-1], token_ids[self.num_tokens :], strict=False):
             if token_id != come:
                 break
@@ -276,7 +284,7 @@ class _DraftText:
 
 
 class Drafts:
-    """The draft model of one node, as it is planned."""
+    """Plan the draft model of one node."""
 
     def __init__(
         self, node_requests: NodeRequests, model: DraftModel, gate: Gate, num_candidates: int, most_rows: int
@@ -288,16 +296,18 @@ class Drafts:
         self._budget = Budget()
         self._num_candidates = num_candidates
         self._most_rows = most_rows
-        self._texts: dict[NodeRequest, _DraftText | None] = {}  # None: it goes without
-        self._record = Record()  # of all answers
+        self._texts: dict[NodeRequest, _DraftText | None] = {}  # None: no drafts for this sequence
+        self._record = Record()  # of all sequences
         self._num_plain = 0  # steps without candidates
         self._running: list[tuple[NodeRequest, _DraftText]] = []
-        self._num_answers = 0  # of the step to come
+        self._num_answers = 0  # of the next step
         self._is_stopped = False
 
     def plan(self) -> list[DraftWork]:
-        """What is to be computed before the next step, which no step runs beside. `drafted` or `failed` is to follow,
-        unless it is nothing."""
+        """Return the work of the draft model before the next step; no step runs meanwhile.
+
+        The caller must call `drafted` or `failed` afterwards, unless the list is empty.
+        """
         self._let_go()
         self._num_answers = num_answers = self._node_requests.count(Stage.WRITING)
         if not num_answers or self._node_requests.count(Stage.READING) or not self.may_open(num_answers):
@@ -314,11 +324,11 @@ class Drafts:
         return works
 
     def may_open(self, num_answers: int) -> bool:
-        """Whether it may compute anything between two steps of so many answers, as far as its time goes."""
+        """Return whether the draft model may run between two steps of `num_answers` sequences."""
         return not self._is_stopped and self._budget.is_open and self._least_probability(num_answers) < 1
 
     def drafted(self, works: Sequence[DraftWork], candidates: Sequence[list[int]], draft_s: float) -> None:
-        """What was planned is done, and has given these."""
+        """Record the draft tokens of the planned work."""
         num_read, num_candidates = sum(map(_num_read, works)), sum(map(len, candidates))
         self._budget.add(-draft_s)
         if num_candidates and not num_read:
@@ -330,28 +340,28 @@ class Drafts:
         self._running = []
 
     def failed(self) -> None:
-        """What was planned gave nothing: there is nothing more to come of this model."""
+        """Stop the draft model for good after a failure."""
         self._is_stopped = True
         self._running = []
 
     def opens(self, num_answers: int) -> bool:
-        """Whether there may be candidates in the next step. What was written was worth it."""
+        """Return whether the next step may have draft tokens."""
         return any(text is not None and text.written for text in self._texts.values())
 
     def candidates(self, node_request: NodeRequest, most: int) -> list[int]:
-        """What was written behind the text as it is."""
+        """Return at most `most` draft tokens behind the current text."""
         text = self._texts.get(node_request)
         is_of_now = text is not None and text.num_tokens == len(node_request.request.token_ids)
         return text.written[:most] if text is not None and is_of_now else []
 
     def came(self, node_request: NodeRequest, num_candidates: int, num_come: int) -> None:
-        """Of its candidates the first so many have come."""
+        """Record that the first `num_come` draft tokens of a sequence were accepted."""
         self._record.add(num_candidates, num_come)
         if (text := self._texts.get(node_request)) is not None:
             text.record.add(num_candidates, num_come)
 
     def took(self, num_answers: int, num_candidates: int, num_come: int, step_s: float) -> None:
-        """A step of answers alone is done."""
+        """Record a finished decode step."""
         if num_candidates:
             plain_s = self._gate.plain_s(num_answers) or step_s
             self._budget.add(plain_s - step_s + num_come * plain_s / num_answers)
@@ -363,11 +373,11 @@ class Drafts:
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of blocks that texts of answers hold."""
+        """Return the number of draft-model blocks in use."""
         return self._allocator.num_blocks - self._allocator.num_free
 
     def check_integrity(self) -> None:
-        """Every block is free, or an answer's."""
+        """Assert that every block is free or belongs to a sequence."""
         self._allocator.check_integrity()
         assert not self._allocator.num_leaked([text.lease for text in self._texts.values() if text is not None])
 
@@ -375,7 +385,7 @@ class Drafts:
         return self._gate.least_probability_of_drafts(num_answers, self._model.step_s)
 
     def _let_go(self) -> None:
-        """Of answers that have ended or are written elsewhere."""
+        """Release the texts of sequences that have left the node."""
         for node_request in [each for each in self._texts if each not in self._node_requests]:
             text = self._texts.pop(node_request)
             if text is not None:
@@ -387,7 +397,7 @@ class Drafts:
         request = node_request.request
         most = min(room, self._num_candidates, request.sampling.max_tokens - request.num_output_tokens - 1)
         if node_request.move is not None or node_request.hosts or node_request.is_ending:
-            return None  # it has no candidates
+            return None  # it has no draft tokens
         if most <= 0 or node_request.num_to_compute != 1:
             return None
         most = num_in_a_row(self._probability(node_request), least_probability, most)
@@ -405,13 +415,16 @@ class Drafts:
         return DraftWork(share, most if is_all else 0)
 
     def _probability(self, node_request: NodeRequest) -> float:
-        """That a candidate of it comes."""
+        """Return the probability that a draft token of this sequence is accepted."""
         of_all, text = self._record.expected(FIRST_PROBABILITY, WEIGHT), self._texts.get(node_request)
         return of_all if text is None else text.record.expected(of_all, WEIGHT)
 
     def _text(self, node_request: NodeRequest, num_tokens: int) -> _DraftText | None:
-        """With blocks for so many tokens. One that begins gets them for all of its text or has to wait, and one that
-        finds none on its way goes without from then on: else several would take them from one another for ever."""
+        """Return the text of a sequence with blocks for `num_tokens` tokens, or None without enough blocks.
+
+        A new sequence waits until all of its text fits. A sequence that finds no block later goes without drafts for
+        good; otherwise sequences would take blocks from each other forever.
+        """
         text = self._texts.get(node_request)
         if text is None and node_request in self._texts:
             return None
@@ -430,35 +443,35 @@ class Drafts:
 
 
 def _num_read(work: DraftWork) -> int:
-    """Tokens of a text that it did not know, beside those that every answer gets."""
+    """Return the tokens of unknown text in a work item, beyond the few that every sequence gets."""
     return work.share.num_tokens if work.share.num_tokens > FEW else 0
 
 
-MOST_ROWS: Final = 64  # tokens of a step with candidates
-MOST_TAKEN_IN: Final = 1024  # tokens of a text in one step
+MOST_ROWS: Final = 64  # tokens of a step with draft tokens
+MOST_TAKEN_IN: Final = 1024  # tokens of a text that are indexed in one step
 
 
 class Source(Protocol):
-    """Where candidates come from."""
+    """Provide draft tokens."""
 
     def opens(self, num_answers: int) -> bool:
-        """Whether a step of so many answers may have some."""
+        """Return whether a step of `num_answers` sequences may have draft tokens."""
 
     def may_open(self, num_answers: int) -> bool:
-        """Whether the one behind a step of so many answers may, as far as can be told while that one runs."""
+        """Return whether the step behind a running one may have draft tokens, as far as known while that one runs."""
 
     def candidates(self, node_request: NodeRequest, most: int) -> list[int]:
-        """Of one answer, as many as are worth their time, and no more than this."""
+        """Return the draft tokens of one sequence that are worth their time, at most `most`."""
 
     def came(self, node_request: NodeRequest, num_candidates: int, num_come: int) -> None:
-        """Of its candidates in a step the first so many have come."""
+        """Record that the first `num_come` draft tokens of a sequence were accepted."""
 
     def took(self, num_answers: int, num_candidates: int, num_come: int, step_s: float) -> None:
-        """A step of so many answers alone is done."""
+        """Record a finished step of `num_answers` sequences without prompts."""
 
 
 class _Text:
-    """What is known of one answer's."""
+    """Hold the index and the acceptance record of one sequence."""
 
     def __init__(self) -> None:
         self.lookup = Lookup()
@@ -466,7 +479,7 @@ class _Text:
 
 
 class Lookups:
-    """Candidates out of the texts themselves."""
+    """Draft tokens by prompt lookup."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -493,20 +506,20 @@ class Lookups:
         node_request.draft.record.add(num_candidates, num_come)
 
     def took(self, num_answers: int, num_candidates: int, num_come: int, step_s: float) -> None:
-        """The gate has it."""
+        """Do nothing: the gate has the measurement."""
 
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """From the node's start."""
+    """Count draft tokens from the node's start."""
 
-    num_drafts: int = 0  # answers' shares of steps that had candidates
-    num_proposed: int = 0  # candidates in them
-    num_accepted: int = 0  # of these, the ones that came
+    num_drafts: int = 0  # scheduled sequences that had draft tokens
+    num_proposed: int = 0  # draft tokens
+    num_accepted: int = 0  # accepted draft tokens
 
 
 class Speculation:
-    """The candidates of one node's answers."""
+    """Add draft tokens to the steps of one node."""
 
     def __init__(
         self,
@@ -517,8 +530,11 @@ class Speculation:
         most_tokens: int,
         draft_model: DraftModel | None,
     ) -> None:
-        """`num_candidates` is the most for an answer in a step, `most_tokens` that of a whole step; 0 candidates:
-        never any. A model with a `draft_model` writes them, or else they are looked up."""
+        """Create the speculation of a node.
+
+        `num_candidates` limits the draft tokens of a sequence in a step (0: none), `most_tokens` the tokens of a whole
+        step. With a `draft_model` that model writes the draft tokens, otherwise prompt lookup does.
+        """
         self._node_requests = node_requests
         self._leases = leases
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -532,7 +548,7 @@ class Speculation:
         self.counts = SpeculationCounts()
 
     def extend(self, works: list[Work]) -> list[Work]:
-        """A planned step, with candidates where they are worth their time."""
+        """Return the planned step with draft tokens where they are worth their time."""
         if not self._num_candidates or self._node_requests.count(Stage.READING) or not self._source.opens(len(works)):
             return works
         extended, room = [], self._most_rows - len(works)
@@ -543,11 +559,11 @@ class Speculation:
         return extended
 
     def may_extend(self, num_answers: int) -> bool:
-        """Whether the step behind a running one of so many answers may get candidates."""
+        """Return whether the step behind a running one of `num_answers` sequences may get draft tokens."""
         return self._num_candidates > 0 and self._source.may_open(num_answers)
 
     def took(self, works: Sequence[Work], nums_given: Sequence[int], step_s: float) -> None:
-        """A step of answers alone is done, and has given each so many tokens."""
+        """Record a finished decode step that gave `nums_given[i]` tokens to `works[i]`."""
         if not self._num_candidates:
             return
         counts, num_proposed, num_accepted = self.counts, 0, 0
@@ -564,7 +580,7 @@ class Speculation:
         self._source.took(len(works), num_proposed, num_accepted, step_s)
 
     def _candidates(self, work: Work, room: int) -> list[int]:
-        """Of one answer, at most `room`."""
+        """Return the draft tokens of one sequence, at most `room`."""
         node_request, request = self._node_requests.of(work.request), work.request
         most = min(room, self._num_candidates, request.sampling.max_tokens - request.num_output_tokens - 1)
         if most <= 0 or work.num_tokens != 1 or node_request.move is not None or node_request.hosts:
@@ -575,8 +591,10 @@ class Speculation:
         return self._before_end(candidates, request.sampling.stop_token_ids)
 
     def _num_held(self, node_request: NodeRequest, num_candidates: int) -> int:
-        """How many of so many candidates it has blocks for. It gets more where every request could have one all the
-        same."""
+        """Return how many draft tokens have blocks.
+
+        Takes more blocks only if one free block is left for every request.
+        """
         num_tokens = node_request.num_computed + 1
         num_missing = self._leases.num_missing(node_request, num_tokens + num_candidates)
         if num_missing and self._leases.num_free >= num_missing + len(self._node_requests):
@@ -585,7 +603,7 @@ class Speculation:
         return len(node_request.lease.block_ids) * self._leases.block_size - num_tokens
 
     def _before_end(self, token_ids: list[int], stop_token_ids: Sequence[int]) -> list[int]:
-        """Those before the first that may end the answer: nothing can be computed behind that."""
+        """Return the tokens before the first that may end the output; nothing can be computed behind it."""
         for index, token_id in enumerate(token_ids):
             if token_id in self._eos_token_ids or token_id in stop_token_ids:
                 return token_ids[:index]

@@ -1,4 +1,4 @@
-"""The transfer descriptor: where the KV blocks of one request may be written."""
+"""Define the transfer descriptor, which names where the KV blocks of one request may be written."""
 
 import secrets
 import socket
@@ -22,9 +22,12 @@ _SCHEMES = {"zmq": ("tcp", "ipc"), "torch_dist": ("dist",)}
 
 
 def endpoint_of(kv_transport: str, kv_bind: str, rank: int) -> str:
-    """The endpoint of one rank: a free port of the loopback where kv_bind is empty. A port or a path of its own for
-    each rank: HOST:PORT + rank, PATH.rank. An IPv6 address gets its brackets, an interface's name becomes its address.
-    Raises SettingsError for an endpoint of another transport."""
+    """Return the endpoint of one rank.
+
+    With an empty `kv_bind` the endpoint is a free port on loopback. Otherwise each rank gets its own port (HOST:PORT +
+    rank) or path (PATH.rank). IPv6 addresses are put in brackets, and the name of a network interface is replaced with
+    its address. Raises SettingsError if the endpoint belongs to another transport.
+    """
     schemes = _SCHEMES[kv_transport]
     if not kv_bind:
         return f"{schemes[0]}://127.0.0.1:*"
@@ -47,23 +50,27 @@ def endpoint_of(kv_transport: str, kv_bind: str, rank: int) -> str:
 
 
 def address_of_interface(name: str) -> str | None:
-    """That of IPv4 where it has one, else one of IPv6 that others than its own link can dial; None where there is
-    neither."""
+    """Return the address of a network interface, or None if the interface has no usable address.
+
+    The IPv4 address comes first, then an IPv6 address that is not link-local.
+    """
     entries = [entry for entry in psutil.net_if_addrs().get(name, ()) if "%" not in entry.address]
     of_family = {entry.family: entry.address for entry in reversed(entries)}
     return of_family.get(socket.AF_INET) or of_family.get(socket.AF_INET6)
 
 
 def host_of(endpoint: str) -> str | None:
-    """The host that an endpoint listens on, None where only this machine can reach it."""
+    """Return the host that an endpoint listens on, or None if only this machine can reach the endpoint."""
     scheme, _, place = endpoint.partition("://")
     return None if scheme == "ipc" else place.rpartition(":")[0]
 
 
 def annex_address_of(kv_transport: str, kv_bind: str) -> tuple[str, int]:
-    """Host and port at which a node holds annexes: the port behind those that as many ranks as a node can have would
-    take, and 0, any free one, where kv_bind has no port. Raises SettingsError as endpoint_of does, and where that is
-    no port."""
+    """Return host and port at which a node serves distributed KV.
+
+    The port is MAX_TP above the port of `kv_bind`, behind the ports of all possible ranks, or 0 (any free port) if
+    `kv_bind` has no port. Raises SettingsError as `endpoint_of` does, and if the port is above MAX_PORT.
+    """
     endpoint = endpoint_of(kv_transport, kv_bind, 0)
     host, port = host_of(endpoint), endpoint.rpartition(":")[2]
     if host is None or port in ("*", "0"):
@@ -73,7 +80,7 @@ def annex_address_of(kv_transport: str, kv_bind: str) -> tuple[str, int]:
     return host, number
 
 
-VERSION = 8  # also of what goes through the channels: both ends of a transfer know the same one
+VERSION = 8  # of descriptors and of the messages in the channels; both ends must have the same version
 TRANSFER_ID_BYTES = 16
 MAX_EPOCH = 2**32 - 1
 MAX_TP = 64
@@ -90,8 +97,7 @@ MAX_DIMENSION = 2**16  # heads, widths and block_size, each
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """What a session at either end knows of the pair of ranks that it joins: the part of a descriptor that is
-    theirs."""
+    """Describe the part of a transfer between one prefill rank and one decode rank, for the sessions at both ends."""
 
     transfer_id: bytes
     epoch: int
@@ -104,9 +110,9 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class ChannelEnd:
-    """Where one channel ends. Raises TransferError when odd."""
+    """Name the receiving end of one channel. Raises TransferError if a field is invalid."""
 
-    transfer_id: bytes  # random, so that nobody can guess another's
+    transfer_id: bytes  # random, so that nobody can guess the id of another transfer
     address: str  # of the decode rank, for a Dialer of the same transport
 
     def __post_init__(self) -> None:
@@ -116,20 +122,23 @@ class ChannelEnd:
 
 @dataclass(frozen=True, slots=True)
 class TransferDescriptor:
-    """Names grants and not the blocks themselves: block ids stay with the receivers. Raises TransferError when odd."""
+    """Describe one transfer: layout, parallelism of both nodes, sizes, and the receiving end of each channel.
+
+    A descriptor carries no block ids: these stay with the receivers. Raises TransferError if a field is invalid.
+    """
 
     epoch: int  # of the attempt; no two transfers of a node share one
     layout: KVLayout  # of the whole model
     prefill_tp: int
     decode_tp: int
     num_blocks: int
-    num_cached_blocks: int  # leading blocks that the receivers hold already and that are not to be sent
-    num_tokens: int  # of the request, that the receivers' node knows: those behind them come in the tail
-    ttl_s: float  # from the grant; afterwards the receivers refuse everything
+    num_cached_blocks: int  # leading blocks that the receivers already hold and that are not sent
+    num_tokens: int  # tokens of the request that the decode node knows; the tail carries the tokens behind them
+    ttl_s: float  # counted from the credit; afterwards the receivers refuse every message
     ends: tuple[ChannelEnd, ...]  # in the order of plan_nodes
     prefill_pp: int = 1
     decode_pp: int = 1
-    behind: bytes = b""  # the name of the last cached block, where the sender's is to have it too; else empty
+    behind: bytes = b""  # hash of the last cached block if the sender must hold the same block; else empty
 
     def __post_init__(self) -> None:
         check_int("epoch", self.epoch, 0, MAX_EPOCH)
@@ -168,7 +177,11 @@ class TransferDescriptor:
         decode_pp: int = 1,
         behind: bytes = b"",
     ) -> "TransferDescriptor":
-        """A descriptor with new transfer ids. `addresses` are those of the receivers by decode rank."""
+        """Return a descriptor with new random transfer ids.
+
+        `addresses` holds the address of each decode rank, in rank order. Raises TransferError if their number differs
+        from the number of decode ranks, or if a size is out of range.
+        """
         senders, receivers = Grid(prefill_tp, prefill_pp), Grid(decode_tp, decode_pp)
         _check_grid("prefill", senders, layout.num_layers)
         _check_grid("decode", receivers, layout.num_layers)
@@ -184,31 +197,31 @@ class TransferDescriptor:
 
     @property
     def senders(self) -> Grid:
-        """The ranks that send."""
+        """Return the grid of the prefill ranks."""
         return Grid(self.prefill_tp, self.prefill_pp)
 
     @property
     def receivers(self) -> Grid:
-        """The ranks that receive."""
+        """Return the grid of the decode ranks."""
         return Grid(self.decode_tp, self.decode_pp)
 
     def channels_from(self, prefill_rank: int) -> list[tuple[KVCopy, Channel]]:
-        """The channels that begin at this prefill rank, perhaps none."""
+        """Return the channels that begin at this prefill rank; the list may be empty."""
         return [(copy, channel) for copy, channel in self._channels() if copy.source_rank == prefill_rank]
 
     def channels_to(self, decode_rank: int) -> list[tuple[KVCopy, Channel]]:
-        """The channels that end at this decode rank, at least one."""
+        """Return the channels that end at this decode rank; there is at least one."""
         return [(copy, channel) for copy, channel in self._channels() if copy.destination_rank == decode_rank]
 
     def encode(self) -> bytes:
-        """The descriptor as bytes, at most MAX_DESCRIPTOR_BYTES."""
+        """Return the descriptor as msgpack of at most MAX_DESCRIPTOR_BYTES."""
         sizes = (self.senders, self.receivers, self.num_blocks, self.num_cached_blocks, self.num_tokens)
         ends = [(end.transfer_id, end.address) for end in self.ends]
         return pack([VERSION, self.epoch, _packed_layout(self.layout), *sizes, self.behind, self.ttl_s, ends])
 
     @classmethod
     def decode(cls, packed: bytes) -> "TransferDescriptor":
-        """The inverse of encode. Raises TransferError on anything else."""
+        """Return the descriptor that `encode` packed. Raises TransferError for all other bytes."""
         match unpack(packed, MAX_DESCRIPTOR_BYTES):
             case [8, epoch, [*layout], [p_tp, p_pp], [d_tp, d_pp], blocks, cached, tokens, behind, ttl_s, [*ends]]:
                 sizes = (p_tp, d_tp, blocks, cached, tokens)
@@ -246,13 +259,13 @@ def _channel_end(fields: object) -> ChannelEnd:
 
 
 def _packed_layout(layout: KVLayout) -> list[Any]:
-    """A layout as a descriptor has it: neighbouring layers of equal widths together."""
+    """Return the layout as a msgpack-ready list in which neighboring layers of equal widths form one run."""
     runs = [[count, *widths] for count, widths in layout.runs]
     return [layout.first_layer, runs, layout.num_kv_heads, layout.block_size, layout.dtype]
 
 
 def _layout(fields: list[Any]) -> KVLayout:
-    """The inverse of _packed_layout."""
+    """Return the layout that `_packed_layout` packed. Raises TransferError for fields of another shape."""
     match fields:
         case [first_layer, [*runs], num_kv_heads, block_size, dtype]:
             return KVLayout(first_layer, _widths(runs), num_kv_heads, block_size, dtype)

@@ -1,7 +1,7 @@
-"""The bytes of blocks in transfer: checksummed, gathered into frames, and cut out of frames again.
+"""Checksum the bytes of KV blocks, gather them into frames, and cut frames into blocks again.
 
-Which kind of buffer holds them is the transport's choice: memoryviews on the host, or something else for a transport
-whose Payload knows how to handle it. The stores on both sides then read and write buffers of that kind.
+The transport chooses the kind of buffer: memoryviews in host memory, or another kind that its Payload handles. The KV
+stores on both sides read and write buffers of the same kind.
 """
 
 from abc import ABC, abstractmethod
@@ -14,15 +14,18 @@ from kv_transfer.results import TransferError
 from kv_transfer.wire import MAX_DATA_BLOCKS, MAX_PAYLOAD_BYTES
 from serving_core.layout import KVLayout
 
-MESSAGE_BYTES = 3 * 2**20  # of blocks in one message: about half a millisecond of work at either end
-MIN_FRAME_BYTES = 256 * 1024  # below this a copy costs less than what ZeroMQ does for a frame of its own
+MESSAGE_BYTES = 3 * 2**20  # of blocks in one message
+MIN_FRAME_BYTES = 256 * 1024  # below this a copy costs less than a separate ZeroMQ frame
 
 Buffer = Any
 """Raw bytes, flat, whose len() is their number: a memoryview for the host's Payload. A frame is a buffer too."""
 
 
 def blocks_per_message(layout: KVLayout) -> int:
-    """Blocks of one layer, whichever it is, that make a message. Raises TransferError when not even one fits."""
+    """Return how many blocks of one layer fit in a message, valid for every layer of `layout`.
+
+    Raises TransferError if a single block exceeds MAX_PAYLOAD_BYTES.
+    """
     layer_bytes = layout.largest_layer_bytes
     if layer_bytes > MAX_PAYLOAD_BYTES:
         raise TransferError(f"a KV block takes {layer_bytes} bytes in a layer; at most {MAX_PAYLOAD_BYTES} can be sent")
@@ -30,22 +33,28 @@ def blocks_per_message(layout: KVLayout) -> int:
 
 
 class Payload(ABC):
-    """What the corridor does with one kind of buffer."""
+    """Handle one kind of buffer for KV transfers."""
 
     @abstractmethod
     def checksum(self, keys: Buffer, values: Buffer) -> int:
-        """Of the K planes and the V planes of some blocks, at least one; at most 64 bits. The latter may be empty."""
+        """Return a checksum of at most 64 bits of the keys and values of at least one block.
+
+        `values` may be empty.
+        """
 
     def checksums(self, planes: Sequence[Buffer]) -> list[int]:
-        """Of the planes of several blocks each, K and V in turn."""
+        """Return the checksum of each pair in `planes`, which alternates keys and values of several blocks."""
         return [self.checksum(keys, values) for keys, values in zip(planes[::2], planes[1::2], strict=True)]
 
     @abstractmethod
     def joined(self, views: Sequence[Buffer]) -> Buffer:
-        """A copy of them all in one buffer."""
+        """Return one buffer with a copy of all views."""
 
     def gather(self, views: Sequence[Buffer]) -> list[Buffer]:
-        """The same bytes in frames, none of them empty: long views as they are, short neighbours copied together."""
+        """Return the bytes of `views` as non-empty frames.
+
+        Views of at least MIN_FRAME_BYTES become frames without a copy; shorter neighbors are copied together.
+        """
         frames: list[Buffer] = []
         short: list[Buffer] = []
         for view in filter(len, views):
@@ -57,8 +66,11 @@ class Payload(ABC):
         return frames + self._one(short)
 
     def cut(self, frames: Sequence[Buffer], sizes: Sequence[int]) -> list[Buffer] | None:
-        """The concatenated frames cut into pieces of these sizes, the first of which is not 0; None when they do not
-        add up. A piece is a view where it lies within one frame and a copy where it spans several."""
+        """Cut the concatenated frames into pieces of these sizes; the first size is not 0.
+
+        Returns None if the frames and the sizes do not add up to the same number of bytes. A piece is a view if it lies
+        within one frame and a copy if it spans several frames.
+        """
         if sum(map(len, frames)) != sum(sizes):
             return None
         remaining = (frame for frame in frames if len(frame))
@@ -79,8 +91,11 @@ class Payload(ABC):
 
 
 class HostPayload(Payload):
-    """Memoryviews of single bytes. The checksum is XXH3 of 64 bits, that of the K planes being the seed for the V
-    planes: what was changed by accident passes once in 2**63 times, and what was forged whenever its forger likes."""
+    """Handle memoryviews of single bytes in host memory.
+
+    The checksum is XXH3 with 64 bits; the checksum of the keys is the seed for the values. Accidental corruption passes
+    about once in 2**63 times. The checksum does not protect against forgery.
+    """
 
     def checksum(self, keys: memoryview, values: memoryview) -> int:
         return xxh3_64_intdigest(values, xxh3_64_intdigest(keys))
@@ -93,21 +108,24 @@ HOST: Payload = HostPayload()
 
 
 class KVStore(Protocol):
-    """The KV blocks of one rank, as buffers of the kind that the transport's Payload handles."""
+    """Give access to the KV blocks of one rank, as buffers of the kind that the transport's Payload handles."""
 
     @property
     def layout(self) -> KVLayout:
-        """Of the heads and layers in this store."""
+        """Return the layout of the heads and layers in this store."""
         ...
 
     def heads(self, heads: range) -> "KVStore":
-        """The same blocks, but only these heads, counted from the store's own first; all of them: the store itself."""
+        """Return a store of the same blocks restricted to `heads`, which counts from this store's first head.
+
+        Returns the store itself if `heads` covers all of its heads.
+        """
         ...
 
     def read(self, layer: int, block_ids: Sequence[int]) -> tuple[Buffer, Buffer]:
-        """The K planes of these blocks in order, and their V planes, in one layer of the model that the store holds."""
+        """Return keys and values of these blocks, in this order, for one layer of the model that the store holds."""
         ...
 
     def write(self, layer: int, block_ids: Sequence[int], keys: Buffer, values: Buffer) -> None:
-        """The inverse of read."""
+        """Write keys and values, in the format of `read`, into these blocks of one layer."""
         ...

@@ -1,11 +1,12 @@
-"""The reshard plan: which KV heads of which layers go from which rank of the sender to which of the receiver.
+"""Plan the reshard: which KV heads of which layers go from which sender rank to which receiver rank.
 
-A rank holds some heads in some neighbouring layers. A node splits the layers over its stages by `share_of`, into runs
-whose lengths differ by one at most, and the KV heads over the ranks of each stage by `head_range`:
-- heads >= ranks: a partition into runs of equal length, or of lengths that differ by one where the ranks do not
-  divide the heads;
-- heads < ranks: one head on each rank, every head on one or more neighbouring ranks.
-So any two grids can be paired. Only sizes below 1, and more stages than layers, are refused.
+A rank holds some heads in some neighboring layers. A node splits the layers over its pipeline stages with `share_of`,
+into runs whose lengths differ by at most one. It splits the KV heads over the ranks of each stage with `head_range`:
+
+- heads >= ranks: a partition into runs whose lengths differ by at most one;
+- heads < ranks: one head on each rank, every head on one or more neighboring ranks.
+
+Every pair of grids can be planned. Only sizes below 1, and more stages than layers, are refused.
 """
 
 from collections import Counter
@@ -16,13 +17,13 @@ from typing import Final, NamedTuple
 from kv_transfer.results import TransferError
 from serving_core.sharding import head_range, share_of
 
-ANY_LAYER: Final = range(1)  # without stages the plan is the same in each layer
+ANY_LAYER: Final = range(1)  # without pipeline stages the plan is the same in every layer
 
 
 class Grid(NamedTuple):
-    """The ranks of a node, which are numbered stage by stage."""
+    """Describe the ranks of a node, which are numbered stage by stage."""
 
-    tp: int  # ranks of a stage
+    tp: int  # ranks of each stage
     pp: int = 1  # stages
 
     def __str__(self) -> str:
@@ -31,7 +32,7 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one rank holds: these heads in these layers, both counted over the whole model."""
+    """Describe the layers and KV heads of one rank, both counted over the whole model."""
 
     layers: range
     heads: range
@@ -39,8 +40,10 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class KVCopy:
-    """One copy for every block and each of these layers of the model. Both ranges of heads are of equal length and
-    count from the rank's own first head."""
+    """Describe one copy that is made for every block and every layer in `layers`.
+
+    Both head ranges have the same length, and each is counted from the first head of its own rank.
+    """
 
     source_rank: int
     destination_rank: int
@@ -50,13 +53,13 @@ class KVCopy:
 
 
 def plan_copies(sources: Sequence[Holding], destinations: Sequence[Holding]) -> list[KVCopy]:
-    """The copies that give every destination each of its heads in each of its layers exactly once, as few and as long
-    as can be, by destination. Raises TransferError when no source holds something of it.
+    """Return the copies that give every destination each of its heads in each of its layers exactly once.
 
-    There is at most one for each pair of ranks where the sources form a grid of pipeline stages and shares of heads.
-    Where several sources hold a head, the destinations that want it are spread over them.
+    The list is ordered by destination, with as few and as long copies as possible. If the sources form a grid of
+    pipeline stages and head shares, there is at most one copy for each pair of ranks. If several sources hold a head,
+    the destinations are spread over these sources. Raises TransferError if no source holds a wanted head.
     """
-    num_wanted: Counter[tuple[int, int]] = Counter()  # by how many destinations so far: a head, from a layer on
+    num_wanted: Counter[tuple[int, int]] = Counter()  # destinations that have asked for a head, by (first layer, head)
     copies = []
     for rank, wanted in enumerate(destinations):
         for layers, holders in _stages(sources, wanted.layers):
@@ -73,12 +76,18 @@ def plan_copies(sources: Sequence[Holding], destinations: Sequence[Holding]) -> 
 
 
 def plan_nodes(prefill: Grid, decode: Grid, num_kv_heads: int, layers: range) -> list[KVCopy]:
-    """The plan of two nodes that hold these layers. Raises TransferError as `holdings`."""
+    """Return the copies from a prefill node to a decode node that both hold `layers`.
+
+    Raises TransferError as `holdings` does.
+    """
     return plan_copies(*(holdings(grid, num_kv_heads, layers) for grid in (prefill, decode)))
 
 
 def holdings(grid: Grid, num_kv_heads: int, layers: range) -> list[Holding]:
-    """What each rank of a node holds. Raises TransferError for sizes below 1 and for more stages than layers."""
+    """Return what each rank of a node holds, in rank order.
+
+    Raises TransferError for sizes below 1 and for more stages than layers.
+    """
     shares = _shares(grid.tp, num_kv_heads)
     if not 1 <= grid.pp <= len(layers):
         raise TransferError(f"{len(layers)} layers cannot be split over {grid.pp} stages")
@@ -87,8 +96,11 @@ def holdings(grid: Grid, num_kv_heads: int, layers: range) -> list[Holding]:
 
 
 def describe(prefill: Grid, decode: Grid, num_kv_heads: int, layers: range = ANY_LAYER) -> list[str]:
-    """The plan in words, a line for each fact: what every rank holds, every channel with its share of the bytes that
-    are sent, and how many these are. Raises TransferError as `holdings`."""
+    """Return the plan in words, one line for each fact.
+
+    The lines say what every rank holds, what every channel sends with its share of the bytes, and how many bytes are
+    sent in total. Raises TransferError as `holdings` does.
+    """
     sources, destinations = (holdings(grid, num_kv_heads, layers) for grid in (prefill, decode))
     copies = plan_copies(sources, destinations)
     num_sent = sum(len(copy.source_heads) * len(copy.layers) for copy in copies)
@@ -122,7 +134,7 @@ def _holdings(role: str, ranks: Sequence[Holding], num_kv_heads: int, layers: ra
 
 
 def _in_layers(held: range, layers: range) -> str:
-    """Empty for all of them."""
+    """Return the layers in words, empty if `held` covers all of `layers`."""
     if held == layers:
         return ""
     return f" in layer {held.start}" if len(held) == 1 else f" in layers {held.start}-{held.stop - 1}"
@@ -144,7 +156,7 @@ def _shares(tp_size: int, num_kv_heads: int) -> list[range]:
 
 
 def _stages(sources: Sequence[Holding], layers: range) -> Iterator[tuple[range, list[int]]]:
-    """These layers, cut where those of a holder end; and the ranks that hold all of each part."""
+    """Yield the parts of `layers`, cut where the layers of a source end, with the ranks that hold each part."""
     first = layers.start
     while first < layers.stop:
         holders = [rank for rank, held in enumerate(sources) if first in held.layers]
@@ -154,7 +166,7 @@ def _stages(sources: Sequence[Holding], layers: range) -> Iterator[tuple[range, 
 
 
 def _holder(sources: Sequence[Holding], holders: Sequence[int], layer: int, head: int, number: int) -> int:
-    """One of those that hold this head, each in turn."""
+    """Return a rank among `holders` that holds this head; consecutive `number` values take turns."""
     able = [rank for rank in holders if head in sources[rank].heads]
     if not able:
         raise TransferError(f"no prefill rank holds head {head} of layer {layer}")

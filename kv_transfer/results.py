@@ -1,4 +1,4 @@
-"""How a transfer ends."""
+"""Define how a transfer ends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,23 +9,26 @@ from serving_core.errors import SplitServeError
 
 
 class TransferError(SplitServeError):
-    """A descriptor, a message or a layout that the corridor cannot accept."""
+    """Report a descriptor, message or layout that the KV transfer cannot accept."""
 
 
 class AnnexRecalled(TransferError):
-    """The node that holds an annex needs its blocks."""
+    """Report that a KV holder takes back the blocks that it lends to distributed KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The receiver has committed. `num_bytes` counts every block once, however often it was sent."""
+    """Report that the receiver has committed. `num_bytes` counts every block once, however often it was sent."""
 
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Every block is verified and in place. `tail` is what the sender's caller gave to finish."""
+    """Report that every block is verified and in place.
+
+    `tail` holds the bytes that the sender's caller passed to `finish`; `num_bytes` counts the received blocks.
+    """
 
     tail: bytes
     num_bytes: int
@@ -33,7 +36,10 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """Nothing may be read from the receiver's blocks. `reason` is one of serving_core.reasons; `message` says more."""
+    """Report that a transfer failed and nothing may be read from the receiver's blocks.
+
+    `reason` is a value from serving_core.reasons; `message` gives details.
+    """
 
     reason: str
     message: str
@@ -43,8 +49,11 @@ Done = TypeVar("Done", Sent, Received)
 
 
 def combined(results: Sequence[Done | TransferFailed]) -> Done | TransferFailed:
-    """The end of a whole whose parts, one at least, ended like this, in this order: the first failure, else the sum.
-    What was received in parts with different tails is no whole."""
+    """Return the result of a transfer from the results of its parts, of which there is at least one.
+
+    The result is the first failure in the given order, else the sum of the bytes. Parts with different tails are a
+    failure.
+    """
     done: list[Done] = []
     for result in results:
         if isinstance(result, TransferFailed):

@@ -1,14 +1,19 @@
-"""The messages of a transfer.
+"""Define the messages of a transfer.
 
-A message is a header, and for Data the bytes of the blocks behind it. Of each segment these are the K planes of its
-blocks in order, then their V planes. A header is a CRC-32 of four bytes, big-endian, then msgpack.
+A message is a header; in a Data message the bytes of the blocks follow. For each segment these bytes are the keys of
+its blocks in order, then their values. A header is a CRC-32 of four bytes, big-endian, then msgpack.
 
-    sender to receiver     Data        blocks
-                           Finish      all of it was sent; asks for an answer; may be repeated
-                           Abort       the sender has given up
-    receiver to sender     Committed   every block is verified; the answer to any Finish from now on
-                           Missing     ranges that never came or failed their checksum
-                           Refused     what was sent was not taken, and the transfer is over for the sender
+Sender to receiver:
+
+- Data: blocks;
+- Finish: every block is sent; asks for a reply and may be repeated;
+- Abort: the sender has given up.
+
+Receiver to sender:
+
+- Committed: every block is verified; the reply to every later Finish too;
+- Missing: ranges that never arrived or failed their checksum;
+- Refused: a message was not accepted, and the transfer is over for the sender.
 """
 
 from dataclasses import dataclass
@@ -24,14 +29,14 @@ MAX_PAYLOAD_BYTES = 16 * 2**20
 MAX_TAIL_BYTES = 4096
 MAX_SEGMENTS = 256  # in one Data
 MAX_DATA_BLOCKS = 4096  # in one Data, over all its segments
-MAX_RANGES = MAX_ITEMS  # in one Missing; what does not fit is told after the next Finish
+MAX_RANGES = MAX_ITEMS  # in one Missing; further ranges follow after the next Finish
 MAX_ROUNDS = 255
 MAX_CORRUPT = 2**32 - 1
 MAX_CHECKSUM = 2**64 - 1
 
 
 class Refusal(StrEnum):
-    """Why something was not taken."""
+    """Name why a message was refused."""
 
     UNKNOWN_TRANSFER = "unknown_transfer"
     WRONG_EPOCH = "wrong_epoch"
@@ -46,7 +51,7 @@ _REFUSALS = {refusal.value: refusal for refusal in Refusal}
 
 @dataclass(frozen=True, slots=True)
 class BlockRange:
-    """Blocks first, first + 1, ... of one layer, by their place in the request's block table."""
+    """Name blocks first, first + 1, ... of one layer, by their position in the request's block table."""
 
     layer: int
     first: int
@@ -62,7 +67,7 @@ class BlockRange:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A block range of a Data message, and the checksum of its bytes by the transport's Payload."""
+    """Name a block range of a Data message, with the checksum of its bytes by the transport's Payload."""
 
     layer: int
     first: int
@@ -89,7 +94,7 @@ class _Message:
         self._check()
 
     def _check(self) -> None:
-        """What a kind of message has to say beyond its names."""
+        """Check the fields that only this kind of message has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,7 @@ class Data(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Finish(_Message):
-    round: int  # grows when the sender has sent again what was missing; a Missing of an older round is stale
+    round: int  # grows with each retransmission; a Missing of an older round is stale
     num_blocks: int
     tail: bytes
 
@@ -130,7 +135,7 @@ class Committed(_Message):
 @dataclass(frozen=True, slots=True)
 class Missing(_Message):
     round: int  # of the Finish that this answers
-    num_corrupt: int  # blocks of this transfer in segments that failed their checksum so far
+    num_corrupt: int  # blocks of this transfer in all segments that failed their checksum
     ranges: tuple[BlockRange, ...]
 
     def _check(self) -> None:
@@ -148,12 +153,12 @@ Message = Data | Finish | Abort | Committed | Missing | Refused
 
 
 def encode(message: Message) -> bytes:
-    """The header of a message."""
+    """Return the header of a message."""
     return pack_checked(_fields(message))
 
 
 def decode(header: bytes | memoryview) -> Message:
-    """The inverse of encode. Raises TransferError on anything else."""
+    """Return the message whose header `encode` packed. Raises TransferError for all other bytes."""
     return _message(unpack_checked(header, MAX_HEADER_BYTES))
 
 

@@ -1,4 +1,4 @@
-"""`python -m prefill_node MODEL`: one node process that begins as a prefill node."""
+"""Start a node process in the prefill role: `python -m prefill_node MODEL`."""
 
 from serving_core.interrupts import end_at_once
 

@@ -1,16 +1,17 @@
-"""Which prompt is read first, where some have a limit on their first token, or another priority. No I/O, no clock.
+"""Order prompts by TTFT deadline and priority. No I/O, no clock.
 
-Of those with a limit, as many as can be in time come first, the most urgent one before the others: where one would be
-late, the longest so far steps back (Moore and Hodgson: no order has more in time). In time is who would be even if
-steps took as long as they rarely do (serving_core/margin.py). Nobody steps back for a less
-important one: as many of the most important ones are in time as ever can be, then as many of the next as there is time
-for beside those, and so on. Behind them come, by priority and of equal ones the oldest first, those without a limit and
-those that would be late.
+Of the prompts with a deadline, as many as can be in time come first, earliest deadline first. If a prompt would be
+late, the longest prompt chosen up to there steps back (Moore-Hodgson algorithm: no order has more jobs in time). A
+prompt counts as in time if it would be even with step times at their upper margin (serving_core/margin.py). No prompt
+steps back for a prompt of lower priority: the number in time is maximized for the highest priority, then for the next
+priority in the remaining time, and so on. Behind them come the prompts without a deadline and the prompts that would be
+late, by priority, then by age.
 
-These have a floor: of all that is read before the oldest of them it earns a share, and when that is as much as it
-lacks, it comes before all, whatever its priority. So nobody waits for ever, and few that come at once keep their order.
+Those last prompts have a floor: their oldest prompt earns a share of all tokens computed before it. When the share
+reaches the tokens that the prompt lacks, the prompt comes first, whatever its priority. So no prompt starves, and short
+bursts keep their order.
 
-Without limits and priorities the oldest comes first.
+Without deadlines and priorities the order is oldest first.
 """
 
 import math
@@ -24,12 +25,15 @@ from serving_core.costs import StepCosts
 from serving_core.node_requests import NodeRequest
 from serving_core.requests import Request, Work
 
-FLOOR: Final = 0.05  # of the prompt tokens that are computed, for those that others are read before
+FLOOR: Final = 0.05  # share of computed prompt tokens that the oldest overtaken prompt earns
 
 
 class Pace(NamedTuple):
-    """What a node's steps are: each takes bare_s without prompts and computes at most num_tokens of them, and rarely
-    takes longer than `factor` times what is expected."""
+    """Describe the steps of a node.
+
+    A step takes `bare_s` seconds without prompts, computes at most `num_tokens` prompt tokens, and rarely takes longer
+    than `factor` times the expected time.
+    """
 
     bare_s: float
     num_tokens: int
@@ -37,19 +41,24 @@ class Pace(NamedTuple):
 
 
 class Order:
-    """Puts the prompts of one node in order: `of`, then `took` what the step takes of them."""
+    """Order the prompts of one node: call `of`, then `took` with the planned chunks."""
 
     def __init__(self, costs: StepCosts, num_held: Callable[[NodeRequest], int] = lambda _: 0) -> None:
-        """`num_held` tells how many leading tokens the pool holds of a prompt that has no blocks yet."""
+        """Create the order.
+
+        `num_held` returns how many leading tokens the pool holds of a prompt that has no blocks yet.
+        """
         self._costs, self._num_held = costs, num_held
-        self._hopeless: list[NodeRequest] = []  # of the last order, those to refuse: they cannot be in time any more
-        self._num_owed = 0.0  # tokens, to the oldest of those that others are read before; at most what it lacks
+        self._hopeless: list[NodeRequest] = []  # prompts of the last order that are refused: they cannot be in time
+        self._num_owed = 0.0  # tokens earned by the oldest overtaken prompt; at most the tokens it lacks
         self._oldest: Request | None = None
-        self._first: frozenset[Request] = frozenset()  # that are read before it
+        self._first: frozenset[Request] = frozenset()  # prompts that come before `_oldest`
 
     def of(self, prompts: list[NodeRequest], now: float, pace: Callable[[], Pace]) -> list[NodeRequest]:
-        """These prompts, which come oldest first, in the order in which they are to be read, without those that
-        `take_hopeless` gives. `pace` is asked where any has a limit."""
+        """Return these prompts, given oldest first, in the order in which they are computed.
+
+        The prompts that `take_hopeless` returns are left out. `pace` is called only if a prompt has a deadline.
+        """
         first = self._timely(prompts, now, pace)
         chosen = {*first, *self._hopeless}
         back = [each for each in prompts if each not in chosen]
@@ -66,12 +75,12 @@ class Order:
         return ordered
 
     def take_hopeless(self) -> list[NodeRequest]:
-        """Return, once, the prompts that the last order has left out: they cannot be in time, and are to be refused."""
+        """Return, once, the prompts that the last order left out; they cannot be in time and must be refused."""
         hopeless, self._hopeless = self._hopeless, []
         return hopeless
 
     def took(self, works: Sequence[Work]) -> None:
-        """What the planned step computes of prompts."""
+        """Record which prompt tokens the planned step computes."""
         for work in works:
             if work.request is self._oldest:
                 self._num_owed = max(0.0, self._num_owed - work.num_tokens)
@@ -94,16 +103,19 @@ class Order:
         return [limited[index][0] for index in found]
 
     def _least_s(self, prompt: NodeRequest, most_tokens: int, bare_s: float) -> float:
-        """Return the seconds that a prompt takes with what the pool holds of it, which is long to look for."""
+        """Return the seconds that a prompt takes if its cached tokens count; looking them up is slow."""
         num_held = self._num_held(prompt) if prompt.lease is None else prompt.num_computed
         num_left = max(1, prompt.num_computed + prompt.num_to_compute - num_held)
         return self._costs.weights.of_prompt(num_held, num_left, most_tokens, bare_s)
 
 
 def timely(seconds: Sequence[float], dues_s: Sequence[float], priorities: Sequence[int] = ()) -> list[int]:
-    """Of jobs that take so long and are due so much later, the places of the most that can be done in time one after
-    the other, in the order of doing. Of those that are due at once the first comes first. With `priorities` they are
-    the most of the lowest value, then the most of the next beside those, and so on."""
+    """Return the indices of the most jobs that can be done in time one after the other, in execution order.
+
+    Job i takes `seconds[i]` and is due `dues_s[i]` seconds from the start; equal deadlines keep their order. With
+    `priorities` the number of jobs is maximized for the lowest value first, then for the next value in the remaining
+    time, and so on.
+    """
     by_due = sorted(range(len(dues_s)), key=dues_s.__getitem__)
     if all(map(le, accumulate([seconds[index] for index in by_due]), [dues_s[index] for index in by_due])):
         return by_due
@@ -124,8 +136,10 @@ def timely(seconds: Sequence[float], dues_s: Sequence[float], priorities: Sequen
 
 
 def _is_refusable(prompt: NodeRequest) -> bool:
-    """Whether less than half of it is computed, nothing of it comes from elsewhere and no token has been told, so that
-    it is refused when it would be late."""
+    """Return whether a prompt may be refused if it would be late.
+
+    Less than half of the prompt is computed, no blocks of it come from elsewhere, and no token has been reported.
+    """
     due, num_tokens = prompt.due, prompt.num_computed + prompt.num_to_compute
     is_new = 2 * prompt.num_computed < num_tokens and not prompt.request.num_output_tokens
     is_here = prompt.offer is None and not prompt.is_loading
@@ -133,5 +147,5 @@ def _is_refusable(prompt: NodeRequest) -> bool:
 
 
 def due_s(prompt: NodeRequest) -> float:
-    """Of the token that it is read for."""
+    """Return the deadline of the token that the prompt is computed for; inf without a deadline."""
     return math.inf if prompt.due is None else prompt.due.token_s(prompt.request.num_output_tokens)

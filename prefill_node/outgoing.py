@@ -1,6 +1,6 @@
-"""What every rank of a node does with the KV of what other nodes go on with: it sends its heads of the blocks.
+"""Send one rank's heads of the KV blocks that other nodes continue with.
 
-Rank 0 calls these methods on its own rank and, as commands, on the followers': serving_node/ranks/transfers.py.
+Rank 0 calls these methods on its own rank and, as commands, on the followers: serving_node/ranks/transfers.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ OnCaughtUp = Callable[[int], None]
 
 
 class Outgoing:
-    """The transfers that leave one rank, by epoch. What is asked of one that has ended, or never was, does nothing."""
+    """Track the transfers that leave one rank, by epoch. Calls for an unknown or ended epoch do nothing."""
 
     def __init__(
         self,
@@ -31,8 +31,11 @@ class Outgoing:
         on_ended: OnEnded,
         is_early: Callable[[int], bool] = lambda epoch: False,
     ) -> None:
-        """`is_early` tells of an epoch's transfer whether it has begun before the steps announced before it, which are
-        to report no blocks: it may not be their share that it is about, or not as those steps see it."""
+        """Create an empty tracker.
+
+        `is_early` returns whether a transfer began before the steps announced before it. Such steps report no blocks
+        for the transfer, since their share may belong to an earlier state of the request.
+        """
         self._layout = layout
         self._overlap_min_tokens = overlap_min_tokens
         self._sender = sender
@@ -42,7 +45,10 @@ class Outgoing:
         self._transfers: dict[int, SendingTransfer] = {}
 
     def send(self, epoch: int, descriptor: bytes) -> None:
-        """Begins a transfer; its end, also that of a descriptor which cannot be used, is told by on_ended."""
+        """Begin a transfer.
+
+        on_ended receives the end, also if the descriptor cannot be used.
+        """
         try:
             ended, caught_up = partial(self._ended, epoch), partial(self._on_caught_up, epoch)
             self._transfers[epoch] = self._sender.start(descriptor, ended, caught_up)
@@ -50,18 +56,20 @@ class Outgoing:
             self._on_ended(epoch, TransferFailed(reasons.TRANSFER_FAILED, str(error)))
 
     def on_layer(self, epochs: Sequence[int], shares: Sequence[Share]) -> OnLayer | None:
-        """What a step is to report to, so that the blocks of these shares leave while later layers are computed; None
-        where all are so short that their blocks had better leave at once."""
+        """Return the callback of a step that sends the blocks of these shares while later layers are computed.
+
+        Returns None if all shares are so short that their blocks are better sent at the end.
+        """
         long = [each for each in zip(epochs, shares, strict=True) if not self._is_short(each[1])]
         return partial(self._layers_ready, long) if long else None
 
     def ready(self, epoch: int, block_ids: Sequence[int]) -> None:
-        """These leading blocks are final in all layers."""
+        """Report the leading blocks that are final in all layers."""
         if transfer := self._transfers.get(epoch):
             transfer.blocks_ready(block_ids)
 
     def finish(self, epoch: int, block_ids: Sequence[int], tail: bytes) -> None:
-        """These are all blocks, and they are final; `tail` is the tokens that the other node does not know."""
+        """Report that these are all blocks and all are final; `tail` carries the tokens that the other node lacks."""
         if transfer := self._transfers.get(epoch):
             transfer.finish(block_ids, tail)
 
@@ -70,7 +78,7 @@ class Outgoing:
             transfer.cancel()
 
     def _is_short(self, share: Share) -> bool:
-        """Whether it is a step of an answer, or all of a short prompt."""
+        """Return whether the share is a decode step or the whole of a short prompt."""
         return share.num_tokens == 1 or (share.samples and share.start + share.num_tokens < self._overlap_min_tokens)
 
     def _layers_ready(self, parts: Sequence[tuple[int, Share]], num_layers: int) -> None:
@@ -79,7 +87,10 @@ class Outgoing:
                 transfer.blocks_ready(share.block_ids[: self._num_final_blocks(share)], num_layers)
 
     def _num_final_blocks(self, share: Share) -> int:
-        """Blocks that no later chunk writes to: the full ones, and at the end of the prompt the last one too."""
+        """Return the number of blocks that no later chunk writes to.
+
+        These are the full blocks, and after the last chunk also the last block.
+        """
         num_tokens = share.start + share.num_tokens
         return self._layout.num_blocks_for(num_tokens) if share.samples else num_tokens // self._layout.block_size
 

@@ -1,14 +1,14 @@
-"""The half that turns prompts into KV: which tokens of which prompt the next step computes. No I/O, no clock.
+"""Schedule prefill: which tokens of which prompt the next step computes. No I/O, no clock.
 
-Oldest first, or as limits and priorities ask for it (prefill_node/order.py), by token budget: a step takes tokens of
-the prompts that are being read until the budget is spent, so a long prompt goes through in chunks and several short
-ones share a step; beside answers with limits time is a budget too (prefill_node/slack.py). A prompt starts only when
-the pool has blocks for all of it, so whatever is being read can always finish.
+The order is oldest first, or by deadlines and priorities (prefill_node/order.py). A step takes tokens of prompts until
+its token budget is spent, so a long prompt is computed in chunks and several short prompts share a step. Beside
+sequences with a TPOT limit, time is a budget too (prefill_node/slack.py). A prompt starts only when the pool has blocks
+for all of it, so every started prompt can finish.
 
-A prompt starts with the leading blocks that an earlier one left in the pool, or one that is being read has published,
-and computes the rest: it does not start beside a prompt that computes what it begins with, but behind that. It always
-computes its last token where its logits choose the next one, or its hidden state is the prompt's
-embedding, and all of it where it is to be scored, or a mean. It publishes its own full blocks step by step.
+A prompt starts with the leading blocks that are in the prefix cache and computes the rest. It does not start beside a
+prompt that computes the same beginning, but after that prompt. It always computes its last token if a token is sampled
+from the logits or if the hidden state is the prompt's embedding. It computes all tokens if the prompt is scored or a
+mean is pooled. It publishes its own full blocks step by step.
 """
 
 import math
@@ -25,25 +25,25 @@ from serving_core.leases import Leases
 from serving_core.node_requests import NodeRequest, NodeRequests, Stage
 from serving_core.requests import MEAN, Work
 
-MAX_SCORED_TOKENS: Final = 256  # of one step: the logits of each are held at once
-SHARED: Final = 1 / 8  # of a step's tokens: for fewer that it would find behind that step a prompt does not wait
-MAX_PASSED: Final = 64  # prompts that a step passes over for that: each is to be compared
+MAX_SCORED_TOKENS: Final = 256  # in one step: the logits of all of them are in memory at once
+SHARED: Final = 1 / 8  # of a step's tokens: a prompt does not wait for fewer shared tokens
+MAX_PASSED: Final = 64  # prompts that a step passes over to share tokens; bounds the comparisons
 
 
 @dataclass(slots=True)
 class _Step:
-    """One that is planned, with the chunks so far."""
+    """Hold the planned step with its chunks."""
 
-    budget: int  # tokens that are left
-    least_shared: int  # tokens that a prompt waits for, of one that begins alike
-    num_scorable: int = MAX_SCORED_TOKENS  # tokens that are left
+    budget: int  # prompt tokens that are left
+    least_shared: int  # shared tokens for which a prompt waits behind another prompt
+    num_scorable: int = MAX_SCORED_TOKENS  # scored tokens that are left
     num_passable: int = MAX_PASSED  # prompts
-    held_up_from: float = math.inf  # the age from which on no prompt starts
+    held_up_from: float = math.inf  # requests with a higher age number do not start
     works: list[Work] = field(default_factory=list)
 
 
 class Reading:
-    """The prompts of one node."""
+    """Schedule the prompts of one node."""
 
     def __init__(
         self,
@@ -54,18 +54,23 @@ class Reading:
         max_num_queued: int,
         fit: Callable[[NodeRequest, int], int] = lambda _, num_tokens: num_tokens,
     ) -> None:
-        """`fit` tells of a prompt that has hosts how many of so many tokens it has blocks for."""
+        """Create the scheduler.
+
+        `fit` returns for a request with distributed KV how many of `num_tokens` tokens have blocks.
+        """
         self._fit = fit
         self._node_requests = node_requests
         self._leases = leases
         self._slack, self._order = Slack(costs), Order(costs, self._num_held)
         self._max_num_queued = max_num_queued
-        self.num_prompt_tokens = 0  # of all prompts that ever started
-        self.num_cached_tokens = 0  # of them, those that were not to be computed
+        self.num_prompt_tokens = 0  # of all started prompts
+        self.num_cached_tokens = 0  # of `num_prompt_tokens`, taken from the prefix cache
 
     def check(self, num_tokens: int, *, may_grow_out: bool = False) -> None:
-        """Raises RequestError when the queue is full, or a prompt of so many tokens can never fit, unless it
-        `may_grow_out` of the pool."""
+        """Raise RequestError if the queue is full or a prompt of `num_tokens` can never fit into the pool.
+
+        With `may_grow_out` the prompt may exceed the pool (distributed KV).
+        """
         num_blocks = self._leases.blocks_for(num_tokens)
         if num_blocks > self._leases.num_blocks and not may_grow_out:
             raise RequestError(
@@ -83,9 +88,11 @@ class Reading:
         answers: Sequence[NodeRequest],
         now: float,
     ) -> list[Work]:
-        """Chunks of at most `budget` tokens in all, and no more than the answers of the step leave time for. `start`
-        gives a prompt its blocks if there are enough; if not, it holds up the younger ones that have none either. One
-        that may not start is passed over. `took` is to follow when the step is done."""
+        """Return chunks of at most `budget` tokens in total, within the time that the sequences in `answers` leave.
+
+        `start` allocates the blocks of a prompt; if blocks are short, younger prompts without blocks wait too. Prompts
+        for which `may_start` is false are passed over. The caller must call `took` when the step is done.
+        """
         prompts = [each for each in self._node_requests.in_stage(Stage.QUEUED, Stage.READING) if not each.is_ending]
         self._slack.begin(answers, prompts, now)
         step = _Step(budget, least_shared=max(self._leases.block_size, int(budget * SHARED)))
@@ -104,7 +111,7 @@ class Reading:
         may_start: Callable[[NodeRequest], bool],
         start: Callable[[NodeRequest], bool],
     ) -> bool:
-        """Whether a prompt that waits is read from this step on."""
+        """Return whether a queued prompt starts in this step."""
         if node_request.age > step.held_up_from:
             return False
         if self._is_computed(node_request, step):
@@ -119,7 +126,7 @@ class Reading:
         return True
 
     def _add_chunk(self, node_request: NodeRequest, step: _Step) -> None:
-        """What the step has room and time for of a prompt; where that is too little time, nothing follows it."""
+        """Add the tokens of a prompt for which the step has budget and time; if time is short, close the step."""
         is_scored = node_request.request.is_scored
         num_asked = min(step.budget, node_request.num_to_compute, step.num_scorable if is_scored else step.budget)
         if node_request.hosts and (num_asked := self._fit(node_request, num_asked)) == 0:
@@ -131,11 +138,14 @@ class Reading:
         step.budget = step.budget - num_tokens if num_tokens == num_asked else 0
 
     def took(self, load: StepLoad, step_s: float, now: float | None = None) -> None:
-        """What a step has taken that is done now, or when it had computed, whatever it was of."""
+        """Record the load and duration of a finished step of any kind.
+
+        `now` is the time at which the step ended; None if only the duration counts.
+        """
         self._slack.took(load, step_s, now)
 
     def start(self, node_request: NodeRequest, *, num_spare: int) -> bool:
-        """Gives a prompt the blocks for all of it, if that leaves num_spare free. Tells whether it did."""
+        """Allocate the blocks of a whole prompt if that leaves `num_spare` blocks free. Return whether it did."""
         return self._leases.take(
             node_request,
             self.tokens_to_hold(node_request),
@@ -144,14 +154,17 @@ class Reading:
         )
 
     def num_needed(self, node_request: NodeRequest) -> int:
-        """Free blocks that the start of a prompt takes."""
+        """Return the free blocks that the start of a prompt takes."""
         return self._leases.num_needed(
             node_request, self.tokens_to_hold(node_request), num_cacheable=num_cacheable(node_request)
         )
 
     def tokens_to_hold(self, node_request: NodeRequest) -> int:
-        """Tokens that a prompt gets blocks for: with a new one that is answered here, the first of the answer. One that
-        has hosts gets more as it goes."""
+        """Return the tokens for which a prompt gets blocks at its start.
+
+        A new prompt that is decoded on this node includes its first output token. A request with distributed KV gets
+        further blocks as it proceeds.
+        """
         if node_request.hosts:
             return 1
         return (
@@ -161,7 +174,7 @@ class Reading:
         )
 
     def _is_computed(self, node_request: NodeRequest, step: _Step) -> bool:
-        """Whether a planned step computes enough of the prompt's tokens for another one that begins alike."""
+        """Return whether the planned step computes enough tokens that this prompt shares with another prompt."""
         least = step.least_shared
         return any(
             work.num_tokens >= least
@@ -170,33 +183,33 @@ class Reading:
         )
 
     def _shares(self, node_request: NodeRequest, other: NodeRequest, start: int, end: int) -> bool:
-        """Whether a prompt will find the tokens of another one up to `end`, and lacks those from `start` on."""
+        """Return whether a prompt will find the tokens of `other` up to `end` and lacks the tokens from `start` on."""
         tokens, others = node_request.request.token_ids, other.request.token_ids
         return (
             end <= num_cacheable(node_request)
-            and tokens[start:end] == others[start:end]  # which tells most apart at their first token
+            and tokens[start:end] == others[start:end]  # most prompts already differ at the first token
             and tokens[:start] == others[:start]
             and self._leases.may_share(node_request, other)
             and self._num_held(node_request) <= start
         )
 
     def take_hopeless(self) -> Sequence[NodeRequest]:
-        """Return, once, the prompts that the last plan has left out, since they are to be refused."""
+        """Return, once, the prompts that the last plan left out because they must be refused."""
         return self._order.take_hopeless()
 
     @property
     def decode_margin(self) -> float:
-        """Return what the mean of steps without prompts rarely exceeds, by the expected one."""
+        """Return the factor over the expected time that the mean of steps without prompts rarely exceeds."""
         return self._slack.decode_margin
 
     @property
     def oldest_age(self) -> float:
-        """Of the prompts that are here; inf where there is none."""
+        """Return the age of the oldest prompt on the node; inf if there is none."""
         return next((each.age for each in self._node_requests.in_stage(Stage.QUEUED, Stage.READING)), math.inf)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens of prompts still to be computed, as far as one can tell before a prompt starts."""
+        """Return the prompt tokens still to be computed, as far as known before a prompt starts."""
         return sum(
             each.num_to_compute if each.lease is not None else each.num_to_compute - self._num_held(each)
             for each in self._node_requests.in_stage(Stage.QUEUED, Stage.READING)
@@ -211,7 +224,7 @@ class Reading:
         self.count(node_request)
 
     def count(self, node_request: NodeRequest) -> None:
-        """Counts a prompt that has got its blocks; once, however often it begins."""
+        """Count a prompt that has its blocks in the token totals, once for each request."""
         if not node_request.has_begun:
             node_request.has_begun = True
             self.num_prompt_tokens += node_request.num_given
@@ -219,9 +232,11 @@ class Reading:
 
 
 def num_cacheable(node_request: NodeRequest) -> int:
-    """Leading tokens of a prompt that need not be computed if they are there. Where a token is sampled in the end, the
-    last one is in any case: its logits choose it. So are those whose logits are yet to score the next one, and all of
-    which the mean is wanted."""
+    """Return the leading tokens of a prompt that can be taken from the prefix cache.
+
+    The last token is excluded if a token is sampled from its logits. Tokens whose logits are still needed for scores
+    are excluded. With mean pooling the result is 0.
+    """
     request = node_request.request
     if request.pooling is not None and request.pooling.kind == MEAN:
         return 0

@@ -1,19 +1,18 @@
-"""How long the chunks of prompts may make a step, so that the answers in it keep their limits. No I/O, no clock.
+"""Limit the time that prompt chunks add to a step, so that the sequences in it meet their TPOT. No I/O, no clock.
 
-An answer that is ahead of its limit has time in the bank: until its next token is due. What the step takes without
-chunks is not to be spent; the rest may be, of the answer that has the least.
-An answer that is late, and would be for its next tokens without any chunks, is lost, and holds nobody up; one that
-would catch up is let. Prompts that are held back so have a floor: they earn a share of the time, and what they have
-earned they get, whoever is late for it. Few tokens at a time would pay again and again for what every chunk costs
-whatever its length: they wait until at least half of its time is theirs.
+A sequence that is ahead of its limit has slack: the time until its next token is due. The chunks of a step may spend
+the least slack of all sequences, less the time that the step takes without chunks. A sequence that is late, and would
+also be late for its next tokens without any chunks, counts as lost and limits no step; a sequence that would catch up
+is allowed to.
 
-A prompt whose last tokens are in a step has its first token when that ends: what it has until then is all that others
-may add, and it does not join a step that would make it late where one of its own would not. While prompts come with
-limits on their first token no step takes long, since who comes meanwhile waits for its end.
+Prompts that are held back have a floor: they earn a share of the time, and may spend it whoever is late. Since every
+chunk has a fixed cost, they wait until at least half of the chunk's time is theirs.
 
-All seconds are taken times the margin of such steps (serving_core/margin.py).
+A prompt whose last tokens are in a step gets its first token when the step ends. The time until its deadline limits
+what other chunks add. The prompt does not join a step that would make it late if a step of its own would not. While
+prompts with a TTFT deadline arrive, steps stay short, since later arrivals wait for the end of the step.
 
-Where nobody has a limit nothing is held back.
+All seconds are multiplied by the margin of such steps (serving_core/margin.py). Without limits nothing is held back.
 """
 
 import math
@@ -27,32 +26,32 @@ from serving_core.costs import StepCosts, StepLoad
 from serving_core.margin import Margin
 from serving_core.node_requests import NodeRequest
 
-FLOOR: Final = 0.05  # of the time, for prompts that are held back
-LEAST_TOKENS: Final = 16  # of a chunk, unless it is the last of its prompt
-CATCH_UP_TOKENS: Final = 64  # that one which is late may take to be in time again
-BLOCKING_SHARE: Final = 0.25  # of the time to their first token that prompts come with, for a step before them
-LOW: Final = 0.1  # of these prompts have less time than is counted on
+FLOOR: Final = 0.05  # share of the time for prompts that are held back
+LEAST_TOKENS: Final = 16  # in a chunk, unless the chunk is the last of its prompt
+CATCH_UP_TOKENS: Final = 64  # within which a late sequence must be in time again
+BLOCKING_SHARE: Final = 0.25  # share of new prompts' TTFT budget that a step before them may take
+LOW: Final = 0.1  # share of recent prompts with a smaller TTFT budget than assumed
 NUM_RECENT: Final = 32  # prompts
-DECODE_PRIOR: Final = 1.02  # of the mean of many steps, as an answer has them
+DECODE_PRIOR: Final = 1.02  # margin of the mean of many decode steps, before it is measured
 DECODE_RUN: Final = 16  # steps without prompts whose errors count together
-WEIGHED_EVERY: Final = 2  # steps without prompts, of which one is predicted so that its error is known
-SHORT_TOKENS: Final = 64  # that a step may compute however short it is to be
-FIXED_SHARE: Final = 0.2  # of a step's time that may go to what it costs without chunks, to keep it short
+WEIGHED_EVERY: Final = 2  # one in so many decode steps is predicted to learn the error
+SHORT_TOKENS: Final = 64  # that a step may compute whatever the time limit
+FIXED_SHARE: Final = 0.2  # limit for the share of fixed costs in a step that is kept short
 
 
 @dataclass(slots=True)
 class _Step:
-    """One that is planned, with answers or prompts that have limits."""
+    """Hold a planned step that has sequences or prompts with limits."""
 
     answers: Sequence[NodeRequest]
     now: float
-    is_weighed: bool = False  # whether anyone has asked for what follows
+    is_weighed: bool = False  # whether the fields below are computed
     bare_s: float = 0.0  # without chunks
     chunks_s: float = 0.0
-    factor: float = 1.0  # from what it is to take to what it rarely exceeds
-    left_s: float = 0.0  # for more chunks, before the answers' next tokens are due
-    longest_s: float = math.inf  # for all chunks, or who comes meanwhile waits too long
-    beside_s: float = math.inf  # for more chunks, before the prompts that end in it are due, or it is too long
+    factor: float = 1.0  # from the expected time to the time that it rarely exceeds
+    left_s: float = 0.0  # for more chunks, before the next tokens of the sequences are due
+    longest_s: float = math.inf  # for all chunks, so that later arrivals do not wait too long
+    beside_s: float = math.inf  # for more chunks, before prompts that end in the step are due or the step is too long
     is_short: bool = False  # whether a prompt was held back
 
     @property
@@ -61,23 +60,26 @@ class _Step:
 
 
 class Slack:
-    """What the prompts of one node may take of each step. `begin`, then `afford` for each chunk, then `took`."""
+    """Limit what the prompts of one node take of each step: `begin`, then `afford` for each chunk, then `took`."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
         self._margin = Margin()  # of a step with chunks
-        self._decode_margin = Margin(DECODE_PRIOR)  # of DECODE_RUN steps without, together
-        self._run_s: list[tuple[float, float]] = []  # of those that are to be one sample: predicted, actual
+        self._decode_margin = Margin(DECODE_PRIOR)  # of DECODE_RUN steps without chunks, together
+        self._run_s: list[tuple[float, float]] = []  # (predicted, actual) of the steps that will form one sample
         self._owed_s = 0.0  # to prompts that were held back
         self._step: _Step | None = None
-        self._is_limited = False  # whether anyone has limits in the running step, or in those of its streak
+        self._is_limited = False  # whether a request in the running step or its streak has limits
         self._num_decode_steps = 0
         self._newest_age = -1
-        self._given_s: deque[float] = deque(maxlen=NUM_RECENT)  # until their first token, to prompts when they came
+        self._given_s: deque[float] = deque(maxlen=NUM_RECENT)  # TTFT budget of recent prompts at their arrival
 
     def pace(self, budget: int) -> Pace:
-        """Return what the steps are in which prompts are computed, `budget` tokens of them at most, and what answers
-        leave of a step is not less for long. To be asked after `begin`, where a prompt has limits."""
+        """Return the pace of the steps that compute prompts, with at most `budget` tokens each.
+
+        Call after `begin`, and only if a prompt has a limit. The slack of running sequences is not subtracted, since it
+        does not stay low for long.
+        """
         step = self._step
         assert step is not None, "nobody has limits"
         self._weigh(step)
@@ -86,11 +88,11 @@ class Slack:
 
     @property
     def decode_margin(self) -> float:
-        """Return what the mean of steps without chunks rarely exceeds, by the expected one."""
+        """Return the factor over the expected time that the mean of steps without chunks rarely exceeds."""
         return self._decode_margin.factor
 
     def begin(self, answers: Sequence[NodeRequest], prompts: Sequence[NodeRequest], now: float) -> None:
-        """A step is planned, in which these answers get a token each, and chunks of these prompts may be computed."""
+        """Begin a step in which each sequence in `answers` gets a token and chunks of `prompts` may be computed."""
         self._note_new(prompts, now)
         is_limited = any(each.due is not None and each.due.tpot_s < math.inf for each in answers)
         is_limited = is_limited or any(due_s(each) < math.inf for each in prompts)
@@ -98,7 +100,7 @@ class Slack:
         self._is_limited = is_limited
 
     def afford(self, prompt: NodeRequest, num_tokens: int) -> int:
-        """How many of these next tokens of a prompt the step may compute; they count as planned."""
+        """Return how many of the next `num_tokens` prompt tokens the step may compute, and count them as planned."""
         step = self._step
         if step is None:
             return num_tokens
@@ -124,8 +126,11 @@ class Slack:
         return num_afforded
 
     def _ends_in_time(self, step: _Step, prompt: NodeRequest, chunk_s: float) -> bool:
-        """Whether the last chunk of a prompt may be in the step: not if that makes it late, and a step of its own would
-        not. Others may then add to the step what it leaves them."""
+        """Return whether the last chunk of a prompt may be in the step.
+
+        False if the step makes the prompt late and a step of its own would not. If true, the prompt's deadline limits
+        further chunks.
+        """
         has_s = (due_s(prompt) - step.now) / step.factor
         if step.planned_s + chunk_s <= has_s:
             if has_s < math.inf:
@@ -134,13 +139,19 @@ class Slack:
         return not step.chunks_s or step.bare_s + chunk_s > has_s
 
     def _fits_alone(self, step: _Step, prompt: NodeRequest) -> bool:
-        """Whether a step of its own could compute all of a prompt: to begin it behind others would win nothing, and
-        would have spent something on it should it step back for more urgent ones."""
+        """Return whether a step of its own could compute the rest of a prompt.
+
+        Beginning the prompt behind other prompts then wins nothing, and is wasted if the prompt steps back for a more
+        urgent one.
+        """
         most = self._costs.num_tokens_within(step.longest_s, prompt.num_computed, is_first=True)
         return most >= prompt.num_to_compute
 
     def took(self, load: StepLoad, step_s: float, now: float | None) -> None:
-        """A step is done now, which has computed for so long; None: when it had."""
+        """Record the load and the duration of a finished step.
+
+        `now` is the time at which the step ended; None counts `step_s` from the start instead.
+        """
         step, self._step = self._step, None
         if not load.num_prompt_tokens and self._is_limited:
             self._learn_decode(load, step_s)
@@ -153,7 +164,7 @@ class Slack:
         self._costs.add(load, step_s)
 
     def _learn_decode(self, load: StepLoad, step_s: float) -> None:
-        """An answer gets a token in each of many steps, whose errors are small in the mean."""
+        """Sample the error over a run of decode steps, since the errors of single steps cancel out for a sequence."""
         self._num_decode_steps += 1
         if self._num_decode_steps % WEIGHED_EVERY:
             return
@@ -164,7 +175,7 @@ class Slack:
             self._run_s.clear()
 
     def _weigh(self, step: _Step) -> None:
-        """Work out what there is to give, once a step."""
+        """Compute the time that the step may spend, once a step."""
         if step.is_weighed:
             return
         step.is_weighed = True
@@ -176,7 +187,9 @@ class Slack:
         step.longest_s = step.beside_s = self._longest_s(step.bare_s)
 
     def _longest_s(self, bare_s: float) -> float:
-        """Seconds that the chunks of a step may take, so that who comes meanwhile waits only so long for its end."""
+        """Return the seconds that the chunks of a step may take, so that later arrivals do not wait too long for its
+        end.
+        """
         if not self._given_s:
             return math.inf
         given_s = sorted(self._given_s)[int(LOW * len(self._given_s))]
@@ -185,7 +198,7 @@ class Slack:
         return max(BLOCKING_SHARE * given_s - bare_s, least_s)
 
     def _note_new(self, prompts: Sequence[NodeRequest], now: float) -> None:
-        """Prompts come oldest first."""
+        """Record the TTFT budget of new prompts; `prompts` is ordered oldest first."""
         for each in reversed(prompts):
             if each.age <= self._newest_age:
                 break
@@ -195,7 +208,10 @@ class Slack:
 
 
 def least_bank_s(answers: Sequence[NodeRequest], now: float, step_s: float) -> float:
-    """Until the next token of an answer is due that is not lost, in steps of this length; inf where there is none."""
+    """Return the least seconds until the next token of a sequence is due, over sequences that are not lost.
+
+    Steps take `step_s` seconds. The result is inf without such a sequence.
+    """
     banks_s = [math.inf]
     for each in answers:
         if each.due is None:

@@ -1,8 +1,8 @@
-"""How much of the pool prompts that are read for other nodes may hold. Pure.
+"""Bound the part of the pool that prompts prefilled for other nodes hold. Pure.
 
-Together they hold at most half of it, where there are answers of the node's own, or as much as one of them needs. What
-several hold counts once. An older one never waits for younger ones that have been read: those are evicted, and the few
-that were evicted often enough do not count against it.
+Together they hold at most half of the pool if the node has requests of its own, or as much as one prompt needs. Shared
+blocks count once. An older prompt never waits for younger prefilled prompts: those are evicted, and the few that were
+evicted often enough do not count against it.
 """
 
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from serving_core.node_requests import NodeRequest, NodeRequests, Stage
 
 
 class Cap:
-    """That of one node."""
+    """Apply the cap of one node."""
 
     def __init__(self, node_requests: NodeRequests, leases: Leases, reading: Reading, writing: Writing) -> None:
         self._node_requests = node_requests
@@ -23,14 +23,16 @@ class Cap:
         self._writing = writing
 
     def holds_back(self, node_request: NodeRequest) -> bool:
-        """Whether a prompt for another node has to wait until older ones, or those that cannot give way, have left."""
+        """Return whether a prompt for another node must wait until older prompts, or prompts that cannot be evicted,
+        have left.
+        """
         if not node_request.is_outgoing or all(each.is_outgoing for each in self._node_requests):
             return False
         firm = [each for each in self._outgoing() if not _yields(each, node_request)]
         return bool(firm) and self._exceed(firm, node_request)
 
     def make_room(self, node_request: NodeRequest) -> None:
-        """Takes from younger prompts that wait what a prompt for another node would have too much with them."""
+        """Evict younger prefilled prompts with which a prompt for another node would exceed the cap."""
         if all(each.is_outgoing for each in self._node_requests):
             return
         for each in reversed(self._outgoing()):
@@ -40,11 +42,11 @@ class Cap:
                 self._writing.give_way(each)
 
     def _outgoing(self) -> list[NodeRequest]:
-        """What holds blocks for other nodes, oldest first."""
+        """Return the requests that hold blocks for other nodes, oldest first."""
         return [each for each in self._node_requests if each.is_outgoing and each.lease is not None]
 
     def _exceed(self, outgoing: Collection[NodeRequest], node_request: NodeRequest) -> bool:
-        """Whether these and one more would hold more than the cap together."""
+        """Return whether `outgoing` and one more prompt would exceed the cap."""
         leases = self._leases
         num_left = leases.num_blocks // 2 - leases.blocks_for(self._reading.tokens_to_hold(node_request))
         if sum(map(num_blocks_of, outgoing)) <= num_left:
@@ -55,12 +57,12 @@ class Cap:
 
 
 def num_blocks_of(node_request: NodeRequest) -> int:
-    """That one holds here which has some."""
+    """Return the number of blocks in a request's lease, which must exist."""
     assert node_request.lease is not None
     return len(node_request.lease.block_ids)
 
 
 def _yields(node_request: NodeRequest, older: NodeRequest) -> bool:
-    """Whether an outgoing prompt only waits, and is the younger one."""
+    """Return whether an outgoing prompt is idle and younger than `older`."""
     is_idle = node_request.stage is Stage.READ and not node_request.is_busy and not node_request.is_ending
     return is_idle and node_request.age > older.age

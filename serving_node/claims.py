@@ -20,21 +20,21 @@ from serving_core.blocks import BlockAllocator, BlockLease
 from serving_core.leases import Leases
 from serving_core.node_requests import NodeRequest, NodeRequests, Stage
 
-MOST_PARTS: Final = 3, 4  # of a pool: so much of it may be others'
+MOST_PARTS: Final = 3, 4  # of a pool: the share that distributed KV of other nodes may take
 
 
 def most_hosted_tokens(num_blocks: int, block_size: int, tile_tokens: int) -> int:
-    """That a node holds for others at most: in whole tiles; 0 without tiles."""
+    """Return the most tokens that a node holds for other nodes, in whole tiles; 0 without tiles."""
     parts, of = MOST_PARTS
     return num_blocks * block_size * parts // of // tile_tokens * tile_tokens if tile_tokens else 0
 
 
 @dataclass(slots=True)
 class _Hosted:
-    """One annex."""
+    """Hold the blocks of one remote request."""
 
     lease: BlockLease
-    age: int  # of its request
+    age: int  # age of the remote request
     is_recalled: bool = False
 
     @property
@@ -43,7 +43,7 @@ class _Hosted:
 
 
 class Hosting:
-    """The annexes of other nodes' requests here, by number."""
+    """Track the KV of other nodes' requests on this node, by number."""
 
     def __init__(
         self,
@@ -52,7 +52,10 @@ class Hosting:
         tile_tokens: int,
         on_recalled: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`on_recalled` hears of each that is to be released."""
+        """Create an empty tracker.
+
+        `on_recalled` is called with the number of each lease that must be released.
+        """
         self._allocator = allocator
         self._blocks_each = tile_tokens // block_size
         self._most_blocks = most_hosted_tokens(allocator.num_blocks, block_size, tile_tokens) // block_size
@@ -62,7 +65,7 @@ class Hosting:
 
     @property
     def blocks_each(self) -> int:
-        """Blocks of a tile; 0 without tiles."""
+        """Return the blocks of a tile; 0 without tiles."""
         return self._blocks_each
 
     @property
@@ -72,30 +75,32 @@ class Hosting:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are others'."""
+        """Return the blocks that hold KV of other nodes."""
         return sum(each.num_blocks for each in self._annexes.values())
 
     def num_firm(self, age: float) -> int:
-        """Blocks that are not taken back for a request of this age."""
+        """Return the blocks that are not recalled for a request of this age."""
         return sum(each.num_blocks for each in self._annexes.values() if each.age <= age)
 
     @property
     def is_recalling(self) -> bool:
-        """Whether any come free in a moment."""
+        """Return whether recalled blocks are about to come free."""
         return any(each.is_recalled for each in self._annexes.values())
 
     @property
     def may_grow(self) -> bool:
-        """Whether one more tile may be others', if there is room."""
+        """Return whether one more tile of other nodes is allowed, if there are free blocks."""
         return self._most_blocks - self.num_blocks >= self._blocks_each > 0
 
     def may_grow_for(self, age: int) -> bool:
-        """The same for a request of this age, once younger ones are recalled."""
+        """Return whether one more tile is allowed for a request of this age, once younger requests are recalled."""
         return self._most_blocks - self.num_firm(age) >= self._blocks_each > 0
 
     def lease(self, number: int, most_tiles: int, age: int, *, num_spare: int = 0) -> list[int]:
-        """Blocks of so many tiles at most, as far as there is room beside num_spare; perhaps none. `age` is that of
-        their request."""
+        """Lease the blocks of at most `most_tiles` tiles, leaving `num_spare` blocks free; the list may be empty.
+
+        `age` is that of the remote request.
+        """
         assert number not in self._annexes
         room = min(self._most_blocks - self.num_blocks, self._allocator.num_free) - num_spare
         num_tiles = min(most_tiles, room // self._blocks_each) if self._blocks_each else 0
@@ -106,7 +111,7 @@ class Hosting:
         return list(lease.block_ids)
 
     def recall(self) -> None:
-        """Takes the blocks of the youngest request back, which begins again; they come free in a moment."""
+        """Recall the blocks of the youngest remote request, which begins again; the blocks come free soon."""
         youngest = max(each.age for each in self._annexes.values())
         for number, each in self._annexes.items():
             if each.age == youngest:
@@ -115,39 +120,39 @@ class Hosting:
                 self._on_recalled(number)
 
     def release(self, number: int) -> None:
-        """Nobody has the annex any more; it may have got no blocks."""
+        """Release the blocks of a remote request, if it got any."""
         if (hosted := self._annexes.pop(number, None)) is not None:
             hosted.lease.release()
 
 
-LAPSE_S: Final = 2.0  # behind the last question and a step: a few of annexing.py's RETRY_S
-MOST_STEP_S: Final = 30.0  # that is waited for
-HOLD_S: Final = 5.0  # behind which younger ones give way
+LAPSE_S: Final = 2.0  # after the last question and a step: a few times RETRY_S of annexing.py
+MOST_STEP_S: Final = 30.0  # limit of the step time that a claim waits for
+HOLD_S: Final = 5.0  # after which younger requests are preempted
 
 
 class Claim:
-    """That of one node: of all who wait, the oldest has it."""
+    """Track the claim of the oldest remote request that waits for blocks of this node."""
 
     def __init__(self, node_requests: NodeRequests, leases: Leases, hosting: Hosting) -> None:
         self._node_requests, self._leases, self._hosting = node_requests, leases, hosting
-        self.age: float = math.inf  # of the request; inf: there is none
+        self.age: float = math.inf  # of the request; inf: no claim
         self._due_s = self._ends_s = 0.0
-        self._is_due = False  # younger ones are to give way
-        self._is_served = False  # it has what it last asked for
+        self._is_due = False  # younger requests are to be preempted
+        self._is_served = False  # the last question was satisfied
 
     @property
     def wake_at_s(self) -> float | None:
-        """When the next `tick` is due."""
+        """Return when the next `tick` is due, or None."""
         return self._ends_s if self.age < math.inf else None
 
     def put(self, age: int, now: float, step_s: float) -> None:
-        """A request of this age, whose steps take so long, has found no room, not for the first time."""
+        """Claim blocks for a request that has asked again in vain. `step_s` is the time of one of its steps."""
         if age < self.age:
             self.age, self._due_s = age, now + HOLD_S
         self._ask(age, now, step_s, is_served=False)
 
     def serve(self, age: int, now: float, step_s: float) -> None:
-        """One has found some."""
+        """Note that a request has got blocks."""
         self._ask(age, now, step_s, is_served=True)
 
     def _ask(self, age: int, now: float, step_s: float, *, is_served: bool) -> None:
@@ -160,11 +165,11 @@ class Claim:
             self.age = math.inf
 
     def num_kept_from(self, age: int) -> int:
-        """Free blocks that one of this age is to leave."""
+        """Return the free blocks that a request of this age must leave."""
         return self._hosting.blocks_each if age > self.held_back_from() else 0
 
     def gate(self, num_blocks: Callable[[NodeRequest], int]) -> Callable[[NodeRequest], bool]:
-        """Tells of requests which would take so many blocks, one after the other, whether they leave enough."""
+        """Return a function that tells, for requests in turn, whether they leave enough blocks."""
         held_back_from = self.held_back_from()
         return lambda each: each.age <= held_back_from or self._leaves_enough(num_blocks(each))
 
@@ -172,11 +177,11 @@ class Claim:
         return self._leases.num_free - num_blocks >= self._hosting.blocks_each
 
     def held_back_from(self) -> float:
-        """The age behind which all leave the blocks of a tile; inf where nobody has to."""
+        """Return the age from which requests leave the blocks of a tile free; inf without a restriction."""
         return self.age if self.age < math.inf and self._makes_up(self._is_younger) else math.inf
 
     def recalls(self) -> bool:
-        """Whether tiles of younger requests are to be recalled: younger ones here would not be enough without."""
+        """Return whether tiles of younger remote requests are to be recalled, since preempting here is not enough."""
         hosting = self._hosting
         if not self._is_due or self._is_served or hosting.is_recalling:
             return False
@@ -184,7 +189,7 @@ class Claim:
         return has_younger and not (hosting.may_grow and self._makes_up(self._is_younger))
 
     def victims(self) -> Iterable[NodeRequest]:
-        """Those that are to give way now, between two steps; without a claim nobody is looked at."""
+        """Return the requests to preempt before the next step; empty without a claim."""
         if self.age == math.inf or self._is_served or any(each.is_revoked for each in self._node_requests):
             return []
         victims: list[NodeRequest] = []
@@ -203,7 +208,7 @@ class Claim:
         return (loses_nothing or self._is_due) and can_give_way(node_request)
 
     def _makes_up(self, leaves: Callable[[NodeRequest], bool]) -> bool:
-        """Whether there are the blocks of a tile, if these leave."""
+        """Return whether the blocks of a tile are free once the requests for which `leaves` is true are gone."""
         stay, leave = set[int](), set[int]()
         for each in self._node_requests:
             if each.lease is not None:

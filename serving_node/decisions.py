@@ -1,4 +1,4 @@
-"""What a node's logic decides; the runner carries it out, in order."""
+"""Define the decisions of a node's logic; the runner carries them out in order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from serving_core.tiers import Copies
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Tell the coordinator: one field of fleet_pb2.NodeEvent by name."""
+    """Report one event to the coordinator, by the name of its field in fleet_pb2.NodeEvent."""
 
     event: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Tell the coordinator how the node does, at once."""
+    """Send a heartbeat at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Open the request's blocks, so many, to the node that has its KV; report `granted`, then `received`."""
+    """Open the request's first `num_blocks` blocks to the node that has its KV; report `granted`, then `received`."""
 
     node_request: NodeRequest
     num_blocks: int
@@ -30,8 +30,10 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Begin to send by the request's descriptor; these leading blocks are final. Report `caught_up` when those that are
-    have left, and `sent` when it is over."""
+    """Begin to send by the request's descriptor; these leading blocks are final.
+
+    Report `caught_up` when all ready blocks have left, and `sent` at the end.
+    """
 
     node_request: NodeRequest
     block_ids: list[int]
@@ -39,7 +41,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendMore:
-    """These leading blocks of what is being sent are final by now."""
+    """Extend the final leading blocks of a transfer under way."""
 
     node_request: NodeRequest
     block_ids: list[int]
@@ -47,7 +49,7 @@ class SendMore:
 
 @dataclass(frozen=True, slots=True)
 class FinishSend:
-    """These are all blocks of what is being sent, and they are final; `tail` is to follow the last one."""
+    """Complete a transfer under way: these are all blocks, and all are final; `tail` follows the last one."""
 
     node_request: NodeRequest
     block_ids: list[int]
@@ -56,8 +58,7 @@ class FinishSend:
 
 @dataclass(frozen=True, slots=True)
 class Borrow:
-    """Open these blocks, but for those that are here already, to the node that makes the offer; report `granted`, then
-    `received`."""
+    """Open these blocks, except the cached ones, to the node that offers them; report `granted`, then `received`."""
 
     offer: Offer
     block_ids: list[int]
@@ -66,8 +67,7 @@ class Borrow:
 
 @dataclass(frozen=True, slots=True)
 class Lend:
-    """Send these blocks, which are final, by the descriptor, with the tail behind them; report `sent` when it is
-    over."""
+    """Send these final blocks and the tail by the descriptor; report `sent` at the end."""
 
     epoch: int
     descriptor: bytes
@@ -77,21 +77,21 @@ class Lend:
 
 @dataclass(frozen=True, slots=True)
 class CancelTransfer:
-    """End the transfer of this epoch, in whichever direction."""
+    """End the transfer of this epoch in either direction."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """Copy blocks that the pool gives up to the second tier, on every rank, before anything is written to them."""
+    """Copy evicted blocks to KV offload on every rank, before the blocks are overwritten."""
 
     copies: Copies
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Read these slots of the second tier into these blocks, on every rank; report `loaded`."""
+    """Read these KV offload slots into these blocks on every rank; report `loaded`."""
 
     load_id: int
     slots: list[int]
@@ -100,30 +100,30 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class CancelLoad:
-    """Write nothing more of this load."""
+    """Write no more blocks of this load."""
 
     load_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpenAnnex:
-    """Put leading blocks of the request, in whole tiles, on a host that has room for some; report `opened`."""
+    """Put leading blocks of the request, in whole tiles, on a KV holder with room; report `opened`."""
 
     node_request: NodeRequest
     block_ids: list[int]
-    is_again: bool  # none had room when they were last asked: now they are to make some
+    is_again: bool  # no holder had room at the last attempt: holders make room now
 
 
 @dataclass(frozen=True, slots=True)
 class RecallAnnex:
-    """Take the blocks of another node's annex back; `hosted` is to follow."""
+    """Recall the blocks that hold another node's KV; `hosted` follows."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class CloseAnnexes:
-    """Nothing is to be asked of them any more."""
+    """Close connections to KV holders that are not needed any more."""
 
     annexes: Sequence[Any]
 

@@ -1,4 +1,4 @@
-"""Lets other nodes write to blocks of this one: a descriptor for each transfer, told once every rank awaits it."""
+"""Let other nodes write to reserved blocks: draw a transfer descriptor, and release it once every rank is ready."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ from serving_node.ranks.transfers import NodeTransfers
 
 
 class Grants:
-    """Descriptors that are drawn, and not yet open on every rank, by epoch."""
+    """Hold drawn descriptors that are not yet open on every rank, by epoch."""
 
     def __init__(
         self,
@@ -23,8 +23,10 @@ class Grants:
         pp_size: int,
         ttl_s: float,
     ) -> None:
-        """`layout` is that of the whole model; `on_received` hears of an epoch that no descriptor can be
-        drawn for."""
+        """Create an empty holder.
+
+        `layout` covers the whole model. `on_received` is called with an epoch for which no descriptor can be drawn.
+        """
         self._layout = layout
         self._transfers = transfers
         self._on_received = on_received
@@ -37,7 +39,7 @@ class Grants:
         return len(self._descriptors)
 
     def receive(self, decision: Receive) -> None:
-        """Opens the blocks of a prompt that another node reads."""
+        """Open the reserved blocks of a request to the node that has its KV."""
         node_request = decision.node_request
         assert node_request.lease is not None
         self._open(
@@ -51,18 +53,18 @@ class Grants:
         )
 
     def borrow(self, decision: Borrow) -> None:
-        """Opens blocks for what another node lends."""
+        """Open blocks for a remote prefix fetch."""
         offer = decision.offer
         self._open(
             offer.epoch, offer.source_tp, offer.source_pp, decision.block_ids, decision.num_cached, offer.num_tokens
         )
 
     def take(self, epoch: int) -> bytes:
-        """The descriptor of an epoch, which every rank awaits now."""
+        """Remove and return the descriptor of an epoch, for which every rank is ready."""
         return self._descriptors.pop(epoch)
 
     def forget(self, epoch: int) -> None:
-        """The transfer is over, whether it was ever open or not."""
+        """Drop the descriptor of an ended transfer, if it is still held."""
         self._descriptors.pop(epoch, None)
 
     def _open(
@@ -75,7 +77,7 @@ class Grants:
         num_tokens: int,
         behind: bytes = b"",
     ) -> None:
-        """Lets a node of so many ranks and stages write to these blocks, but for the leading cached ones."""
+        """Let a node with this parallelism write to these blocks, except the leading cached ones."""
         try:
             descriptor = TransferDescriptor.draw(
                 epoch=epoch,

@@ -1,11 +1,10 @@
-"""Prompts on their way from the node that read them to the node that answers, seen from either. Pure.
+"""Track KV transfers from prefill node to decode node, at both ends. Pure.
 
-The node that writes grants blocks (`Receive`), and its descriptor goes by way of the coordinator to the node that
-reads, which sends (`Send`, `FinishSend`). A grant that is taken back voids its descriptor: the sender keeps what it has
-read and waits for another one, or is told to answer it itself.
+The decode node grants credit (`Receive`), and its transfer descriptor reaches the prefill node by way of the
+coordinator; the prefill node then sends (`Send`, `FinishSend`). A revoked credit voids its descriptor: the prefill node
+keeps the prefilled prompt and waits for another descriptor, or for the command to decode the prompt itself.
 
-For the node that it comes to, an answer that moves is no different, but for the tokens that come with it: moves.py has
-the other side.
+A migrating sequence is received in the same way, except for the tokens that come with it; moves.py is its sending side.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +25,7 @@ MAY_WAIT: Final = (Stage.AWAITING, Stage.READ, Stage.STOPPED)
 
 
 class HandOvers:
-    """The transfers of one node, in both directions."""
+    """Track the transfers of one node in both directions."""
 
     def __init__(
         self,
@@ -41,7 +40,10 @@ class HandOvers:
         descriptor_timeout_s: float,
         on_committed: Callable[[], None],
     ) -> None:
-        """`block_bytes` are those of one block over all ranks and layers."""
+        """Create an empty tracker.
+
+        `block_bytes` is the size of one block over all ranks and layers.
+        """
         self._node_requests = node_requests
         self._leases = leases
         self._reading = reading
@@ -51,40 +53,42 @@ class HandOvers:
         self._credit_timeout_s = credit_timeout_s
         self._descriptor_timeout_s = descriptor_timeout_s
         self._on_committed = on_committed
-        self._under_way: dict[int, NodeRequest] = {}  # in either direction, by epoch
-        self.num_kv_bytes = 0  # that travelled, over all ranks
-        self.num_failed = 0  # but for those of answers that were over, and what the other node gave up and counts
+        self._under_way: dict[int, NodeRequest] = {}  # both directions, by epoch
+        self.num_kv_bytes = 0  # transferred, over all ranks
+        self.num_failed = 0  # without transfers of ended requests, and without aborts, which the other node counts
 
     @property
     def wake_at_s(self) -> float | None:
-        """When the next `tick` is due."""
+        """Return when the next `tick` is due, or None."""
         return min((self._deadline_s(each) for each in self._waiting()), default=None)
 
     def receive(self, node_request: NodeRequest) -> None:
-        """The request has been granted blocks: the other node may send."""
+        """Open a transfer to this node for a request that has credit."""
         node_request.is_receiving, node_request.is_coming = True, False
         self._under_way[node_request.request.epoch] = node_request
         self._endings.decide(Receive(node_request, self._credit.num_blocks(node_request)))
 
     def deliver(self, deliver: fleet_pb2.Deliver) -> None:
-        """The other node has room: its descriptor."""
+        """Take the descriptor of the node that has reserved blocks, and begin to send."""
         node_request = self._node_requests.find(deliver.attempt)
         if node_request is None or node_request.is_ending or not node_request.is_outgoing:
             return
-        if node_request.is_sending:  # by the descriptor of a grant that was taken back
+        if node_request.is_sending:  # by the descriptor of a revoked credit
             node_request.next_descriptor = deliver.descriptor
         elif not node_request.descriptor:
             self._send(node_request, deliver.descriptor)
 
     def keep(self, node_request: NodeRequest) -> None:
-        """Nobody else is to answer: it is read on as it is, and then waits for nothing but a running slot. A transfer
-        by a descriptor that is void may still be ending."""
+        """Keep a prompt on this node: prefill continues, then the request waits for a running slot only.
+
+        A transfer with a void descriptor may still be ending.
+        """
         node_request.is_kept = True
         if node_request.is_sending:
             self._endings.decide(CancelTransfer(node_request.request.epoch))
 
     def granted(self, epoch: int, descriptor: bytes) -> None:
-        """Every rank awaits the blocks of a `Receive`: this descriptor lets the other node send them."""
+        """Report the descriptor of a `Receive`, for which every rank is ready."""
         node_request = self._under_way[epoch]
         if not node_request.is_ending and not node_request.is_revoked:
             self._endings.tell(
@@ -92,12 +96,12 @@ class HandOvers:
             )
 
     def coming(self, epoch: int) -> None:
-        """The other node has begun to send what a `Receive` waits for."""
+        """Note that the other node has begun to send."""
         if node_request := self._under_way.get(epoch):
             node_request.is_coming = True
 
     def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
-        """A `Receive` is over."""
+        """Record the end of a `Receive`."""
         node_request = self._under_way.pop(epoch)
         node_request.is_receiving = False
         if isinstance(result, Received):
@@ -117,7 +121,7 @@ class HandOvers:
             self._endings.fail(node_request, result.reason, result.message)
 
     def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
-        """A `Send` is over."""
+        """Record the end of a `Send`."""
         node_request = self._under_way.pop(epoch)
         node_request.is_sending = False
         if not node_request.is_outgoing:
@@ -136,7 +140,7 @@ class HandOvers:
             self._endings.fail(node_request, result.reason, result.message)
 
     def tick(self, now: float) -> None:
-        """Ends what has waited too long."""
+        """End waits that have passed their deadline."""
         for node_request in self._waiting():
             if now < self._deadline_s(node_request):
                 continue
@@ -152,7 +156,7 @@ class HandOvers:
                 self._endings.fail(node_request, reasons.TRANSFER_FAILED, message)
 
     def note_read(self, node_requests: Iterable[NodeRequest], now: float) -> None:
-        """Prompts that another node waits for: those of which everything is computed now."""
+        """Move prompts for other nodes whose tokens are all computed to their next state."""
         for node_request in node_requests:
             if node_request.stage is not Stage.READING or not node_request.tail or node_request.num_to_compute:
                 continue
@@ -170,7 +174,7 @@ class HandOvers:
             self.finish_send(node_request)
 
     def finish_send(self, node_request: NodeRequest) -> None:
-        """All of what is being sent is final, and its tail is known."""
+        """Send the last blocks and the tail of a transfer."""
         tail = to_tail(node_request.tail, self._leases.makers_of(node_request))
         self._endings.decide(FinishSend(node_request, self._leases.filled_blocks(node_request), tail))
 
@@ -181,9 +185,9 @@ class HandOvers:
         except ValueError as error:
             self._endings.fail(node_request, reasons.TRANSFER_FAILED, str(error))
             return
-        node_request.is_revoked = False  # it came too late
+        node_request.is_revoked = False  # the revocation came too late
         self._credit.commit(node_request, token_ids, made)
-        node_request.note_begun(now)  # the coordinator's word of that may still be on its way
+        node_request.note_begun(now)  # the coordinator's message may still be in flight
         self._reading.count(node_request)
         committed = fleet_pb2.Committed(
             attempt=attempt_of(node_request.request),
@@ -198,7 +202,7 @@ class HandOvers:
         self._endings.decide(CancelTransfer(node_request.request.epoch))
 
     def _waiting(self) -> list[NodeRequest]:
-        """Those that wait for another node."""
+        """Return the requests that wait for another node."""
         return [each for each in self._node_requests.in_stage(*MAY_WAIT) if _is_waiting(each)]
 
     def _deadline_s(self, node_request: NodeRequest) -> float:
@@ -208,7 +212,7 @@ class HandOvers:
 
 
 def _is_waiting(node_request: NodeRequest) -> bool:
-    """Whether one that may wait for another node does, which may take too long."""
+    """Return whether a request waits for another node under a deadline."""
     if node_request.is_ending or node_request.is_sending:
         return False
     return node_request.is_outgoing or node_request.stage is not Stage.READ

@@ -1,7 +1,7 @@
-"""What a node decides. Pure: commands, the ends of steps and of transfers, and the time come in; decisions come out.
+"""Decide for one node. Pure: commands, ends of steps and transfers, and the time come in; decisions come out.
 
-It puts the two halves together over one pool: `prefill_node` reads prompts, `decode_node` writes answers. One step may
-hold both: a token of each answer that is being written, then chunks of prompts.
+The logic joins prefill (`prefill_node`) and decode (`decode_node`) over one KV pool. One step may hold both: one token
+of each running sequence, then chunks of prompts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,20 +38,20 @@ from serving_node.streak import StepCounts, Streaks, works_ahead
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a node's logic has to keep to. Times in seconds."""
+    """Set the limits of a node's logic. Times are in seconds."""
 
     max_num_batched_tokens: int  # of one step
-    max_num_seqs: int  # answers that hold blocks; no more than tokens of one step
-    max_num_queued: int  # prompts, and answers that wait for credit, each
+    max_num_seqs: int  # running slots; at most max_num_batched_tokens
+    max_num_queued: int  # queued prompts, and requests that wait for credit, each
     credit_timeout_s: float
     descriptor_timeout_s: float
-    num_speculative_tokens: int = 0  # candidates for an answer in a step
-    draft_model: DraftModel | None = None  # which writes them; None: they are looked up
-    tile_tokens: int = 0  # of what an annex holds; 0: there are none
+    num_speculative_tokens: int = 0  # draft tokens for a sequence in a step
+    draft_model: DraftModel | None = None  # writes the draft tokens; None: prompt lookup
+    tile_tokens: int = 0  # granularity of distributed KV; 0: none
 
 
 class NodeLogic:
-    """The requests of one node. Every method that changes anything leaves what it decides in `take_decisions`."""
+    """Decide for the requests of one node. Methods that change state leave their decisions in `take_decisions`."""
 
     def __init__(
         self,
@@ -69,8 +69,11 @@ class NodeLogic:
         costs: StepCosts,
         tier: TierPlan = NO_TIER,
     ) -> None:
-        """`shape` is the one to begin with; `block_bytes` are those of one block over all ranks and layers; Leases has
-        `origin` and `is_history_free`."""
+        """Create the logic of a node with role `shape`.
+
+        `block_bytes` is the size of one block over all ranks and layers. `origin` and `is_history_free` are passed to
+        Leases.
+        """
         self._allocator = allocator
         self._limits = limits
         self._eos_token_ids = eos_token_ids
@@ -125,7 +128,7 @@ class NodeLogic:
             node_requests, leases, eos_token_ids, self._room, self._reading, rates, self.steps, self._grant
         )
         self.is_draining = False
-        self._knows_limits = False  # whether any request ever had some
+        self._knows_limits = False  # whether any request had a deadline
         self._take(shape)
         self._home = shape
 
@@ -133,27 +136,29 @@ class NodeLogic:
 
     @property
     def shape(self) -> Shape:
-        """What the coordinator has made of the node; what it is sent it serves in any shape."""
+        """Return the current role. A node serves any request in any role."""
         return self._shape
 
     @property
     def home(self) -> Shape:
-        """Its shape when the coordinator does not lend it: what an operator has made of it, or what it began as."""
+        """Return the role that an operator set, or the initial role, apart from temporary role changes."""
         return self._home
 
     def take_decisions(self) -> list[Decision]:
-        """What has been decided since the last call, in order."""
+        """Return the decisions since the last call, in order."""
         return [*self._tier.take_decisions(), *self._endings.take()]
 
     @property
     def node_requests(self) -> NodeRequests:
-        """The requests that are here, oldest first: to be looked at."""
+        """Return the requests on the node, oldest first, for reading only."""
         return self._node_requests
 
     @property
     def leases(self) -> list[tuple[Key, BlockLease]]:
-        """Return every lease of the pool's blocks with its holder: a request by its id and epoch, or what else holds it
-        and a number."""
+        """Return every lease of the pool's blocks with its holder.
+
+        The holder is (request id, epoch), or a kind of holder and a number.
+        """
         others = {
             "remote prefix fetch": self._borrowings.held,
             "remote prefix fetch of another node": self._lending.held,
@@ -164,20 +169,19 @@ class NodeLogic:
         return leases + [((kind, number), lease) for kind, held in others.items() for number, lease in held.items()]
 
     def check_integrity(self) -> None:
-        """Recount blocks, requests and slots of the second tier from scratch. Raises AssertionError where they do not
-        add up."""
+        """Recount blocks, requests and KV offload slots from scratch. Raises AssertionError if the counts differ."""
         self._allocator.check_integrity()
         self._node_requests.check_integrity()
         self._tier.index.check_integrity()
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is here, nor a part of one."""
+        """Return whether the node holds no request and no distributed KV of other nodes."""
         return not len(self._node_requests) and not self.hosting.num_blocks
 
     @property
     def wake_at_s(self) -> float | None:
-        """When the next `tick` is due."""
+        """Return when the next `tick` is due, or None."""
         others = (self._tier.wake_at_s, self._borrowings.wake_at_s, self._annexing.wake_at_s, self._claim.wake_at_s)
         wakes = (self._hand_overs.wake_at_s, *others)
         return min((at_s for at_s in wakes if at_s is not None), default=None)
@@ -187,12 +191,12 @@ class NodeLogic:
         return self._allocator.num_free
 
     def describe(self, load: inference_pb2.NodeLoad) -> None:
-        """Fills in how busy the node is, and decides to tell what has changed of its cache."""
+        """Fill in the node's load, and decide to report the changes of its prefix cache."""
         self._cache_report.tell()
         self.fill(load)
 
     def fill(self, load: inference_pb2.NodeLoad) -> None:
-        """Fills in how busy the node is; nothing changes by that."""
+        """Fill in the node's load without any change of state."""
         load.role = role_of(self._shape)
         load.shape.CopyFrom(convert.shape_to_wire(self._shape))
         load.state = "draining" if self.is_draining else "ready"
@@ -223,11 +227,11 @@ class NodeLogic:
     # ---- commands ----
 
     def attached(self) -> None:
-        """The coordinator is another one, or has lost sight of this node: it knows nothing."""
+        """Forget what was reported: the coordinator is a new one or has dropped its knowledge of this node."""
         self._cache_report.forget()
 
     def detached(self) -> None:
-        """The coordinator is gone and has given every attempt up."""
+        """End every request: the coordinator is gone and has given up all attempts on this node."""
         self.streaks.disturb()
         for node_request in list(self._node_requests):
             self._tier.cancel(node_request)
@@ -236,8 +240,10 @@ class NodeLogic:
         self._lending.detached()
 
     def handle(self, command: fleet_pb2.NodeCommand, now: float, guide: Guide | None = None) -> None:
-        """Does what the coordinator wants. What is not known is answered as failed. A command that brings a job with a
-        grammar comes with its guide."""
+        """Carry out a command of the coordinator.
+
+        Unknown commands are reported as failed. `guide` is the compiled grammar of a job that has a grammar.
+        """
         match command.WhichOneof("command"):
             case "prefill":
                 self._take_in(command.prefill.job, now, guide=guide)
@@ -275,8 +281,7 @@ class NodeLogic:
         self._endings.decide(Beat())
 
     def _take(self, shape: Shape) -> None:
-        """Where there is no running slot, or no prompt to be read, what comes all the same gets what the node can
-        do."""
+        """Set the role. A role without running slots or prompt tokens still serves with the node's own limits."""
         self._shape = shape
         self._room.num_slots = shape.slots or self._limits.max_num_seqs
 
@@ -294,21 +299,21 @@ class NodeLogic:
             self.refuse(job.attempt, error)
 
     def _begun(self, attempt: fleet_pb2.Attempt, now: float) -> None:
-        """Another node has given the first token of what this one writes, or wrote."""
+        """Note that another node has reported the first token of a request that decodes here."""
         node_request = self._node_requests.find(attempt)
         if node_request is not None:
             node_request.has_first_token = True
             node_request.note_begun(now)
 
     def _cancel(self, attempt: fleet_pb2.Attempt) -> None:
-        """Every cancel is answered, that of an unknown attempt at once."""
+        """Cancel an attempt. Every cancel is acknowledged, for an unknown attempt at once."""
         cancelled = fleet_pb2.Cancelled(attempt=attempt)
         node_request = self._node_requests.find(attempt)
         if node_request is None:
             if not self._borrowings.cancel(attempt):
                 self._endings.tell(cancelled=cancelled)
             return
-        if node_request.ending == {}:  # it was to end without a word
+        if node_request.ending == {}:  # the ending would report nothing
             node_request.ending = {"cancelled": cancelled}
         self._tier.cancel(node_request)
         self._endings.end(node_request, cancelled=cancelled)
@@ -316,8 +321,10 @@ class NodeLogic:
     # ---- steps ----
 
     def plan(self, now: float) -> list[Work]:
-        """The next step: a token of each answer that is being written, then chunks of prompts; empty when there is
-        nothing to compute. `step_done` or `step_failed` is to follow."""
+        """Return the next step: one token of each running sequence, then chunks of prompts; empty if idle.
+
+        The caller must call `step_done` or `step_failed` afterwards.
+        """
         for victim in self._claim.victims():
             self._writing.give_way(victim)
         if self._claim.recalls():
@@ -337,15 +344,18 @@ class NodeLogic:
         return works
 
     def _refuse_hopeless(self) -> bool:
-        """Fail the prompts that the last plan has left out since they would be late. Return whether there were any."""
+        """Fail the prompts that the last plan left out because they would be late. Return whether there were any."""
         refused = self._reading.take_hopeless()
         for node_request in refused:
             self._endings.fail(node_request, reasons.WOULD_BE_LATE, "the prompt cannot be read before its deadline")
         return bool(refused)
 
     def _turn_away(self) -> bool:
-        """Fails what waits for blocks that older requests of other nodes hold here: another node may have some. Younger
-        ones give theirs up for it. Tells whether any failed."""
+        """Fail a request that lacks blocks because this node holds distributed KV of older requests.
+
+        Another node may have enough blocks. KV of younger requests is recalled instead. Returns whether a request
+        failed.
+        """
         node_request = self._room.stranded(self._annexing.makes_room_for)
         if node_request is None or self._room.recall(node_request):
             return False
@@ -354,13 +364,17 @@ class NodeLogic:
         return True
 
     def plan_ahead(self, works: Sequence[Work]) -> list[Work]:
-        """What `plan` would give behind this planned step of answers, should none of them end by it and nothing else
-        happen before it ends; empty where others might have a part in it. Its tokens are not known yet."""
+        """Return the step behind a planned decode step, as `plan` would if no sequence ended and no event came.
+
+        The list is empty if other requests might be part of that step. Its token ids are not known yet.
+        """
         return [] if self.speculation.may_extend(len(works)) else works_ahead(works, self._node_requests, self._leases)
 
     def ends_any(self, works: Sequence[Work], tokens: Sequence[SampledToken]) -> bool:
-        """Whether the tokens that a step gives, one for each of its works, end any answer. Looks at the requests alone:
-        may be called by another thread while the step runs."""
+        """Return whether the tokens of a step, one for each of `works`, end any sequence.
+
+        The method only reads requests, so another thread may call it while the step runs.
+        """
         return any(
             not token.is_token or would_end(work.request, token.token_id, self._eos_token_ids)
             for work, token in zip(works, tokens, strict=True)
@@ -375,14 +389,16 @@ class NodeLogic:
         may_start = self._room.gate(lambda node_request, num_spare: self._holds_up(node_request, num_spare, now))
         chunks = self._reading.plan(budget, may_start, self._start, answers, now)
         if is_full and chunks:
-            works.pop()  # an older prompt never waits for all answers that come and go
+            works.pop()  # an older prompt must not wait for ever-changing sequences
         works += chunks
         self._hand_overs.note_read(self._node_requests.in_stage(Stage.READING), now)
         return self.speculation.extend(works)
 
     def _holds_up(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
-        """Whether blocks of a prompt come from elsewhere first: this node's own ones are the nearer. Those of one that
-        has hosts have no names to be found by."""
+        """Return whether a prompt waits for blocks from elsewhere: KV offload first, then a remote prefix fetch.
+
+        Requests with distributed KV have no block hashes to look up.
+        """
         if node_request.hosts:
             return False
         is_read_back = self._tier.holds_up(node_request, num_spare, now)
@@ -395,11 +411,11 @@ class NodeLogic:
         return True
 
     def expected_step_s(self, works: Sequence[Work]) -> float:
-        """Seconds that a step which runs takes, by what the ones before took; inf where it is like none of them."""
+        """Return the expected seconds of a running step from earlier steps; inf without a comparable step."""
         return self._costs.expected_s(_load_of([self._node_requests.of(work.request) for work in works], works))
 
     def sends_while(self, works: Sequence[Work]) -> list[Work]:
-        """Those of a step whose blocks may leave while it is being computed."""
+        """Return the parts of a step whose blocks may be sent while the step computes."""
         return [work for work in works if self._node_requests.of(work.request).is_outgoing]
 
     def step_done(
@@ -411,8 +427,11 @@ class NodeLogic:
         *,
         goes_on: bool = False,
     ) -> None:
-        """Takes in a finished step, whose full blocks others may use from now on. `goes_on`: it ended no answer, and
-        what was planned ahead of it runs since, as if `plan` had given it."""
+        """Record a finished step; its full blocks may be shared from then on.
+
+        `goes_on` means that the step ended no sequence and the step planned ahead already runs, as if `plan` had
+        returned it.
+        """
         node_requests = [self._node_requests.of(work.request) for work in works]
         sampled = iter(tokens)
         taken_by = [(node_request, work.take(sampled)) for node_request, work in zip(node_requests, works, strict=True)]
@@ -443,7 +462,7 @@ class NodeLogic:
         self._settle_step(node_requests)
 
     def _tell_progress(self, node_requests: Sequence[NodeRequest]) -> None:
-        """The coordinator plans by what is left of prompts with limits."""
+        """Report the remaining tokens of prompts with deadlines, by which the coordinator plans."""
         for each in node_requests:
             if each.stage is Stage.READING and each.due is not None and each.num_to_compute and not each.is_ending:
                 progress = fleet_pb2.Progress(attempt=convert.attempt_of(each.request), num_left=each.num_to_compute)
@@ -457,7 +476,7 @@ class NodeLogic:
         step_s: float,
         now: float,
     ) -> None:
-        """A step is done. What one with candidates takes says nothing of what answers and prompts cost."""
+        """Count a finished step. Steps with draft tokens are left out of the cost measurements."""
         load = _load_of(node_requests, works)
         has_candidates = any(work.candidates for work in works)
         if not has_candidates:
@@ -469,7 +488,7 @@ class NodeLogic:
         self.steps.add(load, step_s, num_more)
 
     def step_failed(self, works: Sequence[Work], cause: str, now: float) -> None:
-        """The step gave nothing. The clients of its requests may read the cause."""
+        """Fail all requests of a step that gave nothing. `cause` is visible to clients."""
         node_requests = [self._node_requests.of(work.request) for work in works]
         for node_request in node_requests:
             node_request.in_step, node_request.num_candidates = False, 0
@@ -477,7 +496,7 @@ class NodeLogic:
         self._settle_step(node_requests)
 
     def _advance(self, node_request: NodeRequest, work: Work, goes_on: bool, *, is_good: bool) -> None:
-        """Its share of the step is done, but for what comes of candidates. What has failed nobody else is to use."""
+        """Advance a request by its part of the step, without draft tokens. A failed part publishes no blocks."""
         node_request.in_step, node_request.num_candidates = goes_on, 0
         node_request.num_computed += work.num_tokens
         if is_good:
@@ -491,18 +510,18 @@ class NodeLogic:
     # ---- transfers ----
 
     def granted(self, epoch: int, descriptor: bytes) -> None:
-        """Every rank awaits the blocks of a `Receive` or a `Borrow`: this descriptor lets the other node send them."""
+        """Report the descriptor of a `Receive` or `Borrow`, for which every rank is ready."""
         if epoch in self._borrowings:
             self._borrowings.granted(epoch, descriptor)
         else:
             self._hand_overs.granted(epoch, descriptor)
 
     def coming(self, epoch: int) -> None:
-        """The sender of a `Receive` or a `Borrow` has begun."""
+        """Note that the sender of a `Receive` or `Borrow` has begun."""
         self._hand_overs.coming(epoch)
 
     def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
-        """A `Receive` or a `Borrow` is over."""
+        """Record the end of a `Receive` or `Borrow`."""
         if epoch in self._borrowings:
             self._borrowings.received(epoch, result, now)
         else:
@@ -510,11 +529,11 @@ class NodeLogic:
         self._grant()
 
     def caught_up(self, epoch: int) -> None:
-        """All ready blocks of a `Send` have left."""
+        """Note that all ready blocks of a `Send` have left."""
         self._moves.caught_up(epoch)
 
     def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
-        """A `Send` or a `Lend` is over."""
+        """Record the end of a `Send` or `Lend`."""
         if epoch in self._lending:
             self._lending.sent(epoch, result)
         else:
@@ -523,21 +542,24 @@ class NodeLogic:
         self._grant()
 
     def loaded(self, load_id: int, num_good: int, now: float) -> None:
-        """A `Load` is over: so many of its leading blocks are there on every rank."""
+        """Record the end of a `Load`: the leading `num_good` blocks are loaded on every rank."""
         self._tier.loaded(load_id, num_good, now)
         self._grant()
 
     def lost(self, slots: Sequence[int]) -> None:
-        """Blocks of a `Spill` could not be copied: these slots hold nothing."""
+        """Record that these KV offload slots hold nothing, because blocks of a `Spill` could not be copied."""
         self._tier.lost(slots)
 
     def opened(self, node_request: NodeRequest, annex: Opened | None, now: float) -> None:
-        """An `OpenAnnex` is over: so many tiles of the request are there, or none of its hosts has room."""
+        """Record the end of an `OpenAnnex`. `annex` is None if no KV holder had room."""
         self._annexing.opened(node_request, annex, now)
         self._grant()
 
     def host(self, number: int, most_tiles: int, asker: Asker, now: float) -> list[int]:
-        """Blocks for tiles of another node's request, perhaps none. For one that asks again room is made."""
+        """Return blocks for tiles of another node's request; the list may be empty.
+
+        If the request asks again, room is made for it.
+        """
         if self.is_draining or not self._room.may_host(asker.age):
             return []
         block_ids = self._lease(number, most_tiles, asker.age)
@@ -549,8 +571,11 @@ class NodeLogic:
         return block_ids
 
     def _lease(self, number: int, most_tiles: int, age: int) -> list[int]:
-        """Younger ones of this node that wait for such blocks themselves give way: else each could wait for the other.
-        Where an older one of another node waits for some, there is only what it leaves."""
+        """Lease blocks for tiles of another node's request.
+
+        Younger requests of this node that wait for remote blocks themselves are preempted, so that two nodes do not
+        wait for each other. If an older remote request waits for blocks, only the surplus is given.
+        """
         is_first = age <= self._claim.age
         block_ids = self.hosting.lease(number, most_tiles, age, num_spare=0 if is_first else self.hosting.blocks_each)
         while not block_ids and is_first and self.hosting.may_grow:
@@ -564,12 +589,12 @@ class NodeLogic:
         self._endings.decide(RecallAnnex(number))
 
     def hosted(self, number: int) -> None:
-        """Blocks that were another node's are free."""
+        """Release the blocks of another node's request."""
         self.hosting.release(number)
         self._grant()
 
     def tick(self, now: float) -> None:
-        """Ends what has waited too long for another node."""
+        """End waits that have passed their deadline."""
         self._hand_overs.tick(now)
         self._tier.tick(now)
         self._borrowings.tick(now)
@@ -584,12 +609,12 @@ class NodeLogic:
             self._hand_overs.receive(node_request)
 
     def refuse(self, attempt: fleet_pb2.Attempt, error: RequestError) -> None:
-        """Answers what is not taken in."""
+        """Report that an attempt is refused."""
         self._endings.tell(failed=fleet_pb2.Failed(attempt=attempt, reason=error.reason, message=str(error)))
 
 
 def _load_of(node_requests: Sequence[NodeRequest], works: Sequence[Work]) -> StepLoad:
-    """Of a step in which these have these shares."""
+    """Return the load of a step with these requests and their scheduled tokens."""
     load = StepLoad()
     for node_request, work in zip(node_requests, works, strict=True):
         if node_request.stage is Stage.WRITING:

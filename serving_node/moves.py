@@ -1,17 +1,17 @@
-"""Running answers on their way to other nodes, seen from the node that they leave. Pure.
+"""Track migrations that leave this node. Pure.
 
-An answer that moves goes on while its full blocks leave (`Send`, `SendMore`). It stops for good, between two steps,
-when all that was full has left, or before it needs more blocks than the other node has granted; the rest follows with
-the tokens that the other node does not know (`FinishSend`). The last token's KV is computed there.
-What the descriptor says to be there already is compared by name, and does not leave.
+A migrating sequence keeps decoding while its full blocks are sent (`Send`, `SendMore`). It freezes between two steps
+when all full blocks have left, or before it needs more blocks than the other node has reserved. The rest follows with
+the tokens that the other node does not know (`FinishSend`). The other node computes the KV of the last token. Blocks
+that the descriptor names as cached are compared by hash and are not sent.
 
-Who goes on is the coordinator's to say: one that has stopped waits for Cancel or Keep, whatever becomes of the
-transfer, since what was lost may be the word of its success.
+The coordinator decides which node continues: a frozen sequence waits for Cancel or Keep whatever the result of the
+transfer, since the report of a success may be lost.
 
-Keep lets an answer write on at once, though the transport may still hold blocks of a transfer that was just cancelled.
-A full block never changes. The last one does, and no receiver can take the changed bytes for what was sent: their
-checksum was taken before (SendingTransfer). Besides, the coordinator has called the other node's attempt off before it
-says Keep, and listens to nothing of that epoch any more.
+After Keep a sequence decodes at once, although the transport may still hold blocks of a cancelled transfer. Full blocks
+never change. The last block does, but its checksum was taken before (SendingTransfer), so no receiver accepts the
+changed bytes. Also, the coordinator cancels the other node's attempt before it sends Keep, and ignores that epoch from
+then on.
 """
 
 from collections.abc import Iterable
@@ -28,11 +28,11 @@ from serving_node.decisions import CancelTransfer, Send, SendMore
 from serving_node.handovers import HandOvers
 from serving_node.outputs import Endings
 
-MAX_TAIL_TOKENS: Final = 512  # of 5 bytes each at most: they leave room for makers in a tail
+MAX_TAIL_TOKENS: Final = 512  # of 5 bytes each at most; leaves room for the numerics ids in a tail
 
 
 class Moves:
-    """The transfers of running answers that leave one node."""
+    """Track the migrations that leave one node."""
 
     def __init__(self, node_requests: NodeRequests, leases: Leases, hand_overs: HandOvers, endings: Endings) -> None:
         self._node_requests = node_requests
@@ -40,15 +40,15 @@ class Moves:
         self._hand_overs = hand_overs
         self._endings = endings
         self._under_way: dict[int, NodeRequest] = {}  # by epoch
-        self.num_kv_bytes = 0  # that travelled, over all ranks
+        self.num_kv_bytes = 0  # transferred, over all ranks
         self.num_failed = 0
 
     def __contains__(self, epoch: int) -> bool:
-        """Whether the transfer of this epoch is one of these."""
+        """Return whether the transfer of this epoch is a migration from this node."""
         return epoch in self._under_way
 
     def migrate(self, migrate: fleet_pb2.Migrate) -> None:
-        """Another node has room for the answer: its descriptor."""
+        """Begin a migration by the descriptor of the node that has reserved blocks."""
         node_request = self._find(migrate.attempt)
         if node_request is None:
             return
@@ -68,7 +68,7 @@ class Moves:
         self._stop_if_due(node_request)
 
     def keep(self, keep: fleet_pb2.Keep) -> None:
-        """The answer is this node's, whether it was to move or its prompt was read for another node."""
+        """Keep a request on this node, whether it migrates or its prompt was prefilled for another node."""
         node_request = self._find(keep.attempt)
         if node_request is None:
             return
@@ -80,7 +80,7 @@ class Moves:
             self._stay(node_request)
 
     def note_written(self, node_requests: Iterable[NodeRequest]) -> None:
-        """A step is done, and its tokens are told: what it has filled may leave."""
+        """Send the blocks that a finished step has filled; its tokens are already reported."""
         for node_request in node_requests:
             if node_request.move is None or node_request.is_ending:
                 continue
@@ -89,14 +89,14 @@ class Moves:
                 self._endings.decide(SendMore(node_request, self._leases.final_blocks(node_request)))
 
     def caught_up(self, epoch: int) -> None:
-        """Everything that was full has left."""
+        """Note that all full blocks have left."""
         node_request = self._under_way.get(epoch)
         if node_request is not None and node_request.move is not None and not node_request.is_ending:
             node_request.move.has_caught_up = True
             self._stop_if_due(node_request)
 
     def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
-        """A transfer is over."""
+        """Record the end of a migration's transfer."""
         node_request = self._under_way.pop(epoch)
         node_request.is_sending = False
         node_request.descriptor = b""
@@ -110,7 +110,7 @@ class Moves:
         self._endings.settle(node_request)
 
     def _find(self, attempt: fleet_pb2.Attempt) -> NodeRequest | None:
-        """An attempt that is not ending; one that is unknown is answered as failed."""
+        """Return the request of an attempt unless it is ending; an unknown attempt is reported as failed."""
         node_request = self._node_requests.find(attempt)
         if node_request is None:
             message = "the node has nothing of this attempt"
@@ -119,7 +119,7 @@ class Moves:
         return None if node_request is None or node_request.is_ending else node_request
 
     def _move(self, node_request: NodeRequest, descriptor: TransferDescriptor) -> Move:
-        """Raises TransferError where it cannot move."""
+        """Return the state of a new migration. Raises TransferError if the sequence cannot migrate."""
         if node_request.stage is not Stage.WRITING:
             raise TransferError("the answer is not being written now")
         if node_request.hosts:
@@ -154,7 +154,7 @@ class Moves:
             self._node_requests.enter(node_request, Stage.WRITING)
 
     def _is_at_limit(self, node_request: NodeRequest, move: Move) -> bool:
-        """Whether the other node could not take one more token."""
+        """Return whether the other node could not take one more token."""
         num_blocks = self._leases.blocks_for(node_request.num_computed + 1)
         num_unknown = len(node_request.request.token_ids) - move.num_tokens
         return num_blocks > move.num_blocks or num_unknown == MAX_TAIL_TOKENS
@@ -165,6 +165,6 @@ class Moves:
 
 
 def _is_behind(node_request: NodeRequest, descriptor: TransferDescriptor) -> bool:
-    """Whether the blocks that the other node has are, to the bit, the answer's own."""
+    """Return whether the other node's cached blocks equal the sequence's own blocks bit by bit."""
     num_cached = descriptor.num_cached_blocks
     return not num_cached or node_request.names.names[num_cached - 1 : num_cached] == [descriptor.behind]

@@ -27,7 +27,7 @@ class Endings:
         self._decisions: list[Decision] = []
 
     def take(self) -> list[Decision]:
-        """What has been decided since the last call, in order."""
+        """Return the decisions since the last call, in order."""
         decisions, self._decisions = self._decisions, []
         return decisions
 
@@ -35,16 +35,16 @@ class Endings:
         self._decisions.append(decision)
 
     def tell(self, **event: Any) -> None:
-        """Decides to tell the coordinator one event, by its field of fleet_pb2.NodeEvent."""
+        """Decide to report one event, by the name of its field in fleet_pb2.NodeEvent."""
         self.decide(Tell(event))
 
     def fail(self, node_request: NodeRequest, reason: str, message: str) -> None:
-        """Ends a request with a reason of serving_core.reasons."""
+        """End a request with a reason of serving_core.reasons."""
         wire = attempt_of(node_request.request)
         self.end(node_request, failed=fleet_pb2.Failed(attempt=wire, reason=reason, message=message))
 
     def end(self, node_request: NodeRequest, **event: Any) -> None:
-        """Ends a request, unless it is ending already. `event`, if any, is told once nothing is held."""
+        """End a request unless it is already ending. `event`, if any, is reported once nothing is held."""
         if node_request in self._node_requests and not node_request.is_ending:
             node_request.ending = event
             if node_request.is_sending or node_request.is_receiving:
@@ -52,8 +52,10 @@ class Endings:
         self.settle(node_request)
 
     def settle(self, node_request: NodeRequest) -> None:
-        """Frees a request that is ending when nothing touches it any more. To be called when a step or a transfer lets
-        go of it."""
+        """Free a request that is ending once no step and no transfer uses its blocks.
+
+        Call whenever a step or a transfer releases the request.
+        """
         if node_request.ending is None or node_request.is_busy or node_request not in self._node_requests:
             return
         self._leases.give_back(node_request)
@@ -62,31 +64,37 @@ class Endings:
             self.tell(**node_request.ending)
 
 
-MAX_HINTS: Final = 2**16  # of either kind in one message
+MAX_HINTS: Final = 2**16  # of each kind in one message
 
 
 class CacheReport:
-    """What the coordinator has been told, and what has changed since. Pure."""
+    """Report the prefix cache and its changes to the coordinator. Pure."""
 
     def __init__(
         self, allocator: BlockAllocator, tier: TierIndex, makers: Sequence[bytes], tell: Callable[..., None]
     ) -> None:
-        """`makers` are those that the pool's blocks may be of, in the order in which they are looked for."""
+        """Create a report.
+
+        `makers` are the numerics ids that blocks of the pool may have, in lookup order.
+        """
         self._allocator = allocator
         self._tier = tier
         self._makers = makers
         self._tell = tell
-        self._is_known = False  # whether the coordinator knows what was told before
+        self._is_known = False  # whether the coordinator has the earlier reports
 
     def forget(self) -> None:
-        """The coordinator is another one, or has lost sight of this node: it knows nothing."""
+        """Restart from a full report: the coordinator is a new one or has dropped its knowledge."""
         self._is_known = False
 
     def _names(self) -> list[bytes]:
         return list(dict.fromkeys([*self._allocator.take_names(), *self._tier.take_names()]))
 
     def _changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Of both together: a block that goes from the one to the other is held all the time."""
+        """Return the block hashes added to and removed from pool and KV offload together.
+
+        A block that moves between the two stays held.
+        """
         (stored, removed), (put, dropped) = self._allocator.take_changes(), self._tier.take_changes()
         if not (stored or removed or put or dropped):
             return [], []
@@ -98,7 +106,7 @@ class CacheReport:
         return name in self._allocator.blocks_by_name or name in self._tier
 
     def tell(self) -> None:
-        """Tells what has changed, or everything to one who knows nothing."""
+        """Report the changes since the last report, or the whole cache if nothing is known."""
         stored, removed = self._changes() if self._is_known else (self._names(), [])
         self._is_known = True
         removals, additions = list(_parts(removed)), list(_parts(stored))
@@ -113,7 +121,7 @@ def _parts(names: list[bytes]) -> Iterator[list[int]]:
 
 
 class Answers:
-    """The answers of one node's requests."""
+    """Report the output tokens of one node's requests."""
 
     def __init__(
         self,
@@ -137,9 +145,11 @@ class Answers:
         num_candidates: int,
         now: float,
     ) -> bool:
-        """The tokens of a request that a step has given: a first one is told at once, others are put into
-        `step_tokens`. The KV of all but the last is there: they were candidates, none of which ends an answer. Tells
-        whether the last one does."""
+        """Record the tokens that a step gave a request. Return whether the last one ends it.
+
+        A first token is reported at once; others go into `step_tokens`. The KV of all but the last token is computed:
+        they were draft tokens, none of which ends the output.
+        """
         has_ended, told = False, step_tokens.tokens
         num_before = len(told)
         for index, token in enumerate(tokens):
@@ -155,7 +165,7 @@ class Answers:
     def _take_one(
         self, node_request: NodeRequest, token: SampledToken, step_tokens: fleet_pb2.StepTokens, now: float
     ) -> bool:
-        """One more token of a request; what was cancelled meanwhile says nothing. Tells whether it is the last."""
+        """Record one token of a request; a cancelled request reports nothing. Return whether it is the last token."""
         request, is_first = node_request.request, node_request.computes_prompt
         request.token_ids.append(token.token_id)
         node_request.has_first_token = True
@@ -178,8 +188,7 @@ class Answers:
         return reason is not None
 
     def end_without_token(self, node_request: NodeRequest, last: SampledToken, now: float) -> None:
-        """Ends a request whose last token is none: the embedding of the prompt was all that was wanted, or it has
-        failed."""
+        """End a request whose result is no token: the prompt's embedding, or an error."""
         if last.embedding:
             self._end_embedded(node_request, last, now)
         elif last.error is not None:
@@ -197,7 +206,7 @@ class Answers:
         self._endings.end(node_request, embedded=embedded)
 
     def _first_token(self, node_request: NodeRequest, now: float) -> fleet_pb2.FirstToken:
-        """Without the token."""
+        """Return the event of the first token, without the token."""
         assert node_request.reading_since_s is not None
         return fleet_pb2.FirstToken(
             attempt=convert.attempt_of(node_request.request),

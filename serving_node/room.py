@@ -1,13 +1,14 @@
-"""Who gets blocks and running slots next, of prompts that are read here and those that other nodes read. Pure.
+"""Decide which request gets blocks and running slots next, across prefill and decode. Pure.
 
-Where there are limits or priorities nodes read in another order than that of age. So credit is first for what is read
-and waits, the oldest first, and grants of which nothing has come are taken back for it. To be read a prompt needs none.
+With deadlines or priorities, nodes prefill in another order than by age. So credit goes first to prefilled requests
+that wait, oldest first, and credits of which no KV has arrived are revoked for them. Prefill itself needs no credit.
 
-All else goes by age. Nodes that read for each other could each be full of what waits for the other one. So a node that
-would stand still takes blocks and running slots back from its youngest, for the oldest that lacks some: the oldest
-request of the whole fleet is the oldest on both of its nodes, is read, gets what it needs to be answered, and finishes.
+Everything else goes by age. Nodes that prefill for each other could each be full of requests that wait for the other
+node. So a stalled node takes blocks and running slots from its youngest requests for the oldest request that lacks
+some. The oldest request of the fleet is the oldest on both of its nodes, so it is prefilled, gets its credit, and
+finishes.
 
-It should not come to that: cap.py bounds what is held for other nodes.
+Normally cap.py prevents this by bounding what is held for other nodes.
 """
 
 import math
@@ -31,15 +32,18 @@ LACKING: Final = (*WITHOUT, Stage.READING, Stage.READ, Stage.WRITING)
 
 
 def credit_order(node_request: NodeRequest) -> tuple[int, int, int]:
-    """Who gets credit first. Those that are ready, by age: their clients have a token and wait. Then those that are
-    yet to be read, in that order as far as it is known here: with a limit on the first token, by priority, by age."""
+    """Return the sort key by which requests get credit.
+
+    Prefilled requests come first, by age: their clients have a token and wait. Then come requests still to be
+    prefilled, in the expected order of prefill: with a TTFT deadline, by priority, by age.
+    """
     if node_request.is_ready:
         return 0, 0, node_request.age
     return 1 if due_s(node_request) < math.inf else 2, node_request.priority, node_request.age
 
 
 class Room:
-    """The blocks and running slots of one node, between its two halves."""
+    """Allocate the blocks and running slots of one node to prefill and decode."""
 
     def __init__(
         self,
@@ -62,16 +66,19 @@ class Room:
         self._claim = claim
         self._hosting = hosting
         self._cap = Cap(node_requests, leases, reading, writing)
-        self.num_slots = num_slots  # may change; who has one keeps it
-        self._next_without: NodeRequest | None = None  # to get credit, for which it lacks blocks
-        self._sharers: list[NodeRequest] = []  # those that get it behind others, which bring what they begin with
-        self._preferred: NodeRequest | None = None  # others gave way to it
+        self.num_slots = num_slots  # may change; a request keeps its slot
+        self._next_without: NodeRequest | None = None  # the next request to get credit, which lacks blocks
+        self._sharers: list[NodeRequest] = []  # get credit after requests that bring the same leading blocks
+        self._preferred: NodeRequest | None = None  # others were preempted for it
 
     def grant(self) -> Iterator[NodeRequest]:
-        """Gives credit to those that it yields, in `credit_order`. What prompts need that were here before is kept for
-        them: for those that gave way, and for the oldest. So is what those need that are to share what others bring."""
+        """Grant credit in `credit_order`, and yield the requests that get it.
+
+        Blocks stay reserved for earlier prompts (the oldest, and preempted ones) and for requests that wait to share
+        blocks.
+        """
         self._next_without, self._sharers = None, []
-        if self.num_running() >= self.num_slots and not self._unready_grants():  # however many wait
+        if self.num_running() >= self.num_slots and not self._unready_grants():  # however many requests wait
             return
         leaves_enough = self._claim.gate(self._credit.num_to_hold)
         for node_request in sorted(self._node_requests.in_stage(Stage.AWAITING), key=credit_order):
@@ -91,7 +98,7 @@ class Room:
             yield node_request
 
     def _promised_before(self, node_request: NodeRequest) -> tuple[int, int]:
-        """Blocks and running slots of older prompts that are to be read here, or to be read on."""
+        """Return the blocks and running slots that older prompts of this node need."""
         num_blocks, num_slots, is_head = 0, 0, True
         for each in self._node_requests.in_stage(Stage.QUEUED, Stage.READING):
             if each.age > node_request.age:
@@ -106,28 +113,32 @@ class Room:
         return num_blocks, num_slots
 
     def _num_kept(self, sharers: Iterable[NodeRequest]) -> int:
-        """Blocks for those that get credit behind others, and what each of them grows into."""
+        """Return the blocks of requests that get credit after others, plus one growth block each."""
         return sum(self._credit.num_blocks(each) + 1 for each in sharers)
 
     def _take_back_unready(self) -> None:
-        """For one that is ready: takes the last grant back of which nothing has come, for that may be read much later.
-        One at a time."""
+        """Revoke the last credit without KV for a prefilled request; one at a time.
+
+        The revoked request may be prefilled much later.
+        """
         unready = self._unready_grants()
         if unready and not any(each.is_revoked for each in self._node_requests.in_stage(Stage.GRANTED)):
             self._writing.give_way(max(unready, key=credit_order))
 
     def _unready_grants(self) -> list[NodeRequest]:
-        """Those of which nothing has come yet, and that are not read, as far as is known."""
+        """Return the requests with credit whose KV has not begun to arrive and that are not known to be prefilled."""
         granted = self._node_requests.in_stage(Stage.GRANTED)
         return [each for each in granted if can_give_way(each) and not each.is_ready and not each.is_coming]
 
     def num_running(self) -> int:
-        """Answers that are written here, or will be as soon as their KV is there: they will need more blocks."""
+        """Return the sequences that decode here or will as soon as their KV is complete; each needs more blocks."""
         being_read = self._node_requests.in_stage(Stage.READING)
         return self._node_requests.count(*SLOTED) + sum([not each.hands_over for each in being_read])
 
     def num_awaited(self) -> int:
-        """Blocks that are not for other nodes to have: what those need that have none yet, and one for each answer."""
+        """Return the blocks not available to other nodes: needs of requests without blocks, plus one for each
+        sequence.
+        """
         without = self._node_requests.in_stage(*WITHOUT)
         needed = [
             self._reading.num_needed(each) if each.stage is Stage.QUEUED else self._credit.num_to_hold(each)
@@ -136,8 +147,10 @@ class Room:
         return sum(needed) + self.num_running()
 
     def slot(self) -> bool:
-        """Lets what is read and kept write here as running slots come free, unless older ones need them; tells whether
-        any does."""
+        """Move kept, prefilled requests to decode as running slots come free, unless older requests need the slots.
+
+        Returns whether any request moved.
+        """
         num_older, has_running = 0, False
         if not any(each.is_kept for each in self._node_requests.in_stage(Stage.READ)):
             return False
@@ -154,19 +167,21 @@ class Room:
         return has_running
 
     def gate(self, holds_up: Callable[[NodeRequest, int], bool]) -> Callable[[NodeRequest], bool]:
-        """Tells of prompts, one after the other, whether they may start in this step. All wait for older requests that
-        lack blocks, also those of other nodes; what goes to another node, for the older ones that do; what is to be
-        answered here, for answers that would miss their limits beside it. `holds_up` tells whether one waits for what
-        it is to start with, given how many blocks are to be left free."""
+        """Return a function that tells, for prompts in turn, whether they may start in this step.
+
+        All prompts wait for older requests that lack blocks. Prompts for other nodes wait under the cap. Prompts that
+        decode here wait if sequences beside them would miss their TPOT. `holds_up` tells whether a prompt waits for
+        cached blocks, given the blocks to be left free.
+        """
         leaves_enough = self._claim.gate(self._reading.num_needed)
-        is_full, capped = False, math.inf  # the age from which on what goes to other nodes has to wait
+        is_full, capped = False, math.inf  # prompts for other nodes wait from this age on
 
         def may_start(node_request: NodeRequest) -> bool:
             nonlocal is_full, capped
             if self._waits_for_older(node_request) or not leaves_enough(node_request):
                 return False
             if not node_request.is_outgoing:
-                is_full = is_full or not self._has_slot_in_time  # none comes free while a step is planned
+                is_full = is_full or not self._has_slot_in_time  # no slot comes free while a step is planned
                 return not (is_full and _needs_slot(node_request)) and not holds_up(
                     node_request, self._num_spare(node_request)
                 )
@@ -178,7 +193,7 @@ class Room:
 
     @property
     def may_start_any(self) -> bool:
-        """Whether a prompt that waits might start if it had blocks."""
+        """Return whether a queued prompt might start if it had blocks."""
         if not self._node_requests.count(Stage.QUEUED):
             return False
         return self._has_free_slot or not all(map(_needs_slot, self._node_requests.in_stage(Stage.QUEUED)))
@@ -192,18 +207,21 @@ class Room:
         return self._has_free_slot and self.num_running() < slots_in_time(self._running(), self._costs)
 
     def start(self, node_request: NodeRequest) -> bool:
-        """Gives a prompt that may start its blocks, unless there are too few."""
+        """Allocate the blocks of a prompt that may start. Return whether there were enough."""
         if node_request.is_outgoing:
             self._cap.make_room(node_request)
         return self._reading.start(node_request, num_spare=self._num_spare(node_request))
 
     def _num_spare(self, node_request: NodeRequest) -> int:
-        """Blocks that the start of a prompt is to leave free."""
+        """Return the blocks that the start of a prompt must leave free."""
         return self.num_running() + self._num_kept(each for each in self._sharers if each.age < node_request.age)
 
     def make_way(self) -> bool:
-        """For a node that has nothing to compute: takes from the youngest what an older one lacks. Tells whether
-        anything is free at once; a grant that is taken back comes free later."""
+        """Preempt the youngest request for an older one that lacks blocks or a slot, if the node has nothing to
+        compute.
+
+        Returns whether blocks came free at once; those of a revoked credit come free later.
+        """
         if any(_lets_go_soon(each) for each in self._node_requests):
             return False
         held_back_from = self._claim.held_back_from()
@@ -221,9 +239,11 @@ class Room:
         return False
 
     def stranded(self, makes_room_for: Callable[[NodeRequest], bool]) -> NodeRequest | None:
-        """For a node that has nothing to compute and where nobody can give way: the oldest that needs more blocks than
-        there are beside those that hold parts of other nodes' requests, for as long as these like; None where there is
-        none. `makes_room_for` tells of one whether its hosts may yet do so."""
+        """Return the oldest request that cannot get enough blocks beside the distributed KV of other nodes.
+
+        For a node that has nothing to compute and nothing to preempt. None if there is no such request.
+        `makes_room_for` tells whether a request's own KV holders may yet free blocks.
+        """
         hosting = self._hosting
         if not hosting.num_blocks or hosting.is_recalling or any(_lets_go_soon(each) for each in self._node_requests):
             return None
@@ -232,8 +252,11 @@ class Room:
         return next((each for each in waiting if self._lacks_room(each) and self._num_blocks_of(each) > num_left), None)
 
     def recall(self, node_request: NodeRequest) -> bool:
-        """For one that is stranded: takes blocks back from the youngest of other nodes' requests, which come free in a
-        moment, and are for it. Tells whether it does: not in vain, nor from older ones."""
+        """Recall distributed KV of the youngest remote requests for a stranded request.
+
+        The blocks come free soon, for this request. Returns False, and recalls nothing, if that would not be enough or
+        the KV is of older requests.
+        """
         num_left = self._leases.num_blocks - self._hosting.num_firm(node_request.age)
         if self._num_blocks_of(node_request) > num_left:
             return False
@@ -242,14 +265,17 @@ class Room:
         return True
 
     def may_host(self, age: int) -> bool:
-        """Whether tiles of a request of this age may come: none while others give way to an older one, nor while one
-        is here that tiles were recalled for. They would be recalled again, each time with all that was computed."""
+        """Return whether tiles of a remote request of this age may be placed here.
+
+        False while requests are preempted for an older one, or while a request is here for which tiles were recalled:
+        they would be recalled again, with all their computation.
+        """
         return not self._is_behind(age) and not any(
             each.has_recalled and each.age < age for each in self._node_requests
         )
 
     def _num_blocks_of(self, node_request: NodeRequest) -> int:
-        """That it needs to go on, with those that it has."""
+        """Return the blocks that a request needs to continue, including the blocks it has."""
         if node_request.stage is Stage.QUEUED:
             return self._reading.num_needed(node_request)
         if node_request.stage is Stage.AWAITING:
@@ -257,7 +283,7 @@ class Room:
         return num_blocks_of(node_request) + 1
 
     def _lacks_room(self, node_request: NodeRequest) -> bool:
-        """Whether it could go on if others gave way. What waits for another node, or for older ones, could not."""
+        """Return whether a request could continue if others were preempted."""
         if node_request.stage is Stage.READ:
             return node_request.is_kept
         if node_request.stage is Stage.AWAITING:
@@ -265,17 +291,19 @@ class Room:
         return not (node_request.stage is Stage.QUEUED and self._cap.holds_back(node_request))
 
     def _waits(self, node_request: NodeRequest) -> bool:
-        """Whether it has no blocks yet to begin with, or to go on with."""
+        """Return whether a request has no blocks to begin or to continue."""
         return node_request.stage in WITHOUT or self._lacks_growth(node_request)
 
     def _lacks_growth(self, node_request: NodeRequest) -> bool:
-        """Whether it is an answer, or a prompt with hosts, which get blocks as they go, that has none for its next
-        token; other prompts have some to their end."""
+        """Return whether a sequence, or a prompt with distributed KV, has no block for its next token.
+
+        Other prompts have all of their blocks from the start.
+        """
         is_growing = node_request.stage in (Stage.WRITING, Stage.READING)
         return is_growing and self._leases.num_missing(node_request, node_request.num_computed + 1) > 0
 
     def _youngest_behind(self, node_request: NodeRequest) -> NodeRequest | None:
-        """The youngest that holds what this one lacks, and is younger."""
+        """Return the youngest, younger request that holds what `node_request` lacks."""
         needs_slot = node_request.stage not in HOLDING and _needs_slot(node_request) and not self._has_free_slot
         for each in reversed(list(self._node_requests)):
             if each is node_request:
@@ -285,12 +313,12 @@ class Room:
         return None
 
     def _waits_for_older(self, node_request: NodeRequest) -> bool:
-        """Whether an older request waits for blocks, which would be this one's, or those of its loan."""
+        """Return whether an older request waits for blocks that this request would take."""
         older = self._next_without
         return (older is not None and older.age < node_request.age) or self._is_behind(node_request.age)
 
     def _is_behind(self, age: int) -> bool:
-        """Whether one that is older than this, and that others gave way to, still has no blocks."""
+        """Return whether an older request, for which others were preempted, still has no blocks."""
         preferred = self._preferred
         if preferred is None or preferred not in self._node_requests or not self._waits(preferred):
             self._preferred = None
@@ -303,20 +331,20 @@ class Room:
 
 
 def _needs_slot(node_request: NodeRequest) -> bool:
-    """Whether it needs a running slot that it does not have, to start or to go on."""
+    """Return whether a request needs a running slot, which it does not have, to start or to continue."""
     return not node_request.hands_over or (node_request.is_kept and node_request.stage is Stage.READ)
 
 
 def _lets_go_soon(node_request: NodeRequest) -> bool:
-    """Whether its blocks come free without any other request, or without a step of this node."""
+    """Return whether a request's blocks come free without another request or a step of this node."""
     if node_request.stage is Stage.GRANTED and not node_request.is_receiving:
-        return True  # its sender gave it up, and it is cancelled in a moment
+        return True  # its sender aborted, and it is cancelled soon
     if node_request.stage is Stage.STOPPED:
-        return True  # the coordinator hears of it, and it goes or goes on
+        return True  # the coordinator decides soon whether it goes or stays
     if node_request.is_annexing:
         return True
     if node_request.is_loading:
-        return True  # its blocks come, or it starts without them
+        return True  # its blocks arrive, or it starts without them
     return (
         node_request.is_revoked
         or node_request.is_ending

@@ -1,4 +1,4 @@
-"""One transfer has a part on every rank of a node; here its ends come together. Pure."""
+"""Combine the results of one transfer over all ranks of a node. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,13 +17,16 @@ class _Parts(Generic[Done]):
 
 
 class RankResults(Generic[Done]):
-    """The transfers of one node, by epoch."""
+    """Track the transfers of one node, by epoch."""
 
     def __init__(
         self, tp_size: int, cancel: Callable[[int], None], on_ended: Callable[[int, Done | TransferFailed], None]
     ) -> None:
-        """`cancel` is to end what is left of a transfer on every rank, `on_ended` takes the end of the whole, once no
-        rank touches its blocks any more: the first failure if there was one."""
+        """Create an empty tracker.
+
+        `cancel` ends the rest of a transfer on every rank. `on_ended` receives the result of the whole transfer once no
+        rank touches its blocks: the first failure if there is one.
+        """
         self._tp_size = tp_size
         self._cancel = cancel
         self._on_ended: Callable[[int, Done | TransferFailed], None] = on_ended
@@ -41,7 +44,7 @@ class RankResults(Generic[Done]):
         self._open[epoch] = _Parts(set(range(self._tp_size)))
 
     def end(self, epoch: int, rank: int, result: Done | TransferFailed) -> None:
-        """One rank's part has ended."""
+        """Record the result of one rank's part."""
         parts = self._open[epoch]
         parts.missing.remove(rank)
         is_first_failure = isinstance(result, TransferFailed) and not any(
@@ -56,7 +59,7 @@ class RankResults(Generic[Done]):
 
 
 def to_wire(epoch: int, result: Sent | Received | TransferFailed) -> ranks_pb2.TransferEnded:
-    """What a follower reports of its part."""
+    """Return the message by which a follower reports the result of its part."""
     match result:
         case Sent(num_bytes):
             return ranks_pb2.TransferEnded(epoch=epoch, ok=True, num_bytes=num_bytes)

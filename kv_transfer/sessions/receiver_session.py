@@ -1,4 +1,4 @@
-"""The receiver's half of one channel: events and the time in, actions out. It does no I/O and reads no clock.
+"""Run the receiver's side of one channel: events and the time in, actions out. No I/O, no clock.
 
     RECEIVING ──Finish, blocks lacking──> LACKING ──the last block verified──> COMMITTED
         └──────────────Finish, every block verified──────────────────────────────^
@@ -35,8 +35,8 @@ from serving_core import reasons
 
 
 class State(Enum):
-    RECEIVING = auto()  # Finish has not come
-    LACKING = auto()  # Finish has come, some blocks have not
+    RECEIVING = auto()  # Finish has not arrived
+    LACKING = auto()  # Finish has arrived, some blocks have not
     COMMITTED = auto()
     FAILED = auto()
 
@@ -46,7 +46,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The answer to Verify: for each segment whether it is intact."""
+    """Report, in response to Verify, whether each segment is intact."""
 
     segments: Sequence[Segment]
     intact: Sequence[bool]
@@ -54,17 +54,17 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """The answer to a Write that did not come about; what stands behind it in that list of actions is left undone."""
+    """Report that a Write failed; the actions behind it in the same list are not executed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The caller wants no more of this."""
+    """Report that the caller cancels the transfer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """expires_at has come."""
+    """Report that the time `expires_at` is reached."""
 
 
 Event = Data | Finish | Abort | Verified | WriteFailed | Cancel | Tick
@@ -75,14 +75,14 @@ Event = Data | Finish | Abort | Verified | WriteFailed | Cancel | Tick
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Check the blocks of the Data message at hand, and report Verified at once."""
+    """Check the blocks of the current Data message, and report Verified at once."""
 
     segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write these blocks of the message at hand: `part` counts within segment number `segment`."""
+    """Write these blocks of the current message; `part` counts within segment number `segment`."""
 
     blocks: BlockRange
     segment: int
@@ -103,7 +103,7 @@ Action = Verify | Write | Reply | Conclude
 
 
 class ReceiverSession:
-    """One channel of a transfer. `handle` is the only way in."""
+    """Receive one channel of a transfer. `handle` is the only entry point."""
 
     def __init__(self, channel: Channel, now: float) -> None:
         self.state = State.RECEIVING
@@ -119,7 +119,10 @@ class ReceiverSession:
         return self.state in (State.RECEIVING, State.LACKING)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What to do about an event, in order. An event that has no place in the table changes nothing."""
+        """Return the actions for an event, in order.
+
+        An event without a transition in the current state changes nothing.
+        """
         if isinstance(event, Message) and event.epoch != self.channel.epoch:
             refused = Refused(event.transfer_id, event.epoch, Refusal.WRONG_EPOCH)
             return [] if isinstance(event, Abort) else [Reply(refused)]
@@ -224,7 +227,7 @@ class ReceiverSession:
 
 
 def _runs(flags: bytes | bytearray, value: int, start: int, stop: int) -> Iterator[range]:
-    """The maximal runs of `value` among flags[start:stop], which are 0 or 1."""
+    """Yield the maximal runs of `value` among flags[start:stop]; each flag is 0 or 1."""
     first = flags.find(value, start, stop)
     while first != -1:
         end = flags.find(1 - value, first, stop)

@@ -26,23 +26,25 @@ from serving_core import reasons
 
 
 class Backlog:
-    """What is to be sent, in the order in which it became ready."""
+    """Hold the block ranges to be sent, in the order in which they became ready."""
 
     def __init__(self, channel: Channel, blocks_per_message: int) -> None:
         self.num_ready = channel.num_cached_blocks  # in all layers
         self._channel = channel
         self._blocks_per_message = blocks_per_message
-        self._num_growing = 0  # blocks that are ready in some layers; 0 when there are none
-        self._num_layers = 0  # in which they are
+        self._num_growing = 0  # blocks that are ready in some layers only; 0 if there are none
+        self._num_layers = 0  # in which those blocks are ready
         self._queue: deque[BlockRange] = deque()
 
     def __bool__(self) -> bool:
-        """Whether anything is left."""
+        """Return whether any range is left."""
         return bool(self._queue)
 
     def grow(self, num_blocks: int, num_layers: int) -> None:
-        """The leading blocks are ready in the leading layers. Of new ones all layers become ready before any further
-        block does."""
+        """Add the leading blocks as ready in the leading layers.
+
+        New blocks become ready in all layers before any further block does.
+        """
         channel = self._channel
         num_new = num_blocks - self.num_ready
         if num_new > 0:
@@ -54,17 +56,19 @@ class Backlog:
             self.num_ready, self._num_growing, self._num_layers = num_blocks, 0, 0
 
     def has_had(self, blocks: BlockRange) -> bool:
-        """Whether these were to be sent at any time."""
+        """Return whether these blocks were ever part of the backlog."""
         is_layer = blocks.layer in self._channel.layout.layers
         return is_layer and self._channel.num_cached_blocks <= blocks.first and blocks.stop <= self.num_ready
 
     def add_again(self, ranges: Iterable[BlockRange]) -> None:
-        """These have left, and did not arrive."""
+        """Add ranges that were sent and did not arrive."""
         self._queue.extend(ranges)
 
     def take_message(self) -> tuple[BlockRange, ...]:
-        """The blocks of one message, which leave. Only a range that is too long for any message is cut, into parts of
-        about equal length."""
+        """Remove and return the block ranges of one message.
+
+        Only a range that is too long for a message is cut, into parts of about equal length.
+        """
         room = self._blocks_per_message
         first = self._queue[0]
         if first.num_blocks > room:
@@ -79,16 +83,16 @@ class Backlog:
         return tuple(ranges)
 
     def clear(self) -> None:
-        """Nothing of it is to be sent any more."""
+        """Drop all ranges."""
         self._queue.clear()
 
 
-WINDOW = 2  # messages that the transport holds: one on its way, one behind it
-MAX_ROUNDS = 4  # of sending again what was missing
-MAX_LOSSES = 3  # of the connection, before the peer counts as gone
+WINDOW = 2  # messages that the transport holds: one in flight, one queued
+MAX_ROUNDS = 4  # of retransmission
+MAX_LOSSES = 3  # of the connection before the peer counts as gone
 FIRST_REPEAT_S = 0.25
 LAST_REPEAT_S = 2.0
-SILENCE_S = 3.0  # without any answer, once the transport holds nothing more: then the connection counts as cut
+SILENCE_S = 3.0  # without a reply while the transport holds nothing; then the connection counts as cut
 
 CANCELLED = "the sender's node cancelled the transfer"
 TIME_IS_OVER = "the transfer's time is over"
@@ -97,7 +101,7 @@ TIME_IS_OVER = "the transfer's time is over"
 class State(Enum):
     FILLING = auto()  # the prompt is still being computed
     FLUSHING = auto()  # every block is ready, some are not sent
-    AWAITING = auto()  # everything is sent, and Finish too
+    AWAITING = auto()  # every block and Finish are sent
     ENDED = auto()
 
 
@@ -106,8 +110,10 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlocksReady:
-    """The leading num_blocks blocks are final in the leading num_layers layers of the channel. Of new blocks all layers
-    become ready before any further block does."""
+    """Report that the leading `num_blocks` blocks are final in the leading `num_layers` layers of the channel.
+
+    New blocks become ready in all layers before any further block does.
+    """
 
     num_blocks: int
     num_layers: int
@@ -115,7 +121,7 @@ class BlocksReady:
 
 @dataclass(frozen=True, slots=True)
 class AllReady:
-    """The transfer has num_blocks blocks and all of them are final."""
+    """Report that the transfer has `num_blocks` blocks and all of them are final."""
 
     num_blocks: int
     tail: bytes
@@ -123,27 +129,27 @@ class AllReady:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """There is time to send one more message."""
+    """Report that the session may send one more message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The transport has let go of one Data message."""
+    """Report that the transport has released one Data message."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The connection broke; what was under way may be lost."""
+    """Report that the connection broke and messages in flight may be lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The caller wants no more of this."""
+    """Report that the caller cancels the transfer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """wake_at has come."""
+    """Report that the time `wake_at` is reached."""
 
 
 Event = BlocksReady | AllReady | Turn | Released | PeerLost | Cancel | Tick | Committed | Missing | Refused
@@ -154,7 +160,7 @@ Event = BlocksReady | AllReady | Turn | Released | PeerLost | Cancel | Tick | Co
 
 @dataclass(frozen=True, slots=True)
 class SendBlocks:
-    """Send these blocks in one Data message, and report Released when the transport lets go of it."""
+    """Send these blocks in one Data message, and report Released when the transport releases it."""
 
     ranges: tuple[BlockRange, ...]
 
@@ -166,12 +172,12 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True)
 class HangUp:
-    """Break the connection, and report PeerLost to whoever uses it. The next message dials again."""
+    """Break the connection, and report PeerLost to every session that uses it. The next message dials again."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """Everything that was ready has left, if there was anything. Told once."""
+    """Tell the caller, once, that every ready block has left the transport, or that there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +189,13 @@ Action = SendBlocks | SendMessage | HangUp | CaughtUp | Conclude
 
 
 class SenderSession:
-    """One channel of a transfer. `handle` is the only way in."""
+    """Send one channel of a transfer. `handle` is the only entry point."""
 
     def __init__(self, channel: Channel, blocks_per_message: int, deadline_s: float, now: float) -> None:
-        """`deadline_s` runs from AllReady; before that, and over all, the descriptor's time to live is the limit."""
+        """Open a session; `deadline_s` runs from AllReady.
+
+        The descriptor's time to live limits the whole session.
+        """
         self.state = State.FILLING
         self._channel = channel
         self._backlog = Backlog(channel, blocks_per_message)
@@ -194,7 +203,7 @@ class SenderSession:
         self._give_up_at = now + channel.ttl_s
         self._repeat_at: float | None = None
         self._repeat_s = FIRST_REPEAT_S
-        self._silent_since = now  # no answer has come, and nothing more has left
+        self._silent_since = now  # time of the last reply or sent message
         self._tail = b""
         self._num_held = 0  # messages that the transport holds
         self._has_caught_up = False
@@ -203,19 +212,21 @@ class SenderSession:
 
     @property
     def wants_turn(self) -> bool:
-        """Whether a Turn would send something."""
+        """Return whether a Turn would send a message."""
         return self.state is not State.ENDED and bool(self._backlog) and self._num_held < WINDOW
 
     @property
     def wake_at(self) -> float | None:
-        """When the next Tick is due; None when the session has ended."""
+        """Return when the next Tick is due, or None if the session has ended."""
         if self.state is State.ENDED:
             return None
         return self._give_up_at if self._repeat_at is None else min(self._give_up_at, self._repeat_at)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What to do about an event, in order. An event that has no place in the table changes nothing, nor does an
-        answer to another epoch."""
+        """Return the actions for an event, in order.
+
+        An event without a transition in the current state, or a reply to another epoch, changes nothing.
+        """
         if isinstance(event, Committed | Missing | Refused) and event.epoch != self._channel.epoch:
             return []
         transition = _TRANSITIONS.get((self.state, type(event)))
@@ -257,7 +268,7 @@ class SenderSession:
     def _missing(self, event: Missing, now: float) -> list[Action]:
         self._silent_since = now
         if event.round != self._round:
-            return []  # answers an earlier Finish; what it names has been sent again since
+            return []  # replies to an earlier Finish; its ranges have been sent again since
         if self._round == MAX_ROUNDS:
             reason = reasons.KV_CHECKSUM_MISMATCH if event.num_corrupt else reasons.TRANSFER_FAILED
             return self._fail(f"blocks are still missing after {MAX_ROUNDS} repeats", reason)

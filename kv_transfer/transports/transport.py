@@ -1,9 +1,8 @@
-"""The seam between the corridor and whatever moves its messages.
+"""Define the interface between KV transfer and the transport that carries its messages.
 
-A transport is a Dialer at the sending node and a Listener at the receiving one. A message is a header and frames of
-raw bytes, of which only the sending side has any. A transport may lose messages, and tells when a connection broke;
-it may not be trusted with their order or their bytes. Everything here is called on the event loop, and calls back
-on it.
+A transport is a Dialer at the sending node and a Listener at the receiving node. A message is a header and frames of
+raw bytes; replies have no frames. A transport may lose messages, and reports a broken connection. Callers must not rely
+on the order or the integrity of messages. All methods and callbacks run on the event loop.
 """
 
 import asyncio
@@ -25,68 +24,70 @@ OnMessage = Callable[[Hashable, memoryview, list[Buffer]], None]
 
 
 class Dialer(Protocol):
-    """The sending node's end: one connection to each receiver, made on demand."""
+    """Send messages from a node: one connection to each receiver, made on demand."""
 
     @property
     def payload(self) -> Payload:
-        """Handles the buffers that can be sent as frames."""
+        """Return the Payload for buffers that can be sent as frames."""
         ...
 
     @property
     def key(self) -> bytes:
-        """What Listeners that ask for keys know it by; empty where the transport has none."""
+        """Return the key by which Listeners that require keys know this Dialer; empty if the transport has no keys."""
         ...
 
     @property
     def num_shared_bytes(self) -> int:
-        """Bytes of blocks that went through memory which both processes share, over all connections."""
+        """Return the bytes of blocks sent through shared memory, over all connections."""
         ...
 
     def start(self, on_reply: OnReply, on_lost: OnLost) -> None:
-        """Called once, before anything else."""
+        """Set the callbacks. Called once, before any other method."""
 
     def connect(self, address: str) -> None:
-        """Dials ahead of the first send. Raises TransferError when the address cannot be used."""
+        """Dial ahead of the first send. Raises TransferError if the address cannot be used."""
 
     def send(self, address: str, header: bytes, frames: Sequence[Buffer] = ()) -> asyncio.Future[None]:
-        """Queues a message, dialling if need be. The future is done when the frames may be reused, sent or lost;
-        it never fails."""
+        """Queue a message, and dial if there is no connection.
+
+        The future completes when the frames may be reused, whether they were sent or lost; it never fails.
+        """
         ...
 
     def hang_up(self, address: str) -> None:
-        """Breaks the connection to a receiver, if there is one, and tells on_lost. What is on its way may be lost."""
+        """Break the connection to a receiver, if there is one, and call on_lost. Messages in flight may be lost."""
 
     async def close(self) -> None:
-        """Drops what is queued; returns when every frame may be reused."""
+        """Drop queued messages; return when every frame may be reused."""
 
 
 class Listener(Protocol):
-    """The receiving node's end."""
+    """Receive messages at a node."""
 
     @property
     def payload(self) -> Payload:
-        """Handles the buffers that frames arrive in."""
+        """Return the Payload for the buffers in which frames arrive."""
         ...
 
     @property
     def num_shared_bytes(self) -> int:
-        """Bytes of blocks that came through memory which both processes share, over all connections."""
+        """Return the bytes of blocks received through shared memory, over all connections."""
         ...
 
     @property
     def address(self) -> str:
-        """Where Dialers find it."""
+        """Return the address that Dialers dial."""
         ...
 
     def allow(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Lets in the Dialers of these keys, where not everybody may come in; gives those that were not before."""
+        """Allow the Dialers with these keys to connect, if the transport has keys; return the newly allowed keys."""
         ...
 
     def start(self, on_message: OnMessage) -> None:
-        """Called once, before anything but `allow`."""
+        """Set the callback. Called once, before any method but `allow`."""
 
     def reply(self, peer: Hashable, header: bytes) -> None:
-        """Sends a header to the peer of a message; lost when the peer is gone."""
+        """Send a header to the peer of a message; lost if the peer is gone."""
 
     async def close(self) -> None:
-        """Ends every connection."""
+        """Close every connection."""
