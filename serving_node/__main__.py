@@ -1,4 +1,4 @@
-"""`python -m serving_node MODEL`: one node process that reads prompts and writes answers."""
+"""Start a node process with both phases: `python -m serving_node MODEL`."""
 
 from serving_core.interrupts import end_at_once
 

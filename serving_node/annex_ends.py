@@ -1,4 +1,4 @@
-"""Both ends of a node's annexes: opens those of its own requests, holds those of others."""
+"""Run both ends of distributed KV: place tiles of own requests on other nodes, hold tiles of others."""
 
 import asyncio
 import logging
@@ -21,15 +21,14 @@ from serving_node.settings import NodeSettings
 
 logger = logging.getLogger(__name__)
 
-MAX_OPENING: Final = 4  # at a time; others wait their turn
-LOOP_S: Final = 5.0  # for the node's loop to lease blocks
+MAX_OPENING: Final = 4  # at a time; further ones wait
+LOOP_S: Final = 5.0  # for the event loop to lease blocks
 
 T = TypeVar("T")
 
 
 def tile_tokens(settings: NodeSettings, engine: Engine) -> int:
-    """Tokens of a tile; 0 where the node has nothing to do with annexes. Raises SettingsError where it was told to, and
-    cannot."""
+    """Return the tokens of a tile; 0 without distributed KV. Raises SettingsError if it is set and not supported."""
     if not settings.kv_annexes:
         return 0
     if not engine.takes_annexes:
@@ -41,7 +40,9 @@ def tile_tokens(settings: NodeSettings, engine: Engine) -> int:
 
 
 class AnnexEnds:
-    """Made where there are tiles, in the node's loop."""
+    """Connect the node's logic to KV holders and their clients. Created in the node's event loop, if there are
+    tiles.
+    """
 
     def __init__(
         self,
@@ -51,7 +52,10 @@ class AnnexEnds:
         release: Callable[[int], None],
         on_opened: Callable[[NodeRequest, Annex | None], None],
     ) -> None:
-        """`lease`, `release` and `on_opened` are called in the loop. Raises SettingsError."""
+        """Listen for tiles of other nodes.
+
+        `lease`, `release` and `on_opened` are called in the event loop. Raises SettingsError.
+        """
         self._loop = asyncio.get_running_loop()
         self._pool, self._layers = engine.pool, engine.layout.layers
         self._blocks_each = TILE_KEYS // engine.layout.block_size
@@ -69,7 +73,10 @@ class AnnexEnds:
         return self._host.address
 
     def carry_out(self, decision: OpenAnnex | RecallAnnex | CloseAnnexes) -> None:
-        """One that is opened is reported to `on_opened`; the blocks of one that is recalled go by `release`."""
+        """Carry out a decision.
+
+        The result of OpenAnnex goes to `on_opened`; recalled blocks are returned by `release`.
+        """
         match decision:
             case OpenAnnex():
                 self._begin(decision)
@@ -91,12 +98,12 @@ class AnnexEnds:
         opening.add_done_callback(report)
 
     def close(self) -> None:
-        """To be called beside the loop, which ends what is held here."""
+        """Close both ends. Call outside the event loop, which releases the held blocks meanwhile."""
         self._host.close()
         self._threads.shutdown(wait=True)
 
     def _open(self, decision: OpenAnnex) -> Annex | None:
-        """On the first host that has room."""
+        """Place tiles on the first host with room; None without such a host."""
         node_request, block_ids = decision.node_request, decision.block_ids
         asker = Asker(node_request.age, decision.is_again, node_request.longest_step_s)
 
@@ -133,5 +140,5 @@ class AnnexEnds:
     def _in_loop(self, function: Callable[[], object]) -> None:
         try:
             self._loop.call_soon_threadsafe(function)
-        except RuntimeError:  # the loop is closed, and the pool is gone with it
+        except RuntimeError:  # the loop is closed, and the pool with it
             logger.debug("an annex ends after its node")

@@ -1,8 +1,8 @@
-"""Requests that are longer than this node's pool: their oldest tiles go to other nodes as the pool fills up. Pure.
+"""Move the oldest tiles of requests that are longer than this node's pool to other nodes (distributed KV). Pure.
 
-Such a request comes with the nodes that may hold some of it, its *hosts*. Its blocks have no names, since they are not
-here to be found; it does not move, and has no candidates. A tile that has left is final, and never comes back: where an
-annex is lost, so is the attempt, which begins again elsewhere.
+Such a request comes with the nodes that may hold its KV, its *hosts*. Its blocks have no hashes, since not all of them
+are here; it does not migrate and has no draft tokens. A tile that has left is final and never comes back. If a KV
+holder is lost, the attempt is lost and begins again elsewhere.
 """
 
 from collections.abc import Sequence
@@ -16,22 +16,22 @@ from serving_node.decisions import CloseAnnexes, OpenAnnex
 from serving_node.outputs import Endings
 
 RETRY_S: Final = 0.2
-PATIENCE_S: Final = 30.0  # with hosts that have no room, in all until one has some
+PATIENCE_S: Final = 30.0  # total wait for hosts without room, until one has room
 
 
 class Opened(Protocol):
-    """An annex that holds tiles now."""
+    """Describe tiles that are held on another node."""
 
     @property
     def num_tiles(self) -> int: ...
 
     @property
     def is_recalled(self) -> bool:
-        """Whether its node has taken the blocks back."""
+        """Return whether the KV holder has recalled the blocks."""
 
 
 class Annexing:
-    """The annexes of one node's requests."""
+    """Track the distributed KV of one node's requests."""
 
     def __init__(
         self, node_requests: NodeRequests, leases: Leases, endings: Endings, claim: Claim, tile_tokens: int
@@ -46,11 +46,14 @@ class Annexing:
 
     @property
     def wake_at_s(self) -> float | None:
-        """When the next `tick` is due."""
+        """Return when the next `tick` is due, or None."""
         return min((retry_s for each, (retry_s, _) in self._held_up.items() if not each.is_busy), default=None)
 
     def fit(self, node_request: NodeRequest, num_tokens: int) -> int:
-        """How many of so many tokens it has blocks for. Where that is not all, its oldest tiles are on their way."""
+        """Return how many of `num_tokens` tokens have blocks, growing the lease.
+
+        If not all have, the oldest tiles of the request are being moved.
+        """
         leases = self._leases
         if node_request.is_annexing or node_request.in_step:
             return 0
@@ -67,17 +70,20 @@ class Annexing:
         return min(num_tokens, leases.num_tokens_held(node_request) - node_request.num_computed)
 
     def makes_room_for(self, node_request: NodeRequest) -> bool:
-        """Whether its hosts are asked, and have not been for so long that all would have given way that can: between
-        two steps, which may take as long as its own."""
+        """Return whether hosts may still make room for a request.
+
+        False once the request has waited so long that every request that can be preempted would have been, which
+        happens between steps.
+        """
         return node_request in self._held_up and node_request.waited_s < HOLD_S + LAPSE_S + node_request.longest_step_s
 
     def youngest_held_up(self, age: int) -> NodeRequest | None:
-        """Of those that are younger than this, and whose hosts had no room when they were last asked."""
+        """Return the youngest request younger than `age` whose hosts had no room at the last attempt, or None."""
         waiting = [each for each in self._held_up if each.age > age and each.lease is not None and not each.is_busy]
         return max((each for each in waiting if not each.is_ending), key=lambda each: each.age, default=None)
 
     def opened(self, node_request: NodeRequest, annex: Opened | None, now: float) -> None:
-        """An `OpenAnnex` is over; None where no host has room."""
+        """Record the end of an `OpenAnnex`; `annex` is None if no host has room."""
         node_request.is_annexing = False
         if annex is not None:
             self.num_opened += 1
@@ -90,17 +96,16 @@ class Annexing:
         self._endings.settle(node_request)
 
     def tick(self, now: float) -> None:
-        """Tries again where hosts had no room."""
+        """Ask hosts again that had no room."""
         for node_request in list(self._held_up):
             self._try_again(node_request, now)
 
     def is_recalled(self, node_request: NodeRequest) -> bool:
-        """Whether a step has found out that a host has taken blocks back: the request is to begin again, and nothing is
-        lost but time."""
+        """Return whether a host has recalled blocks of the request, which then begins again."""
         return any(annex.is_recalled for annex in node_request.request.annexes)
 
     def check(self, node_request: NodeRequest, now: float, step_s: float) -> None:
-        """A step is done: ends what has lost an annex in it, and asks what it was not to ask meanwhile."""
+        """Fail a request that lost remote blocks in a step, and ask hosts again if an attempt is due."""
         node_request.longest_step_s = max(node_request.longest_step_s, step_s)
         if error := node_request.request.annex_error:
             message = f"blocks of the request on another node are lost: {error}"
@@ -117,7 +122,7 @@ class Annexing:
                 self._begin(node_request)
 
     def _begin(self, node_request: NodeRequest) -> None:
-        """Sends its full tiles away, if it has any here."""
+        """Send the full tiles of a request to a host, if it has any."""
         assert node_request.lease is not None
         each = self._tile_tokens // self._leases.block_size
         num_tiles = node_request.num_computed // self._tile_tokens - node_request.num_annexed_blocks // each
@@ -126,7 +131,7 @@ class Annexing:
             self._endings.decide(OpenAnnex(node_request, node_request.lease.block_ids[: num_tiles * each], is_again))
 
     def _hold_up(self, node_request: NodeRequest, now: float) -> None:
-        """The first time it asks again at once, so that they make room."""
+        """Note that hosts have no room. The first time the request asks again at once, so that hosts make room."""
         retry_s, noted_s = now, now
         if node_request in self._held_up:
             retry_s, (_, noted_s) = now + RETRY_S, self._held_up[node_request]

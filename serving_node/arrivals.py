@@ -1,4 +1,4 @@
-"""What commands bring to a node: a job becomes a request, if this node can do its part of it. Pure."""
+"""Admit the requests that commands bring, if this node can do its part of them. Pure."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ from serving_core.requests import Guide
 
 
 class Arrivals:
-    """Takes requests in."""
+    """Admit requests to one node."""
 
     def __init__(
         self,
@@ -36,8 +36,10 @@ class Arrivals:
     def take_in(
         self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None, guide: Guide | None = None
     ) -> None:
-        """A new request: to be read for another node or, with `reserve`, to be written here. Raises RequestError, and
-        then it is not here."""
+        """Add a request, for prefill for another node or, with `reserve`, for decode here.
+
+        Raises RequestError, and then the request is not added.
+        """
         request = convert.request_from_wire(job)
         assert guide is not None or not job.grammar, "an answer that would not keep to its grammar"
         request.guide = guide

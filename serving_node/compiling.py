@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests off the event loop, before the node's logic hears of them."""
+"""Compile the grammars of requests off the event loop, before the node's logic sees the requests."""
 
 import asyncio
 import logging
@@ -25,12 +25,17 @@ Refuse = Callable[[fleet_pb2.Attempt, RequestError], None]
 
 
 class Compiling:
-    """Commands on their way to a node's logic. One with a grammar is passed on when that is compiled, with its guide,
-    and those for the same attempt behind it; a cancel meanwhile takes it back. Askers have their turns one after the
-    other. Owned by one event loop."""
+    """Pass commands to a node's logic, after their grammar is compiled.
+
+    Later commands for the same attempt wait behind it; a cancel meanwhile drops them. Clients take turns. Belongs to
+    one event loop.
+    """
 
     def __init__(self, grammars: Grammars, pass_on: PassOn, refuse: Refuse) -> None:
-        """`grammars` are for a thread of its own from here on."""
+        """Create the queue.
+
+        `grammars` is used by its own thread only from then on.
+        """
         self._grammars = grammars
         self._pass_on = pass_on
         self._refuse = refuse
@@ -41,11 +46,11 @@ class Compiling:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no command waits."""
+        """Return whether no command waits."""
         return not self._waiting
 
     def take(self, command: fleet_pb2.NodeCommand) -> None:
-        """Passes a command on, at once or when its turn has come."""
+        """Pass a command on, at once or in its turn."""
         key = command.attempt.request_id, command.attempt.epoch
         job = _job_of(command)
         if key in self._waiting:
@@ -62,19 +67,23 @@ class Compiling:
         self._pass_on(command, None)
 
     def warm_up(self) -> None:
-        """Reads the tokenizer, for which the first grammar would hold up all answers: nothing else runs meanwhile."""
+        """Load the tokenizer, which would delay all sequences at the first grammar; nothing else runs meanwhile."""
         self._thread.submit(self._read_tokenizer)
 
     def _read_tokenizer(self) -> None:
-        with suppress(RequestError):  # which every grammar will be answered by
+        with suppress(RequestError):  # every grammar will fail with the same error
             self._grammars.load()
 
     def forget(self) -> None:
-        """Nobody waits for what is being compiled any more."""
+        """Drop all waiting commands."""
         self._waiting.clear()
 
     async def _compiled(self, key: Key, job: fleet_pb2.Job) -> None:
-        """Nobody may wait for it any more: it is soon done, since the coordinator has tried it."""
+        """Compile a grammar and pass its commands on.
+
+        Compilation is not cancelled if the commands are dropped; it is short, since the coordinator has tried the
+        grammar.
+        """
         guide, error = None, CANNOT_COMPILE
         try:
             async with self._turns.turn(job.asker):
@@ -88,14 +97,14 @@ class Compiling:
         for command in self._waiting.pop(key, []):
             if not _job_of(command).grammar:
                 self._pass_on(command, None)
-            elif guide is not None:  # to one that comes twice, too: that is for the logic to say
+            elif guide is not None:  # a duplicate too: the logic refuses it
                 self._pass_on(command, guide)
             else:
                 self._refuse(command.attempt, error)
 
 
 def _job_of(command: fleet_pb2.NodeCommand) -> fleet_pb2.Job:
-    """The job that a command brings; an empty one of any other command."""
+    """Return the job that a command brings; an empty job for other commands."""
     match command.WhichOneof("command"):
         case "prefill":
             return command.prefill.job

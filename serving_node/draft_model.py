@@ -1,4 +1,4 @@
-"""The draft model of a node, as its settings have it. Torch-free."""
+"""Derive and check the settings of a node's draft model. Torch-free."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from serving_node.settings import DRAFT, NodeSettings
 
 
 def draft_engine(settings: NodeSettings) -> EngineSettings | None:
-    """What the draft model's engine is told; None where the node has none. Raises SettingsError."""
+    """Return the settings of the draft model's engine, or None without a draft model. Raises SettingsError."""
     flags, engine, what = settings.drafting, settings.engine, f"--speculation {settings.speculation}"
     if settings.speculation != DRAFT:
         if flags.speculative_model:
@@ -34,8 +34,7 @@ def draft_engine(settings: NodeSettings) -> EngineSettings | None:
 
 
 def draft_bytes(draft: EngineSettings | None) -> int:
-    """Memory that the draft model is to have: weights, and a pool of a given size. Raises SettingsError or
-    ModelError."""
+    """Return the memory of the draft model: weights, and a pool of a given size. Raises SettingsError or ModelError."""
     if draft is None:
         return 0
     needs = needs_of(draft, read_model_config(Path(draft.model)))
@@ -43,8 +42,10 @@ def draft_bytes(draft: EngineSettings | None) -> int:
 
 
 def check_draft_model(settings: NodeSettings) -> tuple[EngineSettings, ModelConfig] | None:
-    """What the draft model's engine is told, and its config; None where the node has none. Raises ModelError, or
-    SettingsError where it cannot write for the node's model."""
+    """Return the settings of the draft model's engine and its config, or None without a draft model.
+
+    Raises ModelError, or SettingsError if the draft model does not fit the node's model.
+    """
     draft, engine = draft_engine(settings), settings.engine
     if draft is None:
         return None

@@ -1,4 +1,4 @@
-"""Has a draft model write ahead between a node's steps."""
+"""Run a draft model between a node's steps."""
 
 import logging
 from functools import partial
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def draft_model_of(drafter: Drafter | None) -> DraftModel | None:
-    """What decisions know of it. To be asked before its pool holds anything."""
+    """Return the data of a draft model on which decisions depend. Call before its pool holds anything."""
     if drafter is None:
         return None
     engine = drafter.engine
@@ -20,8 +20,10 @@ def draft_model_of(drafter: Drafter | None) -> DraftModel | None:
 
 
 async def write_ahead(drafter: Drafter, drafts: Drafts, stepper: Stepper[Any, Any]) -> None:
-    """Computes what the next step's answers may have, in the engine's thread. A draft model that fails is used no more:
-    answers need none."""
+    """Compute the draft tokens of the next step in the engine's thread.
+
+    A draft model that fails is not used again; sequences continue without draft tokens.
+    """
     if not (works := drafts.plan()):
         return
     try:

@@ -1,5 +1,8 @@
-"""What a node tells Prometheus of itself, at a port of its own. What the coordinator tells of nodes, out of their
-heartbeats, has names that begin with node_; none of these does, so that nothing is added up twice."""
+"""Expose a node's metrics to Prometheus on its own port.
+
+The coordinator's metrics of nodes, taken from heartbeats, have names that begin with node_; no name here does, so that
+sums count nothing twice.
+"""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -15,7 +18,7 @@ from serving_node.streak import StepCounts
 
 
 class Observed(Protocol):
-    """A node as it is looked at. Nothing of it changes by that."""
+    """Define a node as the metrics see it. No call changes the node."""
 
     @property
     def name(self) -> str: ...
@@ -35,7 +38,7 @@ class Observed(Protocol):
 
 
 class NodeExposition:
-    """The figures of one node, as they are when they are asked for; on its event loop."""
+    """Return the current metrics of one node. Belongs to the node's event loop."""
 
     def __init__(self, node: Observed, sender: KVSender, receiver: KVReceiver) -> None:
         self._node = node
@@ -84,7 +87,7 @@ class NodeExposition:
         yield gauge("rank_resident_memory_bytes", "Memory of each of its processes.", self._by("rank", memory))
 
     def _candidates(self) -> Iterator[Figure]:
-        """Under vLLM's names for them, behind our prefix."""
+        """Yield the metrics of speculative decoding under vLLM's names with the project's prefix."""
         counts = self._node.speculation
         drafts, proposed, accepted = map(self._one, (counts.num_drafts, counts.num_proposed, counts.num_accepted))
         yield counter("spec_decode_num_drafts", "Shares of steps in which an answer had candidates.", drafts)

@@ -1,4 +1,4 @@
-"""Whether a node may speak to others as it was told to: fail closed."""
+"""Check whether a node may listen as it is told to: fail closed."""
 
 import os
 
@@ -12,8 +12,10 @@ from serving_node.settings import NodeSettings
 
 
 def check_network(settings: NodeSettings) -> None:
-    """Raises SettingsError for TLS files that cannot be used, for a port that is in use, and for what would be in reach
-    of other machines without a secret or, where TLS was asked for, without TLS; figures alone may be."""
+    """Raise SettingsError for unusable TLS files, ports in use, or unprotected exposure.
+
+    Unprotected means in reach of other machines without a secret, or without TLS where TLS is set; metrics are exempt.
+    """
     link, tls = settings.link, settings.link.tls
     if (tls.tls_cert or tls.tls_key) and not tls.tls_ca:
         raise TlsError("--tls-cert and --tls-key need --tls-ca, by which the coordinator's certificate is checked")
@@ -31,13 +33,13 @@ def check_network(settings: NodeSettings) -> None:
 
 
 def _ports(settings: NodeSettings) -> list[Port]:
-    """What this process listens on beside the data plane."""
+    """Return the ports on which this process listens beside the data plane."""
     health = Port("--health-port", settings.health_host, settings.health_port)
     metrics = Port("--metrics-port", settings.metrics_host, settings.metrics_port)
     return [*([health] if is_first_here() else []), *([] if started_rank() else [metrics])]
 
 
 def is_encrypted(settings: NodeSettings) -> bool:
-    """Whether KV arrives here encrypted: what other machines can reach of a node that uses TLS."""
+    """Return whether KV arrives encrypted here: the node uses TLS and other machines can reach it."""
     host = host_of(endpoint_of(settings.kv_transport, settings.kv_bind, 0))
     return bool(settings.link.tls.tls_ca) and host is not None and not is_loopback(host)

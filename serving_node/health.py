@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 LIVE: Final = "live"
 READY: Final = "ready"
 OVERALL: Final = ""
-MAX_CALLS: Final = 64  # at a time, and as many connections
+MAX_CALLS: Final = 64  # at a time; the same limit for connections
 MAX_REQUEST_BYTES: Final = 4096
 _OPTIONS: Final = (
     *SERVER_OPTIONS,
@@ -33,7 +33,7 @@ _OPTIONS: Final = (
 )
 
 States = Mapping[str, Callable[[], bool]]
-"""Whether it is so, now, by the name of a service."""
+"""The current state, by the name of a service."""
 
 
 class _Node(Protocol):
@@ -49,7 +49,7 @@ class _Link(Protocol):
 
 
 def node_states(node: _Node, link: _Link) -> States:
-    """Of rank 0."""
+    """Return the states of rank 0."""
 
     def is_ready() -> bool:
         return link.is_attached and not node.is_draining
@@ -58,11 +58,11 @@ def node_states(node: _Node, link: _Link) -> States:
 
 
 FOLLOWER_STATES: Final[States] = dict.fromkeys((LIVE, READY, OVERALL), lambda: True)
-"""Of another rank, which ends with rank 0 and has nothing to say of its own."""
+"""States of a follower, which ends with rank 0 and has no state of its own."""
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Looks when it is asked. There is no Watch, so nobody can hold a call."""
+    """Answer health checks with the current state. Watch is not supported, so that no call stays open."""
 
     def __init__(self, states: States) -> None:
         self._states = states
@@ -85,7 +85,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 @contextlib.asynccontextmanager
 async def health_port(settings: NodeSettings, states: States) -> AsyncIterator[int]:
-    """Answers probes meanwhile, at the port that it gives; -1 where there is to be none. Raises SettingsError."""
+    """Serve probes while the context is open, and yield the port; -1 without a port. Raises SettingsError."""
     if settings.health_port < 0 or not is_first_here():
         yield -1
         return

@@ -1,9 +1,9 @@
-"""The node's end of Fleet.Attach: dial the coordinator, say hello, then events up and commands down.
+"""Attach a node to the coordinator (Fleet.Attach): dial, send hello, then events up and commands down.
 
-The link attaches again by itself when the stream breaks or a command was lost, and asks again while another process
-has the node's name. Without the stream the coordinator gives up every attempt on this node, so the node is told
-(`detached`) and gives up what it holds before the next hello. A node that is stuck in a step leaves by itself, so that
-its requests go on elsewhere, and is not back before that step has ended. Where it never ends, the process does.
+The link attaches again when the stream breaks or a command was lost, and retries while another process has the node's
+name. Without the stream the coordinator gives up every attempt on this node, so the node is told (`detached`) and ends
+its requests before the next hello. A node with a stuck step detaches, so that its requests continue elsewhere, and
+attaches again once the step has ended. If the step never ends, the process exits.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ WELCOME_DEADLINE_S: Final = 10.0
 RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 2.0
 MAX_UNSENT_EVENTS: Final = 10_000
-MAX_JOINED_BYTES: Final = 256 * 1024  # of steps that wait, in one message
-LOOK: Final = 1 / 16  # of the coordinator's timeout, between two looks at its acknowledgements
-TAKEN_S: Final = 0.1  # at most, for the coordinator to be told that a suspect is here
+MAX_JOINED_BYTES: Final = 256 * 1024  # of queued steps that are joined in one message
+LOOK: Final = 1 / 16  # of the coordinator's timeout, between two checks of its acknowledgements
+TAKEN_S: Final = 0.1  # longest wait for the report that a possible poison request is here
 _NOT_ATTACHED: Final = (
     grpc.aio.AioRpcError,
     asyncio.InvalidStateError,
@@ -60,20 +60,20 @@ class LinkSettings:
     name: str = flag("", "Name of this node, unique in the fleet; empty makes one from role, host and process.")
     fleet_secret: str = flag("", "Secret shared by the fleet.", secret=True)
     tls: TlsSettings = field(default_factory=TlsSettings)
-    drain_s: float = flag(30.0, "Seconds a stopping node waits for its requests to finish.", minimum=0.0)
+    drain_s: float = flag(30.0, "Seconds that a stopping node waits for its requests to finish.", minimum=0.0)
     log: LogSettings = field(default_factory=LogSettings)
 
     def name_for(self, role: str) -> str:
-        """The node's name: as given, or made up."""
+        """Return the node's name: the given one, or one made from role, host and process."""
         return self.name or f"{role}-{socket.gethostname()}-{os.getpid()}"
 
 
 class Node(Protocol):
-    """What the link asks of a node. Called on the event loop; none of these blocks.
+    """Define what the link needs of a node. Methods are called on the event loop and do not block.
 
-    `stuck` returns, with the reason in words, when the running step is stuck; `recovered` when the node can be given
-    work: no step runs that was given up, and a node that was stuck has stayed away for a while. It raises StuckForGood
-    when that step is not to be waited for.
+    `stuck` returns the reason in words when the running step is stuck. `recovered` returns when the node can take
+    requests: no abandoned step runs, and a node that was stuck has stayed detached for a while. It raises StuckForGood
+    if the step is not waited for any longer.
     """
 
     @property
@@ -88,16 +88,18 @@ class Node(Protocol):
 
 
 class Unsent:
-    """Events that wait to be written, in order. A step joins the one that waits right before it: a coordinator that is
-    behind takes both for less."""
+    """Queue events in order until they are written.
+
+    A step is merged into a step queued right before it, which costs a lagging coordinator less.
+    """
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[fleet_pb2.NodeEvent | None] = asyncio.Queue(MAX_UNSENT_EVENTS)
-        self._last_step: fleet_pb2.StepTokens | None = None  # where it is the last event that waits
-        self._last_step_bytes = 0  # of it
+        self._last_step: fleet_pb2.StepTokens | None = None  # the last queued event, if that is a step
+        self._last_step_bytes = 0  # size of `_last_step`
 
     def put(self, **event: Any) -> None:
-        """One event, named by its oneof field. Raises asyncio.QueueFull."""
+        """Queue one event, named by its oneof field. Raises asyncio.QueueFull."""
         if self._join(event.get("step_tokens")):
             return
         queued = fleet_pb2.NodeEvent(**event)
@@ -105,23 +107,23 @@ class Unsent:
         self._last_step = queued.step_tokens if queued.HasField("step_tokens") else None
 
     def end(self) -> None:
-        """Nothing more will come."""
+        """Mark the end of the events."""
         self._last_step = None
         if not self._queue.full():
             self._queue.put_nowait(None)
 
     async def get(self) -> fleet_pb2.NodeEvent | None:
-        """The next event, which is to be followed by `written`; None: it was the last one."""
+        """Return the next event, or None after the last one. The caller must call `written` afterwards."""
         event = await self._queue.get()
         if self._queue.empty():
-            self._last_step = None  # it is on its way
+            self._last_step = None  # it is being written
         return event
 
     def written(self) -> None:
         self._queue.task_done()
 
     async def all_written(self) -> None:
-        """Returns when none waits, nor is being written."""
+        """Return when no event is queued or being written."""
         await self._queue.join()
 
     def _join(self, step: fleet_pb2.StepTokens | None) -> bool:
@@ -129,7 +131,7 @@ class Unsent:
             return False
         num_bytes, last = step.ByteSize(), self._last_step
         if last is None or self._last_step_bytes + num_bytes > MAX_JOINED_BYTES:
-            self._last_step_bytes = num_bytes  # it is the next one that others are added to
+            self._last_step_bytes = num_bytes  # further steps are merged into this one
             return False
         last.MergeFrom(step)
         self._last_step_bytes += num_bytes
@@ -137,10 +139,13 @@ class Unsent:
 
 
 class FleetLink:
-    """One node's stream to the coordinator."""
+    """Hold one node's stream to the coordinator."""
 
     def __init__(self, settings: LinkSettings, spares: Spares | None = None) -> None:
-        """The spares are descriptors to dial with, where others have taken all that are left."""
+        """Create a detached link.
+
+        `spares` are file descriptors reserved for dialing when the process has none left.
+        """
         self._settings = settings
         self._spares = spares
         self._unsent = Unsent()
@@ -149,16 +154,18 @@ class FleetLink:
         self._retry_s = RETRY_MIN_S
         self._reminder = Reminder()
         self._starvation = Starvation()
-        self._session = 0  # of the last attachment; shows the coordinator that this is the same process, and well
+        self._session = 0  # of the last attachment; shows the coordinator that this is the same, healthy process
 
     @property
     def is_attached(self) -> bool:
-        """Whether the coordinator counts on this node: it has welcomed it, and the stream stands."""
+        """Return whether the node is attached: welcomed, with a standing stream."""
         return self._attached
 
     def send(self, **event: Any) -> None:
-        """Queues one event, named by its oneof field. Without an attachment it is dropped: the coordinator has
-        given up all attempts of this node already."""
+        """Queue one event, named by its oneof field.
+
+        Without an attachment the event is dropped: the coordinator has already given up all attempts of this node.
+        """
         if not self._attached:
             return
         for kind, body in event.items():
@@ -170,14 +177,16 @@ class FleetLink:
             self._attached = False
 
     def stop(self) -> None:
-        """Lets `run` return after what is queued has gone out."""
+        """Let `run` return after all queued events are written."""
         self._stopping.set()
         if self._attached:
             self._unsent.end()
 
     async def run(self, node: Node) -> None:
-        """Stays attached until `stop`. Raises SettingsError when the coordinator refuses this node, StuckForGood when
-        its engine is not going to end a step."""
+        """Stay attached until `stop`.
+
+        Raises SettingsError if the coordinator refuses this node, and StuckForGood if the engine does not end a step.
+        """
         while not self._stopping.is_set():
             if self._spares is not None:
                 self._spares.release()
@@ -226,8 +235,7 @@ class FleetLink:
             call.cancel()
 
     def _channel(self) -> grpc.aio.Channel:
-        """With the certificates that there are now: files that have been exchanged count from the next attachment on.
-        Raises TlsError."""
+        """Return a channel with the current certificate files. Raises TlsError."""
         address, tls = self._settings.coordinator, self._settings.tls
         if not tls.tls_ca:
             return grpc.aio.insecure_channel(address, options=FLEET_CHANNEL_OPTIONS)
@@ -265,21 +273,27 @@ class FleetLink:
             node.handle(command)
 
     async def _leave_when_stuck(self, node: Node) -> None:
-        """Raises ConnectionError when the node is stuck. It will come back as another process, since what its step was
-        about counts as if it had died of that."""
+        """Raise ConnectionError when the node is stuck.
+
+        The session is reset, so that the coordinator treats the requests of the stuck step as if the process had died
+        of them.
+        """
         why = await node.stuck()
         self._session = 0
         raise ConnectionError(f"{why}: the node stays away until that step has ended")
 
     async def _say_taken(self, attempt: fleet_pb2.Attempt) -> None:
-        """Returns when it is written, so that it is out even if the request is the end of this process."""
+        """Report that a possible poison request is here; return when the report is written.
+
+        The report then survives the death of this process.
+        """
         self.send(taken=fleet_pb2.Taken(attempt=attempt))
-        with contextlib.suppress(TimeoutError):  # a death may then go uncounted: one more node is risked
+        with contextlib.suppress(TimeoutError):  # a death may then go uncounted, which risks one more node
             await asyncio.wait_for(self._unsent.all_written(), TAKEN_S)
 
 
 class _Acks:
-    """The acknowledgements of heartbeats, by which a coordinator that stands still is found."""
+    """Detect a stalled coordinator by missing acknowledgements of heartbeats."""
 
     def __init__(self, timeout_s: float) -> None:
         self._look_s = timeout_s * LOOK
@@ -290,7 +304,7 @@ class _Acks:
         self._detector.heard(self._now())
 
     async def miss(self) -> None:
-        """Raises ConnectionError when they stay away."""
+        """Raise ConnectionError when acknowledgements fail to arrive."""
         while True:
             if (why := self._detector.why_suspected(self._now())) is not None:
                 raise ConnectionError(f"the coordinator has acknowledged {why}")
@@ -303,7 +317,7 @@ class _Acks:
 
 
 class _Stream:
-    """The node's end of its stream, whose messages are numbered both ways."""
+    """Number the messages of a node's stream in both directions."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -314,7 +328,7 @@ class _Stream:
         await self._call.write(event)
 
     async def read(self) -> Any:
-        """Return the next command, or grpc.aio.EOF. Raises MessageLost where it does not follow the one before."""
+        """Return the next command, or grpc.aio.EOF. Raises MessageLost if a command was lost."""
         command = await self._call.read()
         if command is not grpc.aio.EOF:
             self._numbering.check(command)
@@ -327,8 +341,7 @@ class _Stream:
 
 
 def _note(event: str, body: Any) -> None:
-    """A line about what is told of one attempt, or asked of it: what fails is a warning, all else for who looks into
-    the way of a request."""
+    """Log an event or a command of one attempt: failures as warnings, others for debugging."""
     level = logging.WARNING if isinstance(body, fleet_pb2.Failed) else logging.DEBUG
     attempt = getattr(body, "attempt", None)
     if attempt is None or not attempt.request_id or not logger.isEnabledFor(level):
@@ -338,14 +351,17 @@ def _note(event: str, body: Any) -> None:
 
 
 def _suspected(command: fleet_pb2.NodeCommand) -> fleet_pb2.Attempt | None:
-    """The attempt, where this node is to read the prompt of a request that another one may have died of."""
+    """Return the attempt if this node is to prefill a possible poison request."""
     is_read_here = command.HasField("prefill") or command.reserve.local_prefill
     job = command.prefill.job if command.HasField("prefill") else command.reserve.job
     return job.attempt if is_read_here and job.is_suspect else None
 
 
 def _welcome(answer: Any) -> fleet_pb2.Welcome:
-    """Raises SettingsError where trying again cannot help, otherwise ConnectionError."""
+    """Return the coordinator's welcome.
+
+    Raises SettingsError if a retry cannot help, otherwise ConnectionError.
+    """
     if answer is grpc.aio.EOF:
         raise ConnectionError("the coordinator ended the stream")
     kind = answer.WhichOneof("command")

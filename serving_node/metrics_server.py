@@ -1,6 +1,6 @@
-"""Serves a node's figures to Prometheus, in a thread of its own: one call at a time, each of which ends soon.
+"""Serve a node's metrics to Prometheus in a separate thread, one short call at a time.
 
-The figures are taken on the node's event loop, between two of its turns, and are written and sent in the thread.
+The values are read on the node's event loop; formatting and sending happen in the thread.
 """
 
 import asyncio
@@ -27,19 +27,19 @@ from serving_core.ports import listened_on
 
 logger = logging.getLogger(__name__)
 
-READ_S: Final = 2.0  # for a client that sends nothing, or takes nothing
+READ_S: Final = 2.0  # for a client that sends or reads nothing
 CALL_S: Final = 5.0  # for a whole call
-FIGURES_S: Final = 2.0  # for the event loop to tell the figures
+FIGURES_S: Final = 2.0  # for the event loop to return the values
 WAITING_CALLS: Final = 8
-SHORTAGE_S: Final = 0.5  # between two tries to accept while the process has no descriptor left
+SHORTAGE_S: Final = 0.5  # between two attempts to accept while the process has no file descriptor left
 PATH: Final = "/metrics"
 
 
 class MetricsServer:
-    """Listens from the start to `stop`. Made on the event loop where `figures` is to be called."""
+    """Serve metrics until `stop`. Create it on the event loop that runs `figures`."""
 
     def __init__(self, host: str, port: int, figures: Callable[[], Iterable[Figure]]) -> None:
-        """Port 0 takes a free one. Raises SettingsError."""
+        """Listen. Port 0 takes a free one. Raises SettingsError."""
         registry = CollectorRegistry(support_collectors_without_names=True)
         ProcessCollector(registry=registry)
         registry.register(_OnLoop(asyncio.get_running_loop(), figures))
@@ -55,24 +55,24 @@ class MetricsServer:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Returns when no call is served any more."""
+        """Stop the server; return when no call is in progress."""
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
 
 
 class _OnLoop(Collector):
-    """Figures that belong to an event loop, for another thread."""
+    """Collect values of an event loop from another thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, figures: Callable[[], Iterable[Figure]]) -> None:
         self._loop = loop
         self._figures = figures
 
     def describe(self) -> list[Metric]:
-        """None before they are asked for."""
+        """Return nothing, since the metrics are known only when collected."""
         return []
 
     def collect(self) -> list[Metric]:
-        """Raises TimeoutError when the loop has no turn for it."""
+        """Return the metrics. Raises TimeoutError if the event loop does not respond within FIGURES_S."""
         future = asyncio.run_coroutine_threadsafe(self._taken(), self._loop)
         try:
             return future.result(FIGURES_S)
@@ -84,7 +84,7 @@ class _OnLoop(Collector):
 
 
 class _Handler(MetricsHandler):
-    """One call."""
+    """Handle one call."""
 
     timeout = READ_S
     server_version = "splitserve"
@@ -98,7 +98,7 @@ class _Handler(MetricsHandler):
             super().do_GET()
         except TimeoutError:
             self.close_connection = True
-            with contextlib.suppress(OSError):  # it may be the client that has stopped reading
+            with contextlib.suppress(OSError):  # the client may have stopped reading
                 self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "the node is too busy to tell")
 
 
@@ -106,14 +106,14 @@ class _Server(HTTPServer):
     request_queue_size = WAITING_CALLS
 
     def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # without looking up a name for the address
+        TCPServer.server_bind(self)  # without a name lookup of the address
         self.server_name, self.server_port = "", self.server_address[1]
 
     def get_request(self) -> tuple[Any, Any]:
         try:
             return super().get_request()
         except OSError:
-            time.sleep(SHORTAGE_S)  # the call that cannot be accepted would be offered again at once
+            time.sleep(SHORTAGE_S)  # otherwise the loop would retry at once
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -134,5 +134,5 @@ class _ServerOfSix(_Server):
 
 
 def _cut(request: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the client was faster
+    with contextlib.suppress(OSError):  # the client has closed already
         request.shutdown(socket.SHUT_RDWR)

@@ -34,19 +34,24 @@ MAX_LOANS: Final = 16  # at a time
 
 @dataclass(slots=True)
 class _Borrowing:
+    """Hold one fetch to this node."""
+
     node_request: NodeRequest
     offer: Offer
     loan: Loan
     started_s: float
-    is_over: bool = False  # nobody waits for it; what is under way may still write to its blocks
-    cancelled: fleet_pb2.Attempt | None = None  # by the coordinator, which waits for a word
+    is_over: bool = False  # no request waits for the fetch; its blocks may still be written
+    cancelled: fleet_pb2.Attempt | None = None  # by the coordinator, which waits for the acknowledgement
 
 
 class Borrowings:
-    """The loans to one node."""
+    """Track remote prefix fetches to this node."""
 
     def __init__(self, leases: Leases, reading: Reading, endings: Endings, block_bytes: int) -> None:
-        """`block_bytes` are those of one block over all ranks and layers."""
+        """Create an empty tracker.
+
+        `block_bytes` is the size of one block over all ranks and layers.
+        """
         self._leases = leases
         self._reading = reading
         self._endings = endings
@@ -54,7 +59,7 @@ class Borrowings:
         self._under_way: dict[int, _Borrowing] = {}  # by epoch
 
     def __contains__(self, epoch: int) -> bool:
-        """Whether the transfer of this epoch is one of these."""
+        """Return whether the transfer of this epoch is a fetch to this node."""
         return epoch in self._under_way
 
     @property
@@ -64,19 +69,21 @@ class Borrowings:
 
     @property
     def wake_at_s(self) -> float | None:
-        """When the next `tick` is due."""
+        """Return when the next `tick` is due, or None."""
         return min((_late_at_s(each) for each in self._under_way.values() if not each.is_over), default=None)
 
     def holds_up(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
-        """Whether a prompt that might start, if that leaves num_spare blocks free, is to wait for blocks of its own.
-        Takes up what it was offered."""
+        """Return whether a prompt that might start must wait for fetched blocks; begin the fetch that it was offered.
+
+        The start of the prompt must leave `num_spare` blocks free.
+        """
         offer = node_request.offer
         if offer is None:
             return False
         if node_request.is_loading:
             return True
         if self._reading.num_needed(node_request) + num_spare > self._leases.num_free:
-            return False  # nor is there room to start it
+            return False  # without enough free blocks to start it either
         num_tokens = min(offer.num_tokens, num_cacheable(node_request))
         num_missing = num_tokens - self._leases.num_held_tokens(node_request, num_tokens)
         is_known = offer.epoch in self._under_way
@@ -87,7 +94,7 @@ class Borrowings:
         return True
 
     def granted(self, epoch: int, descriptor: bytes) -> None:
-        """Every rank awaits the blocks: this descriptor lets the lender send them."""
+        """Report the descriptor by which the source may send; every rank is ready."""
         borrowing = self._under_way[epoch]
         if borrowing.node_request.is_ending:
             self._give_up(borrowing)
@@ -96,7 +103,7 @@ class Borrowings:
             self._endings.tell(borrowing=fleet_pb2.Borrowing(attempt=wire, descriptor=descriptor))
 
     def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
-        """The transfer is over: nobody writes to the blocks any more."""
+        """Record the end of a fetch: its blocks are not written any more."""
         borrowing = self._under_way.pop(epoch)
         num_blocks = self._adopt(borrowing, result) if isinstance(result, Received) else 0
         borrowing.loan.lease.release()
@@ -113,7 +120,7 @@ class Borrowings:
             self._endings.tell(cancelled=fleet_pb2.Cancelled(attempt=borrowing.cancelled))
 
     def cancel(self, attempt: fleet_pb2.Attempt) -> bool:
-        """The lender will send nothing, says the coordinator. False where this is no loan."""
+        """Cancel a fetch whose source sends nothing. Return False if the attempt is no fetch."""
         borrowing = self._under_way.get(attempt.epoch)
         if borrowing is None:
             return False
@@ -122,12 +129,12 @@ class Borrowings:
         return True
 
     def detached(self) -> None:
-        """The coordinator is gone."""
+        """Give up all fetches: the coordinator is gone."""
         for borrowing in list(self._under_way.values()):
             self._give_up(borrowing)
 
     def tick(self, now: float) -> None:
-        """Gives up what takes too long."""
+        """Give up fetches that have passed their deadline."""
         for borrowing in list(self._under_way.values()):
             if now >= _late_at_s(borrowing):
                 self._give_up(borrowing)
@@ -139,7 +146,7 @@ class Borrowings:
         self._endings.decide(Borrow(offer, loan.lease.block_ids, loan.lease.num_cached))
 
     def _adopt(self, borrowing: _Borrowing, received: Received) -> int:
-        """Blocks that have come as they should."""
+        """Put received blocks into the prefix cache, and return their number; 0 if they do not match the fetch."""
         loan = borrowing.loan
         try:
             token_ids, made = from_tail(received.tail)
@@ -173,27 +180,27 @@ MAX_LENT: Final = 64  # at a time
 
 
 class _Asked(NamedTuple):
-    """What another node has room for."""
+    """Hold a fetch that another node has asked for."""
 
     lend: fleet_pb2.Lend
     descriptor: TransferDescriptor
     names: BlockNames
-    token_ids: list[int]  # of the blocks that there is room for
+    token_ids: list[int]  # tokens of the blocks that the other node has reserved
 
 
 class Lending:
-    """The loans of one node."""
+    """Track remote prefix fetches from this node by other nodes."""
 
     def __init__(self, leases: Leases, tier: SecondTier, endings: Endings, fingerprint: Mapping[str, str]) -> None:
         self._leases = leases
         self._tier = tier
         self._endings = endings
         self._fingerprint = fingerprint
-        self._awaited: dict[int, _Asked] = {}  # by epoch: blocks are being read back for these
+        self._awaited: dict[int, _Asked] = {}  # by epoch: waiting for blocks from KV offload
         self._under_way: dict[int, tuple[fleet_pb2.Attempt, BlockLease]] = {}  # by epoch
 
     def __contains__(self, epoch: int) -> bool:
-        """Whether the transfer of this epoch is one of these."""
+        """Return whether the transfer of this epoch is a fetch from this node."""
         return epoch in self._under_way
 
     @property
@@ -202,7 +209,10 @@ class Lending:
         return {epoch: lease for epoch, (_, lease) in self._under_way.items()}
 
     def lend(self, lend: fleet_pb2.Lend, num_spare: int, now: float) -> None:
-        """Another node has room for blocks: its descriptor. What is read back for it leaves num_spare blocks free."""
+        """Begin to send cached blocks by the descriptor of the fetching node.
+
+        Reading back from KV offload for the fetch leaves `num_spare` blocks free.
+        """
         epoch = lend.attempt.epoch
         if epoch in self._under_way or epoch in self._awaited:
             return
@@ -217,20 +227,20 @@ class Lending:
             self._send(asked)
 
     def sent(self, epoch: int, result: Sent | TransferFailed) -> None:
-        """A transfer is over."""
+        """Record the end of a fetch."""
         attempt, lease = self._under_way.pop(epoch)
         lease.release()
         if isinstance(result, TransferFailed):
             self._fail(attempt, result.message)
 
     def detached(self) -> None:
-        """The coordinator is gone."""
+        """Give up all fetches: the coordinator is gone."""
         self._awaited.clear()
         for epoch in self._under_way:
             self._endings.decide(CancelTransfer(epoch))
 
     def _asked(self, lend: fleet_pb2.Lend) -> _Asked:
-        """Raises TransferError where nothing can be lent."""
+        """Return the checked fetch. Raises TransferError if nothing can be sent."""
         if len(self._under_way) + len(self._awaited) >= MAX_LENT:
             raise TransferError(f"{MAX_LENT} loans are under way, the limit")
         descriptor, epoch, block_size = (
@@ -245,10 +255,10 @@ class Lending:
         return _Asked(lend, descriptor, names, token_ids)
 
     def _send(self, asked: _Asked) -> None:
-        """All that can be had is in the pool."""
+        """Send the cached blocks; blocks of KV offload are read back by now."""
         epoch = asked.lend.attempt.epoch
         if self._awaited.get(epoch) is not asked:
-            return  # the coordinator has gone meanwhile
+            return  # the coordinator is gone
         del self._awaited[epoch]
         lease, makers = self._leases.lend(asked.names, asked.token_ids)
         makers = _tellable(makers)
@@ -264,6 +274,6 @@ class Lending:
 
 
 def _tellable(makers: list[bytes]) -> list[bytes]:
-    """As many of the first ones as a tail tells of."""
+    """Return the longest prefix of numerics ids that fits in a tail."""
     runs = list(accumulate(len(list(run)) for _, run in groupby(makers)))
     return makers[: runs[MAX_MADE - 1]] if len(runs) > MAX_MADE else makers

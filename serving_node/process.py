@@ -1,4 +1,4 @@
-"""The life of a node process: start, serve, drain on a signal, stop."""
+"""Run a node process: start, serve, drain on a signal, stop."""
 
 import asyncio
 import gc
@@ -22,33 +22,35 @@ from serving_node.watchdog import StuckForGood
 
 logger = logging.getLogger(__name__)
 
-IN_FLIGHT_S: Final = 0.3  # until the coordinator has heard of a drain, and what it had sent before is here
-DETACH_S: Final = 2.0  # for the last events to go out
-LAST_STEP_S: Final = 10.0  # for the running step to end, of which nobody hears any more
+IN_FLIGHT_S: Final = 0.3  # until the coordinator knows of a drain and its earlier commands are here
+DETACH_S: Final = 2.0  # for the last events to be written
+LAST_STEP_S: Final = 10.0  # for the running step, whose result is not reported any more
 
 
 class ServedNode(Node, Protocol):
-    """A node as its process sees it."""
+    """Define a node as its process sees it."""
 
     async def run(self) -> None:
-        """Steps until cancelled."""
+        """Run steps until cancelled."""
 
     def drain(self) -> None:
-        """Lets its heartbeats ask for no new attempts."""
+        """Ask for no new attempts from the next heartbeat on."""
 
     async def idle(self) -> None:
-        """Returns when no attempt is left."""
+        """Return when no attempt is left."""
 
 
 def node_command(role: str) -> click.Command:
-    """The command line of a node that begins in this role."""
+    """Return the command line of a node that begins in this role."""
     help = f"Run one node that begins as {role}."
     return settings_command(NodeSettings, partial(run_node, role), name=role, help=help)
 
 
 def run_node(role: str, settings: NodeSettings) -> None:
-    """Runs one rank of a node until SIGTERM, pinned to its share of the CPUs. Rank 0 starts the others, unless all were
-    started together, as torchrun does."""
+    """Run one rank of a node until SIGTERM, pinned to its share of the CPUs.
+
+    Rank 0 starts the other ranks, unless all were started together, as torchrun does.
+    """
     try:
         size, rank = settings.engine.num_ranks, started_rank() or 0
     except SettingsError as error:
@@ -60,7 +62,7 @@ def run_node(role: str, settings: NodeSettings) -> None:
         require("node")
         check_world(settings.engine)
         check_network(settings)
-        from serving_core.needs import check_model  # needs packages of the extra
+        from serving_core.needs import check_model  # needs packages of the extra `node`
         from serving_node.draft_model import check_draft_model
 
         check_model(settings.engine)
@@ -70,9 +72,9 @@ def run_node(role: str, settings: NodeSettings) -> None:
         if cpus := settings.engine.cpus:
             pin(divide_cpus(parse_cpus(cpus), size)[rank])
         gc.disable()
-        from serving_node.serve import serve_node  # imports torch, which counts the cores it may use
+        from serving_node.serve import serve_node  # imports torch, which counts the allowed cores
 
-        gc.freeze()  # what is imported stays: a third of the CPU time of start and end went into looking through it
+        gc.freeze()  # imported modules stay: no need to scan them in each collection
         gc.enable()
         try:
             await serve_node(settings, role, name)
@@ -83,10 +85,10 @@ def run_node(role: str, settings: NodeSettings) -> None:
 
 
 async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
-    """Runs until SIGTERM, SIGINT or SIGHUP, then lets running requests finish for at most drain_s seconds.
+    """Run until SIGTERM, SIGINT or SIGHUP, then let running requests finish for at most `drain_s` seconds.
 
-    A second signal ends the wait. Raises what the node or its link raises; a node that is stuck for good, or when it
-    is to end, ends the process, since its engine cannot be waited for.
+    A second signal ends the wait. Raises what the node or its link raises. A node whose step does not end exits the
+    process, since its engine cannot be waited for.
     """
     stopping = asyncio.Event()
     drained = asyncio.create_task(_drain(node, link, stopping, drain_s))
@@ -98,7 +100,7 @@ async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            if not task.cancelled():  # as a second signal does to the drain
+            if not task.cancelled():  # a second signal cancels the drain
                 task.result()
         link.stop()
         await asyncio.wait([attached], timeout=DETACH_S)
@@ -116,7 +118,7 @@ async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
 
 
 async def _drain(node: ServedNode, link: FleetLink, stopping: asyncio.Event, drain_s: float) -> None:
-    """Waits for the signal, then for the requests."""
+    """Wait for the signal, then for the requests."""
     await stopping.wait()
     logger.info("draining: requests have %g s to end here or to move to other nodes", drain_s)
     node.drain()

@@ -1,4 +1,4 @@
-"""What every node tells of itself: who it is, and how busy."""
+"""Describe a node to the coordinator: identity and memory."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,17 @@ from serving_node.ranks.leading import Followers
 
 
 def new_incarnation() -> str:
-    """The name of one life of a node process."""
+    """Return a random id for one run of a node process."""
     return secrets.token_hex(16)
 
 
 def node_info(
     name: str, role: str, incarnation: str, fingerprint: Mapping[str, str], engine: Engine
 ) -> inference_pb2.NodeInfo:
-    """`fingerprint` must be equal on all nodes of a fleet; what the engine says of itself may differ."""
+    """Return the identity of a node.
+
+    `fingerprint` must be equal on all nodes of a fleet; the engine's description and traits may differ.
+    """
     return inference_pb2.NodeInfo(
         name=name,
         role=role,
@@ -30,7 +33,7 @@ def node_info(
 
 
 def rank_load(*engines: Engine) -> inference_pb2.RankLoad:
-    """The memory that this process takes, whose first engine is the node's."""
+    """Return the memory use of this process; the first engine is the node's own."""
     return inference_pb2.RankLoad(
         rank=engines[0].group.rank,
         rss_bytes=resident_bytes(),
@@ -40,5 +43,5 @@ def rank_load(*engines: Engine) -> inference_pb2.RankLoad:
 
 
 def rank_loads(engines: Sequence[Engine], followers: Followers) -> list[inference_pb2.RankLoad]:
-    """The memory of every rank of the node, by rank; rank 0 has these engines."""
+    """Return the memory use of every rank of the node, by rank; `engines` are those of rank 0."""
     return [rank_load(*engines), *(followers.loads[rank] for rank in sorted(followers.loads))]

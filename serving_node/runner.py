@@ -1,5 +1,7 @@
-"""Runs a node's logic: commands, steps and transfers in, decisions out. Everything here is on one event loop; its steps
-are those of stepping.py."""
+"""Run a node's logic: commands, steps and transfers in, decisions out.
+
+Everything here runs on one event loop; stepping.py runs the steps.
+"""
 
 import asyncio
 import logging
@@ -63,11 +65,11 @@ from serving_node.streak import StepCounts
 
 logger = logging.getLogger(__name__)
 
-QUIET_S: Final = 5.0  # after which a node without requests does what would hold them up
+QUIET_S: Final = 5.0  # idle time after which a node does work that would delay requests
 
 
 class NodeRunner:
-    """Rank 0 of a node."""
+    """Run rank 0 of a node."""
 
     def __init__(
         self,
@@ -84,7 +86,10 @@ class NodeRunner:
         tier: TierPlan = NO_TIER,
         drafter: Drafter | None = None,
     ) -> None:
-        """Of settings that are `resolved`. `store` has the slots of `tier` on this rank. Raises SettingsError."""
+        """Create the runner from `resolved` settings.
+
+        `store` holds this rank's slots of `tier`. Raises SettingsError.
+        """
         self._limits = limits = _limits_of(settings, engine, drafter)
         if settings.speculation != OFF and not engine.is_history_free:
             logger.warning("--speculation does nothing here: the bits of answers depend on the batch (docs/bits.md)")
@@ -212,7 +217,7 @@ class NodeRunner:
         await self._stepping.recovered()
 
     def _measured(self) -> inference_pb2.NodeLoad:
-        """What the logic does not know."""
+        """Return the part of the node's load that the logic does not know."""
         store = self._store
         return inference_pb2.NodeLoad(
             name=self._name,
@@ -264,7 +269,7 @@ class NodeRunner:
         return self._logic.node_requests
 
     def load(self) -> inference_pb2.NodeLoad:
-        """What the next heartbeat would say of it."""
+        """Return the load that the next heartbeat would report."""
         load = self._measured()
         self._logic.fill(load)
         return load
@@ -275,8 +280,10 @@ class NodeRunner:
         return self._logic.leases
 
     def num_held(self) -> dict[str, int]:
-        """Return how much of each kind the node holds, recounted from scratch: nothing where all requests and transfers
-        are over. Raises AssertionError where it does not add up."""
+        """Return how much of each kind the node holds, recounted from scratch.
+
+        All values are 0 once all requests and transfers are over. Raises AssertionError if the counts differ.
+        """
         self._logic.check_integrity()
         load, holders = self.load(), [holder for holder, _ in self.leases]
         return {
@@ -291,7 +298,7 @@ class NodeRunner:
     # ---- the process's view ----
 
     def drain(self) -> None:
-        """Lets its heartbeats ask for no new attempts."""
+        """Ask for no new attempts from the next heartbeat on."""
         self._logic.is_draining = True
 
     @property
@@ -299,11 +306,11 @@ class NodeRunner:
         return self._logic.is_draining
 
     async def idle(self) -> None:
-        """Returns when no request is left."""
+        """Return when no request is left."""
         await self._idle.wait()
 
     async def run(self) -> None:
-        """Steps until cancelled."""
+        """Run steps until cancelled."""
         self._alarm = Alarm(self._tick)
         self._carry_out()
         warming = asyncio.create_task(self._warm_up())
@@ -314,7 +321,7 @@ class NodeRunner:
             self._alarm.set(None)
 
     async def _warm_up(self) -> None:
-        """Has the tokenizer read in a quiet moment, if there is one before the first grammar comes."""
+        """Load the tokenizer for grammars in a quiet moment."""
         is_quiet = False
         while not is_quiet:
             await self._idle.wait()
@@ -362,7 +369,7 @@ class NodeRunner:
         self._carry_out()
 
     def _host(self, number: int, most_tiles: int, asker: Asker) -> list[int]:
-        """The copies of what had these blocks are made before another node writes to them."""
+        """Lease blocks to another node. Evicted contents are copied to KV offload before the other node writes."""
         block_ids = self._logic.host(number, most_tiles, asker, time.monotonic())
         self._carry_out()
         return block_ids
@@ -372,17 +379,17 @@ class NodeRunner:
         self._carry_out()
 
     async def close(self) -> None:
-        """Ends the annexes of others here."""
+        """Close both ends of distributed KV."""
         if self._annexes is not None:
             await asyncio.to_thread(self._annexes.close)
 
     # ---- decisions ----
 
     def _carry_out(self, *, wakes: bool = True) -> None:
-        """Does what has been decided, and what that leads to, in order."""
+        """Carry out all decisions, and the decisions that follow from them, in order."""
         if self._is_carrying_out:
             if wakes:
-                self._stepping.wake()  # something has come of what is being done
+                self._stepping.wake()  # a decision had a result at once
             return
         self._is_carrying_out = True
         try:
@@ -426,12 +433,12 @@ class NodeRunner:
             return
         wake_at_s = self._logic.wake_at_s
         loop = asyncio.get_running_loop()
-        # The difference first: a moment that is rounded down would come again and again at the same time.
+        # Subtract first: a sum that is rounded down would fire again and again at the same time.
         self._alarm.set(None if wake_at_s is None else loop.time() + (wake_at_s - time.monotonic()))
 
 
 def _limits_of(settings: NodeSettings, engine: Engine, drafter: Drafter | None) -> Limits:
-    """Raises SettingsError."""
+    """Return the limits that follow from the settings. Raises SettingsError."""
     return Limits(
         settings.max_num_batched_tokens,
         min(settings.max_num_seqs, settings.max_num_batched_tokens),
@@ -445,5 +452,5 @@ def _limits_of(settings: NodeSettings, engine: Engine, drafter: Drafter | None) 
 
 
 def _job_of(command: fleet_pb2.NodeCommand) -> fleet_pb2.Job:
-    """Of a prompt that is to be read here; an empty one of any other command."""
+    """Return the job of a command that brings a prompt; an empty job for other commands."""
     return command.prefill.job if command.HasField("prefill") else command.reserve.job

@@ -1,9 +1,9 @@
-"""What becomes of blocks that the pool gives up, and of prompts whose blocks lie in the second tier. Pure.
+"""Decide which evicted blocks go to KV offload (host memory, disk) and which are read back. Pure.
 
-A block that the pool gives up is copied to a slot of the tier before anything else is written to it. A prompt that is
-about to start, new or put back, waits in the queue while blocks behind those that the pool holds are read back, if that
-is faster than computing them; then it starts as any other, with what the pool holds. Others start meanwhile. Whatever
-does not come, or not in time, is computed. What another node is to be lent is read back by the same rule.
+An evicted block is copied to a slot of KV offload before its memory is overwritten. A prompt that is about to start,
+new or preempted, waits in the queue while blocks behind the cached prefix are read back, if that is faster than
+computing them. Then it starts as any other prompt; other prompts start meanwhile. Blocks that do not arrive in time are
+computed. Blocks for a remote prefix fetch are read back by the same rule.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,19 +22,19 @@ from serving_core.tiers import TierIndex, TierRates
 from serving_node.decisions import CancelLoad, Decision, Load, Spill
 
 MAX_LOADS: Final = 4  # at a time
-MAX_FETCHED: Final = 2  # loads at which none is begun for another node: this one's prompts wait for a free one
+MAX_FETCHED: Final = 2  # loads from which on none begins for another node, so that own prompts find one free
 LOAD_DEADLINE_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """The second tier of one node; without slots there is none."""
+    """Describe the KV offload of one node; without slots there is none."""
 
     num_host: int = 0  # slots in host memory
     num_disk: int = 0  # slots in the file
-    host_s: float = 0.0  # to read one back, as measured at start
+    host_s: float = 0.0  # to read one block back, measured at start
     disk_s: float = 0.0
-    reads_always: bool = False  # also where computing would be faster
+    reads_always: bool = False  # even where computing is faster
 
 
 NO_TIER: Final = TierPlan()
@@ -42,18 +42,18 @@ NO_TIER: Final = TierPlan()
 
 @dataclass(slots=True)
 class _Loading:
-    node_request: NodeRequest | None  # that waits for them; None: another node does
-    on_end: Callable[[], None]  # when they are there, or will not come
-    lease: BlockLease  # of the blocks that the pool held, and of those to come
-    names: list[bytes]  # of them all
-    loaded: list[bytes]  # of those to come
+    node_request: NodeRequest | None  # waits for the blocks; None: another node waits
+    on_end: Callable[[], None]  # called when the blocks are there or will not come
+    lease: BlockLease  # of the cached blocks and of the blocks to be read
+    names: list[bytes]  # block hashes of all of them
+    loaded: list[bytes]  # block hashes of the blocks to be read
     slots: list[int]
-    computed_s: float  # that they would have taken
+    computed_s: float  # that computing the blocks would take
     started_s: float
 
 
 class SecondTier:
-    """The blocks of one node beyond its pool."""
+    """Manage the KV offload of one node."""
 
     def __init__(
         self,
@@ -64,7 +64,10 @@ class SecondTier:
         costs: StepCosts,
         block_bytes: int,
     ) -> None:
-        """`block_bytes` are those of one block over all ranks and layers."""
+        """Create the manager.
+
+        `block_bytes` is the size of one block over all ranks and layers.
+        """
         self.index: Final = TierIndex(plan.num_host, plan.num_disk)
         self._plan = plan
         self._allocator = allocator
@@ -77,14 +80,16 @@ class SecondTier:
         self._num_loads = 0  # that ever began
         self._last_end_s = 0.0  # of a load
         self._decisions: list[Decision] = []
-        self._copied: frozenset[int] = frozenset()  # slots that got blocks of the pool by the last copies
+        self._copied: frozenset[int] = frozenset()  # slots written by the last copies
         self._told = inference_pb2.TierLoad()
         if self.index.num_slots:
             allocator.on_evict = self.index.put
 
     def take_decisions(self) -> list[Decision]:
-        """What has been decided since the last call. Blocks are to be copied before any other decision is carried
-        out."""
+        """Return the decisions since the last call.
+
+        Copies of evicted blocks come first, and must be carried out before any other decision.
+        """
         decisions, self._decisions = self._decisions, []
         copies = self.index.take_copies()
         if copies is None:
@@ -100,11 +105,11 @@ class SecondTier:
 
     @property
     def wake_at_s(self) -> float | None:
-        """When the next `tick` is due."""
+        """Return when the next `tick` is due, or None."""
         return min((load.started_s + LOAD_DEADLINE_S for load in self._loads.values()), default=None)
 
     def fill(self, load: inference_pb2.NodeLoad) -> None:
-        """Says what the tier holds and has done."""
+        """Fill in the contents and counters of KV offload."""
         if not self.index.num_slots:
             return
         num_host, num_disk = self.index.num_held
@@ -113,14 +118,17 @@ class SecondTier:
         load.tier.MergeFrom(self._told)
 
     def holds_up(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
-        """Whether a prompt that might start, if that leaves num_spare blocks free, is to wait for blocks of its own.
-        Has them read where that pays, once each time that the prompt is queued."""
+        """Return whether a prompt that might start must wait for blocks from KV offload; begin to read them where that
+        pays.
+
+        The start must leave `num_spare` blocks free. A prompt is checked once each time that it is queued.
+        """
         if not self.index.num_slots or node_request.has_looked:
             return False
         if node_request.is_loading:
             return True
         if self._reading.num_needed(node_request) + num_spare > self._allocator.num_free:
-            return False  # nor is there room to start it
+            return False  # without enough free blocks to start it either
         in_pool, loaded = self._find(node_request.names, node_request.request.token_ids, num_cacheable(node_request))
         if (computed_s := self._worth_reading(in_pool, loaded)) is None:
             node_request.has_looked = True
@@ -139,9 +147,12 @@ class SecondTier:
         now: float,
         on_end: Callable[[], None],
     ) -> bool:
-        """Has full blocks of these tokens, behind those that the pool holds, read back for another node, which has the
-        first num_known: as many as leave num_spare free, where that pays. on_end is called when they are in the pool,
-        or will not come. False where nothing is read."""
+        """Read back blocks of these tokens for another node that has the first `num_known` blocks. Return whether any
+        are read.
+
+        At most as many blocks are read as leave `num_spare` blocks free, and only where that pays. `on_end` is called
+        when the blocks are in the pool or will not come.
+        """
         if not self.index.num_slots or len(self._loads) >= MAX_FETCHED:
             return False
         in_pool, loaded = self._find(names, token_ids, len(token_ids))
@@ -153,21 +164,21 @@ class SecondTier:
         return True
 
     def note_start(self, node_request: NodeRequest) -> None:
-        """A prompt has got its blocks."""
+        """Count the cache misses of a prompt that has got its blocks."""
         if self.index.num_slots:
             num_full = num_cacheable(node_request) // self._leases.block_size
             self._told.num_misses += num_full - node_request.num_cached_blocks
 
     def loaded(self, load_id: int, num_good: int, now: float) -> None:
-        """The leading ones of these blocks, so many, are in the pool, on every rank."""
+        """Record that the leading `num_good` blocks of a load are in the pool on every rank."""
         load = self._loads.get(load_id)
         if load is None:
-            return  # it was given up
+            return  # the load was given up
         num_held, num_lost = len(load.names) - len(load.loaded), len(load.loaded) - num_good
         load.lease.publish(load.names[: num_held + num_good])
         if num_lost:
             self._told.num_damaged += 1
-        for name in load.loaded[num_good:]:  # of no use before the first of them is there again
+        for name in load.loaded[num_good:]:  # useless until the first of them is there again
             self.index.forget(name)
         read_s = now - load.started_s
         self._told.num_hits += num_good
@@ -178,19 +189,19 @@ class SecondTier:
         self._end(load_id)
 
     def lost(self, slots: Sequence[int]) -> None:
-        """What was to be copied there could not be."""
+        """Forget slots to which blocks could not be copied."""
         self._told.written_bytes -= len(self._copied.intersection(slots)) * self._block_bytes
         self.index.lose(slots)
 
     def cancel(self, node_request: NodeRequest) -> None:
-        """What is being read back for it nobody waits for any more."""
+        """Cancel the loads for which this request waits."""
         for load_id, load in list(self._loads.items()):
             if load.node_request is node_request:
                 self._decisions.append(CancelLoad(load_id))
                 self._end(load_id)
 
     def tick(self, now: float) -> None:
-        """Gives up what takes too long."""
+        """Give up loads that have passed their deadline."""
         for load_id, load in list(self._loads.items()):
             if now >= load.started_s + LOAD_DEADLINE_S:
                 self._decisions.append(CancelLoad(load_id))
@@ -199,16 +210,16 @@ class SecondTier:
                 self._end(load_id)
 
     def _find(self, names: BlockNames, token_ids: Sequence[int], num_tokens: int) -> tuple[list[bytes], list[bytes]]:
-        """Of the leading full blocks of num_tokens of these tokens the names of those in the pool, and of those behind
-        them in the tier."""
+        """Return the hashes of the leading full blocks in the pool, and of those behind them in KV offload."""
         is_in_pool = self._allocator.blocks_by_name.__contains__
-        in_pool = self._leases.names_in(names, token_ids, num_tokens, is_in_pool)  # which are found again now
+        in_pool = self._leases.names_in(names, token_ids, num_tokens, is_in_pool)  # looked up again now
         held = self._leases.names_in(names, token_ids, num_tokens, self._is_held)
         return in_pool, self.index.run(held[len(in_pool) :])
 
     def _worth_reading(self, in_pool: list[bytes], loaded: list[bytes], num_known: int = 0) -> float | None:
-        """Seconds that those to be loaded would take to be computed, but for those among the first num_known; None
-        where nothing is to be read."""
+        """Return the seconds that computing the loaded blocks would take, without the first `num_known`; None if
+        nothing is to be read.
+        """
         num_before, size = max(len(in_pool), num_known), self._leases.block_size
         num_new = len(in_pool) + len(loaded) - num_before
         if num_new <= 0:
@@ -238,7 +249,10 @@ class SecondTier:
         self._decisions.append(Load(self._num_loads, slots, lease.block_ids[-len(loaded) :]))
 
     def _note_end(self, load: _Loading, now: float, *, is_measure: bool) -> None:
-        """Loads share one reader: the seconds in which others came to their ends are theirs."""
+        """Record the duration of a load.
+
+        Loads share one reader, so the time in which other loads ended is not counted.
+        """
         if is_measure:
             self._rates.add(load.slots, now - max(load.started_s, self._last_end_s))
         self._last_end_s = now

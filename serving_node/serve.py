@@ -1,4 +1,4 @@
-"""Puts one rank of a node together and runs it."""
+"""Assemble and run one rank of a node."""
 
 import logging
 import os
@@ -44,15 +44,17 @@ logger = logging.getLogger(__name__)
 
 
 async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
-    """Serves until SIGTERM. Raises SettingsError or ModelError when the node cannot start, RankLost when a rank is
-    gone before it has."""
+    """Serve until SIGTERM.
+
+    Raises SettingsError or ModelError if the node cannot start, RankLost if a rank is lost before the start.
+    """
     flags = settings.engine
-    if flags.cpus:  # which this process is pinned to
+    if flags.cpus:  # this process is pinned to them
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     device, tp_size, pp_size = choose_device(flags.device), flags.tensor_parallel_size, flags.pipeline_parallel_size
     settings = settings.resolved(role, device.type)
     joined = closing(join(device, tp_size, flags.rank_timeout_s, pp_size))
-    draft_flags = None if role == PREFILL else draft_engine(settings)  # once it decodes, it looks candidates up
+    draft_flags = None if role == PREFILL else draft_engine(settings)  # after a role change it drafts by prompt lookup
     with joined as group, closing(Engine(flags, group, draft_bytes(draft_flags))) as engine:
         prefill_tokens_per_s = engine.warm_up()
         drafter = _drafter(draft_flags, engine)
@@ -83,7 +85,7 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
 
 
 def _drafter(flags: EngineSettings | None, engine: Engine) -> Drafter | None:
-    """The draft model, if there is one that may be of use. Raises SettingsError or ModelError."""
+    """Return the draft model if it is set and useful. Raises SettingsError or ModelError."""
     if flags is None or not engine.is_history_free:
         return None
     drafts = Engine(flags)
@@ -95,7 +97,7 @@ def _drafter(flags: EngineSettings | None, engine: Engine) -> Drafter | None:
 
 @asynccontextmanager
 async def _told(settings: NodeSettings, exposition: NodeExposition) -> AsyncIterator[None]:
-    """Serves the node's figures, if it was told to. Raises SettingsError."""
+    """Serve the node's metrics if a port is set. Raises SettingsError."""
     if settings.metrics_port < 0:
         yield
         return
@@ -109,8 +111,10 @@ async def _told(settings: NodeSettings, exposition: NodeExposition) -> AsyncIter
 
 @asynccontextmanager
 async def _second_tier(settings: NodeSettings, engine: Engine) -> AsyncIterator[tuple[TierStore | None, TierPlan]]:
-    """This rank's part of the second tier, and all of it as rank 0 plans it. Every rank has as many slots: as many as
-    fit where blocks are largest. Raises SettingsError."""
+    """Yield this rank's KV offload store and the plan for rank 0.
+
+    Every rank has the same number of slots, computed from the largest block of all ranks. Raises SettingsError.
+    """
     tier = settings.tier
     if not tier.kv_host_bytes and not tier.kv_disk_bytes:
         yield None, NO_TIER
@@ -147,7 +151,7 @@ async def _follow(
 
 
 def _ends(settings: NodeSettings, engine: Engine, device: torch.device, spares: Spares) -> tuple[KVSender, KVReceiver]:
-    """What this rank sends and receives blocks with."""
+    """Return the sender and the receiver of this rank."""
     rank, deadline_s = engine.group.rank, settings.transfer_timeout_s
     node = {"tp_size": settings.engine.tensor_parallel_size, "pp_size": settings.engine.pipeline_parallel_size}
     endpoint = endpoint_of(settings.kv_transport, settings.kv_bind, rank)

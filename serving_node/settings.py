@@ -1,4 +1,4 @@
-"""What a node can be told. The flags derive from these fields."""
+"""Define the settings of a node, from which its flags derive."""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -17,39 +17,41 @@ SPECULATIONS: Final = (OFF, "lookup", DRAFT)
 _ENDS_IN_PORT: Final = re.compile(r":\d+$", re.ASCII)
 STEP_TOKENS: Final = {"cpu": 512, "cuda": 2048}
 SLOTS: Final = {"cpu": 64, "cuda": 256}
-"""What a node takes that is not told, by the kind of its device."""
+"""Defaults by the type of the device."""
 PACKAGES: Final = {PREFILL: "prefill_node", DECODE: "decode_node", BOTH: "serving_node"}
-"""What `python -m` starts a node as, by the role that it begins in."""
+"""The package that `python -m` runs, by the initial role."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """Where KV blocks go that the pool gives up."""
+    """KV offload."""
 
     kv_host_bytes: int = flag(
-        0, "Host memory of each rank for KV blocks that its pool gives up, such as 8GiB; 0: none.", minimum=0
+        0, "Host memory of each rank for evicted KV blocks (KV offload), such as 8GiB; 0: none.", minimum=0
     )
     kv_disk_bytes: int = flag(
-        0, "Size of a file of each rank for KV blocks that --kv-host-bytes has no room for; 0: none.", minimum=0
+        0, "Size of each rank's file for evicted KV blocks for which --kv-host-bytes has no room; 0: none.", minimum=0
     )
-    kv_disk_path: str = flag("", "Folder of that file; empty: the one for temporary files.")
+    kv_disk_path: str = flag("", "Folder of the file of --kv-disk-bytes; empty: the folder for temporary files.")
     kv_read_back: str = flag(
         "measured",
-        "When such blocks are read back: where that is faster than computing them, as measured, or always.",
+        "When offloaded blocks are read back: measured (where faster than computing them), or always.",
         choices=("measured", "always"),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
-    """The model that writes ahead with `--speculation draft`."""
+    """Draft model of `--speculation draft`."""
 
-    speculative_model: str = flag("", "Folder of a smaller model with the same tokens, for --speculation draft.")
+    speculative_model: str = flag("", "Folder of a smaller model with the same vocabulary, for --speculation draft.")
     speculative_quantization: str = flag(
-        "none", "Bits of its weights, made when they are loaded; none takes them as they are.", choices=QUANTIZATIONS
+        "none",
+        "Bits of the draft model's weights, quantized at load; none keeps them as they are.",
+        choices=QUANTIZATIONS,
     )
     speculative_kv_cache_memory_bytes: int = flag(
-        64 * 2**20, "Size of its own KV pool; answers that find no room there go without it.", minimum=1
+        64 * 2**20, "Size of the draft model's KV pool; sequences without room there get no draft tokens.", minimum=1
     )
 
 
@@ -63,68 +65,73 @@ class NodeSettings:
     drafting: DraftSettings = field(default_factory=DraftSettings)
     max_num_batched_tokens: int = flag(
         0,
-        "Most tokens in one step; bounds the chunks of prompts, beside one token of each answer. 0: 512 with CPUs, "
-        "2048 with CUDA.",
+        "Most tokens in one step: one for each running sequence, the rest for prompt chunks. 0: 512 on CPUs, "
+        "2048 on CUDA.",
         minimum=0,
     )
     max_num_seqs: int = flag(
         0,
-        "Most answers that hold blocks at a time: the credits. 0: 64 with CPUs, 256 with CUDA, and no more than tokens "
-        "in a step.",
+        "Running slots: most sequences that hold blocks at a time. 0: 64 on CPUs, 256 on CUDA, and at most "
+        "--max-num-batched-tokens.",
         minimum=0,
         maximum=1024,
     )
     max_num_queued: int = flag(
         1024,
-        "Most prompts that wait to be read, and most that wait for credit; more go to other nodes, or ask again.",
+        "Most prompts that wait for prefill, and most requests that wait for credit; further requests go to "
+        "other nodes or are retried.",
         minimum=1,
     )
     speculation: str = flag(
         OFF,
-        "Whether a step computes likely next tokens along: lookup takes them from the prompt and the answer so far, "
-        "draft has a smaller model write them.",
+        "Whether steps verify draft tokens: lookup takes them from prompt and output, draft from a smaller model.",
         choices=SPECULATIONS,
     )
-    num_speculative_tokens: int = flag(
-        8, "Most tokens that a step computes behind an answer's next one.", minimum=1, maximum=32
-    )
-    kv_transport: str = flag("zmq", "What carries KV blocks; the same on all nodes.", choices=KV_TRANSPORTS)
+    num_speculative_tokens: int = flag(8, "Most draft tokens for a sequence in a step.", minimum=1, maximum=32)
+    kv_transport: str = flag("zmq", "Transport of KV blocks; the same on all nodes.", choices=KV_TRANSPORTS)
     kv_bind: str = flag(
         "", "Endpoint of the data plane: tcp://HOST:PORT or ipc://PATH (zmq), dist://HOST:PORT (torch_dist)."
     )
     kv_shared_memory: bool = flag(
-        True, "Send KV blocks through shared memory to nodes of this machine that do so too (zmq); else over --kv-bind."
+        True,
+        "Send KV blocks through shared memory to nodes of the same machine that allow it too (zmq); otherwise "
+        "over --kv-bind.",
     )
     kv_annexes: bool = flag(
-        False, "Let requests that are longer than a node's pool have their oldest blocks in other nodes' pools."
+        False,
+        "Distributed KV: keep the oldest blocks of requests that are longer than a node's pool in other nodes' pools.",
     )
     overlap_min_tokens: int = flag(
-        16, "Prompts with fewer tokens send their blocks at the end, not layer by layer.", minimum=0
+        16, "Prompts with fewer tokens send their KV blocks at the end, not layer by layer.", minimum=0
     )
-    transfer_timeout_s: float = flag(30.0, "Seconds one KV transfer may take once it has started.", minimum=0.1)
-    descriptor_timeout_s: float = flag(60.0, "Seconds a finished prompt waits for its descriptor.", minimum=0.1)
+    transfer_timeout_s: float = flag(30.0, "Seconds that one KV transfer may take once it has started.", minimum=0.1)
+    descriptor_timeout_s: float = flag(
+        60.0, "Seconds that a prefilled prompt waits for its transfer descriptor.", minimum=0.1
+    )
     credit_timeout_s: float = flag(
-        600.0, "Seconds a request waits for credit at one node, before others are asked.", minimum=0.1
+        600.0, "Seconds that a request waits for credit at one node before other nodes are asked.", minimum=0.1
     )
     stuck_exit_s: float = flag(
-        60.0, "Seconds a node that is stuck in a step stays; then it exits, to be started again.", minimum=0.1
+        60.0, "Seconds that a node with a stuck step waits before it exits, so that it is restarted.", minimum=0.1
     )
     metrics_host: str = flag(
-        "127.0.0.1", "Address of the node's own /metrics; off loopback everyone in reach can read its figures."
+        "127.0.0.1", "Address of the node's own /metrics; off loopback, everyone in reach can read its metrics."
     )
     metrics_port: int = flag(-1, "Port of /metrics; 0 takes a free one, -1 none.", minimum=-1, maximum=65535)
     health_host: str = flag("127.0.0.1", "Address of the health port.")
     health_port: int = flag(
         -1,
-        "Port of gRPC's health service alone, in the open and without a secret, for probes: services live and ready. 0 "
-        "takes a free one, -1 none.",
+        "Port of gRPC's health service for probes, without TLS or secret: services live and ready. 0 takes a "
+        "free one, -1 none.",
         minimum=-1,
         maximum=65535,
     )
-    reservation_ttl_s: float = flag(600.0, "Most seconds granted blocks wait for their KV.", minimum=0.1, maximum=86400)
+    reservation_ttl_s: float = flag(
+        600.0, "Most seconds that reserved blocks wait for their KV.", minimum=0.1, maximum=86400
+    )
 
     def check(self) -> None:
-        """Raises SettingsError for what does not go together, whatever the role and the device."""
+        """Raise SettingsError for settings that conflict, whatever the role and the device."""
         if (self.tier.kv_host_bytes or self.tier.kv_disk_bytes) and not self.engine.enable_prefix_caching:
             raise SettingsError(
                 "--kv-host-bytes and --kv-disk-bytes keep what --enable-prefix-caching finds, which is off"
@@ -137,8 +144,10 @@ class NodeSettings:
             raise SettingsError("--weights-disk-path is for what --weights-memory-bytes leaves on disk, and that is 0")
 
     def resolved(self, role: str, device: str) -> "NodeSettings":
-        """With the sizes that were left to the device, one of this kind, `cpu` or `cuda`. Raises SettingsError for what
-        does not go together."""
+        """Return the settings with all sizes set for a device of type `cpu` or `cuda`.
+
+        Raises SettingsError for settings that conflict.
+        """
         self.check()
         num_tokens = self.max_num_batched_tokens or STEP_TOKENS[device]
         num_seqs = self.max_num_seqs or min(SLOTS[device], num_tokens)

@@ -1,5 +1,7 @@
-"""Runs a node's steps, one after the other, and knows when the running one is stuck. Everything here is on the node's
-event loop, but for what the engine's thread asks between two steps."""
+"""Run the steps of a node one after the other, and detect a stuck step.
+
+Everything here runs on the node's event loop, except the calls that the engine's thread makes between two steps.
+"""
 
 import asyncio
 import contextlib
@@ -37,13 +39,13 @@ from serving_node.watchdog import CALM_S, FIRST_PAUSE_S, LEAST_S, LONGEST_PAUSE_
 
 logger = logging.getLogger(__name__)
 
-MAX_NAMED: Final = 16  # requests in a line about many
-CHECK_S: Final = 0.1  # between two looks at the running step
-WATCHED_FROM_S: Final = 0.5  # its age from which on it is asked whether it has a core
+MAX_NAMED: Final = 16  # request ids in one log line
+CHECK_S: Final = 0.1  # between two checks of the running step
+WATCHED_FROM_S: Final = 0.5  # age from which a step's CPU starvation is measured
 
 
 class Stepping:
-    """The steps of one node."""
+    """Run the steps of one node."""
 
     def __init__(
         self,
@@ -56,7 +58,10 @@ class Stepping:
         *,
         stuck_exit_s: float,
     ) -> None:
-        """`carry_out` does what the logic has decided, and wakes nobody."""
+        """Create the runner of steps.
+
+        `carry_out` carries out the logic's decisions without waking the step loop.
+        """
         self.stepper: Final[Stepper[Work, list[SampledToken]]] = Stepper(engine.step)
         self._engine = engine
         self._logic = logic
@@ -66,7 +71,7 @@ class Stepping:
         self._carry_out = carry_out
         self._stuck_exit_s = stuck_exit_s
         self._looks_ahead: Final = engine.builds_ahead and not len(followers)
-        self._works: list[Work] = []  # of the running step; none between two
+        self._works: list[Work] = []  # of the running step; empty between steps
         self._num_failed_steps = 0  # since the last good one
         self._starvation: Starvation | None = None  # of the running step, once it is long
         self._absences = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
@@ -77,11 +82,11 @@ class Stepping:
         return self._engine.clock
 
     def wake(self) -> None:
-        """Something has happened: there may be more to compute than was planned."""
+        """Signal that there may be more to compute than was planned."""
         self._work.set()
 
     async def run(self) -> None:
-        """Steps until cancelled."""
+        """Run steps until cancelled."""
         await self.stepper.run(self._plan, self._step, self._work)
 
     def _plan(self) -> list[Work]:
@@ -93,7 +98,7 @@ class Stepping:
         return works
 
     async def _step(self, works: list[Work]) -> None:
-        """This step, those that follow it at once, and what is to be computed before the next."""
+        """Run a step, the steps that follow it at once, and then the draft model."""
         step: Step[Work, list[SampledToken]] | None = None
         try:
             step = self._begin(works)
@@ -117,7 +122,7 @@ class Stepping:
         return None
 
     def _look_ahead(self, step: Step[Work, list[SampledToken]]) -> None:
-        """Offers the engine the step behind this one, unless something happens until then."""
+        """Let the engine build the step behind the running one (async scheduling)."""
         if not self._looks_ahead or not (works := self._logic.plan_ahead(step.parts)):
             return
         self._carry_out()
@@ -127,7 +132,7 @@ class Stepping:
             logger.exception("the step ahead was not built, and is planned anew", extra=_naming(works))
             return
 
-        parts = step.parts  # and not the step, which would never be free again
+        parts = step.parts  # not the step itself, which would never be freed
 
         def follows(tokens: list[SampledToken]) -> bool:
             return not self._work.is_set() and not self._logic.ends_any(parts, tokens)
@@ -136,7 +141,7 @@ class Stepping:
         step.ahead = Ahead(works, asyncio.get_running_loop().create_future(), follows=follows, compute=compute)
 
     async def _finish(self, step: Step[Work, list[SampledToken]]) -> Step[Work, list[SampledToken]] | None:
-        """Takes in what the step gives. Gives the one that has followed it, if one has."""
+        """Record the result of a step. Return the step that follows at once, if any."""
         works, done = step.parts, None
         with self._failing(works):
             done = await step.done
@@ -160,8 +165,11 @@ class Stepping:
 
     @contextlib.contextmanager
     def _failing(self, works: Sequence[Work]) -> Iterator[None]:
-        """What is raised within fails these and no others; the process ends where it can compute nothing any more, or
-        has lost a rank: a node that fails whatever comes looks idle, and would be given all."""
+        """Fail these requests, and no others, if the body raises.
+
+        The process ends after a fatal error, the loss of a rank, or MOST_FAILED_STEPS failures in a row: a node that
+        fails everything looks idle and would attract all requests.
+        """
         try:
             yield
         except RankLost as error:
@@ -188,7 +196,7 @@ class Stepping:
 
     async def recovered(self) -> None:
         was_stuck = self._why_stuck() is not None
-        while self._works or self.stepper.step_age_s:  # a draft model may be what is stuck
+        while self._works or self.stepper.step_age_s:  # the draft model may be stuck
             self._look_for_starvation()
             check_hope(self._computing_s, self._logic.expected_step_s(self._works), self._stuck_exit_s)
             await asyncio.sleep(CHECK_S)
@@ -197,7 +205,7 @@ class Stepping:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the running step is."""
+        """Return whether the running step is stuck."""
         return self._why_stuck() is not None
 
     def _why_stuck(self) -> str | None:
@@ -208,11 +216,11 @@ class Stepping:
 
     @property
     def _computing_s(self) -> float:
-        """The age of the running step, without the time in which it had no core."""
+        """Return the age of the running step, without the time in which it had no CPU core."""
         return self.stepper.step_age_s - (self._starvation.seconds if self._starvation else 0.0)
 
     def _look_for_starvation(self) -> None:
-        """Watch a step that is long already; short ones are not worth the look."""
+        """Measure the CPU starvation of a long step; short steps are not worth the cost."""
         if self.stepper.step_age_s <= WATCHED_FROM_S:
             self._starvation = None
         elif self._starvation is None:
@@ -222,5 +230,5 @@ class Stepping:
 
 
 def _naming(works: Sequence[Work]) -> dict[str, Any]:
-    """For a line of the log about these."""
+    """Return the log fields that name the requests of these scheduled tokens."""
     return {"fields": {"request_ids": [work.request.request_id for work in works[:MAX_NAMED]]}}

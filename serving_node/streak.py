@@ -24,17 +24,17 @@ PHASES: Final = ("prefill", "decode", "mixed")
 
 
 class StepCounts:
-    """Of all steps that gave anything."""
+    """Count all steps that gave results."""
 
     def __init__(self) -> None:
         self.seconds = {phase: Histogram() for phase in PHASES}
-        self.tokens = Histogram(BATCH)  # of prompts, and those that answers got
+        self.tokens = Histogram(BATCH)  # prompt tokens and output tokens
         self.answers = Histogram(BATCH)
         self.num_prompt_tokens = 0
         self.num_answer_tokens = 0
 
     def add(self, load: StepLoad, step_s: float, num_more: int = 0) -> None:
-        """A step is done, which gave the answers so many tokens more than one each."""
+        """Count a finished step; `num_more` is the number of output tokens beyond one for each sequence."""
         num_prompt_tokens, num_answers = load.num_prompt_tokens, load.num_answers
         num_answer_tokens = num_answers + num_more
         phase = "decode" if not num_prompt_tokens else "mixed" if num_answers else "prefill"
@@ -50,9 +50,12 @@ WAITING: Final = (Stage.QUEUED, Stage.READING)
 
 @dataclass(slots=True, eq=False)
 class Streak:
-    """Of its steps, one runs; so many, that one too, end none of the answers."""
+    """Describe consecutive decode steps of the same sequences.
 
-    node_requests: Sequence[NodeRequest]  # as they are in each step: oldest first
+    One step runs; `num_steps` steps, including the running one, end no sequence.
+    """
+
+    node_requests: Sequence[NodeRequest]  # oldest first, the order within each step
     num_steps: int
     requests: Sequence[Request] = field(init=False)
 
@@ -61,17 +64,17 @@ class Streak:
 
     @property
     def is_staying(self) -> bool:
-        """Whether nobody has an end or a way to another node to go."""
+        """Return whether no sequence is ending or migrating."""
         return not any(each.ending is not None or each.is_sending for each in self.node_requests)
 
     @property
     def works(self) -> list[Work]:
-        """The shares of the running step, for whoever goes on with it as with any other."""
+        """Return the scheduled tokens of the running step, for callers that handle it as any other step."""
         return [node_request.work(1) for node_request in self.node_requests]
 
 
 class Streaks:
-    """Begins streaks of one node's answers, and takes their steps in."""
+    """Begin streaks of one node and record their steps."""
 
     def __init__(
         self,
@@ -84,7 +87,10 @@ class Streaks:
         counts: StepCounts,
         grant: Callable[[], None],
     ) -> None:
-        """`grant` gives credit to whom it can."""
+        """Create the recorder.
+
+        `grant` grants credit to waiting requests.
+        """
         self._node_requests = node_requests
         self._leases = leases
         self._eos_token_ids = eos_token_ids
@@ -93,34 +99,42 @@ class Streaks:
         self._rates = rates
         self._counts = counts
         self._grant = grant
-        self._is_calm = False  # whether all that can happen to a streak is its own steps
+        self._is_calm = False  # whether only the streak's own steps can change it
 
     def disturb(self) -> None:
-        """Something has happened."""
+        """Note that an event happened."""
         self._is_calm = False
 
     def begin(self, works: Sequence[Work]) -> Streak:
-        """The steps, from this planned one on, that `advance` may take in for less, as long as the streak goes on; none
-        where this one cannot be of any. Where it does not, NodeLogic.step_done takes the running step in, with the
-        streak's works."""
+        """Return the streak that begins with this planned step; it has 0 steps if the step cannot be part of one.
+
+        `advance` records the steps of a streak at less cost. Without a streak, NodeLogic.step_done records the running
+        step with the streak's `works`.
+        """
         self._is_calm = is_calm(self._node_requests)
         at_work = [self._node_requests.of(work.request) for work in works]
         streak = Streak(at_work, min((_num_steps(each, self._eos_token_ids) for each in at_work), default=0))
         return streak if self._is_of_all(streak) else Streak(at_work, 0)
 
     def goes_on(self, streak: Streak) -> bool:
-        """Whether the running step may end as one of the streak."""
+        """Return whether the running step may end as part of the streak."""
         return streak.num_steps > 0 and (self._is_calm or streak.is_staying)
 
     def num_steps_ahead(self, streak: Streak) -> int:
-        """So many steps of the streak, the running one too, `advance` may take in together, unless anything happens to
-        the node before the last of them ends."""
-        is_room = len(streak.node_requests) <= self._leases.num_free  # for one block each: so many steps fill no more
+        """Return how many steps, including the running one, `advance` may record at once if no event comes
+        meanwhile.
+        """
+        is_room = (
+            len(streak.node_requests) <= self._leases.num_free
+        )  # one block for each sequence: the steps fill no more
         return min(streak.num_steps, self._leases.block_size) if self._is_calm and is_room else 0
 
     def advance(self, streak: Streak, token_ids: Sequence[Sequence[int]], steps_s: Sequence[float]) -> bool:
-        """Takes in finished steps of a streak that goes on, in which each answer got these tokens, and tells whether
-        the next one is planned by that. If not, the streak is over, and NodeLogic.plan is to follow."""
+        """Record finished steps of a streak. Return whether the next step is planned by that.
+
+        `token_ids` holds the tokens of each sequence. If the result is False, the streak is over and NodeLogic.plan
+        must follow.
+        """
         num_answers = len(token_ids)
         num_cached = sum([each.num_computed for each in streak.node_requests])
         self._rates.add(0, num_answers, *steps_s)
@@ -137,7 +151,7 @@ class Streaks:
         return False
 
     def _is_disturbed(self, streak: Streak) -> bool:
-        """Whether somebody else may have a part in the next step."""
+        """Return whether another request may be part of the next step."""
         if self._is_calm:
             return False
         self._grant()
@@ -146,13 +160,15 @@ class Streaks:
         return has_prompts or not self._is_of_all(streak)
 
     def _is_of_all(self, streak: Streak) -> bool:
-        """Whether nobody else writes."""
+        """Return whether the streak holds all running sequences."""
         return self._node_requests.count(Stage.WRITING) == len(streak.node_requests)
 
 
 def is_calm(node_requests: NodeRequests) -> bool:
-    """Whether nobody waits for what a step may bring, blocks or a running slot, and nobody has an end or a way to
-    another node to go. Then steps that end no answer decide nothing until something else happens."""
+    """Return whether no request waits for blocks or a slot, and none is ending or migrating.
+
+    Steps that end no sequence then decide nothing until an event comes.
+    """
     if node_requests.count(*WAITING):
         return False
     if any(not each.is_to_share for each in node_requests.in_stage(Stage.AWAITING)):
@@ -161,8 +177,10 @@ def is_calm(node_requests: NodeRequests) -> bool:
 
 
 def _take_in(streak: Streak, token_ids: Sequence[Sequence[int]], leases: Leases) -> list[NodeRequest]:
-    """Steps of the streak are done, which gave each answer these tokens: no more than a block holds, and there were
-    blocks for all. Tells those that have filled one with the last token."""
+    """Record finished steps of a streak. Return the sequences whose last token has filled a block.
+
+    Each sequence got at most one block of tokens, and blocks for all were free.
+    """
     num_steps, block_size = len(token_ids[0]), leases.block_size
     streak.num_steps -= num_steps
     full: list[list[NodeRequest]] = [[] for _ in range(num_steps)]
@@ -181,8 +199,10 @@ def _take_in(streak: Streak, token_ids: Sequence[Sequence[int]], leases: Leases)
 
 
 def grow(full: Sequence[NodeRequest], leases: Leases, num_tokens: int = 1) -> bool:
-    """Gives those that have filled a block one for their next tokens, if they have none. Tells whether there were
-    enough; else nobody got any."""
+    """Allocate a block for the next tokens of sequences that have none. Return whether there were enough.
+
+    Without enough free blocks nothing is allocated.
+    """
     missing = [leases.num_missing(each, each.num_computed + num_tokens) for each in full]
     if sum(missing) > leases.num_free:
         return False
@@ -193,7 +213,7 @@ def grow(full: Sequence[NodeRequest], leases: Leases, num_tokens: int = 1) -> bo
 
 
 def _num_steps(node_request: NodeRequest, eos_token_ids: Sequence[int]) -> int:
-    """Steps that do not end it."""
+    """Return the number of steps that do not end the sequence."""
     request, sampling = node_request.request, node_request.request.sampling
     may_end = bool(sampling.stop_token_ids) or (bool(eos_token_ids) and not sampling.ignore_eos)
     if node_request.stage is not Stage.WRITING or node_request.num_to_compute != 1 or may_end or node_request.hosts:
@@ -202,9 +222,11 @@ def _num_steps(node_request: NodeRequest, eos_token_ids: Sequence[int]) -> int:
 
 
 def works_ahead(works: Sequence[Work], node_requests: NodeRequests, leases: Leases) -> list[Work]:
-    """One token more of each answer of the running step, whose own is not known yet; with the blocks for it. Empty
-    where the step is of anything but all answers, one is at its last token or may have blocks elsewhere, or blocks are
-    short."""
+    """Return the decode step behind the running one, with its blocks; the running step's tokens are not known yet.
+
+    The list is empty if the running step is not a decode step of all sequences, if a sequence is at its last token or
+    may have blocks on other nodes, or if blocks are short.
+    """
     if len(works) != node_requests.count(Stage.WRITING) or not is_calm(node_requests):
         return []
     at_work = [node_requests.of(work.request) for work in works]

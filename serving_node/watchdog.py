@@ -20,28 +20,31 @@ import grpc
 from serving_core.channels import why_no_handshake
 from serving_core.errors import SplitServeError
 
-LEAST_S: Final = 3.0  # that any step may take
-MARGIN: Final = 5.0  # beyond those, so many times what is expected
-# How long a node stays away after a stuck step has ended, and after how long without one the next is the first again.
+LEAST_S: Final = 3.0  # allowed for any step
+MARGIN: Final = 5.0  # plus this multiple of the expected time
+# Time that a node stays detached after a stuck step has ended; it starts over after CALM_S without a stuck step.
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
-UNKNOWN_S: Final = 600.0  # after which a step of which nothing is known counts as stuck here too
+UNKNOWN_S: Final = 600.0  # after which a step without an expected time counts as stuck
 CALM_S: Final = 600.0
 
 
 class StuckForGood(SplitServeError):
-    """The running step is not waited for any longer."""
+    """Report that the running step is not waited for any longer."""
 
 
 def why_stuck(step_age_s: float, expected_s: float) -> str | None:
-    """Why a step that runs for so long counts as stuck, in words; None where it does not. inf: nothing is expected."""
+    """Return in words why a step of this age is stuck, or None if it is not.
+
+    `expected_s` is inf without an expectation.
+    """
     if step_age_s <= _most_s(expected_s):
         return None
     return f"one step has taken {step_age_s:.1f} s so far, and about {expected_s:.2g} s were expected"
 
 
 def check_hope(step_age_s: float, expected_s: float, stuck_exit_s: float) -> None:
-    """Raises StuckForGood for a step that has counted as stuck for so long."""
+    """Raise StuckForGood if a step has been stuck for `stuck_exit_s` seconds."""
     stuck_from_s = UNKNOWN_S if math.isinf(expected_s) else _most_s(expected_s)
     if step_age_s > stuck_from_s + stuck_exit_s:
         message = f"one step has not ended in {step_age_s:.0f} s, --stuck-exit-s ({stuck_exit_s:g}) after it was stuck"
@@ -49,14 +52,14 @@ def check_hope(step_age_s: float, expected_s: float, stuck_exit_s: float) -> Non
 
 
 def _most_s(expected_s: float) -> float:
-    """How long a step may take of which so much is expected."""
+    """Return the longest time that a step with this expected time may take."""
     return LEAST_S + MARGIN * expected_s
 
 
-LOST_STATUS: Final = "Internal error from Core"  # gRPC's, where it writes while the other end hangs up
+LOST_STATUS: Final = "Internal error from Core"  # gRPC's text if it writes while the other end closes
 
 SILENCE: Final = "nothing answers there"
-# What gRPC's words for a connection that did not come about hold, and what it means; the first that fits counts.
+# Parts of gRPC's texts for failed connections and their meanings; the first match counts.
 _MEANINGS: Final = (
     ("Too many open files", "this process has no descriptor left (ulimit -n)"),
     ("errors resolving", "that is not an address that can be resolved"),
@@ -68,7 +71,7 @@ _MEANINGS: Final = (
 
 
 def why_not_attached(error: Exception, address: str, *, over_tls: bool) -> str:
-    """What keeps a node from the coordinator at `address`, or has parted it from it."""
+    """Return in words why a node is not attached to the coordinator at `address`."""
     if isinstance(error, grpc.aio.AioRpcError):
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.UNIMPLEMENTED:
@@ -95,24 +98,24 @@ NS: Final = 1e-9
 
 
 class _Wait(NamedTuple):
-    """A thread's time in which it was ready to run and had no core."""
+    """Hold the time in which a thread was ready to run and had no core."""
 
     seconds: float
-    is_ours: bool  # gRPC and ZeroMQ name their threads; those that compute bear the process's name
+    is_ours: bool  # computing threads have the process's name; gRPC and ZeroMQ name theirs
 
 
 class Starvation:
-    """How much the threads of this process have waited for a core since it was made."""
+    """Measure how long the threads of this process have waited for a core since creation."""
 
     def __init__(self) -> None:
         self._looked_s = time.monotonic()
         self._waits = _waits({})
         self.seconds = 0.0
-        """Time in which a thread of ours waited, as of the last look: what these threads do together is held up by it
-        whichever of them it is."""
+        """Time in which a computing thread waited, as of the last look. The threads work together, so that any
+        waiting thread delays all of them."""
 
     def look(self) -> float:
-        """Return the share of the time since the last look in which one thread, of whomever, waited the longest."""
+        """Return the largest share of the time since the last look that any single thread waited."""
         now, waits = time.monotonic(), _waits(self._waits)
         elapsed_s, self._looked_s = now - self._looked_s, now
         added_s = {
@@ -124,7 +127,10 @@ class Starvation:
 
 
 def _waits(before: Mapping[str, _Wait]) -> dict[str, _Wait]:
-    """By thread. Whose a thread is stays what it was before: this runs on the event loop, for hundreds of threads."""
+    """Return the waiting time of each thread.
+
+    Ownership of known threads is kept: this runs on the event loop for hundreds of threads.
+    """
     found = {}
     with suppress(OSError):
         name = _read(str(os.getpid()), "comm")

@@ -1,4 +1,4 @@
-"""Receive KV blocks on one rank: sessions, and the I/O that they ask for."""
+"""Receive KV blocks on one rank: sessions and their I/O."""
 
 import asyncio
 import logging
@@ -43,7 +43,7 @@ from serving_core.sharding import rank_layout
 
 
 class Alarm:
-    """Calls back at a time of the running loop's clock, perhaps a little early."""
+    """Call a function at a time of the running loop's clock, perhaps a little early."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self._callback = callback
@@ -52,7 +52,7 @@ class Alarm:
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, at: float | None) -> None:
-        """Moves the alarm; None switches it off."""
+        """Move the alarm; None switches it off."""
         if at == self._at:
             return
         if self._timer is not None:
@@ -61,7 +61,7 @@ class Alarm:
         self._timer = None if at is None else self._loop.call_at(at, self._ring)
 
     def _ring(self) -> None:
-        self._at = self._timer = None  # so that a callback which comes early can set the same time again
+        self._at = self._timer = None  # so that an early callback can set the same time again
         self._callback()
 
 
@@ -72,24 +72,26 @@ REMEMBER_S = 300.0
 
 
 class ChannelOwner(Protocol):
-    """The transfer that a channel is part of."""
+    """Receive the events of a channel of one transfer."""
 
     def reply(self, peer: Hashable, message: Committed | Missing | Refused) -> None:
-        """Sends a message to the peer, which is None when nobody has sent anything yet."""
+        """Send a message to the peer, which is None if no message has come."""
 
     def channel_wrote(self, num_bytes: int) -> None:
-        """So many bytes of blocks are verified and in place."""
+        """Note that `num_bytes` bytes of blocks are verified and in place."""
 
     def channel_found_corrupt(self, num_blocks: int) -> None:
-        """So many blocks came in segments that failed their checksum."""
+        """Note that `num_blocks` blocks were in segments that failed their checksum."""
 
     def channel_ended(self, channel: "ReceivingChannel", result: Received | TransferFailed) -> None:
-        """Called once, at once. Nothing is written any more."""
+        """Take the result; called once, immediately at the end. Nothing is written afterwards."""
 
 
 class ReceivingChannel:
-    """Blocks of one store, which holds the channel's heads alone and its layers at least, that may be written until the
-    session ends."""
+    """Write the blocks of one channel into a store until the session ends.
+
+    The store holds exactly the heads and at least the layers of the channel.
+    """
 
     def __init__(
         self, channel: Channel, payload: Payload, store: KVStore, block_ids: Sequence[int], owner: ChannelOwner
@@ -100,24 +102,27 @@ class ReceivingChannel:
         self._store = store
         self._block_ids = block_ids
         self._owner = owner
-        self._peer: Hashable = None  # that sent something last
+        self._peer: Hashable = None  # sender of the last message
         self._alarm = Alarm(lambda: self._handle(Tick()))
         self._alarm.set(self.session.expires_at)
 
     def take(self, peer: Hashable, message: Data | Finish | Abort, frames: Sequence[Buffer]) -> None:
-        """A message of this channel's, and the frames behind it."""
+        """Handle a message of this channel and its frames."""
         reach("arrived")
         self._peer = peer
         self._handle(message, frames)
 
     def cancel(self) -> None:
-        """Ends the channel, unless it has ended."""
+        """End the channel, unless it has ended."""
         if self.session.is_open:
             self._handle(Cancel())
 
     def _handle(self, event: Event, buffers: Sequence[Buffer] = ()) -> None:
-        """Feeds the session. The buffers are the frames behind Data, and behind Verified K and V of each segment."""
-        self._alarm.set(self.session.expires_at)  # again, for it may have rung a little early
+        """Pass an event to the session and carry out its actions.
+
+        `buffers` are the frames of Data, or keys and values of each segment for Verified.
+        """
+        self._alarm.set(self.session.expires_at)  # set again: the alarm may have been a little early
         for action in self.session.handle(event, self._loop.time()):
             match action:
                 case Reply(message=Committed() as message):
@@ -139,7 +144,7 @@ class ReceivingChannel:
         layout, payload = self.session.channel.layout, self._payload
         sizes = [segment.num_blocks * size for segment in segments for size in layout.plane_bytes(segment.layer)]
         pieces = payload.cut(frames, sizes)
-        if pieces is None:  # truncated, or padded: no byte can be trusted to be where it should
+        if pieces is None:  # truncated or padded: no byte position can be trusted
             intact = [False] * len(segments)
         else:
             found = payload.checksums(pieces)
@@ -156,7 +161,7 @@ class ReceivingChannel:
         values = values[part.start * value_bytes : part.stop * value_bytes]
         try:
             self._store.write(blocks.layer, self._block_ids[blocks.first : blocks.stop], keys, values)
-        except Exception:  # for want of memory, of the host or the device
+        except Exception:  # out of host or device memory
             logger.exception("blocks of a transfer could not be written")
             return False
         self._owner.channel_wrote(len(keys) + len(values))
@@ -164,19 +169,19 @@ class ReceivingChannel:
 
 
 class EndedChannels:
-    """Sessions that have ended, which still answer: the last MAX_ENDED, for REMEMBER_S each."""
+    """Keep ended sessions, which still reply: at most MAX_ENDED, for REMEMBER_S each."""
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[bytes, tuple[float, ReceiverSession]] = OrderedDict()  # oldest first
 
     def add(self, session: ReceiverSession, now: float) -> None:
-        """Remembers a session until now + REMEMBER_S."""
+        """Keep a session until now + REMEMBER_S."""
         self._sessions[session.channel.transfer_id] = (now + REMEMBER_S, session)
         if len(self._sessions) > MAX_ENDED:
             self._sessions.popitem(last=False)
 
     def get(self, transfer_id: bytes, now: float) -> ReceiverSession | None:
-        """None when it is forgotten or never was."""
+        """Return the session of a transfer, or None if there is none."""
         while self._sessions and next(iter(self._sessions.values()))[0] <= now:
             self._sessions.popitem(last=False)
         _, session = self._sessions.get(transfer_id, (now, None))
@@ -193,18 +198,18 @@ OnComing = Callable[[], None]
 
 
 class KVReceiver:
-    """Receives blocks into one rank's store, where it has granted them. Belongs to the event loop it was made on."""
+    """Receive blocks into one rank's store, where it has reserved them. Belongs to the event loop that created it."""
 
     def __init__(
         self, transport: Listener, store: KVStore, *, rank: int = 0, tp_size: int = 1, pp_size: int = 1
     ) -> None:
-        """Raises TransferError when a block of the store is too large to be sent."""
+        """Create a receiver. Raises TransferError if a block of the store is too large to be sent."""
         blocks_per_message(store.layout)
-        self.num_bytes = 0  # of blocks, verified and written
+        self.num_bytes = 0  # of blocks that are verified and written
         self.num_messages = 0
         self.num_corrupt_blocks = 0  # in segments that failed their checksum
         self.num_failed = 0  # transfers
-        self.seconds = Histogram()  # of those that did not fail, each from its first message to its commit
+        self.seconds = Histogram()  # of successful transfers, from the first message to commit
         self.num_refused = 0  # refusals sent
         self.num_malformed = 0  # messages that cannot be read
         self.transport = transport
@@ -213,24 +218,24 @@ class KVReceiver:
         self.node = Grid(tp_size, pp_size)
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, _Transfer] = {}  # by epoch
-        self._channels: dict[bytes, ReceivingChannel] = {}  # of them, by transfer id
+        self._channels: dict[bytes, ReceivingChannel] = {}  # of the open transfers, by transfer id
         self._ended = EndedChannels()
         self._is_closed = False
         transport.start(self._take)
 
     @property
     def address(self) -> str:
-        """Where this rank's channels end, for a descriptor."""
+        """Return the address of this rank's channels, for a descriptor."""
         return self.transport.address
 
     @property
     def num_open(self) -> int:
-        """Transfers that may still write."""
+        """Return the number of transfers that may still write."""
         return len(self._open)
 
     @property
     def num_channels(self) -> int:
-        """Return the number of channels that are open: 0 where no transfer is."""
+        """Return the number of open channels; 0 without open transfers."""
         return len(self._channels)
 
     def expect(
@@ -240,11 +245,12 @@ class KVReceiver:
         on_done: OnReceived,
         on_coming: OnComing | None = None,
     ) -> None:
-        """Grants these blocks, which include the cached ones, to the descriptor's channels that end at this rank.
-        Nothing is written to them any more once on_done is called, which happens once, from the loop: with success when
-        every channel has committed, else with what failed first. on_coming is called before it, from the loop, when the
-        first message has come. Raises TransferError when the descriptor does not fit, its epoch is in use or no further
-        transfer may be open."""
+        """Open these blocks, cached ones included, to the descriptor's channels that end at this rank.
+
+        on_done is called once, from the loop: with success if every channel has committed, else with the first failure.
+        Nothing is written to the blocks afterwards. on_coming is called before it, from the loop, at the first message.
+        Raises TransferError if the descriptor does not fit, its epoch is in use, or MAX_OPEN transfers are open.
+        """
         if self._is_closed or len(self._open) >= MAX_OPEN:
             raise TransferError(f"no further transfer can be granted: {len(self._open)} of {MAX_OPEN} are open")
         self._check(descriptor, len(block_ids))
@@ -253,32 +259,32 @@ class KVReceiver:
         self._channels.update({channel.session.channel.transfer_id: channel for channel in transfer.channels})
 
     def cancel(self, epoch: int) -> None:
-        """Ends a transfer, unless it has ended."""
+        """End a transfer, unless it has ended."""
         if transfer := self._open.get(epoch):
             transfer.cancel()
 
     async def close(self) -> None:
-        """Cancels what is open, and returns when every on_done has been called."""
+        """Cancel open transfers, and return when every on_done has been called."""
         self._is_closed = True
         for epoch in list(self._open):
             self.cancel(epoch)
-        await asyncio.sleep(0)  # the turn of the loop in which on_done is called
+        await asyncio.sleep(0)  # on_done is called in this turn of the loop
         await self.transport.close()
 
     def reply(self, peer: Hashable, message: Committed | Missing | Refused) -> None:
-        """For the channels' use."""
+        """Send a reply for a channel."""
         if isinstance(message, Refused):
             self.num_refused += 1
         if peer is not None:
             self.transport.reply(peer, encode(message))
 
     def channel_ended(self, channel: ReceivingChannel) -> None:
-        """For the transfers' use."""
+        """Keep the session of an ended channel."""
         del self._channels[channel.session.channel.transfer_id]
         self._ended.add(channel.session, self._loop.time())
 
     def conclude(self, epoch: int, on_done: OnReceived, result: Received | TransferFailed) -> None:
-        """For the transfers' use."""
+        """End a transfer, and call `on_done` from the loop."""
         transfer = self._open.pop(epoch)
         if isinstance(result, TransferFailed):
             self.num_failed += 1
@@ -314,12 +320,12 @@ class KVReceiver:
             self._answer_late(peer, message)
 
     def _drop(self, why: str) -> None:
-        """Without an answer: there is nobody to name in it."""
+        """Drop a message without a reply, since its sender cannot be named."""
         self.num_malformed += 1
         logger.warning("a message to the receiver was dropped: %s", why)
 
     def _answer_late(self, peer: Hashable, message: Data | Finish | Abort) -> None:
-        """To a channel that has ended, or never was: nothing is written, and everyone is told."""
+        """Reply to a message for an ended or unknown channel; nothing is written."""
         session = self._ended.get(message.transfer_id, self._loop.time())
         if session is not None:
             for action in session.handle(message, self._loop.time()):
@@ -330,7 +336,7 @@ class KVReceiver:
 
 
 class _Transfer:
-    """One rank's part of a transfer: the channels that end here, which succeed or fail together."""
+    """Receive one rank's part of a transfer: the channels that end here succeed or fail together."""
 
     def __init__(
         self,
@@ -341,10 +347,12 @@ class _Transfer:
         on_coming: OnComing | None,
     ) -> None:
         self._receiver = receiver
-        self.began_s: float | None = None  # with its first message
+        self.began_s: float | None = None  # time of the first message
         self._epoch = descriptor.epoch
         self._on_done, self._on_coming = on_done, on_coming
-        self._results: dict[ReceivingChannel, Received | TransferFailed] = {}  # in the order of the channels' ends
+        self._results: dict[
+            ReceivingChannel, Received | TransferFailed
+        ] = {}  # in the order in which the channels ended
         payload, store = receiver.transport.payload, receiver.store
         self.channels = [
             ReceivingChannel(channel, payload, store.heads(copy.destination_heads), block_ids, self)
@@ -352,7 +360,7 @@ class _Transfer:
         ]
 
     def note_begin(self, now: float) -> None:
-        """A message has come."""
+        """Note the first message."""
         if self.began_s is None:
             self.began_s = now
             if self._on_coming is not None:

@@ -1,4 +1,4 @@
-"""Send KV blocks from one rank: sessions, and the I/O that they ask for."""
+"""Send KV blocks from one rank: sessions and their I/O."""
 
 import asyncio
 import logging
@@ -40,23 +40,26 @@ logger = logging.getLogger(__name__)
 
 
 class ChannelOwner(Protocol):
-    """The transfer that a channel is part of."""
+    """Receive the events of a channel of one transfer."""
 
     def channel_sent(self, num_bytes: int) -> None:
-        """A message with so many bytes of blocks has left."""
+        """Note that a message with `num_bytes` bytes of blocks was sent."""
 
     def channel_caught_up(self) -> None:
-        """Called once at most, when everything that was ready has left."""
+        """Note that all ready blocks have left; called at most once."""
 
     def channel_ended(self, result: Sent | TransferFailed) -> None:
-        """Called once, at once."""
+        """Take the result; called once, immediately at the end."""
 
     def channel_released(self) -> None:
-        """The channel `is_over`: it has ended, and the transport has let go of its blocks."""
+        """Note that the channel `is_over`: ended, with its blocks released by the transport."""
 
 
 class SendingChannel:
-    """Sends the blocks of one store, which holds the channel's heads alone and its layers at least."""
+    """Send the blocks of one store over one channel.
+
+    The store holds exactly the heads and at least the layers of the channel.
+    """
 
     def __init__(
         self, channel: Channel, transport: Dialer, store: KVStore, deadline_s: float, owner: ChannelOwner
@@ -77,26 +80,28 @@ class SendingChannel:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended and the transport reads none of its blocks any more."""
+        """Return whether the channel has ended and the transport reads none of its blocks any more."""
         return self._has_ended and not self._held
 
     def blocks_ready(self, block_ids: Sequence[int], layers: range) -> None:
-        """As SendingTransfer.blocks_ready: the blocks are final in these layers. The ids stay as they are."""
+        """Report leading blocks that are final in these layers, as SendingTransfer.blocks_ready. The caller must not
+        change `block_ids`.
+        """
         self._block_ids = block_ids
         ours = self._channel.layout.layers
         self.handle(BlocksReady(len(block_ids), len(range(ours.start, min(ours.stop, layers.stop)))))
 
     def finish(self, block_ids: Sequence[int], tail: bytes) -> None:
-        """As SendingTransfer.finish. The ids stay as they are."""
+        """Report that all blocks are final, as SendingTransfer.finish. The caller must not change `block_ids`."""
         self._block_ids = block_ids
         self.handle(AllReady(len(block_ids), tail))
 
     def cancel(self) -> None:
-        """Ends the channel, unless it has ended."""
+        """End the channel, unless it has ended."""
         self.handle(Cancel())
 
     def handle(self, event: Event) -> None:
-        """Feeds the session."""
+        """Pass an event to the session and carry out its actions."""
         for action in self._session.handle(event, self._loop.time()):
             match action:
                 case SendBlocks(ranges=ranges):
@@ -118,7 +123,7 @@ class SendingChannel:
         try:
             segments, views = self._read(ranges)
             frames = self._transport.payload.gather(views)
-        except Exception:  # for want of memory, of the host or the device
+        except Exception:  # out of host or device memory
             logger.exception("blocks of a transfer could not be read")
             return False
         self._owner.channel_sent(sum(map(len, views)))
@@ -151,15 +156,17 @@ class SendingChannel:
         self.handle(Turn())
 
     def _schedule(self) -> None:
-        """Sees to what comes next: a turn, a tick."""
+        """Schedule the next turn and the next tick."""
         if self._turn is None and self._session.wants_turn:
             self._turn = self._loop.call_soon(self._take_turn)
         self._alarm.set(self._session.wake_at)
 
 
 class NoChannel:
-    """In place of the channels of a rank that has nothing to send, since others hold the same heads. It ends as they
-    would: with success once the request is finished, or when it is cancelled or its time is over."""
+    """Replace the channels of a rank that sends nothing because other ranks hold the same heads.
+
+    It ends as channels do: with success once the request is finished, or with a failure by cancel or expiry.
+    """
 
     def __init__(self, ttl_s: float, owner: ChannelOwner) -> None:
         self.is_over = False
@@ -171,7 +178,7 @@ class NoChannel:
         self._alarm.set(self._expires_at)
 
     def blocks_ready(self, block_ids: Sequence[int], layers: range) -> None:
-        """Nobody waits for them."""
+        """Report that nothing is left to send, at the first call."""
         if not self._has_begun:
             self._has_begun = True
             self._owner.channel_caught_up()
@@ -184,7 +191,7 @@ class NoChannel:
 
     def _tick(self) -> None:
         if self._loop.time() < self._expires_at:
-            self._alarm.set(self._expires_at)  # again, for it rang a little early
+            self._alarm.set(self._expires_at)  # set again: the alarm was a little early
         else:
             self._end(TransferFailed(reasons.TRANSFER_FAILED, TIME_IS_OVER))
 
@@ -206,7 +213,7 @@ OnCaughtUp = Callable[[], None]
 
 
 class KVSender:
-    """Sends one rank's blocks to the receivers that descriptors name. Belongs to the event loop it was made on."""
+    """Send one rank's blocks to the receivers that descriptors name. Belongs to the event loop that created it."""
 
     def __init__(
         self,
@@ -218,13 +225,16 @@ class KVSender:
         pp_size: int = 1,
         deadline_s: float,
     ) -> None:
-        """`deadline_s` is the time from a transfer's finish to its commit. Raises TransferError when a block of the
-        store is too large to be sent."""
+        """Create a sender.
+
+        `deadline_s` limits the time from a transfer's finish to its commit. Raises TransferError if a block of the
+        store is too large to be sent.
+        """
         blocks_per_message(store.layout)
-        self.num_bytes = 0  # of blocks, repeats included
-        self.num_messages = 0  # with blocks in them
+        self.num_bytes = 0  # of blocks, including retransmissions
+        self.num_messages = 0  # messages with blocks
         self.num_failed = 0  # transfers
-        self.seconds = Histogram()  # of those that did not fail, each from its start to its commit
+        self.seconds = Histogram()  # of successful transfers, from start to commit
         self.num_refused = 0  # replies that refuse something
         self.num_malformed = 0  # replies that cannot be read
         self.transport = transport
@@ -233,7 +243,7 @@ class KVSender:
         self.node = Grid(tp_size, pp_size)
         self.deadline_s = deadline_s
         self._open: dict[int, SendingTransfer] = {}  # by epoch
-        self._channels: dict[bytes, SendingChannel] = {}  # of them, by transfer id
+        self._channels: dict[bytes, SendingChannel] = {}  # of the open transfers, by transfer id
         self._loop = asyncio.get_running_loop()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -242,17 +252,19 @@ class KVSender:
 
     @property
     def num_open(self) -> int:
-        """Transfers whose on_done has not been called."""
+        """Return the number of transfers whose on_done has not been called."""
         return len(self._open)
 
     @property
     def num_channels(self) -> int:
-        """Return the number of channels that are open: 0 where no transfer is."""
+        """Return the number of open channels; 0 without open transfers."""
         return len(self._channels)
 
     def start(self, descriptor: bytes, on_done: OnSent, on_caught_up: OnCaughtUp | None = None) -> "SendingTransfer":
-        """Begins this rank's part of a transfer: all of the channels that begin here. Raises TransferError when the
-        descriptor is odd, does not fit this rank or is in use, or its epoch is."""
+        """Begin this rank's part of a transfer: all channels that begin here.
+
+        Raises TransferError if the descriptor is invalid, does not fit this rank, or if it or its epoch is in use.
+        """
         if self._is_closed or len(self._open) >= MAX_OPEN:
             raise TransferError(f"no further transfer can be started: {len(self._open)} of {MAX_OPEN} are open")
         decoded = TransferDescriptor.decode(descriptor)
@@ -267,7 +279,7 @@ class KVSender:
         return transfer
 
     async def close(self) -> None:
-        """Cancels what is open, and returns when every on_done has been called."""
+        """Cancel open transfers, and return when every on_done has been called."""
         self._is_closed = True
         for transfer in list(self._open.values()):
             transfer.cancel()
@@ -316,15 +328,18 @@ class KVSender:
 
 
 class SendingTransfer:
-    """One rank's part of a transfer under way. Its caller keeps the blocks as they are until on_done is called, once,
-    from the loop: with success when every channel is committed, else with what failed first.
+    """Send one rank's part of a transfer.
 
-    After `cancel` the caller may write to blocks already, though not give them away. From then on nothing is read from
-    them but what the transport holds, whose checksums were taken before: bytes that change on their way fail at the
-    receiver, are never asked for again, since the sessions have ended, and the Abort ends the receiver's part. What
-    arrives unchanged is what it was said to be.
+    The caller keeps the blocks unchanged until on_done is called, once, from the loop: with success if every channel is
+    committed, else with the first failure.
 
-    on_caught_up is called at most once, from the loop and before on_done: all channels have sent what was ready."""
+    After `cancel` the caller may write to the blocks, but not free them. From then on only the transport still reads
+    them, for messages whose checksums are already taken. Changed bytes fail the checksum at the receiver and are never
+    requested again, since the sessions have ended, and the Abort ends the receiver's part.
+
+    on_caught_up is called at most once, from the loop and before on_done, when all channels have sent every ready
+    block.
+    """
 
     def __init__(
         self, sender: KVSender, descriptor: TransferDescriptor, on_done: OnSent, on_caught_up: OnCaughtUp | None
@@ -333,7 +348,7 @@ class SendingTransfer:
         self._layers = sender.store.layout.layers
         self._on_done = on_done
         self._on_caught_up = on_caught_up
-        self._results: list[Sent | TransferFailed] = []  # of channels, in the order of their ends
+        self._results: list[Sent | TransferFailed] = []  # of the channels, in the order in which they ended
         self._has_concluded = False
         self.channels = {  # by transfer id, for the sender's use
             channel.transfer_id: SendingChannel(
@@ -342,46 +357,48 @@ class SendingTransfer:
             for copy, channel in descriptor.channels_from(sender.rank)
         }
         self._parts: list[SendingChannel | NoChannel] = [*self.channels.values()] or [NoChannel(descriptor.ttl_s, self)]
-        self._num_behind = len(self._parts)  # that have not caught up
+        self._num_behind = len(self._parts)  # channels that have not caught up
 
     def blocks_ready(self, block_ids: Sequence[int], num_layers: int | None = None) -> None:
-        """The request's leading blocks that are final in the leading num_layers layers of this rank, by default in all
-        of them. The list may grow only when what it held is final in all layers."""
+        """Report the leading blocks that are final in the leading `num_layers` layers of this rank; None: in all.
+
+        The list may grow only once its earlier blocks are final in all layers.
+        """
         ids, layers = tuple(block_ids), self._layers[:num_layers]
         for channel in self._parts:
             channel.blocks_ready(ids, layers)
 
     def finish(self, block_ids: Sequence[int], tail: bytes) -> None:
-        """These are all of the request's blocks, and they are final. `tail` goes to the receivers' callers."""
+        """Report that these are all blocks and all are final. `tail` is passed to the receivers' callers."""
         ids = tuple(block_ids)
         for channel in self._parts:
             channel.finish(ids, tail)
 
     def cancel(self) -> None:
-        """Ends the transfer as soon as the transport lets go of its blocks."""
+        """End the transfer as soon as the transport releases its blocks."""
         for channel in self._parts:
             channel.cancel()
 
     def channel_sent(self, num_bytes: int) -> None:
-        """For the channels' use."""
+        """Implement ChannelOwner."""
         self._sender.num_messages += 1
         self._sender.num_bytes += num_bytes
 
     def channel_caught_up(self) -> None:
-        """For the channels' use."""
+        """Implement ChannelOwner."""
         self._num_behind -= 1
         if self._num_behind == 0 and self._on_caught_up is not None:
             asyncio.get_running_loop().call_soon(self._on_caught_up)
 
     def channel_ended(self, result: Sent | TransferFailed) -> None:
-        """For the channels' use."""
+        """Implement ChannelOwner."""
         self._results.append(result)
         if isinstance(result, TransferFailed):
             self.cancel()
         self.channel_released()
 
     def channel_released(self) -> None:
-        """For the channels' use."""
+        """Implement ChannelOwner."""
         if not self._has_concluded and all(channel.is_over for channel in self._parts):
             self._has_concluded = True
             asyncio.get_running_loop().call_soon(self._on_done, combined(self._results))

@@ -1,4 +1,4 @@
-"""The life of a follower: it does what rank 0 says, in rank 0's order, and ends with it."""
+"""Run a follower: carry out the commands of rank 0 in its order, and end with rank 0."""
 
 import asyncio
 import logging
@@ -19,11 +19,11 @@ from serving_node.ranks.transfers import FollowerTransfers
 
 logger = logging.getLogger(__name__)
 
-MAX_UNDONE: Final = 2**14  # commands that wait for a step to end
+MAX_UNDONE: Final = 2**14  # queued commands while a step runs
 
 
 class Follower:
-    """Takes commands and steps. Owned by one event loop."""
+    """Receive commands and run steps. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -32,17 +32,17 @@ class Follower:
         transfers: FollowerTransfers,
         store: TierStore | None = None,
     ) -> None:
-        """`store` is this rank's part of the second tier, where the node has one."""
+        """Create a follower; `store` is this rank's part of KV offload, if there is any."""
         self._leader = leader
         self._stepper = stepper
         self._transfers = transfers
         self._store = store
         self._ordered: asyncio.Queue[ranks_pb2.RankCommand] = asyncio.Queue(MAX_UNDONE)
-        self._num_tier_commands = 0  # among those: they touch blocks that a step may still write to
-        self._held_up: deque[ranks_pb2.RankCommand] = deque()  # those of transfers behind one: blocks may be others'
+        self._num_tier_commands = 0  # queued KV offload commands; a step may still write to their blocks
+        self._held_up: deque[ranks_pb2.RankCommand] = deque()  # transfer commands behind a KV offload command
 
     async def run(self) -> None:
-        """Returns when rank 0 says stop. Signals are rank 0's business: it drains first."""
+        """Run until rank 0 sends stop. Signals are left to rank 0, which drains first."""
         loop = asyncio.get_running_loop()
         for number in ending_signals():
             loop.add_signal_handler(number, _leave_to_rank_0, number)
@@ -65,14 +65,14 @@ class Follower:
             self._ordered.put_nowait(command)
 
     def _hear(self, command: ranks_pb2.RankCommand) -> None:
-        """One of transfers: at once, unless it is behind one of the tier."""
+        """Handle a transfer command at once, unless KV offload commands are queued before it."""
         if self._num_tier_commands:
             self._held_up.append(command)
         else:
             self._transfers.handle(command)
 
     def _let_through(self) -> None:
-        """In their order, and before any that is yet to come."""
+        """Handle the waiting transfer commands in order, before any later command."""
         while self._held_up:
             self._transfers.handle(self._held_up.popleft())
 
@@ -88,7 +88,7 @@ class Follower:
                 if not self._num_tier_commands:
                     self._let_through()
             else:
-                if self._held_up and command is self._held_up[0]:  # another one of the tier follows
+                if self._held_up and command is self._held_up[0]:  # another KV offload command follows
                     self._transfers.handle(self._held_up.popleft())
                 self._transfers.after_step(command)
 

@@ -1,7 +1,7 @@
-"""How rank 0 of a node leads the others: it sends commands, they obey and report (protos/ranks.proto).
+"""Lead the followers of a node from rank 0: it sends commands; they obey and report (protos/ranks.proto).
 
-The loss of any rank is the loss of the node: what the others hold is worth nothing without it, and the coordinator
-gives the node's requests to another one. So the loss ends the process at once, whatever its engine may be waiting for.
+The loss of any rank is the loss of the node: the other ranks' KV is useless without it, and the coordinator moves the
+requests to another node. So the process ends at once, whatever its engine waits for.
 """
 
 import asyncio
@@ -24,21 +24,21 @@ from serving_node.ranks.stream import RankStream, dial
 logger = logging.getLogger(__name__)
 
 BEAT_S: Final = 1.0
-SILENCE_S: Final = 5.0  # of a follower's event loop, after which it counts as lost
+SILENCE_S: Final = 5.0  # of a follower, after which it counts as lost
 HELLO_DEADLINE_S: Final = 30.0
 SECRET_BYTES: Final = 16
 LOST_EXIT_CODE: Final = 3
 
 Exchange = Callable[[bytes], list[bytes]]
-"""Gives every rank what each of them has given: RankGroup.exchange of engine/parallel.py."""
+"""Exchanges bytes between all ranks: RankGroup.exchange of engine/parallel.py."""
 
 OnEvent = Callable[[int, ranks_pb2.RankEvent], None]
-"""Takes a follower's rank and what it reports."""
+"""Takes a follower's rank and its report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where followers find rank 0, and the secret that they show there; passed on within the process group."""
+    """Tell followers the address of rank 0 and the secret to show there; passed within the process group."""
 
     host: str
     port: int
@@ -54,11 +54,11 @@ class Meeting:
 
 
 class Followers:
-    """The other ranks of the node, as rank 0 sees them; none where the node is a single process."""
+    """Command the other ranks of the node; none for a single process."""
 
     def __init__(self, num_followers: int) -> None:
         self.kv_addresses: dict[int, str] = {}  # of each follower's data plane
-        self.kv_keys: dict[int, bytes] = {}  # that each follower shows at the data planes of others
+        self.kv_keys: dict[int, bytes] = {}  # which each follower shows at other nodes' data planes
         self.loads: dict[int, inference_pb2.RankLoad] = {}
         self.on_event: OnEvent | None = None
         self.on_loaded: Callable[[int, int], None] | None = None
@@ -72,8 +72,9 @@ class Followers:
         return self._num_followers
 
     async def gather(self, exchange: Exchange) -> None:
-        """Opens a port, tells the followers where it is, and waits until all have come. Raises RankLost when
-        they do not."""
+        """Listen, tell the followers the address, and wait until all are connected. Raises RankLost if they are not
+        in time.
+        """
         if not self._num_followers:
             return
         host = os.environ["MASTER_ADDR"]
@@ -89,17 +90,17 @@ class Followers:
             server.close()
 
     def send(self, **command: Any) -> None:
-        """Sends one command, named by its oneof field, to every follower."""
+        """Send one command, named by its oneof field, to every follower."""
         for stream in self.streams.values():
             stream.send(ranks_pb2.RankCommand(**command))
 
     def announce(self, works: Sequence[Work]) -> None:
-        """Tells the followers what rank 0 computes next."""
+        """Send the followers the next step of rank 0."""
         if self.streams:
             self.send(step=ranks_pb2.StepPlan(shares=[share_to_wire(work) for work in works]))
 
     async def watch(self) -> None:
-        """Takes in what followers report, until one is lost: then this process dies."""
+        """Receive the followers' reports until one is lost; then this process ends."""
         self._heard_at = dict.fromkeys(self.streams, time.monotonic())
         try:
             await first_to_end(self._watch_silence(), *(self._read(*each) for each in self.streams.items()))
@@ -107,13 +108,15 @@ class Followers:
             die(error)
 
     def fail_step(self, error: Exception) -> None:
-        """A step has failed on rank 0. Unless all ranks have come to its end, the followers still wait for rank 0 in
-        the middle of it, and the node ends."""
+        """Handle a failed step on rank 0.
+
+        Unless all ranks have reached its end, the followers still wait in the middle of the step, and the node ends.
+        """
         if self.streams and not isinstance(error, ModelError):
             die(error)
 
     def stop(self) -> None:
-        """Lets every follower end its process."""
+        """Let every follower end its process."""
         self.send(stop=ranks_pb2.Stop())
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -122,12 +125,12 @@ class Followers:
             async with asyncio.timeout(HELLO_DEADLINE_S):
                 hello = (await stream.receive()).hello
         except (RankLost, TimeoutError) as error:
-            logger.warning("a stranger at the port of rank 0: %s", error)
+            logger.warning("a stranger at the API server of rank 0: %s", error)
             stream.close()
             return
         is_known = hmac.compare_digest(hello.secret, self._secret)
         if not is_known or not 1 <= hello.rank <= self._num_followers or hello.rank in self.streams:
-            logger.warning("a stranger at the port of rank 0 was sent away")
+            logger.warning("a stranger at the API server of rank 0 was sent away")
             stream.close()
             return
         self.streams[hello.rank] = stream
@@ -154,7 +157,7 @@ class Followers:
         while True:
             await asyncio.sleep(BEAT_S)
             now = time.monotonic()
-            if now - looked_at > SILENCE_S / 2:  # it was this process that slept
+            if now - looked_at > SILENCE_S / 2:  # this process itself was suspended
                 self._heard_at = dict.fromkeys(self._heard_at, now)
             looked_at = now
             for rank, heard_at in self._heard_at.items():
@@ -163,7 +166,7 @@ class Followers:
 
 
 class Leader:
-    """Rank 0, as a follower sees it."""
+    """Represent rank 0 on a follower."""
 
     def __init__(self, stream: RankStream[ranks_pb2.RankCommand], load: inference_pb2.RankLoad) -> None:
         self.stream = stream
@@ -171,7 +174,10 @@ class Leader:
 
     @classmethod
     async def join(cls, exchange: Exchange, kv_address: str, kv_key: bytes, load: inference_pb2.RankLoad) -> "Leader":
-        """`load` tells rank, kv_pool_bytes and weight_bytes. Raises RankLost."""
+        """Connect to rank 0.
+
+        `load` sets rank, kv_pool_bytes and weight_bytes. Raises RankLost.
+        """
         meeting = Meeting.decode(exchange(b"")[0])
         stream = await dial(meeting.host, meeting.port, ranks_pb2.RankCommand)
         leader = cls(stream, load)
@@ -180,15 +186,15 @@ class Leader:
         return leader
 
     def send(self, **event: Any) -> None:
-        """Reports one event, named by its oneof field."""
+        """Report one event, named by its oneof field."""
         self.stream.send(ranks_pb2.RankEvent(**event))
 
     async def command(self) -> ranks_pb2.RankCommand:
-        """The next command. Raises RankLost."""
+        """Return the next command. Raises RankLost."""
         return await self.stream.receive()
 
     async def beat(self) -> None:
-        """Shows that this process is alive, until cancelled."""
+        """Send this process's load at intervals until cancelled."""
         while True:
             self._load.rss_bytes = resident_bytes()
             self.send(load=self._load)
@@ -196,12 +202,12 @@ class Leader:
 
 
 def die(why: object) -> NoReturn:
-    """For the loss of a rank: an engine that waits for it in a collective could not be waited for."""
+    """End the process after the loss of a rank, since an engine that waits in a collective cannot be waited for."""
     end_at_once(f"this node has lost a rank and ends: {why}")
 
 
 def end_at_once(last_words: str) -> NoReturn:
-    """Ends this process whatever its engine is doing, with a line in the log."""
+    """End this process whatever its engine does, with a line in the log."""
     logger.critical(last_words)
     logging.shutdown()
     os._exit(LOST_EXIT_CODE)

@@ -1,7 +1,7 @@
-"""Which rank this process is, and the start of the others.
+"""Determine the rank of this process, and start the other ranks.
 
-The ranks of a node find each other as torchrun's do: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
-Where nobody has set them, the process is rank 0 and starts the followers itself, on this machine.
+The ranks of a node find each other as torchrun's do: by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the
+environment. Without them the process is rank 0 and starts the followers on this machine.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _held: Final[list[socket.socket]] = []
 
 
 def started_rank() -> int | None:
-    """This process's rank, where whoever started it has said so. Raises SettingsError."""
+    """Return this process's rank if the environment sets one, else None. Raises SettingsError."""
     rank = os.environ.get("RANK")
     if rank is not None and not rank.isdecimal():
         raise SettingsError(f"RANK must be a number, not {rank!r:.20}")
@@ -34,13 +34,12 @@ def started_rank() -> int | None:
 
 
 def is_first_here() -> bool:
-    """Whether this is the one rank, of those of its node on this machine, that opens what a machine has once."""
+    """Return whether this is the node's one rank on this machine that opens per-machine ports."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def check_world(engine: EngineSettings) -> None:
-    """Raises SettingsError when the node's ranks are too many, or not as many as the processes that were started
-    together, or this process is none of them."""
+    """Raise SettingsError if the number of ranks does not match the processes started together, or is too large."""
     tp_size, pp_size = engine.tensor_parallel_size, engine.pipeline_parallel_size
     check_num_ranks(tp_size, pp_size)
     if (rank := started_rank()) is None:
@@ -53,9 +52,9 @@ def check_world(engine: EngineSettings) -> None:
 
 
 def start_followers(package: str, settings: Any, name: str) -> None:
-    """Starts ranks 1, 2, ... of this node as `python -m package` with the same settings, and makes this process rank 0.
+    """Start ranks 1, 2, ... of this node as `python -m package` with the same settings; this process becomes rank 0.
 
-    They die with this process, and it with any of them. Raises SettingsError.
+    The followers die with this process, and this process dies with any of them. Raises SettingsError.
     """
     settings = dataclasses.replace(settings, link=dataclasses.replace(settings.link, name=name))
     num_ranks = settings.engine.num_ranks
@@ -80,7 +79,7 @@ def start_followers(package: str, settings: Any, name: str) -> None:
 
 
 def _watch(rank: int, child: "subprocess.Popen[bytes]") -> None:
-    """Ends this process when a follower ends badly, or by Ctrl-C, which a terminal tells all ranks."""
+    """End this process if a follower fails, or ends by Ctrl-C, which a terminal sends to all ranks."""
     if (returncode := child.wait()) in (INTERRUPTED, -signal.SIGINT):
         os._exit(INTERRUPTED)
     if returncode:
@@ -88,7 +87,7 @@ def _watch(rank: int, child: "subprocess.Popen[bytes]") -> None:
 
 
 def _held_port() -> int:
-    """One that nobody else is given while this process lives: it is bound, so that rank 0 can still listen on it."""
+    """Return a port that stays reserved while this process lives; it is bound so that rank 0 can still listen on it."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind((LOOPBACK, 0))

@@ -1,6 +1,6 @@
-"""The stream between rank 0 of a node and one follower: length-prefixed protobuf messages over TCP.
+"""Connect rank 0 of a node with one follower: length-prefixed protobuf messages over TCP.
 
-gRPC would cost each decode step a few tenths of a millisecond; a step on a GPU takes five.
+gRPC would add too much to each decode step.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError, Message
 
 from serving_core.errors import RankLost
 
-MAX_MESSAGE_BYTES: Final = 64 * 2**20  # a step of 1024 requests of 2**17 tokens, in blocks of 16, is half of it
+MAX_MESSAGE_BYTES: Final = 64 * 2**20  # twice a step of 1024 requests of 2**17 tokens in blocks of 16
 LENGTH_BYTES: Final = 4
 CONNECT_DEADLINE_S: Final = 10.0
 
@@ -18,7 +18,7 @@ M = TypeVar("M", bound=Message)
 
 
 class RankStream(Generic[M]):
-    """One end of a stream; M is what the other end sends."""
+    """Hold one end of a stream; M is the type of messages from the other end."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: type[M]) -> None:
         self._reader = reader
@@ -26,14 +26,14 @@ class RankStream(Generic[M]):
         self._receives = receives
 
     def send(self, message: Message) -> None:
-        """Queues a message. Raises RankLost when the other end has left MAX_MESSAGE_BYTES unread."""
+        """Queue a message. Raises RankLost if the other end has left MAX_MESSAGE_BYTES unread."""
         packed = message.SerializeToString()
         if self._writer.transport.get_write_buffer_size() + len(packed) > MAX_MESSAGE_BYTES:
             raise RankLost(f"a rank has left {MAX_MESSAGE_BYTES} bytes unread")
         self._writer.write(len(packed).to_bytes(LENGTH_BYTES, "big") + packed)
 
     async def receive(self) -> M:
-        """The next message. Raises RankLost when there will be none."""
+        """Return the next message. Raises RankLost if the stream has ended or a message is invalid."""
         try:
             length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
             if length > MAX_MESSAGE_BYTES:
@@ -49,7 +49,7 @@ class RankStream(Generic[M]):
 
 
 async def dial(host: str, port: int, receives: type[M]) -> RankStream[M]:
-    """Connects to rank 0. Raises RankLost when nobody answers in time."""
+    """Connect to rank 0. Raises RankLost if it does not answer in time."""
     try:
         async with asyncio.timeout(CONNECT_DEADLINE_S):
             reader, writer = await asyncio.open_connection(host, port)

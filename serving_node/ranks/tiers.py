@@ -1,4 +1,4 @@
-"""The second tier over all ranks of a node: rank 0 says what is copied, each rank copies its own part of it."""
+"""Run KV offload over all ranks of a node: rank 0 decides the copies, each rank copies its part."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,8 +13,11 @@ TIER_COMMANDS = ("spill", "load_blocks", "cancel_load")
 
 
 class NodeTier:
-    """What rank 0 asks of its ranks. `on_loaded` hears of a load that all have done, and how many blocks are good on
-    all; `on_lost` of slots that hold nothing on this one (what others lack shows when it is read)."""
+    """Carry out KV offload decisions on all ranks.
+
+    `on_loaded` receives a load that all ranks have finished, with the number of blocks that are good on all. `on_lost`
+    receives slots of this rank that hold nothing; losses on other ranks show when a slot is read.
+    """
 
     def __init__(
         self,
@@ -30,10 +33,10 @@ class NodeTier:
         self._on_loaded = on_loaded
         followers.on_loaded = self.loaded
         self._num_good: dict[int, int] = {}  # by load
-        self._num_behind: Counter[int] = Counter()  # ranks that have yet to say so
+        self._num_behind: Counter[int] = Counter()  # ranks that have not reported
 
     def carry_out(self, decision: Spill | Load | CancelLoad) -> None:
-        """Does it on this rank, and has the others do it."""
+        """Carry out a decision on this rank, and command the followers to do so."""
         assert self._store is not None, "a node without a second tier has decided something about it"
         match decision:
             case Spill(copies=copies):
@@ -51,9 +54,9 @@ class NodeTier:
                 self._num_good.pop(load_id, None)
 
     def loaded(self, load_id: int, num_good: int) -> None:
-        """A rank has done its part of a load."""
+        """Record that a rank has finished its part of a load."""
         if load_id not in self._num_good:
-            return  # it was given up
+            return  # the load was given up
         self._num_good[load_id] = min(self._num_good[load_id], num_good)
         self._num_behind[load_id] -= 1
         if not self._num_behind[load_id]:
@@ -62,7 +65,7 @@ class NodeTier:
 
 
 def follow(command: ranks_pb2.RankCommand, store: TierStore, leader: Leader) -> None:
-    """Does one of TIER_COMMANDS on a follower."""
+    """Carry out one of TIER_COMMANDS on a follower."""
     match command.WhichOneof("command"):
         case "spill":
             spill = command.spill

@@ -1,7 +1,8 @@
-"""The transfers of all ranks of a node as one, led by rank 0; and a follower's side of them.
+"""Combine the transfers of all ranks of a node, led by rank 0; and run a follower's part of them.
 
 Each rank sends its own heads, and opens the blocks of its own pool to the channels that end at it. A descriptor leaves
-the node only when every rank has opened its blocks, and a request goes on only when every rank is done."""
+the node only once every rank has opened its blocks, and a request continues only once every rank is done.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ OnSent = Callable[[int, Sent | TransferFailed], None]
 
 
 class NodeTransfers:
-    """What rank 0 asks of its ranks, by epoch. The callbacks hear of what has happened on all of them."""
+    """Run transfers on all ranks, by epoch. The callbacks report events that are complete on all ranks."""
 
     def __init__(
         self,
@@ -50,8 +51,8 @@ class NodeTransfers:
         self._on_caught_up = on_caught_up
         self._sent: RankResults[Sent] = RankResults(self.num_ranks, self.cancel, on_sent)
         self._received: RankResults[Received] = RankResults(self.num_ranks, self.cancel, on_received)
-        self._ungranted: dict[int, int] = {}  # how many ranks have yet to open their blocks, by epoch
-        self._behind: dict[int, int] = {}  # how many have yet to send what was ready, by epoch
+        self._ungranted: dict[int, int] = {}  # ranks that have not opened their blocks, by epoch
+        self._behind: dict[int, int] = {}  # ranks that have not sent their ready blocks, by epoch
         self._outgoing = Outgoing(layout, sender, overlap_min_tokens, self._caught_up, partial(self._end_sent, 0))
         self._incoming = Incoming(receiver, self._granted, partial(self._end_received, 0), on_coming)
         followers.on_event = self._take
@@ -63,28 +64,28 @@ class NodeTransfers:
 
     @property
     def num_ungranted(self) -> int:
-        """Return the number of transfers whose blocks some rank has yet to open."""
+        """Return the number of transfers whose blocks are not open on every rank."""
         return len(self._ungranted)
 
     @property
     def addresses(self) -> list[str]:
-        """Where each rank receives, in order."""
+        """Return the address at which each rank receives, in rank order."""
         others = self._followers.kv_addresses
         return [self._incoming.address, *(others[rank] for rank in sorted(others))]
 
     @property
     def keys(self) -> list[bytes]:
-        """What the ranks show where they send to, in order; none where the transport has no keys."""
+        """Return the keys that the ranks show at receivers, in rank order; empty if the transport has no keys."""
         others = self._followers.kv_keys
         return [key for key in (self._dialer.key, *(others[rank] for rank in sorted(others))) if key]
 
     def admit(self, keys: Sequence[bytes]) -> None:
-        """Senders with these keys may dial every rank from now on."""
+        """Allow senders with these keys to dial every rank."""
         if (new := self._listener.allow(keys)) and self._followers:
             self._followers.send(admit=ranks_pb2.Admit(keys=new))
 
     def carry_out(self, decision: Send | SendMore | FinishSend | Lend | CancelTransfer) -> None:
-        """Does what the logic has decided about what leaves."""
+        """Carry out a decision about outgoing transfers."""
         match decision:
             case Send(node_request=node_request, block_ids=block_ids):
                 self.send(node_request.request.epoch, node_request.descriptor, block_ids)
@@ -99,8 +100,11 @@ class NodeTransfers:
                 self.cancel(epoch)
 
     def receive(self, epoch: int, descriptor: bytes, block_ids: Sequence[int]) -> None:
-        """Opens these blocks on every rank; on_granted is called when all have, perhaps at once, and on_coming when
-        this rank hears of their sender."""
+        """Open these blocks on every rank.
+
+        on_granted is called once all ranks have, perhaps at once; on_coming is called when this rank hears from the
+        sender.
+        """
         self._received.begin(epoch)
         self._ungranted[epoch] = self.num_ranks
         if self._followers:
@@ -108,8 +112,10 @@ class NodeTransfers:
         self._incoming.expect(epoch, descriptor, block_ids)
 
     def send(self, epoch: int, descriptor: bytes, block_ids: Sequence[int]) -> None:
-        """Begins to send, and these leading blocks are final. on_caught_up is called once at most: every rank has sent
-        all that was ready, and `finish` may still be to come."""
+        """Begin to send; these leading blocks are final.
+
+        on_caught_up is called at most once, when every rank has sent all ready blocks, perhaps before `finish`.
+        """
         self._sent.begin(epoch)
         self._behind[epoch] = self.num_ranks
         if self._followers:
@@ -118,23 +124,23 @@ class NodeTransfers:
         self._outgoing.ready(epoch, block_ids)
 
     def send_more(self, epoch: int, block_ids: Sequence[int]) -> None:
-        """These leading blocks of what is being sent are final by now."""
+        """Extend the final leading blocks of a transfer."""
         if self._followers:
             self._followers.send(send_more=ranks_pb2.SendMore(epoch=epoch, block_ids=block_ids))
         self._outgoing.ready(epoch, block_ids)
 
     def finish(self, epoch: int, block_ids: Sequence[int], tail: bytes) -> None:
-        """These are all blocks of what is being sent, and they are final."""
+        """Complete a transfer: these are all blocks, and all are final."""
         if self._followers:
             self._followers.send(finish_send=ranks_pb2.FinishSend(epoch=epoch, block_ids=block_ids, tail=tail))
         self._outgoing.finish(epoch, block_ids, tail)
 
     def on_layer(self, works: Sequence[Work]) -> OnLayer | None:
-        """What a step is to report to, so that the blocks of these works leave while it is computed."""
+        """Return the callback of a step that sends the blocks of `works` while the step computes, or None."""
         return self._outgoing.on_layer([work.request.epoch for work in works], [work.share for work in works])
 
     def cancel(self, epoch: int) -> None:
-        """Ends a transfer in either direction; none has the epoch of another."""
+        """End a transfer in either direction; epochs are unique over both."""
         self._followers.send(cancel_transfer=ranks_pb2.CancelTransfer(epoch=epoch))
         self._outgoing.cancel(epoch)
         self._incoming.cancel(epoch)
@@ -172,7 +178,7 @@ class NodeTransfers:
 
 
 def _is_last(counts: dict[int, int], epoch: int) -> bool:
-    """Counts one rank less; tells whether it was the last that an epoch waited for."""
+    """Decrement the count of an epoch. Return whether no rank is left."""
     if epoch in counts:
         counts[epoch] -= 1
         if counts[epoch] == 0:
@@ -182,7 +188,7 @@ def _is_last(counts: dict[int, int], epoch: int) -> bool:
 
 
 class FollowerTransfers:
-    """A follower's part of them, as rank 0 commands it."""
+    """Run a follower's part of the transfers, as rank 0 commands."""
 
     def __init__(
         self,
@@ -194,18 +200,21 @@ class FollowerTransfers:
         *,
         may_lag: bool,
     ) -> None:
-        """`may_lag`: rank 0 may be done with a step that this rank is still in, as of a later stage, and then grants
-        blocks that the step still writes to."""
+        """Create the follower's part.
+
+        With `may_lag` (a later pipeline stage) rank 0 may have finished a step that this rank still computes, and then
+        reserves blocks to which that step still writes.
+        """
         self._leader = leader
         self._may_lag = may_lag
         self._listener = receiver.transport
-        self._early: Counter[int] = Counter()  # Sends that have begun before the steps announced before them, by epoch
+        self._early: Counter[int] = Counter()  # Sends that began before earlier announced steps have run, by epoch
         is_early = self._early.__contains__
         self._outgoing = Outgoing(layout, sender, overlap_min_tokens, self._caught_up, self._ended, is_early)
         self._incoming = Incoming(receiver, self._granted, self._ended)
 
     def handle(self, command: ranks_pb2.RankCommand) -> None:
-        """Does a command other than a step, at once."""
+        """Carry out the immediate part of a command other than a step."""
         match command.WhichOneof("command"):
             case "send":
                 self._early[command.send.epoch] += 1
@@ -218,7 +227,7 @@ class FollowerTransfers:
             self._receive(command)
 
     def after_step(self, command: ranks_pb2.RankCommand) -> None:
-        """Does the part of a command that has to wait for the steps announced before it."""
+        """Carry out the part of a command that must wait for the steps announced before it."""
         if self._may_lag:
             self._receive(command)
         match command.WhichOneof("command"):
@@ -241,13 +250,12 @@ class FollowerTransfers:
                 self._incoming.cancel(command.cancel_transfer.epoch)
 
     def _ready(self, epoch: int, block_ids: Sequence[int]) -> None:
-        """Unless the transfer that was meant has ended, and the next one of its epoch has begun: that one's blocks are
-        named behind its own Send."""
+        """Report ready blocks, unless a newer transfer has taken the epoch; its blocks come with its own Send."""
         if epoch not in self._early:
             self._outgoing.ready(epoch, block_ids)
 
     def on_layer(self, epochs: Sequence[int], shares: Sequence[Share]) -> OnLayer | None:
-        """What a step of these shares is to report to, if to anything."""
+        """Return the callback of a step with these shares, or None."""
         return self._outgoing.on_layer(epochs, shares)
 
     def _granted(self, epoch: int) -> None:
