@@ -133,7 +133,7 @@ class Gate:
     """Measure decode steps of one node with and without draft tokens, and derive which drafts are worth their time."""
 
     def __init__(self) -> None:
-        self._sizes: defaultdict[int, _Size] = defaultdict(_Size)  # by the bits of the number of answers
+        self._sizes: defaultdict[int, _Size] = defaultdict(_Size)  # by the bit length of the number of sequences
 
     def took(self, num_answers: int, num_candidates: int, step_s: float) -> None:
         """Record the duration of a decode step."""
@@ -298,7 +298,7 @@ class Drafts:
         self._most_rows = most_rows
         self._texts: dict[NodeRequest, _DraftText | None] = {}  # None: no drafts for this sequence
         self._record = Record()  # of all sequences
-        self._num_plain = 0  # steps without candidates
+        self._num_plain = 0  # steps without draft tokens
         self._running: list[tuple[NodeRequest, _DraftText]] = []
         self._num_answers = 0  # of the next step
         self._is_stopped = False

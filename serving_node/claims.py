@@ -1,11 +1,11 @@
-"""Distributed KV: blocks of this node that hold KV of other nodes' requests, and claims of requests on them. Pure.
+"""Track distributed KV on this node: blocks that hold KV of other nodes' requests, and claims on them. Pure.
 
-KV of other nodes' requests is recalled for an older request that has no room beside it; the younger request then begins
-again, behind the older one. Only older requests do so, which is why the oldest keeps what it has.
+KV of other nodes' requests is recalled for an older request that lacks blocks; the younger request then begins
+again, behind the older one. Only older requests cause a recall, so the oldest request keeps its blocks.
 
-A claim keeps a group of blocks free for the oldest request of another node that waits here, once free blocks and those
-of younger requests make one up; else requests that come and go would never leave that much at one moment. Credits of
-which nothing has arrived are withdrawn at once, as their node may be the one that waits. If the request still asks
+A claim keeps the blocks of a tile free for the oldest waiting request of another node, once free blocks and the blocks
+of younger requests are enough for one; otherwise short requests would never leave enough at one moment. Credits of
+which no KV has arrived are revoked at once, as their node may be the waiting one. If the request still asks
 after a while, the youngest other requests are preempted, and if those hold too little, KV of younger requests is
 recalled. A claim ends a while after the request's last question.
 """

@@ -1,10 +1,10 @@
-"""gRPC's health service alone, on a port of its own: for probes, which bring neither secret nor certificate.
+"""Serve gRPC's health service on its own port, for probes without secret or certificate.
 
-    live     no step is stuck, and the process answers; what is not, a new process may help
-    ready    the coordinator counts on this node: it is attached, and is not stopping. So says the empty name too
+    live     no step is stuck, and the process responds; otherwise a restart may help
+    ready    the node is attached to the coordinator and is not stopping; the empty name reports the same
 
-The port opens when the model is loaded. It is answered on the event loop that the node runs on, so a node that hangs
-does not answer. There is nothing to read or change here but these two bits; who may ask is a matter of the network.
+The port opens when the model is loaded. Checks run on the node's event loop, so a node that hangs
+does not respond. The port exposes only these two states; the network must restrict access to it.
 """
 
 import contextlib

@@ -132,7 +132,7 @@ class NodeLogic:
         self._take(shape)
         self._home = shape
 
-    # ---- what comes out ----
+    # ---- state and decisions ----
 
     @property
     def shape(self) -> Shape:

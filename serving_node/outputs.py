@@ -1,4 +1,4 @@
-"""What a step gives to each request, how each request ends, and which full blocks the node reports. Pure.
+"""Report the tokens of each step, the end of each request, and the changes of the prefix cache. Pure.
 
 A request ends by success, failure, cancel or the loss of the coordinator. At that moment it may be in a running step or
 in a transfer: its blocks are freed when neither uses them any more, and only then is the end reported.
@@ -19,7 +19,7 @@ from serving_node.decisions import CancelTransfer, Decision, Tell
 
 
 class Endings:
-    """Ends requests, and collects what is decided about all of them."""
+    """End requests, and collect the decisions about all of them."""
 
     def __init__(self, node_requests: NodeRequests, leases: Leases) -> None:
         self._node_requests = node_requests

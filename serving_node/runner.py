@@ -160,7 +160,7 @@ class NodeRunner:
         self._is_carrying_out = False
         self._alarm: Alarm | None = None
 
-    # ---- the link's view ----
+    # ---- for the link ----
 
     def hello(self) -> fleet_pb2.Hello:
         self._logic.attached()
@@ -234,7 +234,7 @@ class NodeRunner:
     def _engines(self) -> list[Engine]:
         return [self._engine] if self._drafter is None else [self._engine, self._drafter.engine]
 
-    # ---- the view of those who watch ----
+    # ---- for metrics and tests ----
 
     @property
     def name(self) -> str:
@@ -295,7 +295,7 @@ class NodeRunner:
             "timers": int(self._logic.wake_at_s is not None),
         }
 
-    # ---- the process's view ----
+    # ---- for the process ----
 
     def drain(self) -> None:
         """Ask for no new attempts from the next heartbeat on."""
@@ -349,13 +349,13 @@ class NodeRunner:
         self._logic.sent(epoch, result, time.monotonic())
         self._carry_out()
 
-    # ---- the second tier ----
+    # ---- KV offload ----
 
     def _loaded(self, load_id: int, num_good: int) -> None:
         self._logic.loaded(load_id, num_good, time.monotonic())
         self._carry_out()
 
-    # ---- annexes ----
+    # ---- distributed KV ----
 
     def _annex_offer(self) -> fleet_pb2.AnnexOffer | None:
         if self._annexes is None:

@@ -124,9 +124,7 @@ class Streaks:
         """Return how many steps, including the running one, `advance` may record at once if no event comes
         meanwhile.
         """
-        is_room = (
-            len(streak.node_requests) <= self._leases.num_free
-        )  # one block for each sequence: the steps fill no more
+        is_room = len(streak.node_requests) <= self._leases.num_free  # one block for each sequence
         return min(streak.num_steps, self._leases.block_size) if self._is_calm and is_room else 0
 
     def advance(self, streak: Streak, token_ids: Sequence[Sequence[int]], steps_s: Sequence[float]) -> bool:

@@ -1,4 +1,4 @@
-"""One annex, seen from the node whose request it is."""
+"""Use one run of tiles on a KV holder, from the node that owns the request."""
 
 import contextlib
 import socket
@@ -9,39 +9,44 @@ from kv_transfer.annexes.wire import LEAST_S, MAX_BYTES, Asker, Kind, hear, hear
 from kv_transfer.results import AnnexRecalled, TransferError
 from serving_core.layout import KVLayout
 
-ROOM_S: Final = 3.0  # to connect, and to hear whether there is room
+ROOM_S: Final = 3.0  # to connect and to learn whether there is room
 PUT_S: Final = 10.0  # for each layer's tiles
-ANSWER_S: Final = 2.5  # for partials, for which a step waits; a node whose step takes 3 s counts as stuck
+ANSWER_S: Final = 2.5  # for partials, for which a step waits; less than a step may take before it counts as stuck
 
 
 class Annex:
-    """Whole tiles of a request in another node's pool. Used by one thread at a time, closed by any. What fails raises
-    OSError, and closes it."""
+    """Hold whole tiles of a request in another node's pool.
+
+    Used by one thread at a time, closed by any thread. Every failure raises OSError and closes the annex.
+    """
 
     def __init__(
         self, address: str, connection: socket.socket, num_tiles: int, *, row_bytes: int, partial_bytes: int
     ) -> None:
         self.address: Final = address
         self.num_tiles: Final = num_tiles
-        self.is_silent = False  # it has not answered in time
-        self.is_recalled = False  # its node needs the blocks, and is well otherwise
+        self.is_silent = False  # the holder has not replied in time
+        self.is_recalled = False  # the holder needs its blocks and is otherwise healthy
         self._connection = connection
         self._row_bytes, self._partial_bytes = row_bytes, partial_bytes
 
     def ask(self, layer: int, query: memoryview) -> None:
-        """Asks for the partials of this row."""
+        """Request the partials of one query row."""
         with self._closed_by_errors():
             tell(self._connection, Kind.ASK, query, layer=layer)
 
     def answer(self, layer: int) -> memoryview:
-        """The partials [num_tiles] of the row that was asked for, in this layer."""
+        """Return the partials [num_tiles] of the requested row in this layer."""
         num_bytes = self.num_tiles * self._partial_bytes
         with self._closed_by_errors():
             _, payload = hear_answer(self._connection, Kind.PARTIALS, num_bytes, layer=layer)
         return memoryview(payload)
 
     def carry(self, layer: int, queries: memoryview, partials: memoryview) -> memoryview:
-        """The partials [rows] of these rows over all keys up to the last one there, from those over the keys before."""
+        """Return the partials [rows] of these query rows over all keys up to the holder's last one.
+
+        `partials` are those over the keys before; the first annex gets none.
+        """
         num_rows = len(queries) // self._row_bytes
         with self._closed_by_errors():
             tell(self._connection, Kind.CARRY, b"".join((queries, partials)), layer=layer, number=num_rows)
@@ -49,14 +54,14 @@ class Annex:
         return memoryview(payload)
 
     def close(self) -> None:
-        """The other node's blocks are free."""
-        with contextlib.suppress(OSError):  # it is gone already
+        """Close the connection, which frees the holder's blocks."""
+        with contextlib.suppress(OSError):  # the connection is gone already
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     @contextlib.contextmanager
     def _closed_by_errors(self) -> Iterator[None]:
-        """An answer that did not come in time must not be taken for the next one."""
+        """Close the annex if the body raises, so that a late reply is not taken for the next one."""
         try:
             yield
         except OSError as error:
@@ -71,7 +76,7 @@ class Annex:
 
 
 def _has_recalled(connection: socket.socket) -> bool:
-    """Whether that was the last word of the other end, which has hung up before it could be asked."""
+    """Return whether the holder's last message was a recall, sent before it closed the connection."""
     try:
         connection.settimeout(LEAST_S)
         header = hear(connection)
@@ -81,7 +86,7 @@ def _has_recalled(connection: socket.socket) -> bool:
 
 
 def most_tiles_of(layout: KVLayout, tile_tokens: int) -> int:
-    """Of one annex: each layer's tiles are put there in one message."""
+    """Return the most tiles of one annex, since the tiles of each layer are sent in one message."""
     tile_bytes = max(sum(layout.plane_bytes(layer)) for layer in layout.layers) * (tile_tokens // layout.block_size)
     return MAX_BYTES // tile_bytes
 
@@ -97,8 +102,10 @@ def open_annex(
     row_bytes: int,
     partial_bytes: int,
 ) -> Annex | None:
-    """Puts as many of these tiles there as the node has room for; None where it has none. `read` gives the keys and
-    values of a layer's leading tiles, so many. Raises OSError or TransferError."""
+    """Send as many tiles as the node has room for, at most `most_tiles`; return None without room.
+
+    `read` returns keys and values of a layer's leading tiles. Raises OSError or TransferError.
+    """
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host.strip("[]"), int(port)), ROOM_S)
     try:

@@ -1,4 +1,4 @@
-"""The end of annexes that holds them: a port, and a thread for each connection to it."""
+"""Hold tiles of other nodes' requests: a port, and a thread for each connection to it."""
 
 import contextlib
 import hmac
@@ -17,15 +17,15 @@ from serving_core.layout import KVLayout
 logger = logging.getLogger(__name__)
 
 MAX_ANNEXES: Final = 64  # at a time; more are refused
-MAX_STRANGERS: Final = 64  # connections that have not shown the key; the oldest makes room for another
-IDLE_S: Final = 600.0  # after which an annex that nobody asks for anything is given up
+MAX_STRANGERS: Final = 64  # connections that have not shown the key; the oldest is closed for a new one
+IDLE_S: Final = 600.0  # after which an idle annex is closed
 MESSAGE_S: Final = 10.0
-ACCEPT_PAUSE_S: Final = 0.1  # after a connection that could not be accepted, for want of descriptors say
+ACCEPT_PAUSE_S: Final = 0.1  # after a connection that could not be accepted, such as without file descriptors
 MAX_ROWS: Final = 1024  # of queries in one message
 
 
 class Partials(Protocol):
-    """What computes them."""
+    """Compute partial attention over held tiles."""
 
     @property
     def row_bytes(self) -> int: ...
@@ -37,7 +37,7 @@ class Partials(Protocol):
 
 
 class Pool(Protocol):
-    """Where tiles are put."""
+    """Define the pool into which tiles are written."""
 
     @property
     def layout(self) -> KVLayout: ...
@@ -46,8 +46,11 @@ class Pool(Protocol):
 
 
 class AnnexHost:
-    """Blocks come from `lease`, which is given most tiles and whose they are, and gives the blocks of as many as there
-    is room for, and go by `release`. Both are called by threads of this object."""
+    """Serve tiles of other nodes' requests.
+
+    `lease` takes a number, the most tiles and the asker, and returns the blocks of as many tiles as there is room for;
+    `release` returns them. Threads of this object call both.
+    """
 
     def __init__(
         self,
@@ -60,17 +63,16 @@ class AnnexHost:
         release: Callable[[int], None],
         tile_tokens: int,
     ) -> None:
-        """Port 0 is any free one. `lease` and `release` are given a number of the annex. Raises SettingsError where it
-        cannot listen."""
+        """Listen; port 0 is any free one. Raises SettingsError if it cannot."""
         self._pool, self._partials, self._key = pool, partials, key
         self._lease, self._release = lease, release
         self._layout = pool.layout
         self._blocks_each = tile_tokens // self._layout.block_size
-        self._computes = threading.Lock()  # one at a time, beside the node's own steps
+        self._computes = threading.Lock()  # one computation at a time, beside the node's own steps
         self._lock = threading.Lock()
         self._connections: dict[int, socket.socket] = {}
-        self._strangers: dict[int, socket.socket] = {}  # of those, the oldest first
-        self._recalled: set[int] = set()  # of those
+        self._strangers: dict[int, socket.socket] = {}  # of the connections, oldest first
+        self._recalled: set[int] = set()  # numbers of the connections
         self._num_known = 0
         self._num_opened = 0
         self._is_closed = False
@@ -80,26 +82,28 @@ class AnnexHost:
         except OSError as error:
             raise SettingsError(f"cannot listen for annexes on {address}:{port}: {error.strerror or error}") from error
         self.address: Final = f"{address}:{self._listener.getsockname()[1]}"
-        self._threads: list[threading.Thread] = []  # of the connections; the acceptor's alone
+        self._threads: list[threading.Thread] = []  # of the connections; used by the acceptor only
         self._acceptor = threading.Thread(target=self._accept, name="annexes", daemon=True)
         self._acceptor.start()
 
     def recall(self, number: int) -> None:
-        """Ends an annex whose blocks are needed, which the other end is told. `release` follows as soon as nobody
-        touches them."""
+        """End an annex whose blocks are needed, and tell its owner.
+
+        `release` follows as soon as no thread uses the blocks.
+        """
         with self._lock:
             if (connection := self._connections.get(number)) is not None:
                 self._recalled.add(number)
                 _shut(connection, socket.SHUT_RD)
 
     def close(self) -> None:
-        """Ends all of them."""
+        """End all annexes."""
         with self._lock:
             self._is_closed = True
             connections = list(self._connections.values())
         for connection in (self._listener, *connections):
             _shut(connection)
-        self._acceptor.join(MESSAGE_S)  # behind which there are no more threads
+        self._acceptor.join(MESSAGE_S)  # afterwards no thread is started
         for thread in self._threads:
             thread.join(MESSAGE_S)
         self._listener.close()
@@ -173,7 +177,7 @@ class AnnexHost:
 
     @contextlib.contextmanager
     def _known(self, number: int) -> Iterator[None]:
-        """One that has shown the key. Raises TransferError where there are too many."""
+        """Count an annex that has shown the key. Raises TransferError above MAX_ANNEXES."""
         with self._lock:
             if self._num_known >= MAX_ANNEXES:
                 raise TransferError(f"there are {MAX_ANNEXES} annexes here, the most of a node")
@@ -232,13 +236,13 @@ class AnnexHost:
 
 
 def _take_leave(connection: socket.socket) -> None:
-    """Tells why it is hung up."""
-    with contextlib.suppress(OSError):  # nobody hears it
+    """Tell the other end that its blocks were recalled."""
+    with contextlib.suppress(OSError):  # the other end is gone
         connection.settimeout(MESSAGE_S)
         tell(connection, Kind.RECALLED)
 
 
 def _shut(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
-    """Whoever waits for it is told."""
-    with contextlib.suppress(OSError):  # it is gone already
+    """Shut a connection down, which wakes every thread that waits for it."""
+    with contextlib.suppress(OSError):  # the connection is gone already
         connection.shutdown(how)

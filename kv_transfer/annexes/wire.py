@@ -1,11 +1,11 @@
-"""What the two ends of an annex say to each other: one message is asked, one is answered.
+"""Define the messages between a request's node and a KV holder: each request has one reply.
 
 OPEN(key, asker, most tiles)            ->  OPENED(tiles), none where there is no room
 PUT(layer, KV)                          ->  PUT, once for each layer
 ASK(layer, query)                       ->  PARTIALS, one for each tile
 CARRY(layer, queries, partials so far)  ->  PARTIALS, one for each row; the first annex gets none
 
-In place of an answer, or while nothing is asked, RECALLED may come: its node needs the blocks, and hangs up.
+Instead of a reply, or while no request is open, RECALLED may come: the holder needs its blocks, and closes.
 """
 
 import socket
@@ -19,12 +19,12 @@ from kv_transfer.results import AnnexRecalled, TransferError
 
 KEY_BYTES: Final = 32
 MAX_BYTES: Final = 2**30  # of one message's payload
-LEAST_S: Final = 0.001  # for what has come already
-_ASKER: Final = struct.Struct("<Q?I")  # behind the key; seconds in thousandths
+LEAST_S: Final = 0.001  # to read what has already arrived
+_ASKER: Final = struct.Struct("<Q?I")  # follows the key; seconds in thousandths
 _MOST_MS: Final = 2**32 - 1
 ASKER_BYTES: Final = _ASKER.size
-_FIELDS: Final = struct.Struct("<4sIIQ")  # magic with the kind, layer, a number, bytes behind the header
-_CHECKSUM: Final = struct.Struct("<I")  # behind them, of them and the payload
+_FIELDS: Final = struct.Struct("<4sIIQ")  # magic with the kind, layer, a number, payload bytes
+_CHECKSUM: Final = struct.Struct("<I")  # follows the fields; covers fields and payload
 HEADER_BYTES: Final = _FIELDS.size + _CHECKSUM.size
 _MAGIC: Final = b"SSB"
 
@@ -40,11 +40,11 @@ class Kind(IntEnum):
 
 
 class Asker(NamedTuple):
-    """The request that asks for room."""
+    """Describe the request that asks for tiles."""
 
     age: int
-    is_again: bool = False  # no node had room when it last asked
-    step_s: float = 0.0  # that one of its steps takes, in which it does not ask
+    is_again: bool = False  # no node had room at the last attempt
+    step_s: float = 0.0  # duration of one of its steps, in which it does not ask
 
     def pack(self) -> bytes:
         return _ASKER.pack(self.age, self.is_again, min(round(self.step_s * 1000), _MOST_MS))
@@ -61,13 +61,13 @@ class Header(NamedTuple):
     number: int
     num_bytes: int
     own_checksum: int
-    checksum: int  # of it and the payload
+    checksum: int  # of the header and the payload
 
 
 def tell(
     connection: socket.socket, kind: Kind, payload: bytes | memoryview = b"", *, layer: int = 0, number: int = 0
 ) -> None:
-    """Raises OSError when the other end does not take it in time."""
+    """Send one message. Raises OSError if the other end does not take it in time."""
     view = memoryview(payload).cast("B")
     fields = _FIELDS.pack(_MAGIC + bytes([kind]), layer, number, len(view))
     connection.sendall(fields + _CHECKSUM.pack(zlib.crc32(view, zlib.crc32(fields))))
@@ -76,7 +76,7 @@ def tell(
 
 
 def hear(connection: socket.socket) -> Header | None:
-    """What comes next, but for its payload; None when the other end has hung up. Raises TransferError."""
+    """Return the next header, or None if the other end has closed. Raises TransferError if it is not valid."""
     data = _receive(connection, HEADER_BYTES, may_end=True)
     if not data:
         return None
@@ -91,7 +91,7 @@ def hear(connection: socket.socket) -> Header | None:
 
 
 def hear_payload(connection: socket.socket, header: Header, num_bytes: int) -> bytearray:
-    """What the header announced, which must be so many bytes. Raises TransferError."""
+    """Return the payload of a header, which must have `num_bytes` bytes. Raises TransferError."""
     if header.num_bytes != num_bytes:
         raise TransferError(f"a message of an annex has {header.num_bytes} bytes in place of {num_bytes}")
     payload = _receive(connection, num_bytes)
@@ -103,8 +103,10 @@ def hear_payload(connection: socket.socket, header: Header, num_bytes: int) -> b
 def hear_answer(
     connection: socket.socket, kind: Kind, num_bytes: int = 0, *, layer: int = 0
 ) -> tuple[Header, bytearray]:
-    """The answer to what was asked, of that layer. Raises OSError or TransferError, AnnexRecalled where there will be
-    none."""
+    """Return the reply of this kind and layer.
+
+    Raises OSError or TransferError; AnnexRecalled if the holder has recalled its blocks.
+    """
     header = hear(connection)
     if header is None:
         raise TransferError("the node that holds an annex has hung up")
@@ -118,7 +120,7 @@ def hear_answer(
 
 
 def _receive(connection: socket.socket, num_bytes: int, *, may_end: bool = False) -> bytearray:
-    """All of it within the connection's timeout, which counts for each piece otherwise."""
+    """Return exactly `num_bytes` bytes within the connection's timeout, which otherwise counts for each piece."""
     limit_s = connection.gettimeout()
     assert limit_s, "no wait without a deadline"
     data, ends_s = bytearray(num_bytes), time.monotonic() + limit_s

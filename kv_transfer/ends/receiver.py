@@ -350,9 +350,7 @@ class _Transfer:
         self.began_s: float | None = None  # time of the first message
         self._epoch = descriptor.epoch
         self._on_done, self._on_coming = on_done, on_coming
-        self._results: dict[
-            ReceivingChannel, Received | TransferFailed
-        ] = {}  # in the order in which the channels ended
+        self._results: dict[ReceivingChannel, Received | TransferFailed] = {}  # in the order of their ends
         payload, store = receiver.transport.payload, receiver.store
         self.channels = [
             ReceivingChannel(channel, payload, store.heads(copy.destination_heads), block_ids, self)

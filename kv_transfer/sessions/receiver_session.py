@@ -41,7 +41,7 @@ class State(Enum):
     FAILED = auto()
 
 
-# ---- events: Data, Finish and Abort as they come, and ----
+# ---- events: Data, Finish and Abort as received, and ----
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,16 @@
-"""The sender's half of one channel's session: events and the time in, actions out. No I/O, no clock.
+"""Run the sender's side of one channel: events and the time in, actions out. No I/O, no clock.
 
     FILLING ──AllReady──> FLUSHING ──queue empty, Finish sent──> AWAITING ──Committed──> ENDED
                               ^                                     │
                               └──────────────Missing────────────────┘
     Cancel, Refused, Tick past the deadline, too many losses or rounds: any of the three ──> ENDED
 
-Blocks leave in messages, at most WINDOW of which the transport holds at a time. `Finish` asks for an answer and is
-repeated, ever more slowly, until one comes; where none does though everything has left, the connection may be cut in
-silence, and is made anew. What got lost or was corrupted on the way comes back as Missing.
+Blocks are sent in messages, at most WINDOW of which the transport holds at a time. `Finish` asks for a reply and is
+repeated at growing intervals until a reply comes. If none comes although every message has left, the connection may
+be cut silently, and is made anew. The receiver reports lost or corrupted blocks as Missing.
 
-While FILLING, the caller hears once that everything which was ready has left: CaughtUp. A running answer that moves
-writes on until then, and the rest that it stops for is short.
+While FILLING, the caller is told once that every ready block has left: CaughtUp. A migrating sequence decodes until
+then, so that the rest for which it freezes is short.
 """
 
 from collections import deque

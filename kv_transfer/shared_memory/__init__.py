@@ -1,6 +1,6 @@
-"""Blocks between two processes of one machine, through memory that both have mapped.
+"""Move blocks between two processes of one machine through memory that both have mapped.
 
-Beside a connection of the ZeroMQ transport, which stays and carries all else:
+The memory belongs to a connection of the ZeroMQ transport, which stays open and carries everything else:
 
     sender                                           receiver
     Offer (a socket's name, a secret, a nonce) ────>  connects to the socket, shows the secret

@@ -1,4 +1,4 @@
-"""Memory that one process writes and others read, without a name in any file system."""
+"""Provide memory that one process writes and others read, without a name in any file system."""
 
 import fcntl
 import mmap
@@ -12,22 +12,22 @@ from kv_transfer.results import TransferError
 from serving_core.memory import available_bytes
 
 NONCE_BYTES: Final = 16
-HEAD_BYTES: Final = 4096  # before the first slot: the nonce
-LEAST_FREE_BYTES: Final = 256 * 2**20  # what an area has to leave to the machine, or to the cgroup
+HEAD_BYTES: Final = 4096  # before the first slot; begins with the nonce
+LEAST_FREE_BYTES: Final = 256 * 2**20  # that must stay free on the machine or in the cgroup
 
-# Of linux/fcntl.h, not all of which Python's fcntl knows.
+# From linux/fcntl.h; Python's fcntl lacks some of them.
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 _NO_MORE_SEALS, _NO_SHRINKING, _NO_GROWING, _NO_FUTURE_WRITING = 0x1, 0x2, 0x4, 0x10
-# Without them a reader could be ended by SIGBUS, where its writer has cut the memory or punched holes into it.
+# Without seals a writer could truncate or punch the memory, which kills readers by SIGBUS.
 SEALS: Final = _NO_SHRINKING | _NO_GROWING | _NO_FUTURE_WRITING | _NO_MORE_SEALS
 _BLOCK_BYTES: Final = 512  # of st_blocks
 
 
 class WrittenArea:
-    """The writer's end: the one mapping that can write, ever."""
+    """Hold the writer's end: the only mapping that can ever write."""
 
     def __init__(self, num_bytes: int, nonce: bytes) -> None:
-        """Allocates the memory itself, not only addresses. Raises OSError where there is not enough."""
+        """Allocate the memory itself, not only addresses. Raises OSError without enough memory."""
         if available_bytes() < num_bytes + LEAST_FREE_BYTES:
             raise OSError("there is too little free memory")
         descriptor = os.memfd_create("splitserve-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -44,28 +44,30 @@ class WrittenArea:
         self._descriptor = descriptor
 
     def hand_over(self, reader: socket.socket) -> None:
-        """Sends the descriptor, which nobody can write with, and keeps none. To be called once. Raises OSError."""
+        """Send the descriptor, with which no process can write, and close it here. Call once. Raises OSError."""
         try:
             socket.send_fds(reader, [b"."], [self._descriptor])
         finally:
             os.close(self._descriptor)
 
     def write(self, offset: int, frames: Sequence[memoryview]) -> None:
-        """Puts these there, one behind the other."""
+        """Write the frames one behind the other from `offset` on."""
         for frame in frames:
             self._map[offset : offset + len(frame)] = frame
             offset += len(frame)
 
     def close(self) -> None:
-        """Readers keep what they have mapped."""
+        """Unmap the memory. Readers keep their mappings."""
         self._map.close()
 
 
 class ReadArea:
-    """A reader's end."""
+    """Hold a reader's end."""
 
     def __init__(self, descriptor: int, num_bytes: int, nonce: bytes) -> None:
-        """Leaves the descriptor to its owner. Raises TransferError where it is not what was offered."""
+        """Map the memory read-only; the caller keeps the descriptor. Raises TransferError if it does not match the
+        offer.
+        """
         try:
             seals = fcntl.fcntl(descriptor, _GET_SEALS)
             status = os.fstat(descriptor)
@@ -83,7 +85,7 @@ class ReadArea:
             raise TransferError("other shared memory than was offered")
 
     def copy(self, offset: int, target: memoryview) -> None:
-        """Fills the target with what lies there."""
+        """Fill `target` with the bytes from `offset` on."""
         target[:] = self._view[offset : offset + len(target)]
 
     def close(self) -> None:

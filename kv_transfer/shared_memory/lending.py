@@ -1,4 +1,4 @@
-"""The Dialer's end and the Listener's end of shared memory."""
+"""Run shared memory at both ends: the Dialer's and the Listener's."""
 
 import asyncio
 import contextlib
@@ -27,8 +27,8 @@ from serving_core.descriptors import NONE_LEFT, connections_within
 
 logger = logging.getLogger(__name__)
 
-NUM_SLOTS: Final = 8  # of one connection; what finds none free goes by the connection itself
-MAX_AREAS: Final = 8  # of one Dialer, 24 MiB each
+NUM_SLOTS: Final = 8  # of one connection; without a free slot blocks go over the connection
+MAX_AREAS: Final = 8  # of one Dialer
 
 _WHY: Final = {
     Decline.UNWANTED: "it is told not to read any",
@@ -40,10 +40,10 @@ _WHY: Final = {
 
 
 class Lender:
-    """The socket of one Dialer, and how much it lends."""
+    """Hold the socket of one Dialer and the count of its shared memory."""
 
     def __init__(self) -> None:
-        """Raises OSError where no memory can be shared."""
+        """Open the socket. Raises OSError if no memory can be shared."""
         self.num_bytes = 0  # of blocks
         self.num_areas = 0
         self.memory_socket = MemorySocket()
@@ -53,25 +53,31 @@ class Lender:
 
 
 class Loan:
-    """The memory of one connection. It is offered at once; until it is taken, nothing can be lent."""
+    """Share memory over one connection. The memory is offered at once, and usable once the offer is taken."""
 
     def __init__(self, lender: Lender, tell: Callable[[Note], None], on_gone: Callable[[], None]) -> None:
-        """`on_gone` is called when a receiver that had taken it is gone."""
+        """Offer memory.
+
+        `on_gone` is called when a receiver that had taken the memory is gone.
+        """
         self._lender = lender
         self._on_gone = on_gone
         self._loop = asyncio.get_running_loop()
         self._area: WrittenArea | None = None
         self._borrower: socket.socket | None = None
-        self.is_taken = False  # only then can anything be lent
-        self._free = list(range(NUM_SLOTS))  # the one to be used next is last: it may still lie in the CPU's cache
-        self._lent: dict[int, tuple[int, asyncio.Future[None]]] = {}  # slots by number, in order
+        self.is_taken = False  # only then can slots be used
+        self._free = list(range(NUM_SLOTS))  # the next slot is the last one, which may still be in the CPU's cache
+        self._lent: dict[int, tuple[int, asyncio.Future[None]]] = {}  # (slot, future) by number, in order
         self._last = 0
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._secret = lender.memory_socket.expect(self._hand_over)
         tell(Offer(lender.memory_socket.name, self._secret, self._nonce, NUM_SLOTS))
 
     def lend(self, frames: Sequence[memoryview]) -> tuple[Lent, asyncio.Future[None]] | None:
-        """Copies them into a slot; done when the slot is free again. None when there is no slot for them."""
+        """Copy frames into a free slot, or return None without one.
+
+        The future completes when the slot is free again.
+        """
         num_bytes = sum(map(len, frames))
         if not self.is_taken or not self._free or not 0 < num_bytes <= SLOT_BYTES:
             return None
@@ -85,7 +91,7 @@ class Loan:
         return Lent(self._last, slot, num_bytes), returned
 
     def take(self, note: Note) -> None:
-        """What the receiver says."""
+        """Handle a note of the receiver."""
         match note:
             case Taken() if self._area is not None and not self.is_taken:
                 self.is_taken = True
@@ -98,7 +104,7 @@ class Loan:
                     self._return_first()
 
     def close(self) -> None:
-        """Lends no more. Nobody waits for what was lent: the memory is the receiver's alone now."""
+        """Stop sharing, and complete all futures: the memory now belongs to the receiver alone."""
         self._lender.memory_socket.forget(self._secret)
         self.is_taken = False
         while self._lent:
@@ -118,7 +124,7 @@ class Loan:
         returned.set_result(None)
 
     def _hand_over(self, visitor: socket.socket) -> None:
-        """To the receiver, which has come for it. Where that cannot be, it sees its visit end."""
+        """Pass the memory to the receiver, which has connected. On failure the connection closes."""
         try:
             if self._lender.num_areas >= MAX_AREAS:
                 raise OSError(f"{MAX_AREAS} receivers have some already")
@@ -136,25 +142,25 @@ class Loan:
             self.close()
 
     def _lose(self) -> None:
-        """The receiver is gone, or has something to say here, which none has."""
+        """Stop sharing when the receiver is gone, or sends anything here, which no receiver does."""
         was_taken = self.is_taken
         self.close()
         if was_taken:
             self._on_gone()
 
 
-MAX_LENDERS: Final = 64  # of one Listener, visits included
-LENDER_DESCRIPTORS: Final = 2  # the memory, and the connection that tells when its sender is gone
+MAX_LENDERS: Final = 64  # of one Listener, including visits under way
+LENDER_DESCRIPTORS: Final = 2  # the memory, and the connection that shows when the sender is gone
 
 Tell = Callable[[bytes, Note], None]
 """Takes the peer that a note is for."""
 
 
 class Borrower:
-    """Reads the memory of the senders that have dialled one Listener."""
+    """Read the shared memory of the senders that have dialed one Listener."""
 
     def __init__(self, tell: Tell, *, is_willing: bool) -> None:
-        """Declines every offer unless it is willing."""
+        """Create a reader. It declines every offer unless `is_willing`."""
         self.num_bytes = 0  # of blocks
         self._is_willing = is_willing
         self._max_lenders = connections_within(MAX_LENDERS, descriptors_each=LENDER_DESCRIPTORS)
@@ -164,11 +170,11 @@ class Borrower:
 
     @property
     def num_lenders(self) -> int:
-        """Return the number of senders whose memory is read or is being asked for."""
+        """Return the number of senders whose memory is read or requested."""
         return len(self._visits)
 
     def take_offer(self, peer: bytes, offer: Offer) -> None:
-        """Visits the sender, and tells it what came of that."""
+        """Connect to the sender's socket, and tell it the outcome."""
         if not self._is_willing:
             self._tell(peer, Declined(Decline.UNWANTED))
         elif peer in self._visits:
@@ -183,8 +189,10 @@ class Borrower:
                 self._tell(peer, Declined(Decline.BUSY if is_short else Decline.UNREACHABLE))
 
     def copy_of(self, peer: bytes, lent: Lent) -> memoryview | None:
-        """A copy of what lies in the slot, valid until the next one; the slot is returned already. None where there is
-        no such memory: its sender is gone, or never had any."""
+        """Return a copy of a slot's bytes, valid until the next call, and return the slot.
+
+        Returns None if there is no such memory: its sender is gone or never shared any.
+        """
         visit = self._visits.get(peer)
         if visit is None or visit.area is None or lent.slot >= visit.num_slots:
             logger.warning("a message was dropped: its blocks lie in memory that is not shared")
@@ -201,7 +209,7 @@ class Borrower:
         self._visits.clear()
 
     def _note_outcome(self, peer: bytes, outcome: Decline | None) -> None:
-        """It is taken, or declined, or what was taken is no longer there."""
+        """Report that memory was taken or declined; drop memory that is gone."""
         if outcome is None:
             self._tell(peer, Taken())
             return
@@ -211,11 +219,14 @@ class Borrower:
 
 
 class _Visit:
-    """At one sender's socket, and then its memory for as long as the sender keeps the connection."""
+    """Connect to one sender's socket, then hold its memory while the sender keeps the connection."""
 
     def __init__(self, offer: Offer, on_outcome: Callable[[Decline | None], None]) -> None:
-        """`on_outcome` takes None once the memory can be read, and a Decline when it cannot, or no longer. Raises
-        OSError where nobody is there."""
+        """Connect.
+
+        `on_outcome` takes None once the memory can be read, and a Decline if it cannot, or no longer. Raises OSError if
+        the sender cannot be reached.
+        """
         self.area: ReadArea | None = None
         self.num_slots: Final = offer.num_slots
         self._offer = offer
@@ -234,7 +245,7 @@ class _Visit:
         self._loop.add_reader(self._socket, self._come_back)
 
     def end(self) -> None:
-        """Reads nothing more."""
+        """Close the connection and the memory."""
         self._late.cancel()
         self._loop.remove_reader(self._socket)
         self._socket.close()
@@ -242,7 +253,7 @@ class _Visit:
             self.area.close()
 
     def _come_back(self) -> None:
-        """With the sender's descriptor; or without, when it has none to give or is gone."""
+        """Receive the sender's descriptor; without one, the sender has none to give or is gone."""
         if self.area is not None:
             self._conclude(Decline.UNREACHABLE)
             return

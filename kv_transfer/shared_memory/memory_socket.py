@@ -1,4 +1,4 @@
-"""Where a sender hands its memory over: an abstract Unix socket, which has no file and ends with its process."""
+"""Pass a sender's memory over an abstract Unix socket, which has no file and ends with its process."""
 
 import asyncio
 import contextlib
@@ -12,21 +12,21 @@ from typing import Final
 from kv_transfer.shared_memory.notes import NAME_BYTES, SECRET_BYTES
 from serving_core.descriptors import NONE_LEFT
 
-MAX_VISITORS: Final = 16  # that have shown no secret yet; who comes then is sent away
-SHAKE_S: Final = 2.0  # from being accepted to having shown a secret
-PAUSE_S: Final = 0.5  # without a descriptor left to accept with
+MAX_VISITORS: Final = 16  # connections that have shown no secret; further ones are closed
+SHAKE_S: Final = 2.0  # from accept to the secret
+PAUSE_S: Final = 0.5  # before the next accept, when no file descriptor is left
 
-_CREDENTIALS: Final = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
+_CREDENTIALS: Final = struct.Struct("3i")  # SO_PEERCRED: process, user, group
 
 OnVisit = Callable[[socket.socket], None]
-"""Takes the connection of who has shown a secret, and owns it."""
+"""Takes and owns a connection that has shown its secret."""
 
 
 class MemorySocket:
-    """Lets in who is the same user and shows a secret. Each secret is good once."""
+    """Accept connections of the same user that show a secret. Each secret is valid once."""
 
     def __init__(self) -> None:
-        """Raises OSError where there are no such sockets, or none is left."""
+        """Listen. Raises OSError if the system has no abstract sockets or no file descriptor is left."""
         self.name: Final = secrets.token_bytes(NAME_BYTES)
         self._loop = asyncio.get_running_loop()
         self._expected: dict[bytes, OnVisit] = {}  # by secret
@@ -42,13 +42,13 @@ class MemorySocket:
         self._loop.add_reader(self._socket, self._accept)
 
     def expect(self, on_visit: OnVisit) -> bytes:
-        """The secret of a visitor to come."""
+        """Return the secret for one connection, which `on_visit` receives."""
         secret = secrets.token_bytes(SECRET_BYTES)
         self._expected[secret] = on_visit
         return secret
 
     def forget(self, secret: bytes) -> None:
-        """Nobody is to come with this secret any more."""
+        """Invalidate a secret."""
         self._expected.pop(secret, None)
 
     def close(self) -> None:
@@ -63,10 +63,10 @@ class MemorySocket:
         try:
             visitor, _ = self._socket.accept()
         except OSError as error:
-            if error.errno in NONE_LEFT:  # who has come waits, and the loop would ask again and again
+            if error.errno in NONE_LEFT:  # the pending connection would wake the loop again and again
                 self._loop.remove_reader(self._socket)
                 self._pause = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._socket, self._accept)
-            return  # or it has left already
+            return  # or the connection is gone already
         if len(self._visitors) >= MAX_VISITORS or not is_same_user(visitor):
             visitor.close()
             return
@@ -95,19 +95,19 @@ class MemorySocket:
 
 
 def new_socket() -> socket.socket:
-    """One that keeps messages apart, and never waits. Raises OSError."""
+    """Return a non-blocking socket that keeps message boundaries. Raises OSError."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.setblocking(False)
     return made
 
 
 def address_of(name: bytes) -> str:
-    """Of the socket of that name: abstract, and never the socket of anything else."""
+    """Return the abstract address of the socket with this name, in a namespace of its own."""
     return f"\0splitserve-kv-{name.hex()}"
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end is this one's user, as the kernel says."""
+    """Return whether the process at the other end runs as the same user, according to the kernel."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return bool(user == os.geteuid())

@@ -1,4 +1,4 @@
-"""What the two ends of shared memory tell each other over their connection, beside the messages of transfers."""
+"""Define the notes on shared memory that both ends exchange over their connection, beside transfer messages."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,7 +9,7 @@ from kv_transfer.payload import MESSAGE_BYTES
 from kv_transfer.results import TransferError
 from kv_transfer.shared_memory.area import HEAD_BYTES, NONCE_BYTES
 
-SLOT_BYTES: Final = MESSAGE_BYTES  # what is longer goes by the connection itself
+SLOT_BYTES: Final = MESSAGE_BYTES  # longer messages go over the connection
 MAX_SLOTS: Final = 64
 SECRET_BYTES: Final = 32
 NAME_BYTES: Final = 16
@@ -18,13 +18,13 @@ MAX_NUMBER: Final = 2**63 - 1
 
 
 class Decline(StrEnum):
-    """Why a receiver does not read a sender's memory."""
+    """Name why a receiver does not read a sender's memory."""
 
-    UNWANTED = "unwanted"  # it is told not to
+    UNWANTED = "unwanted"  # disabled by its settings
     UNREACHABLE = "unreachable"  # another machine, another container, another user
-    UNLIKE = "unlike"  # what was handed over is not what was offered
-    FULL = "full"  # it reads that of too many others
-    BUSY = "busy"  # it has no descriptor left, or was offered some already
+    UNLIKE = "unlike"  # the memory does not match the offer
+    FULL = "full"  # it reads the memory of too many senders
+    BUSY = "busy"  # it has no file descriptor left, or already has an offer
 
 
 _DECLINES = {decline.value: decline for decline in Decline}
@@ -32,11 +32,11 @@ _DECLINES = {decline.value: decline for decline in Decline}
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The sender's."""
+    """Offer memory; sent by the sender."""
 
-    name: bytes  # of its socket
-    secret: bytes  # to be shown there
-    nonce: bytes  # that is at the beginning of the memory
+    name: bytes  # of the sender's socket
+    secret: bytes  # to be shown at the socket
+    nonce: bytes  # at the beginning of the memory
     num_slots: int
 
     def __post_init__(self) -> None:
@@ -52,9 +52,9 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """The sender's: the payload of the message that this is part of lies in a slot."""
+    """State that the payload of this message is in a slot; sent by the sender."""
 
-    number: int  # one more than that of the Lent before
+    number: int  # one more than in the previous Lent
     slot: int
     num_bytes: int
 
@@ -66,19 +66,19 @@ class Lent:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The receiver's: it has mapped the memory."""
+    """State that the receiver has mapped the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """The receiver's: it has not."""
+    """State that the receiver has not mapped the memory."""
 
     why: Decline
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The receiver's: it reads nothing more of any Lent up to this one."""
+    """State that the receiver has read every Lent up to this number."""
 
     number: int
 
@@ -90,17 +90,17 @@ Note = Offer | Lent | Taken | Declined | Returned
 
 
 def offset_of(slot: int) -> int:
-    """Where in the memory a slot begins."""
+    """Return the offset of a slot in the memory."""
     return HEAD_BYTES + slot * SLOT_BYTES
 
 
 def encode(note: Note) -> bytes:
-    """The note as bytes, at most MAX_NOTE_BYTES."""
+    """Return the note as at most MAX_NOTE_BYTES bytes."""
     return pack_checked(_fields(note))
 
 
 def decode(packed: bytes | memoryview) -> Note:
-    """The inverse of encode. Raises TransferError on anything else."""
+    """Return the note that `encode` packed. Raises TransferError for all other bytes."""
     match unpack_checked(packed, MAX_NOTE_BYTES):
         case ["offer", name, secret, nonce, num_slots]:
             return Offer(name, secret, nonce, num_slots)

@@ -1,7 +1,9 @@
-"""The key that a ZeroMQ connection shows before anything of it is kept, where it is not encrypted.
+"""Protect unencrypted ZeroMQ connections with a key that is checked before any data is kept.
 
-A Listener draws it. It travels in descriptors, as part of the address, so that only those who hold one get in. It is
-the password of ZeroMQ's PLAIN mechanism. Whoever can read the network can read the key, as they can the blocks."""
+A Listener draws the key. The key travels in descriptors, as part of the address, so that only holders of a descriptor
+can connect. It is the password of ZeroMQ's PLAIN mechanism. An eavesdropper on the network can read the key, as it can
+read the blocks.
+"""
 
 import logging
 import secrets
@@ -24,23 +26,23 @@ _REFUSED: Final = "a connection without the key of a descriptor was refused"
 
 
 class ConnectionKey:
-    """What a Listener asks for; whoever has it may dial."""
+    """Require the key of every connection to a Listener."""
 
     def __init__(self) -> None:
         self._key = secrets.token_hex(KEY_BYTES)
         self._reminder = Reminder()
 
     def allow(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Nobody has to be told of."""
+        """Do nothing, and return no keys: the descriptor's key is enough."""
         return []
 
     def guard(self, router: "zmq.Socket[bytes]", context: zap.Context) -> "zmq.Socket[bytes]":
-        """Before a Listener binds its socket. What comes at the socket that this gives is for `answer`."""
+        """Protect a Listener's socket before it binds. Return the socket whose messages go to `answer`."""
         router.setsockopt(zmq.PLAIN_SERVER, 1)
         return zap.open_gate(router, context)
 
     def answer(self, questions: "zmq.Socket[bytes]", parts: list[zmq.Frame]) -> None:
-        """Whether somebody who dials may come in."""
+        """Decide whether a connection is accepted."""
         question = zap.read_question(parts)
         is_known = secrets.compare_digest(question.credentials[-1], self._key.encode())
         zap.answer(questions, question, may_come_in=is_known)
@@ -48,12 +50,12 @@ class ConnectionKey:
             logger.warning(_REFUSED)
 
     def address_of(self, endpoint: str) -> str:
-        """Where a guarded Listener is found: ENDPOINT#KEY."""
+        """Return the address of a guarded Listener: ENDPOINT#KEY."""
         return f"{endpoint}#{self._key}"
 
 
 def show_key(dealer: "zmq.Socket[bytes]", address: str) -> str:
-    """The endpoint that a Dialer's socket, made ready for it, is to connect to. Raises TransferError."""
+    """Set the key on a Dialer's socket, and return the endpoint to connect to. Raises TransferError."""
     endpoint, separator, key = address.rpartition("#")
     if not separator or len(key) != 2 * KEY_BYTES or not key.isascii() or not key.isalnum():
         raise TransferError("the descriptor's address cannot be dialled")

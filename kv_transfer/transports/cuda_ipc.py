@@ -1,9 +1,9 @@
-"""Frames between two processes on one CUDA device, where NCCL has no group.
+"""Move frames between two processes on one CUDA device, where NCCL cannot form a group.
 
-The sender has an area on the device, which the receiver opens by CUDA IPC: slots, and two numbers. A frame goes in
-parts, each numbered one higher than the last. The sender copies a part into the next slot and writes its number behind
-it, in the order of its stream. The receiver looks for that number, copies the part into memory of its own, and writes
-down in turn that the slot may be written again. A process is told nothing else, and writes into no other memory.
+The sender has an area on the device, with slots and two numbers, which the receiver opens by CUDA IPC. A frame is sent
+in parts, numbered consecutively. The sender copies a part into the next slot and then writes its number, in stream
+order. The receiver polls the number, copies the part into its own memory, and writes its own number, which frees the
+slot. The processes exchange nothing else, and neither writes to other memory.
 """
 
 import threading
@@ -24,7 +24,7 @@ POLL_S: Final = 50e-6
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float) -> None:
-    """Raises TransferError where it is not so within this time."""
+    """Wait until `is_so` is true. Raises TransferError after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
     while not is_so():
         if time.monotonic() > deadline:
@@ -33,7 +33,7 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float) -> None:
 
 
 def wait_for_device(device: torch.device, timeout_s: float) -> None:
-    """Returns when what was queued on the current stream so far is done. Raises TransferError if that takes longer."""
+    """Wait until the work queued on the current stream is done. Raises TransferError after `timeout_s` seconds."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     wait_until(event.query, timeout_s)
@@ -46,37 +46,42 @@ AREA_BYTES: Final = NUM_SLOTS * SLOT_BYTES + 2 * NUMBER_BYTES
 MAX_HANDLE_BYTES: Final = 2048
 MAX_NUMBER: Final = 2**62
 
-_AREA: Final = "area"  # the key of its handle
-_FILLED, _FREED = range(2)  # the numbers of the last part that the sender has written, and the receiver read
+_AREA: Final = "area"  # store key of the area's handle
+_FILLED, _FREED = range(2)  # number of the last part written by the sender, read by the receiver
 
 
 class Store(Protocol):
-    """Of both ends: what is set at one can be read at the other."""
+    """Share values between both ends: a value set at one end can be read at the other."""
 
     def set(self, key: str, value: bytes) -> None: ...
 
     def get(self, key: str) -> bytes:
-        """Waits for it. Raises TransferError when it does not come."""
+        """Wait for a value and return it. Raises TransferError if it does not come."""
 
 
 def are_on_one_device(store: Store, rank: int, device: torch.device) -> bool:
-    """Whether the two ends of a pair are, each of which calls this. Raises TransferError as the store does."""
-    ours = str(torch.cuda.get_device_properties(device).uuid).encode()  # which no two devices share, of any machines
+    """Return whether both ends of a pair use the same device; both must call this. Raises TransferError as the store
+    does.
+    """
+    ours = str(torch.cuda.get_device_properties(device).uuid).encode()  # unique over all machines
     store.set(f"device {rank}", ours)
     return store.get(f"device {1 - rank}") == ours
 
 
 class DeviceGroup:
-    """One end: of torch.distributed's groups as much as a pair uses. Its calls return when the current stream has what
-    is to be done, which waits for the other end: they raise TransferError where that takes too long."""
+    """Implement the part of torch.distributed's group interface that a pair uses, at one end.
+
+    Calls return once their work is queued on the current stream, which may wait for the other end; they raise
+    TransferError if that takes too long.
+    """
 
     def __init__(self, store: Store, device: torch.device, *, is_sender: bool) -> None:
-        """Raises TransferError or RuntimeError where the sender's area cannot be opened here."""
+        """Open the area. Raises TransferError or RuntimeError if the receiver cannot open it."""
         self._is_sender = is_sender
         self._area = Area.taken(device) if is_sender else Area.opened(store.get(_AREA), device)
         if is_sender:
             store.set(_AREA, self._area.told)
-        self._last_seen = 0  # of the other end's numbers
+        self._last_seen = 0  # the other end's last known number
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> "_Done":
         for part in _parts(tensors):
@@ -93,13 +98,13 @@ class DeviceGroup:
         return _DONE
 
     def abort(self) -> None:
-        """Lets go of the area."""
+        """Release the area."""
         if self._is_sender:
             wait_for_device(self._area.device, dist_stream.TIMEOUT_S)
             self._area.leave()
 
     def _next_slot(self, place: int, behind: int) -> torch.Tensor:
-        """Where the next part goes, once the other end's number is no more than so many behind it."""
+        """Return the slot of the next part, once the other end is at most `behind` parts behind."""
         self._area.number += 1
         least = self._area.number - behind
 
@@ -113,7 +118,7 @@ class DeviceGroup:
 
 
 class _Done:
-    """In place of torch.distributed's Work: the stream has it."""
+    """Replace torch.distributed's Work: the stream already has the work."""
 
     def wait(self, timeout: timedelta) -> bool:
         return True
@@ -123,24 +128,26 @@ _DONE: Final = _Done()
 
 
 class Area:
-    """The slots and the numbers. The sender's are kept for its next pair when one ends: torch would hold what another
-    process has opened for good, where that process was killed. Parts are numbered on, so that what an end of before
-    still writes is the number of no part to come."""
+    """Hold the slots and the numbers.
 
-    spare: Final[dict[torch.device, list["Area"]]] = defaultdict(list)  # the senders', without a pair
+    Senders keep areas for their next pair: torch would hold memory that another process has opened forever if that
+    process was killed. Part numbers continue over pairs, so a late write of an earlier end never matches a later part.
+    """
+
+    spare: Final[dict[torch.device, list["Area"]]] = defaultdict(list)  # areas of senders without a pair
     _sparing: Final = threading.Lock()
 
     def __init__(self, memory: torch.Tensor, number: int, handle: list[Any]) -> None:
-        """`memory`: AREA_BYTES, uint8."""
+        """Wrap `memory`: AREA_BYTES bytes, uint8."""
         self.device: Final = memory.device
         self.slots: Final = memory[: NUM_SLOTS * SLOT_BYTES].view(NUM_SLOTS, SLOT_BYTES)
         self.numbers: Final = memory[NUM_SLOTS * SLOT_BYTES :].view(torch.int64)
-        self.number = number  # of the last part
+        self.number = number  # number of the last part
         self._handle = handle
 
     @classmethod
     def taken(cls, device: torch.device) -> "Area":
-        """The sender's, that no other pair has."""
+        """Return an area for a sender that no other pair uses."""
         with cls._sparing:
             area = cls.spare[device].pop() if cls.spare[device] else None
         if area is None:
@@ -153,7 +160,7 @@ class Area:
 
     @classmethod
     def opened(cls, told: bytes, device: torch.device) -> "Area":
-        """The receiver's, of the sender's bytes. Raises TransferError or RuntimeError where that cannot be."""
+        """Open a sender's area at the receiver. Raises TransferError or RuntimeError if that fails."""
         fields = unpack(told, MAX_HANDLE_BYTES)
         if len(fields) != 9:
             raise TransferError("no handle of an area on the device")
@@ -172,11 +179,11 @@ class Area:
 
     @property
     def told(self) -> bytes:
-        """What the receiver opens it with."""
+        """Return the bytes by which a receiver opens the area."""
         return pack([self.number, *self._handle])
 
     def leave(self) -> None:
-        """It is for the next pair."""
+        """Return the area for the next pair."""
         with self._sparing:
             self.spare[self.device].append(self)
 

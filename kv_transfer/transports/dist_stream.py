@@ -1,14 +1,14 @@
-"""The signalling stream of the torch.distributed transport: addresses, and small bounded messages over TCP.
+"""Carry the signaling of the torch.distributed transport: addresses, and small bounded messages over TCP.
 
-The token is a random secret of one Listener. It travels in descriptors, so that only those who hold one get past the
+The token is a random secret of one Listener. It travels in descriptors, so that only their holders complete the
 handshake.
 
-    dialer to listener     the greeting     PROTOCOL and the listener's token; the answer is PROTOCOL
+    dialer to listener     the greeting     PROTOCOL and the listener's token; the reply is PROTOCOL
                            MESSAGE          sizes of frames that go through the pair's group, and a header
     listener to dialer     REPLY            a header
-    either way             KEY              something that the other end's group waits for while it is made
+    either way             KEY              a value that the other end's group waits for while it is made
 
-Each but the greeting is a kind (one byte), a length (four, big-endian), and so many bytes.
+Each message but the greeting is a kind (one byte), a length (four bytes, big-endian), and the body.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _DIAL = re.compile(r"dist://(?:\[(?P<v6>[^\[\]/]+)\]|(?P<host>[^\[\]/:]+)):(?P<p
 
 @dataclass(frozen=True, slots=True)
 class DistAddress:
-    """Where one Listener is found."""
+    """Name the address of one Listener."""
 
     ip: str
     port: int
@@ -48,7 +48,7 @@ class DistAddress:
 
     @classmethod
     def parse(cls, text: str) -> "DistAddress":
-        """The inverse of str(). Raises TransferError on anything else."""
+        """Return the address that `str` printed. Raises TransferError for all other text."""
         match = _DIAL.fullmatch(text)
         if match is None or not 1 <= int(match["port"]) <= MAX_PORT:
             raise TransferError("the descriptor's address cannot be dialled")
@@ -61,8 +61,11 @@ class DistAddress:
 
 
 def listen(bind: str) -> tuple[socket.socket, DistAddress]:
-    """A listening socket on dist://HOST:PORT, where HOST is an address, a name or an interface, and PORT may be * for
-    any free one. Raises SettingsError when it cannot be used."""
+    """Return a listening socket on dist://HOST:PORT and its address.
+
+    HOST is an address, a name or an interface; PORT may be * for any free one. Raises SettingsError if the endpoint
+    cannot be used.
+    """
     match = _BIND.fullmatch(bind)
     if match is None:
         raise SettingsError(f"cannot listen for KV blocks on {bind}: it must be dist://HOST:PORT")
@@ -100,12 +103,12 @@ def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
 
 
 PROTOCOL = b"SplitServe dist 1\n"
-TIMEOUT_S = 3.0  # of everything that a live peer does at once
+TIMEOUT_S = 3.0  # for everything that a live peer does immediately
 HANDSHAKE_TIMEOUT_S = 2.0
 MAX_KEY_BYTES = 256
 MAX_VALUE_BYTES = 4096
-MAX_BODY_BYTES = 2 * MAX_HEADER_BYTES  # what is merely too long for the receiver is the receiver's to refuse
-MAX_WAITING_BYTES = 2**20  # of replies that the other end does not read
+MAX_BODY_BYTES = 2 * MAX_HEADER_BYTES  # larger than MAX_HEADER_BYTES: the receiver refuses long headers itself
+MAX_WAITING_BYTES = 2**20  # unread replies
 
 _PREFIX = struct.Struct(">BI")
 
@@ -117,20 +120,23 @@ class Kind(IntEnum):
 
 
 class Stream:
-    """One end of a stream. Raises OSError, TimeoutError, EOFError or TransferError when it breaks."""
+    """Hold one end of a stream.
+
+    Methods raise OSError, TimeoutError, EOFError or TransferError when the stream breaks.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
         opened: socket.socket = writer.get_extra_info("socket")
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a link that was cut in silence is noticed
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects a silently cut link
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)  # within half a minute
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
     @classmethod
     async def dial(cls, address: DistAddress) -> "Stream":
-        """A stream to a listener that has taken the greeting."""
+        """Return a stream to a listener that has accepted the greeting."""
         async with asyncio.timeout(TIMEOUT_S):
             reader, writer = await asyncio.open_connection(address.ip, address.port)
             try:
@@ -144,7 +150,7 @@ class Stream:
 
     @classmethod
     async def take(cls, accepted: socket.socket, token: bytes) -> "Stream":
-        """The other end of dial, for whoever knows the token."""
+        """Return the listener's end of an accepted socket, after a greeting with the token."""
         reader, writer = await asyncio.open_connection(sock=accepted)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
@@ -159,16 +165,16 @@ class Stream:
 
     @property
     def local_ip(self) -> str:
-        """Of the interface that leads to the other end."""
+        """Return the address of the interface toward the other end."""
         return str(self._writer.get_extra_info("sockname")[0])
 
     @property
     def is_clogged(self) -> bool:
-        """Whether the other end has left too much unread."""
+        """Return whether the other end has left more than MAX_WAITING_BYTES unread."""
         return self._writer.transport.get_write_buffer_size() > MAX_WAITING_BYTES
 
     async def read(self) -> tuple[int, bytes]:
-        """The next kind and body, whenever it comes."""
+        """Return the next kind and body; waits without limit for the kind."""
         kind, num_bytes = _PREFIX.unpack(await self._reader.readexactly(_PREFIX.size))
         if num_bytes > MAX_BODY_BYTES:
             raise TransferError(f"{num_bytes} bytes were announced; at most {MAX_BODY_BYTES} are taken")
@@ -176,27 +182,27 @@ class Stream:
             return kind, await self._reader.readexactly(num_bytes)
 
     def write(self, kind: Kind, *parts: bytes) -> None:
-        """Queues it; lost when the stream is broken."""
+        """Queue a message; it is lost if the stream is broken."""
         if not self._writer.is_closing():
             self._writer.write(b"".join([_PREFIX.pack(kind, sum(map(len, parts))), *parts]))
 
     async def drain(self) -> None:
-        """Returns once little is queued."""
+        """Return once little is queued."""
         async with asyncio.timeout(TIMEOUT_S):
             await self._writer.drain()
 
     def close(self) -> None:
-        """Drops what is queued."""
+        """Drop queued messages and close."""
         self._writer.transport.abort()
 
 
 def pack_sizes(sizes: Sequence[int]) -> bytes:
-    """What goes before the header of a MESSAGE."""
+    """Return the frame sizes as they precede the header of a MESSAGE."""
     return struct.pack(f">B{len(sizes)}I", len(sizes), *sizes)
 
 
 def unpack_message(body: bytes) -> tuple[list[int], memoryview]:
-    """Frame sizes and header of a MESSAGE. Raises TransferError when they are beyond a limit."""
+    """Return frame sizes and header of a MESSAGE. Raises TransferError above a limit."""
     num_frames = body[0] if body else 0
     start = 1 + 4 * num_frames
     if not body or num_frames > MAX_FRAMES or len(body) < start:
@@ -208,12 +214,12 @@ def unpack_message(body: bytes) -> tuple[list[int], memoryview]:
 
 
 def pack_key(key: str, value: bytes) -> bytes:
-    """The body of a KEY."""
+    """Return the body of a KEY."""
     return key.encode() + b"\0" + value
 
 
 def unpack_key(body: bytes) -> tuple[str, bytes]:
-    """The inverse of pack_key. Raises TransferError when it is beyond a limit."""
+    """Return the key and the value that `pack_key` packed. Raises TransferError above a limit."""
     key, separator, value = body.partition(b"\0")
     if not separator or len(key) > MAX_KEY_BYTES or len(value) > MAX_VALUE_BYTES or not key.isascii():
         raise TransferError("a key that makes no sense")

@@ -1,4 +1,4 @@
-"""The transport within one process: a network is an object, and addresses are names in it."""
+"""Transport messages within one process: a network is an object, addresses are names in it."""
 
 import asyncio
 from collections.abc import Hashable, Sequence
@@ -8,7 +8,7 @@ from kv_transfer.transports.transport import OnLost, OnMessage, OnReply
 
 
 class LoopbackNetwork:
-    """Listeners by address."""
+    """Hold Listeners by address."""
 
     def __init__(self) -> None:
         self.listeners: dict[str, LoopbackListener] = {}
@@ -23,7 +23,7 @@ class LoopbackNetwork:
 
 
 class LoopbackListener:
-    """A Listener whose peers are the dialers themselves."""
+    """Receive messages; the peers are the dialers themselves."""
 
     payload: Payload = HOST
     num_shared_bytes = 0
@@ -31,7 +31,7 @@ class LoopbackListener:
     def __init__(self, network: LoopbackNetwork, address: str) -> None:
         self.address = address
         self._network = network
-        self._dialers: dict[LoopbackDialer, None] = {}  # that have sent something
+        self._dialers: dict[LoopbackDialer, None] = {}  # that have sent a message
 
     def allow(self, keys: Sequence[bytes]) -> list[bytes]:
         return []
@@ -55,7 +55,7 @@ class LoopbackListener:
 
 
 class LoopbackDialer:
-    """A Dialer that shows its very frames to the listener, on the loop's next turn."""
+    """Pass its own frames to the listener, in the loop's next turn."""
 
     payload: Payload = HOST
     key = b""
@@ -84,7 +84,7 @@ class LoopbackDialer:
 
     async def close(self) -> None:
         self._is_closed = True
-        await asyncio.sleep(0)  # what was sent before is dropped, and its frames released, in this turn
+        await asyncio.sleep(0)  # queued messages are dropped and their frames released in this turn
 
     def take_reply(self, header: bytes) -> None:
         if not self._is_closed:

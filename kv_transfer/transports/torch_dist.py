@@ -1,8 +1,8 @@
-"""torch.distributed: one two-rank process group for each pair of ranks that talk, made on demand.
+"""Transport messages by torch.distributed: one two-rank process group for each communicating pair, made on demand.
 
-Headers, replies and the sizes of frames go over a signalling stream (dist_stream), the frames themselves through the
-group of the pair (torch_pair). When either breaks, or anything waits too long, both are dropped, and the next message
-makes them anew (torch_link). Frames are 1-D uint8 tensors on the device.
+Headers, replies and frame sizes go over a signaling stream (dist_stream), frames through the group of the pair
+(torch_pair). If either breaks or times out, both are dropped, and the next message makes them anew (torch_link). Frames
+are 1-D uint8 tensors on the device.
 """
 
 import asyncio
@@ -25,27 +25,27 @@ from serving_core.descriptors import connections_within
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 256  # of one Dialer; beyond them, the one used least recently makes room
-MAX_PEERS = 256  # of one Listener; further ones are turned away
-CONNECTION_DESCRIPTORS = 8  # of either: a stream, and what a group of two ranks opens
-MAX_GREETING = 64  # connections that have not proved themselves; beyond them, the oldest makes room
+MAX_CONNECTIONS = 256  # of one Dialer; above, the least recently used one is closed
+MAX_PEERS = 256  # of one Listener; further peers are refused
+CONNECTION_DESCRIPTORS = 8  # a stream, and the descriptors of a two-rank group
+MAX_GREETING = 64  # unauthenticated connections; above, the oldest is closed
 ACCEPT_PAUSE_S = 0.1
 
 
 class TorchDistListener:
-    """A Listener on dist://HOST:PORT: an address, a name or an interface, and a port or * for any free one."""
+    """Listen on dist://HOST:PORT: HOST is an address, a name or an interface; PORT may be * for any free one."""
 
     num_shared_bytes = 0
 
     def __init__(self, bind: str, device: torch.device) -> None:
-        """Raises SettingsError when the endpoint or the device cannot be used."""
+        """Listen. Raises SettingsError if the endpoint or the device cannot be used."""
         check_device(device)
         self.payload: Payload = TensorPayload()
         self._device = device
         self._socket, self._address = listen(bind)
         self._greeting: OrderedDict[asyncio.Task[None], None] = OrderedDict()  # oldest first
         self._peers: dict[ReceivingLink, None] = {}
-        self._ending: set[asyncio.Task[None]] = set()  # of peers that are gone already, too
+        self._ending: set[asyncio.Task[None]] = set()  # including peers that are gone already
         self._pause: asyncio.TimerHandle | None = None
         self._reminder = Reminder()
 
@@ -67,7 +67,7 @@ class TorchDistListener:
     async def close(self) -> None:
         if self._pause is not None:
             self._pause.cancel()
-        if self._socket.fileno() >= 0:  # not closed before
+        if self._socket.fileno() >= 0:  # not closed yet
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
         greeting = list(self._greeting)
@@ -85,9 +85,9 @@ class TorchDistListener:
         loop = asyncio.get_running_loop()
         try:
             accepted, _ = self._socket.accept()
-        except (BlockingIOError, ConnectionError):  # it has gone again
+        except (BlockingIOError, ConnectionError):  # the connection is gone already
             return
-        except OSError as error:  # no file descriptor is left, say
+        except OSError as error:  # such as no file descriptor left
             self._warn(f"no connection is taken for a while: {error}")
             loop.remove_reader(self._socket)
             self._pause = loop.call_later(ACCEPT_PAUSE_S, self._listen)
@@ -100,7 +100,7 @@ class TorchDistListener:
 
     def _forget(self, task: asyncio.Task[None], accepted: socket.socket) -> None:
         del self._greeting[task]
-        if task.cancelled():  # perhaps before it began
+        if task.cancelled():  # perhaps before it started
             accepted.close()
 
     async def _greet(self, accepted: socket.socket) -> None:
@@ -114,7 +114,7 @@ class TorchDistListener:
             accepted.close()
 
     def _warn(self, sentence: str) -> None:
-        """Strangers can bring this about as often as they like."""
+        """Log a warning at limited rate, since strangers can cause it at will."""
         if self._reminder.is_due(sentence, asyncio.get_running_loop().time()):
             logger.warning(sentence)
 
@@ -126,19 +126,19 @@ class TorchDistListener:
 
 
 class TorchDistDialer:
-    """A Dialer of the addresses of TorchDistListeners."""
+    """Dial TorchDistListeners."""
 
     key = b""
     num_shared_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
-        """Raises SettingsError when the device cannot be used."""
+        """Create a dialer. Raises SettingsError if the device cannot be used."""
         check_device(device)
         self.payload: Payload = TensorPayload()
         self._device = device
         self._max_connections = connections_within(MAX_CONNECTIONS, descriptors_each=CONNECTION_DESCRIPTORS)
-        self._links: OrderedDict[str, SendingLink] = OrderedDict()  # the one used last is last
-        self._ending: set[asyncio.Task[None]] = set()  # of links that are lost already, too
+        self._links: OrderedDict[str, SendingLink] = OrderedDict()  # least recently used first
+        self._ending: set[asyncio.Task[None]] = set()  # including links that are lost already
 
     def start(self, on_reply: OnReply, on_lost: OnLost) -> None:
         self._on_reply = on_reply
@@ -193,6 +193,6 @@ class TorchDistDialer:
 
 
 async def _all_done(tasks: Collection[asyncio.Task[None]]) -> None:
-    """Each of them ends by itself within a time."""
+    """Wait for tasks, each of which ends by its own deadline."""
     if tasks:
         await asyncio.wait(list(tasks))

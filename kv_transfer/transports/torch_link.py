@@ -1,6 +1,6 @@
-"""The two ends of a connection of the torch.distributed transport: a signalling stream, and on demand a pair.
+"""Hold both ends of a connection of the torch.distributed transport: a signaling stream, and on demand a pair.
 
-A link lives once. It ends when it is stopped, when its stream or its pair breaks, or when either takes too long.
+A link is used once. It ends when it is stopped, or when its stream or its pair breaks or times out.
 """
 
 import asyncio
@@ -27,16 +27,16 @@ from kv_transfer.transports.transport import OnMessage, OnReply
 
 logger = logging.getLogger(__name__)
 
-SEND_QUEUE_MESSAGES = 4096  # to one receiver; their frames still lie in the pool
-RECEIVE_QUEUE_MESSAGES = 8  # from one sender; their frames are allocated
-ANNOUNCED_MESSAGES = 4  # whose sizes the receiver knows already
+SEND_QUEUE_MESSAGES = 4096  # to one receiver; the frames stay in the pool
+RECEIVE_QUEUE_MESSAGES = 8  # from one sender; the frames are allocated
+ANNOUNCED_MESSAGES = 4  # whose sizes the receiver already knows
 CLOSE_TIMEOUT_S = 5.0
 
-BROKEN = (OSError, EOFError, TransferError)  # what becomes of streams and pairs
+BROKEN = (OSError, EOFError, TransferError)  # errors of broken streams and pairs
 
 
 class _Link(ABC):
-    """What both ends do alike."""
+    """Implement the part of a link that both ends share."""
 
     def __init__(self, rank: int, device: torch.device, on_ended: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -46,27 +46,27 @@ class _Link(ABC):
         self._pair: Pair | None = None
         self._tasks = asyncio.TaskGroup()
         self._talking = loop.create_task(self._talk())
-        self.ended = loop.create_task(self._end(on_ended))  # done when no frame is touched any more
+        self.ended = loop.create_task(self._end(on_ended))  # done when no frame is used any more
 
     def stop(self) -> None:
-        """Ends the link."""
+        """End the link."""
         self._talking.cancel()
 
     @abstractmethod
     async def _open(self) -> Stream:
-        """The stream to talk over."""
+        """Return the stream."""
 
     @abstractmethod
     async def _read(self, stream: Stream) -> None:
-        """Reads until the stream breaks."""
+        """Read until the stream breaks."""
 
     @abstractmethod
     async def _work(self, stream: Stream) -> None:
-        """Sees to what is queued until something breaks."""
+        """Handle queued messages until the link breaks."""
 
     @abstractmethod
     def _drop(self) -> None:
-        """Lets go of what is queued."""
+        """Release queued messages."""
 
     async def _talk(self) -> None:
         self._stream = await self._open()
@@ -93,14 +93,14 @@ class _Link(ABC):
             await self._let_go()
 
     async def _let_go(self) -> None:
-        """Returns when the pair touches no frame any more."""
+        """Return when the pair uses no frame any more."""
         if self._pair is not None:
             await asyncio.wait([self._pair.ended], timeout=CLOSE_TIMEOUT_S)
             if not self._pair.ended.done():
                 logger.error("torch.distributed does not let go of a pair of ranks")
 
     def _join(self, stream: Stream) -> Pair:
-        """The pair, which the other end makes as well, now or a little later."""
+        """Return the pair, making it first if needed; the other end makes it too."""
         if self._pair is None:
 
             def relay(key: str, value: bytes) -> None:
@@ -111,7 +111,7 @@ class _Link(ABC):
         return self._pair
 
     def _relay(self, stream: Stream, key: str, value: bytes) -> None:
-        """Takes what the other end's group tells ours."""
+        """Pass a value of the other end's group to the pair."""
         self._join(stream).put(key, value)
 
     async def _watch(self, pair: Pair) -> None:
@@ -123,7 +123,7 @@ class _Link(ABC):
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """What is to be sent, and whom to tell when its frames may be reused."""
+    """Hold a message, and the future that completes when its frames may be reused."""
 
     header: bytes
     frames: Sequence[torch.Tensor]
@@ -136,7 +136,7 @@ class Message:
 
 
 class SendingLink(_Link):
-    """A Dialer's end."""
+    """Hold a Dialer's end."""
 
     def __init__(
         self, address: DistAddress, device: torch.device, on_reply: OnReply, on_ended: Callable[[], None]
@@ -148,7 +148,7 @@ class SendingLink(_Link):
         super().__init__(SENDER_RANK, device, on_ended)
 
     def send(self, message: Message) -> None:
-        """Takes charge of a message, which is dropped when too many wait already."""
+        """Queue a message, or drop it if SEND_QUEUE_MESSAGES are queued."""
         if len(self._queue) >= SEND_QUEUE_MESSAGES:
             logger.warning("a message was dropped: %d wait for the receiver already", SEND_QUEUE_MESSAGES)
             message.release()
@@ -201,7 +201,7 @@ class SendingLink(_Link):
 
 
 class ReceivingLink(_Link):
-    """A Listener's end: the peer of its messages."""
+    """Hold a Listener's end: the peer of its messages."""
 
     def __init__(
         self, stream: Stream, device: torch.device, on_message: OnMessage, on_ended: Callable[[], None]
@@ -214,7 +214,7 @@ class ReceivingLink(_Link):
         self._stream = stream
 
     def reply(self, header: bytes) -> None:
-        """Sends a header back, unless too many lie unread."""
+        """Send a header back, unless too many replies are unread."""
         if self._opened.is_clogged:
             logger.warning("a reply to a sender was dropped: it reads nothing")
         else:
@@ -250,11 +250,11 @@ class ReceivingLink(_Link):
             del header, moved, frames
 
     def _drop(self) -> None:
-        """What was announced is dropped by the pair."""
+        """Do nothing: the pair drops announced frames."""
 
 
 def reason(error: BaseException) -> str:
-    """What to say of a broken stream or pair."""
+    """Return in words why a stream or a pair broke."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     match error:

@@ -1,12 +1,12 @@
-"""A process group of two ranks, made for one pair of them, and the threads that move frames through it.
+"""Make a process group for one pair of ranks, and move frames through it in threads.
 
-The group is nobody's default and has no store of its own: what its two ends must tell each other is carried by the
-signalling stream, so that no port is opened for it. Gloo moves host memory and NCCL device memory, from one device to
-another; between two processes on one device CUDA IPC does (cuda_ipc).
+The group is not the default group and has no store of its own: the signaling stream carries what its ends tell each
+other, so no port is opened. Gloo moves host memory, NCCL moves memory between devices, and CUDA IPC between processes
+on one device (cuda_ipc).
 
-A group moves frames one way only, and on a device in a stream of its own. Two nodes that send to each other have two
-groups: on one stream, each end's receiving could be queued behind its own sending, which waits for the other end's
-receiving.
+A group moves frames in one direction only, and on a device in its own stream. Two nodes that send to each other have
+two groups: on one stream, the receive of each end could be queued behind its own send, which waits for the receive of
+the other end.
 """
 
 import asyncio
@@ -34,18 +34,18 @@ logger = logging.getLogger(__name__)
 
 RECEIVER_RANK, SENDER_RANK = 0, 1
 MAX_KEYS = 64
-EXIT_S = 5.0  # more than what is under way takes, but for NCCL's connecting
-IDLE_S = 0.5  # after which an idle thread looks whether its process is ending
-NCCL_TIMEOUT_S = 30.0  # to start NCCL and the device
+EXIT_S = 5.0  # longer than messages in flight take, except for NCCL's connect
+IDLE_S = 0.5  # after which an idle thread checks whether its process is ending
+NCCL_TIMEOUT_S = 30.0  # to initialize NCCL and the device
 NCCL_ERRORS, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"  # read when a group is made
-TORCH_ERRORS = (RuntimeError, ValueError, MemoryError, TransferError)  # the last one is of our own store
+TORCH_ERRORS = (RuntimeError, ValueError, MemoryError, TransferError)  # TransferError comes from the relayed store
 
 Relay = Callable[[str, bytes], None]
 """Carries a key and its value to the store at the other end. Called on the event loop."""
 
 
 def check_device(device: torch.device) -> None:
-    """Raises SettingsError for a device whose memory no group can move."""
+    """Raise SettingsError for a device whose memory no group can move."""
     if device.type not in ("cpu", "cuda"):
         raise SettingsError(f"torch.distributed moves KV blocks of cpu and cuda devices, not of {device.type}")
     if device.type == "cuda" and not dist.is_nccl_available():
@@ -53,13 +53,13 @@ def check_device(device: torch.device) -> None:
 
 
 class _Work(Protocol):
-    """What is used of torch.distributed's."""
+    """Define the used part of torch.distributed's Work."""
 
     def wait(self, timeout: timedelta, /) -> bool: ...
 
 
 class _Group(Protocol):
-    """What is used of ProcessGroupGloo, ProcessGroupNCCL and DeviceGroup."""
+    """Define the used part of ProcessGroupGloo, ProcessGroupNCCL and DeviceGroup."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> _Work: ...
 
@@ -70,59 +70,61 @@ class _Group(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One message: its frames when they are to be sent, else their sizes."""
+    """Hold one message: its frames if they are sent, else their sizes."""
 
     sizes: Sequence[int]
     frames: list[torch.Tensor]
     done: "asyncio.Future[list[torch.Tensor] | None]"
-    written: torch.cuda.Event | None = None  # after it the device has the frames that are to be sent
+    written: torch.cuda.Event | None = None  # recorded when the device has the frames to be sent
     works: list[_Work] = field(default_factory=list)
 
 
 class Pair:
-    """One end of a pair. Made and used on the event loop, which its threads never block. Its user bounds what waits in
-    it."""
+    """Hold one end of a pair.
+
+    Created and used on the event loop, which its threads never block. The caller bounds what is queued.
+    """
 
     def __init__(self, rank: int, device: torch.device, local_ip: str, relay: Relay) -> None:
-        """Begins to make the group, which takes the other end to do the same."""
+        """Begin to make the group; the other end must do the same."""
         self._rank = rank
         self._device = device
         self._stream = _own_stream(device)
-        self._reader = torch.cuda.current_stream(device) if device.type == "cuda" else None  # of frames that have come
+        self._reader = torch.cuda.current_stream(device) if device.type == "cuda" else None  # reads frames
         self._local_ip = local_ip
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()  # the group works
-        self.ended: asyncio.Future[None] = self._loop.create_future()  # the group is gone, and no frame is touched
+        self.ended: asyncio.Future[None] = self._loop.create_future()  # the group is gone, and no frame is used
         self.make_timeout_s = NCCL_TIMEOUT_S if device.type == "cuda" else 2 * dist_stream.TIMEOUT_S
         self._store = _RelayedStore(lambda key, value: self._tell(relay, key, value), self.make_timeout_s)
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # to begin; None wakes the thread
-        self._begun: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # to wait for; None ends the other thread
-        self._open: deque[_Job] = deque()  # whose `done` is not; in order
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # jobs to begin; None wakes the thread
+        self._begun: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # jobs to await; None ends the thread
+        self._open: deque[_Job] = deque()  # jobs that are not done, in order
         self._is_stopping = False
-        # Where NCCL connects, nothing but the other end lets a thread go on. A process must be able to end, but waits a
-        # while: a thread that is at work when Python goes would abort it.
+        # While NCCL connects, only the other end unblocks a thread. A process must be able to end, but waits a
+        # while: a thread that works while Python shuts down would abort the process.
         self._thread = threading.Thread(target=self._run, name="kv pair", daemon=device.type == "cuda")
         if self._thread.daemon:
             atexit.register(self._end_with_process)
         self._thread.start()
 
     def put(self, key: str, value: bytes) -> None:
-        """Takes what the other end relayed. Raises TransferError when it is too much."""
+        """Store a value that the other end relayed. Raises TransferError if there are too many."""
         self._store.put(key, value)
 
     def send(self, frames: Sequence[torch.Tensor]) -> "asyncio.Future[list[torch.Tensor] | None]":
-        """Queues 1-D uint8 frames, as the current stream leaves them. Done when they may be reused."""
+        """Queue 1-D uint8 frames as of the current stream. The future completes when they may be reused."""
         job = _Job([len(frame) for frame in frames], list(frames), self._loop.create_future())
         if self._stream is not None:
             job.written = torch.cuda.current_stream(self._device).record_event()
         return self._queue(job)
 
     def receive(self, sizes: Sequence[int]) -> "asyncio.Future[list[torch.Tensor] | None]":
-        """Gives frames of these sizes, views of one new tensor; None when the pair broke."""
+        """Return frames of these sizes, views of one new tensor; None if the pair broke."""
         return self._queue(_Job(sizes, [], self._loop.create_future()))
 
     def stop(self) -> None:
-        """Drops what is queued, and ends the threads once what is under way has come or failed."""
+        """Drop queued messages, and end the threads once messages in flight have arrived or failed."""
         self._is_stopping = True
         self._store.close()
         self._jobs.put(None)
@@ -140,7 +142,7 @@ class Pair:
         return job.done
 
     def _finish(self) -> None:
-        """The thread has told this last."""
+        """Complete all futures; the thread calls this last."""
         self._thread.join()
         atexit.unregister(self._end_with_process)
         for job in self._open:
@@ -151,7 +153,7 @@ class Pair:
         self.ended.set_result(None)
 
     def _resolve(self, job: _Job) -> None:
-        """The oldest job is done."""
+        """Complete the oldest job."""
         assert self._open.popleft() is job, "messages overtook each other"
         if not job.done.done():
             job.done.set_result(job.frames if self._rank == RECEIVER_RANK else [])
@@ -163,7 +165,7 @@ class Pair:
     # ---- in the threads ----
 
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and nobody is left to be told
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _run(self) -> None:
@@ -193,11 +195,11 @@ class Pair:
             self._begun.put(None)
             waiter.join()
             for job in list(self._open):
-                job.works.clear()  # they would keep the group of gloo alive, and it the frames
-            group.abort()  # ends what NCCL still does on the device
+                job.works.clear()  # works keep the gloo group alive, and the group the frames
+            group.abort()  # ends NCCL's work on the device
 
     def _choose_device(self) -> None:
-        if self._stream is not None:  # of this thread, both
+        if self._stream is not None:  # both are per thread
             torch.cuda.set_device(self._device)
             torch.cuda.set_stream(self._stream)
 
@@ -216,7 +218,7 @@ class Pair:
         return cast("_Group", dist.ProcessGroupGloo(self._store, self._rank, 2, options))
 
     def _prove(self, group: _Group) -> None:
-        """One byte goes through: NCCL connects no sooner."""
+        """Move one byte: NCCL does not connect before."""
         probe = torch.zeros(1, dtype=torch.uint8, device=self._device)
         self._wait([self._post(group, probe, 0)], self.make_timeout_s)
 
@@ -226,17 +228,17 @@ class Pair:
             tag = tag % (2**31 - 1) + 1
             self._begin(group, job, tag)
             self._begun.put(job)
-            del job  # the thread may not hold a frame that was released
+            del job  # the thread must not hold released frames
 
     def _next(self) -> _Job | None:
-        """The next job; None when none is to be begun any more."""
+        """Return the next job, or None if none is to be begun any more."""
         while not self._is_stopping and threading.main_thread().is_alive():
             with suppress(queue.Empty):
                 return self._jobs.get(timeout=IDLE_S)
         return None
 
     def _end_all(self) -> None:
-        """In a thread of its own, so that the next message begins while this one waits."""
+        """Wait for jobs in a separate thread, so that the next message begins meanwhile."""
         self._choose_device()
         try:
             while (job := self._begun.get()) is not None:
@@ -270,12 +272,12 @@ class Pair:
     def _wait(self, works: Sequence[_Work], timeout_s: float) -> None:
         for work in works:
             work.wait(timedelta(seconds=timeout_s))
-        if self._device.type == "cuda":  # where a wait for works only orders streams
+        if self._device.type == "cuda":  # on CUDA a wait for works only orders streams
             wait_for_device(self._device, timeout_s)
 
 
 class _RelayedStore(dist.Store):  # type: ignore[name-defined, misc]  # known at run time only
-    """A store of both ends: what is set at one is told to the other. Torch uses it from its threads."""
+    """Share values between both ends: a value set at one end is sent to the other. Torch calls it from its threads."""
 
     def __init__(self, tell: Relay, timeout_s: float) -> None:
         super().__init__()
@@ -286,7 +288,7 @@ class _RelayedStore(dist.Store):  # type: ignore[name-defined, misc]  # known at
         self._is_closed = False
 
     def put(self, key: str, value: bytes) -> None:
-        """Raises TransferError when there are too many keys."""
+        """Store a value. Raises TransferError if there are too many keys."""
         with self._changed:
             self._values[key] = value
             if len(self._values) > MAX_KEYS:
@@ -294,7 +296,7 @@ class _RelayedStore(dist.Store):  # type: ignore[name-defined, misc]  # known at
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nobody waits any longer."""
+        """Wake all waits."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -319,8 +321,10 @@ class _RelayedStore(dist.Store):  # type: ignore[name-defined, misc]  # known at
 
 @contextmanager
 def _errors_end_groups() -> Iterator[None]:
-    """A group of NCCL that is made within ends itself where its other end dies. By torch's default this process ends,
-    which is right for the ranks of one node alone."""
+    """Let an NCCL group made in the context end only itself if its other end dies.
+
+    By torch's default the whole process ends, which is right only for the ranks of one node.
+    """
     before = os.environ.get(NCCL_ERRORS)
     os.environ[NCCL_ERRORS] = CLEAN_UP_ONLY
     try:

@@ -1,4 +1,4 @@
-"""Who may dial a ZeroMQ Listener is asked by ZeroMQ's own rules, ZAP (RFC 27), at a fixed address in its context."""
+"""Authenticate connections to a ZeroMQ Listener by ZAP (RFC 27), at a fixed address in its context."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -13,7 +13,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 
 class Question(NamedTuple):
-    """Somebody dials, and shows these credentials by this mechanism of ZeroMQ's."""
+    """Hold one authentication request: a mechanism of ZeroMQ and its credentials."""
 
     request_id: bytes
     mechanism: bytes
@@ -21,8 +21,10 @@ class Question(NamedTuple):
 
 
 def open_gate(router: "zmq.Socket[bytes]", context: Context) -> "zmq.Socket[bytes]":
-    """Before a Listener binds its socket. Questions come at the socket that this gives; where nobody answers them,
-    nobody comes in."""
+    """Return the socket on which authentication requests arrive.
+
+    Call before a Listener binds its socket. Without replies no connection is accepted.
+    """
     questions = context.socket(zmq.REP)
     questions.setsockopt(zmq.LINGER, 0)
     questions.bind(_ADDRESS)
@@ -32,12 +34,12 @@ def open_gate(router: "zmq.Socket[bytes]", context: Context) -> "zmq.Socket[byte
 
 
 def read_question(parts: Sequence[zmq.Frame]) -> Question:
-    """One that has come."""
+    """Return a received authentication request."""
     _version, request_id, _domain, _address, _identity, mechanism, *credentials = (part.bytes for part in parts)
     return Question(request_id, mechanism, credentials)
 
 
 def answer(questions: "zmq.Socket[bytes]", question: Question, *, may_come_in: bool) -> None:
-    """The verdict."""
+    """Send the verdict."""
     status = _OK if may_come_in else _DENIED
     questions.send_multipart([_VERSION, question.request_id, status, b"", b"", b""], zmq.NOBLOCK)

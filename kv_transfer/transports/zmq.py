@@ -1,10 +1,12 @@
-"""ZeroMQ over tcp and ipc: a ROUTER bound by the Listener, one DEALER for each receiver in the Dialer.
+"""Transport messages by ZeroMQ over tcp and ipc: one ROUTER in the Listener, one DEALER for each receiver in the
+Dialer.
 
-Payload frames leave without a copy, and are read in the buffers that ZeroMQ received them in; between processes of one
-machine they go through shared memory instead, where both ends want that (kv_transfer/shared_memory). ZeroMQ accepts and
-drops at will; the sessions above ask again for what did not come. It accepts whoever connects, too, and then gives them
-SHAKE_MS to show the key of a descriptor (descriptor_key), or where it is encrypted one of their own (curve): until then
-each of them has a descriptor of the process, and as much memory as one frame takes that it sends."""
+Payload frames are sent without a copy and read in ZeroMQ's receive buffers. Between processes of one machine they go
+through shared memory if both ends allow it (kv_transfer/shared_memory). ZeroMQ may drop messages; the sessions request
+missing blocks again. ZeroMQ accepts every connection and gives it SHAKE_MS to show the key of a descriptor
+(connection_key), or its own key if encrypted (curve). Until then a connection holds one file descriptor and the memory
+of one frame.
+"""
 
 import asyncio
 import logging
@@ -29,10 +31,10 @@ from serving_core.heap import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 256  # of one Dialer; beyond them, the one used least recently makes room
-# Of one Dialer: the connection, its DEALER, both ends of that one's monitor; shared memory, and who reads it.
+MAX_CONNECTIONS = 256  # of one Dialer; above, the least recently used one is closed
+# The connection, its DEALER, both ends of the monitor; shared memory and its reader.
 CONNECTION_DESCRIPTORS = 6
-SHAKE_MS = 2000  # from being accepted to having shown the key
+SHAKE_MS = 2000  # from accept to the key
 CLOSE_TIMEOUT_S = 5.0
 
 IPC = "ipc://"
@@ -40,13 +42,15 @@ WILDCARDS = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
 
 
 class ZmqListener:
-    """A Listener on an endpoint such as tcp://192.0.2.1:5600, tcp://eth0:* (any free port) or ipc:///run/node.sock.
-    With a keyring its tcp connections are encrypted, and only those come in whose keys are on it."""
+    """Listen on an endpoint such as tcp://192.0.2.1:5600, tcp://eth0:* (any free port) or ipc:///run/node.sock.
+
+    With a keyring, tcp connections are encrypted, and only its keys can connect.
+    """
 
     payload: Payload = HOST
 
     def __init__(self, bind: str, keyring: Keyring | None = None, *, shares_memory: bool = False) -> None:
-        """Raises SettingsError when the endpoint cannot be used. Sets how this process keeps freed memory."""
+        """Bind. Raises SettingsError if the endpoint cannot be used. Sets how this process keeps freed memory."""
         if bind.startswith(WILDCARDS):
             raise SettingsError(f"{bind} names no host that senders could dial: give an address or an interface")
         if bind.startswith(IPC) and len(bind) - len(IPC) > zmq.IPC_PATH_MAX_LEN:
@@ -55,7 +59,7 @@ class ZmqListener:
         self._borrower = Borrower(self._tell, is_willing=shares_memory)
         self._context = zmq.Context()
         self._router = open_socket(self._context, zmq.ROUTER)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a peer that is gone raises
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a disconnected peer raises
         self._router.setsockopt(zmq.HANDSHAKE_IVL, SHAKE_MS)
         self._guard = keyring or ConnectionKey()
         self._questions = self._guard.guard(self._router, self._context)
@@ -105,7 +109,7 @@ class ZmqListener:
     def _send(self, parts: Sequence[bytes]) -> None:
         try:
             self._router.send_multipart(parts, zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # unreachable, or its queue is full; it asks again if it still wants to know
+        except zmq.ZMQError as error:  # unreachable, or its queue is full; the sender repeats its Finish
             logger.warning("a reply to a sender was dropped: %s", error.strerror)
         self._inbox.nudge()
 
@@ -118,7 +122,7 @@ class ZmqListener:
             self._on_message(peer.bytes, header.buffer, [frame.buffer for frame in frames])
 
     def _take_note(self, peer: bytes, packed: zmq.Frame | None = None, *headers: zmq.Frame) -> bool:
-        """Whether it is one."""
+        """Handle a note of shared memory. Return False if the frames are no note."""
         try:
             note = notes.decode(packed.buffer) if packed is not None else None
         except TransferError:
@@ -135,8 +139,10 @@ class ZmqListener:
 
 
 class ZmqDialer:
-    """A Dialer of the addresses of ZmqListeners, of encrypted ones with the keyring's key. It needs descriptors when it
-    dials, even where others have taken all that are left: the spares are for that."""
+    """Dial ZmqListeners, encrypted ones with the keyring's key.
+
+    `spares` are file descriptors reserved for dialing when the process has none left.
+    """
 
     payload: Payload = HOST
 
@@ -147,12 +153,12 @@ class ZmqDialer:
         self._spares = spares
         self._max_connections = connections_within(MAX_CONNECTIONS, descriptors_each=CONNECTION_DESCRIPTORS)
         self._context = zmq.Context()
-        # Its threads start with its first socket, and libzmq aborts the process where they find no descriptors then.
+        # Start the threads now: libzmq aborts the process if they find no file descriptor.
         self._context.socket(zmq.DEALER).close()
         self._shares_memory = shares_memory
         self._lender: Lender | None = None
-        self._connections: OrderedDict[str, Connection] = OrderedDict()  # the one used last is last
-        self._held: set[asyncio.Future[None]] = set()  # of messages whose frames ZeroMQ holds
+        self._connections: OrderedDict[str, Connection] = OrderedDict()  # least recently used first
+        self._held: set[asyncio.Future[None]] = set()  # messages whose frames ZeroMQ holds
 
     @property
     def key(self) -> bytes:
@@ -186,7 +192,7 @@ class ZmqDialer:
         return released
 
     def shares_with(self, address: str) -> bool:
-        """Whether blocks for this receiver go through shared memory now."""
+        """Return whether blocks for this receiver go through shared memory now."""
         return address in self._connections and self._connections[address].shares_memory
 
     def hang_up(self, address: str) -> None:
@@ -231,7 +237,7 @@ class ZmqDialer:
 
 
 def _file_of(address: str) -> tuple[int, int] | None:
-    """Which file an ipc endpoint has now; None without one."""
+    """Return the identity of an ipc endpoint's file, or None without a file."""
     if not address.startswith(IPC):
         return None
     try:
@@ -242,6 +248,6 @@ def _file_of(address: str) -> tuple[int, int] | None:
 
 
 def _remove_socket(address: str, file: tuple[int, int] | None) -> None:
-    """Removes the file of an ipc endpoint, which libzmq leaves, unless another process listens there by now."""
+    """Remove the file of an ipc endpoint, which libzmq leaves, unless another process listens there now."""
     if file is not None and _file_of(address) == file:
         Path(address.removeprefix(IPC)).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Connections of the ZeroMQ transport: keys, sockets on the event loop, and one connection to one receiver."""
+"""Connect ZeroMQ sockets to the event loop, and hold one connection to one receiver."""
 
 import asyncio
 import itertools
@@ -20,7 +20,7 @@ from kv_transfer.wire import MAX_PAYLOAD_BYTES
 
 
 class Inbox:
-    """Takes whole messages from one socket, one for each turn of the loop, and owns the socket."""
+    """Own a socket, and receive its messages, one in each turn of the loop."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", on_message: Callable[[list[zmq.Frame]], None]) -> None:
         self._socket = socket
@@ -32,8 +32,10 @@ class Inbox:
         self.nudge()
 
     def nudge(self) -> None:
-        """To be called after every other use of the socket: its descriptor announces a change only once, and to
-        whoever looks first."""
+        """Check for messages in the next turn.
+
+        Call after every other use of the socket: its descriptor signals a change only once, to the first reader.
+        """
         if self._turn is None:
             self._turn = self._loop.call_soon(self._take_one)
 
@@ -45,7 +47,7 @@ class Inbox:
 
     def _take_one(self) -> None:
         if self._turn is not None:
-            self._turn.cancel()  # of another turn, where the descriptor was faster; else this is it
+            self._turn.cancel()  # a later turn, if the descriptor came first; else this one
             self._turn = None
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -55,11 +57,11 @@ class Inbox:
 
 logger = logging.getLogger(__name__)
 
-SEND_QUEUE_MESSAGES = 4096  # to one receiver; their frames still lie in the pool
-RECEIVE_QUEUE_MESSAGES = 8  # from one sender; ZeroMQ allocates their frames
+SEND_QUEUE_MESSAGES = 4096  # to one receiver; the frames stay in the pool
+RECEIVE_QUEUE_MESSAGES = 8  # from one sender; ZeroMQ allocates the frames
 TIMEOUT_MS = 3000
 
-# Could not be made; was lost; was not let in.
+# The connection failed, was lost, or was refused.
 BROKEN = (
     zmq.EVENT_CLOSED
     | zmq.EVENT_DISCONNECTED
@@ -68,13 +70,16 @@ BROKEN = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 READY = zmq.EVENT_HANDSHAKE_SUCCEEDED
-NO_HEADER = b""  # in its place: the frame behind it is a note of shared memory, which may have a header behind it
+NO_HEADER = b""  # marks a note of shared memory in the next frame, which a header may follow
 
 
 class Connection:
-    """One DEALER, and what tells when it breaks: ZeroMQ's own monitor; an alarm for a receiver that takes nothing any
-    more, which no heartbeat of ZeroMQ's would notice, since its pings queue up behind the frames; and one for a
-    connection that is not made in time, of which ZeroMQ says nothing where it has no descriptor for it."""
+    """Hold one DEALER, and detect a broken connection.
+
+    ZeroMQ's monitor reports most breaks. An alarm detects a receiver that takes nothing any more; heartbeats of ZeroMQ
+    would not, since pings queue behind the frames. Another alarm detects a connection that is not made in time, which
+    ZeroMQ does not report if it lacks a file descriptor.
+    """
 
     def __init__(
         self,
@@ -99,17 +104,17 @@ class Connection:
         self._late = Alarm(on_broken)
         self._late.set(asyncio.get_running_loop().time() + TIMEOUT_MS / 1000)
         self._stalled = Alarm(on_broken)
-        self._num_held = 0  # messages with frames that ZeroMQ holds
+        self._num_held = 0  # messages whose frames ZeroMQ holds
         self._is_closed = False
         self._loan = None if lender is None else Loan(lender, self._tell, on_broken)
 
     @property
     def shares_memory(self) -> bool:
-        """Whether blocks go through shared memory now."""
+        """Return whether blocks go through shared memory now."""
         return self._loan is not None and self._loan.is_taken
 
     def send(self, header: bytes, frames: Sequence[memoryview]) -> asyncio.Future[None]:
-        """As Dialer.send."""
+        """Send a message, as Dialer.send."""
         if self._loan is not None and (lent := self._loan.lend(frames)) is not None:
             note, released = lent
             self._queue([NO_HEADER, notes.encode(note), header])
@@ -117,7 +122,7 @@ class Connection:
             views = [memoryview(frame) for frame in frames]
             released = when_dropped(views)
             self._queue([header, *views])
-        if not released.done():  # else no frames: whether it has left says nothing of those that have not
+        if not released.done():  # without frames, the send says nothing about earlier frames
             self._num_held += 1
             if self._num_held == 1:
                 self._restart_alarm()
@@ -125,7 +130,7 @@ class Connection:
         return released
 
     def close(self) -> None:
-        """Drops what is queued."""
+        """Drop queued messages and close the sockets."""
         self._is_closed = True
         if self._loan is not None:
             self._loan.close()
@@ -172,8 +177,10 @@ class Connection:
 
 
 def choose_family(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-    """Before it binds or connects: IPv6 for its addresses alone, else libzmq would take an interface's IPv6 address
-    where its name is given."""
+    """Select IPv4 or IPv6 before a socket binds or connects.
+
+    IPv6 is enabled only for IPv6 addresses; otherwise libzmq would pick an interface's IPv6 address by its name.
+    """
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
 
 
@@ -185,8 +192,8 @@ def open_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.So
     socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_MESSAGES)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, TIMEOUT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, TIMEOUT_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL, -1)  # never: the Dialer makes a new socket, with nothing queued in it
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # a link that was cut in silence is noticed within half a minute
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)  # never: the Dialer makes a new socket with an empty queue
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # detects a silently cut link within half a minute
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
@@ -196,16 +203,16 @@ def open_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.So
 
 
 def when_dropped(views: Sequence[memoryview]) -> asyncio.Future[None]:
-    """Done when nobody holds any of these view objects; pyzmq holds those that ZeroMQ still reads from."""
+    """Return a future that completes when no object holds any of these views; pyzmq holds those that ZeroMQ reads."""
     loop = asyncio.get_running_loop()
     dropped: asyncio.Future[None] = loop.create_future()
     num_views, numbers = len(views), itertools.count(1)
 
-    def drop_one() -> None:  # which may not hold the views itself
+    def drop_one() -> None:  # must not hold the views itself
         if next(numbers) == num_views:
             loop.call_soon_threadsafe(dropped.set_result, None)
 
-    for view in views:  # the last reference goes in a thread of pyzmq's
+    for view in views:  # the last reference is dropped in a thread of pyzmq
         weakref.finalize(view, drop_one).atexit = False
     if not views:
         dropped.set_result(None)
