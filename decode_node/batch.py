@@ -42,7 +42,7 @@ def slots_in_time(running: Sequence[NodeRequest], costs: StepCosts) -> float:
     return weights.num_answers_within(STRETCH * min(kept_s), num_cached) if kept_s else math.inf
 
 
-MAX_EVICTIONS: Final = 2  # of one finished prompt
+MAX_EVICTIONS: Final = 2  # of one prefilled prompt
 
 
 class Writing:

@@ -102,7 +102,7 @@ class Channel:
     transfer_id: bytes
     epoch: int
     address: str
-    layout: KVLayout  # of the heads and layers that go through the channel
+    layout: KVLayout  # of the heads and layers in the channel
     num_blocks: int
     num_cached_blocks: int
     ttl_s: float
@@ -127,7 +127,7 @@ class TransferDescriptor:
     A descriptor carries no block ids: these stay with the receivers. Raises TransferError if a field is invalid.
     """
 
-    epoch: int  # of the attempt; no two transfers of a node share one
+    epoch: int  # of the attempt; unique among the transfers of a node
     layout: KVLayout  # of the whole model
     prefill_tp: int
     decode_tp: int

@@ -24,7 +24,7 @@ class Grid(NamedTuple):
     """Describe the ranks of a node, which are numbered stage by stage."""
 
     tp: int  # ranks of each stage
-    pp: int = 1  # stages
+    pp: int = 1  # pipeline stages
 
     def __str__(self) -> str:
         return f"{self.tp} ranks" if self.pp == 1 else f"{self.pp} stages of {self.tp} ranks"

@@ -134,7 +134,7 @@ class Committed(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Missing(_Message):
-    round: int  # of the Finish that this answers
+    round: int  # of the Finish to which this is the reply
     num_corrupt: int  # blocks of this transfer in all segments that failed their checksum
     ranges: tuple[BlockRange, ...]
 

@@ -31,7 +31,7 @@ LEAST_TOKENS: Final = 16  # in a chunk, unless the chunk is the last of its prom
 CATCH_UP_TOKENS: Final = 64  # within which a late sequence must be in time again
 BLOCKING_SHARE: Final = 0.25  # share of new prompts' TTFT budget that a step before them may take
 LOW: Final = 0.1  # share of recent prompts with a smaller TTFT budget than assumed
-NUM_RECENT: Final = 32  # prompts
+NUM_RECENT: Final = 32  # prompts whose TTFT budget is remembered
 DECODE_PRIOR: Final = 1.02  # margin of the mean of many decode steps, before it is measured
 DECODE_RUN: Final = 16  # steps without prompts whose errors count together
 WEIGHED_EVERY: Final = 2  # one in so many decode steps is predicted to learn the error
@@ -64,10 +64,10 @@ class Slack:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._margin = Margin()  # of a step with chunks
+        self._margin = Margin()  # of steps with chunks
         self._decode_margin = Margin(DECODE_PRIOR)  # of DECODE_RUN steps without chunks, together
         self._run_s: list[tuple[float, float]] = []  # (predicted, actual) of the steps that will form one sample
-        self._owed_s = 0.0  # to prompts that were held back
+        self._owed_s = 0.0  # time that held-back prompts have earned
         self._step: _Step | None = None
         self._is_limited = False  # whether a request in the running step or its streak has limits
         self._num_decode_steps = 0

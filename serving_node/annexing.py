@@ -40,7 +40,7 @@ class Annexing:
         self._tile_tokens = tile_tokens
         self._held_up: dict[
             NodeRequest, tuple[float, float]
-        ] = {}  # when it is tried again, and up to when it has waited
+        ] = {}  # time of the next attempt, and time up to which the wait is counted
         self.num_opened = 0
         leases.on_annexes_left = self._close
 

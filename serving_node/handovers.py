@@ -116,8 +116,8 @@ class HandOvers:
             self._credit.take_back(node_request, now)
             self._endings.tell(revoked=fleet_pb2.Revoked(attempt=attempt_of(node_request.request)))
         elif result.reason != reasons.TRANSFER_ABORTED:
-            # The sender's own word on an abort, perhaps the last token, may still be on its way to the coordinator,
-            # which cancels this attempt then; a failure from here could overtake it.
+            # The sender's own report on an abort, perhaps the last token, may still be in flight to the coordinator,
+            # which then cancels this attempt; a failure reported from here could overtake that report.
             self._endings.fail(node_request, result.reason, result.message)
 
     def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:

@@ -54,7 +54,7 @@ _NOT_ATTACHED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """How a node finds its coordinator."""
+    """Connection of a node to its coordinator."""
 
     coordinator: str = flag("127.0.0.1:50052", "Fleet address of the coordinator, HOST:PORT.")
     name: str = flag("", "Name of this node, unique in the fleet; empty makes one from role, host and process.")

@@ -40,7 +40,7 @@ from serving_node.streak import StepCounts, Streaks, works_ahead
 class Limits:
     """Set the limits of a node's logic. Times are in seconds."""
 
-    max_num_batched_tokens: int  # of one step
+    max_num_batched_tokens: int  # in one step
     max_num_seqs: int  # running slots; at most max_num_batched_tokens
     max_num_queued: int  # queued prompts, and requests that wait for credit, each
     credit_timeout_s: float

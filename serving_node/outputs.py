@@ -171,7 +171,7 @@ class Answers:
         node_request.has_first_token = True
         reason = finish_reason(request, self._eos_token_ids)
         if is_first or reason is not None:
-            self._cache_report.tell()  # before the client can ask again
+            self._cache_report.tell()  # before the client can send its next request
         if is_first:
             node_request.note_begun(now)
         if not node_request.is_ending and is_first:
@@ -202,7 +202,7 @@ class Answers:
             prefill_s=now - node_request.reading_since_s,
             num_cached_tokens=self._leases.num_cached_tokens(node_request),
         )
-        self._cache_report.tell()  # before the client can ask again
+        self._cache_report.tell()  # before the client can send its next request
         self._endings.end(node_request, embedded=embedded)
 
     def _first_token(self, node_request: NodeRequest, now: float) -> fleet_pb2.FirstToken:

@@ -1,11 +1,11 @@
-"""Remote prefix fetch: blocks that this node fetches from prefix caches of other nodes, and sends to them. Pure.
+"""Fetch blocks from prefix caches of other nodes, and send cached blocks to them (remote prefix fetch). Pure.
 
-The coordinator has priced the fetch and names the source (`Job.borrow`). A prompt that is about to start waits in the
-queue while its blocks come: this node reserves blocks (`Borrow`), the transfer descriptor travels by way of the
-coordinator to the source, and blocks that arrive enter the prefix cache. Then the prompt starts as any other; other
-prompts start meanwhile. What does not come in time is computed. A prompt is offered a fetch once.
+The coordinator decides by cost whether a fetch pays, and names the source (`Job.borrow`). A prompt that is about to
+start waits in the queue while its blocks arrive: this node reserves blocks (`Borrow`), the transfer descriptor travels
+by way of the coordinator to the source, and received blocks enter the prefix cache. Then the prompt starts as any
+other; other prompts start meanwhile. Blocks that do not arrive in time are computed. A prompt is offered one fetch.
 
-At the source the blocks are leased until they have been sent, so no other tokens can take them. Blocks in the host or
+At the source the blocks are leased until they are sent, so that no other tokens can take them. Blocks in the host or
 disk tier are read back first.
 """
 

@@ -77,8 +77,8 @@ class SecondTier:
         self._rates = TierRates(plan.num_host, plan.host_s, plan.disk_s)
         self._block_bytes = block_bytes
         self._loads: dict[int, _Loading] = {}
-        self._num_loads = 0  # that ever began
-        self._last_end_s = 0.0  # of a load
+        self._num_loads = 0  # loads begun since the start
+        self._last_end_s = 0.0  # end of the last load
         self._decisions: list[Decision] = []
         self._copied: frozenset[int] = frozenset()  # slots written by the last copies
         self._told = inference_pb2.TierLoad()

@@ -72,8 +72,8 @@ class Stepping:
         self._stuck_exit_s = stuck_exit_s
         self._looks_ahead: Final = engine.builds_ahead and not len(followers)
         self._works: list[Work] = []  # of the running step; empty between steps
-        self._num_failed_steps = 0  # since the last good one
-        self._starvation: Starvation | None = None  # of the running step, once it is long
+        self._num_failed_steps = 0  # since the last successful step
+        self._starvation: Starvation | None = None  # of the running step, once its age exceeds WATCHED_FROM_S
         self._absences = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
         self._work = asyncio.Event()
 
@@ -185,7 +185,7 @@ class Stepping:
             self._logic.step_failed(works, cause_of(error), time.monotonic())
             self._carry_out()
 
-    # ---- whether it is stuck ----
+    # ---- stuck steps ----
 
     async def stuck(self) -> str:
         while True:

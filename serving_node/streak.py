@@ -1,11 +1,11 @@
-"""Decode steps in a row, the step that is built while another one runs, and counts of steps. Pure.
+"""Run consecutive decode steps at less cost, build the next step while one runs, and count steps. Pure.
 
-A streak gives what NodeLogic's `step_done` and `plan` give for that many decode steps, at less cost, to a simulation
-that computes nothing in the steps.
+A streak gives the results of NodeLogic's `step_done` and `plan` for that many decode steps, for a simulation that
+computes nothing in the steps.
 
-Async scheduling: the next step is built while one runs only where nothing else could have a part in it, so that
-`NodeLogic.plan` would give the same step if the running one ends no request and no event comes. Otherwise the built
-step never begins, and nothing has to be undone but a block that a request may have got one step early.
+Async scheduling: the next step is built while one runs only if no other request could be part of it, so that
+`NodeLogic.plan` would return the same step if the running one ends no request and no event comes. Otherwise the built
+step never begins, and nothing must be undone except a block that a request may have got one step early.
 """
 
 from collections.abc import Callable, Sequence

@@ -10,7 +10,7 @@ from kv_transfer.results import AnnexRecalled, TransferError
 from serving_core.layout import KVLayout
 
 ROOM_S: Final = 3.0  # to connect and to learn whether there is room
-PUT_S: Final = 10.0  # for each layer's tiles
+PUT_S: Final = 10.0  # to send the tiles of one layer
 ANSWER_S: Final = 2.5  # for partials, for which a step waits; less than a step may take before it counts as stuck
 
 

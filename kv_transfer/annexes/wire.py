@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from kv_transfer.results import AnnexRecalled, TransferError
 
 KEY_BYTES: Final = 32
-MAX_BYTES: Final = 2**30  # of one message's payload
+MAX_BYTES: Final = 2**30  # in the payload of one message
 LEAST_S: Final = 0.001  # to read what has already arrived
 _ASKER: Final = struct.Struct("<Q?I")  # follows the key; seconds in thousandths
 _MOST_MS: Final = 2**32 - 1

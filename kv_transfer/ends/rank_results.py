@@ -13,7 +13,7 @@ Done = TypeVar("Done", Sent, Received)
 @dataclass(slots=True)
 class _Parts(Generic[Done]):
     missing: set[int]  # ranks
-    results: list[Done | TransferFailed] = field(default_factory=list)  # in the order in which they came
+    results: list[Done | TransferFailed] = field(default_factory=list)  # in order of arrival
 
 
 class RankResults(Generic[Done]):

@@ -235,7 +235,7 @@ class KVSender:
         self.num_messages = 0  # messages with blocks
         self.num_failed = 0  # transfers
         self.seconds = Histogram()  # of successful transfers, from start to commit
-        self.num_refused = 0  # replies that refuse something
+        self.num_refused = 0  # replies of kind Refused
         self.num_malformed = 0  # replies that cannot be read
         self.transport = transport
         self.store = store
@@ -350,7 +350,7 @@ class SendingTransfer:
         self._on_caught_up = on_caught_up
         self._results: list[Sent | TransferFailed] = []  # of the channels, in the order in which they ended
         self._has_concluded = False
-        self.channels = {  # by transfer id, for the sender's use
+        self.channels = {  # by transfer id; for KVSender
             channel.transfer_id: SendingChannel(
                 channel, sender.transport, sender.store.heads(copy.source_heads), sender.deadline_s, self
             )

@@ -110,7 +110,7 @@ class ReceiverSession:
         self.expires_at = now + channel.ttl_s
         self.num_corrupt = 0
         self.channel = channel
-        self._refusal = Refusal.MALFORMED  # why, once FAILED
+        self._refusal = Refusal.MALFORMED  # sent in replies once FAILED
         self._finish: Finish | None = None
         self._verified = {layer: bytearray(channel.num_blocks) for layer in channel.layout.layers}
 

@@ -29,7 +29,7 @@ class Backlog:
     """Hold the block ranges to be sent, in the order in which they became ready."""
 
     def __init__(self, channel: Channel, blocks_per_message: int) -> None:
-        self.num_ready = channel.num_cached_blocks  # in all layers
+        self.num_ready = channel.num_cached_blocks  # leading blocks that are ready in all layers
         self._channel = channel
         self._blocks_per_message = blocks_per_message
         self._num_growing = 0  # blocks that are ready in some layers only; 0 if there are none

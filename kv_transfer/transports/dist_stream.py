@@ -130,7 +130,7 @@ class Stream:
         self._writer = writer
         opened: socket.socket = writer.get_extra_info("socket")
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects a silently cut link
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)  # within half a minute
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)  # after about half a minute
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 

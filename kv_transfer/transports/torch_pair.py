@@ -37,7 +37,7 @@ MAX_KEYS = 64
 EXIT_S = 5.0  # longer than messages in flight take, except for NCCL's connect
 IDLE_S = 0.5  # after which an idle thread checks whether its process is ending
 NCCL_TIMEOUT_S = 30.0  # to initialize NCCL and the device
-NCCL_ERRORS, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"  # read when a group is made
+NCCL_ERRORS, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"  # torch reads them when a group is made
 TORCH_ERRORS = (RuntimeError, ValueError, MemoryError, TransferError)  # TransferError comes from the relayed store
 
 Relay = Callable[[str, bytes], None]
@@ -93,7 +93,7 @@ class Pair:
         self._reader = torch.cuda.current_stream(device) if device.type == "cuda" else None  # reads frames
         self._local_ip = local_ip
         self._loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[None] = self._loop.create_future()  # the group works
+        self.ready: asyncio.Future[None] = self._loop.create_future()  # completes when the group works
         self.ended: asyncio.Future[None] = self._loop.create_future()  # the group is gone, and no frame is used
         self.make_timeout_s = NCCL_TIMEOUT_S if device.type == "cuda" else 2 * dist_stream.TIMEOUT_S
         self._store = _RelayedStore(lambda key, value: self._tell(relay, key, value), self.make_timeout_s)
