@@ -187,9 +187,7 @@ class Slack:
         step.longest_s = step.beside_s = self._longest_s(step.bare_s)
 
     def _longest_s(self, bare_s: float) -> float:
-        """Return the seconds that the chunks of a step may take, so that later arrivals do not wait too long for its
-        end.
-        """
+        """Return the seconds that the chunks of a step may take, so that later arrivals wait a bounded time."""
         if not self._given_s:
             return math.inf
         given_s = sorted(self._given_s)[int(LOW * len(self._given_s))]

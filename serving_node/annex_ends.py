@@ -40,8 +40,9 @@ def tile_tokens(settings: NodeSettings, engine: Engine) -> int:
 
 
 class AnnexEnds:
-    """Connect the node's logic to KV holders and their clients. Created in the node's event loop, if there are
-    tiles.
+    """Connect the node's logic to KV holders and their clients.
+
+    Created in the node's event loop, if there are tiles.
     """
 
     def __init__(

@@ -23,9 +23,7 @@ class Cap:
         self._writing = writing
 
     def holds_back(self, node_request: NodeRequest) -> bool:
-        """Return whether a prompt for another node must wait until older prompts, or prompts that cannot be evicted,
-        have left.
-        """
+        """Return whether a prompt for another node must wait until prompts that it cannot evict have left."""
         if not node_request.is_outgoing or all(each.is_outgoing for each in self._node_requests):
             return False
         firm = [each for each in self._outgoing() if not _yields(each, node_request)]

@@ -136,8 +136,9 @@ class Room:
         return self._node_requests.count(*SLOTED) + sum([not each.hands_over for each in being_read])
 
     def num_awaited(self) -> int:
-        """Return the blocks not available to other nodes: needs of requests without blocks, plus one for each
-        sequence.
+        """Return the blocks that are not available to other nodes.
+
+        These are the needs of requests without blocks, plus one block for each sequence.
         """
         without = self._node_requests.in_stage(*WITHOUT)
         needed = [
@@ -217,10 +218,10 @@ class Room:
         return self.num_running() + self._num_kept(each for each in self._sharers if each.age < node_request.age)
 
     def make_way(self) -> bool:
-        """Preempt the youngest request for an older one that lacks blocks or a slot, if the node has nothing to
-        compute.
+        """Preempt the youngest request for an older one that lacks blocks or a slot.
 
-        Returns whether blocks came free at once; those of a revoked credit come free later.
+        For a node that has nothing to compute. Returns whether blocks came free at once; those of a revoked credit come
+        free later.
         """
         if any(_lets_go_soon(each) for each in self._node_requests):
             return False

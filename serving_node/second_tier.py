@@ -118,10 +118,10 @@ class SecondTier:
         load.tier.MergeFrom(self._told)
 
     def holds_up(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
-        """Return whether a prompt that might start must wait for blocks from KV offload; begin to read them where that
-        pays.
+        """Return whether a prompt that might start must wait for blocks from KV offload.
 
-        The start must leave `num_spare` blocks free. A prompt is checked once each time that it is queued.
+        Begins to read the blocks where that pays. The start must leave `num_spare` blocks free. A prompt is checked
+        once each time that it is queued.
         """
         if not self.index.num_slots or node_request.has_looked:
             return False
@@ -147,11 +147,10 @@ class SecondTier:
         now: float,
         on_end: Callable[[], None],
     ) -> bool:
-        """Read back blocks of these tokens for another node that has the first `num_known` blocks. Return whether any
-        are read.
+        """Read back blocks of these tokens for another node, and return whether any are read.
 
-        At most as many blocks are read as leave `num_spare` blocks free, and only where that pays. `on_end` is called
-        when the blocks are in the pool or will not come.
+        The other node has the first `num_known` blocks. At most as many blocks are read as leave `num_spare` blocks
+        free, and only where that pays. `on_end` is called when the blocks are in the pool or will not come.
         """
         if not self.index.num_slots or len(self._loads) >= MAX_FETCHED:
             return False
@@ -217,8 +216,9 @@ class SecondTier:
         return in_pool, self.index.run(held[len(in_pool) :])
 
     def _worth_reading(self, in_pool: list[bytes], loaded: list[bytes], num_known: int = 0) -> float | None:
-        """Return the seconds that computing the loaded blocks would take, without the first `num_known`; None if
-        nothing is to be read.
+        """Return the seconds that computing the loaded blocks would take; None if nothing is to be read.
+
+        The first `num_known` blocks are not counted.
         """
         num_before, size = max(len(in_pool), num_known), self._leases.block_size
         num_new = len(in_pool) + len(loaded) - num_before

@@ -121,8 +121,9 @@ class Streaks:
         return streak.num_steps > 0 and (self._is_calm or streak.is_staying)
 
     def num_steps_ahead(self, streak: Streak) -> int:
-        """Return how many steps, including the running one, `advance` may record at once if no event comes
-        meanwhile.
+        """Return how many steps `advance` may record at once if no event comes meanwhile.
+
+        The number includes the running step.
         """
         is_room = len(streak.node_requests) <= self._leases.num_free  # one block for each sequence
         return min(streak.num_steps, self._leases.block_size) if self._is_calm and is_room else 0

@@ -84,15 +84,19 @@ class SendingChannel:
         return self._has_ended and not self._held
 
     def blocks_ready(self, block_ids: Sequence[int], layers: range) -> None:
-        """Report leading blocks that are final in these layers, as SendingTransfer.blocks_ready. The caller must not
-        change `block_ids`.
+        """Report leading blocks that are final in these layers.
+
+        As SendingTransfer.blocks_ready, but the caller must not change `block_ids` afterwards.
         """
         self._block_ids = block_ids
         ours = self._channel.layout.layers
         self.handle(BlocksReady(len(block_ids), len(range(ours.start, min(ours.stop, layers.stop)))))
 
     def finish(self, block_ids: Sequence[int], tail: bytes) -> None:
-        """Report that all blocks are final, as SendingTransfer.finish. The caller must not change `block_ids`."""
+        """Report that all blocks are final.
+
+        As SendingTransfer.finish, but the caller must not change `block_ids` afterwards.
+        """
         self._block_ids = block_ids
         self.handle(AllReady(len(block_ids), tail))
 

@@ -65,8 +65,9 @@ class ReadArea:
     """Hold a reader's end."""
 
     def __init__(self, descriptor: int, num_bytes: int, nonce: bytes) -> None:
-        """Map the memory read-only; the caller keeps the descriptor. Raises TransferError if it does not match the
-        offer.
+        """Map the memory read-only; the caller keeps the descriptor.
+
+        Raises TransferError if the memory does not match the offer.
         """
         try:
             seals = fcntl.fcntl(descriptor, _GET_SEALS)

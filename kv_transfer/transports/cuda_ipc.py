@@ -60,8 +60,9 @@ class Store(Protocol):
 
 
 def are_on_one_device(store: Store, rank: int, device: torch.device) -> bool:
-    """Return whether both ends of a pair use the same device; both must call this. Raises TransferError as the store
-    does.
+    """Return whether both ends of a pair use the same device; both must call this.
+
+    Raises TransferError as the store does.
     """
     ours = str(torch.cuda.get_device_properties(device).uuid).encode()  # unique over all machines
     store.set(f"device {rank}", ours)

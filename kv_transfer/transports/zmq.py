@@ -1,5 +1,6 @@
-"""Transport messages by ZeroMQ over tcp and ipc: one ROUTER in the Listener, one DEALER for each receiver in the
-Dialer.
+"""Transport messages by ZeroMQ over tcp and ipc.
+
+The Listener binds one ROUTER; the Dialer has one DEALER for each receiver.
 
 Payload frames are sent without a copy and read in ZeroMQ's receive buffers. Between processes of one machine they go
 through shared memory if both ends allow it (kv_transfer/shared_memory). ZeroMQ may drop messages; the sessions request

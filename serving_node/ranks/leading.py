@@ -72,8 +72,9 @@ class Followers:
         return self._num_followers
 
     async def gather(self, exchange: Exchange) -> None:
-        """Listen, tell the followers the address, and wait until all are connected. Raises RankLost if they are not
-        in time.
+        """Listen, tell the followers the address, and wait until all are connected.
+
+        Raises RankLost if the followers do not connect within HELLO_DEADLINE_S.
         """
         if not self._num_followers:
             return
