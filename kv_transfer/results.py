@@ -13,7 +13,7 @@ class TransferError(SplitServeError):
 
 
 class AnnexRecalled(TransferError):
-    """Report that a KV holder takes back the blocks that it lends to distributed KV."""
+    """Report that a KV holder recalls blocks of distributed KV."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,7 @@ class HandOvers:
                 self._endings.fail(node_request, reasons.TRANSFER_FAILED, message)
 
     def note_read(self, node_requests: Iterable[NodeRequest], now: float) -> None:
-        """Move prompts for other nodes whose tokens are all computed to their next state."""
+        """Enter the next state for prompts of other nodes whose tokens are all computed."""
         for node_request in node_requests:
             if node_request.stage is not Stage.READING or not node_request.tail or node_request.num_to_compute:
                 continue

@@ -62,7 +62,7 @@ FOLLOWER_STATES: Final[States] = dict.fromkeys((LIVE, READY, OVERALL), lambda: T
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Answer health checks with the current state. Watch is not supported, so that no call stays open."""
+    """Reply to health checks with the current state. Watch is not supported, so that no call stays open."""
 
     def __init__(self, states: States) -> None:
         self._states = states

@@ -88,7 +88,7 @@ class Node(Protocol):
 
 
 class Unsent:
-    """Queue events in order until they are written.
+    """Queue events in order until they are sent.
 
     A step is merged into a step queued right before it, which costs a lagging coordinator less.
     """

@@ -150,7 +150,7 @@ class NodeLogic:
 
     @property
     def node_requests(self) -> NodeRequests:
-        """Return the requests on the node, oldest first, for reading only."""
+        """Return the requests on the node, oldest first. The caller must not change them."""
         return self._node_requests
 
     @property
@@ -227,7 +227,7 @@ class NodeLogic:
     # ---- commands ----
 
     def attached(self) -> None:
-        """Forget what was reported: the coordinator is a new one or has dropped its knowledge of this node."""
+        """Forget earlier reports: the coordinator is a new one or has dropped its knowledge of this node."""
         self._cache_report.forget()
 
     def detached(self) -> None:

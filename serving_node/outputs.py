@@ -93,7 +93,7 @@ class CacheReport:
     def _changes(self) -> tuple[list[bytes], list[bytes]]:
         """Return the block hashes added to and removed from pool and KV offload together.
 
-        A block that moves between the two stays held.
+        A block that goes from one to the other stays held.
         """
         (stored, removed), (put, dropped) = self._allocator.take_changes(), self._tier.take_changes()
         if not (stored or removed or put or dropped):

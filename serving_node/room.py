@@ -148,9 +148,9 @@ class Room:
         return sum(needed) + self.num_running()
 
     def slot(self) -> bool:
-        """Move kept, prefilled requests to decode as running slots come free, unless older requests need the slots.
+        """Start decode of kept, prefilled requests as running slots come free, unless older requests need the slots.
 
-        Returns whether any request moved.
+        Returns whether any request started.
         """
         num_older, has_running = 0, False
         if not any(each.is_kept for each in self._node_requests.in_stage(Stage.READ)):
@@ -304,7 +304,7 @@ class Room:
         return is_growing and self._leases.num_missing(node_request, node_request.num_computed + 1) > 0
 
     def _youngest_behind(self, node_request: NodeRequest) -> NodeRequest | None:
-        """Return the youngest, younger request that holds what `node_request` lacks."""
+        """Return the youngest request that is younger than `node_request` and holds what it lacks."""
         needs_slot = node_request.stage not in HOLDING and _needs_slot(node_request) and not self._has_free_slot
         for each in reversed(list(self._node_requests)):
             if each is node_request:

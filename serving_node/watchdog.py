@@ -1,4 +1,4 @@
-"""Detect what is wrong with this node: a stuck step, starvation of CPU time, a lost coordinator. Pure.
+"""Detect faults of this node: a stuck step, starvation of CPU time, a lost coordinator. Pure.
 
 A step is stuck when it takes far longer than steps like it. A step unlike any before has only the coordinator's limit
 (`--step-timeout-s`). A node with a stuck step stays detached until the step ends; if that takes too long, only a new

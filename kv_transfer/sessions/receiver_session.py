@@ -3,10 +3,10 @@
     RECEIVING ──Finish, blocks lacking──> LACKING ──the last block verified──> COMMITTED
         └──────────────Finish, every block verified──────────────────────────────^
     Abort, Cancel, Tick past the time to live: RECEIVING and LACKING ──> FAILED
-    WriteFailed, before anyone has heard of the commit that it was part of: any of the three ──> FAILED
+    WriteFailed, before the commit of the same actions is sent: any of the three ──> FAILED
 
-A block is written at most once, when the checksum of its segment is right, and never after the session has ended. An
-ended session still answers: Committed to everything after a commit, Refused after a failure.
+A block is written at most once, when the checksum of its segment is correct, and never after the session has ended. An
+ended session still replies: Committed to every message after a commit, Refused after a failure.
 """
 
 import itertools

@@ -49,7 +49,7 @@ class RankStream(Generic[M]):
 
 
 async def dial(host: str, port: int, receives: type[M]) -> RankStream[M]:
-    """Connect to rank 0. Raises RankLost if it does not answer in time."""
+    """Connect to rank 0. Raises RankLost if rank 0 does not respond in time."""
     try:
         async with asyncio.timeout(CONNECT_DEADLINE_S):
             reader, writer = await asyncio.open_connection(host, port)
