@@ -1,4 +1,4 @@
-"""Carries out what the tracker decides: commands to nodes, tokens to answers, ends to clients.
+"""Carry out the instructions of the tracker: send commands to nodes, and tokens and ends to clients.
 
 Everything here runs on the event loop and never waits, so no two events can interleave.
 """
@@ -44,7 +44,7 @@ MAX_UNSENT_COMMANDS: Final = 10_000
 
 
 class NodeLink:
-    """The commands on their way to one node."""
+    """Queue the commands for one node."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -52,18 +52,18 @@ class NodeLink:
         self._unsent: asyncio.Queue[fleet_pb2.NodeCommand | RequestError] = asyncio.Queue()
 
     def send(self, command: fleet_pb2.NodeCommand) -> bool:
-        """Queues a command; False when the node has left too many unread."""
+        """Queue a command. Return False when MAX_UNSENT_COMMANDS commands are unsent."""
         if self._unsent.qsize() >= MAX_UNSENT_COMMANDS:
             return False
         self._unsent.put_nowait(command)
         return True
 
     def end(self, error: RequestError) -> None:
-        """No command will follow those queued."""
+        """End the queue with an error that `next` raises behind the commands queued."""
         self._unsent.put_nowait(error)
 
     async def next(self) -> fleet_pb2.NodeCommand:
-        """The next command. Raises the RequestError of `end`."""
+        """Return the next command. Raises the RequestError of `end`."""
         command = await self._unsent.get()
         if isinstance(command, RequestError):
             raise command
@@ -71,7 +71,7 @@ class NodeLink:
 
 
 class Call(Protocol):
-    """Who hears what becomes of a call: a Generation, or what stands for one at another process's API server."""
+    """Receive the tokens and the end of one call: a Generation, or its stand-in for an API server process."""
 
     embedding: bytes
 
@@ -83,7 +83,8 @@ class Call(Protocol):
 
 
 class Recipient(Protocol):
-    """Who hears of one answer of a call: an Answer, or what stands for one."""
+    """Receive the tokens and the end of one sequence of a call: an Answer, or its stand-in for an API server
+    process."""
 
     @property
     def generation(self) -> Call: ...
@@ -97,12 +98,12 @@ class Recipient(Protocol):
 class _Live:
     call: Call
     asker: str
-    number: int  # of the client's calls for this request
-    has_answer: bool = False  # one of several has ended well
+    number: int  # counts the client's calls for this request
+    has_answer: bool = False  # one of its sequences has ended well
 
 
 class Dispatcher:
-    """The hub between clients, nodes and the pure parts: registry, tracker and roles."""
+    """Connect clients, nodes and the pure parts: registry, tracker and roles."""
 
     def __init__(
         self,
@@ -128,12 +129,12 @@ class Dispatcher:
         self._idle = asyncio.Event()
         self._idle.set()
         self._shapes_changed = asyncio.Event()
-        self.nodes_changed = asyncio.Event()  # set when the ready nodes change; whoever waits for it clears it
+        self.nodes_changed = asyncio.Event()  # set when the ready nodes change; the waiter clears it
 
     # ---- nodes ----
 
     def attach(self, hello: fleet_pb2.Hello) -> NodeLink:
-        """Takes a node in. Raises RequestError when it cannot belong to this fleet, or not yet."""
+        """Attach a node. Raise RequestError when the node cannot belong to this fleet, or not yet."""
         namesake = self._registry.find(hello.node.name)
         try:
             node = self._registry.admit(hello, time.monotonic())
@@ -152,16 +153,16 @@ class Dispatcher:
         return link
 
     def message_lost(self, link: NodeLink, error: MessageLost) -> None:
-        """Lose the node of a stream in which a message of it did not arrive; `detach` follows."""
+        """Lose the node of a stream in which a message was lost; `detach` follows."""
         self._apply(self._lose(link.node, LossCause.MESSAGE, str(error)))
 
     def detach(self, link: NodeLink) -> None:
-        """The node's stream has ended."""
+        """Lose the node of a stream that has ended."""
         node = link.node
         self._apply(self._lose(node, LossCause.CONNECTION, "the stream has ended", has_died=not node.is_stopping))
 
     def receive(self, link: NodeLink, event: fleet_pb2.NodeEvent) -> None:
-        """Handles an event of a node; those of a node that is lost already are ignored."""
+        """Handle an event of a node. Events of a lost node are ignored."""
         node, now = link.node, time.monotonic()
         if node not in self._registry:
             return
@@ -182,8 +183,10 @@ class Dispatcher:
         self._apply(self._tracker.handle(node, event, now))
 
     def drain_node(self, name: str) -> Node:
-        """Takes the work from a node, as far as other nodes take it over; once and again are the same. Raises
-        RequestError when there is no such node, or no other one."""
+        """Drain a node: its requests go to other nodes as far as those have room. A repeated call changes nothing.
+
+        Raise RequestError where there is no such node, or no other node could take its work.
+        """
         node = self._registry.named(name)
         if not node.is_drained:
             check_target(node, self._registry.nodes, embeds=self._registry.embeds)
@@ -194,8 +197,11 @@ class Dispatcher:
         return node
 
     def num_left(self, node: Node) -> int:
-        """Answers that a node which drains still has a part in. Raises RequestError where it takes work again, or would
-        when it comes back."""
+        """Return the number of requests that a draining node still has a part in.
+
+        Raise RequestError where the drain has ended: the node was given a role, or was lost and takes work when it
+        returns.
+        """
         if not node.is_drained:
             raise RequestError(DRAIN_ENDED, f"node {node.name} drains no more: it was given a role")
         if self._registry.find(node.name) is node:
@@ -207,7 +213,8 @@ class Dispatcher:
         )
 
     def set_shape(self, name: str, to: str | Shape) -> tuple[Node, Shape]:
-        """Asks a node to take a role or a shape; a drain of it ends. Raises RequestError, and then nothing is asked."""
+        """Request a role or a shape of a node; this ends its drain. Raise RequestError, and then nothing is
+        requested."""
         was_drained = self._registry.named(name).is_drained
         node, shape, instructions = self._roles.set_shape(name, to, time.monotonic())
         if was_drained:
@@ -217,7 +224,7 @@ class Dispatcher:
         return node, shape
 
     async def settled(self, node: Node) -> None:
-        """Returns when the node has confirmed what it was asked to become, is lost, or has not confirmed it in time."""
+        """Wait until the node has confirmed the requested shape, is lost, or has not confirmed it in time."""
         while node.asked is not None and node in self._registry:
             self._shapes_changed.clear()
             await self._shapes_changed.wait()
@@ -238,7 +245,7 @@ class Dispatcher:
         self._shapes_changed.set()
 
     def _shape_refused(self, node: Node, failed: fleet_pb2.Failed) -> None:
-        """What is about no attempt answers the one command that is about none."""
+        """Note that the node refuses the requested shape: a Failed without a request id is about the shape."""
         logger.warning("%s %s refuses a shape: %s", node.kind, node.name, failed.message[:MAX_MESSAGE_CHARS])
         node.asked = None
         self._shapes_changed.set()
@@ -250,7 +257,7 @@ class Dispatcher:
             logger.warning(message, node.kind, node.name, num_blocks + num_left_out, num_blocks, num_left_out)
 
     def _warn_of_namesake(self, link: NodeLink) -> None:
-        """Once for each session, however often the other process asks."""
+        """Log once per session that another process claims the node's name."""
         if not link.has_namesake:
             link.has_namesake = True
             message = "another process wants to be node %s too, and waits for the end of session %d"
@@ -275,14 +282,14 @@ class Dispatcher:
         return self._tracker.lose(node, time.monotonic(), has_died=has_died)
 
     def capacity(self) -> Capacity:
-        """What can be asked for at this moment."""
+        """Return the lengths and pool sizes that requests may ask for now."""
         return self._capacity.at(time.monotonic())
 
     # ---- clients ----
 
     @property
     def num_live(self) -> int:
-        """Answers that have begun, or wait, and have not ended."""
+        """Return the number of sequences that have not ended."""
         return len(self._answers)
 
     def submit(
@@ -295,9 +302,12 @@ class Dispatcher:
         deadline_s: float,
         record: CallRecord | None = None,
     ) -> Generation:
-        """Begins the answers of one call, or goes on with them; `close` must follow. What becomes of them is written
-        down in `record`. It takes the place of a live one that is an earlier call of the same client. Raises
-        RequestError, and then nothing has begun."""
+        """Start or continue the sequences of one call, and return the Generation that streams them; `close` must
+        follow.
+
+        `record` collects the course of the call for logs and traces. A live earlier call of the same client ends first.
+        Raise RequestError, and then nothing has begun.
+        """
         num_ended = sum(so_far.has_ended for so_far, _ in beginnings)
         generation = Generation(
             plan.request_id, len(plan.samplings), num_ended=num_ended, stream_interval=self._stream_interval
@@ -319,7 +329,7 @@ class Dispatcher:
         deadline_s: float,
         record: CallRecord | None = None,
     ) -> None:
-        """What `submit` does, for whoever is to hear of the call and of each of its answers."""
+        """Start or continue a call as `submit` does, for any receivers of the call and of each of its sequences."""
         if self.is_draining:
             raise RequestError(DRAINING, "the server is draining")
         now, record = time.monotonic(), record or CallRecord(plan.request_id)
@@ -331,7 +341,7 @@ class Dispatcher:
         if plan.pooling is None:
             self._journal.asked(len(plan.samplings), plan.samplings[0].max_tokens)
         self._idle.clear()
-        # One for all answers, so that it is hashed once.
+        # One Prompt for all sequences, so that it is hashed once.
         prompt = Prompt(plan.prompt, plan.cache_salt, plan.adapter, is_read_whole=plan.is_read_whole)
         try:
             for index, (sampling, so_far, answer) in enumerate(zip(plan.samplings, so_fars, answers, strict=True)):
@@ -357,7 +367,7 @@ class Dispatcher:
             raise
 
     def _end_earlier(self, plan: AnswerPlan, asker: str) -> None:
-        """Ends an earlier call of the same client that is live. Raises RequestError for any other one of this id."""
+        """End a live earlier call of the same client. Raise RequestError for any other live call of this id."""
         if (live := self._calls.get(plan.request_id)) is None:
             return
         if live.asker != asker or live.number >= plan.call_number:
@@ -366,18 +376,18 @@ class Dispatcher:
         self.close(live.call)
 
     def stopped(self, call: Call, index: int) -> None:
-        """A stop string has ended an answer of a live call, as its API server has found."""
+        """End a sequence of a live call in which the API server has found a stop string."""
         if self._is_live(call):
             stop = inference_pb2.FINISH_REASON_STOP
             self._apply(self._tracker.finish(call.answer_ids[index], stop, time.monotonic()))
 
     def give_up(self, call: Call, error: RequestError) -> None:
-        """Ends a live call with an error, as its API server wants."""
+        """End a live call with an error of its API server."""
         if self._is_live(call):
             self._apply(self._fail(call, error))
 
     def abort(self, request_id: str) -> bool:
-        """Ends all answers of a live call as aborted. False for an unknown one."""
+        """End all sequences of a live call as aborted. Return False for an unknown id."""
         if (live := self._calls.get(request_id)) is None:
             return False
         now = time.monotonic()
@@ -386,8 +396,10 @@ class Dispatcher:
         return True
 
     def close(self, call: Call) -> None:
-        """The call is over, for whatever reason: what is still running of it is dropped. Nothing is of one whose place
-        a later one has taken."""
+        """End a call, whatever the reason, and drop the sequences that still run.
+
+        A call that a later one has replaced is ignored.
+        """
         if not self._is_live(call):
             return
         del self._calls[call.request_id]
@@ -405,25 +417,25 @@ class Dispatcher:
     # ---- all ----
 
     def tick(self) -> None:
-        """Loses silent nodes, ends late answers, asks nodes to change. To be called several times per node timeout."""
+        """Lose silent nodes, expire requests and change roles. Call it several times per node timeout."""
         now = time.monotonic()
         self._capacity.note(now)
         for node, cause, why in self._registry.expired(now):
             self._apply(self._lose(node, cause, why))
         self._apply(self._tracker.tick(now))
         self._reshape(self._roles.tick(now))
-        self._shapes_changed.set()  # what was asked for may have expired
+        self._shapes_changed.set()  # a requested shape may have expired
 
     def drain(self) -> None:
-        """Refuses new calls from now on."""
+        """Refuse new calls from now on."""
         self.is_draining = True
 
     async def idle(self) -> None:
-        """Returns when no call is live."""
+        """Wait until no call is live."""
         await self._idle.wait()
 
     def stop(self) -> None:
-        """Ends every call and every node's stream, with UNAVAILABLE."""
+        """End every call and every node's stream, with UNAVAILABLE."""
         error = RequestError(DRAINING, "the server has stopped")
         for live in self._calls.values():
             self._apply(self._fail(live.call, error))
@@ -469,7 +481,7 @@ class Dispatcher:
         instructions: list[Instruction] = []
         if answer is not None:
             if not isinstance(outcome, RequestError):
-                answer.end(outcome)  # which may know the reason better
+                answer.end(outcome)  # a stop string changes the finish reason
                 self._calls[answer.generation.request_id].has_answer = True
             elif self._goes_on(answer.generation, outcome):
                 logger.warning("answer %s is cut short, others of its call go on: %s", end.request_id, outcome)
@@ -480,14 +492,16 @@ class Dispatcher:
         return instructions
 
     def _goes_on(self, call: Call, error: RequestError) -> bool:
-        """Whether the other answers of a call go on when one has failed, behind some tokens, at what it was asked for:
-        such as a grammar that goes no further."""
+        """Return whether the other sequences of a call go on after one has failed.
+
+        They do where the request itself was at fault behind some tokens, as with a grammar that has no continuation.
+        """
         if error.reason != BAD_PARAM or error.metadata.get("tokens_emitted", "0") == "0":
             return False
         return self._calls[call.request_id].has_answer or any(each in self._answers for each in call.answer_ids)
 
     def _fail(self, generation: Call, error: RequestError) -> list[Instruction]:
-        """Ends a call with an error, which is then the end of all its answers."""
+        """End a call, and so all its sequences, with an error."""
         generation.fail(error)
         now = time.monotonic()
         instructions: list[Instruction] = []
@@ -496,5 +510,5 @@ class Dispatcher:
         return instructions
 
     def _forget(self, generation: Call) -> list[str]:
-        """Nothing more goes to the answers of a call: those that had not ended."""
+        """Drop the receivers of a call, and return the ids of its sequences that had not ended."""
         return [answer_id for answer_id in generation.answer_ids if self._answers.pop(answer_id, None) is not None]

@@ -1,7 +1,7 @@
-"""The live answers, and what can be done with one: try it on nodes, emit tokens, begin again elsewhere, end. Pure.
+"""Keep the live requests, and place, emit, restart and end them. Pure.
 
-One that no node can be found for, be it new or one whose node was lost, waits for nodes to come: it is asked for at
-every tick, the oldest first. How many may wait is bounded by how many may be live.
+A request for which no node is found waits for nodes to attach, be it new or one whose node was lost. Every tick tries
+to place the waiting requests, the oldest first. The limit on live requests also limits how many wait.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,13 +29,13 @@ from serving_core import node_requests, reasons
 from serving_core.errors import RequestError
 
 NUM_EPOCHS: Final = 2**32
-ASK_AGAIN_S: Final = 1.0  # after every node has turned one away
+ASK_AGAIN_S: Final = 1.0  # pause after every node has turned a request away
 REFUSALS: Final = (reasons.QUEUE_FULL, reasons.WOULD_BE_LATE)
-MOST_PLACED: Final = 16  # at one moment, of those that can wait: beside hundreds with limits each takes milliseconds
+MOST_PLACED: Final = 16  # placements per event: beside hundreds of requests with an SLO each takes milliseconds
 
 
 class TokenRow(NamedTuple):
-    """Tokens of one answer that a node has told one by one, none of which ends it."""
+    """Consecutive tokens of one sequence that a node has reported one by one; none of them ends the sequence."""
 
     attempt: node_requests.Attempt
     first_index: int
@@ -43,7 +43,7 @@ class TokenRow(NamedTuple):
 
 
 class LiveAnswers:
-    """Every answer that has not ended, by its id, in the order of admission."""
+    """Keep every request that has not ended by its id, in the order of admission."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class LiveAnswers:
         self.handover = Handover(lends)
         self.lives = Lives()
         self._coming = Pace()  # of new requests that have a limit on their first token
-        self._tokens_coming = Pace()  # that these have to compute
+        self._tokens_coming = Pace()  # prompt tokens that these have to compute
         self.admission = admission
         self.holding = Holding()
         self.demand = Demand()
@@ -73,48 +73,51 @@ class LiveAnswers:
         self._max_restarts, self._node_wait_s = max_restarts, node_wait_s
         self._policy = policy
         self._requests: dict[str, TrackedRequest] = {}
-        self.num_without_token = 0  # of these
-        self._moment, self._num_placed = -inf, 0  # of the last event, and how many it has placed
+        self.num_without_token = 0  # live requests without a first token
+        self._moment, self._num_placed = -inf, 0  # of the last event, and the placements made for it
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[TrackedRequest]:
-        """Those that nodes have now; they may end meanwhile."""
+        """Iterate over a copy of the requests that nodes have."""
         return iter([request for request in self._requests.values() if not request.is_waiting])
 
     def __contains__(self, request: TrackedRequest) -> bool:
-        """Whether it is live, and nodes have it."""
+        """Return whether the request is live and nodes have it."""
         return self._requests.get(request.request_id) is request and not request.is_waiting
 
     def everyone(self) -> Iterator[TrackedRequest]:
-        """Those too that wait for nodes; they may end meanwhile."""
+        """Iterate over a copy of all live requests, those that wait for nodes included."""
         return iter(list(self._requests.values()))
 
     def newest(self, number: int) -> list[TrackedRequest]:
-        """So many of them all, the newest first."""
+        """Return the `number` newest live requests, the newest first."""
         return list(islice(reversed(self._requests.values()), number))
 
     def find(self, request_id: str) -> TrackedRequest | None:
         return self._requests.get(request_id)
 
     def on(self, node: Node, attempt: node_requests.Attempt) -> TrackedRequest | None:
-        """The one whose current attempt this is, if the node has a part in it."""
+        """Return the request of which this is the current attempt, if the node has a part in it; else None."""
         request = self._requests.get(attempt.request_id)
         if request is None or request.is_waiting or request.attempt.epoch != attempt.epoch:
             return None
         return request if node is request.attempt.prefill or node is request.attempt.decode else None
 
     def next_epoch(self) -> int:
-        """Never used before, over all answers."""
+        """Return an epoch that no earlier attempt of any request has."""
         self._epoch = (self._epoch + 1) % NUM_EPOCHS
         return self._epoch
 
     # ---- attempts ----
 
     def begin(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """The first attempt, or the wait for nodes. Raises RequestError when there are no nodes for it and it is not to
-        wait, or it would be late and such requests are not admitted; then nothing has begun."""
+        """Start the first attempt of a request, defer it, or let it wait for nodes.
+
+        Raise RequestError, and then nothing has begun, where no node can take the request and it may not wait, or where
+        it would be late and late requests are not admitted.
+        """
         self.admission.arrives(request, now)
         try:
             placed = self._place(request, now)
@@ -136,8 +139,8 @@ class LiveAnswers:
         return instructions
 
     def let_in(self, now: float) -> list[Instruction]:
-        """Those that are held begin, as many as may, a few at a time. To be called some times a second, and when an
-        answer has ended."""
+        """Start deferred requests, as many as may begin, a few at a time. Call it several times a second and at each
+        end."""
         instructions: list[Instruction] = []
         while self._may_place(now) and (request := self.holding.first) is not None:
             try:
@@ -169,14 +172,16 @@ class LiveAnswers:
         return instructions
 
     def _without_node(self, request: TrackedRequest, no_node: RequestError, now: float) -> list[Instruction]:
-        """One that is held waits for nodes, or ends."""
+        """Let a deferred request wait for nodes, or end it where requests may not wait."""
         instructions = self._wait(request, now) if self._node_wait_s else self._end(request, no_node, now)
         self.holding.let_go(request)
         return instructions
 
     def retry(self, waiting: Sequence[TrackedRequest], now: float) -> list[Instruction]:
-        """Those that wait for nodes, the oldest first, begin where there are some now, or are held; a few at a time
-        where anyone has limits. One that has waited for too long ends. `let_in` is to follow."""
+        """Place the requests that wait for nodes, the oldest first, and end those that have waited too long.
+
+        Where any request has an SLO, one call places at most MOST_PLACED. Call `let_in` afterwards.
+        """
         instructions: list[Instruction] = []
         awake_s = self.registry.pauses.awake_s(now)
         is_path = has_path(self.registry.nodes, embeds=self.registry.embeds)
@@ -200,8 +205,10 @@ class LiveAnswers:
         return instructions
 
     def _holds(self, request: TrackedRequest, placed: Placed, now: float) -> bool:
-        """Whether it is held, where it could be placed like this. Nodes that have nothing to do hold nobody, and a wait
-        for the same deadline helps nobody whose prompt could not be read by then."""
+        """Defer a request that could be placed like this, if that helps. Return whether it is deferred.
+
+        Idle nodes defer no request, and deferring does not help a prompt that cannot be prefilled by its deadline.
+        """
         if self._is_idle(placed):
             return False
         is_hopeless = self._is_new(request) and self.admission.is_hopeless(request, placed, now)
@@ -210,20 +217,20 @@ class LiveAnswers:
         return self.holding.takes(request, placed, now, in_time=not self.admission.admits_late)
 
     def _check_wait(self, request: TrackedRequest, placed: Placed, now: float) -> None:
-        """Raises RequestError for a request that comes and would wait for its first token for too long."""
+        """Raise RequestError for a new request that would wait too long for its first token."""
         if request.output:
             return
         if request.limits_first and not self.admission.is_hopeless(request, placed, now):
-            return  # it has its first token in time, or goes behind all others then
+            return  # the first token is in time, or the request goes behind all others
         is_queue = placed.is_full or len(self.holding) > 0
         self.admission.check_wait(request, placed.queue_s, self.num_without_token if is_queue else 0, now)
 
     def _is_new(self, request: TrackedRequest) -> bool:
-        """Whether it has limits, and no node has had it."""
+        """Return whether the request has an SLO and no node has had it."""
         return request.due is not None and not request.output and not request.avoid
 
     def _begin_late(self, request: TrackedRequest, placed: Placed, now: float) -> list[Instruction]:
-        """The first attempt of one that has waited, or its end if it is not admitted."""
+        """Start the first attempt of a request that has waited, or end the request if it is not admitted."""
         self.holding.waited(request, now)
         try:
             instructions = self._begin(request, placed, now)
@@ -235,8 +242,10 @@ class LiveAnswers:
     def _begin(
         self, request: TrackedRequest, placed: Placed, now: float, since_s: float | None = None
     ) -> list[Instruction]:
-        """The first attempt, unless it would make other answers late: then it is late itself. Raises RequestError for
-        one that is not admitted, or would be late for too long."""
+        """Start the first attempt, or defer the request as late where it would make others late.
+
+        Raise RequestError for a request that is not admitted, or that would wait too long.
+        """
         self._check_limits(request, placed, now)
         if self._is_new(request) and placed.num_late_beside > 1 and not self._is_idle(placed):
             self.admission.check_wait(request, placed.queue_s, self.num_without_token, now)
@@ -245,13 +254,13 @@ class LiveAnswers:
         return self._try_on(request, placed, now, since_s=since_s)
 
     def _wait(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """For nodes to come; there is nothing to do meanwhile."""
+        """Let a request wait for nodes to attach; there are no instructions meanwhile."""
         request.waits_until_s = self.registry.pauses.awake_s(now) + self._node_wait_s
         request.timeline.placed(now)
         return []
 
     def refused(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """A node has refused a request that cannot be in time any more."""
+        """End a request that a node has refused because its first token would be late."""
         self.admission.refused_late(request, now)
         refusal = self._late_refusal(request, now, prefill_queue_s=now - request.timeline.start_s)
         return self.end(request, refusal, now)
@@ -264,40 +273,44 @@ class LiveAnswers:
         return with_expectation(refusal, request, **seconds)
 
     def _expect(self, request: TrackedRequest, placed: Placed, now: float) -> None:
-        """Note what is expected of a request with limits that no node has had."""
+        """Record the prediction for a request with an SLO that no node has had."""
         if self._is_new(request) and request.expectation is None and request.pooling is None:
             each_s = step_s(placed.writer, self.ledger, 1, len(request.prompt))
             request.expectation = self.admission.expectation(request, placed, each_s, now)
 
     def _check_limits(self, request: TrackedRequest, placed: Placed, now: float) -> None:
-        """Raises RequestError for a new request that is not admitted. On nodes that have nothing to do no other time
-        would be better; and as they are told nothing else, what they take there shows whether they are believed to be
-        slower than they are."""
+        """Raise RequestError for a new request that is not admitted.
+
+        Idle nodes take every request: no later time would be better, and only running a request shows whether the
+        estimates of these nodes are too slow.
+        """
         if self.admission.may_begin(request, placed, now) or self._is_idle(placed):
             return
         self._expect(request, placed, now)
         raise self._late_refusal(request, now, placed.wait_s)
 
     def _is_idle(self, placed: Placed) -> bool:
-        """Whether these nodes have nothing to do."""
+        """Return whether the nodes of a placement have nothing to do."""
         return self.ledger.is_idle(placed.reader) and self.ledger.is_idle(placed.writer)
 
     def elsewhere(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """A new attempt on nodes that are ready, through no fault of those that had it; without any it stays."""
+        """Restart a request on ready nodes without counting a restart; where there are none, it stays."""
         try:
             self._place(request, now)
         except RequestError:
             return []
         instructions = self._let_go(request, now)
         request.timeline.enter(Phase.PREFILL_QUEUE, now)
-        placed = self._place(request, now)  # its own load is out of its way now
+        placed = self._place(request, now)  # without the load of the attempt that was cancelled
         return instructions + self._try_on(request, placed, now)
 
     def carry_on(
         self, request: TrackedRequest, node: Node, error: RequestError, now: float, *, is_loss: bool = False
     ) -> list[Instruction]:
-        """The node has dropped its part: nothing to do if that was over, else a new attempt. `is_loss`: the node itself
-        is lost; losses that come together count as one."""
+        """Handle that a node has dropped its part of the attempt: restart the request unless the part was over.
+
+        `is_loss`: the node itself is lost. Losses within ONE_EVENT_S count as one restart.
+        """
         request.attempt.let_go(node)
         if node is request.attempt.prefill and request.attempt.is_handed_over:
             self.ledger.let_go(request.request_id, node)
@@ -307,8 +320,11 @@ class LiveAnswers:
     def restart(
         self, request: TrackedRequest, node: Node, error: RequestError, now: float, *, counts: bool = True
     ) -> list[Instruction]:
-        """A new attempt, away from the node; the error becomes the end when there were enough that count. Those that
-        come of a pause of this process do not."""
+        """Start a new attempt away from a node, or end the request with the error once max_restarts restarts have
+        counted.
+
+        A restart does not count with `counts` False, or shortly after this process was suspended.
+        """
         error = with_progress(error, request)
         instructions = self._let_go(request, now)
         request.timeline.failed(error.reason)
@@ -320,7 +336,7 @@ class LiveAnswers:
         self.metrics.num_restarts += 1
         request.avoid.append(node)
         request.timeline.enter(Phase.PREFILL_QUEUE, now)
-        if self._node_wait_s and not self._may_place(now):  # a node of many was lost
+        if self._node_wait_s and not self._may_place(now):  # the loss of one node restarts many requests
             return instructions + self._wait(request, now)
         try:
             placed = self._place(request, now)
@@ -332,8 +348,11 @@ class LiveAnswers:
         return instructions + self._try_on(request, placed, now)
 
     def turned_away(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
-        """The node has no room for it: another one may have some. Where none has, it asks again after a while, as long
-        as it may take: how many wait is bounded where they come in."""
+        """Place a request elsewhere after a node had no room for it.
+
+        Where no other node has room, the request waits for nodes and tries again after ASK_AGAIN_S. It never ends for
+        want of room: the limit on live requests bounds how many wait.
+        """
         instructions = self._let_go(request, now)
         request.timeline.failed(error.reason)
         request.full_nodes.add(node)
@@ -351,7 +370,7 @@ class LiveAnswers:
         return instructions + self._wait(request, now)
 
     def _place(self, request: TrackedRequest, now: float) -> Placed:
-        """Raises RequestError when there are no nodes for it."""
+        """Return the placement of the request. Raise RequestError where no nodes can take it."""
         num_ahead = self.holding.num_ahead(request)
         if num_ahead:
             num_ahead //= max(1, sum(node.usable.writes for node in self.registry.nodes))
@@ -377,23 +396,24 @@ class LiveAnswers:
         return placed
 
     def _may_place(self, now: float) -> bool:
-        """Whether there is time for one more that can wait: each event has a moment of its own."""
+        """Return whether one more placement that can wait may be made at this moment (MOST_PLACED)."""
         return now != self._moment or self._num_placed < MOST_PLACED or not self.ledger.has_limits
 
     def coming(self, now: float) -> Coming:
-        """What came lately, and so is expected to come."""
+        """Return the recent rate and prompt length of requests with an SLO on TTFT, as the prediction of those to
+        come."""
         per_s = self._coming.per_s(now)
         return Coming(per_s, self._tokens_coming.per_s(now) / per_s if per_s else 0.0)
 
     def _num_to_compute(self, prompt: Prompt, placed: Placed) -> int:
-        """Tokens that the reader would find nowhere."""
+        """Return the prompt tokens that the prefill node must compute: neither cached, being computed nor fetched."""
         num_lent = 0 if placed.loan is None else placed.loan.num_lent
         return prompt.tokens_to_compute(placed.reader, self.ledger.marks_read(placed.reader)) - num_lent
 
     def _try_on(
         self, request: TrackedRequest, placed: Placed, now: float, *, since_s: float | None = None
     ) -> list[Instruction]:
-        """Gives the request to these nodes; its timeline has it there since_s, if not since now."""
+        """Start an attempt on these nodes. The timeline records the placement at `since_s`, or at `now` without it."""
         self.holding.begins(request)
         prefill, decode, prompt = placed.reader, placed.writer, request.known
         epoch, loan = self.next_epoch(), placed.loan
@@ -416,7 +436,8 @@ class LiveAnswers:
     # ---- tokens and ends ----
 
     def emit(self, request: TrackedRequest, token: fleet_pb2.SampledToken, now: float) -> list[Instruction]:
-        """The next token by index goes out, with those behind it that came early; the last of the answer ends it."""
+        """Emit the next token by index, with the early tokens that follow it. The last token of the output ends the
+        request."""
         attempt, output, tokens = request.attempt, request.output, [token]
         output.append(token.token_id)
         finish_reason = token.finish_reason
@@ -439,7 +460,7 @@ class LiveAnswers:
         emit = Emit(request.request_id, tokens, request.num_cached_tokens if is_first else None)
         if not finish_reason:
             return [emit]
-        # The node of the last token has let go by itself; so has the prefill node, whichever of the two it was.
+        # The node that sampled the last token has released the attempt by itself, and so has the prefill node.
         attempt.prefill_holds = False
         attempt.decode_holds = tokens[-1].index == attempt.first_index and not attempt.is_local
         self.note_ended(request)
@@ -449,8 +470,10 @@ class LiveAnswers:
         return [emit, *self.end(request, complete, now)]
 
     def go_on(self, node: Node, token: fleet_pb2.SampledToken, now: float) -> Emit | None:
-        """Does for less what is done with nearly every token: the next one of an answer that goes on where it was. None
-        where there is more to it, and then nothing is done."""
+        """Emit a token that simply continues its sequence, which nearly all tokens do, at less cost than `emit`.
+
+        Return None, with nothing changed, where the token needs the full path.
+        """
         about = token.attempt
         request = self._requests.get(about.request_id)
         if request is None or request.is_waiting or request.move is not None:
@@ -467,7 +490,7 @@ class LiveAnswers:
         return Emit(request.request_id, [token])
 
     def note_ended(self, request: TrackedRequest) -> None:
-        """It has all its tokens, or the embedding that it asked for: what is expected of others learns by it."""
+        """Record a request that has all its tokens, or its embedding, for the length estimator and the demand."""
         num_prompt, num_output = len(request.prompt), len(request.output)
         limit_s = request.slo.tpot_s if request.slo is not None else None
         if request.pooling is None:
@@ -477,7 +500,7 @@ class LiveAnswers:
         self.demand.ended(Ended(num_prompt, num_computed, num_output, inf if limit_s is None else limit_s, num_spared))
 
     def takes_row(self, node: Node, row: TokenRow) -> TrackedRequest | None:
-        """The answer, if nothing comes of the row but that `emit_row` lets it out."""
+        """Return the request of a row if `emit_row` is enough for the row; else None."""
         request = self.on(node, row.attempt)
         if request is None or request.move is not None or request.timeline.phase is not Phase.DECODE:
             return None
@@ -486,7 +509,7 @@ class LiveAnswers:
         return request if is_next and node is attempt.decode and attempt.has_first_token else None
 
     def emit_row(self, request: TrackedRequest, token_ids: Sequence[int], moments_s: Sequence[float]) -> None:
-        """Does what `emit` does with each of these tokens, which came at these moments."""
+        """Record the tokens of a row, each at its moment, as `emit` does for single tokens. The caller emits them."""
         request.output += token_ids
         for now in moments_s:
             self.metrics.tokens_came(1, request.timeline.tokens(now), is_first=False)
@@ -495,7 +518,7 @@ class LiveAnswers:
     def _note_pause(
         self, request: TrackedRequest, move: Move, tokens: list[fleet_pb2.SampledToken], gap_s: float, now: float
     ) -> None:
-        """Of a move, once: the gap before the first token of the node that goes on."""
+        """Record the pause of a migration once: the gap before the first token of the target."""
         if move.stage is not MoveStage.MOVED or move.has_resumed:
             return
         if tokens[-1].index >= move.next_index:
@@ -508,11 +531,11 @@ class LiveAnswers:
     def end(
         self, request: TrackedRequest, outcome: inference_pb2.Complete | RequestError, now: float
     ) -> list[Instruction]:
-        """The one end of the answer; whoever may hold something of it is told. What was held for it begins."""
+        """End a request, cancel it on every node that may hold a part, and start deferred requests."""
         return [*self._end(request, outcome, now), *self.let_in(now)]
 
     def expire(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """Its time is over. `let_in` is to follow, once for all whose time is."""
+        """End a request whose deadline has passed. Call `let_in` once after all such requests."""
         return self._end(request, too_late(request), now)
 
     def _end(
@@ -532,11 +555,13 @@ class LiveAnswers:
     # ---- letting go ----
 
     def release(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """Asks every node that may hold something of the current attempt to drop it."""
+        """Cancel the current attempt on every node that may hold something of it."""
         attempt = request.attempt
         holders, is_settled = list(attempt.holders()), attempt.is_lent or attempt.has_first_token
         instructions = [self.cancel(request, node, attempt.epoch, now) for node in holders]
-        if attempt.loan is not None and not is_settled and attempt.prefill in holders:  # or it keeps what nobody fills
+        if (
+            attempt.loan is not None and not is_settled and attempt.prefill in holders
+        ):  # else the prefill node keeps blocks that no node fills
             instructions.append(self.cancel(request, attempt.prefill, attempt.loan.epoch, now))
         attempt.prefill_holds = attempt.decode_holds = False
         return instructions
@@ -545,7 +570,7 @@ class LiveAnswers:
         return Send(node, self.releases.ask(node, request.request_id, epoch, now))
 
     def _let_go(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """Of the attempt, and of a move that is under way."""
+        """Cancel the current attempt, and a migration that is under way."""
         instructions = self.release(request, now)
         move, request.move = request.move, None
         if move is not None and move.is_under_way:
@@ -558,5 +583,5 @@ class LiveAnswers:
 def move_ended(
     request: TrackedRequest, move: Move, outcome: MoveOutcome, now: float, num_kv_bytes: int = 0
 ) -> MoveEnded:
-    """What is to be written down of a move."""
+    """Return the record of a migration for the request log."""
     return MoveEnded(request.request_id, move.source, move.target, outcome, move.started_s, now, num_kv_bytes)

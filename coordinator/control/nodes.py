@@ -35,12 +35,14 @@ from serving_core.reasons import (
 )
 from serving_core.shapes import BOTH, DECODE, PREFILL, ROLES, Shape, check_shape, common, role_of
 
-RECOVERY_S: Final = 5.0  # after a pause, in which its traces show: streams that nodes have ended, nodes that come back
+RECOVERY_S: Final = 5.0  # after a pause, in which nodes have ended their streams and attach again
 
 
 class Pauses:
-    """Is told the time often: each `max_lag_s` at least while the process runs as it should. A gap of more than
-    `pause_s` is a pause."""
+    """Detect pauses of this process: a gap of more than `pause_s` between two calls of `note`.
+
+    While the process runs as it should, `note` must be called at least every `max_lag_s`.
+    """
 
     def __init__(self, max_lag_s: float, pause_s: float) -> None:
         self._clock = AwakeClock(max_lag_s)
@@ -48,36 +50,37 @@ class Pauses:
         self._over_s = -math.inf  # when the last pause ended
 
     def note(self, now: float) -> None:
-        """The process runs now."""
+        """Record that the process runs at `now`."""
         if self._clock.note(now) > self._pause_s:
             self._over_s = now
 
     def awake_s(self, now: float) -> float:
-        """The time by a clock that stands still during pauses, which is what our waits for others count by."""
+        """Return the time, in seconds, of a clock that stands still during pauses. Deadlines for other processes count
+        by it."""
         return self._clock.read(now)
 
     def is_recent(self, now: float) -> bool:
-        """Whether what goes wrong now may come from a pause."""
+        """Return whether a failure at `now` may come from a pause."""
         return now - self._over_s < RECOVERY_S
 
 
-STARVED: Final = 0.25  # of the time before it attached again, in which the process had no core
+STARVED: Final = 0.25  # share of the time before the node attached again in which it had no CPU core
 FLAP_WINDOW_S: Final = 600.0
-MIN_FLAPS: Final = 3  # losses within the window from which on a node flaps
+MIN_FLAPS: Final = 3  # losses within the window with which a node counts as flapping
 
 
 class LossCause(StrEnum):
     """Why the coordinator has lost a node that did not stop in good order."""
 
-    CONNECTION = "connection"  # its stream has ended: the process died, or its connection did
-    SILENCE = "silence"  # its heartbeats stay away: the process stands still, or the network does
-    STEP = "step"  # one step does not end
-    MESSAGE = "message"  # a message of its stream has not come
-    COMMANDS = "commands"  # it does not read what it is sent
+    CONNECTION = "connection"  # the stream ended: the process or its connection died
+    SILENCE = "silence"  # heartbeats stay away: the process or the network is stuck
+    STEP = "step"  # a step does not end
+    MESSAGE = "message"  # a message of the stream was lost
+    COMMANDS = "commands"  # the node does not read its commands
 
 
 class NodeHealth:
-    """What is known of the node of one name."""
+    """Keep the losses and heartbeat gaps of the node of one name, across its sessions."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -86,8 +89,11 @@ class NodeHealth:
         self._losses_s: deque[float] = deque(maxlen=100)
 
     def attached(self, session: int, hello: Hello, awake_s: float) -> None:
-        """The node has attached under this session. A process that shows the last session is known already; if it was
-        silent for want of a core, it may be so again, and will be waited for longer."""
+        """Note that the node has attached under this session.
+
+        A process that shows the session before keeps its record of gaps. If it was silent because it had no CPU core,
+        its deadline grows, since that may happen again.
+        """
         if hello.session and hello.session == self._session:
             self._detector.heard(awake_s, learns=hello.starved_share >= STARVED)
         else:
@@ -95,14 +101,14 @@ class NodeHealth:
         self._session = session
 
     def heard(self, awake_s: float) -> None:
-        """A heartbeat has come."""
+        """Note that a heartbeat has come."""
         self._detector.heard(awake_s)
 
     def lost(self, now: float) -> None:
         self._losses_s.append(now)
 
     def why_silent(self, awake_s: float) -> str | None:
-        """Return why the node counts as lost for its silence, in words; None while it does not."""
+        """Return why the silent node counts as lost, in words; None while it does not."""
         return self._detector.why_suspected(awake_s)
 
     @property
@@ -111,23 +117,23 @@ class NodeHealth:
         return self._detector.longest_gap_s
 
     def num_losses(self, now: float) -> int:
-        """Return how often the node was lost within FLAP_WINDOW_S; MIN_FLAPS times or more: it flaps."""
+        """Return how often the node was lost within FLAP_WINDOW_S. A node with MIN_FLAPS losses or more flaps."""
         return sum(now - lost_s < FLAP_WINDOW_S for lost_s in self._losses_s)
 
 
 READY: Final = "ready"  # states of a node
 DRAINING: Final = "draining"
-DRAINED: Final = "drained"  # it drains, and has no part in any request: as clients see it
-MAX_NAME_CHARS: Final = 80  # of a name that nobody has
+DRAINED: Final = "drained"  # the node drains and has no part in any request; shown to clients only
+MAX_NAME_CHARS: Final = 80  # of an unknown name, in an error
 MAX_NODES: Final = 1024
-MAX_NAMES: Final = 2 * MAX_NODES  # that health is kept of, after their nodes have gone
-# Of --node-timeout-s: by how much this process may be late before it leaves the time out, and what is a pause of it.
+MAX_NAMES: Final = 2 * MAX_NODES  # names that health records are kept of
+# Shares of --node-timeout-s: the lag of this process from which its time is left out, and the gap that is a pause.
 MAX_LAG: Final = 1 / 8
 PAUSE: Final = 1 / 2
 MAX_TP_SIZE: Final = 64
 KV_KEY_BYTES: Final = 32
-MAX_FIRST_SESSION: Final = 2**63  # what is left of 64 bits no coordinator can use up
-VERSION_KEY: Final = "protocol_version"  # in the fingerprint of NodeInfo
+MAX_FIRST_SESSION: Final = 2**63  # leaves more sessions of 64 bits than a coordinator can use
+VERSION_KEY: Final = "protocol_version"  # key in the fingerprint of NodeInfo
 _NAME: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -139,29 +145,29 @@ class Node:
     session: int
     health: NodeHealth
     load: inference_pb2.NodeLoad
-    shape: Shape  # that the node has confirmed
-    home: Shape  # that it has unless the coordinator lends it: what an operator has made of it, or what it has begun as
-    asked: Shape | None = None  # of the node, which has not confirmed it yet
-    step_weights: StepWeights = field(default_factory=StepWeights)  # as far as they are known
-    decode_margin: float = 1.0  # what the mean of steps without prompts rarely exceeds, by the expected one
+    shape: Shape  # confirmed by the node
+    home: Shape  # set by an operator, or the one that the node started with; role changes by load return to it
+    asked: Shape | None = None  # requested, not confirmed yet
+    step_weights: StepWeights = field(default_factory=StepWeights)  # costs of a step, as far as they are known
+    decode_margin: float = 1.0  # mean decode steps rarely exceed the predicted one by this factor
     step_age_s: float = 0.0
-    has_told: bool = False  # what its load is
-    is_stopping: bool = False  # as the node says of itself
-    is_drained: bool = False  # by an operator
-    num_tokens_written: int = 0  # that it has told of in steps
-    # Of the full blocks that the node says to hold, `serving_core.prefix.hint_of` their names; at most num_blocks
-    # and num_tier_blocks together.
+    has_told: bool = False  # whether a heartbeat has come
+    is_stopping: bool = False  # reported by the node
+    is_drained: bool = False  # by an operator's order
+    num_tokens_written: int = 0  # output tokens reported in steps
+    # Shortened block hashes (`serving_core.prefix.hint_of`) of the full blocks that the node reports to hold, at most
+    # num_blocks + num_tier_blocks.
     hints: set[int] = field(default_factory=set)
-    # Who may have made those blocks, in the order in which the node looks for them.
+    # Numerics ids that these blocks may have, in the order in which the node looks for them.
     makers: list[bytes] = field(default_factory=list)
-    # What the hello says for good, read once: placement asks every node for every request.
+    # Constants of the Hello, read once: placement asks every node for every request.
     name: str = field(init=False)
-    tp_size: int = field(init=False)  # ranks of each of its stages; one that does not say has 1
-    pp_size: int = field(init=False)  # its stages; one that does not say has 1
+    tp_size: int = field(init=False)  # ranks of each pipeline stage; 1 if not reported
+    pp_size: int = field(init=False)  # pipeline stages; 1 if not reported
     block_size: int = field(init=False)
-    pool_tokens: int = field(init=False)  # that the node's KV pool holds
-    reach_tokens: int = field(init=False)  # of the pool, and of others that may hold annexes of its requests
-    max_request_tokens: int = field(init=False)  # of the longest request that the node can serve
+    pool_tokens: int = field(init=False)  # capacity of the node's KV pool
+    reach_tokens: int = field(init=False)  # capacity of the pool and of the KV holders of its requests
+    max_request_tokens: int = field(init=False)  # tokens of the longest request that the node can serve
 
     def __post_init__(self) -> None:
         hello = self.hello
@@ -176,33 +182,37 @@ class Node:
 
     @property
     def role(self) -> str:
-        """What the node's shape amounts to."""
+        """Return the role that the node's shape amounts to."""
         return role_of(self.shape)
 
     @property
     def kind(self) -> str:
-        """What the node is called in a sentence."""
+        """Return the noun for the node in messages, such as "prefill node"."""
         return "node" if self.role == BOTH else f"{self.role} node"
 
     @property
     def usable(self) -> Shape:
-        """What the node may be given. A shape that it was asked to take counts at once where it takes work away, and
-        where it brings some only once it is confirmed."""
+        """Return the shape by which the node may be given work.
+
+        A requested shape that takes work away counts at once; a requested shape that adds work counts once it is
+        confirmed.
+        """
         return common(self.shape, self.asked) if self.asked else self.shape
 
     @property
     def root_fingerprint(self) -> dict[str, str]:
-        """What names of blocks are rooted in: the node's fingerprint without the version, which the wire alone adds."""
+        """Return the fingerprint that block hashes are rooted in: the node's own without the protocol version."""
         return {key: value for key, value in self.hello.node.fingerprint.items() if key != VERSION_KEY}
 
     @property
     def traits(self) -> Mapping[str, str]:
-        """What the bits of the node's answers depend on beside the fingerprint; empty where it does not tell."""
+        """Return the properties beside the fingerprint that the bits of the node's outputs depend on; empty if not
+        reported."""
         return self.hello.node.traits
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether requests share blocks of its pool: one that has told of no block yet may keep none."""
+        """Return whether requests share blocks of the node's pool: it has reported cached blocks."""
         return bool(self.hints)
 
     @property
@@ -211,12 +221,12 @@ class Node:
 
 
 class Registry:
-    """Attached nodes by name. A node is lost when its stream ends, or when it is silent or stuck in a step.
+    """Keep the attached nodes by name. A node is lost when its stream ends, or when it is silent or stuck in a step.
 
-    `facts` is what the coordinator knows itself of every node's fingerprint, beside the protocol version.
-    `first_session` is to be random: nodes may still show sessions of a coordinator that ran before this one.
-    `model_names` are what clients call the model, and no adapter may be called. `embeds`: whether the model makes
-    embeddings, and writes no answers.
+    `facts` are the entries of every node's fingerprint that the coordinator knows itself, beside the protocol version.
+    `first_session` must be random: nodes may still show sessions of a coordinator that ran before this one.
+    `model_names` are the names that clients use for the model; no adapter may have one of them. `embeds`: the model
+    makes embeddings and generates no tokens.
     """
 
     def __init__(
@@ -232,14 +242,14 @@ class Registry:
         self.embeds: Final = embeds
         self._facts = {VERSION_KEY: PROTOCOL_VERSION, **facts}
         self._model_names = model_names
-        # LoRA adapters of the fleet, also while it has no node; None before the first one has come.
+        # LoRA adapters of the fleet, also while it has no node; None before the first node has attached.
         self.adapters: Sequence[str] | None = None
         self._node_timeout_s = node_timeout_s
         self._step_timeout_s = step_timeout_s
         self._nodes: dict[str, Node] = {}
         self._by_name: list[Node] = []
         self._sessions = itertools.count(first_session)
-        self._health: dict[str, NodeHealth] = {}  # by name, the one that attached last at the end
+        self._health: dict[str, NodeHealth] = {}  # by name, in the order of the last attachment
         self.pauses = Pauses(MAX_LAG * node_timeout_s, PAUSE * node_timeout_s)
 
     def __contains__(self, node: Node) -> bool:
@@ -247,23 +257,22 @@ class Registry:
 
     @property
     def nodes(self) -> Sequence[Node]:
-        """All attached nodes by name; another sequence when one comes or goes."""
+        """Return all attached nodes by name. The sequence is replaced, not changed, when a node comes or goes."""
         return self._by_name
 
     def find(self, name: str) -> Node | None:
         return self._nodes.get(name)
 
     def named(self, name: str) -> Node:
-        """The attached node of this name. Raises RequestError where there is none."""
+        """Return the attached node of this name. Raise RequestError where there is none."""
         if name not in self._nodes:
             raise RequestError(NODE_NOT_FOUND, f"no node {name[:MAX_NAME_CHARS]!r} is attached")
         return self._nodes[name]
 
     def admit(self, hello: fleet_pb2.Hello, now: float) -> Node:
-        """Takes a node in, under a session of its own. A process whose stream broke unnoticed shows the session of the
-        node that it was, and replaces that one.
+        """Attach a node under a new session. A process that shows the session of the attached node replaces that node.
 
-        Raises RequestError, and then nothing changes: NAME_TAKEN while another process is attached under the name, any
+        Raise RequestError, and then nothing changes: NAME_TAKEN while another process is attached under the name, any
         other reason when the node cannot belong to this fleet.
         """
         _check_hello(hello)
@@ -285,6 +294,7 @@ class Registry:
         return node
 
     def heartbeat(self, node: Node, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:
+        """Store the load, the step costs and the shape that the node reports."""
         before = node.is_ready, node.shape
         self.pauses.note(now)
         node.health.heard(self.pauses.awake_s(now))
@@ -303,17 +313,17 @@ class Registry:
             self._reckon_reaches()
 
     def drain(self, node: Node, *, is_drained: bool = True) -> None:
-        """The node is to be given nothing more, as long as it is attached; or is given work again, unless it stops."""
+        """Stop giving work to a node while it is attached. With `is_drained` False, give it work again unless it
+        stops."""
         node.is_drained = is_drained
         _set_state(node)
         self._reckon_reaches()
 
     def cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> int:
-        """Notes which blocks the node holds: first those removed, then those stored.
+        """Update the blocks that the node reports to hold: first those removed, then those stored.
 
-        Returns how many of the stored ones were left out because the node would hold more than it has room for. Such a
-        node has miscounted, but hints are advice: a wrong one costs a detour and never a wrong token, whereas losing
-        the node would cost its requests.
+        Return how many stored blocks were left out because they exceed the node's capacity. Such a node has miscounted,
+        but it is not lost for that: a wrong block hash costs a detour and never a wrong token.
         """
         node.makers, hints = list(event.makers[:MAX_MAKERS]), node.hints
         hints.difference_update(event.removed)
@@ -323,20 +333,24 @@ class Registry:
         return len(new[room:])
 
     def lose(self, node: Node) -> None:
-        """Forgets a node; one that is not attached any more is left alone."""
+        """Forget a node; a node that is not attached any more is ignored."""
         if node in self:
             del self._nodes[node.name]
             self._sort()
 
     def expired(self, now: float) -> list[tuple[Node, LossCause, str]]:
-        """Nodes that must count as lost, with the cause, also in words. Call it many times per node_timeout_s: the time
-        in which this process does not run counts for no silence."""
+        """Return the nodes that count as lost, each with the cause and a sentence.
+
+        Call it many times per node_timeout_s: time in which this process does not run is not counted as silence.
+        """
         self.pauses.note(now)
         return [(node, *why) for node in self.nodes if (why := self._why_expired(node, now))]
 
     def _health_of(self, name: str) -> NodeHealth:
-        """What is known of the node of this name, which attaches now. Forgets those that have been gone for longest,
-        where there are too many."""
+        """Return the health record of the node of this name, which attaches now.
+
+        At most MAX_NAMES records are kept; those of nodes that have been gone longest are dropped.
+        """
         health = self._health.pop(name) if name in self._health else NodeHealth(self._node_timeout_s)
         num_too_many = max(0, len(self._health) + 1 - MAX_NAMES)
         for gone in [each for each in self._health if each not in self._nodes][:num_too_many]:
@@ -353,8 +367,11 @@ class Registry:
             node.set_reach(node.pool_tokens + sum(host.hello.annexes.num_tokens for host in self.hosts_of(node)))
 
     def hosts_of(self, node: Node) -> list[Node]:
-        """Those that may hold blocks of its requests, the one with most room first. Only a node that both reads and
-        writes has some, and only such as compute to the same bits."""
+        """Return the KV holders that a node's requests may use, the one with most free blocks first.
+
+        Only a node that does both prefill and decode has KV holders, and only nodes whose outputs are bit-identical to
+        its own.
+        """
         if not node.hello.HasField("annexes") or not (node.shape.reads and node.shape.writes):
             return []
 
@@ -374,12 +391,13 @@ class Registry:
         given = dict(info.fingerprint)
         known = {key: value for key, value in given.items() if key in self._facts}
         _compare(f"node {info.name} and the coordinator", known, self._facts)
-        if others:  # the fleet agrees with itself, so one stands for all
+        if others:  # all attached nodes have one fingerprint
             other = others[0].hello.node
             _compare(f"nodes {info.name} and {other.name}", given, dict(other.fingerprint))
 
     def _checked_adapters(self, info: inference_pb2.NodeInfo) -> list[str]:
-        """Those of a node. Raises RequestError for such as clients could not ask for."""
+        """Return the adapters of a node. Raise RequestError for too many of them, and for names that clients could not
+        request."""
         adapters = adapters_in(info.fingerprint)
         if len(adapters) > MOST_ADAPTERS:
             message = f"node {info.name} has {len(adapters)} adapters, the limit is {MOST_ADAPTERS}"
@@ -399,7 +417,7 @@ class Registry:
 
 
 def _complete(node: Node, now: float) -> None:
-    """Puts what is known of the node into its load, whether it has told it itself or not."""
+    """Add to the node's load the fields that the coordinator knows."""
     load, health = node.load, node.health
     load.name, load.role = node.name, node.role
     load.shape.CopyFrom(shape_to_wire(node.shape))
@@ -412,7 +430,7 @@ def _set_state(node: Node) -> None:
 
 
 def _weights(load: inference_pb2.NodeLoad) -> StepWeights:
-    """What the node has learnt of its steps; before it has, what it tells in other figures."""
+    """Return the step costs that the node reports, or a rough model from its other rates before it reports any."""
     told = load.step_weights
     if len(told) == len(StepWeights._fields) and all(0 <= each < math.inf for each in told):
         return StepWeights(*told)
@@ -421,7 +439,7 @@ def _weights(load: inference_pb2.NodeLoad) -> StepWeights:
 
 
 def _checked(wire: inference_pb2.Shape, hello: fleet_pb2.Hello) -> Shape:
-    """A shape that a node says to have. Raises RequestError for one that it could not take."""
+    """Return the shape that a node reports. Raise RequestError for a shape that it could not take."""
     shape = shape_from_wire(wire)
     try:
         check_shape(shape, max_num_batched_tokens=hello.max_num_batched_tokens, max_num_seqs=hello.max_num_seqs)
@@ -470,8 +488,10 @@ PARTS: Final = {PREFILL: ("reads prompts", NO_PREFILL_WORKER), DECODE: ("writes 
 
 
 def candidates(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
-    """The ready nodes that do this part and that num_tokens tokens of one request fit on: one at least. Raises
-    RequestError when there is none."""
+    """Return the ready nodes of a role that can hold `num_tokens` tokens of one request.
+
+    Raise RequestError where there is none.
+    """
     ready = fitting(nodes, role, 0)
     able = [node for node in ready if num_tokens <= node.max_request_tokens]
     if not able:
@@ -481,19 +501,21 @@ def candidates(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
 
 
 def fitting(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
-    """The ready nodes that read prompts (prefill) or write answers (decode), and that num_tokens tokens of one request
-    fit on."""
+    """Return the ready prefill nodes or decode nodes that can hold `num_tokens` tokens of one request."""
     return [node for node in nodes if does(node, role) and node.is_ready and num_tokens <= node.max_request_tokens]
 
 
 def does(node: Node, role: str) -> bool:
-    """Whether the node may be given prompts to read (prefill) or answers to write (decode)."""
+    """Return whether the node may be given prompts to prefill (PREFILL) or sequences to decode (DECODE)."""
     return node.usable.reads if role == PREFILL else node.usable.writes
 
 
 def has_path(nodes: Iterable[Node], *others: Shape, embeds: bool = False) -> bool:
-    """Whether a request can be served by the ready nodes, and others of these shapes: one both reads and writes, or one
-    reads and another one takes its hand-overs. Where requests are for embeddings alone, one reads."""
+    """Return whether the ready nodes, with others of these shapes, can serve a request.
+
+    That needs a node that does both prefill and decode, or a prefill node and a decode node that takes its KV
+    transfers. With `embeds` a prefill node is enough.
+    """
     shapes = [*(node.usable for node in nodes if node.is_ready), *others]
     if any(shape.reads and (shape.writes or embeds) for shape in shapes):
         return True
@@ -501,7 +523,7 @@ def has_path(nodes: Iterable[Node], *others: Shape, embeds: bool = False) -> boo
 
 
 def why_no_path(nodes: Sequence[Node], *, embeds: bool = False) -> str:
-    """What a request lacks that cannot be served; empty where it can. `embeds` as has_path takes it."""
+    """Return why no request can be served, in words; empty if requests can be. `embeds` as in has_path."""
     if has_path(nodes, embeds=embeds):
         return ""
     for role, (part, _) in PARTS.items():
@@ -510,23 +532,24 @@ def why_no_path(nodes: Sequence[Node], *, embeds: bool = False) -> str:
     return "no node that is ready takes what another one reads"
 
 
-MAX_PAIRS: Final = 100  # that are told of: a fleet of so many kinds is known to be unlike
-MAX_WORDS_CHARS: Final = 120  # of what one node has and the other has not
+MAX_PAIRS: Final = 100  # pairs of kinds that are reported
+MAX_WORDS_CHARS: Final = 120  # of the words of one side in a difference
 
 
 def num_kinds(nodes: Iterable[Node]) -> int:
-    """Kinds of nodes; one that does not tell its traits is of none."""
+    """Return the number of distinct traits among the nodes; nodes that report no traits are left out."""
     return len({_kind(node) for node in nodes if node.traits})
 
 
 class Kinds:
-    """Tells once of each pair of kinds that meet."""
+    """Report each pair of nodes with different traits once."""
 
     def __init__(self) -> None:
         self._told: set[frozenset[object]] = set()
 
     def meet(self, node: Node, nodes: Iterable[Node]) -> list[str]:
-        """A sentence for each kind among these nodes that has not met the node's own before."""
+        """Return a sentence for each kind of node among `nodes` that has not been reported beside the kind of
+        `node`."""
         sentences = []
         for other in nodes:
             if not node.traits or not other.traits or _kind(node) == _kind(other):
@@ -548,7 +571,7 @@ def _sentence(node: Node, other: Node) -> str:
 
 
 def _differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """By trait, the words that only the one has, and those that only the other has."""
+    """Return, for each trait that differs, the words that only the one node has and those that only the other has."""
     pairs = {key: (one.get(key, "").split(), other.get(key, "").split()) for key in sorted({*one, *other})}
     return [
         f"{key} ({_words_without(ours, theirs)} / {_words_without(theirs, ours)})"

@@ -1,24 +1,24 @@
-"""The life of every answer, from submit to its one end. Pure: events and the time come in, instructions go out.
+"""Track every request from submit to its one end. Pure: events and the time come in, instructions go out.
 
     submit       Reserve to a decode node and Prefill to a prefill node, at the same time
-    Reserved     Deliver, with the descriptor, to the prefill node
-    FirstToken   to the client at once; Begun to the node that writes the answer, as long as it lacks the KV
-    Embedded     the end, where an embedding was wanted: of such a request Prefill alone went out
-    Revoked      the decode node has taken its blocks back; another Reserved will come. Begun, if the prompt is read
-    Borrowing    Lend, with the descriptor, to a node that holds more of the prompt: coordinator/control/lending.py
-    Committed    the decode node has all KV (Transferred is the prefill node's word for the same)
+    Reserved     Deliver, with the transfer descriptor, to the prefill node
+    FirstToken   to the client at once; Begun to the decode node while it lacks KV
+    Embedded     the end of a request for an embedding, for which Prefill alone was sent
+    Revoked      the decode node has revoked its credit; another Reserved follows. Begun, if the prompt is prefilled
+    Borrowing    Lend, with the descriptor, to a node that has more of the prompt cached (lending.py)
+    Committed    the decode node has all KV (Transferred is the prefill node's report of the same)
     StepTokens   to the client, strictly by index: they may come before FirstToken, over the other stream
-    Failed       a new attempt on other nodes, or the end; so does a lost node. What a full node turns away goes to
-                 another one; with tokens out it is never refused for want of room
+    Failed       a new attempt on other nodes, or the end; a lost node has the same effect. A request that a full node
+                 rejects goes to another node; once tokens were emitted it is never refused for want of room
 
-Where the node that writes is to read the prompt itself, Reserve alone goes out, FirstToken comes from that node, and
-nothing is delivered or committed. A prompt that is read and gets no blocks within keep_after_s is answered by the
-node that has read it (Keep). An answer that is being written may move to another node: migration.py.
+Where the decode node prefills the prompt itself, Reserve alone is sent, FirstToken comes from that node, and there is
+no Deliver and no Committed. Where a prefilled prompt gets no credit within keep_after_s, its prefill node decodes it
+(Keep). A running request may migrate to another node (migration.py).
 
-A request that there are no nodes for waits up to node_wait_s for some. So does one whose nodes were lost.
+A request for which there are no nodes waits for them up to node_wait_s, and so does a request whose nodes were lost.
 
-A new attempt sends prompt and emitted tokens as one prompt, so the stream goes on at the next index. Epochs grow over
-all requests: what a node still says of an older attempt, even one of the same request id, cannot be mistaken.
+A new attempt sends the prompt and the emitted tokens as one prompt, so the stream continues at the next index. Epochs
+grow over all requests: a report about an older attempt, even of the same request id, cannot be mistaken for a new one.
 """
 
 from collections import Counter
@@ -59,7 +59,7 @@ from serving_core.requests import Pooling, SamplingParams
 
 
 class Tracker:
-    """All live answers, and what nodes have yet to let go of."""
+    """Track all live requests, and the attempts that nodes have yet to release."""
 
     def __init__(
         self,
@@ -78,9 +78,12 @@ class Tracker:
         max_queue_wait_s: float = 0.0,
         max_live_per_asker: int = 0,
     ) -> None:
-        """`first_epoch` is to be random: nodes may still be at attempts of a coordinator that ran before this one.
-        `max_live_per_asker`: most answers of one asker, 0 without a limit.
-        `admits_late` and `max_queue_wait_s` as Admission has them."""
+        """Create a tracker without requests.
+
+        `first_epoch` must be random: nodes may still have attempts of a coordinator that ran before this one.
+        `max_live` and `max_live_per_asker` limit the live requests, of all and of one API key; 0 sets no limit per key.
+        `admits_late` and `max_queue_wait_s` as in Admission.
+        """
         self._registry = registry
         self._ledger = ledger
         self._metrics = metrics
@@ -100,53 +103,53 @@ class Tracker:
         self._attempt_events = AttemptEvents(self._live, self._moves)
         self._max_live, self._max_live_per_asker = max_live, max_live_per_asker
         self._keep_after_s = keep_after_s
-        self._age = 0  # requests that were ever admitted
+        self._age = 0  # requests admitted since the start
 
     @property
     def num_open(self) -> int:
-        """Live answers, and attempts that nodes have yet to let go of: at 0 the fleet holds nothing."""
+        """Return the number of live requests and unreleased attempts: at 0 the fleet holds nothing."""
         return len(self._live) + len(self._live.releases)
 
     @property
     def num_running(self) -> int:
-        """Live answers that nodes write: what they follow is read, be it a prompt or an answer that goes on."""
+        """Return the number of live requests that have their first token in the current attempt."""
         return sum(request.attempt.has_first_token for request in self._live)
 
     @property
     def num_waiting(self) -> int:
-        """All others that are live."""
+        """Return the number of live requests that are not running."""
         return len(self._live) - self.num_running
 
     @property
     def num_deferred(self) -> int:
-        """Of those, the ones that no node is there for."""
+        """Return the number of live requests that wait for nodes to attach."""
         return sum(request.waits_for_nodes for request in self._live.everyone())
 
     @property
     def num_held(self) -> int:
-        """Of those, the ones that are held, since they would make answers late."""
+        """Return the number of live requests that are deferred because they would make others late."""
         return sum(request.is_held for request in self._live.everyone())
 
     @property
     def lives(self) -> Lives:
-        """What became of the latest answers."""
+        """Return the history of the latest requests."""
         return self._live.lives
 
     def newest(self, number: int) -> list[TrackedRequest]:
-        """So many live answers, the newest first."""
+        """Return the `number` newest live requests, the newest first."""
         return self._live.newest(number)
 
     def phases(self) -> Counter[Phase | None]:
-        """Live answers by phase; None of those that no node has, for want of one."""
+        """Return the number of live requests by phase; None stands for those that wait for nodes to attach."""
         return Counter(None if each.waits_for_nodes else each.timeline.phase for each in self._live.everyone())
 
     @property
     def num_nodes_needed(self) -> int:
-        """What the load of now asks for: coordinator/control/roles.py."""
+        """Return the number of nodes that the present load needs (coordinator/control/roles.py)."""
         return self._live.demand.nodes_needed(self._registry.nodes, self.num_waiting)
 
     def num_left(self, node: Node) -> int:
-        """Answers that the node still has a part in."""
+        """Return the number of requests that the node still has a part in."""
         return num_left(node, self._live, self._live.releases)
 
     def load_of(self, node: Node) -> inference_pb2.NodeLoad:
@@ -159,7 +162,7 @@ class Tracker:
         return load
 
     def check_room(self, num_answers: int, now: float, asker: str = "") -> None:
-        """Raises RequestError where so many more cannot all begin now."""
+        """Raise RequestError where `num_answers` more requests would exceed a limit on live requests."""
         asked = f"{num_answers} do not fit: " if num_answers > 1 else ""
         self._check_share(num_answers, asker, asked)
         if self.num_open + num_answers <= self._max_live:
@@ -183,9 +186,11 @@ class Tracker:
         pooling: Pooling | None = None,
         asker: str = "",
     ) -> list[Instruction]:
-        """Begins an answer, or goes on with one that an earlier call has begun; with a pooling it is an embedding. The
-        time since it arrived, in which it was prepared, counts in its timeline and against its limits. Raises
-        RequestError, and then nothing has begun."""
+        """Start a request, or continue one that an earlier call has begun; with `pooling` it is for an embedding.
+
+        The time from `arrived_s`, in which the request was preprocessed, counts in its timeline and against its SLO.
+        Raise RequestError, and then nothing has begun.
+        """
         if self._live.find(request_id) is not None:
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, f"request {request_id} is live already")
         self.check_room(1, now, asker)
@@ -201,8 +206,7 @@ class Tracker:
         return self._live.begin(request, now)
 
     def _check_share(self, num_answers: int, asker: str, asked: str) -> None:
-        """Raises RequestError where one asker would have more live answers than one may: more nodes would not help, and
-        its place is nobody else's."""
+        """Raise RequestError where one API key would have more live requests than the limit per key."""
         most = self._max_live_per_asker
         if most and (number := sum(each.asker == asker for each in self._live.everyone())) + num_answers > most:
             whose = f"the API key of {asker}" if asker else "API keys without a name"
@@ -210,7 +214,7 @@ class Tracker:
             raise RequestError(reasons.QUEUE_FULL, message)
 
     def handle(self, node: Node, event: fleet_pb2.NodeEvent, now: float) -> list[Instruction]:
-        """What a node tells of its attempts. Events that are late, repeated or not the node's to send do nothing."""
+        """Handle an event of a node. Events that are late, repeated or not the node's to send do nothing."""
         kind = event.WhichOneof("event")
         body: Any = getattr(event, kind)
         if kind == "step_tokens":
@@ -228,7 +232,7 @@ class Tracker:
         return self._attempt_events.handle(request, node, kind, body, now)
 
     def step_tokens(self, node: Node, event: fleet_pb2.StepTokens, now: float) -> list[Instruction]:
-        """What `handle` does with the tokens of a step, which are most of what nodes tell."""
+        """Handle the tokens of one step of a decode node: nearly all events are of this kind."""
         live, step_s = self._live, event.step_s
         node.num_tokens_written += len(event.tokens)
         instructions: list[Instruction] = []
@@ -244,8 +248,10 @@ class Tracker:
         return instructions
 
     def token_rows(self, node: Node, rows: Sequence[TokenRow], moments_s: Sequence[float]) -> bool:
-        """What `step_tokens` does with steps in a row that were told at these moments, for less, if the answers only go
-        on: tells whether they do, else nothing is done."""
+        """Handle consecutive steps, reported at these moments, as `step_tokens` does, at less cost.
+
+        Return False, with nothing changed, unless every row simply continues its sequence.
+        """
         requests = [request for row in rows if (request := self._live.takes_row(node, row)) is not None]
         if len(requests) < len(rows):
             return False
@@ -254,7 +260,7 @@ class Tracker:
         return True
 
     def lose(self, node: Node, now: float, *, has_died: bool = False) -> list[Instruction]:
-        """The node is gone, from the registry too, with all it held. `has_died`: in the middle of its work."""
+        """Handle the loss of a node, which has left the registry. `has_died`: it was lost in the middle of its work."""
         pauses = self._registry.pauses
         pauses.note(now)
         error = RequestError(reasons.WORKER_LOST, f"the {node.kind} was lost")
@@ -271,12 +277,12 @@ class Tracker:
         return instructions
 
     def attached_again(self, session: int) -> None:
-        """The process of a node that was lost: only its stream had ended."""
+        """Take back the death of the node of this session: its process lives and only its stream had ended."""
         for request in self._live.everyone():
             request.take_back_death(session)
 
     def finish(self, request_id: str, finish_reason: inference_pb2.FinishReason, now: float) -> list[Instruction]:
-        """Ends a live answer early, as complete; an unknown one is left alone."""
+        """End a live request early, as complete. An unknown request is ignored."""
         request = self._live.find(request_id)
         if request is None:
             return []
@@ -285,12 +291,12 @@ class Tracker:
         return self._live.end(request, completion(request, finish_reason, now), now)
 
     def fail(self, request_id: str, error: RequestError, now: float) -> list[Instruction]:
-        """Ends a live answer early, with an error; an unknown one is left alone."""
+        """End a live request early, with an error. An unknown request is ignored."""
         request = self._live.find(request_id)
         return self._live.end(request, with_progress(error, request), now) if request else []
 
     def tick(self, now: float) -> list[Instruction]:
-        """What the mere passing of time asks for."""
+        """Expire, place and migrate requests as time passes, and repeat unconfirmed Cancels."""
         self._live.demand.tick(now)
         instructions: list[Instruction] = [Send(node, command) for node, command in self._live.releases.overdue(now)]
         waiting: list[TrackedRequest] = []
@@ -313,9 +319,10 @@ class Tracker:
     # ---- what goes elsewhere ----
 
     def _keep(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """Answers a prompt where it was read, if that can be: the decode node has had no room for it for too long."""
+        """Let the prefill node decode a prompt whose decode node has had no room for too long, if the prefill node has
+        room."""
         attempt, reader = request.attempt, request.attempt.prefill
-        if self._ledger.of(reader).num_answers >= reader.hello.max_num_seqs:  # there it would wait as well
+        if self._ledger.of(reader).num_answers >= reader.hello.max_num_seqs:  # the request would wait there as well
             return []
         if not reader.is_ready or request.max_tokens > min(reader.max_request_tokens, reader.pool_tokens):
             return []
