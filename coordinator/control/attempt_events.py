@@ -1,6 +1,7 @@
-"""What the nodes of a current attempt say of it, and what comes of that. Pure.
+"""Handle what nodes report about the current attempt of a request. Pure.
 
-Of moves and loans they speak otherwise: coordinator/control/migration.py and coordinator/control/lending.py.
+Reports about migrations and remote prefix fetches are handled in coordinator/control/migration.py and
+coordinator/control/lending.py.
 """
 
 from typing import Any, Final
@@ -29,14 +30,14 @@ RESTART_REASONS: Final = (reasons.TRANSFER_FAILED, reasons.KV_CHECKSUM_MISMATCH)
 
 
 class AttemptEvents:
-    """Takes them in, whatever their order."""
+    """Apply the events of current attempts, in any order of arrival."""
 
     def __init__(self, live: LiveAnswers, moves: Moves) -> None:
         self._live = live
         self._moves = moves
 
     def handle(self, request: TrackedRequest, node: Node, kind: str, body: Any, now: float) -> list[Instruction]:
-        """What a node of the current attempt says of it."""
+        """Handle an event of a node that has a part in the current attempt."""
         match kind:
             case "taken" | "progress":
                 return self._on_reading(request, node, body)
@@ -63,7 +64,7 @@ class AttemptEvents:
     def _on_reading(
         self, request: TrackedRequest, node: Node, event: fleet_pb2.Taken | fleet_pb2.Progress
     ) -> list[Instruction]:
-        """The node that reads has the prompt, or has computed some of it."""
+        """Note that the prefill node has the prompt, or has computed some of it."""
         if isinstance(event, fleet_pb2.Taken):
             request.attempt.is_taken = node is request.attempt.prefill
         elif node is request.attempt.prefill and not request.attempt.has_first_token:
@@ -73,7 +74,7 @@ class AttemptEvents:
     def step_token(
         self, request: TrackedRequest, token: fleet_pb2.SampledToken, step_s: float, now: float
     ) -> list[Instruction]:
-        """Of the node that writes, or one that the answer has moved away from; it may come before those before it."""
+        """Handle a token of the decode node, or of the source of a migration. Tokens may come out of order."""
         attempt, num_early = request.attempt, token.index - len(request.output)
         if num_early < 0:
             return []
@@ -92,8 +93,10 @@ class AttemptEvents:
     def lose_part(
         self, request: TrackedRequest, node: Node, error: RequestError, now: float, *, is_loss: bool = False
     ) -> list[Instruction]:
-        """A node of the current attempt has lost its part, or is gone. No other one is risked at a request that may be
-        to blame for some."""
+        """Handle that a node of the current attempt has lost its part, or is gone.
+
+        A request that may have killed MAX_DEATHS nodes in a row ends as a poison request; any other one is restarted.
+        """
         if len(request.deaths) >= MAX_DEATHS:
             request.attempt.let_go(node)
             return self._live.end(request, with_progress(quarantine_error(request.deaths), request), now)
@@ -112,8 +115,8 @@ class AttemptEvents:
         return [Send(request.attempt.prefill, fleet_pb2.NodeCommand(deliver=deliver, attempt=event.attempt))]
 
     def _on_revoked(self, request: TrackedRequest, node: Node, now: float) -> list[Instruction]:
-        """The blocks, or the running slot, are needed for others: some will be granted again. The prefill node finds
-        out by itself."""
+        """Note that the decode node has revoked its credit; it will give credit again. It tells the prefill node
+        itself."""
         if node is not request.attempt.decode or request.attempt.is_committed:
             return []
         request.attempt.granted_s, request.attempt.revoked_s = None, now
@@ -137,7 +140,7 @@ class AttemptEvents:
         return self._live.emit(request, event.token, now) + self._tell_begun(request)
 
     def _tell_begun(self, request: TrackedRequest) -> list[Instruction]:
-        """The node that is to write the answer hears of its first token, as long as it lacks the KV."""
+        """Tell the decode node that the first token is sampled, while it lacks the KV."""
         attempt = request.attempt
         if attempt.is_local or attempt.is_committed or request not in self._live:
             return []
@@ -179,11 +182,11 @@ class AttemptEvents:
         attempt = request.attempt
         if event.reason in RESTART_REASONS:
             self._live.metrics.transfers_failed[event.reason] += 1
-            # Either end may be at fault, whichever of the two has noticed.
+            # Either node may be at fault, whichever of the two has reported it.
             request.avoid += [attempt.prefill, attempt.decode]
             return self._live.carry_on(request, node, restart_error(node, event), now)
         error = end_error(node, event)
-        if event.reason == reasons.STEP_FAILED:  # of the node's doing, or of the request's, or of one beside it
+        if event.reason == reasons.STEP_FAILED:  # caused by the node, the request, or another request of the step
             request.note_death(None, event.message[:MAX_MESSAGE_CHARS])
             return self.lose_part(request, node, error, now)
         attempt.let_go(node)

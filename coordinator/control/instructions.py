@@ -1,4 +1,4 @@
-"""What the tracker wants done. Tuples, which are made quickly: there is one for each token of each answer."""
+"""Define the instructions of the tracker. They are NamedTuples because there is one for each token of each output."""
 
 from enum import Enum
 from typing import NamedTuple
@@ -10,14 +10,14 @@ from serving_core.errors import RequestError
 
 
 class Send(NamedTuple):
-    """A command for a node."""
+    """Send a command to a node."""
 
     node: Node
     command: fleet_pb2.NodeCommand
 
 
 class Emit(NamedTuple):
-    """The next tokens of an answer, consecutive with those before."""
+    """Emit the next tokens of an output, which follow those before without a gap."""
 
     request_id: str
     tokens: list[fleet_pb2.SampledToken]
@@ -25,14 +25,14 @@ class Emit(NamedTuple):
 
 
 class Embedded(NamedTuple):
-    """The embedding that was wanted in place of tokens; its End follows."""
+    """Return the embedding of a request; its End follows."""
 
     request_id: str
     embedding: bytes
 
 
 class End(NamedTuple):
-    """The one end of an answer: a Complete message, or the error that takes its place."""
+    """End a request with a Complete message, or with an error. There is exactly one per request."""
 
     request_id: str
     outcome: inference_pb2.Complete | RequestError
@@ -41,16 +41,16 @@ class End(NamedTuple):
 
 
 class MoveOutcome(Enum):
-    """How a move ended; the values are labels of a metric."""
+    """How a migration ended; the values are labels of a metric."""
 
     MOVED = "moved"
-    REFUSED = "refused"  # the target had no room for it, or was lost: the source never knew
-    FAILED = "failed"  # the KV did not arrive: the source goes on
-    ENDED = "ended"  # the answer ended first, or began again on other nodes
+    REFUSED = "refused"  # the target had no room or was lost; the source was not told
+    FAILED = "failed"  # the KV did not arrive; the source decodes on
+    ENDED = "ended"  # the request ended first, or was restarted on other nodes
 
 
 class MoveEnded(NamedTuple):
-    """Of every move of a running answer once, for whoever writes it down. There is nothing to be done."""
+    """Record the end of a migration, once for each. Nothing is to be sent."""
 
     request_id: str
     source: Node

@@ -1,9 +1,10 @@
-"""Blocks of prompts that nodes lend each other, as the coordinator carries it through. Pure.
+"""Carry out remote prefix fetches: a prefill node gets blocks of a prompt from another node's prefix cache. Pure.
 
-Placement says who lends what to the node that reads (coordinator/control/placement/costs.py), and the job tells that
-node. When it has room it says Borrowing, whose descriptor goes to the lender with the tokens (Lend); Borrowed ends the
-loan, however it went, and what has not come is computed. Where the lender has nothing to lend or is lost, the node that
-reads is told at once, by a Cancel of the loan. No end of a loan is one of the request.
+Placement chooses the source of the fetch (coordinator/control/placement/costs.py), and the Job names it to the prefill
+node. When that node has reserved blocks it sends Borrowing, whose transfer descriptor goes to the source with the
+tokens (Lend). Borrowed ends the fetch, whatever its outcome, and tokens that have not come are computed. Where the
+source has nothing to send or is lost, the prefill node is told at once, by a Cancel with the fetch's epoch. The end of
+a fetch never ends the request.
 """
 
 from typing import Any, Final
@@ -19,20 +20,20 @@ EVENTS: Final = ("borrowing", "borrowed")
 
 
 class Lending:
-    """The loans to nodes that read."""
+    """Track the remote prefix fetches of live requests."""
 
     def __init__(self, live: LiveAnswers) -> None:
         self._live = live
 
     def find(self, node: Node, attempt: node_requests.Attempt) -> TrackedRequest | None:
-        """The request for which this node is to lend by a transfer of this epoch."""
+        """Return the request for which this node is the source of a remote prefix fetch with this epoch."""
         request = self._live.find(attempt.request_id)
         loan = None if request is None or request.is_waiting else request.attempt.loan
         is_it = loan is not None and loan.epoch == attempt.epoch and loan.lender is node
         return request if is_it else None
 
     def handle(self, request: TrackedRequest, node: Node, kind: str, body: Any, now: float) -> list[Instruction]:
-        """What a node of the current attempt says of its loan: one of EVENTS."""
+        """Handle one of EVENTS, which the prefill node of the current attempt has sent."""
         if request.attempt.loan is None or node is not request.attempt.prefill:
             return []
         if kind == "borrowing":
@@ -40,7 +41,7 @@ class Lending:
         return self._on_borrowed(request, request.attempt.loan, body, now)
 
     def lost(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """The lender sends nothing, or no more: the node that reads is to go on without."""
+        """Tell the prefill node to go on without the fetch: its source sends nothing, or no more."""
         attempt = request.attempt
         holds = attempt.decode_holds if attempt.is_local else attempt.prefill_holds
         if attempt.loan is None or attempt.has_first_token or not holds:
@@ -48,7 +49,7 @@ class Lending:
         return [self._live.cancel(request, attempt.prefill, attempt.loan.epoch, now)]
 
     def lose(self, request: TrackedRequest, node: Node, now: float) -> list[Instruction]:
-        """A node is gone."""
+        """Handle the loss of a node that may be the source of the request's fetch."""
         loan = request.attempt.loan if request in self._live else None
         return self.lost(request, now) if loan is not None and loan.lender is node else []
 

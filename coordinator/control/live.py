@@ -559,9 +559,7 @@ class LiveAnswers:
         attempt = request.attempt
         holders, is_settled = list(attempt.holders()), attempt.is_lent or attempt.has_first_token
         instructions = [self.cancel(request, node, attempt.epoch, now) for node in holders]
-        if (
-            attempt.loan is not None and not is_settled and attempt.prefill in holders
-        ):  # else the prefill node keeps blocks that no node fills
+        if attempt.loan is not None and not is_settled and attempt.prefill in holders:  # else its blocks stay reserved
             instructions.append(self.cancel(request, attempt.prefill, attempt.loan.epoch, now))
         attempt.prefill_holds = attempt.decode_holds = False
         return instructions

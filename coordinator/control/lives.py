@@ -1,6 +1,6 @@
-"""The lives of the latest answers: what each did or waited for, when, on which nodes, and how it ended. Pure.
+"""Keep the history of the latest requests: their phases, nodes, times and ends. Pure.
 
-Figures and names alone, never a word of a prompt or an answer; and bounded, however many answers there are.
+The history has figures and names and no word of a prompt or an output. Its size is bounded.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ WINDOW_S: Final = 60.0
 
 
 class Times(NamedTuple):
-    """What one ended answer took; None where it has no such time, or had no limit."""
+    """The times of one ended request; None where there is no such time, or no SLO."""
 
     ended_s: float
     slo_class: str
@@ -29,33 +29,35 @@ class Times(NamedTuple):
 
 
 class Lives:
-    """Is told of every end, once."""
+    """Record the end of every request, each once."""
 
     def __init__(self) -> None:
-        self._number = 0  # of the last end
+        self._number = 0  # of the last request ended
         self._ended: deque[inference_pb2.AnswerLife] = deque(maxlen=MAX_ENDED)
         self._times: deque[Times] = deque(maxlen=MAX_TIMES)
 
     def ended(self, request: TrackedRequest, outcome: inference_pb2.Complete | RequestError, now: float) -> None:
-        """An answer has ended."""
+        """Record the end of a request."""
         self._number += 1
         self._ended.append(life_of(request, now, _end_of(outcome), self._number))
         if isinstance(outcome, RequestError) or outcome.finish_reason != inference_pb2.FINISH_REASON_ABORT:
             self._times.append(_times(request, now, has_failed=isinstance(outcome, RequestError)))
 
     def after(self, number: int) -> list[inference_pb2.AnswerLife]:
-        """Those that have ended behind this one, as far as they are kept, oldest first. All of them where there has
-        been no such number, as after a start of the server."""
+        """Return the history of the requests that ended after number `number`, oldest first, at most MAX_ENDED.
+
+        Return all of it where there has been no such number, as after a restart of the server.
+        """
         num_new = self._number - number if number <= self._number else len(self._ended)
         return list(islice(self._ended, max(0, len(self._ended) - num_new), None))
 
     def times(self, now: float) -> list[Times]:
-        """Of the answers that have ended within WINDOW_S, the last MAX_TIMES at most."""
+        """Return the times of the requests that ended within WINDOW_S, the last MAX_TIMES at most."""
         return [each for each in self._times if now - each.ended_s <= WINDOW_S]
 
 
 def life_of(request: TrackedRequest, now: float, end: str = "", number: int = 0) -> inference_pb2.AnswerLife:
-    """The life of an answer up to now; `end` says how it ended, if it has."""
+    """Return the history of a request up to now; `end` names how it ended, if it has."""
     timeline = request.timeline
     spans = [
         inference_pb2.Span(
@@ -91,7 +93,7 @@ def _end_of(outcome: inference_pb2.Complete | RequestError) -> str:
 
 
 def _times(request: TrackedRequest, now: float, *, has_failed: bool) -> Times:
-    """What was resumed has an earlier call's first token, and says nothing of the time to one."""
+    """Return the times of an ended request. A resumed output has no TTFT: an earlier call gave its first token."""
     told, timeline, num_tokens = attainment(request), request.timeline, len(request.output)
     is_met = None
     if told is not None and request.slo is not None and request.slo.has_limits:

@@ -21,17 +21,17 @@ from serving_core.prefix import BlockNames, child_name, hint_of, root_name
 
 
 def num_leading(marks: Sequence[int], known: Container[int]) -> int:
-    """How many of a prompt's marks are among these, which have with each all those before it too."""
+    """Return how many leading marks of a prompt are in `known`, which has with each mark all those before it."""
     return bisect_left(marks, True, key=lambda mark: mark not in known)
 
 
 @dataclass(slots=True)
 class Marks:
-    """Those of some prompts (Prompt.marks): who has a mark has all those before it too."""
+    """Count the marks of several prompts (Prompt.marks): a prompt that has a mark has all those before it too."""
 
-    num_repeated: int = 0  # by so many fewer they would be if each counted once
+    num_repeated: int = 0  # marks of all prompts, less the distinct ones
     _known: set[int] = field(default_factory=set)
-    _more: Counter[int] = field(default_factory=Counter)  # of those that several have: who has it beside the first
+    _more: Counter[int] = field(default_factory=Counter)  # prompts beside the first that have the mark
 
     def __bool__(self) -> bool:
         return bool(self._known)
@@ -40,24 +40,24 @@ class Marks:
         return mark in self._known
 
     def num_shared(self, marks: Sequence[int]) -> int:
-        """Of one of the prompts, with these marks: how many of them another one has too."""
+        """Return how many marks of one of the prompts another one has too."""
         return num_leading(marks, self._more)
 
     def num_spared(self, marks: Sequence[int]) -> float:
-        """Of one of the prompts, with these marks: how many the others have for it, where all that have a mark have an
-        equal part of it."""
+        """Return how many marks of one of the prompts the others hold for it, if each mark is divided evenly among its
+        prompts."""
         shares = [self._more[mark] for mark in marks[: self.num_shared(marks)]]
         return sum(num_more / (num_more + 1) for num_more in shares)
 
     def add(self, marks: Sequence[int]) -> None:
-        """One more prompt."""
+        """Add the marks of one more prompt."""
         num_known = num_leading(marks, self._known)
         self._more.update(marks[:num_known])
         self._known.update(marks)
         self.num_repeated += num_known
 
     def remove(self, marks: Sequence[int]) -> None:
-        """One of the prompts."""
+        """Remove the marks of one of the prompts."""
         num_shared, more = self.num_shared(marks), self._more
         for mark in marks[:num_shared]:
             more[mark] -= 1
@@ -68,23 +68,24 @@ class Marks:
 
 
 class Prompt:
-    """The tokens that an attempt begins with, and the LoRA adapter that reads them, if any.
+    """Hold the tokens that an attempt prefills and their LoRA adapter, and find their cached blocks.
 
-    A block is hashed once for each maker that some node may hold it of, and only when that node holds all blocks before
-    it: the nodes of a fleet have one fingerprint and one block size, and so the same names for the same blocks.
+    Block hashes are computed once per numerics id, and only as far as a node has all blocks before: the nodes of a
+    fleet have one fingerprint and one block size, so a block has the same hash on all of them.
     """
 
     def __init__(
         self, token_ids: Sequence[int], cache_salt: str = "", adapter: str = "", *, is_read_whole: bool = False
     ) -> None:
-        """`is_read_whole`: every token is computed, whatever is held of it (prefill_node/reading.py)."""
+        """Create a prompt. With `is_read_whole` every token is computed, whatever is cached
+        (prefill_node/reading.py)."""
         self._is_read_whole = is_read_whole
         self.token_ids = list(token_ids)
         self.cache_salt = cache_salt
         self.adapter = adapter
         self._names: BlockNames | None = None
         self._root = b""
-        self._first: dict[bytes, int] = {}  # hints of what the first block may be called, by maker
+        self._first: dict[bytes, int] = {}  # shortened hashes of the first block, by numerics id
         self._marks: list[int] = []
 
     def __len__(self) -> int:
@@ -92,15 +93,16 @@ class Prompt:
 
     @cached_property
     def key(self) -> int:
-        """A hash: the same for the same prompt, in this process."""
+        """Return a hash that is the same for the same prompt, within this process."""
         return hash((tuple(self.token_ids), self.cache_salt, self.adapter))
 
     def followed_by(self, token_ids: Sequence[int]) -> "Prompt":
-        """The prompt of a later attempt, which reads what was answered so far too, and scores nothing any more."""
+        """Return the prompt of a later attempt, which has these output tokens too and needs no prompt logprobs."""
         return Prompt([*self.token_ids, *token_ids], self.cache_salt, self.adapter) if token_ids else self
 
     def tokens_held(self, node: Node) -> int:
-        """Leading tokens, in whole blocks, whose KV the node has said to hold. It may have dropped them since."""
+        """Return the leading tokens, in whole blocks, that the node has reported as cached. It may have evicted them
+        since."""
         if self._is_read_whole or not node.hints:
             return 0
         block_size = node.block_size
@@ -119,7 +121,7 @@ class Prompt:
         return len(held) * block_size
 
     def _begins_on(self, node: Node) -> bool:
-        """Whether the node says to hold the first block; of many nodes, most do not."""
+        """Return whether the node reports to hold the first block. This decides quickly for most nodes."""
         for maker in node.makers:
             hint = self._first.get(maker)
             if hint is None:
@@ -130,7 +132,7 @@ class Prompt:
         return False
 
     def marks(self, block_size: int) -> Sequence[int]:
-        """For each full block a number that stands for all tokens up to its end, within this process."""
+        """Return a number for each full block that identifies all tokens up to its end, within this process."""
         if not self._marks:
             mark = hash((self.cache_salt, self.adapter))
             for start in range(0, len(self) // block_size * block_size, block_size):
@@ -139,19 +141,21 @@ class Prompt:
         return self._marks
 
     def marks_shared(self, block_size: int) -> Sequence[int]:
-        """Of the blocks that a node which is to write the answer may have in common with other requests."""
+        """Return the marks of the blocks that a decode node may share between this request and others."""
         return () if self._is_read_whole else self.marks(block_size)
 
     def tokens_to_compute(self, node: Node, coming: Container[int] = ()) -> int:
-        """Tokens that a node would have to compute which has the blocks of the marks `coming` by then: at least the
-        last one, which gives the first token of the answer, and with it the rest of its block, since blocks are reused
-        as a whole."""
+        """Return the tokens that the node would have to compute, given the blocks of the marks `coming`.
+
+        Blocks are reused as a whole, and the last token is always computed for the first output token: with it the rest
+        of its block.
+        """
         block_size = node.block_size
         num_shared = max(self.tokens_held(node), self.tokens_among(node, coming))
         return len(self) - min(num_shared, (len(self) - 1) // block_size * block_size)
 
     def tokens_among(self, node: Node, marks: Container[int]) -> int:
-        """Leading tokens, in whole blocks, whose marks are among these of prompts of the node."""
+        """Return the leading tokens, in whole blocks, whose marks are among those of other prompts of the node."""
         if self._is_read_whole or not marks or not node.shares_blocks:
             return 0
         return num_leading(self.marks(node.block_size), marks) * node.block_size
@@ -159,26 +163,29 @@ class Prompt:
 
 MAX_LENGTHS: Final = 256
 MIN_LENGTHS: Final = 16
-MOST: Final = 0.75  # of the answers that came as far got no more
+MOST: Final = 0.75  # quantile of the recorded lengths that is expected
 
 
 class Lengths:
-    """Of the answers that have ended by themselves."""
+    """Estimate output lengths from the outputs that ended by themselves."""
 
     def __init__(self) -> None:
         self._lengths: deque[int] = deque()
-        self._sorted: list[int] = []  # the same: every placement asks, and answers end less often
+        self._sorted: list[int] = []  # the same, sorted: every placement asks, and outputs end less often
 
     def ended(self, num_tokens: int) -> None:
-        """An answer got so many."""
+        """Record the length of an output, in tokens."""
         self._lengths.append(num_tokens)
         insort(self._sorted, num_tokens)
         if len(self._lengths) > MAX_LENGTHS:
             del self._sorted[bisect_left(self._sorted, self._lengths.popleft())]
 
     def left(self, num_output: int, most: int) -> int:
-        """How many an answer with so many will hardly exceed, at most `most`, what its request still allows. Where too
-        few came as far that is as many again; while few are known it is what is allowed."""
+        """Return how many more tokens an output with `num_output` tokens will hardly exceed, `most` at most.
+
+        This is the MOST quantile of the recorded outputs that were longer. Where fewer than MIN_LENGTHS were longer, it
+        is `num_output` more; while fewer than MIN_LENGTHS are recorded, it is `most`.
+        """
         first = bisect_right(self._sorted, num_output)
         num_further = len(self._sorted) - first
         if num_further < MIN_LENGTHS:
@@ -191,14 +198,14 @@ RECOUNT_S: Final = 0.1
 
 @dataclass(slots=True)
 class Account:
-    """What one node has been given and has not finished; tokens are those of each request, whatever it shares."""
+    """Sum what one node has been given and has not finished. Tokens that requests share count for each of them."""
 
-    tokens_to_compute: int = 0  # of prompts
-    tokens_held: int = 0  # by answers that it writes or is to write: of their prompts, and those that have come since
-    num_answers: int = 0  # that it writes or is to write
-    num_to_come: int = 0  # of them, those without a token whose prompts other nodes read
-    tokens_outgoing: int = 0  # of prompts that it has read for other nodes, which these do not have yet
-    num_unread: int = 0  # of the answers, those whose prompts it has yet to read itself
+    tokens_to_compute: int = 0  # prompt tokens
+    tokens_held: int = 0  # prompt and output tokens of the sequences that it decodes or will decode
+    num_answers: int = 0  # sequences that it decodes or will decode
+    num_to_come: int = 0  # those of num_answers without a token that other nodes prefill
+    tokens_outgoing: int = 0  # of prompts that it has prefilled for other nodes and still holds
+    num_unread: int = 0  # those of num_answers that it still has to prefill itself
 
 
 NOTHING: Final = Account()
@@ -206,22 +213,25 @@ NOTHING: Final = Account()
 
 @dataclass(slots=True)
 class _Part:
-    """What one request has on one node."""
+    """Keep the part of one request on one node."""
 
     tokens_to_compute: int = 0
     tokens_held: int = 0
     is_written: bool = False
     is_to_come: bool = False
     tokens_outgoing: int = 0
-    read: Sequence[int] = ()  # marks of the prompt that it reads, or has read and holds
-    held: Sequence[int] = ()  # marks of what its pool holds of it, and may hold of other requests as well
+    read: Sequence[int] = ()  # marks of the prompt that it prefills, or has prefilled and holds
+    held: Sequence[int] = ()  # marks of the blocks that it may share with other requests
 
 
 class Owed(NamedTuple):
-    """What a node is to do of an answer with limits: to compute so many tokens of its prompt, or to write it, or both.
-    So many tokens of it have come, and so many are expected, one at least; so many it holds of the pool where it is
-    written, with these marks; it is to come where it has none and another node reads its prompt. `reader` is who has
-    yet to read the prompt."""
+    """Describe the part of a node in a request with an SLO.
+
+    `num_to_compute` tokens of the prompt are to be prefilled here. `is_written`: the sequence is decoded here and holds
+    `tokens_held` tokens of the pool, with the marks `held`. `num_output` tokens have come, and `num_left` more are
+    expected, at least 1. `is_to_come`: it has no token yet, and another node prefills it. `reader` is the node that
+    still has to prefill the prompt.
+    """
 
     num_to_compute: int
     tokens_held: int
@@ -235,7 +245,7 @@ class Owed(NamedTuple):
 
 
 class Running(NamedTuple):
-    """Answers that have a token, over all nodes: the tokens of each, and what they hold of pools."""
+    """Count the sequences that have a token, over all nodes: their tokens, and the pool tokens that they hold."""
 
     num_answers: int
     num_tokens: int
@@ -244,56 +254,61 @@ class Running(NamedTuple):
 
 @dataclass(slots=True)
 class _Request:
-    """The current attempt at one answer."""
+    """Keep the current attempt of one request."""
 
     has_first_token: bool = False
-    due: Due | None = None  # of one with limits
-    num_output: int = 0  # tokens that have come
-    most_output: int = 0  # that are expected in all, at most
-    allowed_output: int = 0  # that are allowed in all
+    due: Due | None = None  # only with an SLO
+    num_output: int = 0  # output tokens that have come
+    most_output: int = 0  # output tokens expected in all
+    allowed_output: int = 0  # output tokens allowed in all
     parts: dict[Node, _Part] = field(default_factory=dict)
 
     @property
     def num_left(self) -> int:
-        """Tokens that are expected, one at least."""
+        """Return the number of tokens expected, at least 1."""
         return max(1, self.most_output - self.num_output)
 
     @property
     def reader(self) -> Node | None:
-        """Who has yet to read the prompt."""
+        """Return the node that still has to prefill the prompt."""
         return next((node for node, part in self.parts.items() if part.tokens_to_compute), None)
 
 
 class Ledger:
-    """What every node has, by request; an attempt begins with `read` and `write`, on one node or on two."""
+    """Account for what every node has, by request. An attempt begins with `read` and `write`, on one node or on two."""
 
     def __init__(self) -> None:
-        self.lengths: Final = Lengths()  # by which it is guessed how many tokens are to come
+        self.lengths: Final = Lengths()  # estimates how many tokens will come
         self._requests: dict[str, _Request] = {}
         self._accounts: dict[Node, Account] = {}
-        self._limited: dict[Node, dict[str, _Request]] = {}  # those with limits that have a part on the node
+        self._limited: dict[Node, dict[str, _Request]] = {}  # requests with an SLO, by node
         self._most_left: dict[Node, int] = {}
-        self._uncounted: set[Node] = set()  # that have got or lost an answer since
-        self._counted_s = -inf  # when all were counted
-        self._read: dict[Node, Marks] = {}  # of all its parts, as those have them
+        self._uncounted: set[Node] = set()  # nodes whose _most_left is out of date
+        self._counted_s = -inf  # when all nodes were last counted
+        self._read: dict[Node, Marks] = {}  # of all parts of the node, as `read` and `held` have them
         self._held: dict[Node, Marks] = {}
 
     def of(self, node: Node) -> Account:
-        """What a node has. To be read at once, and only read: it goes on changing."""
+        """Return the account of a node. Use it at once and do not change it: it changes with the ledger."""
         return self._accounts.get(node, NOTHING)
 
     def marks_read(self, node: Node) -> Container[int]:
-        """Of the prompts that a node reads, or has read and holds: what another one begins with alike it has by the
-        time that this is read (prefill_node/reading.py), and says so much later. To be read at once."""
+        """Return the marks of the prompts that a node prefills, or has prefilled and still holds. Use it at once.
+
+        A prompt with the same beginning finds these blocks once it is prefilled (prefill_node/reading.py); the node
+        reports them much later.
+        """
         return self._read.get(node, ())
 
     def is_idle(self, node: Node) -> bool:
-        """Whether it has finished all that it was given."""
+        """Return whether the node has finished all that it was given."""
         return self.of(node) == NOTHING
 
     def tokens_taken(self, node: Node) -> int:
-        """Of the node's pool: by answers, and by prompts for other nodes, which hold half of it at most where there are
-        answers (serving_node/room.py). What they begin with alike the pool holds once."""
+        """Return the tokens of the node's pool that are taken, shared blocks counted once.
+
+        Besides sequences, prompts for other nodes count, up to half of the pool (serving_node/room.py).
+        """
         account, held = self.of(node), self._held.get(node)
         num_outgoing = account.tokens_outgoing
         if held is not None and node.shares_blocks:
@@ -301,30 +316,33 @@ class Ledger:
         return account.tokens_held + min(num_outgoing, node.pool_tokens // 2)
 
     def tokens_shared(self, node: Node, prompt: Prompt) -> int:
-        """Leading tokens of one more prompt that are taken there already."""
+        """Return the leading tokens of one more prompt that the node's pool has already."""
         return prompt.tokens_among(node, self._held.get(node, ()))
 
     def tokens_alone(self, node: Node, owed: Owed) -> int:
-        """What comes free in the node's pool when one of its answers ends: what no other request has too."""
+        """Return the pool tokens that become free when one of the node's sequences ends: those that no other request
+        shares."""
         num_shared = self._held[node].num_shared(owed.held) if owed.held and node.shares_blocks else 0
         return owed.tokens_held - num_shared * node.block_size
 
     def tokens_spared(self, request_id: str) -> float:
-        """Of a request's tokens, those that others hold for it where these are most: of a block that k of them have,
-        each has the kth part."""
+        """Return the tokens of a request that others hold for it, on the node where these are most.
+
+        Of a block that k requests share, each holds the k-th part.
+        """
         parts = self._requests.get(request_id, _Request()).parts.items()
         sharing = [(node, part.held) for node, part in parts if part.held and node.shares_blocks]
         return max((self._held[node].num_spared(held) * node.block_size for node, held in sharing), default=0.0)
 
     def running(self) -> Running:
-        """Counted anew each time."""
+        """Count the running sequences. The cost grows with the number of requests."""
         begun = [pair for each in self._requests.values() if each.has_first_token for pair in each.parts.items()]
         pairs = [(node, part) for node, part in begun if part.is_written]
         num_tokens = sum(part.tokens_held for _, part in pairs)
         return Running(len(pairs), num_tokens, num_tokens - self._tokens_repeated(pairs))
 
     def _tokens_repeated(self, pairs: Collection[tuple[Node, _Part]]) -> int:
-        """By how much fewer these written parts hold together than one by one."""
+        """Return by how many tokens sharing reduces what these decoded parts hold together."""
         seen: dict[Node, set[int]] = {node: set() for node, part in pairs if part.held and node.shares_blocks}
         num_tokens = 0
         for node, part in pairs:
@@ -336,11 +354,11 @@ class Ledger:
 
     @property
     def has_limits(self) -> bool:
-        """Whether any answer has."""
+        """Return whether any request has an SLO."""
         return bool(self._limited)
 
     def owed(self, node: Node) -> Iterator[Owed]:
-        """What a node is to do of each answer with limits. To be read at once."""
+        """Yield the node's part in each request with an SLO. Use it before the ledger changes."""
         for request in self._limited.get(node, {}).values():
             part = request.parts[node]
             assert request.due is not None
@@ -357,8 +375,10 @@ class Ledger:
             )
 
     def most_left(self, now: float) -> Mapping[Node, int]:
-        """Of the answers with limits that each node writes, the most tokens that are expected of one. Those that have
-        come since are counted every RECOUNT_S."""
+        """Return, for each node that decodes sequences with an SLO, the most tokens expected of one of them.
+
+        The tokens that have come since are counted every RECOUNT_S seconds.
+        """
         if now - self._counted_s >= RECOUNT_S:
             self._counted_s = now
             self._uncounted = set(self._limited)
@@ -374,19 +394,18 @@ class Ledger:
     # ---- what the tracker tells ----
 
     def owe(self, request_id: str, due: Due, num_output: int, most_left: int) -> None:
-        """The attempt that begins has limits; so many tokens of the answer have come before, and so many more are
-        allowed."""
+        """Record the deadlines of the attempt that begins, its output tokens, and how many more are allowed."""
         request = self._requests.setdefault(request_id, _Request())
         request.due, request.num_output, request.allowed_output = due, num_output, num_output + most_left
         self._guess(request)
 
     def _guess(self, request: _Request) -> None:
-        """How many tokens the answer will have, now that it has so many."""
+        """Estimate the length of the output from its present length."""
         num_left = self.lengths.left(request.num_output, request.allowed_output - request.num_output)
         request.most_output = request.num_output + num_left
 
     def read(self, request_id: str, node: Node, num_tokens: int, marks: Sequence[int] = ()) -> None:
-        """The node is to compute so many tokens of the prompt, which has these marks (Prompt.marks)."""
+        """Record that the node is to compute `num_tokens` tokens of the prompt with these marks (Prompt.marks)."""
         part = self._take(request_id, node)
         _change(self._read, node, part.read, marks)
         part.read = marks
@@ -394,8 +413,10 @@ class Ledger:
         self._put(request_id, node, part)
 
     def write(self, request_id: str, node: Node, num_tokens: int, marks: Sequence[int] = ()) -> None:
-        """The node is to write the answer, which has so many tokens when it begins there. `marks`: of those that it
-        shares with whoever else has them on the node (Prompt.marks_shared)."""
+        """Record that the node is to decode the sequence, which has `num_tokens` tokens when it starts there.
+
+        `marks` are those of the blocks that it may share with other requests on the node (Prompt.marks_shared).
+        """
         part = self._take(request_id, node)
         self._hold(node, part, marks)
         has_first_token = self._requests[request_id].has_first_token
@@ -404,13 +425,13 @@ class Ledger:
         self._put(request_id, node, part)
 
     def progressed(self, request_id: str, node: Node, num_left: int) -> None:
-        """The node has computed some of the prompt, and so many tokens are left, one at least."""
+        """Record that the node has computed some of the prompt and `num_left` tokens, at least 1, are left."""
         part = self._take(request_id, node)
         part.tokens_to_compute = min(part.tokens_to_compute, max(1, num_left))
         self._put(request_id, node, part)
 
     def first_token(self, request_id: str, now: float) -> None:
-        """The prompt is read. A node that was to do nothing else holds it until it lets go."""
+        """Record that the prompt is prefilled. A pure prefill node holds it until the node releases the request."""
         request = self._requests[request_id]
         request.has_first_token = True
         if request.due is not None and request.due.began_s is None:
@@ -425,7 +446,7 @@ class Ledger:
             self._put(request_id, node, part)
 
     def tokens_came(self, request_id: str, node: Node, num_tokens: int) -> None:
-        """The answer has grown on the node that writes it."""
+        """Record new tokens of the sequence on its decode node."""
         request = self._requests[request_id]
         request.num_output += num_tokens
         if request.due is not None and request.num_output >= request.most_output:
@@ -434,7 +455,7 @@ class Ledger:
         self._accounts[node].tokens_held += num_tokens
 
     def let_go(self, request_id: str, node: Node) -> None:
-        """The request is not the node's to work on any more, if it ever was."""
+        """Record that the node has no part in the request any more. A node without a part is ignored."""
         request = self._requests.get(request_id)
         if request is not None and node in request.parts:
             part = self._take(request_id, node)
@@ -442,14 +463,14 @@ class Ledger:
             self._put(request_id, node, _Part())
 
     def end(self, request_id: str) -> None:
-        """The attempt is over on every node, if there is one."""
+        """Record that the attempt is over on every node. An unknown request is ignored."""
         request = self._requests.get(request_id, _Request())
         for node in list(request.parts):
             self.let_go(request_id, node)
         self._requests.pop(request_id, None)
 
     def check_integrity(self) -> None:
-        """Every account is the sum of its parts, and no other node has one."""
+        """Assert that every account is the sum of its parts. Used by tests."""
         sums: dict[Node, Account] = {}
         for request in self._requests.values():
             for node, part in request.parts.items():
@@ -471,7 +492,7 @@ class Ledger:
     # ---- parts and their sums ----
 
     def _take(self, request_id: str, node: Node) -> _Part:
-        """The part, taken out of the account: `_put` is to follow."""
+        """Take a part out of the account; `_put` must follow."""
         part = self._requests.setdefault(request_id, _Request()).parts.pop(node, _Part())
         self._note_limited(node, request_id)
         _count(self._accounts.setdefault(node, Account()), part, -1)
@@ -498,7 +519,7 @@ class Ledger:
         self._hold(node, part, ())
 
     def _note_limited(self, node: Node, request_id: str) -> None:
-        """After a part has come or gone."""
+        """Update the index of requests with an SLO after a part has come or gone."""
         request, limited = self._requests[request_id], self._limited
         if request.due is None:
             return
@@ -512,7 +533,7 @@ class Ledger:
 
 
 def _change(marks: dict[Node, Marks], node: Node, old: Sequence[int], new: Sequence[int]) -> None:
-    """The marks of one part on the node are others now."""
+    """Replace the marks of one part on a node."""
     if new:
         marks.setdefault(node, Marks()).add(new)
     if old:

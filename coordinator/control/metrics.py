@@ -1,6 +1,6 @@
-"""What the coordinator counts: requests, tokens and seconds, from its start. Pure: no clock, no library, no names.
+"""Count requests, tokens and seconds from the start of the coordinator. Pure: no clock, no metrics library, no names.
 
-The names under which all this is shown stand in coordinator/api/exposition.py.
+coordinator/api/exposition.py names the metrics.
 """
 
 from collections import Counter
@@ -12,13 +12,14 @@ from coordinator.control.timeline import Phase
 from protos import inference_pb2
 from serving_core.figures import ANSWERS, TOKENS, Histogram
 
-# How a loan ended: with blocks, or without any, which are then computed.
+# Outcomes of a remote prefix fetch: with blocks, or without any.
 LENT: Final = "lent"
 NOT_LENT: Final = "not_lent"
 
 
 class Metrics:
-    """All counters. A request here is one answer: a call for n answers counts n times, like its prompt."""
+    """Hold all counters. A request is one sequence here: a call with n outputs counts n times, and so does its
+    prompt."""
 
     def __init__(self, slo_classes: Sequence[SloClass] = ()) -> None:
         self.attainment = AttainmentCounts(slo_classes)
@@ -28,10 +29,10 @@ class Metrics:
         self.e2e = Histogram()
         self.move_pause = Histogram()
         self.phases = {phase: Histogram() for phase in Phase}
-        self.inference = Histogram()  # all of an answer's time but the wait to be read
+        self.inference = Histogram()  # the time of a request without its prefill queue
         self.prompt_lengths, self.answer_lengths = Histogram(TOKENS), Histogram(TOKENS)
-        self.params_n, self.params_max_tokens = Histogram(ANSWERS), Histogram(TOKENS)  # of calls
-        # by class, of answers that have ended
+        self.params_n, self.params_max_tokens = Histogram(ANSWERS), Histogram(TOKENS)  # per call
+        # By SLO class, over the requests that have ended.
         names = [*(each.name for each in slo_classes), UNNAMED]
         self.ttft_by_class = {name: Histogram() for name in names}
         self.tpot_by_class = {name: Histogram() for name in names}
@@ -51,43 +52,44 @@ class Metrics:
         self.num_kept = 0
         self.moves = Counter[str]()  # by outcome
         self.loans = Counter[str]()  # by outcome
-        # by reason
+        # By reason.
         self.finished = Counter[str]()
         self.failed = Counter[str]()
         self.refused = Counter[str]()
         self.transfers_failed = Counter[str]()
 
     def asked(self, num_answers: int, max_tokens: int) -> None:
-        """Count a call that has begun, with what it asks for."""
+        """Count a call that has begun, with its parameters."""
         self.params_n.observe(num_answers)
         self.params_max_tokens.observe(max_tokens)
 
     def prompt_read(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """A prompt has its first token; so many of its own tokens were cached."""
+        """Count a prompt that has its first token, with how many of its tokens were cached."""
         self.num_prompt_tokens += num_tokens
         self.num_cached_tokens += num_cached_tokens
 
     def tokens_came(self, num_tokens: int, gap_s: float, *, is_first: bool) -> None:
-        """Tokens of one answer came together, gap_s after those before, or after the request if they are the first."""
+        """Count tokens of one sequence that came together, `gap_s` after the tokens before, or after the request's
+        arrival."""
         self.num_generated_tokens += num_tokens
         (self.ttft if is_first else self.itl).observe(gap_s)
         if num_tokens > 1:
             self.itl.observe(0.0, num_tokens - 1)
 
     def kv_moved(self, num_bytes: int, num_bytes_saved: int) -> None:
-        """A transfer is complete."""
+        """Count a complete KV transfer."""
         self.num_kv_bytes += num_bytes
         self.num_kv_bytes_saved += num_bytes_saved
 
     def borrowed(self, num_blocks: int, num_bytes: int, seconds: float) -> None:
-        """A loan of blocks to a node that reads is over."""
+        """Count a remote prefix fetch that has ended."""
         self.num_blocks_lent += num_blocks
         self.num_lent_kv_bytes += num_bytes
         self.loans[LENT if num_blocks else NOT_LENT] += 1
         self.loan.observe(seconds)
 
     def answered(self, finish_reason: str, complete: inference_pb2.Complete) -> None:
-        """An answer has ended. The times of one that nobody waited for say nothing."""
+        """Count a request that has ended. An aborted request contributes no times."""
         self.finished[finish_reason] += 1
         if complete.finish_reason == inference_pb2.FINISH_REASON_ABORT:
             return
@@ -104,7 +106,7 @@ class Metrics:
             self._first_and_others(complete)
 
     def _first_and_others(self, complete: inference_pb2.Complete) -> None:
-        """Of an answer whose first token came in this call."""
+        """Observe TTFT and TPOT of a request whose first token came in this call."""
         timeline, num_others = complete.timeline, complete.completion_tokens - 1
         slo_class = complete.attainment.slo_class or UNNAMED
         self.ttft_by_class[slo_class].observe(timeline.ttft_s)

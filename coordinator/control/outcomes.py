@@ -1,4 +1,4 @@
-"""How answers end: the Complete message, and the errors that take its place. Pure."""
+"""Build the ends of requests: the Complete message, and the errors that replace it. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ from serving_core import reasons
 from serving_core.errors import RequestError
 
 MAX_MESSAGE_CHARS: Final = 200
-MAX_BYTES: Final = 2**64 - 1  # what a uint64 holds
-# As OpenAI's API spells them, and Prometheus' labels.
+MAX_BYTES: Final = 2**64 - 1  # largest uint64
+# As OpenAI's API and the labels of metrics spell them.
 FINISH_REASONS: Final = {
     inference_pb2.FINISH_REASON_STOP: "stop",
     inference_pb2.FINISH_REASON_LENGTH: "length",
     inference_pb2.FINISH_REASON_ABORT: "abort",
 }
-# What a node says with these reasons reaches the client as it stands.
+# A node's message with one of these reasons is passed to the client unchanged.
 CLIENT_REASONS: Final = (reasons.QUEUE_FULL, reasons.PROMPT_TOO_LONG, reasons.BAD_PARAM, reasons.MODEL_NOT_FOUND)
 
 
 def completion(
     request: TrackedRequest, finish_reason: inference_pb2.FinishReason, now: float
 ) -> inference_pb2.Complete:
-    """The good end of an answer, now."""
+    """Return the Complete message of a request that ends now."""
     attempt = None if request.is_waiting else request.attempt
     timeline = request.timeline.to_wire(
         now,
@@ -61,7 +61,7 @@ def completion(
 def ended_before(
     request: TrackedRequest, finish_reason: inference_pb2.FinishReason, now: float
 ) -> inference_pb2.Complete:
-    """The end of an answer of which an earlier call has given every token, but no end."""
+    """Return the Complete message of a request whose tokens an earlier call has all returned, but not its end."""
     request.waits_until_s = now  # no node has it
     complete = completion(request, finish_reason, now)
     if finish_reason == inference_pb2.FINISH_REASON_STOP:
@@ -70,7 +70,7 @@ def ended_before(
 
 
 def cut_short(error: RequestError, timeline: Timeline, now: float) -> inference_pb2.Complete:
-    """Return the end of an answer that has failed, where others of its call go on."""
+    """Return the Complete message of a sequence that has failed while others of its call go on."""
     return inference_pb2.Complete(
         finish_reason=inference_pb2.FINISH_REASON_ABORT,
         completion_tokens=int(error.metadata.get("tokens_emitted", "0")),
@@ -80,8 +80,10 @@ def cut_short(error: RequestError, timeline: Timeline, now: float) -> inference_
 
 
 def attainment(request: TrackedRequest) -> inference_pb2.Attainment | None:
-    """Which limits the answer has, and which it has kept so far; None where it has neither limits nor a class. An
-    embedding counts as a first token."""
+    """Return the SLO of a request and which limits it attains; None without limits and without an SLO class.
+
+    An embedding counts as a first token.
+    """
     slo, timeline = request.slo, request.timeline
     if slo is None or not (slo.has_limits or slo.slo_class):
         return None
@@ -99,20 +101,20 @@ def attainment(request: TrackedRequest) -> inference_pb2.Attainment | None:
 
 
 def end_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
-    """What the client hears of a failure that ends its answer at once."""
+    """Return the client's error for a failure that ends the request at once."""
     if event.reason in CLIENT_REASONS:
         return RequestError(event.reason, event.message[:MAX_MESSAGE_CHARS])
     if event.reason == reasons.PAIRING_MISMATCH:
         differ = f"node {node.name} and the coordinator differ: {event.message[:MAX_MESSAGE_CHARS]}"
         return RequestError(event.reason, differ)
     failed = f"the engine of the {node.kind} failed"
-    if event.reason in (reasons.STEP_FAILED, reasons.ENGINE_ERROR):  # of which a node words the cause for clients
+    if event.reason in (reasons.STEP_FAILED, reasons.ENGINE_ERROR):  # the node words the cause of these for clients
         failed += f": {event.message[:MAX_MESSAGE_CHARS]}"
     return RequestError(reasons.ENGINE_ERROR, failed)
 
 
 def quarantine_error(deaths: Sequence[Death]) -> RequestError:
-    """Return what the client hears when its request is tried no more, as it may be to blame for these deaths."""
+    """Return the client's error for a poison request, which these deaths may be due to and which is not tried again."""
     causes = "; ".join(dict.fromkeys(death.cause for death in deaths))
     return RequestError(
         reasons.ENGINE_ERROR,
@@ -122,7 +124,7 @@ def quarantine_error(deaths: Sequence[Death]) -> RequestError:
 
 
 def restart_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
-    """What the client hears when the restarts are used up."""
+    """Return the client's error for a failure after which no restart is left."""
     if event.reason == reasons.KV_CHECKSUM_MISMATCH:
         return RequestError(
             reasons.KV_CHECKSUM_MISMATCH, "the KV cache arrived damaged, and recomputing it was given up"
@@ -131,19 +133,19 @@ def restart_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
 
 
 def too_late(request: TrackedRequest) -> RequestError:
-    """What the client hears when its answer has used up its time."""
+    """Return the client's error for a request that has reached its deadline."""
     timeout_s = request.deadline_s - request.timeline.start_s
     error = RequestError(reasons.DEADLINE_EXCEEDED, f"the answer was not finished within {timeout_s:g} s")
     return with_progress(error, request)
 
 
 def with_progress(error: RequestError, request: TrackedRequest) -> RequestError:
-    """The error with how far the request had come."""
+    """Return the error with the phase of the request and the number of its emitted tokens."""
     progress = {"phase": request.timeline.phase.value, "tokens_emitted": str(len(request.output))}
     return RequestError(error.reason, str(error), **error.metadata | progress)
 
 
 def with_expectation(error: RequestError, request: TrackedRequest, **seconds: float) -> RequestError:
-    """Return the refusal with what was expected of the request and these seconds, named as in the timeline."""
+    """Return the refusal with the predictions for the request and with `seconds`, named as in the timeline."""
     told = {**(asdict(request.expectation) if request.expectation else {}), **seconds}
     return RequestError(error.reason, str(error), **error.metadata, **{name: f"{told[name]:.6f}" for name in told})
