@@ -46,22 +46,24 @@ from serving_core.errors import RequestError
 from serving_core.prefix import GRAFT, tells_bits
 from serving_core.shapes import DECODE, PREFILL
 
-NUM_TOKENS_AHEAD: Final = 128  # that the source may write meanwhile: more than it does while a long answer's KV travels
-MIN_TOKENS_LEFT: Final = 8  # an answer that is about to end does so sooner where it is
-RESERVE_TIMEOUT_S: Final = 5.0  # for the target's blocks; the source goes on all the while
+NUM_TOKENS_AHEAD: Final = 128  # decoded by the source meanwhile: ample even while the KV of a long sequence travels
+MIN_TOKENS_LEFT: Final = 8  # a request that is about to end finishes sooner where it is
+RESERVE_TIMEOUT_S: Final = 5.0  # for the target's blocks, while the source decodes on
 
 
 def may_move(request: TrackedRequest, now: float, *, rest_s: float) -> bool:
-    """Whether the answer is being written, and an earlier move has been over for rest_s."""
+    """Return whether the request is decoding and its last migration ended at least `rest_s` seconds ago."""
     if request.timeline.phase is not Phase.DECODE or request.num_tokens_left < MIN_TOKENS_LEFT:
         return False
     return request.move is None and (request.moved_s is None or now - request.moved_s >= rest_s)
 
 
 def roomiest(request: TrackedRequest, nodes: Iterable[Node], ledger: Ledger) -> Node | None:
-    """Where a running answer may go: of the ready nodes that take answers over, have room for it now and can hold all
-    of it, the one with most room, the first by name of equals; what it has in common with others there takes none. None
-    when there is none."""
+    """Return the node with most room for a running request; None where no node can take it.
+
+    A target must be ready, take KV transfers, have a running slot and blocks free now, and hold the whole request.
+    Blocks that it shares with others there take no room. The first by name is chosen among equals.
+    """
     num_needed, max_tokens, is_whole = _num_tokens_needed(request), request.max_tokens, _is_whole(request)
 
     def free(node: Node) -> int:
@@ -77,13 +79,13 @@ def roomiest(request: TrackedRequest, nodes: Iterable[Node], ledger: Ledger) -> 
 
 
 class Moves:
-    """Moves answers when it is told to, and follows each move to its end."""
+    """Start migrations and follow each one to its end."""
 
     def __init__(self, live: LiveAnswers) -> None:
         self._live = live
 
     def begin(self, request: TrackedRequest, target: Node, now: float) -> list[Instruction]:
-        """The answer is to move. `may_move` says whether it can."""
+        """Start the migration of a request for which `may_move` is true."""
         attempt = request.attempt
         move = Move(self._live.next_epoch(), attempt.decode, attempt.epoch, target, now, is_whole=_is_whole(request))
         request.move = move
@@ -97,7 +99,7 @@ class Moves:
         return [Send(target, fleet_pb2.NodeCommand(reserve=reserve, attempt=reserve.job.attempt))]
 
     def find(self, node: Node, attempt: fleet_pb2.Attempt) -> TrackedRequest | None:
-        """The answer on whose move this node has a word with this attempt, beside the current one."""
+        """Return the request in whose migration this attempt of the node takes part, beside the current attempt."""
         request = self._live.find(attempt.request_id)
         move = request.move if request is not None else None
         if move is None:
@@ -106,7 +108,7 @@ class Moves:
         return request if other == (node, attempt.epoch) else None
 
     def handle(self, request: TrackedRequest, kind: str, event: object, now: float) -> list[Instruction]:
-        """What a node says of an answer that `find` has found."""
+        """Handle an event about a request that `find` has returned."""
         move = _move_of(request)
         match kind, move.stage:
             case (("failed" | "cancelled"), _):
@@ -126,7 +128,7 @@ class Moves:
                 return []
 
     def find_told_before(self, node: Node, token: fleet_pb2.SampledToken) -> TrackedRequest | None:
-        """The answer to which this token belongs, though it has moved away from the node meanwhile."""
+        """Return the request of a token that the source sampled before the request migrated away from it."""
         request = self._live.find(token.attempt.request_id)
         move = request.move if request is not None else None
         if move is None or move.stage is not MoveStage.MOVED or token.index >= move.next_index:
@@ -134,13 +136,13 @@ class Moves:
         return request if (node, token.attempt.epoch) == (move.source, move.source_epoch) else None
 
     def on_source_failed(self, request: TrackedRequest, event: fleet_pb2.MoveFailed, now: float) -> list[Instruction]:
-        """The source cannot send. It may have stopped, and waits."""
+        """Handle that the source cannot send. It may have stopped decoding, and then waits for Keep or Cancel."""
         request.moves_whole |= event.reason == reasons.PAIRING_MISMATCH
         is_moving = request.move is not None and request.move.stage is MoveStage.MOVING
         return self._give_up(request, now) if is_moving else []
 
     def _give_up(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """The answer is to stay: the target drops what it has, and then the source is told."""
+        """Abandon a migration: the target drops its part, and then the source is told to go on."""
         move = _move_of(request)
         instructions = [self._live.cancel(request, move.target, move.epoch, now), *self._off(request, now)]
         if move.stage is MoveStage.MOVING:
@@ -150,7 +152,7 @@ class Moves:
         return instructions
 
     def lose(self, request: TrackedRequest, node: Node, now: float) -> list[Instruction]:
-        """A node is lost that may have a part in the answer's move, beside its part in the current attempt."""
+        """Handle the loss of a node that may have a part in the migration, beside its part in the current attempt."""
         move = request.move
         if move is None:
             return []
@@ -158,12 +160,12 @@ class Moves:
         return self._let_go(request, now) if node is other else []
 
     def tick(self, request: TrackedRequest, move: Move, now: float) -> list[Instruction]:
-        """What the mere passing of time asks for."""
+        """Abandon a migration whose target has not reserved blocks within RESERVE_TIMEOUT_S."""
         is_late = move.stage is MoveStage.RESERVING and now - move.started_s >= RESERVE_TIMEOUT_S
         return self._give_up(request, now) if is_late else []
 
     def _let_go(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """The node beside the current attempt's holds nothing any more."""
+        """Handle that the node beside the current attempt's holds nothing any more."""
         move = _move_of(request)
         if move.stage is MoveStage.MOVED:
             return self._source_let_go(request, now)
@@ -181,7 +183,7 @@ class Moves:
         return []
 
     def _switch(self, request: TrackedRequest, event: fleet_pb2.Committed, now: float) -> list[Instruction]:
-        """The target's attempt becomes the current one."""
+        """Make the target's attempt the current one."""
         move, live = _move_of(request), self._live
         instructions = live.release(request, now)
         request.attempt = replace(
@@ -206,7 +208,7 @@ class Moves:
         return [*instructions, move_ended(request, move, MoveOutcome.MOVED, now, event.num_bytes)]
 
     def _off(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """The move will not be: to be told once."""
+        """Record, once, that the migration will not happen."""
         move = _move_of(request)
         self._live.ledger.let_go(request.request_id, move.target)
         is_refused = move.stage is MoveStage.RESERVING
@@ -215,24 +217,24 @@ class Moves:
 
 
 def keep(request: TrackedRequest) -> Instruction:
-    """Tells the node of the current attempt that the answer is its own."""
+    """Return the command that tells the node of the current attempt to decode the request itself."""
     about = fleet_pb2.Attempt(request_id=request.request_id, epoch=request.attempt.epoch)
     return Send(request.attempt.decode, fleet_pb2.NodeCommand(keep=fleet_pb2.Keep(attempt=about), attempt=about))
 
 
 def _num_tokens_needed(request: TrackedRequest) -> int:
-    """Of room on the target: for what is known, and for what the source writes meanwhile."""
+    """Return the tokens of room needed on the target: those known, and those that the source decodes meanwhile."""
     return len(request.prompt) + len(request.output) + _num_tokens_ahead(request)
 
 
 def _is_whole(request: TrackedRequest) -> bool:
-    """Whether all blocks of an answer are to travel, whatever its target holds."""
+    """Return whether all blocks of a request travel, whatever its target has cached."""
     makers = request.attempt.decode.makers
     return request.moves_whole or not all(maker == GRAFT or tells_bits(maker) for maker in makers)
 
 
 def _marks_shared(request: TrackedRequest, move: Move) -> Sequence[int]:
-    """Of the blocks that the target may hold for other requests too."""
+    """Return the marks of the blocks that the target may share between this request and others."""
     return () if move.is_whole else request.prompt.marks_shared(move.target.block_size)
 
 
@@ -249,12 +251,12 @@ def _source_attempt(request: TrackedRequest) -> fleet_pb2.Attempt:
     return fleet_pb2.Attempt(request_id=request.request_id, epoch=_move_of(request).source_epoch)
 
 
-MAX_DRAIN_MOVES: Final = 4  # at once, from one node to another
-RETRY_S: Final = 1.0  # between two moves of one answer
+MAX_DRAIN_MOVES: Final = 4  # migrations under way from one node to another
+RETRY_S: Final = 1.0  # between two migrations of one request
 
 
 def check_target(node: Node, nodes: Collection[Node], *, embeds: bool = False) -> None:
-    """Raises RequestError when no other node could take the work of this one."""
+    """Raise RequestError when no other node could take the work of this one."""
     others = [other for other in nodes if other is not node]
     if not has_path(others, embeds=embeds):
         missing = [PARTS[role][0] for role in ((PREFILL,) if embeds else PARTS) if not fitting(others, role, 0)]
@@ -263,13 +265,16 @@ def check_target(node: Node, nodes: Collection[Node], *, embeds: bool = False) -
 
 
 def num_left(node: Node, requests: Iterable[TrackedRequest], releases: Releases) -> int:
-    """Answers that the node still has a part in; of those whose blocks it holds for other nodes, one stands for all."""
+    """Return the number of requests that the node still has a part in.
+
+    All requests of other nodes whose distributed KV it holds count as one.
+    """
     is_host = node.load.num_blocks_hosted > 0
     return sum(_has_part(node, request) for request in requests) + releases.count(node) + is_host
 
 
 def prompts_to_restart(requests: Iterable[TrackedRequest], nodes: Collection[Node]) -> Iterator[TrackedRequest]:
-    """Those without a token that have a part on a node that drains."""
+    """Yield the requests without a token that have a part on a draining node."""
     if all(node.is_ready for node in nodes):
         return
     for request in requests:
@@ -282,7 +287,10 @@ def prompts_to_restart(requests: Iterable[TrackedRequest], nodes: Collection[Nod
 def leaving_drained(
     requests: Iterable[TrackedRequest], nodes: Collection[Node], ledger: Ledger, now: float
 ) -> Iterator[tuple[TrackedRequest, Node]]:
-    """Answers that are to move now, and where to. Each must have begun to move when the next one is asked for."""
+    """Yield the requests to migrate from draining nodes now, each with its target.
+
+    The caller must start each migration before it asks for the next one.
+    """
     leaves = {node for node in nodes if not (node.is_ready and does(node, DECODE))}
     requests = list(requests) if leaves else []
     under_way = Counter((request.move.source, request.move.target) for request in requests if request.move)
@@ -310,7 +318,10 @@ REST_S: Final = 10.0
 def leaving_full(
     requests: Iterable[TrackedRequest], nodes: Collection[Node], ledger: Ledger, now: float
 ) -> Iterator[tuple[TrackedRequest, Node]]:
-    """Answers that are to move now, and where to. Each must have begun to move when the next one is asked for."""
+    """Yield the requests to migrate from full nodes now, each with its target.
+
+    The caller must start each migration before it asks for the next one.
+    """
     requests = list(requests)
     full = {request.attempt.decode for request in requests if _waits(request, now)}
     if not full:
@@ -329,7 +340,7 @@ def leaving_full(
 
 
 def moving(requests: Iterable[TrackedRequest]) -> set[Node]:
-    """The nodes between which answers are on their way."""
+    """Return the sources and targets of all migrations under way."""
     return {node for request in requests if request.move for node in (request.move.source, request.move.target)}
 
 
@@ -341,8 +352,11 @@ def _waits(request: TrackedRequest, now: float) -> bool:
 def leaving_late(
     requests: Iterable[TrackedRequest], nodes: Collection[Node], ledger: Ledger, now: float, coming: Coming
 ) -> Iterator[tuple[TrackedRequest, Node]]:
-    """Answers that are to move now, and where to. Each must have begun to move when the next one is asked for. `coming`
-    is what else is to be read."""
+    """Yield the requests to migrate from late nodes now, each with its target.
+
+    The caller must start each migration before it asks for the next one. `coming` describes the requests that are
+    expected.
+    """
     if not ledger.has_limits or len(nodes) < 2:
         return
     requests = list(requests)
@@ -362,7 +376,7 @@ def leaving_late(
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """At a moment at which nothing changes."""
+    """Find late requests and their targets at one moment, at which nothing changes."""
 
     ledger: Ledger
     now: float
@@ -370,7 +384,7 @@ class _Look:
     spared: Node | None
 
     def late(self, requests: Iterable[TrackedRequest], source: Node) -> list[TrackedRequest]:
-        """Those that fall behind on a node, and will be late there, the one that is least behind first."""
+        """Return the requests that fall behind on a node and will miss their SLO there, the one least behind first."""
         now_s = step_s(source, self.ledger)
         late = [
             (each, due)
@@ -382,7 +396,7 @@ class _Look:
         return [each for each, due in sorted(late, key=lambda pair: -pair[1].token_s(len(pair[0].output)))]
 
     def relief(self, request: TrackedRequest, num_late: int, free: list[Node]) -> Node | None:
-        """Where the answer, one of so many that are late, would be in time, and nobody late for it."""
+        """Return a node on which the request, one of `num_late` late ones, would be in time and make no other late."""
         due, known = request.due, request.known
         assert due is not None
         num_output = len(request.output)
@@ -398,6 +412,6 @@ class _Look:
         return roomiest(request, able, self.ledger)
 
     def _is_in_time(self, request: TrackedRequest, due: Due, each_s: float) -> bool:
-        """Whether its last token could be, in such steps."""
+        """Return whether the last token could be in time if each step takes `each_s`."""
         last = request.sampling.max_tokens - 1
         return self.now + request.num_tokens_left * each_s <= due.token_s(last)

@@ -1,7 +1,7 @@
-"""What is going on, for whoever watches: nodes, live answers by phase, rates, times against limits, the latest lives.
+"""Report the state of the cluster: nodes, live requests by phase, rates, times against SLOs, the latest requests.
 
-Pure: the time comes in. One source for `splitserve top` and the page at /ui. What it keeps is bounded; what it tells
-grows with the nodes, not with the answers, of which it only counts the phases.
+Pure: the time comes in. `splitserve top` and the page at /ui both read this report. What is kept is bounded; the report
+grows with the number of nodes and not with that of requests, which are counted by phase.
 """
 
 import math
@@ -21,14 +21,14 @@ from protos import inference_pb2
 
 SAMPLE_S: Final = 1.0
 MAX_SAMPLES: Final = 121  # two minutes
-RATE_SAMPLES: Final = 6  # that rates are worked out over
-MAX_LIVE: Final = 20  # lives that are told of answers that have not ended
-NO_NODE: Final = "no_node"  # in the place of a phase
+RATE_SAMPLES: Final = 6  # samples that rates are computed over
+MAX_LIVE: Final = 20  # live requests whose history is reported
+NO_NODE: Final = "no_node"  # stands for the phase of requests that wait for nodes
 PHASES: Final = (*Phase, None)
 
 
 class Sample(NamedTuple):
-    """What had been counted at one time."""
+    """Cumulative counts at one time."""
 
     at_s: float
     num_tokens: int
@@ -37,7 +37,7 @@ class Sample(NamedTuple):
 
 
 class Overview:
-    """Reads what the others keep, and keeps counts of the last minutes itself."""
+    """Build the report from the registry, ledger, tracker and metrics, and keep samples of the last minutes."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Overview:
         start_s: float,
         limits: Mapping[str, str],
     ) -> None:
-        """`limits` are those of each class, as the configuration has them."""
+        """Create the report. `limits` has the limits of each SLO class, as configured."""
         self._registry = registry
         self._ledger = ledger
         self._tracker = tracker
@@ -62,7 +62,7 @@ class Overview:
         self._node_samples: dict[Node, deque[Sample]] = {}
 
     def tick(self, now: float) -> None:
-        """Counts, once a second; to be called at least as often."""
+        """Take a sample each SAMPLE_S. Call it at least as often."""
         if now - self._samples[-1].at_s < SAMPLE_S:
             return
         self._samples.append(self._sample(now))
@@ -72,8 +72,10 @@ class Overview:
             samples.append(_sample_of(node, now))
 
     def to_wire(self, now: float, *, after: int | None = None) -> inference_pb2.Overview:
-        """All of it as it is now. With `after` the lives too: of answers that have ended behind that number, and of the
-        newest live ones."""
+        """Return the report.
+
+        With `after`, it has the history of the requests that ended behind that number, and of the newest live ones.
+        """
         tracker, times = self._tracker, self._tracker.lives.times(now)
         first = self._samples[max(0, len(self._samples) - RATE_SAMPLES)]
         latest = self._sample(now)
@@ -150,7 +152,7 @@ def _times_overview(slo_class: str, limits: str, times: Sequence[Times]) -> infe
 
 
 def _percentiles(seconds: Sequence[float]) -> inference_pb2.Percentiles | None:
-    """By nearest rank: each is one of the values."""
+    """Return percentiles by nearest rank: each is one of the values. None without values."""
     if not seconds:
         return None
     ordered = sorted(seconds)

@@ -14,12 +14,12 @@ from serving_core import reasons
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
 
-MAX_MOVES: Final = 64  # kept of one call, whose end tells how many there were
+MAX_MOVES: Final = 64  # kept for one call, whose end has their number
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerRecord:
-    """One of the answers of a call, at its end."""
+    """The end of one sequence of a call."""
 
     index: int
     outcome: inference_pb2.Complete | RequestError
@@ -29,31 +29,31 @@ class AnswerRecord:
 
 @dataclass(slots=True)
 class CallRecord:
-    """One call, as much as is known of it by now."""
+    """Collect the course of one call, for logs and traces."""
 
     request_id: str
-    asker: str = ""  # the name of the API key that it has brought, where that has one
-    trace_id: str = ""  # where it is traced
-    operation: str = ""  # as OpenTelemetry calls it
+    asker: str = ""  # name of the API key, if it has one
+    trace_id: str = ""  # set if the call is traced
+    operation: str = ""  # by the conventions of OpenTelemetry
     model: str = ""
     arrived_s: float = 0.0
-    begun_s: float | None = None  # when it was checked, tokenized and taken
+    begun_s: float | None = None  # when the call was admitted, after validation and tokenization
     num_prompt_tokens: int = 0
     num_answers: int = 1
-    sampling: SamplingParams | None = None  # of its first answer; the others differ in the seed alone
-    answers: list[AnswerRecord] = field(default_factory=list)  # that have ended
+    sampling: SamplingParams | None = None  # of the first sequence; the others differ in the seed alone
+    answers: list[AnswerRecord] = field(default_factory=list)  # sequences that have ended
     moves: list[MoveEnded] = field(default_factory=list)
-    failure: str = ""  # the reason for which it was refused or ended; empty for a good end
-    number: int = 0  # of the call at its API server, where there are several
+    failure: str = ""  # reason of the refusal or of the error; empty for a good end
+    number: int = 0  # number of the call at its API server process
 
     def moved(self, move: MoveEnded) -> None:
-        """One of its answers has moved, or has not."""
+        """Record a migration of one of the sequences, whatever its outcome."""
         if len(self.moves) < MAX_MOVES:
             self.moves.append(move)
 
 
 def answer_index(answer_id: str) -> tuple[str, int]:
-    """The call's id, and which of its answers this is."""
+    """Return the id of the call and the index of this sequence in it."""
     request_id, _, index = answer_id.rpartition("/")
     return request_id, int(index)
 
@@ -61,31 +61,32 @@ def answer_index(answer_id: str) -> tuple[str, int]:
 logger = logging.getLogger(__name__)
 
 SECONDS: Final = ("ttft_s", *(f"{phase.value}_s" for phase in Phase), "e2e_s")
-# The texts of these quote what the client has sent.
+# The messages of these errors quote the client's input.
 QUOTING: Final = (reasons.BAD_PARAM, reasons.MALFORMED_REQUEST, reasons.MODEL_NOT_FOUND)
 
 
 class Journal:
-    """Is told of every end, once."""
+    """Log and count each end of a request once."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._records: dict[str, CallRecord] = {}  # that are live
+        self._records: dict[str, CallRecord] = {}  # of live calls
 
     def begun(self, record: CallRecord) -> None:
-        """A call is live; until it is over, lines about it tell who asks, and it is told what becomes of it."""
+        """Note that a call is live. Until `over`, its log lines have the API key's name, and its record collects its
+        course."""
         self._records[record.request_id] = record
 
     def asked(self, num_answers: int, max_tokens: int) -> None:
-        """A call asks for so many answers, each of so many tokens at most."""
+        """Count a call for `num_answers` outputs of at most `max_tokens` tokens each."""
         self._metrics.asked(num_answers, max_tokens)
 
     def over(self, request_id: str) -> None:
-        """The call and all its answers have ended."""
+        """Note that the call and all its sequences have ended."""
         self._records.pop(request_id, None)
 
     def ended(self, end: End) -> None:
-        """An answer has its end."""
+        """Log and count the end of a sequence."""
         request_id, index = answer_index(end.request_id)
         outcome = end.outcome
         if (record := self._records.get(request_id)) is not None:
@@ -101,7 +102,7 @@ class Journal:
             self._write(logging.INFO, "request finished", request_id, fields)
 
     def moved(self, move: MoveEnded) -> None:
-        """A running answer has moved to another node, or has not."""
+        """Log and count a migration, whatever its outcome."""
         self._metrics.moves[move.outcome.value] += 1
         self._metrics.num_moved_kv_bytes += move.num_kv_bytes
         request_id, index = answer_index(move.request_id)
@@ -120,19 +121,20 @@ class Journal:
         self._write(level, event, request_id, fields)
 
     def refused(self, record: CallRecord, error: RequestError) -> None:
-        """A request could not begin."""
+        """Log and count a request that could not begin."""
         self._metrics.refused[error.reason] += 1
         _write(logging.INFO, "request refused", record, _cause(error))
 
     def attempt_failed(self, node: Node, event: fleet_pb2.Failed) -> None:
-        """A node has given up its part of a request, which may go on elsewhere: its words for why."""
+        """Log that a node has given up its part of a request, with the node's reason. The request may go on
+        elsewhere."""
         is_transfer = event.reason in (reasons.TRANSFER_FAILED, reasons.KV_CHECKSUM_MISMATCH)
         fields = {"failed_node": node.name, "reason": event.reason, "message": event.message[:MAX_MESSAGE_CHARS]}
         request_id = event.attempt.request_id.rpartition("/")[0]
         self._write(logging.WARNING, "transfer failed" if is_transfer else "attempt failed", request_id, fields)
 
     def node_lost(self, node: Node, cause: LossCause, why: str) -> None:
-        """The coordinator has lost a node that did not stop in good order."""
+        """Log and count the loss of a node that did not stop in good order."""
         self._metrics.node_losses[cause] += 1
         fields = {"lost_node": node.name, "cause": cause.value, "message": why}
         logger.warning("%s %s lost: %s", node.kind, node.name, why, extra={"fields": fields})

@@ -55,31 +55,35 @@ from serving_core.shapes import BOTH, DECODE, PREFILL, Shape, check_shape, commo
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A pool is that of the largest node that reads prompts, or writes answers, with those that may hold annexes for
-    it; None without any."""
+    """The longest request and the largest pools of the fleet, in tokens; None where it has no such node.
+
+    A pool is that of the largest prefill node, or decode node, together with its KV holders.
+    """
 
     max_model_len: int | None
     prefill_pool_tokens: int | None
     decode_pool_tokens: int | None
-    adapters: tuple[str, ...] | None  # None: no node has come that could tell
-    own_pool_tokens: int | None = None  # of the largest pool of those that write, by itself
+    adapters: tuple[str, ...] | None  # None: no node has attached yet
+    own_pool_tokens: int | None = None  # largest pool of a decode node, without KV holders
 
 
-MAX_REMEMBERED: Final = 64  # capacities that a fleet had lately
+MAX_REMEMBERED: Final = 64  # recent capacities kept
 
 
 class RecentCapacity:
-    """What the fleet can be asked for, counting nodes that were there until a moment ago: they may come back while a
-    request waits for them, and what is refused as too long is refused for good."""
+    """Report what requests may ask of the fleet, counting nodes that were there until a moment ago.
+
+    Such nodes may return while a request waits for them, whereas a request refused as too long is refused for good.
+    """
 
     def __init__(self, registry: Registry, wait_s: float) -> None:
-        """`wait_s`: how long requests wait for nodes."""
+        """Create a report for this registry. `wait_s`: how long requests wait for nodes."""
         self._registry = registry
         self._wait_s = wait_s
-        self._seen_s: dict[Capacity, float] = {}  # when the fleet last had it, the latest at the end
+        self._seen_s: dict[Capacity, float] = {}  # when the fleet last had the capacity, the latest at the end
 
     def note(self, now: float) -> None:
-        """Remember the capacity of this moment. To be called some times a second."""
+        """Record the present capacity. Call it several times a second."""
         there = capacity(self._registry)
         self._seen_s.pop(there, None)
         self._seen_s[there] = now
@@ -87,7 +91,7 @@ class RecentCapacity:
             del self._seen_s[next(iter(self._seen_s))]
 
     def at(self, now: float) -> Capacity:
-        """Return the largest length and pools of late. What an answer gets that names no length is of those there."""
+        """Return the largest length and pools within `wait_s`. Other fields are those of the present fleet."""
         there = capacity(self._registry)
         lately = [there, *(seen for seen, seen_s in self._seen_s.items() if now - seen_s <= self._wait_s)]
         return replace(
@@ -103,7 +107,7 @@ def _largest(values: Iterable[int | None]) -> int | None:
 
 
 def capacity(registry: Registry) -> Capacity:
-    """At this moment."""
+    """Return the capacity of the fleet at this moment."""
     prefill, decode = ([node for node in registry.nodes if does(node, role)] for role in (PREFILL, DECODE))
     if registry.embeds:
         decode = []
@@ -118,38 +122,38 @@ def capacity(registry: Registry) -> Capacity:
 
 
 WINDOW_S: Final = 60.0
-LEAST_S: Final = 10.0  # of a window: two requests in the first second are not two a second
-CATCH_UP_S: Final = 30.0  # in which what waits is to be done, beside what comes
-BUSY: Final = 0.8  # of a node's time that may be spoken for
+LEAST_S: Final = 10.0  # shortest window: two requests in the first second are not a rate of two per second
+CATCH_UP_S: Final = 30.0  # in which waiting requests should be served, beside new ones
+BUSY: Final = 0.8  # share of a node's time that the load may take
 MAX_SAMPLES: Final = 256
 
 
 class Ended(NamedTuple):
-    """An answer that has ended by itself, or an embedding."""
+    """The sizes and the SLO of a request that has ended by itself."""
 
     num_prompt: int
-    num_computed: int  # of its prompt's tokens, those that no node held
+    num_computed: int  # prompt tokens that no node had cached
     num_output: int
-    tpot_s: float = inf  # its limit
-    num_spared: float = 0.0  # of its prompt's tokens, those that others held for it (Ledger.tokens_spared)
+    tpot_s: float = inf  # SLO on TPOT
+    num_spared: float = 0.0  # prompt tokens that others held for it (Ledger.tokens_spared)
 
 
 class Demand:
-    """What is asked of the fleet, lately."""
+    """Measure the recent load of the fleet, to tell how many nodes it needs."""
 
     def __init__(self) -> None:
         self._now = 0.0
         self._began_s: float | None = None  # when the first request came
-        self._by_second: deque[tuple[int, int]] = deque(maxlen=round(WINDOW_S))  # a second, and requests in it
+        self._by_second: deque[tuple[int, int]] = deque(maxlen=round(WINDOW_S))  # a second, and its arrivals
         self._ended: deque[Ended] = deque(maxlen=MAX_SAMPLES)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Record that time has passed."""
         self._now = now
 
     def arrived(self, now: float) -> None:
-        """An answer is asked for, whether it is to begin or not."""
-        self._now = max(now, self._now)  # requests may come here in another order
+        """Count a request that arrives, whether it will begin or not."""
+        self._now = max(now, self._now)  # requests may get here in another order than they arrived
         self._began_s = self._now if self._began_s is None else self._began_s
         last = self._by_second[-1] if self._by_second else None
         if last is not None and last[0] == int(self._now):
@@ -158,11 +162,12 @@ class Demand:
             self._by_second.append((int(self._now), 1))
 
     def ended(self, answer: Ended) -> None:
-        """An answer has got all its tokens."""
+        """Record a request that has all its tokens."""
         self._ended.append(answer)
 
     def nodes_needed(self, nodes: Sequence[Node], num_waiting: int) -> int:
-        """As of the last that was heard of the time; so many answers wait for their first token."""
+        """Return the number of nodes needed at the last recorded time, while `num_waiting` requests wait for a first
+        token."""
         offered_per_s = self._per_s() + num_waiting / CATCH_UP_S
         if not offered_per_s:
             return 1
@@ -179,12 +184,12 @@ class Demand:
         return number / min(WINDOW_S, max(LEAST_S, self._now - self._began_s))
 
     def _answer_s(self, nodes: Sequence[Node]) -> float | None:
-        """Of one node's time, what a usual answer takes; None while that is not known."""
+        """Return the seconds of one node that the mean request takes; None while unknown."""
         rates = [rate for node in nodes if (rate := node.load.prefill_tokens_per_s) > 0]
         if not self._ended or not rates:
             return None
         read_s = fmean(each.num_computed for each in self._ended) / median(rates)
-        # The prompt's last step gives the first token; an embedding has none.
+        # The last step of the prefill samples the first token; an embedding has none.
         num_written = fmean(max(0, each.num_output - 1) for each in self._ended)
         if num_written <= 0:
             return read_s
@@ -196,8 +201,11 @@ class Demand:
 
 
 def _token_s(node: Node, num_before: float, num_held: float, tpot_s: float) -> float:
-    """What a token of an answer with so many tokens before it, which takes so many of the pool, takes on a node that is
-    full; 0: not known."""
+    """Return the seconds per token of a sequence on a full node; 0 while unknown.
+
+    The mean sequence has `num_before` tokens and takes `num_held` tokens of the pool. With an SLO on TPOT the node
+    counts as full when more sequences would miss it.
+    """
     weights = node.step_weights
     in_time = EVEN * weights.num_answers_within(tpot_s, num_before) if tpot_s < inf else inf
     num_answers = max(1, int(min(node.hello.max_num_seqs, node.pool_tokens / num_held, in_time)))
@@ -205,15 +213,15 @@ def _token_s(node: Node, num_before: float, num_held: float, tpot_s: float) -> f
 
 
 LONG_QUEUE_S: Final = 1.0
-LONG_PART: Final = 0.5  # of the time until first tokens are due
+LONG_PART: Final = 0.5  # share of the time until first tokens are due
 SHORT_QUEUE_S: Final = 0.2
-EVEN: Final = 0.6  # of the answers that keep their limits together: so many on average, as they come and go
-FULL: Final = 0.9  # part of the running slots, or of the KV pools, that is taken
+EVEN: Final = 0.6  # share of the sequences that attain their SLOs together, as the average load varies
+FULL: Final = 0.9  # share of the running slots, or of the KV pools, that is taken
 ROOMY: Final = 0.6
 
 
 class Pressure(Enum):
-    """What presses."""
+    """The role that the fleet lacks."""
 
     READING = auto()
     WRITING = auto()
@@ -223,17 +231,18 @@ class Pressure(Enum):
 
 
 class PressureGauge:
-    """Measures again and again, and tells for how long it has been so."""
+    """Measure the pressure repeatedly, and for how long it has lasted."""
 
     def __init__(self, ledger: Ledger, *, embeds: bool = False) -> None:
-        """`embeds`: whether nobody has to write."""
+        """Create a gauge. `embeds`: requests are for embeddings, and decode nodes are not needed."""
         self._ledger = ledger
         self._embeds = embeds
         self._seen: Pressure | None = None
         self._since_s = 0.0
 
     def measure(self, nodes: Collection[Node], now: float) -> tuple[Pressure | None, float]:
-        """What presses, None between the limits, and the seconds since it does. To be called some times a second."""
+        """Return the pressure, None between the thresholds, and the seconds that it has lasted. Call it several times a
+        second."""
         seen = self._look([node for node in nodes if node.is_ready], now)
         if seen is not self._seen:
             self._seen, self._since_s = seen, now
@@ -259,8 +268,12 @@ class PressureGauge:
         return Pressure.NONE if is_calm else None
 
     def _taken(self, writers: Collection[Node]) -> float:
-        """The part that all running answers take of these writers' running slots or pools, whichever is larger. Those
-        whose prompts wait to be read hold some too, but would not if there were more readers."""
+        """Return the share of the running slots or pools of these decode nodes that all running sequences take, the
+        larger.
+
+        Sequences whose prompts are still to be prefilled are left out: with more prefill nodes they would take nothing
+        here.
+        """
         if not writers:
             return math.inf
         num_answers, num_tokens, num_held = self._ledger.running()
@@ -271,48 +284,56 @@ class PressureGauge:
         )
 
     def _num_in_time(self, writers: Collection[Node], num_cached: float) -> float:
-        """Answers behind so many tokens each that all these writers could give their tokens in time; inf without
-        limits, or where no answer could keep them."""
+        """Return how many sequences of `num_cached` tokens these decode nodes can serve within the median SLO on TPOT.
+
+        Return inf without SLOs, or where no sequence could attain them.
+        """
         tpots_s = [each.due.tpot_s for node in writers for each in self._ledger.owed(node) if each.is_written]
         limit_s = median([each for each in tpots_s if each < math.inf] or [math.inf])
         slots = [node.step_weights.num_answers_within(limit_s, num_cached) for node in writers]
         return EVEN * sum(slots) or math.inf
 
     def _usual_left_s(self, readers: Collection[Node], now: float) -> float:
-        """Until the first tokens of the prompts that wait are due; inf without limits."""
+        """Return the median of the seconds until the first tokens of waiting prompts are due; inf without SLOs."""
         owed = [each for node in readers for each in self._ledger.owed(node) if each.num_to_compute]
         dues_s = [due_s for each in owed if (due_s := each.due.token_s(each.num_output)) < math.inf]
         return median(dues_s) - now if dues_s else math.inf
 
 
 FIXED, AUTO = "fixed", "auto"
-CONFIRM_S: Final = 10.0  # for a node to confirm; then it counts as what it was
-LASTS_S: Final = 3.0  # a pressure, before it counts
-LACKS_S: Final = 2.0  # a part, anybody who does it: nodes whose streams broke are back by then
-CALM_S: Final = 15.0  # no pressure, before a node goes home
-REST_S: Final = 10.0  # of the coordinator, between a flip and the next one that lends a node
-MIN_STAY_S: Final = 15.0  # between a flip and the next one that sends a node home; at first
-MAX_STAY_S: Final = 600.0  # that time at most; and whoever is lent later than that after one went home, is not soon
+CONFIRM_S: Final = 10.0  # for a node to confirm a shape; afterwards its old shape counts
+LASTS_S: Final = 3.0  # duration of a pressure before it counts
+LACKS_S: Final = 2.0  # duration without a role before it is filled: nodes whose streams broke return sooner
+CALM_S: Final = 15.0  # duration without pressure before a node returns to its own role
+REST_S: Final = 10.0  # between a role change and the next one that lends a node
+MIN_STAY_S: Final = 15.0  # initial time between a role change and the next one that returns a node
+MAX_STAY_S: Final = 600.0  # longest such time; a node lent later than this after a return resets it
 STAY_GROWTH: Final = 4.0
 
 
 class Roles:
-    """Asks nodes to take other shapes."""
+    """Ask nodes to take other roles, by order or by load."""
 
     def __init__(self, registry: Registry, ledger: Ledger, *, policy: str) -> None:
-        """With the policy AUTO a node is lent to the part that lacks hands: it does both until they are not needed any
-        more, and then what it did before. The nodes keep that, so another coordinator knows it too."""
+        """Create the role controller.
+
+        With the policy AUTO, a node is lent to the role that lacks nodes: it has both roles until they are not needed
+        any more, and then returns to its own. Nodes store their own role, so another coordinator knows it too.
+        """
         self._registry = registry
         self._gauge = PressureGauge(ledger, embeds=registry.embeds) if policy == AUTO else None
         self._ledger = ledger
-        self._asked_s: dict[Node, float] = {}  # nodes that have not confirmed yet, and when they were asked
-        self._flipped_s: float | None = None  # when the coordinator itself has asked last
+        self._asked_s: dict[Node, float] = {}  # nodes that have not confirmed yet, with the time of the request
+        self._flipped_s: float | None = None  # when the coordinator last changed a role by load
         self._stay_s = MIN_STAY_S
-        self._went_home_s: float | None = None  # when a node last did, unless one was lent since
+        self._went_home_s: float | None = None  # when a node last returned, unless one was lent since
 
     def set_shape(self, name: str, to: str | Shape, now: float) -> tuple[Node, Shape, list[Send]]:
-        """An operator's word: a role or a shape; a node that was drained is given work again. The node confirms it, or
-        `asked` of it is None again after CONFIRM_S. Raises RequestError, and then nothing is asked."""
+        """Give a node a role or a shape by an operator's order, and end its drain.
+
+        The node confirms the shape; after CONFIRM_S without confirmation, its `asked` is None again. Raise
+        RequestError, and then nothing is requested.
+        """
         node = self._registry.named(name)
         shape = preset(to, **_limits(node)) if isinstance(to, str) else to
         check_shape(shape, **_limits(node))
@@ -325,7 +346,7 @@ class Roles:
         return node, shape, [] if is_so else [self._ask(node, shape, now)]
 
     def tick(self, now: float) -> list[Send]:
-        """What the mere passing of time asks for."""
+        """Forget unconfirmed requests and, with the policy AUTO, change a role under lasting pressure."""
         for node, asked_s in list(self._asked_s.items()):
             if node not in self._registry or now - asked_s >= CONFIRM_S:
                 node.asked = None
@@ -349,8 +370,11 @@ class Roles:
         return Send(node, fleet_pb2.NodeCommand(reshape=reshape))
 
     def _check_others(self, node: Node, shape: Shape) -> None:
-        """Raises RequestError unless requests can be served as far as before, also until the node has confirmed. A node
-        that was drained serves none."""
+        """Raise RequestError unless the fleet can serve requests as before, also until the node has confirmed the
+        shape.
+
+        A drained node serves no requests and may take any shape.
+        """
         if not node.is_ready:
             return
         others = [other for other in self._registry.nodes if other is not node and other.is_ready]
@@ -367,7 +391,7 @@ class Roles:
     # ---- the coordinator's own policy ----
 
     def _is_due(self, pressure: Pressure, lasted_s: float, now: float) -> bool:
-        """Whether it has lasted, and the flip before was long enough ago."""
+        """Return whether the pressure has lasted, and the last role change was long enough ago."""
         match pressure:
             case Pressure.NONE:
                 lasts_s, rests_s = CALM_S, self._stay_s
@@ -387,7 +411,7 @@ class Roles:
             self._went_home_s = None
 
     def _flip(self, pressure: Pressure) -> tuple[Node, Shape] | None:
-        """The node that is to change for this, and what it is to become."""
+        """Return the node whose shape should change, and its new shape; None where there is none."""
         ready = [node for node in self._registry.nodes if node.is_ready]
         if pressure is Pressure.NONE:
             away = [node for node in ready if node.shape != node.home]

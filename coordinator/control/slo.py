@@ -20,10 +20,10 @@ from serving_core.reasons import BAD_PARAM
 MS: Final = 1e3
 MAX_MS: Final = 3_600_000.0
 MAX_MULTIPLE: Final = 1000.0
-MAX_PRIORITY: Final = 100  # and as far below 0
-MAX_CLASSES: Final = 32  # each is a label of some metrics
-UNNAMED: Final = "none"  # in counts: of requests that name no class
-DEFAULT: Final = "default"  # the class of those that name none, where there is one
+MAX_PRIORITY: Final = 100  # and -100 is the least
+MAX_CLASSES: Final = 32  # each is a label value of some metrics
+UNNAMED: Final = "none"  # label of requests that name no class
+DEFAULT: Final = "default"  # class, if configured, of requests that name none
 _CLASS: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})=(.+)")
 _LIMIT: Final = re.compile(r"(ttft|tpot):([0-9]+(?:\.[0-9]+)?)(x?)")
 _PRIORITY: Final = re.compile(r"priority:(-?[0-9]{1,9})")
@@ -31,22 +31,22 @@ _PRIORITY: Final = re.compile(r"priority:(-?[0-9]{1,9})")
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Milliseconds, or a multiple of what the request takes alone."""
+    """A limit in milliseconds, or a multiple of the time that the request takes alone."""
 
     value: float
     is_multiple: bool = False
 
     def seconds(self, alone_s: float) -> float | None:
-        """None while it is not known what the request takes alone, which is 0 then."""
+        """Return the limit in seconds; None while `alone_s`, the time that the request takes alone, is unknown (0)."""
         return (self.value * alone_s or None) if self.is_multiple else self.value / MS
 
 
 @dataclass(frozen=True, slots=True)
 class SloClass:
-    """A class of requests; None is no limit."""
+    """An SLO class; None is no limit."""
 
     name: str
-    limits: str  # as the configuration has them
+    limits: str  # as configured
     ttft: Limit | None = None
     tpot: Limit | None = None
     priority: int = 0
@@ -54,9 +54,9 @@ class SloClass:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """The limits of one request, where None is no limit, and its priority: the lower, the more important."""
+    """The SLO of one request and its priority. None is no limit; a lower priority goes first."""
 
-    slo_class: str = ""  # that it has named
+    slo_class: str = ""  # named by the request
     ttft_s: float | None = None
     tpot_s: float | None = None
     priority: int = 0
@@ -67,14 +67,16 @@ class Slo:
 
 
 class SloClasses:
-    """The classes of the configuration."""
+    """Hold the SLO classes of the configuration."""
 
     def __init__(self, classes: Sequence[SloClass] = ()) -> None:
         self._classes = {each.name: each for each in classes}
 
     def slo_of(self, request: GenerateRequest, num_prompt_tokens: int, nodes: Iterable[Node]) -> Slo | None:
-        """What a request asks for itself, and where it does not, what its class has; None without both. Raises
-        RequestError."""
+        """Return the SLO of a request: its own limits, and those of its class where it has none; None without both.
+
+        Raise RequestError for an unknown class or a limit out of range.
+        """
         own = [_own_limit(request, name) for name in ("ttft_ms", "tpot_ms")]
         own_priority = _own_priority(request)
         named = self._named(request.slo_class)
@@ -97,8 +99,7 @@ class SloClasses:
 
 
 def alone(nodes: Iterable[Node], num_prompt_tokens: int) -> tuple[float, float]:
-    """Seconds to the first token of a request that has all nodes for itself, and from each token to the next; 0: not
-    known."""
+    """Return the TTFT and the TPOT, in seconds, of a request that has all nodes for itself; 0 while unknown."""
     nodes = list(nodes)
     rates = [node.load.prefill_tokens_per_s for node in nodes if node.usable.reads]
     steps_s = [node.load.lone_step_s for node in nodes if node.usable.writes and node.load.lone_step_s > 0]
@@ -107,7 +108,7 @@ def alone(nodes: Iterable[Node], num_prompt_tokens: int) -> tuple[float, float]:
 
 
 def parse_slo_classes(texts: Iterable[str]) -> list[SloClass]:
-    """The values of slo_class. Raises SettingsError."""
+    """Return the classes of the slo_class settings. Raise SettingsError."""
     classes = [_parse(text) for text in texts]
     names = [each.name for each in classes]
     if len(classes) > MAX_CLASSES:
@@ -162,7 +163,7 @@ _UNNAMED: Final = SloClass(UNNAMED, "")
 
 @dataclass(slots=True)
 class Attained:
-    """Of the answers of one class. A limit that there is not is kept."""
+    """Count attainment of one class. A request without a limit attains it."""
 
     num_answers: int = 0
     num_ttft_met: int = 0
@@ -171,7 +172,7 @@ class Attained:
 
 
 class AttainmentCounts:
-    """Of the answers that had limits, from the coordinator's start. Their classes are those of the configuration."""
+    """Count the attainment of requests with an SLO, by class, from the start of the coordinator."""
 
     def __init__(self, classes: Sequence[SloClass] = ()) -> None:
         self._classes = (*classes, _UNNAMED)
@@ -182,7 +183,7 @@ class AttainmentCounts:
         return self._counts
 
     def ended(self, slo: Slo, outcome: inference_pb2.Complete | RequestError) -> None:
-        """An answer has ended. One that failed kept no limit; one that its client ended says nothing."""
+        """Count a request that has ended. A failed one attains nothing; an aborted one does not count."""
         ttft_met = tpot_met = False
         if isinstance(outcome, inference_pb2.Complete):
             if outcome.finish_reason == inference_pb2.FINISH_REASON_ABORT:
@@ -197,7 +198,7 @@ class AttainmentCounts:
         counts.num_met += ttft_met and tpot_met
 
     def to_wire(self) -> list[inference_pb2.SloClassLoad]:
-        """Every class of the configuration, and last the requests without one, if there were any."""
+        """Return the counts of every class of the configuration, and last those without a class, if there were any."""
         loads = []
         for each in self._classes:
             counts = self._counts[each.name]
@@ -218,7 +219,7 @@ class AttainmentCounts:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """Fields of the Timeline message: seconds, 0 where nothing is known or there is no limit."""
+    """The predictions of the Timeline message, in seconds; 0 where nothing is known or there is no limit."""
 
     expected_ttft_s: float
     expected_prefill_s: float

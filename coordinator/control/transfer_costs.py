@@ -13,19 +13,19 @@ ALWAYS: Final = "always"
 NEVER: Final = "never"
 LENDS: Final = (AUTO, ALWAYS, NEVER)
 
-MAX_LOANS: Final = 7  # of a pair of nodes
+MAX_LOANS: Final = 7  # samples kept for a pair of nodes
 MIN_LOANS: Final = 3
 MAX_LOAN_AGE_S: Final = 120.0
-UNMEASURED_S: Final = 0.01  # what a loan between nodes is taken to take while nothing is known of them
+UNMEASURED_S: Final = 0.01  # assumed duration of a fetch between nodes without samples
 LEAST_PATIENCE_S: Final = 0.25
-PATIENCE_S: Final = 10.0  # where loans are not priced
+PATIENCE_S: Final = 10.0  # with ALWAYS, where costs are not compared
 
 Pair = tuple[str, str]
-"""The names of the node that lends and of the one that borrows."""
+"""The names of the source and of the prefill node of a remote prefix fetch."""
 
 
 class Sample(NamedTuple):
-    """One loan: so many tokens came in so many seconds."""
+    """One remote prefix fetch: `num_tokens` tokens came in `seconds` seconds."""
 
     at_s: float
     num_tokens: int
@@ -34,14 +34,17 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoanCosts:
-    """What loans take between these pairs, by recent ones."""
+    """Estimate remote prefix fetches between pairs of nodes from recent ones."""
 
     lends: str = NEVER
     samples: Mapping[Pair, Sequence[Sample]] = field(default_factory=dict)
 
     def seconds(self, pair: Pair, num_tokens: int) -> float:
-        """Of a loan of so many tokens. More of them take longer than a loan did in proportion at most, and fewer no
-        longer: so it is never less than was measured."""
+        """Return the seconds of a fetch of `num_tokens` tokens.
+
+        A longer fetch than a measured one counts in proportion and a shorter one as long as that: the estimate is never
+        below a measurement.
+        """
         if self.lends == ALWAYS:
             return 0.0
         known = self.samples.get(pair, ())
@@ -50,34 +53,37 @@ class LoanCosts:
         return median(each.seconds * max(1.0, num_tokens / each.num_tokens) for each in known)
 
     def is_worth(self, pair: Pair, num_tokens: int, computed_s: float) -> bool:
-        """Whether to borrow so many tokens that would take computed_s to be computed."""
+        """Return whether to fetch `num_tokens` tokens that would take `computed_s` seconds to compute."""
         if self.lends == NEVER or num_tokens <= 0:
             return False
         return self.lends == ALWAYS or self.seconds(pair, num_tokens) < computed_s
 
     def patience_s(self, computed_s: float) -> float:
-        """For how long to wait for a loan."""
+        """Return how long, in seconds, to wait for a fetch."""
         return PATIENCE_S if self.lends == ALWAYS else max(LEAST_PATIENCE_S, computed_s)
 
 
 class Loans:
-    """Measures loans as they happen. What is old counts no more, and less than MIN_LOANS count as nothing: a few slow
-    ones, as when connections are made, would else end them, and nothing would show that they have become faster."""
+    """Measure remote prefix fetches as they happen.
+
+    Samples expire, and fewer than MIN_LOANS samples count as none: otherwise a few slow fetches, as when connections
+    are made, would stop all fetches, and no later one could show that they have become faster.
+    """
 
     def __init__(self, lends: str = NEVER) -> None:
-        """`lends`: one of LENDS."""
+        """Start without samples. `lends`: one of LENDS."""
         self._lends = lends
         self._samples: dict[Pair, deque[Sample]] = {}
 
     def ended(self, pair: Pair, num_tokens: int, seconds: float, now: float) -> None:
-        """So many tokens have come, or should have come in this time."""
+        """Record a fetch of `num_tokens` tokens, which have come in this time or should have."""
         if num_tokens > 0:
             self._drop_old(now)
             samples = self._samples.setdefault(pair, deque(maxlen=MAX_LOANS))
             samples.append(Sample(now, num_tokens, max(0.0, seconds)))
 
     def costs(self, now: float) -> LoanCosts:
-        """To be read at once: it goes on changing."""
+        """Return the present estimates. Use them at once: they change with the samples."""
         self._drop_old(now)
         return LoanCosts(self._lends, self._samples)
 
@@ -96,11 +102,11 @@ MIN_HANDOVERS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class HandoverCosts:
-    """Medians over recent answers, in seconds.
+    """Estimates from recent requests: medians, in seconds.
 
-    credit_s is the wait for blocks on the decode node, from the start of the attempt. move_s is what follows once the
-    first token is there and the blocks are granted: transfer and decode queue, up to the first decode step. loans are
-    what it takes to have blocks of prompts from other nodes.
+    `credit_s` is the wait for credit, from the start of the attempt. `move_s` is the time from the first token, or the
+    credit if that is later, to the first decode step: transfer and decode queue. `loans` estimates remote prefix
+    fetches.
     """
 
     credit_s: float = 0.0
@@ -109,23 +115,23 @@ class HandoverCosts:
 
 
 class Handover:
-    """Measures hand-overs as they happen.
+    """Measure KV transfers as they happen.
 
-    What is old counts no more, and less than MIN_HANDOVERS count as nothing: a few slow ones, as when connections are
-    made, would else keep answers away, and then nothing would ever show that it has become faster.
+    Samples expire, and fewer than MIN_HANDOVERS samples count as none: otherwise a few slow transfers, as when
+    connections are made, would keep requests away, and no later transfer could show that they have become faster.
     """
 
     def __init__(self, lends: str = NEVER) -> None:
-        """`lends`: when nodes lend each other blocks, one of coordinator.control.transfer_costs.LENDS."""
+        """Start without samples. `lends`: one of LENDS, when to use remote prefix fetches."""
         self._credits, self._moves = _Samples(), _Samples()
         self.loans = Loans(lends)
 
     def granted(self, attempt: Attempt, now: float) -> None:
-        """The decode node has granted blocks to the attempt now."""
+        """Record that the decode node has given credit to the attempt now."""
         self._credits.add(now - attempt.started_s, now)
 
     def moved(self, attempt: Attempt, step_start_s: float, now: float) -> None:
-        """The attempt is in its first decode step, which began at step_start_s."""
+        """Record that the first decode step of the attempt began at `step_start_s`."""
         if attempt.is_local or attempt.granted_s is None or attempt.first_token_s is None:
             return
         self._moves.add(step_start_s - max(attempt.granted_s, attempt.first_token_s), now)
@@ -135,7 +141,7 @@ class Handover:
 
 
 class _Samples:
-    """The last few durations."""
+    """Keep the latest durations."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_HANDOVERS)  # time of the measurement, seconds
