@@ -1,13 +1,13 @@
-"""Rules that others place by, to be compared with. Pure.
+"""Place requests by published rules, as baselines to compare with. Pure.
 
-    least-loaded   the fewest prompt tokens to compute; to write, the fewest answers
-    lmetric        the least product of prompt tokens to compute, this prompt's among them, and answers
-    arrow          the least of the other phase (tokens of answers for a reader, prompt tokens for a writer), then of
-                   its own
+    least-loaded   prefill: the fewest prompt tokens to compute; decode: the fewest sequences
+    lmetric        the least product of the prompt tokens to compute, this prompt's included, and the sequences
+    arrow          the least load of the other phase (tokens of sequences for prefill, prompt tokens for decode), then
+                   of the own phase
 
-lmetric is that of "LMetric" (arXiv 2603.15202), and arrow that of "Arrow" (arXiv 2505.11916), as far as they can be
-told apart from the systems around them. A reader that writes too keeps the answer under least-loaded and lmetric, which
-are rules for nodes that do both; arrow chooses the two apart.
+lmetric follows "LMetric" (arXiv 2603.15202) and arrow follows "Arrow" (arXiv 2505.11916), as far as the rules can be
+separated from the systems around them. Under least-loaded and lmetric, which are rules for mixed nodes, a prefill node
+that can also decode keeps the sequence; arrow chooses the two nodes independently.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,20 +22,20 @@ from serving_core.reasons import NO_DECODE_WORKER
 from serving_core.shapes import DECODE, PREFILL
 
 Score = Callable[[Node, Ledger, Prompt], tuple[float, ...]]
-"""Less is better."""
+"""Return the score of a node: less is better."""
 
 
 class ByScore:
-    """The best reader, and beside it the best writer."""
+    """Choose the prefill node with the least score, and beside it the decode node with the least score."""
 
     def __init__(self, reading: Score, writing: Score, *, keeps: bool) -> None:
-        """`keeps`: whether a reader that can write the answer does."""
+        """Create a policy from two scores. `keeps`: a prefill node that can decode the sequence keeps it."""
         self._reading, self._writing, self._keeps = reading, writing, keeps
 
     def place(
         self, nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: HandoverCosts, now: float
     ) -> Placed:
-        """As Policy's."""
+        """Return the placement, as Policy.place does."""
         writers = candidates(nodes, DECODE, wanted.num_tokens)
 
         def order(node: Node, score: Score) -> tuple[bool, tuple[float, ...], str]:

@@ -1,10 +1,10 @@
-"""The pair of nodes that makes the fewest answers late, and of those the one that costs the fewest seconds. Pure.
+"""Choose the pair of nodes that makes the fewest requests miss their SLO, and of those the cheapest in seconds. Pure.
 
-Late are answers with limits, those among them that will be because a node was to be spared
-(coordinator/control/placement/lateness.py); seconds are those of all requests
-(coordinator/control/placement/costs.py). Without limits anywhere the seconds decide; while no rate is known, nodes that
-only read come first. Of writers that cost the same the one is taken that has most of its pool left; blocks that it
-holds already count as left. Nodes that have failed the request come last, and full writers behind those with room.
+Predicted violations are those of coordinator/control/placement/lateness.py, requests to come included; seconds are
+those of all requests (coordinator/control/placement/costs.py). Without SLOs the seconds decide; while no rate is known,
+pure prefill nodes come first. Among decode nodes of equal cost the one with most of its pool left is chosen; blocks
+that it has cached count as left. Nodes that have failed the request come last, and full decode nodes after those with
+room.
 """
 
 import math
@@ -25,22 +25,25 @@ from serving_core.shapes import DECODE, PREFILL
 
 Pair = tuple[Node, Node]
 
-MOST_WEIGHED: Final = 9  # pairs, the cheapest ones, whose harm is worked out
-MOST_READERS: Final = 2  # the cheapest ones, that are paired with other nodes
+MOST_WEIGHED: Final = 9  # cheapest pairs for which violations are predicted
+MOST_READERS: Final = 2  # cheapest prefill nodes that are paired with decode nodes
 
 
 class Cheapest:
-    """Weighs nodes alone and pairs of two."""
+    """Compare single nodes and pairs of nodes."""
 
     def __init__(self, *, counts_late: bool = True, may_be_alone: bool = True, may_be_two: bool = True) -> None:
-        """What it may not do counts where nothing else is possible."""
+        """Create a policy. `counts_late`: predict violations. `may_be_alone` and `may_be_two` allow one node, or two.
+
+        A form of placement that is not allowed is still used where no other is possible.
+        """
         self._counts_late = counts_late
         self._may_be_alone, self._may_be_two = may_be_alone, may_be_two
 
     def place(
         self, nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: HandoverCosts, now: float
     ) -> Placed:
-        """As Policy's."""
+        """Return the placement, as Policy.place does."""
         readers = candidates(nodes, PREFILL, len(wanted.prompt))
         writers = candidates(nodes, DECODE, wanted.num_tokens)
         costs = Costs(nodes, ledger, wanted.prompt, handover)
@@ -61,8 +64,10 @@ class Cheapest:
 
 
 def _two(costs: Costs, avoid: Collection[Node], readers: Sequence[Node], writers: Sequence[Node]) -> Iterator[Pair]:
-    """Each of the best readers with each of the best writers: several, since the best one may be the only one that
-    writes, or have prompts that would be late."""
+    """Yield each of the best prefill nodes with each of the best decode nodes.
+
+    Several of each are tried: the best prefill node may be the only decode node, or have prompts that would be late.
+    """
     takers = [node for node in writers if node.usable.takes_handovers]
     if not takers:
         return
@@ -79,27 +84,27 @@ def _two(costs: Costs, avoid: Collection[Node], readers: Sequence[Node], writers
 
 
 class _Order(NamedTuple):
-    """Less is better."""
+    """The order of pairs: less is better."""
 
     num_avoided: int
     is_second_choice: bool
     harm: int
     is_full: bool
     seconds: float
-    by_kind: int  # of pairs that cost the same
-    part: float  # of the writer's pool that would be taken
+    by_kind: int  # breaks ties of seconds
+    part: float  # share of the decode node's pool that would be taken
     names: tuple[str, str]
 
 
 class _Weighing:
-    """One request on these nodes."""
+    """Compare the nodes for one request."""
 
     def __init__(
         self, costs: Costs, lateness: Lateness | None, spared_node: Node | None, avoid: Collection[Node]
     ) -> None:
-        """`spared_node` is the one that is to be spared answers."""
+        """Create a comparison. `spared_node` is the node to keep free of sequences, for prompts to come."""
         self._costs, self._lateness, self._spared, self._avoid = costs, lateness, spared_node, avoid
-        # Of those that were asked for: a pair that is chosen is so again.
+        # Caches, by pair: the chosen pair is asked for again.
         self._nums_late: dict[Pair, int] = {}
         self._crowdings: dict[Pair, float] = {}
 
@@ -128,8 +133,11 @@ class _Weighing:
         )
 
     def best(self, pairs: Iterable[Pair]) -> Pair:
-        """The pair that is least in order. What harm one does takes long to work out: that is asked of MOST_WEIGHED at
-        most, those first that cost the fewest seconds, and of none that cannot be better than what is found."""
+        """Return the least pair in order.
+
+        Predicting violations is slow: it is done for at most MOST_WEIGHED pairs, the cheapest in seconds first, and for
+        no pair that cannot be better than the best so far.
+        """
         least: tuple[_Order, Pair] | None = None
         for bound, pair in nsmallest(MOST_WEIGHED, [(self._bound(pair), pair) for pair in pairs], itemgetter(0)):
             if least is not None and least[0] <= bound:
@@ -143,7 +151,8 @@ class _Weighing:
         return least[1]
 
     def _bound(self, pair: Pair) -> _Order:
-        """The order of a pair that did no harm, and whose reader's answers left the prompt all of its time."""
+        """Return a lower bound of the pair's order: no violations, and all the time of the prefill node for the
+        prompt."""
         reader, writer = pair
         writing = self._costs.writing(writer)
         return _Order(
@@ -158,7 +167,7 @@ class _Weighing:
         )
 
     def _harm(self, reader: Node, writer: Node) -> int:
-        """How many are late, those among them that are yet to come."""
+        """Return the predicted violations, requests to come included."""
         num_late = self._num_late(reader, writer)
         if self._lateness is None:
             return num_late
@@ -170,7 +179,7 @@ class _Weighing:
         return num_late + (write.num_lost() if writer is self._spared else 0)
 
     def _reads_beside(self, reader: Node) -> bool:
-        """Whether the prompt would be read beside answers of those to come, while another node is spared them."""
+        """Return whether the prompt would be prefilled beside sequences to come, while another node is spared those."""
         return self._spared is not None and reader is not self._spared and reader.usable.writes
 
     def _crowding(self, lateness: Lateness, reader: Node, writer: Node) -> float:
@@ -196,7 +205,7 @@ class _Weighing:
         return read.reading + write.writing(waits_s, read.own_begins_s)
 
     def _seconds(self, reader: Node, writer: Node) -> float:
-        """A reader's answers with limits leave the prompt less than all of its time."""
+        """Return the seconds of the pair, with the delay by sequences with an SLO on the prefill node."""
         seconds = self._costs.seconds(reader, writer)
         if self._lateness is None:
             return seconds

@@ -1,25 +1,25 @@
-"""What a request would cost on each node, in seconds of all requests. Pure.
+"""Predict what a request would cost on each node, in seconds of all requests. Pure.
 
-    read     (prompt tokens given to the reader before + tokens to compute there) / its rate
-             + its step time for each chunk of them, when it writes answers meanwhile
-    two      max(read, wait for credit) + transfer and decode queue, as measured on recent requests
-             or, if that is later, until the writer has read the prompts that it was given, for they slow it down
-    one      wait for credit + read
-    others   answers that the reader writes meanwhile * tokens to compute there / its rate
-    lent     what another node holds of the prompt, where it takes less to come than to be computed: as measured
-    again    AGAIN * the seconds for what it computes of the prompt and another reader would not
+    prefill  (prompt tokens queued on the node + tokens to compute there) / its rate
+             + its step time for each chunk of them, when it decodes sequences meanwhile
+    two      max(prefill, wait for credit) + transfer and decode queue, as measured on recent requests
+             or, if that is later, until the decode node has prefilled its own queued prompts, which slow it down
+    one      wait for credit + prefill
+    others   sequences that the prefill node decodes meanwhile * tokens to compute there / its rate
+    fetch    a remote prefix fetch, where it is measured to take less time than computing the tokens
+    again    AGAIN * the seconds for the tokens that another prefill node would not have to compute
 
-`others` is what they pay, and comes on top: each of them waits while the reader computes the prompt. They are the
-answers that it goes on with, those whose prompts it reads before this one, and of those that are still to be handed
-over to it the part that comes in the meantime. A node that only reads disturbs nobody, but its KV has to travel. The
-wait for credit counts where the writer is full; the prompt is read during it elsewhere, and after it on the writer
-itself. Tokens to compute are those that the node neither holds nor has been given to read in another prompt that begins
-alike: so a node that has the beginning of the prompt, or is about to, wins, unless its queue is longer than the others'
-by more than what that saves. `again` is what those pay that are read behind it: else n answers of one prompt, which
-come at the same moment, would have it computed by n nodes, for one block less each.
+`others` is the cost to other requests: each sequence waits while the node computes the prompt. Counted are the
+sequences that the node decodes, those whose prompts it prefills before this one, and the share of the expected KV
+transfers that arrive in the meantime. A pure prefill node delays no sequence, but its KV has to travel. The wait for
+credit counts where the decode node is full; another node prefills during that wait, the decode node itself after it.
+Tokens to compute are those that the node neither has cached nor is about to compute for another prompt with the same
+beginning: the node with the longest prefix wins, unless its queue is longer by more than what the prefix saves. `again`
+is the cost to the requests behind: without it, n sequences of one prompt that arrive at the same moment would be
+prefilled by n nodes, to save one block each.
 
 Load is counted from what the coordinator has assigned itself, since heartbeats are up to a second old; rates and step
-times come from heartbeats. A node whose rate is not known counts as the median of the others. While none is known,
+times come from heartbeats. A node whose rate is unknown counts as the median of the others. While no rate is known,
 tokens are compared.
 """
 
@@ -37,7 +37,8 @@ AGAIN: Final = 0.2
 
 
 class _Reading(NamedTuple):
-    """Seconds until a node has read the prompt, and those that its answers wait for that; what it is lent for it."""
+    """Seconds until a node has prefilled the prompt, seconds that its sequences wait for that, and the remote prefix
+    fetch."""
 
     own_s: float
     others_s: float
@@ -45,8 +46,8 @@ class _Reading(NamedTuple):
 
 
 class _Writing(NamedTuple):
-    """What the answer would find on a node: whether it has to wait for blocks and how long, seconds until the prompts
-    are read that the node has already, and the part of its pool that would be taken."""
+    """The state of a decode node for the sequence: whether it is full, the seconds of waiting for credit and until its
+    own queued prompts are prefilled, and the share of its pool that would be taken."""
 
     is_full: bool
     credit_s: float
@@ -55,7 +56,7 @@ class _Writing(NamedTuple):
 
 
 class Costs:
-    """What one request would cost on these nodes, in seconds of all requests."""
+    """Predict the cost of one request on these nodes, in seconds of all requests."""
 
     def __init__(self, nodes: Sequence[Node], ledger: Ledger, prompt: Prompt, handover: HandoverCosts) -> None:
         self._ledger, self._prompt, self._handover = ledger, prompt, handover
@@ -82,7 +83,7 @@ class Costs:
         return max(there_s, writing.backlog_s) + reading.others_s
 
     def reading(self, node: Node) -> _Reading:
-        """A prompt that is half computed counts as a whole one: the coordinator cannot see how far it has come."""
+        """Return the cost of the prefill on a node. A half-computed queued prompt counts as a whole one."""
         if node not in self._readings:
             self._readings[node] = self._read(node)
         return self._readings[node]
@@ -92,12 +93,12 @@ class Costs:
         return self._ledger.of(node).tokens_to_compute / self._rate[node] if self.are_known else 0.0
 
     def num_lent(self, node: Node) -> int:
-        """Tokens of the prompt that the node would have from another one; 0 of one that is none of these."""
+        """Return the tokens of the prompt that the node would fetch from another one; 0 for an unknown node."""
         loan = self.reading(node).loan if node in self._rate and node.usable.reads else None
         return 0 if loan is None else loan.num_lent
 
     def writing(self, node: Node) -> _Writing:
-        """Full is a node on which the request would have to wait for credit."""
+        """Return the state of a decode node. It is full if the request would have to wait for credit."""
         if node not in self._writings:
             self._writings[node] = self._write(node)
         return self._writings[node]
@@ -129,14 +130,14 @@ class Costs:
         return self._not_held[node]
 
     def _find_holder(self, nodes: Sequence[Node]) -> Node | None:
-        """The node that holds most of the prompt; None where nothing is lent."""
+        """Return the node that has most of the prompt cached; None where remote prefix fetches are off."""
         if self._handover.loans.lends == NEVER or not self.are_known:
             return None
         ready = [node for node in nodes if node.is_ready]
         return min(ready, key=lambda node: (self._tokens_not_held(node), node.name), default=None)
 
     def _loan(self, node: Node) -> Loan | None:
-        """What the node had better have from the one that holds most."""
+        """Return the remote prefix fetch that is worth while for the node; None for none."""
         if self._holder is None or self._holder is node:
             return None
         num_left = self._tokens_not_held(self._holder)
@@ -158,10 +159,10 @@ class Costs:
         )
 
     def _num_writing_within(self, node: Node, seconds: float) -> float:
-        """Answers that the node goes on with by then, of those that it has."""
+        """Return how many of the node's sequences decode within `seconds` seconds."""
         account = self._ledger.of(node)
         if not account.num_answers:
             return 0.0
-        num_queued = self._num_queued - account.tokens_to_compute  # on the nodes that read for this one
+        num_queued = self._num_queued - account.tokens_to_compute  # on the nodes that prefill for this one
         part = min(1.0, seconds * (self._rates - self._rate[node]) / num_queued) if num_queued else 1.0
         return account.num_answers - account.num_to_come * (1.0 - part)

@@ -1,36 +1,35 @@
-"""How many answers with limits become late through one more request. Pure.
+"""Predict how many requests with an SLO become late through one more request. Pure.
 
-A node is asked to do more: to read the prompt, to write the answer, or both. What it has with limits is known, and what
-its steps take, as it has learnt it itself. Then
+A node is asked for more: to prefill the prompt, to decode the sequence, or both. Its requests with an SLO are known,
+and so are the costs of its steps, which the node itself has measured. Then
 
-    answers   are late whose last token is: all that a node writes go on together, each step takes what it takes with
-              those that have begun and not ended, and one whose prompt is yet to be read begins when that is expected;
-              one that another node hands over must also have gained, by its last token, what the longest chunk takes
-              that it may have to wait for when it comes
-    prompts   are late as far as the node could not read them in time one after the other, the most of them that it can
+    sequences are late whose last token is: all sequences of a decode node go on together, each step takes what it takes
+              with those that have begun and not ended, and a sequence whose prompt is to be prefilled begins when that
+              is expected; one that arrives by KV transfer must also make up for the longest chunk that it may have to
+              wait for
+    prompts   are late as far as the node could not prefill them in time one after the other, the most that it can
 
-Where a node has no running slot, or no room in its pool, the answer waits until enough of those with limits have ended,
-or as long as others waited lately.
+Where a node has no running slot, or no room in its pool, the sequence waits until enough of those with an SLO have
+ended, or as long as others waited recently.
 
-What is expected is not what will be: tokens are due before their limits, by margins that the coordinator has learnt
-from its own errors (coordinator/control/admission.py), and decode steps count as long as they rarely are in the mean,
-by those of the nodes (serving_core/margin.py).
+Predictions are uncertain: planned deadlines are before the limits, by margins that the coordinator has learned from its
+own errors (coordinator/control/admission.py), and decode steps count as long as they rarely are in the mean, by the
+margins of the nodes (serving_core/margin.py).
 
-Where the node writes answers too, its prompts get the time that these leave: at once what they are ahead of their
-limits, and then of each step what the tightest limit that can be kept has left beside the answers; at least FLOOR of
-the time, and all of it once the answers are over. Of answers whose prompts it has yet to read BEGUN count there.
-Answers without limits leave it a chunk with each of their steps. So a node itself shares out its time
-(prefill_node/slack.py, prefill_node/order.py): what is expected here is what it will try. How long answers become is
-guessed from those that ended (coordinator/control/load.py).
+On a mixed node, prompts get the time that sequences leave: first the slack of the sequences, and then of each step what
+the tightest limit that can be attained leaves; at least FLOOR of the time, and all of it once the sequences are over.
+Of the sequences whose prompts are still to be prefilled there, the share BEGUN counts. Sequences without an SLO leave a
+chunk with each of their steps. The node's scheduler divides its time in the same way (prefill_node/slack.py,
+prefill_node/order.py). Output lengths are estimated from those that ended (coordinator/control/load.py).
 
-An answer that makes nobody late as things stand is too many where, at any time while it is written, a step of all
-answers takes longer than the tightest limit (`crowding`): prompts would get no time, and whoever gets more tokens than
-is expected would be late.
+A sequence that makes no other late as things stand is still one too many where, at any time while it decodes, a step of
+all sequences takes longer than the tightest limit (`crowding`): prompts would get no time, and a sequence that gets
+more tokens than expected would be late.
 
-An answer also costs prompts that are not there yet: while it is being written its node reads little. Where answers are
-being written anyway one more hardly matters; so they do no harm if they leave one node alone (`spared`). On that one an
-answer counts as LOST late ones for each of the requests that come, as lately, and that it could not read in the time
-that the answer adds. A prompt that is read on another one is read beside answers, also of those that come
+A sequence also costs prompts that have not arrived: while it decodes, its node prefills little. Where sequences decode
+anyway one more hardly matters, so sequences do no harm if they leave one node free (`spared`). On that node a sequence
+counts as LOST violations for each request that is expected at the recent rate and that the node could not prefill in
+the time that the sequence adds. A prompt on another node is prefilled beside sequences, also beside those to come
 (`lasting_begins_s`).
 """
 
@@ -48,40 +47,45 @@ from prefill_node.order import timely
 from prefill_node.slack import FLOOR
 from serving_core.costs import StepLoad
 
-BEGUN: Final = 0.4  # of the answers whose prompts wait are written while these are read; found in simulation
-LOST: Final = 4  # for each request that is lost directly: those behind it are later too; found in simulation
+BEGUN: Final = 0.4  # share of the waiting sequences that decode while the others are prefilled; tuned in simulation
+LOST: Final = 4  # violations for each lost request: those behind it are later too; tuned in simulation
 
 
 class Job(NamedTuple):
-    """A prompt that a node is to read."""
+    """A prompt that a node is to prefill."""
 
     seconds: float
-    due_s: float  # from now on
+    due_s: float  # seconds from now
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How prompts get through on a node: so many seconds of their work at once, and then by this share of the time;
-    they lose at most so many seconds by that."""
+    """The progress of prompts on a node: the first `bank_s` seconds of work run at full speed, the rest at the share
+    `share`.
+
+    Prompts lose at most `most_lost_s` seconds by that.
+    """
 
     bank_s: float
     share: float
     most_lost_s: float = math.inf
 
     def work_s(self, seconds: float) -> float:
-        """Seconds of work that are done by then."""
+        """Return the seconds of work that are done after `seconds` seconds."""
         beyond_s = max(0.0, seconds - self.bank_s)
         return seconds - min(beyond_s * (1 - self.share), self.most_lost_s)
 
     def seconds(self, work_s: float) -> float:
-        """That so much work takes."""
+        """Return the seconds that `work_s` seconds of work take."""
         beyond_s = max(0.0, work_s - self.bank_s)
         return work_s + min(beyond_s * (1 / self.share - 1), self.most_lost_s)
 
 
 def step_s(node: Node, ledger: Ledger, num_more: int = 0, num_more_cached: int = 0) -> float:
-    """Seconds of a step of the node with all its answers, and so many more behind so many tokens; 0 where there are
-    none. An answer whose prompt the node has yet to read is in none."""
+    """Return the seconds of a decode step of the node with `num_more` more sequences; 0 without sequences.
+
+    The additional sequences have `num_more_cached` tokens. Sequences that the node still has to prefill are left out.
+    """
     account = ledger.of(node)
     num_answers = account.num_answers - account.num_unread + num_more
     if not num_answers:
@@ -90,7 +94,7 @@ def step_s(node: Node, ledger: Ledger, num_more: int = 0, num_more_cached: int =
 
 
 def spared(nodes: Collection[Node], ledger: Ledger, now: float) -> Node | None:
-    """Of nodes that read, the one on which answers with limits are over first; None where several are equal."""
+    """Return the prefill node on which the sequences with an SLO end first; None where several are equal."""
     most_left = ledger.most_left(now)
     by_left = [(most_left.get(node, 0), node) for node in nodes if node.usable.reads and node.is_ready]
     least = min((num_left for num_left, _ in by_left), default=0)
@@ -99,22 +103,23 @@ def spared(nodes: Collection[Node], ledger: Ledger, now: float) -> Node | None:
 
 
 class Lateness:
-    """Of one request, on any node."""
+    """Predict violations for one request on any node."""
 
     def __init__(
         self, ledger: Ledger, wanted: Wanted, now: float, num_lent: Callable[[Node], int] = lambda node: 0
     ) -> None:
-        """`num_lent` tells how many tokens of the prompt a node would have from another one."""
+        """Create a prediction at `now`. `num_lent` returns how many tokens of the prompt a node would fetch from
+        another one."""
         self._ledger, self._wanted, self._now, self._num_lent = ledger, wanted, now, num_lent
         self._nodes: dict[Node, NodeLateness] = {}
 
     @property
     def is_at_stake(self) -> bool:
-        """Whether anyone has limits."""
+        """Return whether any request has an SLO."""
         return self._wanted.due is not None or self._ledger.has_limits
 
     def on(self, node: Node) -> "NodeLateness":
-        """What it would be there."""
+        """Return the prediction for the request on this node."""
         if node not in self._nodes:
             coming = self._ledger.marks_read(node)
             num_tokens = self._wanted.prompt.tokens_to_compute(node, coming) - self._num_lent(node)
@@ -122,18 +127,19 @@ class Lateness:
         return self._nodes[node]
 
     def begins_s(self, owed: Owed) -> float:
-        """Seconds until an answer begins: until its prompt is read, wherever that is."""
+        """Return the seconds until a sequence begins: until its prompt is prefilled, wherever that happens."""
         return 0.0 if owed.reader is None else self.on(owed.reader).read_s[id(owed.due)]
 
     def least_begins_s(self, owed: Owed) -> float:
-        """The same if prompts got all of the reader's time."""
+        """Return the seconds until a sequence begins, if prompts got all of the prefill node's time."""
         return 0.0 if owed.reader is None else self.on(owed.reader).least_read_by_s[id(owed.due)]
 
 
 class _Answer(NamedTuple):
-    """That a node writes, or is to write: it begins so many seconds from now, or has begun, and has so many tokens to
-    come then, the last of which is due so much later. Another node reads its prompt where it is to come: then it may
-    have to wait for a chunk."""
+    """A sequence on a decode node: seconds until it begins, its tokens to come, and seconds until the last one is due.
+
+    `is_to_come`: another node prefills it, so it may have to wait for a chunk when it arrives.
+    """
 
     begins_s: float
     num_left: int
@@ -142,12 +148,13 @@ class _Answer(NamedTuple):
 
 
 def _yet_to_begin(begins_s: float, num_left: int, tpot_s: float, is_to_come: bool) -> _Answer:
-    """With so many tokens after the first; one of the first alone cannot be late for another."""
+    """Return a sequence with `num_left` tokens after its first. Without such tokens it cannot be late on the decode
+    node."""
     return _Answer(begins_s, num_left, begins_s + num_left * tpot_s if num_left else math.inf, is_to_come)
 
 
 class NodeLateness:
-    """What one node has, and what it would have with the request."""
+    """Predict the violations of one node, with and without the request."""
 
     def __init__(
         self,
@@ -174,8 +181,8 @@ class NodeLateness:
         self._paces_s = step_s(node, ledger, num_begin), step_s(node, ledger, 1 + num_begin, len(wanted.prompt))
         self._written = [each for each in owed if each.is_written]
         self._jobs = [self._job(each.num_to_compute, each.due.token_s(each.num_output)) for each in self._unread]
-        self._each_s: dict[int, float] = {}  # a step's seconds, by its answers
-        self._paces: dict[int, Pace] = {}  # by how many answers more there are
+        self._each_s: dict[int, float] = {}  # seconds of a step, by its sequences
+        self._paces: dict[int, Pace] = {}  # by the number of additional sequences
         num_read = sum(not each.num_to_compute for each in self._written)
         self._num_unlimited = account.num_answers - account.num_unread - num_read
         self._cached_each = (account.tokens_held + len(wanted.prompt)) / (account.num_answers + 1)
@@ -183,7 +190,7 @@ class NodeLateness:
         self._num_ahead, self._num_spare = wanted.num_ahead, wanted.num_spare
         self._most_left = max((each.num_left for each in self._written), default=0)
         num_left = wanted.num_tokens - len(wanted.prompt) if wanted.num_left is None else wanted.num_left
-        self._own_num_left = num_left - 1  # once its prompt is read
+        self._own_num_left = num_left - 1  # once its prompt is prefilled
         self._own = None if wanted.due is None else wanted.due.tpot_s
         own_due_s = math.inf if wanted.due is None else wanted.due.token_s(wanted.num_output)
         self._own_tokens = num_own_tokens
@@ -191,63 +198,67 @@ class NodeLateness:
 
     @cached_property
     def reading(self) -> int:
-        """More that are late when it reads the prompt."""
+        """Return the additional violations if the node prefills the prompt."""
         num_late = self._late_answers(num_prompt_tokens=self._own_tokens)
         return num_late + self._late_prompts([*self._jobs, self._own_job]) - self._num_late
 
     @cached_property
     def least_read_s(self) -> float:
-        """Seconds after which the prompt would be read if prompts got all of the time, behind those that are due before
-        and not late already."""
+        """Return the seconds until the prompt is prefilled if prompts got all of the time.
+
+        Prompts that are due earlier, and not late already, go first.
+        """
         work_s = sum(each.seconds for each in self._jobs if 0 < each.due_s <= self._own_job.due_s)
         return work_s + self._own_job.seconds
 
     @property
     def own_due_s(self) -> float:
-        """Seconds until the first token of its own is due."""
+        """Return the seconds until the request's first token is due."""
         return self._own_job.due_s
 
     @property
     def is_own_late(self) -> bool:
-        """Whether even so its first token would be late."""
+        """Return whether the first token would be late even if prompts got all of the time."""
         return self.least_read_s > self._own_job.due_s
 
     def writing(self, waits_s: float, begins_s: float = 0.0) -> int:
-        """More that are late when it writes the answer, which another node has read by then, and which waits so long
-        for blocks there."""
+        """Return the additional violations if the node decodes the sequence.
+
+        Another node prefills the prompt in `begins_s` seconds, and the sequence waits `waits_s` seconds for credit.
+        """
         own = self._own_answer(max(waits_s, begins_s), is_to_come=True)
         is_late = self._own is not None and self._own < math.inf and waits_s > begins_s
         if is_late:
-            own = own._replace(due_s=math.inf)  # it counts once
+            own = own._replace(due_s=math.inf)  # it counts only once
         num_more = self._late_answers(own) + is_late - self._num_late_answers
-        # One that is lost by it leaves prompts more time, but that is no merit.
+        # A sequence that becomes late leaves prompts more time, but that is no gain.
         return num_more + max(0, self._late_prompts(self._jobs, 1) - self._num_late_prompts)
 
     def alone(self, waits_s: float) -> int:
-        """More that are late when it does both: answers wait for blocks before their prompts are read."""
+        """Return the additional violations if the node does both: sequences wait for blocks before their prefill."""
         num_late = self._late_answers(self._own_answer(waits_s + self.own_begins_s), self._own_tokens)
         own = self._own_job._replace(due_s=self._own_job.due_s - waits_s)
         return num_late + self._late_prompts([*self._jobs, own]) - self._num_late
 
     @cached_property
     def own_begins_s(self) -> float:
-        """Until it would have read the prompt, after those that are due before it."""
+        """Return the seconds until the node has prefilled the prompt, after those that are due before it."""
         work_s = sum(each.seconds for each in self._jobs if each.due_s <= self._own_job.due_s)
         return self._pace(0).seconds(work_s + self._own_job.seconds)
 
     @property
     def own_reads_s(self) -> float:
-        """That reading its prompt takes beside the answers there, with no other to read."""
+        """Return the seconds that the prefill takes beside the node's sequences, with no other prompt."""
         return self._pace(0).seconds(self._own_job.seconds)
 
     @property
     def is_beyond(self) -> bool:
-        """Whether its limit on TPOT is less than a step of its answer alone takes."""
+        """Return whether the request's SLO on TPOT is less than a step of its sequence alone takes."""
         return self._own is not None and self._own < self._step_s(1)
 
     @cached_property
     def least_read_by_s(self) -> dict[int, float]:
-        """Of prompts, by the identity of their dues: seconds until it could have read them if they got all its time."""
+        """Return the seconds until each prompt is prefilled if prompts got all of the time, by the id() of its Due."""
         work_s, read_s = 0.0, {}
         for job, owed in sorted(zip(self._jobs, self._unread, strict=True), key=lambda pair: pair[0].due_s):
             work_s += job.seconds
@@ -256,13 +267,16 @@ class NodeLateness:
 
     @cached_property
     def read_s(self) -> dict[int, float]:
-        """Of prompts, by the identity of their dues: seconds until it has read them."""
+        """Return the seconds until each prompt is prefilled, by the id() of its Due."""
         pace = self._pace(0)
         return {due: pace.seconds(work_s) for due, work_s in self.least_read_by_s.items()}
 
     def num_lost(self) -> int:
-        """Requests to come that are late because it writes the answer: as many as it could read in the part of the time
-        that this takes from them, and that they would need."""
+        """Return how many requests to come would be late because the node decodes the sequence.
+
+        These are the requests that the node could prefill in the time that the sequence takes from them, and that need
+        it.
+        """
         each_s = self._weights.of_chunk(0, round(self._coming.num_tokens), is_first=False)
         if not each_s:
             return 0
@@ -272,16 +286,19 @@ class NodeLateness:
 
     @cached_property
     def lasting_begins_s(self) -> float:
-        """Until it would have read the prompt if it always wrote the answers that are expected of what comes, all of
-        them."""
+        """Return the seconds until the prompt is prefilled if the node decoded all the sequences that are expected to
+        come."""
         each_s = self._step_s(max(1, round(self._coming.per_s * self._own_num_left * self._step_s(1))))
         share = 1 - each_s / self._tightest_s if self._tightest_s < math.inf else self._chunk_share(each_s)
         return max(self.own_begins_s, self._own_job.seconds / max(FLOOR, share))
 
     def crowding(self, begins_s: float) -> float:
-        """What a step would rarely exceed while this answer is written, which begins so many seconds from now at the
-        soonest, by the tightest limit that can be kept; 0 without limits. Answers that have not begun count from when
-        their prompts can be read at the soonest, and all until they end in steps that take that limit."""
+        """Return the decode step that is rarely exceeded, as a multiple of the tightest limit that can be attained.
+
+        The step is the longest while the sequence decodes, which begins in `begins_s` seconds at the earliest. Return 0
+        without SLOs. Sequences that have not begun count from the earliest end of their prefill, and all of them until
+        they end in steps of that limit.
+        """
         limit_s = self._tightest_s
         if limit_s == math.inf:
             return 0.0
@@ -290,17 +307,18 @@ class NodeLateness:
 
     @cached_property
     def _tightest_s(self) -> float:
-        """The tightest limit that a step of one answer keeps, of those that it writes and its own."""
+        """Return the tightest SLO on TPOT, the request's included, that a step of one sequence attains; inf without
+        one."""
         limits_s = [each.due.tpot_s for each in self._written] + ([] if self._own is None else [self._own])
         return min((each for each in limits_s if each >= self._step_s(1)), default=math.inf)
 
     def num_late_beside(self, begins_s: float) -> int:
-        """Return how many answers are late, all in all, that it writes with this one, which begins then."""
+        """Return how many sequences of the node are late in all, with this one, which begins in `begins_s` seconds."""
         return self._late_answers(self._own_answer(begins_s))
 
     def _most_beside(self, begins_s: float, each_s: float) -> int:
-        """Return the most answers with limits that are written at any time beside one that begins then, in such
-        steps."""
+        """Return the most sequences with an SLO that decode at any time beside one that begins then, in steps of
+        `each_s`."""
         ends_s = begins_s + self._own_num_left * each_s
         moments = []
         for each in self._written:
@@ -315,21 +333,25 @@ class NodeLateness:
         return most
 
     def reading_wait_s(self) -> float:
-        """Seconds after which it could read the prompt in time behind all that are due, with what it has now."""
+        """Return the seconds after which the prompt could be prefilled in time behind all that the node has now."""
         work_s = sum(each.seconds for each in self._jobs if each.due_s < math.inf) + self._own_job.seconds
         return max(0.0, self._pace(0).seconds(work_s) - self._own_job.due_s)
 
     def writing_wait_s(self) -> float:
-        """Seconds after which those that are ahead, and this one, have found the running slots of answers with limits
-        that have begun; all of these where they are fewer, and 0 where none has."""
+        """Return the seconds until the sequence, and those deferred before it, have got running slots.
+
+        Slots become free as running sequences with an SLO end; where these are fewer, the last of them counts. Return 0
+        without such sequences.
+        """
         nums_left = sorted(each.num_left for each in self._written if each.num_output)
         return self._steps_s[0] * nums_left[min(self._num_ahead, len(nums_left) - 1)] if nums_left else 0.0
 
     @cached_property
     def room_s(self) -> float:
-        """Seconds until enough answers have ended that there are a running slot and room in the pool for one more; 0
-        where there are. Of answers without limits it is not known when they end: the last of the others is as far as it
-        sees."""
+        """Return the seconds until there are a running slot and blocks for one more sequence; 0 where there are.
+
+        The end of sequences without an SLO is unknown: the prediction goes as far as the last of the others.
+        """
         num_slots, num_tokens = self._num_slots_lacking, self._num_tokens_lacking
         num_left = 0
         for each in sorted(self._written, key=lambda owed: owed.num_left):
@@ -373,8 +395,11 @@ class NodeLateness:
         return _yet_to_begin(begins_s, self._own_num_left, math.inf if self._own is None else self._own, is_to_come)
 
     def _late_answers(self, own: _Answer | None = None, num_prompt_tokens: int = 0) -> int:
-        """Of those that it writes, and the request's own where it is one more, with so many more prompt tokens to
-        compute. One is late whose last token is, in steps of all that go on at the same time."""
+        """Return how many sequences of the node miss their SLO, with `own` and `num_prompt_tokens` more tokens to
+        prefill.
+
+        A sequence is late if its last token is, in steps of all sequences that decode at the same time.
+        """
         answers = [*self._answers, own] if own is not None else self._answers
         chunk_s, num_late = self._longest_chunk_s(num_prompt_tokens), 0
         longest_s = self._step_s(self._num_unlimited + len(answers))
@@ -383,10 +408,10 @@ class NodeLateness:
             return self._decode_margin * elapsed_s + answer.is_to_come * chunk_s > answer.due_s - answer.begins_s
 
         if not any(is_late(each, each.num_left * longest_s) for each in answers):
-            return 0  # even if they all went on until the last one ends
+            return 0  # none is late even if all decoded until the last one ends
         answers = sorted(answers)
         now_s, num_steps, place = 0.0, 0.0, 0
-        running: list[tuple[float, _Answer]] = []  # by how many steps are over when it ends
+        running: list[tuple[float, _Answer]] = []  # by the number of steps at its end
         while place < len(answers) or running:
             each_s = self._step_s(self._num_unlimited + len(running))
             ends_s = now_s + (running[0][0] - num_steps) * each_s if running else math.inf
@@ -410,7 +435,7 @@ class NodeLateness:
         return self._each_s[num_answers]
 
     def _longest_chunk_s(self, num_more_tokens: int) -> float:
-        """Of its prompts: the answers that have begun let none take longer than one of their tokens may."""
+        """Return the seconds of the longest prefill chunk, which running sequences limit to the tightest TPOT."""
         num_tokens = min(self._num_prompt_tokens + num_more_tokens, self._chunk_tokens)
         chunk_s = self._weights.of_chunk(0, num_tokens, is_first=True) if num_tokens else 0.0
         return min([chunk_s, *(each.due.tpot_s for each in self._written if each.num_output)])
@@ -424,11 +449,11 @@ class NodeLateness:
         return len(due) - len(found)
 
     def _is_overdue(self, owed: Owed) -> bool:
-        """Whether it should have its first token by now, and is read behind those that can be in time."""
+        """Return whether the first token is overdue: such a prompt is prefilled after those that can be in time."""
         return not owed.num_output and owed.due.first_s <= self._now
 
     def _pace(self, num_more: int) -> Pace:
-        """Of prompts, beside the answers and so many more."""
+        """Return the progress of prompts beside the node's sequences and `num_more` more."""
         if num_more not in self._paces:
             num_left = max(self._most_left, self._own_num_left if num_more else 0)
             own_s = self._own if num_more and self._own is not None else math.inf
@@ -436,8 +461,11 @@ class NodeLateness:
         return self._paces[num_more]
 
     def _pace_beside(self, step_s: float, num_left: int, own_s: float) -> Pace:
-        """Beside answers that take such steps, the longest of them so many, and one more of this limit that begins
-        now; inf is none."""
+        """Return the progress of prompts beside sequences with steps of `step_s`, the longest of which has `num_left`
+        tokens.
+
+        `own_s` is the SLO on TPOT of one more sequence that begins now; inf for none.
+        """
         if not step_s:
             return Pace(math.inf, 1.0)
         share = self._chunk_share(step_s)
@@ -453,13 +481,15 @@ class NodeLateness:
         return Pace(max(0.0, bank_s), share, num_left * step_s)
 
     def _chunk_share(self, step_s: float) -> float:
-        """Of the time, that prompts get which have a whole chunk in each such step."""
+        """Return the share of the time that prompts get with a whole chunk in each step of `step_s`."""
         chunk_s = self._weights.of_chunk(0, self._chunk_tokens, is_first=True)
         return chunk_s / (chunk_s + step_s) if chunk_s else 1.0
 
     def _next_s(self, owed: Owed) -> float:
-        """Seconds until the next token that it is to write is due: one whose prompt another node reads comes with its
-        first one."""
+        """Return the seconds until the next token of the sequence on this node is due.
+
+        A sequence that another node prefills arrives with its first token.
+        """
         if owed.is_to_come and not owed.num_output:
             return self._least_begins_s(owed) + owed.due.tpot_s
         return owed.due.token_s(owed.num_output) - self._now

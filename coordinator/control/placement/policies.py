@@ -1,4 +1,4 @@
-"""The policies by name. Pure."""
+"""Name the placement policies. Pure."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""What decides on which nodes a request is served. Pure."""
+"""Define what a placement policy gets and what it returns. Pure."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,7 @@ from serving_core.due import Due
 
 
 class Coming(NamedTuple):
-    """New requests with a limit on their first token: so many a second, lately, and how many tokens each has to
-    compute, in the mean."""
+    """The recent arrivals of requests with an SLO on TTFT: requests per second, and mean tokens to compute of each."""
 
     per_s: float
     num_tokens: float
@@ -24,11 +23,18 @@ NOTHING_COMES: Final = Coming(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What an attempt asks for: the prompt that it begins with, and room for num_tokens, those of prompt and answer
-    together. Nodes of `avoid` come last. num_output tokens of the answer are there already, and num_left are expected
-    at most; None: all that there is room for. `coming` is what else is to be read. num_ahead are held for each node
-    that writes, and get its next running slots first; num_spare running slots are to be left for who comes. TPOT rarely
-    exceeded tpot_margin times what was planned, lately."""
+    """What an attempt asks for.
+
+    prompt, num_tokens   the tokens to prefill, and the most tokens of prompt and output together
+    avoid                nodes to choose last
+    due                  planned deadlines; None without an SLO
+    num_output           output tokens that have come before
+    num_left             output tokens expected; None: all that num_tokens leaves room for
+    coming               requests expected to arrive
+    num_ahead            deferred requests per decode node, which get the next running slots first
+    num_spare            running slots to leave free for requests that come back
+    tpot_margin          factor by which TPOT rarely exceeded the planned one
+    """
 
     prompt: Prompt
     num_tokens: int
@@ -43,18 +49,21 @@ class Wanted:
 
 
 class Placed(NamedTuple):
-    """The node that reads the prompt and the node that writes the answer: the same one, or two with a hand-over.
+    """The prefill node and the decode node of a request: one node for both, or two with a KV transfer.
 
-    num_late: how many of all answers with limits are expected to miss one because of it, itself among them; crowding: a
-    step of the answers on the node that writes, this one's too, by the tightest of their limits on TPOT; wait_s:
-    seconds after which its first token would be in time, and there is room, or those before it and it have found
-    running slots, as far as that is known; reads_s: seconds that its prompt takes by itself; begins_s: seconds after
-    which it is read, inf where no time is better for it; least_read_s: the same if prompts got all of the reader's
-    time; num_late_beside: how many answers are late, with it, on a node that is crowded. All these are worked out where
-    somebody has limits.
+        num_late         requests with an SLO that are expected to miss it because of this one, itself included
+        crowding         a step of all sequences on the decode node, as a multiple of their tightest limit on TPOT
+        wait_s           seconds until the first token would be in time and there is room, or until this request and those
+                         before it have running slots, as far as that is known
+        reads_s          seconds of the prefill itself
+        begins_s         seconds until the prompt is prefilled; inf where no time is better
+        least_read_s     the same, if prompts got all of the prefill node's time
+        num_late_beside  late sequences on a crowded decode node, with this one
+        loan             the remote prefix fetch
+        queue_s          seconds of work queued on the prefill node; 0 where its rate is unknown
+        is_full          the sequence has to wait for others to end
 
-    loan: what the node that reads is lent; queue_s: seconds of work that the reader has before it, 0 where its rate is
-    not known; is_full: the answer has to wait for others to end.
+    The fields from num_late to num_late_beside are predicted only where some request has an SLO.
     """
 
     reader: Node
@@ -72,23 +81,26 @@ class Placed(NamedTuple):
 
     @property
     def is_timely(self) -> bool:
-        """Whether all answers are expected to keep their limits beside it."""
+        """Return whether all sequences are expected to attain their SLOs beside this one."""
         return not self.num_late and self.crowding <= 1
 
 
 class Policy(Protocol):
-    """Places requests."""
+    """Choose the nodes of a request."""
 
     def place(
         self, nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: HandoverCosts, now: float
     ) -> Placed:
-        """Raises RequestError when no pair of these nodes could serve the request."""
+        """Return the placement. Raise RequestError when no pair of these nodes could serve the request."""
         ...
 
 
 def within_pools(
     readers: Sequence[Node], writers: Sequence[Node], wanted: Wanted
 ) -> tuple[Sequence[Node], Sequence[Node]]:
-    """Those between which the request can be handed over: that is from pool to pool, without annexes."""
+    """Return the prefill nodes and the decode nodes whose own pools hold the request.
+
+    A KV transfer goes from pool to pool, without KV holders.
+    """
     some_readers = [node for node in readers if len(wanted.prompt) <= node.pool_tokens]
     return some_readers, [node for node in writers if wanted.num_tokens <= node.pool_tokens]

@@ -1,7 +1,7 @@
-"""Where a prompt is read that leaves a policy no choice. Pure.
+"""Place the prompts that leave a policy no choice. Pure.
 
-Of one of which an embedding is wanted nobody writes an answer. An answer that begins again after it has become longer
-than the pool of every reader is read by a node that writes.
+A request for an embedding needs no decode node. An output that is restarted after it has become longer than the pool of
+every prefill node is prefilled by a decode node.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from serving_core.shapes import DECODE, PREFILL
 
 
 def best_reader(nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: HandoverCosts) -> Placed:
-    """The node that costs the fewest seconds, those of others too. Raises RequestError when there is none."""
+    """Return the prefill node that costs the fewest seconds, other requests included. Raise RequestError for none."""
     readers = candidates(nodes, PREFILL, len(wanted.prompt))
     costs = Costs(nodes, ledger, wanted.prompt, handover)
 
@@ -28,8 +28,10 @@ def best_reader(nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover:
 
 
 def best_writer(nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: HandoverCosts) -> Placed | None:
-    """The node with most room for an answer that goes on and has outgrown the readers; None where it has not, or fits
-    on no writer either."""
+    """Return the decode node with most room for a restarted output that no prefill node can hold.
+
+    Return None where a prefill node can hold it, or no decode node can.
+    """
     readers = fitting(nodes, PREFILL, 0)
     if not wanted.num_output or not readers or fitting(readers, PREFILL, len(wanted.prompt)):
         return None
