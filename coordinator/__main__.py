@@ -1,4 +1,4 @@
-"""`python -m coordinator MODEL`: one coordinator process."""
+"""Run one coordinator process: `python -m coordinator MODEL`."""
 
 from serving_core.interrupts import end_at_once
 

@@ -1,4 +1,5 @@
-"""What control has to say to one API server, gathered until the API server has taken what was said before. Bounded."""
+"""Batch the messages of the control process to one API server. One batch is under way at a time; its size is
+bounded."""
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
@@ -12,28 +13,28 @@ from serving_core.errors import RequestError
 from serving_core.figures import Figure, counter, gauge
 from serving_core.numbering import Numbering
 
-if TYPE_CHECKING:  # what it imports is of an extra
+if TYPE_CHECKING:  # needs the extra otel
     from coordinator.traces.export import Trace
 
-BEAT_S: Final = 1.0  # between two batches at most, so that an API server that hangs is found
+BEAT_S: Final = 1.0  # longest interval between two batches, so that a stuck API server is found
 TAKE_DEADLINE_S: Final = 20.0
 MAX_UNTAKEN_TOKENS: Final = 2**20
 
 
 class ApiServerLost(Exception):
-    """The API server does not take what it is told."""
+    """Raised when an API server takes no batch within TAKE_DEADLINE_S, or too many tokens wait for it."""
 
 
 class ApiServerLink:
-    """The batches on their way to one API server, and its live calls by number."""
+    """Collect the next batch for one API server, and keep its live calls by number."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.numbering = Numbering()
         self.calls: dict[int, ApiServerCall] = {}
-        self.cpu_s = 0.0  # of CPU time, that the API server has used
+        self.cpu_s = 0.0  # CPU time of the API server
         self._batch = api_servers_pb2.ControlBatch()
-        self._runs: list[_Run] = []  # of the batch
+        self._runs: list[_Run] = []  # tokens of the batch
         self._num_tokens = 0
         self._news = asyncio.Event()
         self._taken = asyncio.Event()
@@ -41,19 +42,19 @@ class ApiServerLink:
         self._is_over = False
 
     def fleet(self, state: api_servers_pb2.FleetState) -> None:
-        """The fleet has changed."""
+        """Add the state of the fleet, which has changed."""
         self._batch.fleet.CopyFrom(state)
         self._news.set()
 
     def admitted(self, number: int, error: RequestError | None) -> None:
-        """The call has begun, or cannot."""
+        """Add that the call has begun, or with an error that it cannot."""
         self._batch.admitted.add(number=number, error=None if error is None else error_to_wire(error))
         self._news.set()
 
     def tokens(
         self, number: int, index: int, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None
     ) -> None:
-        """The next tokens of an answer; they belong to the link from now on."""
+        """Add the next tokens of a sequence. The link owns the messages from now on and may change them."""
         if not self._runs:
             self._runs.append(_Run())
             self._news.set()
@@ -62,7 +63,7 @@ class ApiServerLink:
         if num_cached_tokens is not None or not all(map(_is_plain, tokens)):
             run.add_others(number, index, tokens, num_cached_tokens)
             return
-        if run.others and (number, index) in run.others:  # which these follow
+        if run.others and (number, index) in run.others:  # these tokens follow them, so they need a new run
             run = _Run()
             self._runs.append(run)
         for token in tokens:
@@ -71,27 +72,27 @@ class ApiServerLink:
             run.token_ids.append(token.token_id)
 
     def ended(self, number: int, index: int, complete: inference_pb2.Complete, embedding: bytes) -> None:
-        """The end of an answer."""
+        """Add the end of a sequence."""
         self._batch.ended.add(number=number, index=index, complete=complete, embedding=embedding)
         self._news.set()
 
     def failed(self, number: int, error: RequestError) -> None:
-        """The end of a call."""
+        """Add the end of a call by an error."""
         self._batch.failed.add(number=number, error=error_to_wire(error))
         self._news.set()
 
     def taken(self, cpu_s: float) -> None:
-        """The API server has taken a batch, and used so much CPU time by now."""
+        """Note that the API server has taken a batch, and its CPU time since its start, in seconds."""
         self.cpu_s = cpu_s
         self._taken.set()
 
     def end(self) -> None:
-        """Nothing more will follow."""
+        """Note that nothing more will be added."""
         self._is_over = True
         self._news.set()
 
     async def within(self, taking: Awaitable[object]) -> None:
-        """Waits for what the API server does soon if it does anything. Raises ApiServerLost."""
+        """Wait for the API server at most TAKE_DEADLINE_S. Raise ApiServerLost."""
         try:
             async with asyncio.timeout(TAKE_DEADLINE_S):
                 await taking
@@ -99,8 +100,10 @@ class ApiServerLink:
             raise ApiServerLost(f"it has taken nothing for {TAKE_DEADLINE_S:g} s") from error
 
     async def next(self) -> api_servers_pb2.ControlBatch | None:
-        """What there is to say, when the API server has taken what was said before; after BEAT_S it may be nothing.
-        None at the end. Raises ApiServerLost."""
+        """Return the next batch once the API server has taken the one before.
+
+        After BEAT_S the batch may be empty. Return None at the end. Raise ApiServerLost.
+        """
         if not self._taken.is_set():
             await self.within(self._taken.wait())
         try:
@@ -123,12 +126,12 @@ class ApiServerLink:
 
 @dataclass(slots=True)
 class _Run:
-    """Tokens to be told: lists of those of which there is nothing else to tell, and then the others."""
+    """Tokens of a batch: plain tokens as parallel lists, then tokens with logprobs or an end."""
 
     numbers: list[int] = field(default_factory=list)
     indexes: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    others: dict[tuple[int, int], api_servers_pb2.AnswerTokens] = field(default_factory=dict)  # by call and answer
+    others: dict[tuple[int, int], api_servers_pb2.AnswerTokens] = field(default_factory=dict)  # by call and sequence
 
     def add_others(
         self, number: int, index: int, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None
@@ -150,12 +153,12 @@ class _Run:
 
 
 def _is_plain(token: fleet_pb2.SampledToken) -> bool:
-    """Whether there is nothing to tell of the token but itself."""
+    """Return whether the token has no finish reason and no logprobs."""
     return not (token.finish_reason or token.HasField("logprob") or token.prompt_logprobs)
 
 
 class ApiServerCall:
-    """Stands for a call of an API server, whose own Generation is there, and knows what is written down of it."""
+    """Stand in for a call whose Generation lives in an API server process, with its record for logs and traces."""
 
     def __init__(self, link: ApiServerLink, number: int, num_answers: int, record: CallRecord) -> None:
         self.link = link
@@ -172,9 +175,9 @@ class ApiServerCall:
 
 
 class ApiServerAnswer:
-    """Stands for one answer of such a call."""
+    """Stand in for one sequence of an ApiServerCall."""
 
-    matched_stop: str | None = None  # the API server finds stop strings, and ends the answer then
+    matched_stop: str | None = None  # the API server finds stop strings and ends the sequence
 
     def __init__(self, call: ApiServerCall, index: int) -> None:
         self.generation = call
@@ -185,7 +188,7 @@ class ApiServerAnswer:
         self.generation.link.tokens(self.generation.number, self._index, tokens, num_cached_tokens)
 
     def stopped(self, stop: str, num_tokens: int) -> None:
-        """By this string, in the last of so many tokens."""
+        """Note that the API server has found this stop string in the last of `num_tokens` tokens."""
         self._stop = stop, num_tokens
 
     def end(self, complete: inference_pb2.Complete) -> None:
@@ -197,7 +200,7 @@ class ApiServerAnswer:
 
 
 def api_server_figures(links: Iterable[ApiServerLink]) -> Iterator[Figure]:
-    """What each API server has to do."""
+    """Yield the metrics of each API server."""
 
     def by_api_server(values: Iterable[float]) -> list[tuple[dict[str, str], float]]:
         return [({"api_server": str(link.number)}, value) for link, value in zip(api_servers, values, strict=True)]

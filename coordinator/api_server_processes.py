@@ -1,8 +1,9 @@
-"""The API servers of a coordinator that has several: each a process, all at the same ports.
+"""Run the API server processes of a coordinator that has several, all listening at the same ports.
 
-Control holds the ports, starts the API servers and starts those again that end. An API server ends with control,
-whatever kills that, and costs nothing but its own connections. Other coordinators cannot share the ports: each is
-locked."""
+The control process holds the ports, starts the API servers, and restarts those that end. An API server ends with the
+control process, whatever ends that. The end of an API server loses its own connections alone. The ports are locked, so
+that other coordinators cannot share them.
+"""
 
 import asyncio
 import dataclasses
@@ -42,7 +43,10 @@ CALM_S: Final = 60.0
 
 
 class ApiServers:
-    """All of them. Must be made on a running event loop; `stop` gives everything back."""
+    """Start, watch and stop all API server processes.
+
+    Must be created on a running event loop; `stop` releases the processes and the ports.
+    """
 
     def __init__(
         self, settings: CoordinatorSettings, service: ApiServerService, status: Any, admin: Any, health: HealthService
@@ -60,19 +64,19 @@ class ApiServers:
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._keepers: dict[int, asyncio.Task[None]] = {}
         self._is_stopping = False
-        self.port = 0  # once listened on
-        self.http_port = -1  # likewise; -1 without HTTP
+        self.port = 0  # set by `listen`
+        self.http_port = -1  # set by `listen`; -1 without HTTP
         service.lose = self._kill
 
     def listen(self) -> None:
-        """Takes the ports for the API servers. Raises SettingsError."""
+        """Bind the ports for the API servers. Raise SettingsError."""
         settings = self._settings
         self.port = self._hold(Port("--grpc-port", settings.host, settings.grpc_port))
         if settings.http_port >= 0:
             self.http_port = self._hold(Port("--http-port", settings.http_host, settings.http_port))
 
     async def start(self) -> None:
-        """Returns when every API server listens. Raises SettingsError when one cannot."""
+        """Start the API servers and return when all of them listen. Raise SettingsError when one cannot."""
         path = self._folder.path / "control"
         asked = path.with_name(path.name + ASKED)
         if not fits(asked):
@@ -102,7 +106,7 @@ class ApiServers:
         logger.info("%d API servers are open", len(numbers))
 
     async def stop(self) -> None:
-        """Ends the API servers, after what there is to tell those that are open, and gives the ports back."""
+        """Send the API servers their last messages, end them, and release the ports."""
         self._is_stopping = True
         self._service.end()
         closing = [keeper for number, keeper in self._keepers.items() if self._service.opened[number].is_set()]
@@ -111,7 +115,7 @@ class ApiServers:
         killed = [self._keepers[number] for number in self._processes]
         for number in self._processes:
             self._kill(number)
-        if killed:  # whose end is to be taken note of: else the processes stay as zombies
+        if killed:  # wait for their end, otherwise the processes stay as zombies
             await asyncio.wait(killed, timeout=STOP_GRACE_S)
         for keeper in self._keepers.values():
             keeper.cancel()
@@ -124,13 +128,15 @@ class ApiServers:
         self._folder.remove()
 
     async def report(self) -> None:
-        """Tells health watchers of the fleet's port, and the API servers, what is so now."""
+        """Report the state of the fleet to health watchers of the fleet port and to the API servers."""
         await self._health.report(is_serving=self._service.is_serving)
         self._service.tell()
 
     def reread_api_keys(self) -> None:
-        """Has every API server take the API keys that are in their file now. One that is not open yet would end by the
-        signal, and reads them as it opens."""
+        """Let every open API server reread the file of API keys.
+
+        An API server that is not open yet would end by the signal, and reads the file as it opens.
+        """
         for number, process in self._processes.items():
             if self._service.opened[number].is_set():
                 with suppress(ProcessLookupError):
@@ -147,13 +153,14 @@ class ApiServers:
                 process.kill()
 
     def _check_open(self, number: int) -> None:
-        """An API server that does not come to listen is ended, to be started again."""
+        """Kill an API server that does not listen in time; it is started again."""
         if not self._service.opened[number].is_set():
             logger.error("API server %d does not listen after %g s", number, START_DEADLINE_S)
             self._kill(number)
 
     async def _keep(self, number: int, path: Path) -> None:
-        """Has API server `number` run, again and again. Raises SettingsError where it has never come to listen."""
+        """Run API server `number`, and restart it when it ends. Raise SettingsError if it ends before it has ever
+        listened."""
         pauses = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
         opened, has_opened = self._service.opened[number], False
         while not self._is_stopping:
@@ -182,5 +189,5 @@ class ApiServers:
             *(sys.executable, "-m", "coordinator.api", *to_argv(settings)),
             env=environment_of(settings),
             stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal is for control alone
+            start_new_session=True,  # Ctrl-C in a terminal goes to the control process alone
         )

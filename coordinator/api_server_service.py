@@ -1,5 +1,5 @@
-"""Control's end of the API servers' streams: each API server of this coordinator holds one. Its end is the end of the
-API server's calls.
+"""Serve the streams of the API servers in the control process. The end of a stream is the end of the API server's
+calls.
 
 Everything here runs on the event loop, beside the streams of nodes.
 """
@@ -35,7 +35,7 @@ from serving_core.numbering import MessageLost
 from serving_core.reasons import ENGINE_ERROR, WORKER_LOST
 from serving_core.waiting import first_to_end
 
-if TYPE_CHECKING:  # what it imports is of an extra
+if TYPE_CHECKING:  # needs the extra otel
     from coordinator.traces.export import Trace, Traces
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ HELLO_DEADLINE_S: Final = 10.0
 
 
 class ApiServerService(api_servers_pb2_grpc.ApiServersServicer):  # type: ignore[misc]
-    """Serves API servers."""
+    """Handle the events of API servers, and send them the state of the fleet and the progress of their calls."""
 
     def __init__(
         self,
@@ -69,15 +69,15 @@ class ApiServerService(api_servers_pb2_grpc.ApiServersServicer):  # type: ignore
         self._control = LocalControl(registry, dispatcher, journal, slo_classes)
         self._links: dict[int, ApiServerLink] = {}
         self._told = b""
-        self.opened: dict[int, asyncio.Event] = {}  # by API server: set while it listens
-        self.lose: Callable[[int], None] = lambda number: None  # is told of an API server that hangs
+        self.opened: dict[int, asyncio.Event] = {}  # by number of the API server: set while it listens
+        self.lose: Callable[[int], None] = lambda number: None  # called with the number of a stuck API server
 
     @property
     def is_serving(self) -> bool:
         return self._control.is_serving
 
     def tell(self) -> None:
-        """Tells all API servers of the fleet, if it has changed."""
+        """Send the state of the fleet to all API servers, if it has changed."""
         state = self._state()
         if (told := state.SerializeToString(deterministic=True)) != self._told:
             self._told = told
@@ -85,19 +85,19 @@ class ApiServerService(api_servers_pb2_grpc.ApiServersServicer):  # type: ignore
                 link.fleet(state)
 
     def end(self) -> None:
-        """The streams end, after what is still to be said."""
+        """End the streams after the messages that are still to be sent."""
         for link in self._links.values():
             link.end()
 
     def figures(self) -> Iterator[Figure]:
-        """What /metrics says of each API server."""
+        """Yield the metrics of each API server."""
         return api_server_figures(self._links.values())
 
     async def Metrics(self, _request: Any, _context: Any) -> api_servers_pb2.MetricsResponse:
         return api_servers_pb2.MetricsResponse(text=self._metrics())
 
     async def attach(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Speaks with one API server until the stream ends."""
+        """Serve one API server until its stream ends."""
         async with asyncio.timeout(HELLO_DEADLINE_S):
             hello = await read_frame(reader)
         event = api_servers_pb2.ApiServerEvent.FromString(hello or b"")
@@ -161,11 +161,11 @@ class ApiServerService(api_servers_pb2_grpc.ApiServersServicer):  # type: ignore
                 raise AssertionError(f"{kind} is not what an API server says")
 
     def _begin(self, link: ApiServerLink, asked: api_servers_pb2.NewCall) -> None:
-        """What is refused here the API server tells of, as of all that it refuses."""
+        """Start a call, or report the error with which it is refused; the API server answers the client either way."""
         plan, so_fars = plan_from_wire(asked)
         record, carrier = info_from_wire(asked.info)
         call = ApiServerCall(link, asked.number, len(plan.samplings), record)
-        call.trace = self._begin_trace(record, carrier)  # of one that is refused nothing is sent
+        call.trace = self._begin_trace(record, carrier)  # the trace of a refused call is not sent
         try:
             slo = self._slo_classes.slo_of(asked.limits, len(plan.prompt), self._registry.nodes)
             self._dispatcher.begin(
@@ -191,10 +191,10 @@ class ApiServerService(api_servers_pb2_grpc.ApiServersServicer):  # type: ignore
         link.admitted(asked.number, None)
 
     def _lost(self, link: ApiServerLink) -> None:
-        """The API server is gone with its calls, which have failed: their clients did not end them."""
+        """Fail the calls of an API server that is gone. Their clients did not end them."""
         for number, call in list(link.calls.items()):
             self._dispatcher.give_up(call, RequestError(WORKER_LOST, "the API server of the call was lost"))
-            self._over(link, number, WORKER_LOST)  # and nodes let go of it
+            self._over(link, number, WORKER_LOST)  # nodes release its requests
 
     def _over(self, link: ApiServerLink, number: int, failure: str) -> None:
         if (call := link.calls.pop(number, None)) is None:
@@ -209,7 +209,8 @@ class ApiServerService(api_servers_pb2_grpc.ApiServersServicer):  # type: ignore
             self._dispatcher.stopped(call, event.index)
 
     def _refused(self, record: CallRecord, carrier: Carrier, error: RequestError) -> None:
-        """One without an operation could not even be read, and has no trace."""
+        """Log a call that the API server has refused. A call without an operation could not be parsed and has no
+        trace."""
         trace = self._begin_trace(record, carrier) if record.operation else None
         self._journal.refused(record, error)
         record.failure = error.reason

@@ -1,4 +1,4 @@
-"""What an API server process is told, beside the coordinator's own settings."""
+"""Define the settings of an API server process: those of the coordinator, and its place among the API servers."""
 
 from dataclasses import dataclass, field
 
@@ -8,8 +8,8 @@ from serving_core.flags import flag
 
 @dataclass(frozen=True, slots=True)
 class ApiServerSettings:
-    """Settings of one API server."""
+    """Settings of one API server process."""
 
     coordinator: CoordinatorSettings = field(default_factory=CoordinatorSettings)
-    control_socket: str = flag("", "Path of the socket at which control is asked.")
-    api_server_number: int = flag(0, "Which of the API servers this one is.", minimum=0)
+    control_socket: str = flag("", "Path of the socket of the control process.")
+    api_server_number: int = flag(0, "Number of this API server, from 1.", minimum=0)

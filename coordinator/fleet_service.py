@@ -1,4 +1,4 @@
-"""The internal service: each node dials in and holds one stream, events up and commands down."""
+"""Serve nodes: each node connects and holds one stream, events to the coordinator and commands to the node."""
 
 import asyncio
 from typing import Any, Final
@@ -18,14 +18,15 @@ HELLO_DEADLINE_S: Final = 10.0
 
 
 class FleetService:
-    """Serves Fleet.Attach. The end of the stream, by whatever side, is the loss of the node."""
+    """Serve Fleet.Attach. The end of the stream, by either side, is the loss of the node."""
 
     def __init__(self, dispatcher: Dispatcher, *, heartbeat_s: float, node_timeout_s: float) -> None:
         self._dispatcher = dispatcher
         self._heartbeat_s, self._node_timeout_s = heartbeat_s, node_timeout_s
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What to register with a server. Events stay bytes until `_read`, so garbage gets its proper status."""
+        """Return the handler to register with a server. Events stay bytes until they are read, so garbage gets its
+        proper status."""
         attach: Any = grpc.stream_stream_rpc_method_handler(
             self._attach, response_serializer=fleet_pb2.NodeCommand.SerializeToString
         )
@@ -70,15 +71,15 @@ class FleetService:
 
 
 class _Stream:
-    """The coordinator's end of a node's stream, whose messages are numbered both ways."""
+    """Number the messages of a node's stream in both directions, and check them."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
         self._numbering = Numbering()
 
     async def read(self) -> fleet_pb2.NodeEvent | None:
-        """Return the next event; None when the node has no more to say. Raises MessageLost, and RequestError for what
-        is not an event."""
+        """Return the next event; None at the end of the stream. Raise MessageLost, and RequestError for an invalid
+        message."""
         message = await self._context.read()
         if message is grpc.aio.EOF:
             return None

@@ -1,5 +1,7 @@
-"""The life of a coordinator process: it serves until SIGTERM or SIGINT, then drains; a second signal ends the wait.
-SIGHUP has it read its file of API keys again; without such a file it ends it too."""
+"""Run a coordinator process until SIGTERM or SIGINT, then drain it; a second signal ends the drain.
+
+SIGHUP makes the process reread its file of API keys; without such a file SIGHUP ends the process.
+"""
 
 import asyncio
 import signal
@@ -13,7 +15,7 @@ from serving_core.waiting import first_to_end
 
 
 def run(settings: CoordinatorSettings) -> None:
-    """Serves; leaves with code 2 and one sentence when the coordinator cannot start."""
+    """Serve until stopped. Exit with code 2 and one sentence when the coordinator cannot start."""
     run_process("coordinator", "coordinator", settings.log, lambda: _serve(settings))
 
 
@@ -25,7 +27,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
 async def _serve_until_stopped(server: CoordinatorServer, settings: CoordinatorSettings) -> None:
     stopping, forced = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in ending_signals():  # who is served may already stop it
+    for number in ending_signals():  # handled before the start, since clients may be served at once
         loop.add_signal_handler(number, lambda: forced.set() if stopping.is_set() else stopping.set())
     if settings.api_keys_file:
         loop.add_signal_handler(signal.SIGHUP, server.reread_api_keys)
@@ -39,5 +41,5 @@ async def _serve_until_stopped(server: CoordinatorServer, settings: CoordinatorS
 
 
 main = settings_command(
-    CoordinatorSettings, run, name="coordinator", help="The API server that clients and nodes dial."
+    CoordinatorSettings, run, name="coordinator", help="The process that clients and nodes connect to."
 )

@@ -1,4 +1,4 @@
-"""What the coordinator knows of the model, read from its folder."""
+"""Read the model's folder: configuration, tokenizer, output format and sampling defaults."""
 
 import logging
 from pathlib import Path
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_served_model(settings: CoordinatorSettings) -> ServedModel:
-    """Raises ModelError or SettingsError."""
+    """Return the model that the settings name. Raise ModelError or SettingsError."""
     if not settings.model:
         raise ModelError("no model folder was given")
     folder = Path(settings.model)
@@ -68,21 +68,24 @@ def _sampling_defaults(settings: CoordinatorSettings, folder: Path) -> inference
     return defaults
 
 
-# What a request gets where it leaves its sampling open: what the model's authors recommend, else neutral values.
+# Sampling defaults of requests: those that the model's authors recommend, else neutral values.
 
 FILE: Final = "generation_config.json"
 NUMBERS: Final = ("temperature", "top_p", "min_p", "repetition_penalty")
 
 
 def neutral_defaults() -> SamplingParams:
-    """Those of the engine, which leave the model's own probabilities as they are."""
+    """Return the sampling defaults of the engine, which leave the model's probabilities unchanged."""
     neutral = requests.SamplingParams(max_tokens=1)
     return SamplingParams(top_k=neutral.top_k, **{name: getattr(neutral, name) for name in NUMBERS})
 
 
 def read_sampling_defaults(folder: Path) -> tuple[SamplingParams, list[str]]:
-    """The neutral defaults with what generation_config.json names beside them, and a sentence for each value in it
-    that cannot be used. Raises ModelError when the file is broken; a folder without it has none."""
+    """Return the sampling defaults of a model folder, and a sentence for each value that cannot be used.
+
+    Values of generation_config.json replace the neutral defaults; without the file, the neutral defaults are returned.
+    Raise ModelError when the file is broken.
+    """
     defaults, problems = neutral_defaults(), list[str]()
     if not (folder / FILE).exists():
         return defaults, problems
@@ -98,13 +101,14 @@ def read_sampling_defaults(folder: Path) -> tuple[SamplingParams, list[str]]:
 
 
 def _read(fields: JsonFields, name: str) -> dict[str, Any]:
-    """What a value of the file asks for. Raises ModelError or RequestError when it is none."""
+    """Return the sampling parameter that a value of the file sets. Raise ModelError or RequestError for an invalid
+    value."""
     match name:
         case "top_k":
             return {"top_k": fields.integer(name, minimum=-1)}
         case "max_new_tokens":
             return {"max_tokens": fields.integer(name)}
-        case "do_sample":  # without it, transformers takes the likeliest token, whatever else the file has
+        case "do_sample":  # false: transformers takes the likeliest token, whatever else the file has
             return {} if fields.boolean(name, True) else {"temperature": 0.0}
     value = fields.number(name)
     check_number(name, value)

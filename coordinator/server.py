@@ -1,4 +1,4 @@
-"""The coordinator put together: control, which places and tracks and which nodes dial, and its API server or API
+"""Assemble the coordinator: control, which places and tracks requests, the fleet port, and one or several API
 servers."""
 
 import asyncio
@@ -45,7 +45,7 @@ from serving_core.figures import Figure
 from serving_core.fingerprint import model_facts
 from serving_core.ports import Port, check_ports
 
-if TYPE_CHECKING:  # what it imports is of an extra
+if TYPE_CHECKING:  # needs the extra otel
     from coordinator.traces.export import Traces
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,10 @@ MAX_TICK_S: Final = 0.25
 
 
 class CoordinatorServer:
-    """One coordinator. Must be made on a running event loop; raises SettingsError or ModelError when it cannot be
-    made, started or opened."""
+    """Run one coordinator.
+
+    Must be created on a running event loop. Creating, starting or opening it raises SettingsError or ModelError.
+    """
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         check_settings(settings)
@@ -118,11 +120,11 @@ class CoordinatorServer:
             self._api_server() if settings.api_server_count == 1 else self._api_servers()
         )
         self._supervision: asyncio.Task[None] | None = None
-        self.port = self.fleet_port = 0  # the ports listened on, once started
-        self.http_port = -1  # likewise; -1 without HTTP
+        self.port = self.fleet_port = 0  # set by `start`
+        self.http_port = -1  # set by `start`; -1 without HTTP
 
     async def start(self) -> None:
-        """Takes all ports, and serves nodes. `stop` gives them back."""
+        """Bind all ports and serve nodes. `stop` releases the ports."""
         settings = self._settings
         check_ports(
             [
@@ -140,7 +142,8 @@ class CoordinatorServer:
         self._supervision = asyncio.create_task(self._supervise())
 
     async def open(self) -> None:
-        """Serves clients too, after `start`. Ready is only who has nodes that read and write (health service)."""
+        """Serve clients too, after `start`. The health service reports ready only while prefill and decode nodes are
+        there."""
         await self._public.start()
         dialled = "clients may dial port %d, nodes port %d, HTTP clients %s"
         logger.info(dialled, self.port, self.fleet_port, self.http_port if self.http_port >= 0 else "none")
@@ -149,16 +152,17 @@ class CoordinatorServer:
         logger.info(capped, caps.public, caps.http, caps.per_peer, caps.fleet)
 
     async def wait(self) -> None:
-        """Waits as long as the server runs, after `start`; raises when it has failed."""
+        """Wait while the server runs, after `start`. Raise the error with which it fails."""
         assert self._supervision is not None, "the server has not been started"
         await asyncio.shield(self._supervision)
 
     def reread_api_keys(self) -> None:
-        """Takes the API keys that are in their file now, from the next call on; those before stay where it has none."""
+        """Use the API keys that the file has now, from the next call on. Where the file has none, the keys stay as they
+        were."""
         self._public.reread_api_keys()
 
     async def drain(self) -> None:
-        """Refuses new calls and returns when the live ones have ended, or after drain_s."""
+        """Refuse new calls, and return when the live ones have ended or after drain_s seconds."""
         logger.info("draining: new calls are refused, and live ones have %g s to end", self._settings.drain_s)
         self._dispatcher.drain()
         await self._public.report()
@@ -169,7 +173,7 @@ class CoordinatorServer:
             logger.warning("calls still live after %g s", self._settings.drain_s)
 
     async def stop(self) -> None:
-        """Ends what is live and closes all ports."""
+        """End all calls and close all ports."""
         if self._supervision is not None:
             self._supervision.cancel()
         self._dispatcher.drain()
@@ -180,7 +184,7 @@ class CoordinatorServer:
         logger.info("stopped")
 
     def _api_server(self) -> PublicApi:
-        """Beside control, in one process."""
+        """Create the API server that runs in this process."""
         counts = HttpCounts()
         exposition = self._exposition(counts)
 
@@ -195,7 +199,7 @@ class CoordinatorServer:
         return PublicApi(self._settings, self._model, behind, self._tls, self._health)
 
     def _api_servers(self) -> ApiServers:
-        """As processes of their own."""
+        """Create the API servers that run as processes of their own."""
         counts = HttpCounts()
         service = ApiServerService(
             self._registry,
@@ -235,12 +239,12 @@ class CoordinatorServer:
             self._dispatcher, heartbeat_s=settings.heartbeat_s, node_timeout_s=settings.node_timeout_s
         )
         server.add_generic_rpc_handlers((service.handler(),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)  # where clients cannot crowd it out
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)  # here clients cannot crowd it out
         most = self._caps.fleet
         return GrpcPort(FLEET, server, keys, self._sheds, max_connections=most, max_per_peer=most)
 
     async def _supervise(self) -> None:
-        """Lets time pass for nodes and answers, and keeps the health service and the certificates up to date."""
+        """Run the periodic work of the dispatcher, the overview, the health service and the certificates."""
         tick_s = min(MAX_TICK_S, self._settings.node_timeout_s / 8)
         changed = self._dispatcher.nodes_changed
         while True:

@@ -1,4 +1,4 @@
-"""What a caller tells of the trace that its call belongs to: W3C's headers, at every API server."""
+"""Read the trace context of a caller: the headers of W3C Trace Context, at every API server."""
 
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
@@ -11,11 +11,12 @@ TRACESTATE: Final = "tracestate"
 Carrier = Mapping[str, list[str]]
 
 NOTHING: Final[Carrier] = MappingProxyType({})
-CARRIER: Final = ContextVar("carrier", default=NOTHING)  # of the call at hand
+CARRIER: Final = ContextVar("carrier", default=NOTHING)  # headers of the current call
 
 
 def carrier_of(headers: Iterable[tuple[str, str]]) -> Carrier:
-    """Of these headers, whose names are in lower case, those that count: one traceparent, and what comes with it."""
+    """Return the trace headers among these headers, whose names are in lower case; NOTHING without exactly one
+    traceparent."""
     found: dict[str, list[str]] = {}
     for name, value in headers:
         if name in (TRACEPARENT, TRACESTATE):

@@ -1,8 +1,8 @@
-"""The traces of calls on their way to an OTLP endpoint. Nothing else imports OpenTelemetry, and nothing imports this
-unless there is an endpoint.
+"""Export the traces of calls to an OTLP endpoint.
 
-A call costs its answers nothing: its spans are made when it is over, and a thread of the library sends them, many at a
-time. What the endpoint does not take in time is lost, counted and logged: whole traces, where too many spans wait.
+No other module imports OpenTelemetry, and this one is imported only where there is an endpoint. Tracing does not delay
+outputs: the spans of a call are created at its end, and a thread of the library sends them in batches. Spans that the
+endpoint does not take in time are dropped, counted and logged; where too many spans wait, whole traces are dropped.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from serving_core.backoff import Reminder
 logger = logging.getLogger(__name__)
 
 MAX_UNSENT_SPANS: Final = 8192
-EXPORT_TIMEOUT_S: Final = 10.0  # for what is sent at once, over retries too
-FLUSH_S: Final = 2.0  # at the end, for what has not been sent
+EXPORT_TIMEOUT_S: Final = 10.0  # for one batch, retries included
+FLUSH_S: Final = 2.0  # at the end, for the remaining spans
 ABORT_S: Final = 0.5  # until the library has noticed that its channel is closed
 NOT_TAKEN: Final = "the OTLP endpoint does not take spans: they are lost"
 TOO_MANY: Final = "too many spans wait for the OTLP endpoint: the traces of some calls are lost"
-# Their warnings quote headers of clients, or tell of retries: what comes of those is an error.
+# Their warnings quote headers of clients, or report retries; a retry that fails is logged as an error.
 QUIET: Final = ("opentelemetry.trace", "opentelemetry.exporter")
 
 
@@ -45,16 +45,19 @@ class Trace:
 
     call: CallRecord
     root: Span
-    epoch_ns: int  # what the clock of the system had at 0 of the monotonic one, when the call came
+    epoch_ns: int  # system clock at 0 of the monotonic clock, when the call came
 
     def ns(self, now: float) -> int:
-        """That moment, by the clock of the system."""
+        """Return a time of the monotonic clock as nanoseconds of the system clock."""
         return self.epoch_ns + round(now * 1e9)
 
 
 class Traces:
-    """Begins and ends the traces of calls. What the library reads of its environment (OTEL_...) counts: which calls
-    are traced that no traced caller makes, headers and certificates for the endpoint, names of this process."""
+    """Begin and end the traces of calls.
+
+    The library's environment variables (OTEL_...) apply: sampling of calls without a traced caller, headers and
+    certificates for the endpoint, and the resource attributes of this process.
+    """
 
     def __init__(self, endpoint: str) -> None:
         for name in QUIET:
@@ -71,16 +74,17 @@ class Traces:
 
     @property
     def num_unsent(self) -> int:
-        """Spans that wait, or are being sent."""
+        """Return the number of spans that wait or are being sent."""
         return self._num_handed_over - self._exporter.num_done
 
     @property
     def num_lost(self) -> int:
-        """Spans that nobody will see."""
+        """Return the number of spans dropped."""
         return self._num_dropped + self._exporter.num_lost
 
     def begin(self, call: CallRecord, carrier: Carrier) -> Trace | None:
-        """A call has come, with these headers; tells it its trace id. None where it is not to be traced."""
+        """Begin the trace of a call with these headers, and set the call's trace id. Return None where it is not
+        sampled."""
         context = self._propagator.extract(carrier)
         epoch_ns = time.time_ns() - time.monotonic_ns()
         start_ns = epoch_ns + round(call.arrived_s * 1e9)
@@ -91,7 +95,7 @@ class Traces:
         return Trace(call, root, epoch_ns)
 
     def end(self, trace: Trace, now: float) -> None:
-        """The call is over, with all its answers."""
+        """End the trace of a call whose sequences have all ended."""
         record = call_span(trace.call, now)
         num_spans = sum(1 for _ in record.everyone())
         if self.num_unsent + num_spans > MAX_UNSENT_SPANS:
@@ -116,12 +120,12 @@ class Traces:
         span.end(trace.ns(record.end_s))
 
     async def stop(self) -> None:
-        """Sends what has not been sent, as far as the endpoint takes it within FLUSH_S."""
+        """Send the remaining spans, as far as the endpoint takes them within FLUSH_S."""
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def flush() -> None:
-            self._provider.shutdown()  # which may wait for long
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._provider.shutdown()  # may block for long
+            with suppress(RuntimeError):  # the loop is closed and does not wait any more
                 loop.call_soon_threadsafe(ended.set)
 
         threading.Thread(target=flush, name="last spans", daemon=True).start()
@@ -130,7 +134,7 @@ class Traces:
                 async with asyncio.timeout(wait_s):
                     await ended.wait()
             except TimeoutError:
-                self._exporter.shutdown()  # ends what is being sent
+                self._exporter.shutdown()  # aborts the batch that is being sent
             else:
                 break
         if num_lost := self.num_lost + self.num_unsent:
@@ -138,7 +142,7 @@ class Traces:
 
 
 class _Counting(SpanExporter):
-    """Counts what the exporter behind it has done. Called in the library's thread."""
+    """Count what an exporter has done. Called in the library's thread."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
@@ -166,6 +170,6 @@ class _Counting(SpanExporter):
 
 
 def _resource() -> Resource:
-    """What every span tells of this process; the environment may say otherwise, and more."""
+    """Return the resource attributes of this process; the environment may override them and add others."""
     ours = Resource({"service.name": "splitserve", "service.version": importlib.metadata.version("splitserve")})
     return Resource.create().merge(ours).merge(OTELResourceDetector().detect())

@@ -1,13 +1,13 @@
-"""The spans of a call, out of what was written down of it. Pure.
+"""Build the spans of a call from its record. Pure.
 
-    chat MODEL                what its client asked, to the end of its last answer
-        accept                checked, tokenized and taken
-        wait for a node       while there was none for an answer
-        attempt               one try at an answer on a pair of nodes; another one follows where a node was lost
+    chat MODEL                the whole call, to the end of its last sequence
+        accept                validated, tokenized and admitted
+        wait for a node       while a sequence had no node
+        attempt               one try at a sequence on a pair of nodes; another one follows where a node was lost
             prefill queue, prefill, wait for credit, transfer, decode queue, decode
-            move              of a running answer to another node
+            move              migration of a running sequence to another node
 
-Names of attributes are those of OpenTelemetry's conventions for generative AI where these have one.
+Attributes have the names of OpenTelemetry's conventions for generative AI where these define one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from serving_core.errors import RequestError
 Attribute = str | int | float | Sequence[str]
 
 PROVIDER: Final = "splitserve"
-MAX_NAME_CHARS: Final = 128  # of a model, which a client may have made up
+MAX_NAME_CHARS: Final = 128  # of a model's name, which a client may have invented
 NAMES: Final = {phase: phase.value.replace("_", " ") for phase in Phase} | {Phase.CREDIT_WAIT: "wait for credit"}
 READS: Final = (Phase.PREFILL_QUEUE, Phase.PREFILL)
 TRAVELS: Final = (Phase.CREDIT_WAIT, Phase.TRANSFER)
@@ -33,24 +33,24 @@ TRAVELS: Final = (Phase.CREDIT_WAIT, Phase.TRANSFER)
 
 @dataclass(frozen=True, slots=True)
 class SpanRecord:
-    """One span with those below it. Times are those of the coordinator's clock."""
+    """One span with its children. Times are seconds of the coordinator's monotonic clock."""
 
     name: str
     start_s: float
     end_s: float
     attributes: Mapping[str, Attribute]
-    failure: str = ""  # the reason; empty for a good end
+    failure: str = ""  # reason of the error; empty for a good end
     children: tuple["SpanRecord", ...] = ()
 
     def everyone(self) -> Iterator["SpanRecord"]:
-        """It and all below."""
+        """Yield the span and all spans below it."""
         yield self
         for child in self.children:
             yield from child.everyone()
 
 
 def call_span(call: CallRecord, ended_s: float) -> SpanRecord:
-    """The whole trace of a call that has ended."""
+    """Return the span tree of a call that has ended."""
     begun_s = ended_s if call.begun_s is None else call.begun_s
     children = [SpanRecord("accept", call.arrived_s, begun_s, {})]
     for answer in sorted(call.answers, key=lambda each: each.index):
@@ -60,19 +60,18 @@ def call_span(call: CallRecord, ended_s: float) -> SpanRecord:
 
 
 def call_name(call: CallRecord) -> str:
-    """The name of the span of a call."""
+    """Return the name of a call's span."""
     return f"{call.operation} {call.model[:MAX_NAME_CHARS]}"
 
 
-# ---- of one answer ----
+# ---- one sequence ----
 
 Stay = tuple[Mark, float]
-"""From this mark on, until then."""
+"""A phase from its mark to its end, in seconds."""
 
 
 def _answer_spans(call: CallRecord, answer: AnswerRecord, begun_s: float) -> Iterator[SpanRecord]:
-    """What it waited for and was tried on, in order. The tracker counts from the arrival, of which the time before
-    begun_s is told already."""
+    """Yield the waits and attempts of a sequence, in order. The span "accept" covers the time before `begun_s`."""
     stays = [
         (mark._replace(at_s=max(mark.at_s, begun_s)), end_s)
         for mark, end_s in answer.timeline.spans(answer.ended_s)
@@ -123,7 +122,7 @@ def _move_span(move: MoveEnded) -> SpanRecord:
     return SpanRecord("move", move.started_s, move.ended_s, attributes, failure)
 
 
-# ---- of the call ----
+# ---- the call ----
 
 
 def _asked(call: CallRecord) -> dict[str, Attribute]:
@@ -167,7 +166,7 @@ def _answered(call: CallRecord) -> dict[str, Attribute]:
 
 
 def _failure(call: CallRecord) -> str:
-    """The reason; an API server that streams tells its client of a failure in words of its own, and goes on."""
+    """Return the reason of failure, empty for none. A stream may report a failure in its body and still end well."""
     failures = (each.outcome.reason for each in call.answers if isinstance(each.outcome, RequestError))
     return call.failure or next(failures, "")
 

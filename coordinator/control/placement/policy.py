@@ -53,8 +53,8 @@ class Placed(NamedTuple):
 
         num_late         requests with an SLO that are expected to miss it because of this one, itself included
         crowding         a step of all sequences on the decode node, as a multiple of their tightest limit on TPOT
-        wait_s           seconds until the first token would be in time and there is room, or until this request and those
-                         before it have running slots, as far as that is known
+        wait_s           seconds until the first token would be in time and there is room, or until this request and
+                         those before it have running slots, as far as that is known
         reads_s          seconds of the prefill itself
         begins_s         seconds until the prompt is prefilled; inf where no time is better
         least_read_s     the same, if prompts got all of the prefill node's time
