@@ -1,4 +1,4 @@
-"""What the coordinator can be told. The flags derive from these fields; names follow vLLM's."""
+"""Define the settings of the coordinator. Flags derive from these fields; their names follow vLLM's."""
 
 import re
 import sys
@@ -26,7 +26,7 @@ from serving_core.tls import SERVER, TlsError, check_purpose
 from serving_core.tls_settings import TlsSettings, check_open
 
 ADMIT_ALL, ADMIT_TIMELY = "all", "timely"
-MOST_LOGPROBS: Final = 1000  # with those of a step of 1024 answers in a message that the fleet port takes
+MOST_LOGPROBS: Final = 1000  # those of a step of 1024 sequences still fit in one message to the fleet port
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")  # as browsers send it, without a path
 _ENDPOINT: Final = re.compile(r"https?://[^/?#@\s]+:\d{1,5}/?")
 
@@ -38,138 +38,151 @@ class CoordinatorSettings:
     model: str = flag("", "Model folder; its config.json and tokenizer files are read.", positional=True)
     host: str = flag("127.0.0.1", "Address of the public gRPC service.")
     grpc_port: int = flag(50051, "Port of the public gRPC service; 0 takes a free one.", minimum=0, maximum=65535)
-    fleet_host: str = flag("127.0.0.1", "Address that nodes dial.")
-    fleet_port: int = flag(50052, "Port that nodes dial; 0 takes a free one.", minimum=0, maximum=65535)
+    fleet_host: str = flag("127.0.0.1", "Address of the fleet port, which nodes connect to.")
+    fleet_port: int = flag(50052, "Port that nodes connect to; 0 takes a free one.", minimum=0, maximum=65535)
     http_host: str = flag("127.0.0.1", "Address of the OpenAI-compatible HTTP service.")
     http_port: int = flag(8000, "Port of the HTTP service; 0 takes a free one, -1 none.", minimum=-1, maximum=65535)
     api_server_count: int = flag(
         1,
-        "Processes that take requests at these ports, check and tokenize them and write the answers' text, beside the "
-        "one that places and tracks; 1: one process does it all.",
+        "API server processes that accept, validate and tokenize requests at these ports and detokenize outputs, "
+        "beside the control process, which places and tracks requests; 1: one process does both.",
         minimum=1,
         maximum=64,
     )
     stream_interval: int = flag(
         1,
-        "Tokens of a streamed answer in one message, behind its first; the last ones may be fewer.",
+        "Tokens in one message of a streamed output, after its first token; the last message may have fewer.",
         minimum=1,
         maximum=256,
     )
     served_model_name: str = flag(
-        "", "Names that clients may ask for, with commas; answers bear the first. Empty takes the model folder's."
+        "",
+        "Names that clients may use for the model, separated by commas; responses have the first. Empty: the model "
+        "folder's name.",
     )
-    api_key: str = flag("", "Secret that clients must bring; needed off loopback.", secret=True)
+    api_key: str = flag("", "Secret that clients must send; required unless the host is loopback.", secret=True)
     api_keys_file: str = flag(
-        "", "File of more such secrets, one a line: NAME KEY, or a key alone; read again on SIGHUP. Names are logged."
+        "", "File of more API keys, one per line: NAME KEY, or a key alone; reread on SIGHUP. Names are logged."
     )
     admin_key: str = flag(
         "",
-        "Secret that operators must bring for roles, drains and the overview, and may bring in place of an API key; "
-        "empty: any API key does.",
+        "Secret that operators must send for roles, drains and the overview, and may send instead of an API key; "
+        "empty: any API key is enough.",
         secret=True,
     )
-    fleet_secret: str = flag("", "Secret shared by the fleet; needed off loopback.", secret=True)
-    tls: TlsSettings = field(default_factory=TlsSettings)
-    tls_verify_clients: bool = flag(False, "Ask clients for a certificate of --tls-ca, over gRPC and HTTP.")
-    allowed_origins: str = flag(
-        "", "Web pages that may call the HTTP service: origins such as https://example.org, with commas, or *."
+    fleet_secret: str = flag(
+        "", "Secret shared by the nodes and the coordinator; required unless the host is loopback.", secret=True
     )
-    ui: bool = flag(True, "Serve a page that shows what goes on, at /ui of the HTTP service.")
-    instance_id: str = flag("", "What GetServerInfo calls this run of the server; empty takes random characters.")
-    max_model_len: int = flag(0, "Most tokens of prompt and answer; 0 takes what the nodes allow.", minimum=0)
+    tls: TlsSettings = field(default_factory=TlsSettings)
+    tls_verify_clients: bool = flag(False, "Require a client certificate signed by --tls-ca, over gRPC and HTTP.")
+    allowed_origins: str = flag(
+        "",
+        "Origins of web pages that may call the HTTP service, such as https://example.org, separated by commas, or *.",
+    )
+    ui: bool = flag(True, "Serve a page that shows the state of the cluster, at /ui of the HTTP service.")
+    instance_id: str = flag("", "Id of this run of the server in GetServerInfo; empty draws random characters.")
+    max_model_len: int = flag(0, "Most tokens of prompt and output together; 0 takes what the nodes allow.", minimum=0)
     model_impl: str = flag(
-        "auto", "Whose modelling code the nodes compute with; auto takes ours where there is some.", choices=MODEL_IMPLS
+        "auto",
+        "Model code that the nodes use; auto takes SplitServe's own where the architecture is supported.",
+        choices=MODEL_IMPLS,
     )
     runner: str = flag(
         "auto",
-        "Whether the nodes write answers (generate) or make embeddings (pooling); auto does what the model's folder "
-        "says.",
+        "Whether the nodes generate tokens (generate) or compute embeddings (pooling); auto decides by the model's "
+        "folder.",
         choices=RUNNERS,
     )
-    chat_template: str = flag("", "File with the chat template to use in place of the model's own.")
+    chat_template: str = flag("", "File with the chat template to use instead of the model's own.")
     chat_template_kwargs: str = flag(
-        "", 'Variables of the chat template where requests have no others: JSON such as {"enable_thinking": false}.'
+        "",
+        'Default variables of the chat template, which requests may override: JSON such as {"enable_thinking": false}.',
     )
     tool_call_parser: str = flag(
         AUTO_FORMAT,
-        "How the model writes calls of tools; auto tells it from the chat template.",
+        "Format in which the model writes tool calls; auto detects it from the chat template.",
         choices=CALL_FORMATS,
     )
     reasoning_parser: str = flag(
         AUTO_FORMAT,
-        "Whether answers begin with thoughts between <think> and </think>; auto tells it from the chat template.",
+        "Whether outputs begin with reasoning between <think> and </think>; auto detects it from the chat template.",
         choices=REASONING_FORMATS,
     )
     disable_additional_properties: bool = flag(
         True,
-        "An object of a JSON schema that names properties and does not mention additionalProperties has no others, in "
-        "structured output and calls of tools; without it, any others, as JSON Schema says.",
+        "Allow no other properties in an object of a JSON schema that names properties and does not mention "
+        "additionalProperties, in structured output and tool calls; off: allow any others, as JSON Schema does.",
     )
     generation_config: str = flag(
         "auto",
         "Sampling defaults of requests: those of the model's generation_config.json (auto), or neutral ones (none).",
         choices=("auto", "none"),
     )
-    strict_fields: bool = flag(False, "Refuse requests with unknown fields, instead of a warning.")
-    max_num_queued_reqs: int = flag(1024, "Most answers in flight at once; more are refused.", minimum=1)
+    strict_fields: bool = flag(False, "Refuse requests with unknown fields instead of logging a warning.")
+    max_num_queued_reqs: int = flag(
+        1024, "Most sequences in flight at once, waiting and running; more are refused.", minimum=1
+    )
     max_num_queued_reqs_per_key: int = flag(
         0,
-        "Most answers in flight for the API keys of one name, and for all that have none; 0: no such limit.",
+        "Most sequences in flight for the API keys of one name, and for all without a name; 0: no such limit.",
         minimum=0,
     )
     max_connections: int = flag(
         0,
-        "Most connections of clients at the gRPC port, and as many at the HTTP port; 0 takes what is useful within the "
+        "Most client connections at the gRPC port, and as many at the HTTP port; 0 takes what is useful within the "
         "limit on open files.",
         minimum=0,
     )
     max_connections_per_peer: int = flag(
         0,
-        "Most connections of one address at the HTTP port, and at the gRPC port where there are API keys, such as "
-        "a proxy's; 0 takes half of all.",
+        "Most connections of one address, such as a proxy's, at the HTTP port, and at the gRPC port where there are "
+        "API keys; 0 takes half of all.",
         minimum=0,
     )
-    max_logprobs: int = flag(20, "Most top logprobs a request may ask for.", minimum=0, maximum=MOST_LOGPROBS)
+    max_logprobs: int = flag(20, "Most top logprobs that a request may ask for.", minimum=0, maximum=MOST_LOGPROBS)
     roles: str = flag(
         FIXED,
-        "Whether nodes keep the roles that they begin with or get (fixed), or help where more is to do (auto).",
+        "Whether nodes keep their roles (fixed), or change them with the load (auto).",
         choices=(FIXED, AUTO),
     )
     policy: str = flag(
         AUTO_POLICY,
-        "Which nodes a request goes to: those where the fewest miss their limits, then those that cost the fewest "
-        "seconds (auto); the latter alone (sum); never or always two nodes; or by another rule, to compare with.",
+        "Placement policy: the nodes where the fewest requests miss their SLO, then those that cost the fewest "
+        "seconds (auto); the seconds alone (sum); never or always two nodes; or a baseline to compare with.",
         choices=tuple(POLICIES),
     )
     kv_lending: str = flag(
         LEND_AUTO,
-        "When a node that reads a prompt gets blocks of it from another one that holds more: where they come faster "
-        "than they are computed, as measured (auto), always or never.",
+        "When a prefill node fetches blocks of a prompt from another node's prefix cache: where measured faster "
+        "than computing them (auto), always or never.",
         choices=LENDS,
     )
     admission: str = flag(
         ADMIT_ALL,
-        "Which requests with limits are taken: all, the late ones behind the others; or those that make nobody late "
-        "(timely), and the others are refused with the wait that is expected.",
+        "Which requests with an SLO are admitted: all, with late ones behind the others; or those that make none "
+        "late (timely), where others are refused with a retry-after.",
         choices=(ADMIT_ALL, ADMIT_TIMELY),
     )
     max_queue_wait_s: float = flag(
         30.0,
-        "Seconds that a request may have to wait for its first token: one that would wait longer is refused when it "
-        "comes, and told when to come again; 0 for any.",
+        "Most seconds that a request may be expected to wait for its first token; a request over it is refused on "
+        "arrival with a retry-after; 0 sets no limit.",
         minimum=0.0,
     )
     slo_class: tuple[str, ...] = flag(
         (),
-        "Limits of requests that name this class, in ms or as multiples of what they take alone, and their priority, "
-        "the lower the earlier: NAME=ttft:500,tpot:40,priority:-1 or NAME=ttft:5x,tpot:1.5x. May be repeated.",
+        "SLO class that requests may name: limits in ms, or as multiples of the time that a request takes alone, "
+        "and a priority, where lower goes first: NAME=ttft:500,tpot:40,priority:-1 or NAME=ttft:5x,tpot:1.5x. May "
+        "be repeated.",
     )
-    max_restarts: int = flag(2, "Most times one answer begins again on other nodes after a failure.", minimum=0)
+    max_restarts: int = flag(2, "Most restarts of one sequence on other nodes after a failure.", minimum=0)
     node_wait_s: float = flag(
-        5.0, "Seconds a request waits for a node that can take it, while there is none; 0 refuses it.", minimum=0.0
+        5.0, "Seconds that a request waits for a node that can take it, while there is none; 0 refuses it.", minimum=0.0
     )
     keep_after_s: float = flag(
-        2.0, "Seconds a prompt that is read waits for room elsewhere before its own node answers it.", minimum=0.1
+        2.0,
+        "Seconds that a prefilled prompt waits for credit of a decode node before its prefill node decodes it.",
+        minimum=0.1,
     )
     heartbeat_s: float = flag(1.0, "Seconds between two heartbeats of a node.", minimum=0.01)
     node_timeout_s: float = flag(
@@ -178,17 +191,19 @@ class CoordinatorSettings:
         "heartbeats where that is more, and at most five times this.",
         minimum=0.02,
     )
-    step_timeout_s: float = flag(120.0, "Seconds one step may take before its node counts as stuck.", minimum=1.0)
-    request_timeout_s: float = flag(600.0, "Most seconds for one answer, from arrival to its end.", minimum=0.1)
-    drain_s: float = flag(30.0, "Seconds a stopping coordinator waits for answers to finish.", minimum=0.0)
+    step_timeout_s: float = flag(120.0, "Seconds that one step may take before its node counts as stuck.", minimum=1.0)
+    request_timeout_s: float = flag(
+        600.0, "Most seconds for one output, from the arrival of the request to its end.", minimum=0.1
+    )
+    drain_s: float = flag(30.0, "Seconds that a stopping coordinator waits for requests to finish.", minimum=0.0)
     otlp_endpoint: str = flag(
-        "", "Where the traces of requests go, by OTLP over gRPC: http://HOST:4317, or https. Empty traces none."
+        "", "OTLP endpoint for the traces of requests, over gRPC: http://HOST:4317, or https. Empty: no traces."
     )
     log: LogSettings = field(default_factory=LogSettings)
 
 
 def check_settings(settings: CoordinatorSettings) -> None:
-    """Raises SettingsError for settings that are unsafe or contradict each other."""
+    """Raise SettingsError for settings that are unsafe or contradict each other."""
     if settings.node_timeout_s <= settings.heartbeat_s:
         raise SettingsError(
             f"node_timeout_s ({settings.node_timeout_s:g}) must be above heartbeat_s ({settings.heartbeat_s:g})"
@@ -236,8 +251,10 @@ def _check_tls(settings: CoordinatorSettings) -> None:
 
 
 def api_keys(settings: CoordinatorSettings) -> dict[str, str]:
-    """The names of those who hold API keys, by key: as given, and in the file as it is now. Raises SettingsError, also
-    where clients hold the operators' key."""
+    """Return the API keys with the names of their holders, from the settings and the file as it is now.
+
+    Raise SettingsError, also where the admin key is one of the API keys.
+    """
     holders = read_api_keys(Path(settings.api_keys_file)) if settings.api_keys_file else {}
     if settings.api_key:
         holders = {settings.api_key: "", **holders}
@@ -247,7 +264,7 @@ def api_keys(settings: CoordinatorSettings) -> dict[str, str]:
 
 
 def model_names(text: str) -> list[str]:
-    """The value of served_model_name as a list. Raises SettingsError."""
+    """Return the names in served_model_name as a list. Raise SettingsError."""
     found = [part.strip() for part in text.split(",")] if text else []
     if not all(found) or len(set(found)) < len(found):
         raise SettingsError(f"served_model_name must be names with commas between them, each once, not {text!r:.200}")
@@ -255,7 +272,7 @@ def model_names(text: str) -> list[str]:
 
 
 def origins(text: str) -> list[str]:
-    """The value of allowed_origins as a list. Raises SettingsError."""
+    """Return the origins in allowed_origins as a list. Raise SettingsError."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     for origin in found:
         if not _ORIGIN.fullmatch(origin):
