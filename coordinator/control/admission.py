@@ -1,28 +1,27 @@
 """Admit, defer or refuse new requests, and tell a refused one when to come back. Pure.
 
-Margin. A request with a limit on TTFT is planned to have its first token some time before the limit. The margin is
-learned from how late first tokens were beside what was predicted, as a share of the limit (serving_core/margin.py), so
-a long queue and a single step have the same planned deadline. A limit on TPOT is planned with the part of it that
-lately was enough.
+Margin. The first token of a request with an SLO on TTFT is planned some time before its limit. The margin is learned
+from the errors of the predicted first tokens, as a share of the limit (serving_core/margin.py), so a long queue and a
+single step have the same planned deadline. An SLO on TPOT is planned with the share of it that was recently enough.
 
 Refusals. With `--admission timely` a request whose prompt cannot be prefilled in time is refused at once. A request
-that would make others late is deferred if a place is expected in time, and refused at once otherwise. Whatever its
-limits, a request is refused whose first token would come more than `max_queue_wait_s` after its arrival.
+that would make others late is deferred if a place is expected in time, and refused at once otherwise. Whatever its SLO,
+a request is refused whose first token would come more than `max_queue_wait_s` after its arrival.
 
-Retry-after. A place becomes free whenever a running request ends. Each refused request is told the next place that no
-other one was told, at the rate of the latest ends, so that a crowd which obeys comes back one by one. A request that
-comes back at its time is recognized by its prompt; one that comes earlier has lost its place. The time kept for those
-yet to come is the share of the latest places that were taken.
+Retry-after. A place becomes free whenever a running request ends. Each refused request gets the next place that no
+other refused request has, at the rate of the latest ends, so that clients which obey come back one by one. A request
+that comes back at its time is recognized by its prompt; a request that comes earlier has lost its place. The time
+reserved for those yet to come is the share of the latest places that were taken.
 
 Deferred admission. Prefilling a prompt early gains nothing while its node decodes as many sequences as attain their
 TPOT: the new sequence only makes each step longer. So a request that would be late, or make others late, waits. Higher
-priority goes first, then the earliest deadline. A request begins as soon as it makes nobody late; otherwise when SHARE
-of its time has passed, or when its prompt and those before it take so long to prefill that it can wait no longer,
-MARGIN times over, and its prefill node has nothing else to do. A request without a limit on TTFT can always wait
-longer.
+priority goes first, then the earliest deadline. A request begins as soon as it makes no other late. It also begins when
+SHARE of its time has passed, or when the prefill of its prompt and of those before it, MARGIN times over, leaves no
+more time to wait and its prefill node has nothing else to do. A request without an SLO on TTFT can always wait longer.
 
-A request that can wait no longer and would make others late counts as late: late requests go behind all others, by
-priority and age, where they harm nobody. FLOOR of what begins is theirs, so that none waits for ever.
+A request that can wait no longer and would make others late counts as late. Late requests go after all others, by
+priority and age, where they delay none. The share FLOOR of the requests that begin is theirs, so that none waits
+forever.
 """
 
 from bisect import bisect_right, insort
@@ -407,7 +406,7 @@ class _Queue:
             self._times_s.clear()
 
     def wait_s(self, num_ahead: int, now: float) -> float:
-        """Return the seconds until the first token of a request behind `num_ahead` others; 0 while unknown."""
+        """Return the seconds until the first token of a request after `num_ahead` others; 0 while unknown."""
         if len(self._times_s) < FEWEST_FIRST_TOKENS:
             return 0.0
         return num_ahead * (now - self._times_s[0]) / (len(self._times_s) - 1)

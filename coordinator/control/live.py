@@ -221,7 +221,7 @@ class LiveAnswers:
         if request.output:
             return
         if request.limits_first and not self.admission.is_hopeless(request, placed, now):
-            return  # the first token is in time, or the request goes behind all others
+            return  # the first token is in time, or the request goes after all others
         is_queue = placed.is_full or len(self.holding) > 0
         self.admission.check_wait(request, placed.queue_s, self.num_without_token if is_queue else 0, now)
 

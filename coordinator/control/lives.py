@@ -19,7 +19,7 @@ WINDOW_S: Final = 60.0
 
 
 class Times(NamedTuple):
-    """The times of one ended request; None where there is no such time, or no SLO."""
+    """Keep the times of one ended request; None where a time is missing, or there is no SLO."""
 
     ended_s: float
     slo_class: str

@@ -391,7 +391,7 @@ class Ledger:
         self._uncounted.clear()
         return self._most_left
 
-    # ---- what the tracker tells ----
+    # ---- events of the tracker ----
 
     def owe(self, request_id: str, due: Due, num_output: int, most_left: int) -> None:
         """Record the deadlines of the attempt that begins, its output tokens, and how many more are allowed."""

@@ -1,27 +1,27 @@
-"""Migrate running requests to another node, with their KV: which ones, where to, and what comes of it. Pure.
+"""Migrate running requests to another node, with their KV: choose request and target, and follow the migration. Pure.
 
     begin        Reserve to the target, under an epoch of its own, for the tokens known and some more
-    Reserved     Migrate, with the descriptor, to the source, which decodes on while blocks travel, then stops
+    Reserved     Migrate, with the transfer descriptor, to the source, which decodes on while blocks travel, then stops
     Committed    the target decodes on; Cancel to the source, whose tokens before the target's first one still count
-    else         Cancel to the target, and after its answer Keep to the source, which decodes on
+    else         Cancel to the target, and after its reply Keep to the source, which decodes on
 
 Blocks that the target has cached do not travel: its descriptor names the last one. A source that has decoded the
 sequence beside others reports PAIRING_MISMATCH, and the next migration sends all blocks.
 
-The coordinator alone decides which node goes on: a source that has stopped waits for Cancel or Keep whatever has
-failed, and a commit that crosses the Cancel to its target counts for nothing. Until the commit the request is the
-source's: its end, the loss of the source and its failures are handled as if there were no migration.
+The coordinator alone decides which node goes on. A source that has stopped waits for Cancel or Keep whatever has
+failed, and a Committed that crosses the Cancel to its target is ignored. Until Committed the request belongs to the
+source: its end, the loss of the source and its failures are handled as if there were no migration.
 
-A drained node: prompts without a token begin again on other nodes, transfers under way finish, and running requests
-migrate, MAX_DRAIN_MOVES at a time, to the node with most room; a request that no other node has room for stays until
+A drained node: prompts without a token restart on other nodes, KV transfers under way finish, and running requests
+migrate, MAX_DRAIN_MOVES at a time, to the node with most room. A request that no other node has room for stays until
 one has. A node that stops decoding only keeps its prompts.
 
 A full node: where a prefilled prompt has waited for blocks for WAIT_S, the youngest running request migrates.
 
-A late node: a request whose TPOT limit is shorter than a step of its node falls behind with each token. Where its slack
-does not last until its end, it migrates to the node with most room on which it is in time and makes nobody late. It
-goes to the node that placement spares for prompts to come (placement/lateness.py) only if fewer of those would be late
-than sequences are here. The request that is least behind goes first.
+A late node: a request whose SLO on TPOT is shorter than a step of its node falls further behind with each token. Where
+its slack does not last until its end, it migrates to the node with most room on which it is in time and makes no other
+late. It goes to the node that placement spares for prompts to come (placement/lateness.py) only if fewer of those would
+be late than sequences are here. The request that is least behind goes first.
 
 From a full or late node one request migrates at a time, and no request twice within REST_S.
 """

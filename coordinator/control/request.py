@@ -195,7 +195,7 @@ class TrackedRequest:
     pooling: Pooling | None = None  # set where an embedding is wanted: no node decodes
     asker: str = ""  # name of the API key
     embedded_s: float | None = None  # when the embedding came
-    output: list[int] = field(default_factory=list)  # token ids emitted so far, over all attempts and calls
+    output: list[int] = field(default_factory=list)  # token ids emitted, over all attempts and calls
     num_resumed: int = 0  # tokens of the output that an earlier call has returned
     num_restarts: int = 0
     num_excused: int = 0  # restarts that do not count against max_restarts
@@ -220,7 +220,7 @@ class TrackedRequest:
     waits_until_s: float | None = None  # by Pauses.awake_s; None while nodes have the request
     has_turn: bool = False  # the request was refused before and returns at its retry-after time
     refuses_late: bool = False  # nodes refuse it once it would be late, unless half of its prompt is computed
-    is_late: bool = False  # its first token is late: it goes behind all other requests
+    is_late: bool = False  # its first token is late: it goes after all other requests
     predicted_first_s: float | None = None  # predicted time of the first token; None unless it is in time
     expectation: Expectation | None = None  # set at the first placement or the refusal; only with an SLO
     held_since_s: float | None = None  # when the request was first deferred; None: never

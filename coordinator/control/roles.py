@@ -5,32 +5,32 @@ Number of nodes needed, for an autoscaler:
     offered   requests per second that arrive, over the last minute, refused ones included
     prefill_s seconds for the tokens of the mean prompt that no node has cached, at the rate of the median node
     decode_s  seconds for the tokens of the mean output, each as its share of a step with as many sequences as a node
-              can hold: by its running slots, its KV pool (shared blocks counted once) and the limits on TPOT
+              can hold: by its running slots, its KV pool (shared blocks counted once) and the SLOs on TPOT
     needed    (offered + waiting / CATCH_UP_S) * (prefill_s + decode_s) / BUSY, rounded up; at least 1
 
-Means are over the requests that ended lately. The number of nodes and how busy they are do not enter: what a load needs
-does not depend on who serves it, so a fleet that has followed the number is told the same number again. BUSY leaves
-room for what the figures do not know; requests that wait raise the number. While costs are unknown it is the number of
-nodes that there are. It follows the load up and down; to hold it still for a while is the autoscaler's part.
+Means are over the requests that ended recently. The number of nodes and their utilization do not enter: the need of a
+load does not depend on the nodes that serve it, so a fleet that has followed the number gets the same number again.
+BUSY leaves room for what the figures do not cover; waiting requests raise the number. While costs are unknown the
+number is that of the nodes present. It follows the load up and down; smoothing it over time is the autoscaler's part.
 
 Pressure, for roles:
 
-    PREFILL   waiting prompts would take the prefill nodes LONG_QUEUE_S, and running slots are free on decode nodes
-    DECODE    running sequences fill the decode nodes, and prefill nodes have next to nothing to do
+    prefill   waiting prompts would take the prefill nodes LONG_QUEUE_S, and decode nodes have free running slots
+    decode    running sequences fill the decode nodes, and prefill nodes have next to nothing to do
     no prefill or no decode node
-              no node that is ready has the one role, and some have the other
-    EVEN      the queue is short, and decode nodes would have room without those that are on loan to them
+              no ready node has the one role, and some have the other
+    none      the queue is short, and decode nodes would have room without the nodes that are lent to their role
 
-Prompts and sequences are counted by the ledger. Where requests have limits, the medians of those count: half of the
-time until first tokens are due is a long queue too, and a decode node is full with as many sequences as attain the TPOT
-limit.
+Prompts and sequences are counted by the ledger. Where requests have an SLO, the medians of the SLOs count: half of the
+time until first tokens are due is a long queue too, and a decode node is full with as many sequences as attain their
+SLO on TPOT.
 
-A role change takes nothing from a node: requests that it has go on. New capacity counts when the node has confirmed the
-change; capacity that is taken away counts from the order on (`Node.usable`). The last prefill node, the last decode
-node and the last path from one to the other cannot be taken away. A node that the coordinator has lent to the other
-role has both until the pressure has been even for a while, and then returns, one node after the other. A node that is
-lent soon after another one returned stays several times as long, up to a bound, so that a load near the limits does not
-make nodes go to and fro. A role that no node has is filled sooner, before requests that wait for it are refused.
+A role change takes no request from a node. New capacity counts when the node has confirmed the change; capacity that is
+taken away counts from the order on (`Node.usable`). The last prefill node, the last decode node and the last path from
+one to the other cannot be taken away. A node that the coordinator has lent to the other role has both roles until there
+has been no pressure for a while, and then returns, one node after the other. A node that is lent soon after another one
+returned stays several times as long, up to a bound, so that a load near the thresholds does not make nodes alternate. A
+role that no node has is filled sooner, before the requests that wait for it are refused.
 """
 
 import math

@@ -338,7 +338,7 @@ class Tracker:
         return [cancel, keep(request)]
 
     def _relocate(self, now: float) -> list[Instruction]:
-        """Move requests off nodes that drain, are full, or make them late."""
+        """Restart prompts of draining nodes, and migrate requests off nodes that drain, are full, or make them late."""
         live, nodes, instructions = self._live, self._registry.nodes, list[Instruction]()
         for request in prompts_to_restart(live, nodes):
             instructions += live.elsewhere(request, now)
