@@ -147,6 +147,8 @@ class Attempt:
 
 
 class MoveStage(Enum):
+    """The stage of a migration, as the coordinator knows it."""
+
     RESERVING = auto()  # the target was asked for blocks; the source knows nothing
     MOVING = auto()  # the source has the transfer descriptor
     ABANDONED = auto()  # the target was told to drop its part: then the source gets Keep

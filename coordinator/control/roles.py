@@ -221,7 +221,7 @@ ROOMY: Final = 0.6
 
 
 class Pressure(Enum):
-    """The role that the fleet lacks."""
+    """The role that the fleet lacks: prefill (READING, NO_READER), decode (WRITING, NO_WRITER), or none."""
 
     READING = auto()
     WRITING = auto()
