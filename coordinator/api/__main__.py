@@ -1,4 +1,7 @@
-"""python -m coordinator.api: one API server of a coordinator that has several. Control starts it, and ends it."""
+"""Run one API server of a coordinator that has several: `python -m coordinator.api`.
+
+The control process starts and ends this process.
+"""
 
 import asyncio
 import signal
@@ -23,8 +26,15 @@ TLS_LOOK_S = 0.25
 
 
 def run(settings: ApiServerSettings) -> None:
-    """Serves until control ends the stream; leaves with code 2 and one sentence when the API server cannot open."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # control is told, and tells the API servers
+    """Serve until control ends the stream.
+
+    Exits with code 2 and a one-sentence message when the API server cannot listen.
+    """
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # control gets them and ends the API servers
         signal.signal(number, signal.SIG_IGN)
     name = f"coordinator.{settings.api_server_number}"
     run_process("coordinator", name, settings.coordinator.log, lambda: _serve(settings))
@@ -39,7 +49,7 @@ async def _serve(settings: ApiServerSettings) -> None:
 
 
 class ApiServer:
-    """One API server, and the stream to control that it lives by."""
+    """Serve the public API and keep the stream to control, which ends this server."""
 
     def __init__(self, settings: ApiServerSettings, channel: grpc.aio.Channel) -> None:
         self._settings = given = settings.coordinator
@@ -65,17 +75,17 @@ class ApiServer:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._public.reread_api_keys)
 
     async def run(self) -> None:
-        """Returns when control has ended the stream and the ports are closed."""
+        """Serve until control has ended the stream and the ports are closed."""
         try:
             await first_to_end(self._control.run(), self._open())
         finally:
             await self._public.stop()
 
     async def _open(self) -> None:
-        await self._control.changed.wait()  # what can be served is known
+        await self._control.changed.wait()  # the fleet's state is known
         await self._public.report()
         if self._settings.api_keys_file:
-            self._public.reread_api_keys()  # they may have changed while it could not be told
+            self._public.reread_api_keys()  # the keys may have changed before this server could be told
         self._public.listen()
         await self._public.start()
         self._control.opened()
@@ -86,7 +96,7 @@ class ApiServer:
                 self._tls.refresh()
 
     async def _changed(self) -> None:
-        """The fleet has, or it is time to look at the certificates again."""
+        """Apply a change of the fleet, or return after TLS_LOOK_S to check the certificates."""
         try:
             async with asyncio.timeout(TLS_LOOK_S):
                 await self._control.changed.wait()

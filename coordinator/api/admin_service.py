@@ -1,5 +1,4 @@
-"""What control answers over gRPC, whatever API server is asked: the service for operators, and the state of the
-fleet."""
+"""Serve the gRPC calls that control answers for every API server: Admin, and the status methods of Inference."""
 
 import asyncio
 import importlib.metadata
@@ -23,11 +22,11 @@ from serving_core.reasons import BAD_PARAM, DEADLINE_EXCEEDED
 
 logger = logging.getLogger(__name__)
 
-LOOK_S: Final = 0.1  # between two looks at what a node that drains has left
+LOOK_S: Final = 0.1  # between two checks of a draining node
 
 
 class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
-    """Serves Admin. Its methods raise RequestError; the interceptor turns it into a status."""
+    """Serve the Admin service. Methods raise RequestError, which the interceptor turns into a gRPC status."""
 
     def __init__(self, dispatcher: Dispatcher, overview: Overview) -> None:
         self._dispatcher = dispatcher
@@ -35,7 +34,8 @@ class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
         self._reshaping = asyncio.Lock()
 
     async def SetRole(self, request: inference_pb2.SetRoleRequest, _: Any) -> inference_pb2.SetRoleResponse:
-        """One after the other, so that each finds what the one before has made of the fleet."""
+        """Change the role or shape of a node. Calls run one after the other, so that each call sees the result of the
+        previous."""
         match request.WhichOneof("to"):
             case "role":
                 to: Any = request.role
@@ -52,8 +52,11 @@ class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
         return inference_pb2.SetRoleResponse(node=node.load)
 
     async def Drain(self, request: inference_pb2.DrainRequest, context: Any) -> None:
-        """Tells what is left, each time that it has changed, until nothing is. The node drains on without a listener:
-        every answer has its deadline. A role ends the drain, and so does the loss of the node."""
+        """Stream the number of requests left on a draining node, at each change, until none is left.
+
+        The node keeps draining when the client disconnects: every request has its deadline. A role change or the loss
+        of the node ends the drain.
+        """
         node = self._dispatcher.drain_node(request.node)
         told: int | None = None
         while told != 0:
@@ -70,7 +73,10 @@ class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
 
 
 class StatusService(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
-    """Its methods raise RequestError; the interceptor turns it into a status."""
+    """Serve the status methods of Inference.
+
+    Methods raise RequestError, which the interceptor turns into a gRPC status.
+    """
 
     def __init__(
         self, registry: Registry, tracker: Tracker, dispatcher: Dispatcher, metrics: Metrics, *, instance_id: str
@@ -88,7 +94,7 @@ class StatusService(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
         for request_id in request.request_ids:
             known = self._dispatcher.abort(request_id)
             (response.aborted if known else response.unknown).append(request_id)
-            await asyncio.sleep(0)  # others go on meanwhile
+            await asyncio.sleep(0)  # lets other calls run between two aborts
         return response
 
     async def GetServerInfo(self, _request: Any, _context: Any) -> inference_pb2.GetServerInfoResponse:
@@ -101,7 +107,7 @@ class StatusService(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
         )
 
     async def GetLoads(self, _request: Any, _context: Any) -> inference_pb2.GetLoadsResponse:
-        # Live are also answers that have ended but that nodes have yet to let go of: at 0 the fleet holds nothing.
+        # Requests that have ended but that nodes have yet to release count as live: at 0 the fleet holds nothing.
         loads = [self._tracker.load_of(node) for node in self._registry.nodes]
         return inference_pb2.GetLoadsResponse(
             nodes=loads, num_live_requests=self._tracker.num_open, slo_classes=self._metrics.attainment.to_wire()

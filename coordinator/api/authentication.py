@@ -1,4 +1,4 @@
-"""Lets only calls with the right secret through."""
+"""Authenticate HTTP and gRPC calls by bearer secrets."""
 
 import hashlib
 import secrets
@@ -13,7 +13,7 @@ from coordinator.api.statuses import Continuation, Handler, abort
 from serving_core.errors import RequestError
 from serving_core.reasons import UNAUTHENTICATED
 
-ASKER: Final = ContextVar("asker", default="")  # whose secret the call at hand has brought, where it has a name
+ASKER: Final = ContextVar("asker", default="")  # name of the holder of the current call's secret; empty without a name
 NO_API_KEY: Final = (
     "the API key is missing or wrong: --api-key or SPLITSERVE_API_KEY, sent as authorization: Bearer KEY"
 )
@@ -22,21 +22,24 @@ NO_FLEET_SECRET: Final = "the fleet secret is missing or wrong: SPLITSERVE_FLEET
 
 
 class BearerSecrets:
-    """Secrets that callers bring as `authorization: Bearer SECRET`; the scheme may be written in any case."""
+    """Hold the secrets that callers send as `authorization: Bearer SECRET`. The scheme is case-insensitive."""
 
     def __init__(self, holders: Mapping[str, str]) -> None:
-        """`holders` are the names of who has them, by secret; empty for no name."""
+        """Create the set from a map of secret to holder name; an empty string is no name."""
         self.replace(holders)
 
     def replace(self, holders: Mapping[str, str]) -> None:
-        """Others take their place."""
+        """Replace all secrets."""
         self._holders = {_digest(_normal(f"Bearer {secret}")): name for secret, name in holders.items()}
 
     def holder(self, authorizations: Iterable[str]) -> str | None:
-        """The name of who brings one of them; None for a stranger."""
+        """Return the holder name of the first matching secret among the header values, or None when none matches.
+
+        Comparison takes constant time.
+        """
         found = None
         for digest in [_digest(_normal(value)) for value in authorizations]:
-            # Digests are of one length, and all are compared: the time taken tells nothing.
+            # Digests have equal length and every known digest is compared, so that the time taken reveals nothing.
             for known, name in self._holders.items():
                 if secrets.compare_digest(digest, known):
                     found = name
@@ -44,12 +47,15 @@ class BearerSecrets:
 
 
 class BearerAuthentication(grpc.aio.ServerInterceptor):
-    """Asks every call for the metadata `authorization: Bearer SECRET`, and refuses others with the sentence. Health
-    checks are exempt, but for Watch, which lasts. A method that is not there is UNIMPLEMENTED for everyone, since the
-    secret would not help."""
+    """Refuse gRPC calls without the metadata `authorization: Bearer SECRET`.
+
+    Health checks need no secret, except Watch, which holds its call open. An unknown method is UNIMPLEMENTED for every
+    caller.
+    """
 
     def __init__(self, secrets: BearerSecrets, sentence: str, service: str = "") -> None:
-        """With a service, of the calls of that one alone."""
+        """Create the interceptor. With `service`, only the calls of that service need a secret; `sentence` is the
+        refusal."""
         self._secrets = secrets
         self._sentence = sentence
         self._prefix = f"/{service}/" if service else "/"
@@ -63,7 +69,7 @@ class BearerAuthentication(grpc.aio.ServerInterceptor):
         is_open = handler is None or not is_ours or details.method in OPEN_METHODS
         if is_open or self._admits(details.invocation_metadata):
             return handler
-        return grpc.stream_stream_rpc_method_handler(self._refuse)  # at once: nobody waits for the request
+        return grpc.stream_stream_rpc_method_handler(self._refuse)  # refused at once, without waiting for the request
 
     def _admits(self, metadata: Any) -> bool:
         holder = self._secrets.holder([value for key, value in metadata if key == "authorization"])
@@ -75,7 +81,7 @@ class BearerAuthentication(grpc.aio.ServerInterceptor):
 
 
 def _normal(authorization: str) -> str:
-    """RFC 9110, 11.1: a scheme without regard to case, blanks, and what it takes."""
+    """Normalize an authorization value: scheme in lower case, no blanks before the credentials (RFC 9110, 11.1)."""
     scheme, _, secret = authorization.partition(" ")
     return f"{scheme.lower()} {secret.lstrip(' ')}"
 

@@ -1,4 +1,4 @@
-"""How many connections each port may have, and which of them it keeps. Pure."""
+"""Limit the connections of each port and choose the connections to close. Performs no I/O."""
 
 import ipaddress
 from collections.abc import Hashable
@@ -9,26 +9,29 @@ from serving_core.errors import SettingsError
 
 C = TypeVar("C", bound=Hashable)
 
-IPV6_SITE_BITS = 64  # what one customer of a provider has at least: its addresses count as one peer
+IPV6_SITE_BITS = 64  # the smallest network that a provider assigns to one customer; counts as one peer
 
 
 class Connections(Generic[C]):
-    """Connections by peer, and which of them are idle, the one that has been so for longest first."""
+    """Track connections by peer, and the idle connections in the order in which they became idle."""
 
     def __init__(self, most: int, most_per_peer: int) -> None:
         self._most = most
         self._most_per_peer = most_per_peer
         self._peers: dict[C, str] = {}
         self._num_of: dict[str, int] = {}
-        self._idle: dict[C, None] = {}  # in order
-        self._idle_of: dict[str, dict[C, None]] = {}  # the same, by peer
+        self._idle: dict[C, None] = {}  # oldest first
+        self._idle_of: dict[str, dict[C, None]] = {}  # idle connections by peer
 
     def __len__(self) -> int:
         return len(self._peers)
 
     def add(self, connection: C, peer: str) -> C | None:
-        """Takes a new connection, which is idle. The one to be closed for it, if any, is forgotten already: the one
-        idle for longest, of the same peer where that has too many; the new one itself where no other is idle."""
+        """Add a new connection as idle and return the connection to close for it, which is removed already, or None.
+
+        The choice is the connection that has been idle longest, of the same peer if that peer has too many. The new
+        connection itself is returned when no other connection is idle.
+        """
         self._peers[connection] = peer
         self._num_of[peer] = self._num_of.get(peer, 0) + 1
         self.set_idle(connection)
@@ -42,13 +45,13 @@ class Connections(Generic[C]):
         return closed
 
     def set_idle(self, connection: C) -> None:
-        """It has nothing to do from now on, unless it had nothing before, or is forgotten."""
+        """Mark a connection as idle. Has no effect on an idle or unknown connection."""
         if (peer := self._peers.get(connection)) is not None:
             self._idle.setdefault(connection)
             self._idle_of.setdefault(peer, {}).setdefault(connection)
 
     def set_busy(self, connection: C) -> None:
-        """It must not be closed."""
+        """Mark a connection as busy, so that `add` does not choose it."""
         if connection in self._idle:
             del self._idle[connection]
             peer = self._peers[connection]
@@ -57,7 +60,7 @@ class Connections(Generic[C]):
                 del self._idle_of[peer]
 
     def remove(self, connection: C) -> None:
-        """Forgets it, unless that was done before."""
+        """Remove a connection. Has no effect on an unknown connection."""
         self.set_busy(connection)
         if (peer := self._peers.pop(connection, None)) is not None:
             self._num_of[peer] -= 1
@@ -66,7 +69,10 @@ class Connections(Generic[C]):
 
 
 def peer_of(host: str) -> str:
-    """Whom an address belongs to: of IPv6, a whole network does."""
+    """Return the peer that an address belongs to: the IPv4 address itself, or the /64 network of an IPv6 address.
+
+    A `host` that is no IP address is returned unchanged.
+    """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -78,24 +84,24 @@ def peer_of(host: str) -> str:
     return str(ipaddress.ip_network((address, IPV6_SITE_BITS), strict=False))
 
 
-# How many connections each port of the coordinator may have, so that none of them takes what the others need.
+# Caps of the coordinator's ports, so that no port takes the descriptors that another port needs.
 
-# Descriptors for what the process opens itself, and for connections that are turned away but not yet closed.
+# Descriptors for the files of the process itself, and for refused connections that are not closed yet.
 RESERVE: Final = 256
-FLEET_SHARE: Final = 8  # one in so many of the others is for nodes
+FLEET_SHARE: Final = 8  # one in FLEET_SHARE of the other connections is for nodes
 MAX_FLEET: Final = 1024
 LEAST_DESCRIPTORS: Final = 512
-GUARDED: Final = 3  # descriptors of one connection that goes through a guard (api/guard.py)
-SPARE: Final = 16  # connections at the HTTP port that calls may not take: somebody asks for /health
+GUARDED: Final = 3  # descriptors of one connection through a guard (api/guard.py)
+SPARE: Final = 16  # connections of the HTTP port that requests may not use, so that /health is reachable
 
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Most connections at a time."""
+    """Hold the largest number of simultaneous connections of each port."""
 
-    public: int  # of gRPC clients
+    public: int  # gRPC clients
     http: int
-    per_peer: int  # of one address, at either of these
+    per_peer: int  # from one address, at the gRPC or the HTTP port
     fleet: int
 
 
@@ -108,8 +114,12 @@ def connection_caps(
     guards_clients: bool = False,
     guards_nodes: bool = False,
 ) -> Caps:
-    """The caps within so many descriptors: as many for clients as are useful, unless a number is wanted (0: none is).
-    Guards stand before ports whose calls take a secret. Raises SettingsError when that is not possible."""
+    """Return the caps that fit into `num_descriptors` open files.
+
+    `useful` is the number of client connections to aim for, unless `wanted` sets one (0: unset). A guard stands before
+    each port whose calls take a secret and needs GUARDED descriptors a connection. Raises SettingsError when the caps
+    do not fit.
+    """
     if num_descriptors < LEAST_DESCRIPTORS:
         raise SettingsError(
             f"the limit of {num_descriptors} open files (ulimit -n) is too low: at least {LEAST_DESCRIPTORS} are needed"

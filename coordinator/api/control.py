@@ -1,6 +1,8 @@
-"""What an API server asks of control, which places and tracks. Where one process is both, it asks in place
-(LocalControl); each of several API servers is a process of its own and asks over a socket
-(coordinator/api/remote.py)."""
+"""Define what an API server asks of control, which places and tracks requests.
+
+LocalControl serves a coordinator of one process. With several API servers, each is a process that asks over a socket
+(coordinator/api/remote.py).
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -20,35 +22,35 @@ from coordinator.traces.carrier import CARRIER
 from protos import inference_pb2
 from serving_core.errors import RequestError
 
-if TYPE_CHECKING:  # what it imports is of an extra
+if TYPE_CHECKING:  # its imports need an extra
     from coordinator.traces.export import Traces
 
 
 class Control(Protocol):
-    """As one API server sees it."""
+    """Interface to control for one API server."""
 
     @property
     def num_live(self) -> int:
-        """Answers that are under way, or wait to be, at whatever API server."""
+        """Number of requests in flight or queued, over all API servers."""
 
     @property
     def is_serving(self) -> bool:
-        """What the health service says."""
+        """Whether the health service reports SERVING."""
 
     def capacity(self) -> Capacity:
-        """What can be asked for at this moment."""
+        """Return the current capacity of the fleet."""
 
     def why_not_ready(self) -> str:
-        """Why no request can be answered now; empty where one can."""
+        """Return why no request can be served at this moment; empty when requests can be served."""
 
     def is_ready(self, node_name: str) -> bool:
-        """Whether a node of this name is attached and ready."""
+        """Return whether a node of this name is attached and ready."""
 
     def recorded(self, record: CallRecord) -> AbstractContextManager[None]:
-        """Around a whole call, of which the record tells in the end what became of it."""
+        """Wrap a whole call; on exit the outcome in `record` is traced."""
 
     def refused(self, record: CallRecord, error: RequestError) -> None:
-        """The call could not begin."""
+        """Report a call that was refused before it began."""
 
     async def begin(
         self,
@@ -59,15 +61,17 @@ class Control(Protocol):
         deadline_s: float,
         record: CallRecord,
     ) -> Generation:
-        """Begins the answers of a call, with the limits that it asks for; `close` must follow. Raises RequestError, and
-        then nothing has begun."""
+        """Begin the outputs of a call under its SLO. `close` must follow.
+
+        Raises RequestError, in which case nothing has begun.
+        """
 
     def close(self, generation: Generation) -> None:
-        """The call is over, for whatever reason."""
+        """Release a call that has ended for any reason."""
 
 
 class LocalControl:
-    """Control in the same process."""
+    """Control in the same process as the API server."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Reads and writes the messages of a gRPC call, neither of which may take forever."""
+"""Read and write the messages of a gRPC call with deadlines."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ WRITE_TIMEOUT_S: Final = 30.0  # for a client that has stopped reading, at every
 
 
 async def read(context: Any) -> bytes:
-    """Return the one message of a call. Raises RequestError where it does not come in time, or there is none."""
+    """Return the one message of a call. Raises RequestError when no message comes within READ_TIMEOUT_S or at all."""
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
             message = await context.read()
@@ -29,8 +29,11 @@ async def read(context: Any) -> bytes:
 
 
 async def write(context: Any, response: Any) -> None:
-    """Hands a message to gRPC, which has room for it unless the client has stopped reading. Raises CancelledError when
-    it has for too long: gRPC still holds the message, and no status can follow it but the end of the connection."""
+    """Pass a message to gRPC, which blocks only while the client has stopped reading.
+
+    Raises CancelledError after WRITE_TIMEOUT_S: gRPC still holds the message, so that no status can follow and the
+    connection ends.
+    """
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
             await context.write(response)

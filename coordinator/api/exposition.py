@@ -1,7 +1,7 @@
-"""What /metrics says, in Prometheus' words.
+"""Render /metrics in the Prometheus text format.
 
-Every figure has a name of ours. Where vLLM has the same figure, it stands under vLLM's name too, out of the same
-counter and with vLLM's labels: `engine` is the node that says it, or COORDINATOR for what is measured here.
+Every figure has a SplitServe name. A figure that vLLM exports too also has vLLM's name and labels, from the same
+counter; `engine` is the reporting node, or COORDINATOR for figures measured by the coordinator.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ VLLM_PHASES: Final = {
 
 
 class Exposition(Collector):
-    """The figures of one coordinator, as they are when they are asked for."""
+    """Collect the figures of one coordinator at the time of each scrape."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Exposition(Collector):
         api_servers: Callable[[], Iterable[Figure]] = tuple,
         sheds: Sheds | None = None,
     ) -> None:
-        """`API servers` tells the figures of each, where there are several."""
+        """Create the collector. `api_servers` returns the figures of each API server process, if there are several."""
         self._metrics = metrics
         self._tracker = tracker
         self._registry = registry
@@ -61,7 +61,7 @@ class Exposition(Collector):
         self._process = ProcessCollector(registry=None)
 
     def render(self) -> bytes:
-        """The text of all figures, of type CONTENT_TYPE."""
+        """Return the text of all figures, of type CONTENT_TYPE."""
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -108,7 +108,7 @@ def _times(metrics: Metrics) -> Iterator[Figure]:
     yield figure("request_params_n", "Answers that a request asks for.", metrics.params_n, "request_params_n")
     help, name = "Most tokens of each answer that a request asks for.", "request_params_max_tokens"
     yield figure(name, help, metrics.params_max_tokens, name)
-    names = ("request_generation_tokens", "request_max_num_generation_tokens")  # each answer is a group of its own
+    names = ("request_generation_tokens", "request_max_num_generation_tokens")  # each sequence is a group of its own
     yield figure("request_generation_tokens", "Tokens of an answer.", metrics.answer_lengths, *names)
 
 
@@ -177,11 +177,11 @@ def _live(tracker: Tracker) -> Iterator[Figure]:
     yield one("nodes_needed", "Nodes that the load of now needs, for autoscalers.", tracker.num_nodes_needed)
 
 
-# ---- what vLLM tells under names of its own and we tell otherwise, so that its dashboards fill ----
+# ---- figures that vLLM has under other names, so that its dashboards fill ----
 
 
 def vllm_figures(metrics: Metrics, tracker: Tracker, nodes: Sequence[Node], *, is_path: bool) -> Iterator[Figure]:
-    """Their names are vLLM's, without its prefix."""
+    """Yield the figures that have no SplitServe name. Names omit vLLM's prefix."""
     ends = {**dict.fromkeys(FINISH_REASONS.values(), 0), **metrics.finished, "error": metrics.failed.total()}
     help = "Answers that have ended, those that failed too."
     yield counter("request_success", help, [({"finished_reason": reason}, count) for reason, count in ends.items()])
@@ -216,12 +216,15 @@ def _cache(node: Node) -> Labels:
     }
 
 
-# ---- what /metrics says of the nodes that are attached, out of their heartbeats ----
+# ---- figures of the attached nodes, from their heartbeats ----
 
 
 def node_figures(nodes: Sequence[Node], tracker: Tracker, *, is_path: bool) -> Iterator[Figure]:
-    """Counters of a node begin with its process, and are told once it has told them: a node that has just attached
-    again would seem to begin anew."""
+    """Yield the figures of the attached nodes.
+
+    Counters of a node start with its process and appear after its first report: otherwise a node that attaches again
+    would seem to start from zero.
+    """
     yield gauge("nodes", "Attached nodes.", [({"role": role}, sum(n.role == role for n in nodes)) for role in ROLES])
     yield gauge("ready", "1 while there are nodes for a request.", [({}, is_path)])
     help = "Kinds of attached nodes: with more than one, answers may differ in bits between nodes."
@@ -299,7 +302,7 @@ def _labels(node: Node) -> Labels:
 
 
 def _name(node: Node) -> Labels:
-    """Of what is counted: a role changes, and a rate would count twice what was counted in between."""
+    """Return the labels of a counter, without the role, whose change would count increments twice in a rate."""
     return {"node": node.name}
 
 
@@ -309,7 +312,7 @@ def _kv_usage(node: Node) -> float:
 
 
 def _step_tokens(load: NodeLoad) -> Histogram | None:
-    """As the node has counted them; None where it does not."""
+    """Return the node's histogram of tokens a step, or None when the node does not count them."""
     observed = Histogram(BATCH)
     if len(load.step_tokens) != len(observed.counts):
         return None

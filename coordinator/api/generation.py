@@ -1,5 +1,4 @@
-"""The answers of one Generate call on their way to its client: between a tracker that never waits and a reader who
-may be slow."""
+"""Buffer the outputs of one Generate call between the tracker, which never waits, and a client that may read slowly."""
 
 import asyncio
 from collections import deque
@@ -9,12 +8,12 @@ from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.reasons import SLOW_READER
 
-MAX_UNSENT_TOKENS: Final = 1024  # for each answer of the call
+MAX_UNSENT_TOKENS: Final = 1024  # for each output of the call
 MAX_CHUNK_TOKENS: Final = 64
 
 
 class Generation:
-    """The outbox of one call. Messages that the reader has not taken yet are joined where they follow each other."""
+    """Queue the messages of one call. Consecutive chunks of one output that the reader has not taken yet are joined."""
 
     def __init__(
         self,
@@ -25,8 +24,11 @@ class Generation:
         max_unsent_tokens: int = MAX_UNSENT_TOKENS,
         stream_interval: int = 1,
     ) -> None:
-        """`num_ended` of the answers have ended before: nothing comes of them. An answer's first tokens go out at once,
-        the others when they are `stream_interval`, or the last."""
+        """Create the queue. `num_ended` outputs have ended already and send nothing.
+
+        The first tokens of an output are sent at once, later tokens when there are `stream_interval` of them or the
+        output ends.
+        """
         self.request_id = request_id
         self.answer_ids = [f"{request_id}/{index}" for index in range(num_answers)]
         self._max_unsent_tokens = max_unsent_tokens * num_answers
@@ -34,14 +36,14 @@ class Generation:
         self._num_open = num_answers - num_ended
         self._unsent: deque[inference_pb2.GenerateResponse] = deque()
         self._stream_interval = stream_interval
-        self._begun = set[int]()  # answers of which something has gone out
-        self._held: dict[int, inference_pb2.Chunk] = {}  # too few tokens to go out, by answer
+        self._begun = set[int]()  # outputs of which a chunk has been queued
+        self._held: dict[int, inference_pb2.Chunk] = {}  # chunks with too few tokens to send, by output
         self._error: RequestError | None = None
         self._news = asyncio.Event()
-        self.embedding = b""  # where that is the answer: float32, little-endian
+        self.embedding = b""  # float32, little-endian, for an embedding request
 
     def push_chunk(self, index: int, chunk: inference_pb2.Chunk) -> None:
-        """Queues a chunk of one answer. Raises RequestError when the reader is too far behind."""
+        """Queue a chunk of one output. Raises RequestError when the unsent tokens exceed the limit."""
         self._num_unsent_tokens += len(chunk.token_ids)
         if self._num_unsent_tokens > self._max_unsent_tokens:
             message = f"the reader is {self._num_unsent_tokens} tokens behind, the limit is {self._max_unsent_tokens}"
@@ -56,13 +58,13 @@ class Generation:
             self._push_or_join(index, chunk)
 
     def push_complete(self, index: int, complete: inference_pb2.Complete) -> None:
-        """Queues the end of one answer."""
+        """Queue the end of one output."""
         self._num_open -= 1
         self._release(index)
         self._push(inference_pb2.GenerateResponse(request_id=self.request_id, index=index, complete=complete))
 
     def fail(self, error: RequestError) -> None:
-        """Ends the whole call with an error, after what is queued; a slow reader loses that too."""
+        """End the whole call with an error, after the queued messages; a slow reader loses the queued messages too."""
         if self._error is None:
             self._error = error
             for index in list(self._held):
@@ -73,11 +75,12 @@ class Generation:
 
     @property
     def num_unsent(self) -> int:
-        """Messages that the reader has yet to take."""
+        """Number of messages that the reader has yet to take."""
         return len(self._unsent)
 
     async def next(self) -> inference_pb2.GenerateResponse | None:
-        """The next message for the client; None when every answer has ended. Raises the RequestError of `fail`."""
+        """Return the next message for the client, or None when every output has ended. Raises the RequestError of
+        `fail`."""
         while not self._unsent:
             if self._error is not None:
                 raise self._error
@@ -90,7 +93,7 @@ class Generation:
         return response
 
     def _release(self, index: int) -> None:
-        """What was held of the answer goes out."""
+        """Queue the chunk that was too small to send."""
         if (chunk := self._held.pop(index, None)) is not None:
             self._push_or_join(index, chunk)
 
@@ -108,7 +111,7 @@ class Generation:
 
 
 def _append(chunk: inference_pb2.Chunk, more: inference_pb2.Chunk) -> None:
-    """Adds what follows the chunk to it."""
+    """Append the following chunk to `chunk` in place."""
     text, first_token_index = chunk.text + more.text, chunk.first_token_index
     chunk.MergeFrom(more)
     chunk.text, chunk.first_token_index = text, first_token_index

@@ -1,7 +1,7 @@
-"""A port that a gRPC server has: its own where nobody needs a key, else behind a guard.
+"""Open a port for a gRPC server: directly where no call needs a key, else behind a guard.
 
-Behind a guard it listens at an abstract socket: it is there whatever becomes of the folder for temporary files. Only
-Linux has those; elsewhere there is no guard.
+Behind a guard the server listens at an abstract socket, which does not depend on the folder for temporary files.
+Abstract sockets and therefore guards exist on Linux only.
 """
 
 import secrets
@@ -26,7 +26,7 @@ CLOSE_GRACE_S: Final = 1.0
 
 
 class GrpcPort:
-    """`listen`, then `start`; `stop` in any case."""
+    """One port of a gRPC server. Call `listen`, then `start`; call `stop` in any case."""
 
     def __init__(
         self,
@@ -38,7 +38,8 @@ class GrpcPort:
         max_connections: int,
         max_per_peer: int,
     ) -> None:
-        """With keys, which the server itself asks for too, what has none is held to the limits of the guard."""
+        """Create the port. With `keys`, a guard limits connections that have brought no key; the server checks keys
+        itself."""
         self._name = name
         self._server = server
         self._keys = keys
@@ -50,8 +51,10 @@ class GrpcPort:
     def listen(
         self, host: str, port: int, tls: ServerTls | None, *, verifies: bool = False, shares_port: bool = False
     ) -> int:
-        """The port listened on; 0 takes a free one. `verifies` has TLS ask every client for a certificate. Raises
-        SettingsError."""
+        """Listen and return the port number; 0 chooses a free port.
+
+        With `verifies`, TLS asks every client for a certificate. Raises SettingsError.
+        """
         if self._keys is None or sys.platform != "linux":
             return listen(self._server, host, port, tls.grpc_credentials(verifies=verifies) if tls else None)
         name = f"splitserve-{secrets.token_hex(16)}"
@@ -61,13 +64,13 @@ class GrpcPort:
         return number
 
     async def start(self) -> None:
-        """Serve from now on."""
+        """Start to serve."""
         await self._server.start()
         if self._guard is not None:
             self._guard.start()
 
     async def stop(self, grace_s: float) -> None:
-        """Close the port, and after a grace end all calls."""
+        """Close the port and end all calls after `grace_s`."""
         if self._guard is not None:
             self._guard.close()
         await self._server.stop(grace_s)
@@ -86,15 +89,17 @@ class GrpcPort:
         )
 
 
-# ---- what stock tools ask before they call: which services there are, and their messages ----
+# ---- gRPC reflection: services and their messages, which stock tools ask for before they call ----
 
 V1: Final = "grpc.reflection.v1.ServerReflection"
 VERSIONS: Final = (V1, reflection.SERVICE_NAME)
 
 
 def add_reflection(services: Collection[str], server: grpc.aio.Server) -> None:
-    """Answer for these services by their full names, and for reflection itself, in both versions of gRPC's protocol:
-    they differ in its name."""
+    """Register gRPC reflection for these full service names and for reflection itself.
+
+    Both versions of the protocol are served; they differ only in their name.
+    """
     _describe_v1()
     servicer = reflection.aio.ReflectionServicer((*services, *VERSIONS))
 
@@ -112,7 +117,7 @@ def add_reflection(services: Collection[str], server: grpc.aio.Server) -> None:
 
 
 def _describe_v1() -> None:
-    """Make the newer version known, of which grpcio-reflection has no description."""
+    """Register the descriptor of protocol v1, which grpcio-reflection does not include."""
     pool = descriptor_pool.Default()
     try:
         pool.FindServiceByName(V1)
@@ -124,6 +129,6 @@ def _describe_v1() -> None:
 
 
 async def _parsed(messages: AsyncIterable[bytes]) -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
-    """The requests. Raises RequestError for what is none, of which gRPC would tell the exception's text."""
+    """Yield the parsed requests. Raises RequestError for malformed bytes; gRPC would send the exception's text."""
     async for message in messages:
         yield parse(reflection_pb2.ServerReflectionRequest.FromString, message)

@@ -1,10 +1,10 @@
-"""Stands before a gRPC server whose calls take a key, and keeps strangers from what those with a key need.
+"""Protect a gRPC server whose calls take a key from clients without a key.
 
-gRPC reads whatever a client sends, counts and keeps it, before anybody can ask for the key, and knows no limit by
-address. So connections come in here, and what they send goes on to gRPC over a socket of this machine. Until a call
-of a connection has brought a key, what it sends is read along: a head has a limit, what has begun must end soon, and
-all that comes of one address without a key is held to an allowance. Afterwards nothing is looked at any more. gRPC
-itself refuses calls without a key, and answers those that need none.
+gRPC reads, counts and keeps whatever a client sends before the key can be checked, and has no limit by address. A guard
+accepts the connections instead and passes their bytes to gRPC over a local socket. Until a call of a connection has
+brought a key, the guard parses the bytes: a head has a size limit, each frame, head and request must end in time, and
+all bytes of one address without a key are held to an allowance. Afterwards the guard passes bytes unread. gRPC itself
+refuses calls without a key and answers calls that need none.
 """
 
 import asyncio
@@ -23,21 +23,22 @@ from coordinator.api.sheds import CROWDED, MALFORMED, OVER_ALLOWANCE, SLOW, Port
 from serving_core.descriptors import NONE_LEFT
 from serving_core.ports import listening_sockets
 
-# How much strangers may send: by peer, what it has left of an allowance that fills again. Pure: times come in.
+# Allowance of each peer without a key: a token bucket. Reads no clock; callers pass the time.
 
-MAX_PEERS: Final = 4096  # remembered, those that have sent something last
+MAX_PEERS: Final = 4096  # remembered; the peers that sent most recently
 
 
 class Allowances:
-    """Of each peer, as much as may come at once, and as much more each second."""
+    """Limit each peer to `most` at once and `per_s` more each second."""
 
     def __init__(self, most: float, per_s: float) -> None:
         self._most = most
         self._per_s = per_s
-        self._left: dict[str, tuple[float, float]] = {}  # what a peer had at which time; who sent last is last
+        self._left: dict[str, tuple[float, float]] = {}  # amount left and its time, by peer; most recent sender last
 
     def take(self, peer: str, amount: float, now: float) -> bool:
-        """Return whether the peer has this much, which is taken then, and else nothing."""
+        """Take `amount` from the peer's allowance and return True, or return False and take nothing when too little is
+        left."""
         left, then = self._left.pop(peer, (self._most, now))
         left = min(self._most, left + self._per_s * (now - then))
         has_enough = left >= amount
@@ -49,25 +50,27 @@ class Allowances:
 
 logger = logging.getLogger(__name__)
 
-PREFACE_TIMEOUT_S: Final = 5.0  # from connecting to the end of the TLS handshake, and as long to speak HTTP/2
-REQUEST_TIMEOUT_S: Final = 10.0  # for what a stranger has begun to send
-ALLOWED_BYTES: Final = 2**18  # of strangers of one address at once
+PREFACE_TIMEOUT_S: Final = 5.0  # for the TLS handshake, and again for the HTTP/2 preface
+REQUEST_TIMEOUT_S: Final = 10.0  # for a client without a key to finish a frame, head or request
+ALLOWED_BYTES: Final = 2**18  # at once, from clients of one address without a key
 ALLOWED_BYTES_PER_S: Final = 2**15
-BYTES_PER_HEAD, BYTES_PER_FRAME = 2**12, 2**9  # which each counts beside its own: so 8 calls a second
-FREE_BYTES: Final = MAX_HEAD_BYTES + 2**11  # of each connection before its first call, whatever its address has left
-PIECE_BYTES: Final = 2**10  # of what a stranger sends, that are read before the next look at its allowance
-IDLE_DIAL_S: Final = 1.0  # until gRPC takes a connection without a call, which most of a flood do not live for
+BYTES_PER_HEAD, BYTES_PER_FRAME = 2**12, 2**9  # added for each head and frame: allows 8 calls a second
+FREE_BYTES: Final = MAX_HEAD_BYTES + 2**11  # of each connection before its first call, beyond any allowance
+PIECE_BYTES: Final = 2**10  # of a client without a key, between two checks of its allowance
+IDLE_DIAL_S: Final = 1.0  # before gRPC takes a connection without a call; most connections of a flood end sooner
 DIAL_TIMEOUT_S: Final = 5.0
-FLUSH_S: Final = 10.0  # for a client to read what was sent to it last
+FLUSH_S: Final = 10.0  # for a client to read the last bytes sent to it
 BACKLOG: Final = 2048
 ACCEPTS_AT_ONCE: Final = 8
-ACCEPT_AGAIN_S: Final = 0.5  # where no descriptors were left
+ACCEPT_AGAIN_S: Final = 0.5  # when no descriptor is left
 SHED: Final = "connections without a key are closed at the {} port (%s), so that others can come in: see /metrics"
 
 
 class Guard:
-    """Of one port. Must be made on a running event loop. `listen`, `start`, then `close` and `wait_closed` in any
-    case."""
+    """Guard of one port. Must be created on a running event loop.
+
+    Call `listen`, `start`, then `close` and `wait_closed` in any case.
+    """
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class Guard:
         max_per_peer: int,
         tls: ssl.SSLContext | None,
     ) -> None:
-        """`port` is its name in figures; the gRPC server listens at the path of a unix socket."""
+        """Create the guard. `port` is the name in metrics; the gRPC server listens at the unix socket `server_path`."""
         self.secrets = secrets
         self.allowances = Allowances(ALLOWED_BYTES, ALLOWED_BYTES_PER_S)
         self.connections: Connections[_Client] = Connections(max_connections, max_per_peer)
@@ -89,31 +92,31 @@ class Guard:
         self._server_path = server_path
         self._sheds = PortSheds(sheds, port, SHED.format(port))
         self._sockets: list[socket.socket] = []
-        self._tasks: set[asyncio.Task[None]] = set()  # connections in the making
+        self._tasks: set[asyncio.Task[None]] = set()  # connections that are being made
         self._open: set[_Client] = set()
         self._is_empty = asyncio.Event()
 
     def listen(self, host: str, port: int, *, shares_port: bool = False) -> int:
-        """The port listened on; 0 takes a free one. Raises SettingsError."""
+        """Listen and return the port number; 0 chooses a free port. Raises SettingsError."""
         self._sockets = listening_sockets(host, port, shares_port=shares_port, backlog=BACKLOG)
         number: int = self._sockets[0].getsockname()[1]
         return number
 
     def start(self) -> None:
-        """Take connections from now on, after `listen`."""
+        """Start to accept connections. Requires `listen`."""
         for each in self._sockets:
             each.setblocking(False)
             self._loop.add_reader(each, self._accept, each)
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Stop accepting connections."""
         for each in self._sockets:
             self._loop.remove_reader(each)
             each.close()
         self._sockets.clear()
 
     async def wait_closed(self, grace_s: float) -> None:
-        """Let clients read what gRPC has sent them last, and then close the connections."""
+        """Wait up to `grace_s` until clients have read gRPC's last bytes, then close all connections."""
         if self._open:
             self._is_empty.clear()
             with suppress(TimeoutError):
@@ -125,14 +128,14 @@ class Guard:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Take some of those that have come: others have their turn before the next."""
+        """Accept up to ACCEPTS_AT_ONCE waiting connections, so that other callbacks run in between."""
         for _ in range(ACCEPTS_AT_ONCE):
             try:
                 accepted, address = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in NONE_LEFT:  # kept_spares says so in the log
+                if error.errno in NONE_LEFT:  # kept_spares logs this
                     self._loop.remove_reader(listener)
                     self._loop.call_later(ACCEPT_AGAIN_S, self._go_on, listener)
                 return
@@ -148,13 +151,13 @@ class Guard:
             self._loop.add_reader(listener, self._accept, listener)
 
     async def _make(self, client: "_Client", accepted: socket.socket) -> None:
-        """Shake hands, where that is to be done, before anything is read."""
+        """Complete the TLS handshake, if there is one, before any byte is read."""
         timeout_s = PREFACE_TIMEOUT_S if self._tls is not None else None
         try:
             await self._loop.connect_accepted_socket(
                 lambda: client, accepted, ssl=self._tls, ssl_handshake_timeout=timeout_s
             )
-        except (OSError, TimeoutError) as error:  # ssl.SSLError too
+        except (OSError, TimeoutError) as error:  # includes ssl.SSLError
             logger.debug("a connection could not be made: %s", error)
         finally:
             if client.transport is None:
@@ -162,29 +165,29 @@ class Guard:
                 self.closed(client)
 
     def closed(self, client: "_Client") -> None:
-        """Its connection has ended."""
+        """Forget a client whose connection has ended."""
         self._open.discard(client)
         self.connections.remove(client)
         if not self._open:
             self._is_empty.set()
 
     def count(self, reason: str) -> None:
-        """A connection is closed for this reason."""
+        """Count a connection that is closed for `reason`."""
         self._sheds.count(reason)
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Do this beside everything else."""
+        """Start a background task and keep it until its end."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def dial(self, client: "_Client") -> "_Server":
-        """A connection to the gRPC server for the client. Raises OSError or TimeoutError."""
+        """Return a connection to the gRPC server for the client. Raises OSError or TimeoutError."""
         ours = socket.socket(socket.AF_UNIX)
         try:
             ours.setblocking(False)
-            ours.connect(self._server_path)  # at once, or not at all: uvloop itself knows no abstract sockets
+            ours.connect(self._server_path)  # never blocks; uvloop does not support abstract sockets
             async with asyncio.timeout(DIAL_TIMEOUT_S):
                 _, server = await self._loop.create_unix_connection(lambda: _Server(client), sock=ours)
         except BaseException:
@@ -194,7 +197,7 @@ class Guard:
 
 
 class _End(asyncio.Protocol):
-    """One end of a connection. Reads no faster than the other end can send on."""
+    """One end of a connection, which reads no faster than the other end can send."""
 
     transport: asyncio.Transport | None = None
     other: "_End | None" = None
@@ -207,7 +210,7 @@ class _End(asyncio.Protocol):
             self.other.send(data)
 
     def send(self, data: bytes) -> None:
-        """Send this to the other side, unless the connection is at its end."""
+        """Send bytes to this end, unless its connection is closing."""
         if self.transport is not None and not self.transport.is_closing():
             self.transport.write(data)
 
@@ -224,7 +227,7 @@ class _End(asyncio.Protocol):
             self.other.finish()
 
     def finish(self) -> None:
-        """Close after what is still to be sent, which may take FLUSH_S."""
+        """Close after the buffered bytes are sent, which may take FLUSH_S."""
         if self.transport is not None and not self.transport.is_closing():
             self.transport.close()
             asyncio.get_running_loop().call_later(FLUSH_S, self.transport.abort)
@@ -236,22 +239,22 @@ class _End(asyncio.Protocol):
 
 
 class _Server(_End):
-    """The end at the gRPC server."""
+    """The end of the connection at the gRPC server."""
 
     def __init__(self, client: "_Client") -> None:
         self.other = client
 
 
 class _Client(_End):
-    """The end at the client, who is a stranger until it has brought a key."""
+    """The end of the connection at the client, which is untrusted until it has brought a key."""
 
     def __init__(self, guard: Guard, peer: str) -> None:
         self.peer = peer
         self.making: asyncio.Task[None] | None = None  # until there is a transport
         self._guard = guard
-        self._reader: HeadReader | None = HeadReader()  # of a stranger, and as long as there is something to leave out
+        self._reader: HeadReader | None = HeadReader()  # until a key and the SETTINGS acknowledgement
         self._is_known = False
-        self._num_bytes = 0  # that a stranger has sent, with what its frames count
+        self._num_bytes = 0  # sent without a key, including the cost of frames
         self._unsent: list[bytes] = []  # until gRPC has taken the connection
         self._is_dialing = False
         self._timer: asyncio.TimerHandle | None = None
@@ -272,14 +275,14 @@ class _Client(_End):
             self._reader = None
 
     def _pass_on(self, data: bytes) -> None:
-        """Send this to gRPC, or keep it for later where gRPC has yet to take the connection."""
+        """Send bytes to gRPC, or buffer them until gRPC has taken the connection."""
         if self.other is not None:
             self.other.send(data)
         else:
             self._unsent.append(data)
 
     def _dial_once(self) -> None:
-        """Have gRPC take the connection."""
+        """Start to connect to gRPC, unless that has begun."""
         if not self._is_dialing and self.transport is not None and not self.transport.is_closing():
             self._is_dialing = True
             self.transport.pause_reading()
@@ -291,14 +294,15 @@ class _Client(_End):
         super().connection_lost(exc)
 
     def shed(self, reason: str) -> None:
-        """Close the connection for the sake of others."""
+        """Close the connection at once and count `reason`."""
         self._guard.count(reason)
         if self.transport is None and self.making is not None:
             self.making.cancel()
         self.abort()
 
     def _read(self, data: bytes, reader: HeadReader) -> bool:
-        """Pass on what the client may send; whether that is all. A connection that is closed is read no further."""
+        """Pass on the bytes that the client may send. Return False when the connection is closed and must not be read
+        further."""
         if self.transport is None or self.transport.is_closing():
             return False
         had_preface, before = reader.has_preface, _cost(reader)
@@ -326,13 +330,13 @@ class _Client(_End):
         return True
 
     def _turn_away(self) -> None:
-        """Tell a client that speaks something else what is spoken here: one that wants TLS hears that there is none."""
+        """Send an empty SETTINGS frame and close, so that a client of another protocol, TLS included, fails at once."""
         self._guard.count(MALFORMED)
         self.send(EMPTY_SETTINGS)
         self.finish()
 
     def _admits(self, num_bytes: int, reader: HeadReader, before: int) -> bool:
-        """Whether a stranger may have sent this."""
+        """Return whether the allowance covers these bytes; close the connection otherwise."""
         amount = num_bytes + _cost(reader) - before
         self._num_bytes += amount
         has_enough = self._guard.allowances.take(self.peer, amount, time.monotonic())
@@ -369,5 +373,5 @@ class _Client(_End):
 
 
 def _cost(reader: HeadReader) -> int:
-    """What has been read counts so many bytes beside its own."""
+    """Return the bytes that the heads and frames read count beside their length."""
     return BYTES_PER_HEAD * reader.num_heads + BYTES_PER_FRAME * reader.num_frames

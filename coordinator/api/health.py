@@ -1,4 +1,4 @@
-"""gRPC's health service, as the coordinator's ports have it."""
+"""Serve gRPC's health protocol at the coordinator's ports."""
 
 from typing import Any, Final
 
@@ -7,20 +7,20 @@ from grpc_health.v1 import health, health_pb2
 from protos import inference_pb2
 
 INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-OPEN_METHODS: Final = {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List"}  # that need no key
-OVERALL: Final = ""  # the name of the whole server
+OPEN_METHODS: Final = {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List"}  # need no key
+OVERALL: Final = ""  # the name of the server as a whole
 _Reply: Final = health_pb2.HealthCheckResponse
 
 
 class HealthService(health.aio.HealthServicer):  # type: ignore[misc]
-    """Says whether requests can be answered, as the service Inference; the server as a whole always serves."""
+    """Report whether requests can be served, as the status of Inference. The server as a whole is always SERVING."""
 
     def __init__(self) -> None:
         super().__init__()
         self._statuses = {OVERALL: _Reply.SERVING}
 
     async def report(self, *, is_serving: bool) -> None:
-        """Take what is so from now on."""
+        """Set the status of Inference."""
         status = _Reply.SERVING if is_serving else _Reply.NOT_SERVING
         self._statuses[INFERENCE] = status
         await self.set(INFERENCE, status)

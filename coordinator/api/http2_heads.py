@@ -1,9 +1,9 @@
-"""Reads what an HTTP/2 client sends as far as it tells who the client is: the heads of its calls. Pure.
+"""Parse the heads of HTTP/2 calls, to find the client's key. Performs no I/O.
 
-Only as much is kept as a head may have. What is wrong beyond that is left to the server behind.
+The parser keeps at most the bytes that a head may have, and leaves all other checks to the server behind.
 
-A client may wait for the SETTINGS of its server before its first call. So it gets some at once, before there is a
-server, and its acknowledgement of those is left out of what passes on.
+A client may wait for the server's SETTINGS before its first call. The client therefore gets an empty SETTINGS frame
+before the server is connected, and its acknowledgement of that frame is not passed on.
 """
 
 import logging
@@ -12,11 +12,11 @@ from typing import Final, NamedTuple
 from hpack import Decoder
 from hpack.exceptions import HPACKError
 
-logging.getLogger("hpack").setLevel(logging.WARNING)  # it would log whatever it reads, keys too
+logging.getLogger("hpack").setLevel(logging.WARNING)  # it would log all heads, keys included
 
-PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # what every HTTP/2 client says first: RFC 9113, 3.4
-MAX_HEAD_BYTES: Final = 2**14  # of a head, as it is sent and as it is read: what gRPC takes at most
-MAX_OPEN_CALLS: Final = 100  # whose requests have not ended
+PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # first bytes of every HTTP/2 client: RFC 9113, 3.4
+MAX_HEAD_BYTES: Final = 2**14  # of a head, compressed and decompressed: gRPC's own limit
+MAX_OPEN_CALLS: Final = 100  # calls whose requests have not ended
 
 EMPTY_SETTINGS: Final = b"\0\0\0\4\0\0\0\0\0"  # a whole frame, for the client
 
@@ -28,45 +28,45 @@ _PRIORITY_BYTES: Final = 5
 
 
 class BadHead(Exception):
-    """The client does not speak HTTP/2, or its head or the calls that it has open are beyond a limit."""
+    """The client does not speak HTTP/2, or its head or its number of open calls exceeds a limit."""
 
 
 class Read(NamedTuple):
-    """What has come of some bytes."""
+    """Result of parsing some bytes."""
 
-    passed: bytes  # what goes on to the server
-    authorizations: list[str]  # values of `authorization` in the heads that ended
+    passed: bytes  # bytes for the server
+    authorizations: list[str]  # values of `authorization` in the heads that have ended
 
 
 class HeadReader:
-    """Of one connection."""
+    """Parser of one connection."""
 
     def __init__(self) -> None:
         self.has_acknowledged = False  # EMPTY_SETTINGS
         self.num_frames = self.num_heads = 0
         self.has_preface = False
         self._decoder = Decoder(max_header_list_size=MAX_HEAD_BYTES)
-        self._unread = bytearray()  # of the preface, or of a frame of which the rest has yet to come
-        self._num_to_skip = 0  # bytes of a frame that tells nothing
-        self._head: bytearray | None = None  # that has begun
+        self._unread = bytearray()  # part of the preface or of an incomplete frame
+        self._num_to_skip = 0  # remaining bytes of a frame that is not parsed
+        self._head: bytearray | None = None  # incomplete head
         self._open: set[int] = set()  # calls whose requests have not ended
         self._trusts = False
 
     def trust(self) -> None:
-        """Read no more heads: what remains to be found is the acknowledgement."""
+        """Stop parsing heads; only the acknowledgement of the SETTINGS is still looked for."""
         self._trusts = True
 
     def rest(self) -> bytes:
-        """Return what has yet to pass, when nothing more is to be read."""
+        """Return the bytes that are not passed on yet, when parsing ends."""
         return bytes(self._unread)
 
     @property
     def is_between_calls(self) -> bool:
-        """Whether nothing is owed that has begun: no frame, no head and no request."""
+        """Whether no frame, head or request is incomplete."""
         return self.has_preface and not (self._unread or self._num_to_skip or self._head is not None or self._open)
 
     def feed(self, data: bytes) -> Read:
-        """Read what comes next. A head passes when it is whole. Raises BadHead."""
+        """Parse the next bytes. A head is passed on when it is complete. Raises BadHead."""
         self._unread += data
         preface = b""
         if not self.has_preface:
@@ -116,7 +116,7 @@ class HeadReader:
         return Read(bytes(passed), found)
 
     def _check_order(self, kind: int) -> None:
-        """A head that has begun comes to its end before anything else: RFC 9113, 6.10."""
+        """Check that nothing but CONTINUATION frames follows an incomplete head: RFC 9113, 6.10."""
         if (kind == _CONTINUATION) is not (self._head is not None):
             raise BadHead("its frames are out of order")
 
@@ -144,7 +144,7 @@ class HeadReader:
         return [bytes(value).decode("latin-1") for name, value in pairs if name == b"authorization"]
 
     def _note_end(self, kind: int, flags: int, stream: int) -> None:
-        """Note whether the request of a call has ended, or is to come."""
+        """Note that the request of a call has begun or ended."""
         if kind == _RST_STREAM or (kind in (_DATA, _HEADERS) and flags & _END_STREAM):
             self._open.discard(stream)
         elif kind == _HEADERS:
@@ -154,7 +154,7 @@ class HeadReader:
 
 
 def _fragment(flags: int, payload: bytes) -> bytes:
-    """The part of a HEADERS frame that is of the head. Raises BadHead."""
+    """Return the header block fragment of a HEADERS frame. Raises BadHead."""
     start, end = 0, len(payload)
     if flags & _PADDED:
         start, end = 1, end - (payload[0] if payload else 0)

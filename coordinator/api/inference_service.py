@@ -1,4 +1,4 @@
-"""The public gRPC service."""
+"""Serve the public gRPC service Inference."""
 
 import secrets
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from serving_core.telemetry import CURRENT_REQUEST
 
 
 class Status(Protocol):
-    """What control answers; a stub of the same service does too."""
+    """Methods that control answers. A gRPC stub of Inference fits too."""
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Any) -> inference_pb2.AbortResponse: ...
     async def GetServerInfo(self, request: Any, context: Any) -> inference_pb2.GetServerInfoResponse: ...
@@ -21,7 +21,7 @@ class Status(Protocol):
 
 
 class InferenceService:
-    """Serves Inference. Its methods raise RequestError; the interceptor turns it into a status."""
+    """Serve Inference. Methods raise RequestError, which the interceptor turns into a gRPC status."""
 
     def __init__(self, preprocessor: Preprocessor, status: Status) -> None:
         self._preprocessor = preprocessor
@@ -35,14 +35,14 @@ class InferenceService:
         CARRIER.set(carrier_of(context.invocation_metadata()))
         if warning := self._preprocessor.unknown_fields.check(unknown_in_message(request)):
             context.set_trailing_metadata(((WARNING_HEADER, warning),))
-        # A client that is gone shows as one of several exceptions, cancellation among them.
+        # A disconnected client shows as one of several exceptions, cancellation among them.
         async with self._preprocessor.answer(request, context.time_remaining()) as call:
             await context.send_initial_metadata(self._terms(request.model, call))
             while (response := await call.generation.next()) is not None:
                 await write(context, response)
 
     def _terms(self, model: str, call: Call) -> tuple[tuple[str, str | bytes], ...]:
-        """What a client that goes on with the answers at another server has to know of this call."""
+        """Return the initial metadata that a client needs to resume the outputs at another server."""
         name = model or self._preprocessor.model.name
         return (MODEL_HEADER, name.encode()), (MAX_TOKENS_HEADER, str(call.max_tokens))
 

@@ -1,5 +1,4 @@
-"""Between our own types and what an API server and control tell each other (protos/api_servers.proto), and how it is
-written."""
+"""Convert between own types and the messages of protos/api_servers.proto, and frame those messages on a socket."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from protos import api_servers_pb2, inference_pb2
 from protos.convert import pooling_from_wire, pooling_to_wire, sampling_from_wire, sampling_to_wire
 from serving_core.errors import RequestError
 
-ASKED: Final = ".asked"  # behind the path of control's socket: of the one where it answers single questions, over gRPC
+ASKED: Final = ".asked"  # suffix of control's socket path: the socket of its unary gRPC calls
 
 
 def error_to_wire(error: RequestError) -> api_servers_pb2.ApiServerError:
@@ -57,7 +56,7 @@ def call_to_wire(
     begun_s: float,
     deadline_s: float,
 ) -> api_servers_pb2.NewCall:
-    """What control has to know of a call; its text stays at the API server."""
+    """Return the message that announces a call to control. Text and stop strings stay at the API server."""
     call = api_servers_pb2.NewCall(
         number=number,
         info=info,
@@ -91,7 +90,7 @@ def call_to_wire(
 
 
 def plan_from_wire(wire: api_servers_pb2.NewCall) -> tuple[AnswerPlan, list[SoFar]]:
-    """The inverse of call_to_wire, as far as control has a use for it."""
+    """Return the plan and the resumed outputs of a call: inverse of call_to_wire for the fields that control uses."""
     sampling = sampling_from_wire(wire.sampling_params, wire.grammar)
     plan = AnswerPlan(
         wire.info.request_id,
@@ -112,7 +111,7 @@ def plan_from_wire(wire: api_servers_pb2.NewCall) -> tuple[AnswerPlan, list[SoFa
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What an API server knows of the fleet."""
+    """State of the fleet as an API server knows it."""
 
     capacity: Capacity = field(default_factory=lambda: Capacity(None, None, None, None))
     is_serving: bool = False
@@ -151,15 +150,18 @@ def situation_from_wire(wire: api_servers_pb2.FleetState) -> Situation:
     return Situation(capacity, wire.is_serving, wire.why_not_ready, frozenset(wire.ready_nodes), wire.num_live)
 
 
-# Messages over a byte stream between an API server and control: the length of each, in 4 bytes, then its bytes. A
-# fraction of what gRPC takes for a message, of which there are two for each step of a node.
+# Framing of messages on the byte stream between an API server and control: a length of 4 bytes, then the message. This
+# costs a fraction of a gRPC message, and each step of a node takes two messages.
 
 MAX_FRAME_BYTES: Final = 2**28
 HEAD_BYTES: Final = 4
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """The next message; None at the end. Raises ConnectionError where it breaks off or cannot be one."""
+    """Return the next message, or None at the end of the stream.
+
+    Raises ConnectionError when the stream ends within a message or the length exceeds MAX_FRAME_BYTES.
+    """
     head = b""
     try:
         head = await reader.readexactly(HEAD_BYTES)
@@ -174,5 +176,5 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
 
 
 def framed(message: bytes) -> bytes:
-    """What to write so that the other side reads it."""
+    """Return the message with its length prefix."""
     return len(message).to_bytes(HEAD_BYTES) + message

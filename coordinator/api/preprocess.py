@@ -1,4 +1,4 @@
-"""Preprocessing of a request, whichever API it comes by: validate, render, tokenize, plan, submit."""
+"""Preprocess a request of any API: validate, render, tokenize, plan and submit."""
 
 import asyncio
 import time
@@ -53,14 +53,14 @@ from serving_core.requests import Pooling, Request, SamplingParams, finish_reaso
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the coordinator knows of the model. Clients may call it by any of its names; the first is its own."""
+    """Model as the coordinator serves it. Clients may use any of its names; the first name is the primary one."""
 
     names: Sequence[str]
     config: ModelConfig
     tokenizer: Tokenizer
     answer_format: AnswerFormat
     structures: Structures
-    max_model_len: int  # before the nodes have their say
+    max_model_len: int  # before the limits of the nodes
     sampling_defaults: inference_pb2.SamplingParams
 
     @property
@@ -68,13 +68,13 @@ class ServedModel:
         return self.names[0]
 
     def name_in_answers(self, asked: str) -> str:
-        """The model's own, unless an adapter was asked for."""
+        """Return the model name for a response: the requested adapter's, else the primary name."""
         return asked if asked and asked not in self.names else self.name
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request that is being answered: its prompt as token ids, the answers as they come, and how long each may be."""
+    """A request in flight: prompt token ids, the outputs as they come, and the largest length of each output."""
 
     prompt: list[int]
     generation: Generation
@@ -83,7 +83,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that can begin. Its answers end at the deadline."""
+    """A request that can begin. Its outputs end at the deadline."""
 
     request: inference_pb2.GenerateRequest
     plan: AnswerPlan
@@ -94,14 +94,14 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """An embedding, as float32, little-endian, and the end of the request for it."""
+    """An embedding as little-endian float32 bytes, and the Complete message of its request."""
 
     vector: bytes
     complete: inference_pb2.Complete
 
 
 class Preprocessor:
-    """Preprocesses the requests of both APIs, gRPC and HTTP."""
+    """Preprocess the requests of both APIs, gRPC and HTTP."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Preprocessor:
         strict_fields: bool,
         max_answers: int,
     ) -> None:
-        """`max_answers` may be in flight at once, of all clients."""
+        """Create the preprocessor. `max_answers` is the largest number of sequences in flight, over all clients."""
         self.model = model
         self.max_answers = max_answers
         self.unknown_fields = UnknownFields(strict=strict_fields)
@@ -125,8 +125,11 @@ class Preprocessor:
     async def answer(
         self, request: inference_pb2.GenerateRequest, remaining_s: float | None = None
     ) -> AsyncIterator[Call]:
-        """Begins the answers of a request that has an id. They end within remaining_s, and when the block is left,
-        however it is left. Raises RequestError before the block when nothing can begin."""
+        """Begin the outputs of a request that has an id, and yield the call.
+
+        The outputs end within `remaining_s` seconds and in any case when the block is left. Raises RequestError before
+        the block when nothing can begin.
+        """
         async with self.prepared(request, remaining_s) as prepared, self.begun(prepared) as call:
             yield call
 
@@ -137,15 +140,17 @@ class Preprocessor:
         remaining_s: float | None = None,
         terms: Terms = USUAL,
     ) -> AsyncIterator[Prepared]:
-        """What `answer` does before it begins, so that several requests of a call can begin at once, or none. Raises
-        RequestError before the block."""
+        """Do the first half of `answer`: prepare a request without beginning it.
+
+        Lets several requests of one call begin together or not at all. Raises RequestError before the block.
+        """
         operation = "chat" if request.HasField("chat") else "text_completion"
         with self._recorded(request.request_id, operation, request.model) as record:
             yield await self._prepare(request, remaining_s, terms, record)
 
     @asynccontextmanager
     async def begun(self, prepared: Prepared) -> AsyncIterator[Call]:
-        """The rest of it, within the block of `prepared`. Raises RequestError before its own."""
+        """Do the second half of `answer`, within the block of `prepared`. Raises RequestError before the block."""
         plan, record, begun_s = prepared.plan, prepared.record, time.monotonic()
         with self.noting_refusal(record):
             generation = await self._control.begin(
@@ -183,7 +188,7 @@ class Preprocessor:
             plan = plan_answers(request, prompt, limits, self._defaults(terms.default_max_tokens), grammar, spelled)
             plan = replace(plan, num_behind=num_answers - len(plan.samplings))
             so_far = read_so_far(request, plan, limits, self.model.config.eos_token_ids)
-            after = prompt if grammar or not _begins_a_text(request) else ()  # a grammar counts its first blank
+            after = prompt if grammar or not _begins_a_text(request) else ()  # a grammar counts the first blank
             beginnings = [await self._beginning(plan, each, after) for each in so_far]
         return Prepared(request, plan, beginnings, record.arrived_s + timeout_s, record)
 
@@ -196,7 +201,7 @@ class Preprocessor:
         return replace(limits, least_answer_tokens=0) if terms.drops_answers else limits
 
     def _defaults(self, max_tokens: int | None) -> inference_pb2.SamplingParams:
-        """The model's own, but for max_tokens where it is given."""
+        """Return the model's sampling defaults, with `max_tokens` replaced if given."""
         if max_tokens is None:
             return self.model.sampling_defaults
         defaults = inference_pb2.SamplingParams()
@@ -206,7 +211,7 @@ class Preprocessor:
 
     @contextmanager
     def _recorded(self, request_id: str, operation: str, model: str) -> Iterator[CallRecord]:
-        """What is written down of a call that has come; its trace ends when the block is left, however it is left."""
+        """Yield the record of a call that has arrived; its trace ends when the block is left."""
         arrived_s = time.monotonic()
         record = CallRecord(
             request_id, ASKER.get(), operation=operation, model=model or self.model.name, arrived_s=arrived_s
@@ -219,7 +224,7 @@ class Preprocessor:
                 raise
 
     async def embed(self, request: inference_pb2.EmbedRequest, remaining_s: float | None = None) -> Embedding:
-        """The embedding that a request with an id asks for, within remaining_s. Raises RequestError."""
+        """Return the embedding for a request that has an id, within `remaining_s` seconds. Raises RequestError."""
         with self._recorded(request.request_id, "embeddings", request.model) as record:
             generation = await self._begin_embedding(request, remaining_s, record)
             try:
@@ -253,17 +258,17 @@ class Preprocessor:
 
     @property
     def adapters(self) -> Sequence[str]:
-        """The LoRA adapters that requests may name as their model."""
+        """Names of the LoRA adapters that requests may give as their model."""
         return self._control.capacity().adapters or ()
 
     @property
     def num_live(self) -> int:
-        """Answers that are under way, or wait to be."""
+        """Number of requests in flight or queued."""
         return self._control.num_live
 
     @contextmanager
     def noting_refusal(self, record: CallRecord) -> Iterator[None]:
-        """Around what must succeed before a request can begin."""
+        """Report a RequestError raised inside the block as a refusal, and re-raise it."""
         try:
             yield
         except RequestError as error:
@@ -271,16 +276,18 @@ class Preprocessor:
             raise
 
     def why_not_ready(self) -> str:
-        """Why no request can be answered now; empty where one can."""
+        """Return why no request can be served at this moment; empty when requests can be served."""
         return self._control.why_not_ready()
 
     def is_ready(self, node_name: str) -> bool:
-        """Whether a node of this name is attached and ready."""
+        """Return whether a node of this name is attached and ready."""
         return self._control.is_ready(node_name)
 
     async def _beginning(self, plan: AnswerPlan, so_far: SoFar, after: Sequence[int]) -> tuple[SoFar, AnswerText]:
-        """The text that an answer goes on with, itself behind that of the tokens `after`. A stop string in what there
-        is of it is its end."""
+        """Return the resumed state of an output and its text, which follows the text of the tokens `after`.
+
+        A stop string in the resumed text ends the output.
+        """
         skips = plan.text.skip_special_tokens
         detokenizer = self.model.tokenizer.detokenizer(skip_special_tokens=skips, after=after)
         text = AnswerText(detokenizer, plan.text)
@@ -291,7 +298,7 @@ class Preprocessor:
         return so_far, text
 
     def limits(self) -> Limits:
-        """What can be served at this moment."""
+        """Return the current limits for requests: those of the fleet and of the model."""
         there, own = self._control.capacity(), self.model.max_model_len
         return Limits(
             served_model_names=self.model.names,
@@ -308,43 +315,43 @@ class Preprocessor:
 
 
 def _begins_a_text(request: inference_pb2.GenerateRequest) -> bool:
-    """Whether the answer is a text of its own, and does not go on with the prompt's."""
+    """Return whether the output is a text of its own instead of a continuation of the prompt's text."""
     return request.HasField("chat") and not request.chat.continue_final_message
 
 
-# ---- Words that an answer is not to have, as the tokens that spell them ----
+# ---- Bad words, as the token sequences that spell them ----
 
 _LIMIT = TokenLimit(MAX_BAD_WORD_CHARS, lambda fewest: bad("bad_words", f"has one of at least {fewest} tokens"))
 
 
 async def spellings(tokenizer: Tokenizer, words: Sequence[str]) -> Collection[tuple[int, ...]]:
-    """Of each word at a beginning, and behind a space."""
+    """Return the token sequences of each word at the start of a text and behind a space."""
     texts = dict.fromkeys(text for word in words for text in (word, f" {word.lstrip()}"))
     runs = [await tokenizer.encode(text, _LIMIT, add_special_tokens=False) for text in texts]
     return dict.fromkeys(tuple(run) for run in runs if run)
 
 
-# ---- what a client may ask of embeddings: checked before any node hears of it ----
+# ---- Requests for embeddings: checked before any node gets them ----
 
 NO_ANSWERS: Final = "the model makes embeddings, and writes no answers"
 NO_EMBEDDINGS: Final = "the model writes answers, and makes no embeddings unless it is served with --runner pooling"
 
 
 def check_writes(config: ModelConfig) -> None:
-    """Raises RequestError where a model makes embeddings alone."""
+    """Raise RequestError if the model only makes embeddings."""
     if config.embedder is not None:
         raise RequestError(BAD_PARAM, NO_ANSWERS, field="model")
 
 
 def embedder_of(config: ModelConfig) -> Embedder:
-    """Raises RequestError where a model is there to write answers."""
+    """Return the model's embedder settings. Raises RequestError if the model generates text."""
     if config.embedder is None:
         raise RequestError(BAD_PARAM, NO_EMBEDDINGS, field="model")
     return config.embedder
 
 
 def as_question(request: EmbedRequest) -> GenerateRequest:
-    """What a request for an embedding has in common with one for an answer."""
+    """Return a GenerateRequest with the fields that an embedding request has in common with it."""
     question = GenerateRequest(request_id=request.request_id, model=request.model, cache_salt=request.cache_salt)
     match request.WhichOneof("input"):
         case "text":
@@ -358,7 +365,7 @@ def as_question(request: EmbedRequest) -> GenerateRequest:
 
 
 def most_kept(request: EmbedRequest, limits: Limits) -> int | None:
-    """To how many tokens a longer input is cut; None: it is not."""
+    """Return the number of tokens to which a longer input is truncated, or None without truncation."""
     if not request.HasField("truncate_prompt_tokens"):
         return None
     most, room = request.truncate_prompt_tokens, prompt_limit(limits).most
@@ -366,7 +373,7 @@ def most_kept(request: EmbedRequest, limits: Limits) -> int | None:
 
 
 def plan_embedding(request: EmbedRequest, prompt: list[int], limits: Limits, config: ModelConfig) -> AnswerPlan:
-    """Checks everything that was not checked before, and fills in what the client left open. Raises RequestError."""
+    """Check the tokenized request and return its plan, with defaults filled in. Raises RequestError."""
     if not prompt:
         raise bad("input", "is empty: an embedding needs at least one token")
     check_prompt_length(len(prompt), limits)
@@ -383,7 +390,7 @@ def plan_embedding(request: EmbedRequest, prompt: list[int], limits: Limits, con
 
 
 def pooling_of(request: EmbedRequest, config: ModelConfig) -> Pooling:
-    """How the embedding is made that a request asks for. Raises RequestError."""
+    """Return the pooling that the request asks for. Raises RequestError."""
     embedder = embedder_of(config)
     normalizes = request.normalize if request.HasField("normalize") else embedder.normalizes
     if not request.HasField("dimensions") or request.dimensions == config.hidden_size:
@@ -399,14 +406,14 @@ def pooling_of(request: EmbedRequest, config: ModelConfig) -> Pooling:
     return Pooling(embedder.kind, normalizes, asked)
 
 
-# Answers that go on where an earlier call of their client broke off: what may be asked of them. Nothing is kept of an
-# earlier call, which another run of the server may have had: its client tells what it has.
+# Resumed outputs: a client continues outputs of an earlier, broken call. The server keeps nothing of that call, which
+# may have run in another process; the client sends the tokens that it has.
 
 MAX_SINCE_FIRST_S: Final = 86_400.0
 
 
 def check_counts(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
-    """Checks what can be told before the prompt is tokenized. Raises RequestError."""
+    """Check the lengths of `so_far`, before the prompt is tokenized. Raises RequestError."""
     for each in request.so_far:
         check_count("so_far.token_ids", len(each.token_ids), limits.max_model_len)
 
@@ -414,7 +421,7 @@ def check_counts(request: inference_pb2.GenerateRequest, limits: Limits) -> None
 def read_so_far(
     request: inference_pb2.GenerateRequest, plan: AnswerPlan, limits: Limits, eos_token_ids: Sequence[int]
 ) -> tuple[SoFar, ...]:
-    """What the client has of each answer of the plan. Raises RequestError."""
+    """Return what the client has of each output of the plan. Raises RequestError."""
     if not request.so_far:
         return (NOTHING,) * len(plan.samplings)
     if len(request.so_far) != len(plan.samplings):
@@ -436,7 +443,7 @@ def _check(each: inference_pb2.AnswerSoFar, sampling: SamplingParams, limits: Li
         problem = f"has {len(each.token_ids)} tokens of an answer, over max_tokens ({sampling.max_tokens})"
         raise bad("so_far", problem)
     check_token_ids("so_far", each.token_ids, limits)
-    if not 0 <= each.since_first_s <= MAX_SINCE_FIRST_S:  # NaN is not
+    if not 0 <= each.since_first_s <= MAX_SINCE_FIRST_S:  # refuses NaN too
         problem = f"has since_first_s of {each.since_first_s:g}, which must be within [0, {MAX_SINCE_FIRST_S:g}]"
         raise bad("so_far", problem)
 
@@ -444,7 +451,7 @@ def _check(each: inference_pb2.AnswerSoFar, sampling: SamplingParams, limits: Li
 def _finish_reason(
     prompt: Sequence[int], token_ids: Sequence[int], sampling: SamplingParams, eos_token_ids: Sequence[int]
 ) -> inference_pb2.FinishReason:
-    """How the last token ends the answer, as a node would say."""
+    """Return how the last token ends the output, by the same rule as a node."""
     if not token_ids:
         return inference_pb2.FINISH_REASON_UNSPECIFIED
     so_far = Request("", 0, [*prompt, *token_ids], len(prompt), sampling)

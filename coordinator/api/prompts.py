@@ -1,4 +1,4 @@
-"""From what a client sends to the token ids of a prompt."""
+"""Turn the input of a request into the token ids of its prompt."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ from serving_core.reasons import DEADLINE_EXCEEDED
 
 
 async def tokenize(tokenizer: Tokenizer, request: inference_pb2.GenerateRequest, limit: TokenLimit) -> list[int]:
-    """The token ids of a request's input. Raises RequestError when there is no way to them, or are too many."""
+    """Return the token ids of a request's input. Raises RequestError when tokenizing fails or exceeds `limit`."""
     if request.HasField("text"):
         return await tokenizer.encode(request.text, limit)
     if request.HasField("chat"):
@@ -50,8 +50,10 @@ async def _tokenize_chat(tokenizer: Tokenizer, chat: inference_pb2.ChatInput, li
 async def tokenize_cut(
     tokenizer: Tokenizer, question: inference_pb2.GenerateRequest, most: int | None, limits: Limits
 ) -> list[int]:
-    """The token ids of a text, or of a longer one the first so many, those that the tokenizer adds at its end among
-    them. Raises RequestError as `tokenize` does."""
+    """Return the token ids of an input, truncated to the first `most`.
+
+    The tokens that the tokenizer appends to a text are kept. Raises RequestError as `tokenize` does.
+    """
     token_ids = await tokenize(tokenizer, question, uncut_limit(question, limits))
     if most is None or len(token_ids) <= most:
         return token_ids
@@ -61,7 +63,7 @@ async def tokenize_cut(
 
 @asynccontextmanager
 async def within(timeout_s: float, what: str) -> AsyncIterator[None]:
-    """Around what is made of a request's texts: raises RequestError when it, `what`, is not ready in time."""
+    """Limit the time of the block. Raises RequestError, whose message begins with `what`, after `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -69,14 +71,14 @@ async def within(timeout_s: float, what: str) -> AsyncIterator[None]:
         raise RequestError(DEADLINE_EXCEEDED, f"{what} not ready within {timeout_s:g} s") from error
 
 
-# ---- Prompts that their clients let the server cut: how long they may be before, and what is left of them ----
+# ---- Truncated prompts: the limit before truncation, and the tokens that are kept ----
 
-MAX_UNCUT_TOKENS: Final = 2**17  # or what the context holds, if that is more
+MAX_UNCUT_TOKENS: Final = 2**17  # or max_model_len, if larger
 WHAT_FITS: Final = -1
 
 
 def check_truncation(request: GenerateRequest, limits: Limits) -> None:
-    """Checks what can be told before the prompt is tokenized. Raises RequestError."""
+    """Check the truncation fields before the prompt is tokenized. Raises RequestError."""
     if not request.HasField("truncate_prompt_tokens"):
         return
     most = request.truncate_prompt_tokens
@@ -86,7 +88,7 @@ def check_truncation(request: GenerateRequest, limits: Limits) -> None:
 
 
 def uncut_limit(request: GenerateRequest, limits: Limits) -> TokenLimit:
-    """How long the prompt of a request may be as it comes."""
+    """Return the limit of the prompt's length before truncation."""
     if not request.HasField("truncate_prompt_tokens"):
         return prompt_limit(limits)
     most = _most_uncut(limits)
@@ -96,14 +98,14 @@ def uncut_limit(request: GenerateRequest, limits: Limits) -> TokenLimit:
 
 
 def cut(prompt: list[int], request: GenerateRequest, limits: Limits, *, keeps_first: bool = False) -> list[int]:
-    """Return what the request asks to keep of its prompt: the last tokens, or the first."""
+    """Return the prompt truncated as the request asks: its last tokens, or with `keeps_first` its first."""
     if not request.HasField("truncate_prompt_tokens"):
         return prompt
     most = request.truncate_prompt_tokens
     if most == WHAT_FITS:
         most = prompt_limit(limits, max(limits.least_answer_tokens, request.sampling_params.max_tokens)).most
     if most <= 0:
-        return prompt  # for which there is no room, as will be said
+        return prompt  # too long for the context; a later check refuses the prompt
     return prompt[:most] if keeps_first else prompt[-most:]
 
 
@@ -111,17 +113,17 @@ def _most_uncut(limits: Limits) -> int:
     return max(MAX_UNCUT_TOKENS, limits.max_model_len)
 
 
-# ---- what an API server has to say of a request that has no field for it ----
+# ---- properties of a request that an API server sets and that have no field ----
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Of one request."""
+    """Properties of one request that its message has no field for."""
 
-    default_max_tokens: int | None = None  # instead of the model's own
-    num_prompts_behind: int = 0  # of the same call
-    drops_answers: bool = False  # it asks about its prompt: there may be no room for any answer
-    keeps_first: bool = False  # of the tokens of a prompt that is cut, instead of the last ones
+    default_max_tokens: int | None = None  # replaces the model's own default
+    num_prompts_behind: int = 0  # further prompts of the same call
+    drops_answers: bool = False  # the outputs are not wanted, so that the prompt may fill the context
+    keeps_first: bool = False  # truncation keeps the first tokens instead of the last
     leeway: Leeway = NO_LEEWAY
 
 

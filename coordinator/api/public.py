@@ -1,4 +1,4 @@
-"""One public API: the gRPC server and the HTTP server that clients dial, and what stands behind both."""
+"""Serve the public API: the gRPC server and the HTTP server that clients connect to."""
 
 import asyncio
 import logging
@@ -36,17 +36,17 @@ from serving_core.reasons import QUEUE_FULL
 logger = logging.getLogger(__name__)
 
 ADMIN: Final = inference_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
-OPERATOR: Final = "operator"  # the name of who holds the admin key
+OPERATOR: Final = "operator"  # holder name of the admin key
 IDLE_CONNECTIONS_PER_CALL: Final = 2
-SPARE_CALLS: Final = 256  # beyond the answers in flight: health watchers, status queries, calls to be refused politely
+SPARE_CALLS: Final = 256  # beyond the sequences in flight: health watchers, status calls, refusals
 STOP_GRACE_S: Final = 1.0
-SETTLED_S: Final = 1.0  # after the start: what is needed sooner is begun then
-WARM_S: Final = 10.0  # of serving, when the nodes of this machine have long begun
+SETTLED_S: Final = 1.0  # after the start, until work begins that no client waits for
+WARM_S: Final = 10.0  # after the health service reports SERVING, when local nodes have finished their start
 
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """What an API server turns to for what is not its own: control, in the same process or over a socket."""
+    """What an API server needs from control, in the same process or over a socket."""
 
     control: Control
     status: Status
@@ -58,7 +58,7 @@ class Behind:
 
 
 class PublicApi:
-    """Must be made on a running event loop. Raises SettingsError."""
+    """Serve both ports of one API server. Must be created on a running event loop. Raises SettingsError."""
 
     def __init__(
         self,
@@ -96,11 +96,11 @@ class PublicApi:
         self._http = self._http_server() if settings.http_port >= 0 else None
         self._serves = asyncio.Event()
         self._warming: asyncio.Task[None] | None = None
-        self.port = 0  # that is listened on, once it is
-        self.http_port = -1  # likewise; -1 without HTTP
+        self.port = 0  # set by `listen`
+        self.http_port = -1  # set by `listen`; -1 without HTTP
 
     def listen(self) -> None:
-        """Has both ports. Raises SettingsError."""
+        """Open both ports. Raises SettingsError."""
         settings, tls = self._settings, self._tls
         shares, verifies = settings.api_server_count > 1, settings.tls_verify_clients
         self.port = self._public.listen(settings.host, settings.grpc_port, tls, verifies=verifies, shares_port=shares)
@@ -108,14 +108,14 @@ class PublicApi:
             self.http_port = self._http.listen(settings.http_host, settings.http_port, shares_port=shares)
 
     async def start(self) -> None:
-        """Serves, after `listen`."""
+        """Start to serve, after `listen`."""
         await self._public.start()
         if self._http is not None:
             await self._http.start()
         self._warming = asyncio.create_task(self._warm_up())
 
     async def stop(self) -> None:
-        """Closes both ports, and after a grace ends all calls."""
+        """Close both ports, and end all calls after STOP_GRACE_S."""
         if self._warming is not None:
             self._warming.cancel()
         stopping = [self._public.stop(STOP_GRACE_S)]
@@ -124,15 +124,17 @@ class PublicApi:
         await asyncio.gather(*stopping)
 
     async def report(self) -> None:
-        """Has the health service say what is so now."""
+        """Update the health service from control."""
         is_serving = self._behind.control.is_serving
         await self._health.report(is_serving=is_serving)
         if is_serving:
             self._serves.set()
 
     async def _warm_up(self) -> None:
-        """Begins what the first conversation and the first form would wait for. The program of forms reads the
-        tokenizer, some seconds' work for a large one, when nobody waits for the nodes any more."""
+        """Start what the first chat request and the first structured output would wait for.
+
+        The grammar compiler reads the tokenizer, which takes seconds for a large vocabulary, so it starts last.
+        """
         await asyncio.sleep(SETTLED_S)
         self._preprocessor.model.tokenizer.begin()
         await self._preprocessor.model.tokenizer.check()
@@ -141,7 +143,8 @@ class PublicApi:
         self._preprocessor.model.structures.begin()
 
     def reread_api_keys(self) -> None:
-        """Takes the API keys that are in their file now, from the next call on; those before stay where it has none."""
+        """Load the API keys from their file again, for calls from then on. Keeps the keys in use when the file has
+        none."""
         assert self._api_keys is not None, "there is no file of API keys"
         try:
             holders = self._key_holders()
@@ -152,7 +155,7 @@ class PublicApi:
             logger.info("%d API keys are in force", len(holders))
 
     def _key_holders(self) -> dict[str, str]:
-        """With the operators, who may do what clients may. Without keys of clients everyone may."""
+        """Return the holders by secret: those of the API keys, plus the operator. Empty when clients need no key."""
         holders, admin_key = api_keys(self._settings), self._settings.admin_key
         return {**holders, admin_key: OPERATOR} if holders and admin_key else holders
 
@@ -199,12 +202,12 @@ class PublicApi:
         )
 
     async def _is_serving(self) -> bool:
-        """What the health service says."""
+        """Return whether the health service reports SERVING."""
         return self._health.is_serving
 
 
 def caps(settings: CoordinatorSettings) -> Caps:
-    """Of each of its API servers; those of nodes are control's. Raises SettingsError."""
+    """Return the connection caps of each API server; control owns the fleet port. Raises SettingsError."""
     api_servers, wanted, per_peer = (
         settings.api_server_count,
         settings.max_connections,
@@ -225,11 +228,11 @@ def caps(settings: CoordinatorSettings) -> Caps:
     )
 
 
-# ---- How many gRPC calls an API server answers at a time ----
+# ---- Limit of simultaneous gRPC calls of one API server ----
 
 
 class Places:
-    """Taken by calls that may be made, one each."""
+    """Limit the number of simultaneous calls."""
 
     def __init__(self, most: int, noting_refusal: Callable[[CallRecord], AbstractContextManager[None]]) -> None:
         self._most = most
@@ -238,7 +241,7 @@ class Places:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Hold a place. Raises RequestError where there is none."""
+        """Count a call while the block runs. Raises RequestError at the limit."""
         if self._num_taken >= self._most:
             with self._noting_refusal(CallRecord("", ASKER.get())):
                 raise RequestError(QUEUE_FULL, f"{self._num_taken} calls at once, the limit is {self._most}")

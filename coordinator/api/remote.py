@@ -1,8 +1,9 @@
-"""Control as an API server sees it that is a process of its own: over a socket of this machine.
+"""Connect an API server process to control over a local socket.
 
-What a client asks is checked and tokenized here, then control hears of it (NewCall) and says whether it has begun
-(Admitted). Tokens come in batches of all answers. The next batch comes when this API server says that it has taken the
-one before; so an API server that is behind takes several tokens of an answer at once."""
+The API server checks and tokenizes a request, announces it (NewCall), and control replies whether it has begun
+(Admitted). Tokens of all outputs come in batches. Control sends the next batch when the API server has acknowledged the
+previous one; an API server that falls behind gets several tokens of an output at once.
+"""
 
 import asyncio
 import itertools
@@ -48,34 +49,36 @@ MAX_UNSENT_EVENTS: Final = 100_000
 
 @dataclass(slots=True)
 class _Call:
-    """A call that control knows of, or will."""
+    """A call that control knows of, or will know of."""
 
     generation: Generation
-    answers: list[Answer | None]  # None: it has ended
+    answers: list[Answer | None]  # None: the output has ended
     admitted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class RemoteControl:
-    """One API server's end of the stream, and so what api/control.py says of control."""
+    """Implement Control (api/control.py) by one API server's stream to the control process."""
 
     def __init__(self, path: str, *, number: int, stream_interval: int) -> None:
-        """The path is that of control's socket."""
+        """Create the connection. `path` is control's socket; `number` identifies this API server."""
         self._path = path
         self._number = number
         self._stream_interval = stream_interval
         self._situation = Situation()
-        self.changed = asyncio.Event()  # set when the fleet has changed; whoever waits for it clears it
+        self.changed = asyncio.Event()  # set when the fleet has changed; the waiting task clears it
         self._unsent: asyncio.Queue[api_servers_pb2.ApiServerEvent] = asyncio.Queue()
         self._is_overrun = asyncio.Event()
         self._numbering = Numbering()
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
         self._by_generation: dict[Generation, int] = {}
-        self.sheds = Sheds()  # that control has yet to hear of
+        self.sheds = Sheds()  # counts that control has yet to get
 
     async def run(self) -> None:
-        """Speaks with control until it ends the stream. Raises ConnectionError when it breaks, MessageLost when a
-        message has not come."""
+        """Exchange messages with control until it ends the stream.
+
+        Raises ConnectionError when the stream breaks, MessageLost when a message is missing.
+        """
         reader, writer = await asyncio.open_unix_connection(self._path)
         writer.write(
             self._framed(api_servers_pb2.ApiServerEvent(hello=api_servers_pb2.ApiServerHello(number=self._number)))
@@ -89,15 +92,15 @@ class RemoteControl:
                 _refuse(call, gone)
 
     def opened(self) -> None:
-        """The API server listens."""
+        """Tell control that the API server listens."""
         self._send(opened=api_servers_pb2.Opened())
 
     @property
     def num_calls(self) -> int:
-        """The API server's own calls that have begun, or wait for control to admit them."""
+        """Number of this API server's calls that have begun or wait for control to admit them."""
         return len(self._calls)
 
-    # ---- the API server's view ----
+    # ---- Control ----
 
     @property
     def num_live(self) -> int:
@@ -129,7 +132,7 @@ class RemoteControl:
         self._send(refused=api_servers_pb2.Refused(info=info, error=error_to_wire(error)))
 
     def count_call(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """An HTTP call is over."""
+        """Report a finished HTTP call to control, for the metrics."""
         self._send(http_call=api_servers_pb2.HttpCall(handler=handler, method=method, status=status, seconds=seconds))
 
     async def begin(
@@ -159,7 +162,7 @@ class RemoteControl:
             async with asyncio.timeout(ADMIT_DEADLINE_S):
                 await call.admitted
         except RequestError:
-            record.number = 0  # control knows of no such call
+            record.number = 0  # control has no such call
             self.close(generation)
             raise
         except TimeoutError as error:
@@ -171,7 +174,7 @@ class RemoteControl:
         return generation
 
     def close(self, generation: Generation) -> None:
-        """Nothing more goes to the call. Control hears of it at the end of `recorded`."""
+        """Send nothing more to the call. Control learns of its end when `recorded` exits."""
         del self._calls[self._by_generation.pop(generation)]
 
     # ---- the stream ----
@@ -195,7 +198,7 @@ class RemoteControl:
             batch = api_servers_pb2.ControlBatch.FromString(message)
             self._numbering.check(batch)
             self._take(batch)
-            await asyncio.sleep(0)  # those who wait for what has come go on first
+            await asyncio.sleep(0)  # lets the tasks that wait for this batch run first
             self._send(taken=api_servers_pb2.BatchTaken(cpu_s=time.process_time(), sheds=_sheds_to_wire(self.sheds)))
 
     def _framed(self, event: api_servers_pb2.ApiServerEvent) -> bytes:
@@ -266,20 +269,20 @@ def _sheds_to_wire(sheds: Sheds) -> list[api_servers_pb2.Shed]:
 
 
 def _refuse(call: _Call, error: RequestError) -> None:
-    """The call ends with the error, whether it has begun or not."""
+    """End the call with the error, whether it has begun or not."""
     call.answers = [None] * len(call.answers)
     if not call.admitted.done():
         call.admitted.set_exception(error)
     call.generation.fail(error)
 
 
-# ---- what an API server does not answer itself: passed on to control as it came, and its answer passed back ----
+# ---- calls that control answers: forwarded unchanged, and the responses passed back ----
 
 DEADLINE_S: Final = 30.0
 
 
 class ForwardedStatus:
-    """What `StatusService` of api/admin_service.py answers at control."""
+    """Forward the status methods to `StatusService` (api/admin_service.py) at control."""
 
     def __init__(self, stub: inference_pb2_grpc.InferenceStub) -> None:
         self._stub = stub
@@ -295,7 +298,7 @@ class ForwardedStatus:
 
 
 class ForwardedAdmin(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
-    """What api/admin_service.py answers at control."""
+    """Forward the Admin service to control (api/admin_service.py)."""
 
     def __init__(self, stub: inference_pb2_grpc.AdminStub) -> None:
         self._stub = stub
@@ -313,8 +316,10 @@ class ForwardedAdmin(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
 
 
 async def asked(method: Any, request: Any) -> Any:
-    """What control says to a single question. Its deadline is not gRPC's, which goes by the wall clock. Raises
-    RequestError or AioRpcError."""
+    """Return control's response to a unary call.
+
+    The deadline is asyncio's, since gRPC's depends on the wall clock. Raises RequestError or AioRpcError.
+    """
     try:
         async with asyncio.timeout(DEADLINE_S):
             return await method(request)
@@ -329,7 +334,7 @@ async def _ask(method: Any, request: Any, context: Any) -> Any:
 
 @asynccontextmanager
 async def _passing_back(context: Any) -> AsyncIterator[None]:
-    """Control's status becomes that of the call, with its details."""
+    """End the call with the status and details that control returned."""
     try:
         yield
     except grpc.aio.AioRpcError as error:

@@ -1,4 +1,4 @@
-"""Counts the connections that ports have closed for others' sake, and logs that they do."""
+"""Count and log the connections that ports close to protect other clients."""
 
 import logging
 import time
@@ -11,34 +11,34 @@ from serving_core.figures import Figure, counter
 
 logger = logging.getLogger(__name__)
 
-REMIND_S: Final = 60.0  # between two lines of one reason at least
+REMIND_S: Final = 60.0  # at least, between two log lines for one reason
 GRPC, HTTP, FLEET = "grpc", "http", "fleet"
 PORTS: Final = (GRPC, HTTP, FLEET)
-CROWDED: Final = "crowded"  # the port had all the connections that it may have
-MALFORMED: Final = "malformed"  # no HTTP/2, or beyond the limits of a head
-OVER_ALLOWANCE: Final = "over_allowance"  # without a key, and its address had sent all that it may
-SLOW: Final = "slow"  # what it had begun to send did not come to its end in time
-UNREAD: Final = "unread"  # it did not read what it was sent
+CROWDED: Final = "crowded"  # the port had reached its limit of connections
+MALFORMED: Final = "malformed"  # not HTTP/2, or beyond the limits of a head
+OVER_ALLOWANCE: Final = "over_allowance"  # no key, and the allowance of the address was used up
+SLOW: Final = "slow"  # a frame, head or request was not completed in time
+UNREAD: Final = "unread"  # the client did not read what it was sent
 REASONS: Final = (CROWDED, MALFORMED, OVER_ALLOWANCE, SLOW, UNREAD)
 
 
 class Sheds:
-    """By port and reason."""
+    """Count closed connections by port and reason."""
 
     def __init__(self) -> None:
         self._counts = Counter[tuple[str, str]]()
 
     def count(self, port: str, reason: str, number: int = 1) -> None:
-        """So many more were closed."""
+        """Add `number` closed connections."""
         self._counts[port, reason] += number
 
     def taken(self) -> Counter[tuple[str, str]]:
-        """Return what was counted since the last call, for whoever adds it up."""
+        """Return the counts since the last call, and reset them."""
         counts, self._counts = self._counts, Counter()
         return counts
 
     def figures(self) -> Iterator[Figure]:
-        """What /metrics says."""
+        """Yield the figures for /metrics."""
         known = [(port, reason) for port in PORTS for reason in REASONS]
         values = [({"port": port, "reason": reason}, self._counts[port, reason]) for port, reason in known]
         help = "Connections that were closed before their end, so that they take nothing from others."
@@ -46,17 +46,17 @@ class Sheds:
 
 
 class PortSheds:
-    """Of one port. Logs each reason at once, and then ever more rarely."""
+    """Count the closed connections of one port, and log each reason at once and then ever more rarely."""
 
     def __init__(self, sheds: Sheds, port: str, sentence: str) -> None:
-        """`sentence` has a place for the reason."""
+        """Create the counter. `sentence` is the log message, with one `%s` for the reason."""
         self._sheds = sheds
         self._port = port
         self._sentence = sentence
         self._reminder = Reminder(first_pause_s=REMIND_S)
 
     def count(self, reason: str, sentence: str = "") -> None:
-        """One connection more is closed; `sentence` says so where the port's own does not fit."""
+        """Count one closed connection; a given `sentence` replaces the port's log message."""
         self._sheds.count(self._port, reason)
         if self._reminder.is_due(reason, time.monotonic()):
             logger.warning(sentence or self._sentence % reason)

@@ -1,7 +1,7 @@
-"""The one place where failures become gRPC statuses.
+"""Convert failures to gRPC statuses.
 
-A RequestError becomes its reason's status with google.rpc details: ErrorInfo always, BadRequest where a field is
-wrong, RetryInfo where trying again can help. Anything else becomes INTERNAL without a text, and is logged.
+A RequestError becomes the status of its reason with google.rpc details: always ErrorInfo, BadRequest for a wrong field,
+RetryInfo when a retry can help. Any other exception is logged and becomes INTERNAL without a message.
 """
 
 import logging
@@ -28,7 +28,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]"
 
 DOMAIN: Final = "splitserve"
-MAX_UNARY_BYTES: Final = 2**18  # of a request whose answer is one message; only prompts are larger
+MAX_UNARY_BYTES: Final = 2**18  # of requests of unary methods; only prompts may be larger
 RETRY_DELAY_S: Final = 1
 
 Code = grpc.StatusCode
@@ -58,7 +58,7 @@ CODES: Final = {
 
 
 def to_status(error: RequestError) -> grpc.Status:
-    """The status of an error whose reason is one of CODES. `field` in its metadata names the bad field."""
+    """Return the status of an error whose reason is in CODES. The metadata key `field` names the wrong field."""
     code = CODES[error.reason]
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)]
     if field := error.metadata.get("field"):
@@ -73,25 +73,27 @@ def to_status(error: RequestError) -> grpc.Status:
 
 
 def is_for_later(error: RequestError) -> bool:
-    """Whether trying again can help."""
+    """Return whether a retry can help."""
     return CODES[error.reason] is Code.UNAVAILABLE or error.reason in (reasons.QUEUE_FULL, reasons.WOULD_BE_LATE)
 
 
 def retry_after_s(error: RequestError) -> int:
-    """Whole seconds after which trying again can help."""
+    """Return the whole seconds after which a retry can help."""
     return math.ceil(float(error.metadata.get("retry_after_s", RETRY_DELAY_S)))
 
 
 async def abort(context: Any, error: RequestError) -> None:
-    """Ends the call with the status of the error; raises what tells gRPC so."""
+    """End the call with the status of the error, by raising gRPC's AbortError."""
     status = to_status(error)
     await context.abort(status.code, status.details, status.trailing_metadata)
 
 
 @asynccontextmanager
 async def failures_as_statuses(context: Any, request: Message | None = None) -> AsyncIterator[None]:
-    """Ends the call with the status of whatever is raised inside. What gRPC itself raises (the client is gone, the
-    call is aborted) and cancellation pass through."""
+    """End the call with the status of any exception raised inside.
+
+    Cancellation and gRPC's own exceptions (the client is gone, the call is aborted) pass through.
+    """
     try:
         yield
     except RequestError as error:
@@ -106,13 +108,13 @@ async def failures_as_statuses(context: Any, request: Message | None = None) -> 
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Parses the request of every call that has exactly one, and turns failures into statuses.
+    """Parse the request of every call with a single request, and turn failures into statuses.
 
-    gRPC itself answers what does not parse with UNKNOWN and the text of the exception.
+    Without it, gRPC answers a request that does not parse with UNKNOWN and the exception's text.
     """
 
     def __init__(self, place: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Every call holds a place while it lasts, but those that need no key."""
+        """Create the interceptor. Every call holds a `place` while it lasts, except calls that need no key."""
         self._place = place
 
     async def intercept_service(
@@ -125,8 +127,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         place = nullcontext if details.method in OPEN_METHODS else self._place
         behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
         check = check_num_fields if handler.response_streaming else _check_size
-        # As streams on both sides, which look the same on the wire: so both have deadlines, and the place is held
-        # from the beginning.
+        # Registered as streams on both sides, which look the same on the wire: so reading and writing have deadlines,
+        # and the place is held from the beginning.
         return grpc.stream_stream_rpc_method_handler(
             _guarded(behaviour, handler.request_deserializer, check, place),
             response_serializer=handler.response_serializer,
@@ -134,7 +136,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
 
 def parse(parser: Callable[[bytes], Any], message: bytes) -> Any:
-    """The message, or RequestError when the bytes are none."""
+    """Return the parsed message. Raises RequestError when the bytes do not parse."""
     try:
         return parser(message)
     except DecodeError as error:

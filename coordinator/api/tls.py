@@ -1,4 +1,4 @@
-"""What the coordinator's ports do TLS with, taken anew from its files whenever they change."""
+"""Provide the TLS configuration of the coordinator's ports, reloaded when its files change."""
 
 import logging
 import ssl
@@ -15,12 +15,14 @@ HTTP: Final = ("http/1.1",)
 HTTP2: Final = ("h2",)
 
 Kind = tuple[tuple[str, ...], bool]
-"""Of a port: the protocols that it speaks, and whether it asks every client for a certificate of the CA."""
+"""Kind of a port: its ALPN protocols, and whether it asks every client for a certificate of the CA."""
 
 
 class ServerTls:
-    """The certificate that servers show, and the CA of those that they ask for. Connections keep what they began with,
-    later ones get what `refresh` has found. Raises TlsError."""
+    """Hold the server certificate, and the CA of client certificates.
+
+    Open connections keep their configuration; later connections use what `refresh` has loaded. Raises TlsError.
+    """
 
     def __init__(self, files: TlsFiles, *, verifies_clients: bool) -> None:
         self._files = files
@@ -29,7 +31,10 @@ class ServerTls:
         self._pems, self._newest = self._read([(HTTP, verifies_clients)])
 
     def refresh(self) -> None:
-        """To be called now and then. What does not fit together, as while files are being exchanged, is not taken."""
+        """Reload the files if they have changed; call it periodically.
+
+        A certificate and key that do not match, as while the files are being replaced, are not loaded.
+        """
         if (stamps := self._files.stamps()) == self._stamps:
             return
         self._stamps = stamps
@@ -41,11 +46,11 @@ class ServerTls:
             logger.info("new connections get the certificate that has come")
 
     def grpc_credentials(self, *, verifies: bool) -> grpc.ServerCredentials:
-        """For a port; `verifies` has it ask every client for a certificate of the CA."""
+        """Return credentials for a gRPC port. With `verifies`, it asks every client for a certificate of the CA."""
         in_use = self._pems
 
         def fetch() -> Any:
-            """What the next handshake is to use, None for what it used before. Called in threads of gRPC's."""
+            """Return the configuration of the next handshake, or None if unchanged. Runs in gRPC's threads."""
             nonlocal in_use
             newest = self._pems
             if newest is in_use:
@@ -56,11 +61,14 @@ class ServerTls:
         return grpc.dynamic_ssl_server_credentials(_configuration(in_use, verifies), fetch, verifies)
 
     def http_context(self) -> ssl.SSLContext:
-        """For a port that speaks HTTP/1.1; each of its handshakes goes on with the newest context."""
+        """Return a context for an HTTP/1.1 port; each handshake uses the newest configuration."""
         return self._following((HTTP, self._verifies_clients))
 
     def http2_context(self, *, verifies: bool) -> ssl.SSLContext:
-        """The same for a port that speaks HTTP/2; `verifies` has it ask every client for a certificate of the CA."""
+        """Return a context for an HTTP/2 port, as `http_context` does.
+
+        With `verifies`, the port asks every client for a certificate of the CA.
+        """
         return self._following((HTTP2, verifies))
 
     def _following(self, kind: Kind) -> ssl.SSLContext:
@@ -70,7 +78,7 @@ class ServerTls:
         def take_newest(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
             connection.context = self._newest[kind]
 
-        context.sni_callback = take_newest  # called for every client, whether it names a server or not
+        context.sni_callback = take_newest  # called for every client, with or without a server name
         return context
 
     def _read(self, kinds: Iterable[Kind]) -> tuple[Pems, dict[Kind, ssl.SSLContext]]:
@@ -85,7 +93,7 @@ class ServerTls:
             if verifies:
                 context.load_verify_locations(self._files.ca)
                 context.verify_mode = ssl.CERT_REQUIRED
-        except OSError as error:  # ssl.SSLError too: the files have changed since they were read
+        except OSError as error:  # includes ssl.SSLError: the files have changed since they were read
             raise TlsError(f"the TLS files do not fit together: {error.strerror}") from error
         return context
 

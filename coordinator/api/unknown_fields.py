@@ -1,4 +1,4 @@
-"""Fields of a request that the server does not know: named to the client and in the log, or refused."""
+"""Report the fields of a request that the server does not know, to the client and in the log, or refuse the request."""
 
 import itertools
 import json
@@ -16,22 +16,22 @@ from serving_core.reasons import BAD_PARAM
 
 logger = logging.getLogger(__name__)
 
-WARNING_HEADER: Final = "x-splitserve-warning"  # over HTTP a header, over gRPC trailing metadata
+WARNING_HEADER: Final = "x-splitserve-warning"  # an HTTP header, or gRPC trailing metadata
 MAX_NAMED: Final = 8
-MAX_PARTS: Final = 4096  # of a request, that are looked at
+MAX_PARTS: Final = 4096  # submessages of a request that are checked
 MAX_NAME_CHARS: Final = 40
-MAX_LOGGED: Final = 256  # different lines: clients decide what is in them
+MAX_LOGGED: Final = 256  # distinct log lines: clients determine their text
 
 
 class UnknownFields:
-    """What becomes of unknown fields: by default a warning, when strict a refusal."""
+    """Handle unknown fields: a warning by default, an error when strict."""
 
     def __init__(self, *, strict: bool) -> None:
         self._strict = strict
         self._logged: set[str] = set()
 
     def check(self, names: Sequence[str]) -> str:
-        """The warning for a request with these unknown fields, empty when there are none. Raises RequestError when
+        """Return the warning for a request with these unknown fields; empty without any. Raises RequestError when
         strict."""
         if not names:
             return ""
@@ -45,14 +45,17 @@ class UnknownFields:
 
 
 def unknown_in_message(request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest) -> list[str]:
-    """The numbers of the unknown fields of a request and of what is in it, behind the names of the fields that hold
-    them, each once; that is all that protobuf knows of them. In the first MAX_PARTS messages."""
+    """Return the unknown fields of a request and its submessages, each once.
+
+    A field is named by the path of known fields and its number, since protobuf keeps only the number. At most MAX_PARTS
+    messages are checked.
+    """
     parts = itertools.islice(_parts(request, ""), MAX_PARTS)
     return list(dict.fromkeys(name for part, prefix in parts for name in _numbers(part, prefix)))
 
 
 def _parts(message: Message, prefix: str) -> Iterator[tuple[Message, str]]:
-    """The message and those in it, with what stands before the names of their fields."""
+    """Yield the message and its submessages, each with the prefix of its field names."""
     yield message, prefix
     for field, value in message.ListFields():
         if field.message_type is not None and not field.message_type.GetOptions().map_entry:
@@ -72,16 +75,16 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _shown(name: str) -> str:
-    """A name that may stand in a header and in a log: printable ASCII, cut short, with quotes where it has blanks at an
-    end or nothing at all."""
+    """Return a name as printable ASCII for a header or the log: shortened, and quoted if it is empty or has outer
+    blanks."""
     text = json.dumps(name).replace("\x7f", "\\u007f")
     if name.strip() == name != "":
         text = text[1:-1]
     return text if len(text) <= MAX_NAME_CHARS else text[: MAX_NAME_CHARS - 3] + "..."
 
 
-# How many fields a request has, told from its bytes: protobuf parses at one go, and looks at what it does not know at
-# one go too.
+# Field count of a request, from its bytes: protobuf parses a message, and lists its unknown fields, in one
+# uninterruptible call.
 
 MAX_FIELDS: Final = 4096
 _WHOLE: Final = "request"
@@ -96,8 +99,11 @@ _PARTS: Final = {
 
 
 def check_num_fields(message: bytes) -> None:
-    """Raises RequestError when a GenerateRequest, its chat and its sampling_params with their choice have more fields
-    together than the limit; each entry of a list is one. What is no protobuf is left to the parser."""
+    """Raise RequestError when a GenerateRequest has more than MAX_FIELDS fields.
+
+    Counts the fields of the request, its chat, its sampling_params and their choice together; each list entry is a
+    field. Bytes that are not protobuf are left to the parser.
+    """
     num_fields, parts = 0, [(_WHOLE, 0, len(message))]
     while parts:
         part, start, end = parts.pop()
@@ -111,7 +117,7 @@ def check_num_fields(message: bytes) -> None:
 
 
 def _fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """The number of every field, and where its value begins and ends. The marks of groups count as fields."""
+    """Yield the number of every field and the start and end of its value. Group tags count as fields."""
     while at < end:
         tag, at = _varint(message, at, end)
         start = at
@@ -129,7 +135,7 @@ def _fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]
 
 
 def _varint(message: bytes, at: int, end: int) -> tuple[int, int]:
-    """A number, and where it ends; one that does not end takes all that is left."""
+    """Return a varint and its end; an unterminated varint takes all remaining bytes."""
     value = 0
     for index, byte in enumerate(message[at : min(at + 10, end)]):
         value |= (byte & 0x7F) << 7 * index

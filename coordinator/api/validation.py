@@ -1,6 +1,6 @@
-"""What a client may ask for. Everything is checked here, before any node hears of a request.
+"""Validate requests before any node gets them.
 
-Each refusal names the limit and the value, and the field in its metadata.
+Each refusal names the value, the limit, and the field in its metadata.
 """
 
 import re
@@ -17,7 +17,7 @@ from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM, MODEL_NOT_FOUND, NO_PREFILL_WORKER, PROMPT_TOO_LONG
 from serving_core.requests import MEAN, Pooling, SamplingParams
 
-BESIDE: Final = "cannot be had with"  # stands before a field in whose company another one is refused
+BESIDE: Final = "cannot be had with"  # precedes the field that conflicts with the refused field
 MAX_ABORTED: Final = 1024
 MAX_ALLOWED_TOKEN_IDS: Final = 1024
 MAX_ANSWERS: Final = 128  # OpenAI's
@@ -34,10 +34,10 @@ MAX_STOP_TOKEN_IDS: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
 MAX_LOGPROB_TOKEN_IDS: Final = 128  # vLLM's
 MAX_BIAS: Final = 100.0
-MAX_PROMPT_LOGPROBS: Final = 2**15  # of all tokens of a prompt, over all answers
+MAX_PROMPT_LOGPROBS: Final = 2**15  # over all tokens of a prompt and all sequences
 MAX_TEMPLATE_KWARGS_CHARS: Final = 2**16
 WHOLE_VOCABULARY: Final = -1  # as a number of logprobs
-MIN_TEMPERATURE: Final = 1e-6  # what is less is greedy
+MIN_TEMPERATURE: Final = 1e-6  # lower temperatures are greedy
 MAX_REQUEST_ID_CHARS: Final = 128
 REQUEST_ID: Final = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID_CHARS}}}")
 
@@ -63,8 +63,11 @@ _RANGES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What can be served at this moment. A pool is that of the largest node that reads prompts, or writes answers; None
-    without any."""
+    """Current limits of the fleet and the model.
+
+    `prefill_pool_tokens` and `decode_pool_tokens` are the KV cache sizes of the largest node that may prefill or
+    decode; None without such a node.
+    """
 
     served_model_names: Sequence[str]
     vocab_size: int
@@ -72,35 +75,35 @@ class Limits:
     max_logprobs: int
     prefill_pool_tokens: int | None
     decode_pool_tokens: int | None
-    own_pool_tokens: int | None = None  # of the largest one of those that write, without what others may hold for it
-    adapters: Collection[str] | None = ()  # None: no node has come that could tell
+    own_pool_tokens: int | None = None  # of the largest decode node alone, without distributed KV on other nodes
+    adapters: Collection[str] | None = ()  # None: no node has reported its adapters yet
     eos_token_ids: Collection[int] = ()
-    least_answer_tokens: int = 1  # that there must be room for; 0 where nobody asks for an answer
+    least_answer_tokens: int = 1  # reserved for the output; 0 when no output is wanted
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """A valid request: what each of its answers is made from."""
+    """A valid request: the inputs of each of its sequences."""
 
     request_id: str
     prompt: list[int]
     cache_salt: str
-    samplings: tuple[SamplingParams, ...]  # one for each answer, different in the seed alone
+    samplings: tuple[SamplingParams, ...]  # one for each sequence; they differ only in the seed
     text: TextOptions
-    adapter: str = ""  # LoRA adapter that computes them; empty: the model alone
-    pooling: Pooling | None = None  # the one answer is an embedding
-    num_behind: int = 0  # answers that the same client's call begins next, for which there must be room too
-    call_number: int = 0  # a live call of this request with a lower one has broken off
+    adapter: str = ""  # LoRA adapter; empty: the base model
+    pooling: Pooling | None = None  # set when the output is an embedding
+    num_behind: int = 0  # sequences that the same client call begins next, which must be admitted too
+    call_number: int = 0  # a live call of this request with a lower number has broken off
 
     @property
     def is_read_whole(self) -> bool:
-        """Whether every token of the prompt is computed, since it is scored or part of a mean."""
+        """Whether every prompt token is computed, for prompt logprobs or mean pooling."""
         is_mean = self.pooling is not None and self.pooling.kind == MEAN
         return is_mean or any(each.prompt_logprobs is not None for each in self.samplings)
 
 
 def check_input(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
-    """Checks what can be told before the prompt is tokenized. Raises RequestError."""
+    """Check all fields that do not depend on the tokenized prompt. Raises RequestError."""
     _check_model(request.model, limits)
     if not REQUEST_ID.fullmatch(request.request_id):
         raise bad("request_id", f"must match {REQUEST_ID.pattern}, not {_quoted(request.request_id)}")
@@ -124,8 +127,10 @@ def check_input(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
 
 
 def check_num_answers(params: inference_pb2.SamplingParams, num_prompts: int, limit: int) -> int:
-    """How many answers a client's call asks for, as many for each prompt. Raises RequestError where they are more than
-    may ever be in flight: a client that is told to come again would do so for ever."""
+    """Return the number of sequences that a client's call asks for, over all its prompts.
+
+    Raises RequestError when it exceeds `limit`, the largest number in flight: retries would never succeed.
+    """
     num_each = _num_answers(params)
     num = num_prompts * num_each
     if num > limit:
@@ -137,7 +142,7 @@ def check_num_answers(params: inference_pb2.SamplingParams, num_prompts: int, li
 
 
 def check_chat(chat: inference_pb2.ChatInput) -> None:
-    """Raises RequestError for what no chat template is given."""
+    """Raise RequestError for a chat that is empty or exceeds a limit."""
     _check_prompt_is_there("chat.messages", len(chat.messages))
     check_count("chat.messages", len(chat.messages), MAX_MESSAGES)
     for index, message in enumerate(chat.messages):
@@ -159,8 +164,10 @@ def plan_answers(
     grammar: str = "",
     spelled: Collection[tuple[int, ...]] = (),
 ) -> AnswerPlan:
-    """Checks everything else and fills in what the client left open, with the defaults where there are some. `grammar`
-    is that of its constraint, and `spelled` are the tokens of its bad words. Raises RequestError."""
+    """Check all remaining fields and return the plan, with defaults for the fields that the client left unset.
+
+    `grammar` is the compiled constraint and `spelled` are the token sequences of the bad words. Raises RequestError.
+    """
     _check_prompt_is_there("input", len(prompt))
     check_prompt_length(len(prompt), limits)
     check_token_ids("input", prompt, limits)
@@ -182,7 +189,7 @@ def plan_answers(
 
 
 def _check_constraint(params: inference_pb2.SamplingParams) -> None:
-    """Checks what can be told before it is compiled."""
+    """Check the constraint before it is compiled."""
     kind = constraint_of(params)
     if kind is None:
         return
@@ -204,7 +211,7 @@ def _check_constraint(params: inference_pb2.SamplingParams) -> None:
 
 
 def prompt_limit(limits: Limits, num_answer_tokens: int | None = None) -> TokenLimit:
-    """How long a prompt may be, beside an answer of so many tokens: None, of the fewest."""
+    """Return the limit of a prompt's length that leaves room for `num_answer_tokens`; None stands for the minimum."""
     if num_answer_tokens is None:
         num_answer_tokens = limits.least_answer_tokens
     limit, _ = _context(limits)
@@ -224,20 +231,20 @@ def _check_model(name: str, limits: Limits) -> None:
 
 
 def check_count(field: str, count: int, limit: int) -> None:
-    """Raises RequestError for a list that has too many entries, which may then be left unread."""
+    """Raise RequestError for a list with more than `limit` entries, before the list is read."""
     if count > limit:
         raise bad(field, f"has {count} entries, the limit is {limit}")
 
 
 def check_number(name: str, value: float) -> None:
-    """Raises RequestError for a temperature, probability or penalty that is out of range."""
+    """Raise RequestError for a temperature, probability or penalty that is out of range."""
     low, high = _RANGES[name]
-    if not low <= value <= high:  # NaN is not
+    if not low <= value <= high:  # refuses NaN too
         raise bad(name, f"must be within [{low:g}, {high:g}], not {value:g}")
 
 
 def _check_bad_words(params: inference_pb2.SamplingParams) -> None:
-    """Checks what can be told before they are tokenized."""
+    """Check the bad words before they are tokenized."""
     other = constraint_of(params) or ("allowed_token_ids" if params.allowed_token_ids else None)
     for name, what, lengths in (
         ("bad_words", "characters", [len(word) for word in params.bad_words]),
@@ -311,7 +318,7 @@ def _logprob_token_ids(params: inference_pb2.SamplingParams, limits: Limits) -> 
 
 
 def _check_num_scores(num_top: int | None, num_tokens: int, num_answers: int) -> None:
-    """Raises RequestError where more logprobs of a prompt are asked for than fit into messages."""
+    """Raise RequestError when the prompt logprobs would not fit into messages."""
     if num_top is None:
         return
     num_scores = num_tokens * (1 + num_top) * num_answers
@@ -327,7 +334,7 @@ def _with_seeds(
     sampling: dict[str, Any], params: inference_pb2.SamplingParams, num_answers: int
 ) -> list[SamplingParams]:
     seed = params.seed if params.HasField("seed") else secrets.randbits(63)
-    seeds = [(seed + index + 2**63) % 2**64 - 2**63 for index in range(num_answers)]  # stays within an int64
+    seeds = [(seed + index + 2**63) % 2**64 - 2**63 for index in range(num_answers)]  # within an int64
     return [SamplingParams(**sampling, seed=seed) for seed in seeds]
 
 
@@ -344,7 +351,7 @@ def _text_options(params: inference_pb2.SamplingParams, min_tokens: int) -> Text
 
 
 def skips_special_tokens(params: inference_pb2.SamplingParams) -> bool:
-    """Whether an answer's text is without special tokens, as it is unless its client wants them."""
+    """Return whether special tokens are left out of the text; True by default."""
     return params.skip_special_tokens if params.HasField("skip_special_tokens") else True
 
 
@@ -370,8 +377,11 @@ def _max_tokens(
     limits: Limits,
     defaults: inference_pb2.SamplingParams,
 ) -> int:
-    """A default gives way to what one pool has room for, if the prompt leaves it any, and to min_tokens; what the
-    client asks for does not."""
+    """Return the largest number of output tokens.
+
+    A default is lowered to the free part of one pool, if the prompt leaves any, and raised to min_tokens. A value set
+    by the client is not changed.
+    """
     limit, what = _context(limits)
     room = limit - num_prompt_tokens
     if not params.HasField("max_tokens"):
@@ -391,7 +401,7 @@ def _max_tokens(
 
 
 def _context(limits: Limits) -> tuple[int, str]:
-    """The most tokens of prompt and answer, and what sets this limit."""
+    """Return the largest number of prompt and output tokens, and the name of this limit."""
     known = [(limits.max_model_len, "max_model_len")]
     if limits.decode_pool_tokens is not None:
         known.append((limits.decode_pool_tokens, "the KV cache of the largest decode node"))
@@ -399,7 +409,7 @@ def _context(limits: Limits) -> tuple[int, str]:
 
 
 def check_prompt_length(num_tokens: int, limits: Limits) -> None:
-    """Raises RequestError for a prompt that leaves no room for an answer, or that no node could read."""
+    """Raise RequestError for a prompt that leaves no room for output, or that no node can prefill."""
     if num_tokens > prompt_limit(limits).most:
         raise _too_long(num_tokens, limits)
 
@@ -421,7 +431,7 @@ def _check_prompt_is_there(field: str, length: int) -> None:
 
 
 def check_token_ids(field: str, token_ids: Any, limits: Limits) -> None:
-    """Raises RequestError for a token id that is none."""
+    """Raise RequestError for a token id outside the vocabulary."""
     largest = max(token_ids, default=0)
     if largest >= limits.vocab_size:
         raise bad(field, f"has token id {largest}; the vocabulary ends at {limits.vocab_size - 1}")
@@ -445,7 +455,7 @@ def _num_answers(params: inference_pb2.SamplingParams) -> int:
 
 
 def bad(field: str, problem: str) -> RequestError:
-    """The refusal of a field's value."""
+    """Return the error for an invalid field value."""
     return RequestError(BAD_PARAM, f"{field} {problem}", field=field)
 
 
