@@ -1,4 +1,4 @@
-"""How a model writes its answers: whether it thinks first, and what its calls of tools look like."""
+"""Describe how a model writes its outputs: whether it thinks first, and the format of its tool calls."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -19,32 +19,37 @@ from coordinator.text.calls.reader import BLANKS, CallReader, Kind, Piece
 from coordinator.text.reasoning import ReasoningReader, Thoughts
 
 AUTO, NONE, THINK = "auto", "none", "think"
-UNTOLD: Final = "hermes"  # how a model is to call tools whose chat template does not tell it
+UNTOLD: Final = "hermes"  # the format that a model is told to use when its chat template has none
 READERS: Final[Mapping[str, type[CallReader]]] = {
     "hermes": HermesReader,
     "llama3": Llama3Reader,
     "mistral": MistralReader,
     "pythonic": PythonicReader,
 }
-TAGS: Final = {"hermes": HERMES_OPEN, "mistral": MISTRAL_TAG}  # of calls that may stand anywhere in an answer
+TAGS: Final = {"hermes": HERMES_OPEN, "mistral": MISTRAL_TAG}  # of calls that may stand anywhere in an output
 CALL_FORMATS: Final = (AUTO, *READERS, NONE)
 REASONING_FORMATS: Final = (AUTO, THINK, NONE)
 
-# By what a chat template shows or tells of calls, each is known; the first that fits is taken.
+# Words of a chat template that identify its call format; the first match wins.
 _WORDS: Final = {
     "pythonic": re.compile(r"func_name1\("),
     "mistral": re.compile(r"\[TOOL_CALLS\]"),
     "llama3": re.compile(r"<\|python_tag\|>|\"parameters\": dictionary of argument name"),
     "hermes": re.compile(r"<tool_call>"),
 }
-_OTHERS: Final = re.compile(r"<function=|<arg_key>|<tool_calls>")  # within or around tags that are those of hermes
+_OTHERS: Final = re.compile(
+    r"<function=|<arg_key>|<tool_calls>"
+)  # other formats, whose tags enclose or resemble those of hermes
 _TOOLS: Final = re.compile(r"\btools\b")  # the variable of a template
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """Of one model. `calls` is one of READERS or none. With `shows_tools` the chat template does not show them: the
-    system message does."""
+    """Output format of one model.
+
+    `calls` is a key of READERS or NONE. With `shows_tools`, the system message lists the tools, since the chat template
+    does not.
+    """
 
     calls: str = NONE
     thinks: bool = False
@@ -56,12 +61,12 @@ class AnswerFormat:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether calls are known by a special token alone, which must not be left out of the text."""
+        """Whether calls are recognized by a special token alone, which must stay in the text."""
         return self.calls == "mistral"
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """What thoughts and calls are known by, and stays in the text where a tokenizer has it as a special token."""
+        """Tags of thoughts and calls, which stay in the text where a tokenizer has them as special tokens."""
         thoughts = (reasoning.OPEN, reasoning.CLOSE) if self.thinks else ()
         return (*thoughts, HERMES_OPEN, HERMES_CLOSE) if self.calls == "hermes" else thoughts
 
@@ -74,9 +79,12 @@ class AnswerFormat:
         is_held: bool = False,
         keeps_blanks: bool = False,
     ) -> "AnswerReader":
-        """For one answer, which may call the tools of these names. One that `is_held` to a form has calls in its place
-        or none, and `keeps_blanks` behind its thoughts if those may be of the form; one that is held to calls is what
-        the `forced` reader reads."""
+        """Return a reader for one output that may call the tools in `names`.
+
+        With `is_held`, the output has a required format, and either consists of calls or has none. `keeps_blanks` keeps
+        the blanks after the thoughts, which may belong to that format. With `forced`, the output must be calls, which
+        that reader parses.
+        """
         thoughts: ReasoningReader | None = None
         expected = reasoning.thoughts_behind(prompt_end)
         if self.thinks and not (is_held and expected is Thoughts.NONE):
@@ -95,23 +103,23 @@ PLAIN: Final = AnswerFormat()
 
 
 class Reader(Protocol):
-    """Of what is behind the thoughts."""
+    """Parse the text after the thoughts."""
 
     def feed(self, text: str) -> list[Piece]:
-        """What the next piece of text makes certain."""
+        """Return the pieces that the next text makes certain."""
 
     def finish(self) -> list[Piece]:
-        """The rest, when no more text will come."""
+        """Return the remaining pieces, when the text has ended."""
 
 
 class _FromTag:
-    """Calls where the tag begins the answer, and else text, whatever its words look like."""
+    """Parse calls if the output begins with the tag; all other output is text, whatever it looks like."""
 
     def __init__(self, calls: Reader, tag: str) -> None:
         self._calls = calls
         self._tag = tag
         self._opening = ""
-        self._has_calls: bool | None = None  # not known yet
+        self._has_calls: bool | None = None  # None: not known yet
 
     def feed(self, text: str) -> list[Piece]:
         if self._has_calls is None:
@@ -129,18 +137,18 @@ class _FromTag:
 
 
 class AnswerReader:
-    """Reads one answer as its text comes: thoughts first, then text and calls."""
+    """Parse one output as its text comes: thoughts first, then text and calls."""
 
     def __init__(self, thoughts: ReasoningReader | None, calls: "Reader | None") -> None:
         self._thoughts = thoughts
         self._calls = calls
 
     def feed(self, text: str) -> list[Piece]:
-        """What the next piece of text makes certain."""
+        """Return the pieces that the next text makes certain."""
         return self._pieces(*(self._thoughts.feed(text) if self._thoughts else ("", text)))
 
     def finish(self) -> list[Piece]:
-        """The rest, when no more text will come."""
+        """Return the remaining pieces, when the text has ended."""
         pieces = self._pieces(*self._thoughts.finish()) if self._thoughts else []
         return [*pieces, *(self._calls.finish() if self._calls else ())]
 
@@ -152,8 +160,11 @@ class AnswerReader:
 
 
 def answer_format(calls: str, thoughts: str, template: str) -> AnswerFormat:
-    """Return the format by its settings, which the words of the chat template decide where they say auto. A template
-    that tells nothing of calls that can be read leaves it to us to show the tools, and how to call them."""
+    """Return the format for these settings.
+
+    A setting of AUTO is derived from the chat template. If the template shows no call format that can be parsed, the
+    server lists the tools and states the format itself.
+    """
     found = _calls_of(template)
     is_auto = calls == AUTO
     shows_tools = template != "" and (found == NONE if is_auto else _TOOLS.search(template) is None)

@@ -1,6 +1,6 @@
-"""What a program of ours does all its life (program.py): it answers the lines of its input, and ends with that.
+"""Answer questions on stdin, line by line, until stdin ends: the main loop of a helper process (program.py).
 
-Each API server has its own, so what they import is little.
+Each API server has its own helper processes, so this module and its imports are small.
 """
 
 import json
@@ -18,22 +18,24 @@ import psutil
 from serving_core.child import die_with
 from serving_core.units import size_of
 
-KILLED: Final = "killed"  # by the system, or by hand
+KILLED: Final = "killed"  # by the system or by hand
 MAX_ANSWERS: Final = 256  # of one fork
-DONE, FAILED, LASTED = 0, 1, 2  # exit codes of a fork: the lines have ended, it has failed, it has had its answers
+DONE, FAILED, LASTED = 0, 1, 2  # exit codes of a fork: end of input, failure, MAX_ANSWERS reached
 
 Answer = Callable[[Any], bytes]
-"""From a question to the line that answers it."""
+"""Return the answer line for a question."""
 
 
 def line(value: object) -> bytes:
-    """As both sides write it."""
+    """Return a value as a line of JSON, the format of questions and answers."""
     return json.dumps(value, ensure_ascii=False).encode() + b"\n"
 
 
 def ended(code: int, max_cpu_s: float, max_bytes: int) -> dict[str, str]:
-    """The answer of a process that has ended with this code instead: as "ended" what of the question has made it end,
-    with KILLED where it may have been something else."""
+    """Return the answer for a question whose process has ended with this exit code.
+
+    "ended" says which limit the question has exceeded; KILLED is set if the question may not be the cause.
+    """
     if code == -signal.SIGKILL:
         return {"ended": "takes more memory than the machine has", KILLED: ""}
     limits = {
@@ -44,13 +46,14 @@ def ended(code: int, max_cpu_s: float, max_bytes: int) -> dict[str, str]:
 
 
 def answer_lines(begin: Callable[[Any], Answer]) -> None:
-    """Answer the lines of stdin until they end. `begin` gets what the program is given, and returns what answers. The
-    first line also has the most memory and the most processor time that a question may take; the time is none of the
-    clock: a busy machine changes nothing.
+    """Answer the lines of stdin until they end.
 
-    A fork of this process answers, and another one takes its place when the system has ended it: what was begun with
-    need not be read again."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all; the coordinator drains first
+    `begin` gets the program's settings and returns the function that answers. The first line also has the largest
+    memory and processor time of a question; processor time does not depend on how busy the machine is.
+
+    A fork of this process answers. When the system has ended a fork, another takes its place without a new start.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the coordinator drains first
     first = _first()
     max_cpu_s, max_bytes = first["max_cpu_s"], first["max_bytes"]
     answer = begin(first["given"])
@@ -69,8 +72,10 @@ def answer_lines(begin: Callable[[Any], Answer]) -> None:
 
 
 def _first() -> Any:
-    """What the first line holds. Its length stands before it, so that not a byte behind it is read: that is for the
-    forks."""
+    """Return the contents of the first line.
+
+    The line's length precedes it, so that no byte after it is read: the forks read those.
+    """
     with open(0, "rb", buffering=0, closefd=False) as given:
         num_left, first = int(given.readline() or 0), b""
         while part := given.read(num_left):
@@ -79,7 +84,7 @@ def _first() -> Any:
 
 
 def _answer_some(answer: Answer, is_busy: mmap.mmap, parent: int, max_cpu_s: float, max_bytes: int) -> NoReturn:
-    """Be a fork until the lines end, or until it has answered so many that another one is to begin anew."""
+    """Answer in a fork until the input ends or MAX_ANSWERS is reached, when a fresh fork takes over."""
     code = FAILED
     try:
         most = psutil.Process().memory_info().vms + max_bytes
@@ -87,7 +92,7 @@ def _answer_some(answer: Answer, is_busy: mmap.mmap, parent: int, max_cpu_s: flo
         num_left = MAX_ANSWERS if die_with(parent) else 0
         while num_left and (given := sys.stdin.buffer.readline()):
             is_busy[0] = True
-            signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # SIGPROF, which nobody handles, ends the process
+            signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # SIGPROF has no handler and ends the process
             answered = answer(json.loads(given))
             signal.setitimer(signal.ITIMER_PROF, 0)
             is_busy[0] = False
@@ -95,7 +100,7 @@ def _answer_some(answer: Answer, is_busy: mmap.mmap, parent: int, max_cpu_s: flo
             num_left -= 1
         code = DONE if num_left else LASTED
     except MemoryError:
-        pass  # which the code says
+        pass  # the exit code reports it
     except Exception:  # noqa: BLE001 - none may reach the parent's code
         traceback.print_exc()
     finally:

@@ -1,4 +1,4 @@
-"""The text of one answer: tokens in, chunks out, stop strings in between."""
+"""Turn the tokens of one output into text chunks, and end the output at stop strings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from protos import fleet_pb2, inference_pb2
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """What a request asks of the text of its answers."""
+    """Options of a request for the text of its outputs."""
 
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
@@ -21,26 +21,29 @@ class TextOptions:
 
 
 class AnswerText:
-    """The text of one answer as its tokens come. It ends where the first stop string begins, or after it when asked to
-    include it; the text of a token that ended the answer is left out likewise."""
+    """Text of one output as its tokens come.
+
+    The text ends before the first stop string, or after it if requested. The text of an end token is left out or
+    included likewise.
+    """
 
     def __init__(self, detokenizer: Detokenizer, options: TextOptions) -> None:
         self._detokenizer = detokenizer
         self._options = options
         self._matcher = StopMatcher(options.stop) if options.stop else None
-        self._owed = ""  # goes before the next piece
-        self._num_known_chars = 0  # of the text to come, that the client has already
-        self._num_foreseen = 0  # characters that the detokenizer holds back, and the matcher has seen
-        self._num_exempt = 0  # of them, that came before the answer might stop
+        self._owed = ""  # text to return before the next piece
+        self._num_known_chars = 0  # characters of the next text that the client already has
+        self._num_foreseen = 0  # characters that the detokenizer holds back and the matcher has seen
+        self._num_exempt = 0  # of these, the characters from before min_tokens
         self.num_tokens = 0
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that has ended the answer."""
+        """The stop string that has ended the output, or None."""
         return self._matcher.matched if self._matcher is not None else None
 
     def resume(self, so_far: SoFar) -> None:
-        """Goes on behind what the client has; to be called before all else. Takes long for a long answer."""
+        """Continue after the text that the client already has. Must be called first. Takes long for a long output."""
         *others, last = so_far.token_ids
         pieces = [self._take(token_id) for token_id in others if self.matched_stop is None]
         if self.matched_stop is None:
@@ -49,11 +52,11 @@ class AnswerText:
         self._owed = "".join(pieces)
 
     def add(self, token: fleet_pb2.SampledToken) -> str:
-        """What the next token makes certain; none may follow a stop string."""
+        """Return the text that the next token makes certain. No token may follow a stop string."""
         return self._news(self._take(token.token_id, ends=token.finish_reason == inference_pb2.FINISH_REASON_STOP))
 
     def rest(self) -> str:
-        """What was held back, when no more tokens will come."""
+        """Return the text that was held back, when the tokens have ended."""
         if self.matched_stop is not None:
             return self._news("")
         rest = self._certain(self._detokenizer.flush())
@@ -73,7 +76,8 @@ class AnswerText:
         return self.num_tokens >= self._options.min_tokens
 
     def _foresees_stop(self) -> bool:
-        """Whether a stop string ends in what the detokenizer holds back, so that the answer ends there."""
+        """Return whether a stop string ends in the text that the detokenizer holds back, so that the output ends
+        there."""
         if self._matcher is None or self._matcher.matched is not None:
             return False
         ahead = self._detokenizer.ahead
@@ -93,7 +97,7 @@ class AnswerText:
         return certain
 
     def _news(self, text: str) -> str:
-        """The next piece, without what the client has of it."""
+        """Return the next text without the characters that the client already has."""
         if not self._owed and not self._num_known_chars:
             return text
         text, self._owed = self._owed + text, ""
@@ -103,7 +107,7 @@ class AnswerText:
 
 
 class Answer:
-    """One answer of a generation."""
+    """One output of a Generation."""
 
     def __init__(self, generation: Generation, index: int, text: AnswerText) -> None:
         self.generation = generation
@@ -112,17 +116,19 @@ class Answer:
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that has ended the answer."""
+        """The stop string that has ended the output, or None."""
         return self._text.matched_stop
 
     @property
     def num_tokens(self) -> int:
-        """That it has by now."""
+        """Number of tokens of the output."""
         return self._text.num_tokens
 
     def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None = None) -> None:
-        """Takes the next tokens; those after a stop string are dropped. With the first comes how much of the prompt was
-        cached. Raises RequestError for a slow reader."""
+        """Add the next tokens; tokens after a stop string are dropped.
+
+        `num_cached_tokens` of the prompt comes with the first tokens. Raises RequestError for a slow reader.
+        """
         if self.matched_stop is not None:
             return
         first_token_index, text = self._text.num_tokens, ""
@@ -148,8 +154,7 @@ class Answer:
         self.generation.push_chunk(self._index, chunk)
 
     def end(self, complete: inference_pb2.Complete) -> None:
-        """Sends the text held back, then the end. A stop string found in the answer is its finish reason, whatever
-        the nodes had to say."""
+        """Send the held-back text, then the end. A matched stop string overrides the finish reason of the node."""
         if rest := self._text.rest():
             chunk = inference_pb2.Chunk(first_token_index=self._text.num_tokens, text=rest)
             self.generation.push_chunk(self._index, chunk)

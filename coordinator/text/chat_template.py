@@ -1,4 +1,4 @@
-"""A model folder's chat template, rendered in a sandbox the way transformers' apply_chat_template does."""
+"""Render a model folder's chat template in a sandbox, as transformers' apply_chat_template does."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 PROGRAM: Final = "coordinator.text.rendering"
 MAX_CHARS: Final = 2**17  # of a template
-MAX_NODES: Final = 10_000  # of its blocks, names and constants: what compiling takes may grow with their square
+MAX_NODES: Final = 10_000  # blocks, names and constants; the time to compile may grow with the square of their number
 
 LOSSY: Final = (
     "the chat template (%s) writes the same prompt whatever a user says, neither as a text nor as a list of parts: "
@@ -24,29 +24,31 @@ LOSSY: Final = (
 )
 
 Messages = Sequence[Mapping[str, str | Sequence[str]]]
-"""Each with role and content, or instead of content the texts of its parts, content_parts; and extra_json: what else
-the template is to know of the message, a JSON object if not empty."""
+"""Messages with role and content, or with content_parts (a list of texts) instead of content.
+
+extra_json is a JSON object with the other template fields of the message, or empty.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderOptions:
-    """What else a template is given. The JSON is read where templates are rendered; empty, it asks for nothing."""
+    """Further inputs of a template. JSON is parsed by the rendering process; an empty string has no effect."""
 
-    tools_json: str = ""  # a list, as OpenAI's API has it
-    template_kwargs_json: str = ""  # an object: variables
-    add_generation_prompt: bool = True  # so that the text ends where the assistant's answer begins
-    continue_final_message: bool = False  # so that it ends with the last message's content
-    tool_form: str = ""  # how calls are written, of shown_tools.FORMS, where the template itself shows no tools
+    tools_json: str = ""  # a list in OpenAI's format
+    template_kwargs_json: str = ""  # an object with template variables
+    add_generation_prompt: bool = True  # the text ends where the assistant's output begins
+    continue_final_message: bool = False  # the text ends with the content of the last message
+    tool_form: str = ""  # key of rendering.FORMS for the format of calls, where the template itself shows no tools
 
 
 USUAL: Final = RenderOptions()
 
 
 class ChatTemplate:
-    """Messages to the text of a prompt.
+    """Render messages to the text of a prompt.
 
-    `variables` are the special tokens by name, such as bos_token; `kwargs_json` has more, which requests may replace.
-    Conversations with tools take `tool_source` where there is one. Raises ModelError when a source does not parse.
+    `variables` are the special tokens by name, such as bos_token. `kwargs_json` has further variables, which requests
+    may replace. Conversations with tools use `tool_source` if given. Raises ModelError when a source does not parse.
     """
 
     def __init__(
@@ -64,12 +66,14 @@ class ChatTemplate:
         self._program = Program(PROGRAM, given, MAX_CPU_S, MAX_BYTES)
 
     def begin(self) -> None:
-        """Starts its program in the background, so that the first conversation need not wait for that."""
+        """Start the rendering process in the background, so that the first conversation does not wait for its start."""
         self._program.begin()
 
     async def check(self) -> None:
-        """Log an error that names each template which writes the same whatever a user says. Chats are served all the
-        same: a template may mean it."""
+        """Log an error that names each template whose text does not depend on the user's message.
+
+        Chat requests are still served, since a template may intend it.
+        """
         try:
             lossy = (await self._program.ask({})).get("lossy")
         except RequestError as error:
@@ -79,8 +83,10 @@ class ChatTemplate:
             logger.error(LOSSY, lossy)
 
     async def render(self, messages: Messages, options: RenderOptions, asker: str = "") -> str:
-        """The text of a conversation of this asker. Raises RequestError when the template refuses what it is given, or
-        fails, which is no fault of a client's."""
+        """Return the text of a conversation. `asker` takes turns with other askers.
+
+        Raises RequestError when the template refuses the messages, or fails, which is not the client's fault.
+        """
         answer = await self._program.ask({"messages": list(messages), **asdict(options)}, asker)
         if "text" in answer:
             return answer["text"]
@@ -96,15 +102,16 @@ class ChatTemplate:
 
 
 def _check(source: str) -> None:
-    """Raise ModelError for what is no template, or a larger one than compiles in the time of a conversation."""
+    """Raise ModelError for an invalid template, or a template too large to compile within the limits of a
+    conversation."""
     if len(source) > MAX_CHARS:
         raise ModelError(f"the chat template has {len(source)} characters, the limit is {MAX_CHARS}")
     try:
-        template = make_environment().parse(source)  # no more: compiling it would work out what is constant
+        template = make_environment().parse(source)  # parsing only: compiling would evaluate constant expressions
         num_nodes = sum(1 for _ in template.find_all(jinja2.nodes.Node))
     except jinja2.TemplateSyntaxError as error:
         raise ModelError(f"the chat template is broken: {error.message}, in its line {error.lineno}") from error
-    except (RecursionError, ValueError) as error:  # of what is nested too deeply; of numbers with too many digits
+    except (RecursionError, ValueError) as error:  # nesting too deep; numbers with too many digits
         raise ModelError(f"the chat template cannot be read: {str(error)[:100]}") from error
     if num_nodes > MAX_NODES:
         raise ModelError(f"the chat template has {num_nodes} blocks, names and constants, the limit is {MAX_NODES}")

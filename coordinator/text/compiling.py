@@ -1,7 +1,7 @@
-"""The program that makes grammars of what clients want answers to be: `python -m coordinator.text.compiling`.
+"""Compile grammars for structured output in a helper process: `python -m coordinator.text.compiling`.
 
-A process of its own (coordinator/text/program.py): compiling may take long or exhaust the stack, whatever the limits of
-the library. What compiles here compiles on the nodes, whose threads have more of a stack.
+A process of its own (coordinator/text/program.py), since compiling may take long or exhaust the stack in spite of the
+library's limits. A grammar that compiles here compiles on the nodes, whose threads have larger stacks.
 """
 
 import json
@@ -27,15 +27,18 @@ from coordinator.text.schemas import of_schema
 from serving_core.errors import RequestError
 from serving_core.grammars import LIMITS, Grammars
 
-# ---- The grammar of an answer that may have thoughts before its form, and calls of tools in its place ----
+# ---- Grammar of an output with thoughts before its format, and tool calls in its place ----
 
 CLOSE: Final = reasoning.CLOSE.replace("/", r"\/")  # in a regular expression of Lark
 ANY: Final = '{"type": "object"}'
 
 
 def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int]) -> str:
-    """The grammar of an answer with leeway; `grammar` is that of its form alone. `special` are tokens that no text
-    spells. Raises Unenforceable."""
+    """Return the grammar of an output with leeway.
+
+    `grammar` is that of the format alone. `special` maps special tokens, which text does not spell, to their ids.
+    Raises Unenforceable.
+    """
 
     def tag(text: str) -> str:
         return f"<[{special[text]}]>" if text in special else json.dumps(text)
@@ -50,7 +53,7 @@ def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int]) -> str:
     openings += [TAGS[asked.leeway.calls]] if calls and asked.leeway.calls in TAGS else []
     if asked.kind == "regex" and openings:
         form = {"name": "form", "lark_grammar": _beginning_otherwise(form["lark_grammar"], openings)}
-    is_next = may_begin_blank(asked.kind, asked.value)  # to thoughts, else nobody could tell whose the blanks are
+    is_next = may_begin_blank(asked.kind, asked.value)  # to the thoughts; otherwise the blanks would be ambiguous
     start = f"start: {_before(thoughts, is_next)}{_either(is_next) if calls else '@form'}\n"
     lark = FREE + start + _thoughts(thoughts, tag) + calls + BLANKS
     schemas = {place: schema or ANY for place, (_, schema) in zip(arguments.values(), tools, strict=True)}
@@ -61,41 +64,43 @@ def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int]) -> str:
 
 
 def _before(thoughts: Thoughts, is_next: bool) -> str:
-    """What stands before the form."""
+    """Return the rule for what precedes the format."""
     before = "thoughts " if is_next else "thoughts blanks? "
     return {Thoughts.NONE: "", Thoughts.POSSIBLE: f"({before})? ", Thoughts.BEGUN: before}[thoughts]
 
 
 def _either(is_next: bool) -> str:
-    """The form, or calls, of which blanks before them say nothing."""
+    """Return the rule for the format or calls. Blanks before calls have no meaning."""
     return "(@form | blanks? calls)" if is_next else "(@form | calls)"
 
 
 def _beginning_otherwise(lark: str, openings: Sequence[str]) -> str:
-    """The grammar of a regular expression, which ends with its terminal, without the texts that are read as something
-    else, by how they begin."""
+    """Return the grammar of a regular expression without the texts that begin like thoughts or calls.
+
+    `lark` must end with its terminal; `openings` are the beginnings.
+    """
     begun = "|".join(map(re.escape, openings))
     return f"{lark} & ~/\\s*({begun})(?s:.*)/\n"
 
 
 def _thoughts(thoughts: Thoughts, tag: Tag) -> str:
-    """The rules for them; those that the prompt has begun have no tag."""
+    """Return the rules for thoughts. Thoughts that the prompt has begun have no opening tag."""
     if thoughts is Thoughts.NONE:
         return ""
     begun, close = "" if thoughts is Thoughts.BEGUN else tag(reasoning.OPEN), tag(reasoning.CLOSE)
-    if close.startswith("<"):  # a special token; but text that looks like it is read as the end of thoughts too
+    if close.startswith("<"):  # a special token; text that looks like it also ends the thoughts
         return f"thoughts: {begun} TEXT? {close}\nTEXT: /(?s:.+)/ & ~/(?s:.*){CLOSE}(?s:.*)/\n"
     if begun.startswith("<") or not begun:
         return f"thoughts: {begun} thought\nthought[lazy]: /(?s:.*){CLOSE}/\n"
-    return f"thoughts[lazy]: /{reasoning.OPEN}(?s:.*){CLOSE}/\n"  # in one: else a form of any text would go on with it
+    return f"thoughts[lazy]: /{reasoning.OPEN}(?s:.*){CLOSE}/\n"  # one terminal, or any text would go on
 
 
-# A tokenizer that knows its tokens, and cuts a text into the longest of them: a fraction of a whole one in memory.
-# For who tries grammars and chooses no token. What compiles does not depend on how texts are cut.
+# Tokenizer that knows its tokens and splits a text greedily, with a fraction of the memory of a full one. It suffices
+# to check grammars: whether they compile does not depend on how texts are split.
 
 
 class _Tokens(TokenizerWrapper):
-    """Those of a tokenizer, for one that is made of them."""
+    """Vocabulary of a tokenizer, from which the greedy tokenizer is built."""
 
     def __init__(self, whole: LLTokenizer) -> None:
         self.is_tokenizer_wrapper = True
@@ -110,15 +115,15 @@ class _Tokens(TokenizerWrapper):
 
 
 def tokens_alone(text: str, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Of a tokenizer.json. Raises ValueError where the library does not read it."""
+    """Return the greedy tokenizer for a tokenizer.json. Raises ValueError when the library cannot read the file."""
     ends = list(eos_token_ids)
     tokens = _Tokens(LLTokenizer(text, eos_token=ends, slices=[]))
     tokens.made = LLTokenizer(tokens, eos_token=ends, slices=[])
-    tokens.tokens, tokens.special_token_ids = (), ()  # the library has its own
+    tokens.tokens, tokens.special_token_ids = (), ()  # the library has its own copy
     return tokens.made
 
 
-# The tokens that a Lark grammar names: by their text, such as <|tool|>, or by id: <[7]>, <[1,5-9]>, all but <[^7]>.
+# Tokens that a Lark grammar names: by text, such as <|tool|>, or by id: <[7]>, <[1,5-9]>, or all others: <[^7]>.
 
 _NAME: Final = re.compile(r"<[^<>\s]+>")
 _RANGE: Final = re.compile(r"(\d{1,10})(?:-(\d{1,10}))?")
@@ -126,8 +131,10 @@ _IDS: Final = re.compile(r"<\[(\^?)([\d,*-]+)\]>")
 
 
 def names_any(grammar: str, tokens: Collection[tuple[int, str]]) -> bool:
-    """Whether it may name one of these tokens, of which each has an id and a text. What stands in strings and comments
-    counts too."""
+    """Return whether the grammar may name one of these tokens, given as (id, text).
+
+    Names in strings and comments count too.
+    """
     return any(_is_named(name, *token) for name in _NAME.findall(grammar) for token in tokens)
 
 
@@ -145,23 +152,23 @@ def _holds(part: str, token_id: int) -> bool:
 
 
 STACK_BYTES: Final = 2**20
-MAX_KNOWN_PARTS: Final = 256  # of schemas, since many are alike
+MAX_KNOWN_PARTS: Final = 256  # cached schema parts, of which many are alike
 
 
 class Compiler:
-    """Answers by the grammar, or by why there is none."""
+    """Answer a question with the grammar, or with the reason why there is none."""
 
     def __init__(self, folder: str, eos_token_ids: list[int]) -> None:
         self._grammars = Grammars(Path(folder), eos_token_ids, tokens_alone)
         self._special: dict[str, int] = {}
         self._unspelled: frozenset[int] = frozenset()
-        with suppress(RequestError):  # which every question is then answered by
+        with suppress(RequestError):  # every question is then answered with it
             tokenizer = self._grammars.load()
             self._special = _special_tokens(tokenizer)
             self._unspelled = unspelled_bytes(_text_tokens(tokenizer))
 
     def answer(self, question: Mapping[str, Any]) -> bytes:
-        """The line that answers a question: the fields of `Asked`."""
+        """Return the answer line for a question, which has the fields of `Asked`."""
         leeway = Leeway(**question["leeway"])
         asked = Asked(**{**question, "leeway": leeway, "thoughts": Thoughts(question["thoughts"])})
         try:
@@ -171,8 +178,10 @@ class Compiler:
             return line({"refused": str(error), **field})
 
     def _held(self, asked: Asked) -> str:
-        """The grammar that holds an answer to as much as can be of what may be loose, and to all else. Raises what
-        forbids the whole."""
+        """Return the grammar that enforces as much as possible of the loose parts and all other parts.
+
+        Raises the error of the full constraint if not even that compiles.
+        """
         try:
             return self._compiled(asked)
         except (RequestError, Unenforceable):
@@ -189,18 +198,18 @@ class Compiler:
         return True
 
     def _compiled(self, asked: Asked) -> str:
-        """The grammar, as nodes are given it. Raises RequestError or Unenforceable."""
+        """Return the grammar in the nodes' format. Raises RequestError or Unenforceable."""
         closes, unspelled = asked.closes_objects, self._unspelled
         form = to_grammar(asked.kind, asked.value, asked.whitespace, closes_objects=closes, unspelled=unspelled)
         if asked.kind == "grammar":
             self._check_named(str(asked.value))
         grammar = with_leeway(form, asked, self._special)
-        for each in dict.fromkeys((form, grammar)):  # of no text there may be thoughts all the same
+        for each in dict.fromkeys((form, grammar)):  # with thoughts, even a format that allows no text would compile
             self._grammars.compiled(each)
         return self._grammars.for_nodes(grammar)
 
     def _check_named(self, grammar: str) -> None:
-        """An end token ends the answer, whatever the grammar has behind it."""
+        """Refuse a grammar that names an end token, which would end the output wherever the grammar has it."""
         tokenizer = self._grammars.load()
         ends = [(token_id, tokenizer.decode_str([token_id])) for token_id in tokenizer.eos_tokens]
         if names_any(grammar, ends):
@@ -208,7 +217,7 @@ class Compiler:
 
 
 def _loosenings(asked: Asked) -> Iterator[str]:
-    """The JSON schema with less and less to keep to, whose objects are closed where they are to be."""
+    """Yield the JSON schema with fewer and fewer requirements. Objects are closed as requested."""
     if asked.leeway.loose:
         text, loose = str(asked.value), asked.leeway.loose
         yield loosened(text, loose, _is_enforced, closes_objects=asked.closes_objects)
@@ -228,13 +237,13 @@ def _is_enforced_as(text: str) -> bool:
 
 
 def _special_tokens(tokenizer: LLTokenizer) -> dict[str, int]:
-    """By their texts."""
+    """Return the special tokens as a map of text to id."""
     special = filter(tokenizer.is_special_token, range(tokenizer.vocab_size))
     return {text: token_id for token_id in special if (text := tokenizer.decode_str([token_id]))}
 
 
 def _text_tokens(tokenizer: LLTokenizer) -> Iterator[bytes]:
-    """The tokens of which texts are made."""
+    """Yield the bytes of all tokens that are not special."""
     for token_id in range(tokenizer.vocab_size):
         if not tokenizer.is_special_token(token_id):
             yield tokenizer.decode_bytes([token_id])

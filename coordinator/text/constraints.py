@@ -1,4 +1,4 @@
-"""From what a client wants an answer to be to a grammar in llguidance's own form, or a sentence on why not. Pure."""
+"""Convert structured-output constraints to llguidance grammars, or refuse them with a reason. Performs no I/O."""
 
 import json
 import re
@@ -15,18 +15,20 @@ from coordinator.text.patterns import characters_of, with_ascii_classes
 from coordinator.text.reasoning import Thoughts
 from coordinator.text.schemas import of_schema, schemas_in
 
-# ---- what a grammar is asked for ----
+# ---- inputs of a grammar ----
 
-MAX_CPU_S: Final = 0.5  # for one grammar
-MAX_BYTES: Final = 2**26  # likewise
+MAX_CPU_S: Final = 0.5  # processor time for one grammar
+MAX_BYTES: Final = 2**26  # memory for one grammar
 
 
 @dataclass(frozen=True, slots=True)
 class Leeway:
-    """What an answer may have beside the form that it is held to: thoughts before it, and in its place calls, in the
-    format `calls` of answer_format. `tools` are the names of those that may be called, each with the JSON schema of its
-    arguments, or nothing for any object. Of a JSON schema that the answer is held to, the definitions that `loose`
-    names, or it itself for an empty name, are kept to as far as they can be enforced."""
+    """What an output may have besides its required format.
+
+    `thinks` allows thoughts before it. Tool calls may take its place, in the format `calls` of answer_format: `tools`
+    are the names that may be called, each with the JSON schema of its arguments, or empty for any object. `loose` names
+    the definitions of a JSON schema that are enforced as far as possible; an empty name stands for the whole schema.
+    """
 
     thinks: bool = False
     calls: str = NONE
@@ -40,7 +42,7 @@ NO_LEEWAY: Final = Leeway()
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a grammar is made of. `kind`, `value`, `whitespace` and `closes_objects` are those of to_grammar."""
+    """Inputs of a grammar. `kind`, `value`, `whitespace` and `closes_objects` are as in to_grammar."""
 
     kind: str
     value: Hashable
@@ -51,8 +53,11 @@ class Asked:
 
 
 FREE: Final = '%llguidance {"no_forcing": true}\n'
-"""What has to come may be spelled by any tokens. Else the library looks, before each token through all that is to come,
-however long, to have it come as the tokenizer reads it: as special tokens where it looks like them."""
+"""Let required text be spelled by any tokens.
+
+Otherwise the library would search all required text before each token, to produce the tokenizer's own spelling, which
+includes special tokens for text that looks like them.
+"""
 TEXT: Final = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/')  # in Lark: strings and regular expressions
 
 
@@ -64,10 +69,13 @@ def to_grammar(
     closes_objects: bool = False,
     unspelled: frozenset[int] = frozenset(),
 ) -> str:
-    """`kind` is a field of the oneof `constraint` of protos/inference.proto, `value` what it holds; `whitespace` is a
-    regex for what may stand between the tokens of JSON, None for nothing. `closes_objects` is that of `read_schema`.
-    `unspelled` are the bytes that no token has: what a regular expression lets come is without them, and a text that
-    has some is refused. Raises Unenforceable; whether the grammar compiles is not checked."""
+    """Return the llguidance grammar of a constraint.
+
+    `kind` is a field of the oneof `constraint` in protos/inference.proto, and `value` is its value. `whitespace` is a
+    regex for the text between JSON tokens, or None for no such text. `closes_objects` is as in `read_schema`.
+    `unspelled` are the bytes that no token has: regular expressions are restricted to texts without them, and a fixed
+    text that has one is refused. Raises Unenforceable. Whether the grammar compiles is not checked.
+    """
     match kind:
         case "json_schema":
             schema = read_schema(value, closes_objects=closes_objects)
@@ -90,15 +98,17 @@ def to_grammar(
 
 
 def may_begin_blank(kind: str, value: Any) -> bool:
-    """Whether an answer may begin with blanks that are its own, and no mere distance from what stands before it. What
-    regular expressions and grammars begin with is not looked into."""
+    """Return whether an output may begin with blanks that belong to its format.
+
+    Regular expressions and grammars count as True without a check.
+    """
     if kind == "choice":
         return any(choice[0].isspace() for choice in value)
     return kind in ("regex", "grammar")
 
 
 def _texts_of(schema: Mapping[str, Any]) -> Iterator[str]:
-    """The names and the data that JSON of a schema may have to spell."""
+    """Yield the property names and data that JSON of a schema may have to spell."""
     for part in schemas_in(schema):
         names, data = part.get("properties"), (part.get("const"), part.get("enum"))
         yield json.dumps([list(names) if isinstance(names, dict) else [], data], ensure_ascii=False)
@@ -110,7 +120,8 @@ def _check_spelled(texts: Iterable[str], unspelled: frozenset[int]) -> None:
 
 
 def _spelled(lark: str, unspelled: str) -> str:
-    """A grammar of one regular expression, in Lark, as one of a terminal, of no text with a character of this class."""
+    """Return a grammar of one terminal for a regular expression in Lark, without the characters of class
+    `unspelled`."""
     answer = lark.removeprefix("start: ")
     return f"start: ANSWER\nANSWER: {answer} & /[^{unspelled}]*/" if unspelled else f"start: ANSWER\nANSWER: {answer}"
 
@@ -124,7 +135,7 @@ def _of_lark(text: str) -> str:
 
 
 def _in_lark(text: str) -> str:
-    """A text as a string of Lark, which does not take DEL as it is."""
+    """Return a text as a Lark string, in which DEL must be escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
@@ -138,17 +149,17 @@ def _read_grammar(text: str) -> str:
     return grammar
 
 
-# What the tokens of a model cannot spell. Some vocabularies lack bytes, such as those of control characters, and a form
-# that asks for them would lead an answer to where no token may come.
+# Bytes that a model's tokens cannot spell. Some vocabularies lack bytes, such as control characters. A format that
+# requires them would lead to a state in which no token is allowed.
 
-_OF_TEXT: Final = frozenset({*range(0xC0), *range(0xC2, 0xF5)})  # bytes that UTF-8 has
-_SHORTEST: Final = {1: 0, 2: 0x80, 3: 0x800, 4: 0x10000}  # the first character of so many bytes
+_OF_TEXT: Final = frozenset({*range(0xC0), *range(0xC2, 0xF5)})  # bytes that occur in UTF-8
+_SHORTEST: Final = {1: 0, 2: 0x80, 3: 0x800, 4: 0x10000}  # first character of each encoded length in bytes
 _LAST: Final = 0x10FFFF
-_LAST_BEFORE_SURROGATES: Final = 0xD7FF  # of the first byte 0xED, behind which UTF-8 has nothing else
+_LAST_BEFORE_SURROGATES: Final = 0xD7FF  # last character with first byte 0xED; UTF-8 has no surrogates
 
 
 def unspelled_bytes(tokens: Iterable[bytes]) -> frozenset[int]:
-    """Return the bytes of UTF-8 that none of these tokens has."""
+    """Return the UTF-8 bytes that occur in none of the tokens."""
     left = set(_OF_TEXT)
     for token in tokens:
         left.difference_update(token)
@@ -158,19 +169,19 @@ def unspelled_bytes(tokens: Iterable[bytes]) -> frozenset[int]:
 
 
 def unspelled_in(text: str, unspelled: frozenset[int]) -> str:
-    """Return the first character of a text that has one of these bytes, as U+XXXX; empty without one."""
+    """Return the first character of a text with an unspelled byte, as U+XXXX; empty without one."""
     spelled = ((char, char.encode(errors="surrogatepass")) for char in text)
     return next((f"U+{ord(char):04X}" for char, in_bytes in spelled if not unspelled.isdisjoint(in_bytes)), "")
 
 
 def class_of(unspelled: frozenset[int]) -> str:
-    """Return the members of a class, in a regular expression, of all characters that begin with one of these bytes."""
+    """Return the members of a regex character class for all characters whose first byte is unspelled."""
     ranges = (_beginning_with(byte) for byte in sorted(unspelled) if byte < 0x80 or byte >= 0xC2)
     return "".join(rf"\u{{{first:x}}}-\u{{{last:x}}}" for first, last in ranges)
 
 
 def _beginning_with(byte: int) -> tuple[int, int]:
-    """The first and the last character whose UTF-8 begins with this byte."""
+    """Return the first and last character whose UTF-8 encoding begins with this byte."""
     num_bytes = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
     if num_bytes == 1:
         return byte, byte

@@ -1,12 +1,12 @@
-"""Text of an answer as its tokens come.
+"""Decode the tokens of an output to text incrementally.
 
-Whatever the tokens, the pieces that `add` and `flush` return are together what the tokenizer decodes from all of
-them, and no piece ends within a character. How much must be held back for that depends on the tokenizer's decoder:
+The pieces that `add` and `flush` return add up to the tokenizer's decoding of all tokens, and no piece ends within a
+character. How much text must be held back depends on the tokenizer's decoder:
 
-- byte-level (GPT-2, Llama 3, Qwen): a token is bytes, so only an unfinished UTF-8 character waits;
-- all others (SentencePiece, WordPiece): the text of a token depends on the token before it, so a window of two is
-  decoded. A run of byte tokens (<0xF0>) waits for its end: one invalid byte in it turns all of it into U+FFFD. What a
-  run makes if it stays valid is known before (`ahead`), for who looks for stop strings and places of tokens.
+- byte-level (GPT-2, Llama 3, Qwen): a token is bytes, so only an incomplete UTF-8 character is held back;
+- all others (SentencePiece, WordPiece): the text of a token depends on the previous token, so a window of two is
+  decoded. A run of byte tokens (<0xF0>) is held back until it ends: one invalid byte turns the whole run into U+FFFD.
+  `ahead` is the text of a valid run so far, for stop strings and token offsets.
 """
 
 import codecs
@@ -20,30 +20,30 @@ from tokenizers import Tokenizer
 from serving_core.errors import ModelError
 
 _WINDOWED: Final = {"BPEDecoder", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
-_SPACE_STAND_IN: Final = "\u2581"  # SentencePiece writes a space so
+_SPACE_STAND_IN: Final = "\u2581"  # SentencePiece's space
 INVALID: Final = "\ufffd"
 _BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Detokenizer(Protocol):
-    """One answer's text."""
+    """Text of one output."""
 
     def add(self, token_id: int) -> str:
-        """The text that this token makes certain; often empty."""
+        """Return the text that this token makes certain; often empty."""
 
     @property
     def ahead(self) -> str:
-        """The characters that `flush` would return, without one that is not whole yet. Other tokens may change them."""
+        """The characters that `flush` would return, without an incomplete one. Further tokens may change them."""
 
     def num_chars_before(self, token_id: int) -> int:
-        """Return how many of the characters that are held back come before this token, were it the next one."""
+        """Return how many of the held-back characters would precede this token if it came next."""
 
     def flush(self) -> str:
-        """The rest, when no more tokens will come."""
+        """Return the remaining text, when the tokens have ended."""
 
 
 class DetokenizerFactory:
-    """Makes detokenizers for one tokenizer. Raises ModelError when its decoder is of an unknown kind."""
+    """Create detokenizers for one tokenizer. Raises ModelError when its decoder is not supported."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -57,12 +57,15 @@ class DetokenizerFactory:
         self._byte_tokens = _byte_tokens(tokenizer) if "ByteFallback" in kinds else {}
 
     def keep(self, texts: Collection[str]) -> None:
-        """Tokens of these texts are left out by no detokenizer to come."""
+        """Keep the tokens of these texts in the output of all detokenizers created afterwards."""
         self._special -= {self._tokenizer.token_to_id(text) for text in texts}
 
     def __call__(self, *, skip_special_tokens: bool, after: Sequence[int] = ()) -> Detokenizer:
-        """`after` are the tokens of a text that this one goes on with: decoders that drop the blank before a text's
-        first word keep it then."""
+        """Return a detokenizer for one output.
+
+        `after` are the tokens of a text that the output continues: decoders that drop the blank before a text's first
+        word then keep it.
+        """
         skipped = self._special if skip_special_tokens else frozenset()
         if self._is_byte_level:
             return ByteDetokenizer(self._tokenizer, skipped, self._token_bytes)
@@ -72,7 +75,7 @@ class DetokenizerFactory:
         return WindowDetokenizer(self._tokenizer, skipped, self._byte_tokens, context)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for within a text; empty for an id that is no token."""
+        """Return the bytes that one token contributes within a text; empty for an unknown id."""
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -80,13 +83,16 @@ class DetokenizerFactory:
             return _bytes_of(token)
         if token_id in self._byte_tokens:
             return self._byte_tokens[token_id]
-        if _SPACE_STAND_IN in token:  # decoded alone it would lose the space before a word
+        if _SPACE_STAND_IN in token:  # decoded alone, the token would lose its leading space
             return token.replace(_SPACE_STAND_IN, " ").encode()
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
 
 class ByteDetokenizer:
-    """For byte-level decoders. `token_bytes` is a memory that may be shared; it grows to at most the vocabulary."""
+    """Detokenizer for byte-level decoders.
+
+    `token_bytes` is a cache that may be shared; it grows up to the vocabulary's size.
+    """
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], token_bytes: dict[int, bytes]) -> None:
         self._tokenizer = tokenizer
@@ -105,12 +111,12 @@ class ByteDetokenizer:
         held, _ = self._decoder.getstate()
         try:
             codecs.utf_8_decode(held + self._bytes_of(token_id)[:1], "strict", False)
-        except UnicodeDecodeError:  # the character that has begun does not go on, and becomes U+FFFD
+        except UnicodeDecodeError:  # the incomplete character is not continued and becomes U+FFFD
             return 1 if held else 0
         return 0
 
     def _bytes_of(self, token_id: int) -> bytes:
-        """The bytes that a token adds to the text."""
+        """Return the bytes that a token adds to the text."""
         if token_id in self._skipped:
             return b""
         token_bytes = self._token_bytes.get(token_id)
@@ -126,8 +132,10 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For decoders that look at a token's neighbours. `byte_tokens` are those that ByteFallback joins; `context` is the
-    token before the first one, if any."""
+    """Detokenizer for decoders that depend on a token's neighbors.
+
+    `byte_tokens` are the tokens that ByteFallback joins; `context` is the token before the first one, if any.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, skipped: frozenset[int], byte_tokens: Mapping[int, bytes], context: list[int]
@@ -135,7 +143,7 @@ class WindowDetokenizer:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._byte_tokens = byte_tokens
-        self._context = context  # the last token whose text is out
+        self._context = context  # the last token whose text has been returned
         self._begin_run()
 
     def add(self, token_id: int) -> str:
@@ -169,7 +177,8 @@ class WindowDetokenizer:
         self._is_valid = True
 
     def _look_ahead(self, token_id: int) -> None:
-        """Add to `ahead` what a byte token completes. A run with an invalid byte is a U+FFFD for each of its bytes."""
+        """Add the characters that a byte token completes to `ahead`. A run with an invalid byte is one U+FFFD for each
+        byte."""
         if self._is_valid:
             try:
                 self._ahead += self._run.decode(self._byte_tokens[token_id])
@@ -194,20 +203,20 @@ def _decoder_kinds(tokenizer: Tokenizer) -> list[str]:
             return []
         if decoder["type"] == "Sequence":
             return [kind for part in decoder["decoders"] for kind in flatten(part)]
-        # Stripping the end of an answer cannot be done before its end is known.
+        # The end of an output cannot be stripped before it is known.
         return ["Strip at the end" if decoder.get("stop") else decoder["type"]]
 
     return flatten(json.loads(tokenizer.to_str())["decoder"])
 
 
 def _byte_tokens(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """The byte of each token that stands for one."""
+    """Return the byte of each token that stands for a single byte."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True).items()
     return {token_id: bytes([int(token[3:-1], 16)]) for token, token_id in vocabulary if _BYTE_TOKEN.fullmatch(token)}
 
 
 def _byte_of_stand_in() -> dict[str, int]:
-    """GPT-2 writes each byte of a token as one printable character: itself, or one from U+0100 on."""
+    """Return the byte of each character in GPT-2's token spelling: the byte's own character, or one from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     stand_ins = {chr(byte): byte for byte in printable}
@@ -218,7 +227,7 @@ _BYTE_OF_STAND_IN: Final = _byte_of_stand_in()
 
 
 def _bytes_of(token: str) -> bytes:
-    """The bytes of a byte-level token; an added token that was never bytes stands for its own text."""
+    """Return the bytes of a byte-level token; an added token stands for its own text."""
     try:
         return bytes([_BYTE_OF_STAND_IN[char] for char in token])
     except KeyError:

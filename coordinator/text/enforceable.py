@@ -1,6 +1,6 @@
-"""What of a JSON schema an answer can be held to. Pure.
+"""Reduce a JSON schema to what can be enforced. Performs no I/O.
 
-What the library does not enforce it refuses by name; what it would enforce in part is refused here.
+The library refuses by name what it does not enforce. This module refuses what the library would enforce only in part.
 """
 
 import json
@@ -30,11 +30,17 @@ from coordinator.text.schemas import (
     schemas_in,
 )
 
-EXACT: Final = 2**53  # integers up to here are what a float says
-INT64: Final = range(-(2**63), 2**63 - 1)  # the library takes a bound that is wider for the end of the range
+EXACT: Final = 2**53  # integers up to this are exact as a float
+INT64: Final = range(-(2**63), 2**63 - 1)  # the library takes a wider bound for the end of this range
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 EXCLUSIVE: Final = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
-WITHIN: Final = ("properties", "additionalProperties", "items", "prefixItems", "additionalItems")  # further schemas
+WITHIN: Final = (
+    "properties",
+    "additionalProperties",
+    "items",
+    "prefixItems",
+    "additionalItems",
+)  # keywords with subschemas
 IDLE: Final[Mapping[str, Sequence[Any]]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
@@ -45,16 +51,16 @@ IDLE: Final[Mapping[str, Sequence[Any]]] = {
 }
 DRAFT: Final = re.compile(r"https?://json-schema\.org/(draft[-/][\w-]+/)?schema#?")
 LAST_DRAFT: Final = "draft/2020-12/"
-MOST_REMAINDERS: Final = 2**12  # of a multiple, each a state
-MOST_MULTIPLE: Final = 2**32 - 1  # of what the library joins multiples to
+MOST_REMAINDERS: Final = 2**12  # remainders of a multiple, each of which is a state
+MOST_MULTIPLE: Final = 2**32 - 1  # the largest least common multiple that the library supports
 
 
 class Unenforceable(ValueError):
-    """A constraint that no answer could be held to; says why in the words of its client."""
+    """A constraint that cannot be enforced; the message says why in the client's terms."""
 
 
 def parse_schema(text: str) -> dict[str, Any]:
-    """As it is written. Raises Unenforceable."""
+    """Return the schema unchanged. Raises Unenforceable."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -65,7 +71,7 @@ def parse_schema(text: str) -> dict[str, Any]:
 
 
 def read_schema(text: str, *, closes_objects: bool = False) -> dict[str, Any]:
-    """Return the schema as `of_schema` takes it, its objects closed with `closes_objects`. Raises Unenforceable."""
+    """Return the schema in the form that `of_schema` takes, with closed objects if requested. Raises Unenforceable."""
     schema = parse_schema(text)
     parts = list(schemas_in(schema))
     if closes_objects:
@@ -96,12 +102,14 @@ def _check_reference(part: Mapping[str, Any], schema: Mapping[str, Any]) -> None
     reference = part.get("$ref")
     if isinstance(reference, str) and leads_to_data(reference):
         raise Unenforceable(f"$ref {reference!r:.80} leads to no schema")
-    if reference is not None and "$id" in part and part is not schema:  # in older drafts it does not begin there
+    if (
+        reference is not None and "$id" in part and part is not schema
+    ):  # in older drafts the reference would not start at this $id
         raise Unenforceable("$ref stands beside an $id")
 
 
 def _check_count(part: Mapping[str, Any]) -> None:
-    """A property that no name of the schema stands for may come twice, and is one all the same."""
+    """Check minProperties: the library would count a repeated property twice unless the schema names it."""
     fewest, required = part.get("minProperties"), part.get("required")
     if not _is_integer(fewest) or fewest <= 1:
         return
@@ -115,7 +123,7 @@ def _check_numbers(part: Mapping[str, Any]) -> None:
         integers = [each for each in _leaves(part.get(name)) if _is_integer(each)]
         if not all(map(_is_exact, integers)):
             raise _inexact(name)
-        if INT64[0] in integers:  # at which the library breaks down
+        if INT64[0] in integers:  # the library fails at this value
             raise Unenforceable(f"{name} has the least integer of 64 bits ({INT64[0]})")
     for name, bound in _bounds(part).items():
         if (number := _whole(bound)) is not None:
@@ -123,7 +131,7 @@ def _check_numbers(part: Mapping[str, Any]) -> None:
 
 
 def _bounds(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The bounds of a number. In an older draft one is exclusive where it is said to be, by true."""
+    """Return the bounds of a number. In older drafts a bound is exclusive when its exclusive keyword is true."""
     bounds = {name: part[name] for name in BOUNDS if name in part}
     for exclusive, inclusive in EXCLUSIVE.items():
         if bounds.get(exclusive) is True and inclusive in bounds:
@@ -141,13 +149,13 @@ def _check_bound(name: str, number: int) -> None:
 
 
 def _check_items(part: Mapping[str, Any]) -> None:
-    """Keywords of two drafts, of which the library goes by neither."""
+    """Refuse keywords of two drafts together, for which the library follows neither draft."""
     if "prefixItems" in part and ("additionalItems" in part or isinstance(part.get("items"), list)):
         raise Unenforceable("prefixItems stand beside additionalItems, or a list of items, of an older draft")
 
 
 def _check_multiples(parts: Sequence[Mapping[str, Any]]) -> None:
-    """Several of one number, which meet where schemas are joined, are joined to their least common multiple."""
+    """Check the multiples. The library replaces several multiples of one number by their least common multiple."""
     given = {each for part in parts if is_number(each := part.get("multipleOf"))}
     decimals = [abs(number) for number in map(Decimal, map(str, given)) if number.is_finite()]
     for number in decimals:
@@ -161,8 +169,11 @@ def _check_multiples(parts: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _check_open_ends(parts: Sequence[Mapping[str, Any]]) -> None:
-    """A whole number, which is to be left out, comes all the same where the other bound is within the next unit, away
-    from 0. Where schemas are joined, any two bounds may meet."""
+    """Refuse an exclusive integer bound less than 1 from the other bound, where the library would allow the bound
+    itself.
+
+    Where schemas are joined, any two bounds may meet.
+    """
     bounds = [_bounds(part) for part in parts]
     for group in [bounds] if any(map(_joins, parts)) else [[each] for each in bounds]:
         _check_open_end(group, "exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1)
@@ -178,7 +189,7 @@ def _check_open_end(bounds: Sequence[Mapping[str, Any]], name: str, others: Sequ
 
 
 def _joins(part: Mapping[str, Any]) -> bool:
-    """Whether several schemas say what a value, or one of the same place in it, may be."""
+    """Return whether several schemas restrict one value, or values at the same place within it."""
     lists = (part.get("allOf"), part.get("patternProperties"))
     num_schemas = sum(len(each) for each in lists if isinstance(each, list | dict))
     num_schemas += sum(name in part for name in ("$ref", "anyOf", "oneOf"))
@@ -196,14 +207,15 @@ def _check_texts(part: Mapping[str, Any]) -> None:
 
 
 def _mend_draft(part: dict[str, Any]) -> None:
-    """The library takes a draft's own name alone; many write it with another scheme."""
+    """Replace the URI of a draft by the only spelling that the library knows."""
     if found := DRAFT.fullmatch(str(part.get("$schema"))):
         is_old = (found[1] or "").startswith("draft-")
         part["$schema"] = f"http{'' if is_old else 's'}://json-schema.org/{found[1] or LAST_DRAFT}schema"
 
 
 def _mend_minimum(part: dict[str, Any]) -> None:
-    """The library takes no minimum of an integer at the end of 64 bits, which some programs write."""
+    """Raise the minimum of an integer to the smallest that the library supports; some programs write the 64-bit
+    minimum."""
     is_integer = part.get("type") == "integer" or "integer" in _listed(part.get("type"))
     if is_integer and (number := _whole(part.get("minimum"))) is not None:
         part["minimum"] = max(number, -WIDEST)
@@ -217,8 +229,10 @@ def _mend_patterns(part: dict[str, Any]) -> None:
 
 
 def _check_pattern(part: Mapping[str, Any]) -> None:
-    """Raises Unenforceable for a pattern that asks for control characters alone in some other way than by their names:
-    the library takes it, and no token can come in its place."""
+    """Raise Unenforceable for a pattern that requires control characters without naming them.
+
+    The library accepts such a pattern, but no token can match it.
+    """
     pattern = part.get("pattern")
     if not isinstance(pattern, str) or not may_name_controls(pattern):
         return
@@ -232,7 +246,7 @@ def _mended(pattern: str) -> str:
 
 
 def _drop_idle(part: dict[str, Any]) -> None:
-    """What the library refuses by name and asks for nothing: some programs write it into every schema."""
+    """Remove keywords that the library refuses although their value has no effect."""
     for name, values in IDLE.items():
         if name in part and any(part[name] == each and type(part[name]) is type(each) for each in values):
             del part[name]
@@ -244,7 +258,7 @@ def _refuse_control(name: str, found: Iterable[str]) -> None:
 
 
 def _leaves(data: Any) -> Iterator[Any]:
-    """All values in it that hold no others."""
+    """Yield all values that hold no other values."""
     left = [data]
     while left:
         value = left.pop()
@@ -265,7 +279,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _whole(value: Any) -> int | None:
-    """The value where it is an integer, also as a float."""
+    """Return the value as an int if it is an integer, possibly as a float; else None."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value if _is_integer(value) else None
@@ -283,12 +297,12 @@ def _is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# ---- A JSON schema with less to keep to, for calls of tools that are not strict ----
+# ---- JSON schemas with fewer requirements, for calls of tools that are not strict ----
 
 ANY: Final[Mapping[str, Any]] = {"type": "object"}
-FIRST: Final = ("type", "properties", "required")  # what others go by
+FIRST: Final = ("type", "properties", "required")  # kept first, since others depend on them
 NAMED: Final = ("properties", "patternProperties")  # a schema for each name
-HOLDERS: Final = (*NAMED, "additionalProperties", "prefixItems", "items", "additionalItems")  # schemas
+HOLDERS: Final = (*NAMED, "additionalProperties", "prefixItems", "items", "additionalItems")  # keywords with subschemas
 ASIDE: Final = ("$ref", "allOf", "anyOf", "$defs", "definitions", "$id", "title", "description", "default", "examples")
 OF_THE_REST: Final = {"additionalProperties": "patternProperties", "items": "prefixItems", "additionalItems": "items"}
 
@@ -300,9 +314,11 @@ def loosened(
     *,
     closes_objects: bool = False,
 ) -> str:
-    """Of the definitions of these names in a schema, and of itself where a name is empty, what can be enforced as
-    `is_enforced` sees it: each part of them by itself. With `closes_objects` its objects are closed before, by what the
-    whole schema names. Raises Unenforceable."""
+    """Return the schema with the definitions in `places` reduced to what can be enforced.
+
+    An empty name in `places` stands for the whole schema. `is_enforced` decides for each part by itself. With
+    `closes_objects`, objects are closed first, by the property names of the whole schema. Raises Unenforceable.
+    """
     schema = parse_schema(text)
     if closes_objects:
         close_objects(schema, list(schemas_in(schema)))
@@ -313,7 +329,7 @@ def loosened(
 
 
 def freed(text: str, places: Collection[str]) -> str:
-    """With any object at these places. Raises Unenforceable."""
+    """Return the schema with any object allowed at these places. Raises Unenforceable."""
     if "" in places:
         return json.dumps(ANY)
     schema = parse_schema(text)
@@ -321,7 +337,7 @@ def freed(text: str, places: Collection[str]) -> str:
 
 
 def _loosen(part: dict[str, Any], is_enforced: Callable[[Mapping[str, Any]], bool]) -> None:
-    if options := part.pop("oneOf", None):  # of which several may hold
+    if options := part.pop("oneOf", None):  # several of which may hold
         part.setdefault("anyOf", options)
     own = {name: _hollow(name, value) for name, value in part.items() if name not in ASIDE}
     if is_enforced(own):
@@ -336,7 +352,7 @@ def _loosen(part: dict[str, Any], is_enforced: Callable[[Mapping[str, Any]], boo
 
 
 def _hollow(name: str, value: Any) -> Any:
-    """The same without what schemas in it ask for, but that there may be no value."""
+    """Return a keyword's value with subschemas reduced to whether they allow any value."""
     if name not in HOLDERS:
         return value
     if isinstance(value, list):

@@ -1,12 +1,12 @@
-"""Regular expressions, as the library takes them. Pure."""
+"""Convert regular expressions and formats of JSON schemas to the library's dialect. Performs no I/O."""
 
 import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeGuard
 
-# What \d, \w and \s of a regular expression stand for: ASCII, as in RE2, in ECMA 262 without the flag u and in Python's
-# re.ASCII. The library takes them for Unicode's digits, letters and blanks.
+# \d, \w and \s of a regular expression stand for ASCII, as in RE2, in ECMA 262 without the flag u and in Python's
+# re.ASCII. The library would take Unicode's digits, letters and blanks.
 
 _MEMBERS: Final = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\t-\r\x20"}
 _PART: Final = re.compile(
@@ -23,17 +23,19 @@ _PART: Final = re.compile(
 
 
 def with_ascii_classes(pattern: str) -> str:
-    """Return the regular expression with these classes written out, but within (?u: ) and behind (?u), which ask for
-    Unicode's."""
-    is_unicode = [False]  # by group that is open
-    depth = 0  # of classes
+    r"""Return the regular expression with \d, \w and \s spelled out in ASCII.
+
+    Parts within (?u: ) and after (?u) ask for Unicode and stay unchanged.
+    """
+    is_unicode = [False]  # for each open group
+    depth = 0  # of character classes
 
     def put(found: re.Match[str]) -> str:
         nonlocal depth
         if (escaped := found["escaped"]) is not None:
             members = None if is_unicode[-1] else _MEMBERS.get(escaped.lower())
             return found[0] if members is None else f"[{'^' if escaped.isupper() else ''}{members}]"
-        if found["hyphen"] is not None:  # the bracket that is put behind it would be the end of a range
+        if found["hyphen"] is not None:  # the bracket that follows would end a range
             return r"\-" if depth else "-"
         if found["opens"] is not None:
             depth += 1
@@ -47,7 +49,7 @@ def with_ascii_classes(pattern: str) -> str:
 
 
 def _enter_group(found: re.Match[str], is_unicode: list[bool]) -> None:
-    """Note what a bracket says, outside of classes."""
+    """Update `is_unicode` for a bracket outside of character classes."""
     if (flags := found["flags"]) is not None:
         switched_on, _, switched_off = flags.partition("-")
         is_on = "u" in switched_on or (is_unicode[-1] and "u" not in switched_off)
@@ -61,12 +63,14 @@ def _enter_group(found: re.Match[str], is_unicode: list[bool]) -> None:
         is_unicode.pop()
 
 
-# Control characters that JSON spells by \uXXXX alone, which answers do not have. The library would leave them out of
-# what is asked for, and takes a class that has all of them for one that has quotes and backslashes too.
+# Control characters that JSON spells only by \uXXXX, which outputs do not have. The library would leave these out of
+# required text, and would take a class of all of them for a class that has quotes and backslashes too.
 
-CONTROLS: Final = frozenset(map(chr, (*range(8), 11, *range(14, 32), 127)))  # the library takes DEL for one of them
+CONTROLS: Final = frozenset(
+    map(chr, (*range(8), 11, *range(14, 32), 127))
+)  # the library counts DEL as a control character
 
-_ATOM: Final = r"(?:\\(?:[xuU]\{[^}]*\}|x[^\\]{2}|u[^\\]{4}|U[^\\]{8}|.)|[^\\])"  # a character, however it is written
+_ATOM: Final = r"(?:\\(?:[xuU]\{[^}]*\}|x[^\\]{2}|u[^\\]{4}|U[^\\]{8}|.)|[^\\])"  # one character in any spelling
 _ATOMS: Final = re.compile(_ATOM, re.DOTALL)
 _CLASS: Final = re.compile(r"\\.|\[(\^?)((?:\\.|[^\]\\])*)\]", re.DOTALL)
 _BROAD: Final = re.compile(
@@ -83,33 +87,38 @@ _CODE: Final = re.compile(r"\\[xuU]\{?([0-9A-Fa-f]{1,8})\}?")
 
 
 def control_in(text: str) -> str:
-    """The first such character of a text, as U+XXXX; empty without one."""
+    """Return the first control character of a text, as U+XXXX; empty without one."""
     return next((f"U+{ord(char):04X}" for char in text if char in CONTROLS), "")
 
 
 def characters_of(text: str) -> Iterator[str]:
-    """The characters of a text with escapes, however they are written; an escape that names none stays."""
+    """Yield the characters of a text with escapes, in any spelling; other escapes stay as written."""
     return map(_character, _ATOMS.findall(text))
 
 
 def control_of_pattern(pattern: str) -> str:
-    """The first that a regular expression asks for, where nothing else can come for it."""
+    """Return the first control character that a regular expression requires, as U+XXXX; empty without one."""
     asked = _CLASS.sub(_asked, pattern)
     return next(filter(None, map(control_in, characters_of(asked))), "")
 
 
 def may_name_controls(pattern: str) -> bool:
-    """Whether a regular expression has a control character, or an escape or a class by name that may stand for some."""
+    """Return whether a regular expression has a control character, or an escape or named class that may stand for
+    one."""
     return _MAY_NAME.search(pattern) is not None
 
 
 def without_control(pattern: str) -> str:
-    """The same of a pattern that asks for none. U+0001, which cannot come, is in no class of it: so none has all."""
+    """Return the pattern with U+0001 removed from all classes, so that no class has all control characters.
+
+    Requires a pattern that requires none.
+    """
     return _BROAD.sub(_narrowed, pattern)
 
 
 def _asked(found: re.Match[str]) -> str:
-    """Of a class, its characters where all of them are controls by name; what is none stays."""
+    """Return the characters of a class if all of them are control characters by name; text outside classes is
+    unchanged."""
     negated, members = found.groups()
     if members is None:
         return found[0]
@@ -127,27 +136,27 @@ def _narrowed(found: re.Match[str]) -> str:
 
 
 def _character(atom: str) -> str:
-    """The one that an atom stands for; other escapes stay."""
+    """Return the character that an atom stands for; other escapes are returned unchanged."""
     if code := _CODE.fullmatch(atom):
         return chr(min(int(code[1], 16), 0x10FFFF))
     return {r"\a": "\a", r"\v": "\v"}.get(atom, atom)
 
 
-# ---- Formats that the library does not know, or knows in part, as what it knows ----
+# ---- Formats that the library knows partly or not at all, as patterns and bounds ----
 
-IDLE: Final = ("binary", "password", "path", "float", "double")  # any string has the first, any number the others
+IDLE: Final = ("binary", "password", "path", "float", "double")  # true of any string (the first three) or any number
 OF_DRAFTS: Final = (
     *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
     *("uuid", "uri", "uri-reference", "iri", "iri-reference", "uri-template"),
     *("json-pointer", "relative-json-pointer", "regex"),
 )
-WIDEST: Final = 2**63 - 1024  # of the bounds that the library takes; a float says it
+WIDEST: Final = 2**63 - 1024  # the largest bound that the library supports, exact as a float
 
 _INTEGER: Final = re.compile(r"(u?)int(8|16|32|64)")
 _CHAR: Final = "[A-Za-z0-9+/]"
 _BASE64: Final = f"^({_CHAR}{{4}})*({_CHAR}[AQgw]==|{_CHAR}{{2}}[AEIMQUYcgkosw048]=)?$"
-_YEAR: Final = r"(?:\d{3}[1-9]|\d{2}[1-9]0|\d[1-9]00|[1-9]000)"  # all but 0, in which no calendar begins
-_FOURTH: Final = "(?:0[48]|[2468][048]|[13579][26])"  # of two digits, each fourth but 00
+_YEAR: Final = r"(?:\d{3}[1-9]|\d{2}[1-9]0|\d[1-9]00|[1-9]000)"  # all but year 0
+_FOURTH: Final = "(?:0[48]|[2468][048]|[13579][26])"  # two digits, divisible by 4, without 00
 _LONG: Final = r"(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])"
 _SHORT: Final = r"(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8])"
 _DATE: Final = rf"(?:{_YEAR}-(?:{_LONG}|{_SHORT})|(?:\d\d{_FOURTH}|{_FOURTH}00)-02-29)"
@@ -156,7 +165,7 @@ _TIME: Final = rf"{_MINUTE}:[0-5]\d(?:\.\d{{1,9}})?(?:Z|[+-]{_MINUTE})"
 _LABEL: Final = "[A-Za-z0-9]"
 _INNER: Final = "[A-Za-z0-9-]"
 _IN_LABEL: Final = f"{_INNER}{{0,2}}{_LABEL}|{_INNER}(?:{_LABEL}{_INNER}|-{_LABEL}){_INNER}{{0,58}}{_LABEL}"
-"""What follows the first character: no hyphens are the third and the fourth, as in the labels of IDNA (xn--)."""
+"""Characters after the first: the third and fourth are not both hyphens, which is reserved for IDNA (xn--)."""
 _HOST: Final = rf"{_LABEL}(?:{_IN_LABEL})?(?:\.{_LABEL}(?:{_IN_LABEL})?)*"
 _LOCAL_ATOM: Final = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _BYTE: Final = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
@@ -170,11 +179,11 @@ _PATTERNS: Final = {
     "hostname": (f"^{_HOST}$",),
     "email": (f"^{_MAILBOX}$", "^[^@]{1,64}@"),
 }
-_MOST_CHARS: Final = {"hostname": 253, "email": 254}  # RFC 1123, and errata to RFC 3696
+_MOST_CHARS: Final = {"hostname": 253, "email": 254}  # RFC 1123, and errata of RFC 3696
 
 
 def put_format(part: dict[str, Any]) -> None:
-    """In place of the format that a schema asks for, bounds of a number or a pattern of a string, beside its own."""
+    """Replace the format of a schema by bounds of a number or a pattern of a string, besides the schema's own."""
     form = str(part.get("format"))
     if form in IDLE:
         del part["format"]
@@ -191,11 +200,11 @@ def put_format(part: dict[str, Any]) -> None:
         _put_bound(part, "minimum", max(lowest, -WIDEST), max)
         _put_bound(part, "maximum", min(highest, WIDEST), min)
     elif form not in OF_DRAFTS and isinstance(part.get("pattern"), str):
-        part.pop("format", None)  # a name of whoever wrote the schema, for what the pattern asks
+        part.pop("format", None)  # an unknown format, which the pattern of the schema describes
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Of JSON."""
+    """Return whether a value is a JSON number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

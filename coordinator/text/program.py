@@ -1,9 +1,7 @@
-"""Programs of ours for what may go on for ever: each is a process of its own, since only a process can be stopped
-whatever it does.
+"""Run a computation that may not terminate in a process of its own, which can be stopped at any point.
 
-Lines of JSON go in and come out: what the program is given, then one question after the other, each answered by a line
-(answering.py). The system ends it when one question takes too much processor time. Askers have their turns one after
-the other.
+Questions and answers are lines of JSON: the program's settings, then one question after the other, each answered by a
+line (answering.py). The system ends the process when a question takes too much processor time. Askers take turns.
 """
 
 import asyncio
@@ -27,15 +25,15 @@ from serving_core.turns import Turns
 
 logger = logging.getLogger(__name__)
 
-START_S: Final = 20.0  # more that a process has for its first answer
-CLOCK_PER_CPU_S: Final = 10.0  # of an answer, before a process that is kept from working is given up
+START_S: Final = 20.0  # added to the limit of a process's first answer
+CLOCK_PER_CPU_S: Final = 10.0  # wall-clock limit per processor second, for a process that gets no processor time
 
 
 class Program:
-    """One of them, started when it is needed and again when it has ended. It has one question at a time."""
+    """A helper process, started on demand and restarted after it has ended. It has one question at a time."""
 
     def __init__(self, module: str, given: Mapping[str, object], max_cpu_s: float, max_bytes: int) -> None:
-        """`max_cpu_s` and `max_bytes` of a question."""
+        """Create the program. `max_cpu_s` and `max_bytes` limit each question."""
         self._module = module
         self._max_cpu_s = max_cpu_s
         self._max_bytes = max_bytes
@@ -45,14 +43,16 @@ class Program:
         self._turns = Turns()
 
     async def ask(self, question: object, asker: str = "") -> dict[str, str]:
-        """Its answer, or what answering.ended says. Questions of one asker wait for each other, and for one of each
-        other asker at most. A client that leaves meanwhile changes nothing: it is soon done, or ended. Raises
-        RequestError where the machine had no time for it."""
+        """Return the answer, or the result of answering.ended.
+
+        Questions of one asker wait for each other, and for at most one question of each other asker. Cancellation does
+        not stop a question, which is limited anyway. Raises RequestError when the machine has been too busy to answer.
+        """
         async with self._turns.turn(asker):
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, question)
 
     def begin(self) -> None:
-        """Starts it in the background, so that the first question need not wait for that."""
+        """Start the process in the background, so that the first question does not wait for its start."""
         self._thread.submit(lambda: self._running().begin())
 
     def _running(self) -> "_Process":
@@ -73,10 +73,10 @@ class Program:
 
 
 class _Process:
-    """The program, until it has ended or nobody knows it any more."""
+    """One process, which is killed when this object is garbage collected."""
 
     def __init__(self, module: str, first: Mapping[str, object]) -> None:
-        """`first`: what it is told before any question."""
+        """Start the process. `first` is sent before any question."""
         command = [sys.executable, "-m", "serving_core.child", str(os.getpid()), sys.executable, "-m", module]
         self._process = subprocess.Popen(command, env=bare_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._end = weakref.finalize(self, _end, self._process)
@@ -91,16 +91,16 @@ class _Process:
 
     @property
     def returncode(self) -> int:
-        """Of one that has ended."""
+        """Exit code of an ended process."""
         return self._process.wait()
 
     def begin(self) -> None:
-        """Sends what it is given. One that ends instead is found when it is asked."""
+        """Send the settings. If the process ends instead, the next `ask` notices."""
         with self._watched(START_S):
             self._send(b"")
 
     def ask(self, question: object, patience_s: float) -> dict[str, str] | None:
-        """Its answer; None when it has ended instead."""
+        """Return the answer, or None when the process has ended instead."""
         assert self._process.stdout is not None, "it has pipes"
         answer = b""
         with self._watched(patience_s):
@@ -115,7 +115,7 @@ class _Process:
 
     @contextmanager
     def _watched(self, patience_s: float) -> Iterator[None]:
-        """Around what may wait for it, and ends where it has ended."""
+        """Kill the process if the block takes longer than `patience_s`; a broken pipe ends the block."""
         watchdog = threading.Timer(patience_s, self._give_up)
         watchdog.start()
         try:

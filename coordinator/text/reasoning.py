@@ -1,4 +1,4 @@
-"""Parts what a model thinks, between <think> and </think>, from the answer behind it, as the text comes."""
+"""Separate thoughts, between <think> and </think>, from the rest of an output, as its text comes."""
 
 import codecs
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ MAX_BLANKS: Final = 64  # before the tag
 
 
 class Thoughts(StrEnum):
-    """Whether an answer has some."""
+    """Whether an output has thoughts."""
 
     NONE = "none"
     POSSIBLE = "possible"
@@ -21,7 +21,7 @@ class Thoughts(StrEnum):
 
 
 def thoughts_behind(prompt: str) -> Thoughts:
-    """Of the answer to a prompt, or to its end."""
+    """Return whether the output after this prompt, or after this end of a prompt, has thoughts."""
     words = prompt.rstrip()
     if words.endswith(OPEN):
         return Thoughts.BEGUN
@@ -29,33 +29,36 @@ def thoughts_behind(prompt: str) -> Thoughts:
 
 
 def ends_thinking(prompt: str) -> bool:
-    """Whether a prompt, or its end, begins the thoughts of the answer."""
+    """Return whether a prompt, or the end of a prompt, begins the output's thoughts."""
     return thoughts_behind(prompt) is Thoughts.BEGUN
 
 
 class ReasoningReader:
-    """Reads one answer. Where it does not begin with the tag it has no thoughts, unless the prompt has begun them.
-    Blanks behind both tags are left out, but for those of an answer that may begin with some."""
+    """Parse one output.
+
+    An output that does not begin with the tag has no thoughts, unless the prompt has begun them. Blanks after both tags
+    are left out; `keeps_blanks` keeps those after the closing tag.
+    """
 
     def __init__(self, *, has_begun: bool, keeps_blanks: bool = False) -> None:
         self._keeps_blanks = keeps_blanks
         self._is_thinking = self._skips_blanks = has_begun
-        self._is_over = False  # what follows are no thoughts
+        self._is_over = False  # all further text is outside of thoughts
         self._opening = ""
         self._closing = StopMatcher([CLOSE])
 
     @property
     def has_thoughts(self) -> bool:
-        """Whether the answer began with some, as far as is known."""
+        """Whether the text so far began with thoughts."""
         return self._is_thinking
 
     @property
     def is_over(self) -> bool:
-        """Whether no thoughts will come any more."""
+        """Whether no thoughts can follow."""
         return self._is_over
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Of what the next piece makes certain, the thoughts and the rest."""
+        """Return the thoughts and the other text that the next piece makes certain."""
         thoughts, words = list[str](), list[str]()
         for char in text:
             if self._skips_blanks and char.isspace():
@@ -70,7 +73,7 @@ class ReasoningReader:
         return "".join(thoughts), "".join(words)
 
     def finish(self) -> tuple[str, str]:
-        """The rest of both, when no more text will come."""
+        """Return the remaining thoughts and other text, when the text has ended."""
         if self._is_over:
             return "", ""
         return (self._closing.flush(), "") if self._is_thinking else ("", self._opening)
@@ -94,7 +97,7 @@ class ReasoningReader:
 
 
 class ThoughtCounter:
-    """Counts the tokens of one answer that are its thoughts, with the tags around them."""
+    """Count the thinking tokens of one output, tags included."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], *, has_begun: bool) -> None:
         self._token_bytes = token_bytes
@@ -107,7 +110,7 @@ class ThoughtCounter:
         return self._num_read if self._reader.has_thoughts else 0
 
     def add(self, token_ids: Iterable[int]) -> None:
-        """Takes the next tokens of the answer."""
+        """Add the next tokens of the output."""
         for token_id in token_ids:
             if self._reader.is_over:
                 return

@@ -1,12 +1,11 @@
-"""The program that renders chat templates: `python -m coordinator.text.rendering`.
+"""Render chat templates in a helper process: `python -m coordinator.text.rendering`.
 
-A process of its own (coordinator/text/program.py), since a template may run for ever. It is given the template, then
-one conversation after the other, each answered by its text, by the refusal of the template, by what is wrong with one
-of its fields, or by what has failed. A question without messages is answered by the names of the templates that lose
-what users say.
+A process of its own (coordinator/text/program.py), since a template may not terminate. The process gets the template,
+then one conversation after the other, and answers each with its text, the template's refusal, the problem of a field,
+or the failure. A question without messages is answered with the names of the templates that lose the user's text.
 
-A template takes the content of a message as a text, or as OpenAI's list of parts, which it loops over. Which one is
-found out by rendering a message of each role both ways: the form in which its words come out is the one to send.
+A template takes the content of a message as a text, or as OpenAI's list of parts, over which it loops. To find out
+which, a message of each role is rendered in both forms; the form whose text appears in the result is used.
 """
 
 import json
@@ -21,13 +20,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from coordinator.text.answering import answer_lines, line
 
-# Tools in conversations whose chat template knows of none: a message lists them and says how they are called; calls and
-# their results become text. What other messages say stays a text, or a list of the texts of its parts.
+# Tools for chat templates without support for tools: a message lists the tools and the format of calls; calls and
+# results become text. The content of other messages stays a text or a list of texts.
 
 Message = dict[str, Any]
 
 SYSTEM, USER, TOOL = "system", "user", "tool"
-FORMS: Final = {  # of a call, by the formats of answer_format
+FORMS: Final = {  # format of a call, by the formats of answer_format
     "hermes": '<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>',
     "llama3": '{{"name": {name}, "parameters": {arguments}}}',
     "mistral": '[TOOL_CALLS] [{{"name": {name}, "arguments": {arguments}}}]',
@@ -36,7 +35,7 @@ FORMS: Final = {  # of a call, by the formats of answer_format
 
 
 def description(tools: Sequence[Any], form: str) -> str:
-    """What a model is told of its tools."""
+    """Return the text that describes the tools to a model."""
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     example = _call(form, "function-name", '{"argument-name": "value"}', 'argument_name="value"')
     return (
@@ -47,7 +46,8 @@ def description(tools: Sequence[Any], form: str) -> str:
 
 
 def with_description(messages: Sequence[Message], text: str, role: str) -> list[Message]:
-    """The conversation with a text in its system message, or before what its first message of another role says."""
+    """Return the conversation with a text in its system message, or before the text of its first message of another
+    role."""
     at = next((index for index, message in enumerate(messages) if message["role"] == role), None)
     if at is None:
         return [{"role": role, "content": text}, *messages]
@@ -59,15 +59,17 @@ def with_description(messages: Sequence[Message], text: str, role: str) -> list[
 
 
 def with_calls_as_text(messages: Sequence[Message], form: str) -> list[Message]:
-    """The conversation with calls as its model writes them, and their results as messages of the user. Raises KeyError,
-    TypeError or AttributeError for calls that are none of functions."""
+    """Return the conversation with calls as text in the model's format, and results as user messages.
+
+    Raises KeyError, TypeError or AttributeError for calls that are not function calls.
+    """
     told: list[Message] = []
     follows_results = False
     for message in messages:
         role, content = message["role"], message["content"]
         if role == TOOL:
             content, role = f"<tool_response>\n{_text(content)}\n</tool_response>", USER
-        if follows_results and role == USER:  # templates want user and assistant by turns
+        if follows_results and role == USER:  # templates expect user and assistant alternately
             told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{_text(content)}"}
         elif calls := message.get("tool_calls"):
             texts = [_text(content), *(_call_of(call, form) for call in calls)]
@@ -102,16 +104,20 @@ def _call(form: str, name: str, arguments: str, keywords: str) -> str:
     return FORMS[form].format(name=json.dumps(name, ensure_ascii=False), arguments=arguments)
 
 
-MAX_CPU_S: Final = 2.0  # for one conversation, and not of the clock: a busy machine changes nothing
+MAX_CPU_S: Final = 2.0  # processor time for one conversation, independent of how busy the machine is
 MAX_BYTES: Final = 2**30
-MAX_TEXT_CHARS: Final = 2**23  # twice what a request may bring
+MAX_TEXT_CHARS: Final = 2**23  # twice the size of a request
 MAX_ERROR_CHARS: Final = 200
-DEFAULT, TOOL_USE = "default", "tool_use"  # the names of templates, of which a model may have several
-RESERVED: Final = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # fields of requests
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates; a model may have several
+RESERVED: Final = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # request fields
 DEVELOPER = "developer"
-TRIED_ROLES: Final = (SYSTEM, USER, "assistant", "tool")  # any other role takes the form of a user
-MARK: Final = secrets.token_hex(16)  # where a message goes on, or what it says for a trial; no text has it
-WITNESS: Final = secrets.token_hex(16)  # of a part's field that no template knows: it shows where a list is printed
+TRIED_ROLES: Final = (SYSTEM, USER, "assistant", "tool")  # any other role is treated as a user
+MARK: Final = secrets.token_hex(
+    16
+)  # marks the end of a message, or is the content of a trial message; occurs in no text
+WITNESS: Final = secrets.token_hex(
+    16
+)  # value of a part's field that no template knows: appears where a list is printed
 MARKED_PARTS: Final = [{"type": "text", "text": MARK, "unknown": WITNESS}]
 TRIED_TOOL: Final = {
     "type": "function",
@@ -120,18 +126,18 @@ TRIED_TOOL: Final = {
 
 
 class ContentForms(NamedTuple):
-    """The forms in which a template takes what a message says."""
+    """Forms in which a template takes the content of a message."""
 
     as_text: bool
     as_parts: bool
 
 
 class Refusal(jinja2.TemplateError):
-    """The template does not take these messages."""
+    """The template refuses these messages."""
 
 
 class BadField(Exception):
-    """A field that no template could take."""
+    """A request field that no template accepts."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field} {problem}")
@@ -140,7 +146,7 @@ class BadField(Exception):
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """What templates find, as in transformers."""
+    """Return the template environment, with the functions and filters of transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
@@ -150,7 +156,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 
 class Renderer:
-    """Renders one template; it is compiled when it is needed, which may take long too."""
+    """Render one template. It is compiled at first use, which may take long too."""
 
     def __init__(self, source: str, tool_source: str, variables: Mapping[str, str], kwargs_json: str) -> None:
         self._source = source
@@ -161,7 +167,7 @@ class Renderer:
         self._forms: dict[tuple[str, str], ContentForms] = {}
 
     def answer(self, given: Mapping[str, Any]) -> bytes:
-        """The line that answers a conversation, or a question without messages."""
+        """Return the answer line for a conversation, or for a question without messages."""
         try:
             if "messages" not in given:
                 return line({"lossy": ", ".join(self._lossy())})
@@ -210,7 +216,7 @@ class Renderer:
         return self._template(source).render(
             {
                 **self._variables,
-                "documents": None,  # templates ask whether it is none, as with tools; undefined would not be
+                "documents": None,  # templates test it with `is none`, which an undefined variable would not satisfy
                 **self._kwargs,
                 **kwargs,
                 "messages": messages,
@@ -220,7 +226,8 @@ class Renderer:
         )
 
     def _formed(self, message: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """The message with what it says as it was sent, where the template takes that form."""
+        """Return the message with its content as it was sent if the template takes that form, else in the other
+        form."""
         forms, said = self._forms_of(source, message["role"]), message["content"]
         texts = [said] if isinstance(said, str) else said
         if forms.as_parts and not (forms.as_text and isinstance(said, str)):
@@ -228,7 +235,8 @@ class Renderer:
         return {**message, "content": "\n".join(texts)}
 
     def _forms_of(self, source: str, role: str) -> ContentForms:
-        """The forms in which a template takes what this role says; of none, as where it refuses the role, a user's."""
+        """Return the forms in which a template takes content of this role; for a role that it refuses, those of a
+        user."""
         role = role if role in TRIED_ROLES else USER
         if (source, role) not in self._forms:
             text, parts = (self._tried(source, role, content) or "" for content in (MARK, MARKED_PARTS))
@@ -238,7 +246,8 @@ class Renderer:
         return self._forms[source, role]
 
     def _tried(self, source: str, role: str, content: str | list[dict[str, str]]) -> str | None:
-        """The text, in lower case, of a conversation in which this role says this; None where the template fails."""
+        """Return the lower-case text of a conversation in which the role has this content; None when the template
+        fails."""
         messages: list[dict[str, Any]] = [{"role": role, "content": content}]
         if role != USER:
             messages.insert(1 if role == SYSTEM else 0, self._formed({"role": USER, "content": "a"}, source))
@@ -249,7 +258,7 @@ class Renderer:
             return None
 
     def _lossy(self) -> list[str]:
-        """The names of the templates that render a user's message in some form, without its words in any."""
+        """Return the names of the templates that render a user's message but never its text."""
         named = {self._tool_source: TOOL_USE, self._source: DEFAULT}
         return [
             name
@@ -272,8 +281,10 @@ def _with_calls_as_text(messages: Sequence[dict[str, Any]], form: str) -> list[d
 
 
 def _shown_in(messages: Sequence[dict[str, Any]], text: str, render: Callable[[list[dict[str, Any]]], str]) -> str:
-    """The conversation with this text in its system message; or before what the user says, where the template takes no
-    system message, or leaves it out."""
+    """Return the rendered conversation with this text in its system message.
+
+    The text goes before the user's message if the template refuses or drops system messages.
+    """
     for role in (SYSTEM, USER):
         try:
             rendered = render(with_description(messages, text, role))
@@ -287,7 +298,7 @@ def _shown_in(messages: Sequence[dict[str, Any]], text: str, render: Callable[[l
 
 
 def read_kwargs(text: str) -> dict[str, Any]:
-    """The variables in a JSON object. Raises BadField."""
+    """Return the template variables of a JSON object. Raises BadField."""
     kwargs: dict[str, Any] = _read("template_kwargs_json", text, dict)
     for name in RESERVED:
         if name in kwargs:
@@ -296,10 +307,10 @@ def read_kwargs(text: str) -> dict[str, Any]:
 
 
 def _read(field: str, text: str, kind: type[Any]) -> Any:
-    """What a JSON text holds, of this kind; an empty one of it for an empty text."""
+    """Return a JSON text parsed as this type; an empty text gives an empty value."""
     try:
         value = json.loads(text) if text else kind()
-        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate is no text
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is not valid text
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, kind):
@@ -308,8 +319,10 @@ def _read(field: str, text: str, kind: type[Any]) -> Any:
 
 
 def _message(message: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The message for this template, with one text or several: a template that knows no developers would leave out
-    their words."""
+    """Return the message in the template's terms.
+
+    The role developer becomes system for a template that does not know it, which would drop its content.
+    """
     is_system = message["role"] == DEVELOPER and DEVELOPER not in source
     said = message.get("content_parts") or message["content"]
     known = {"role": SYSTEM if is_system else message["role"], "content": said}
@@ -318,14 +331,14 @@ def _message(message: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _mark_end(message: dict[str, Any]) -> None:
-    """Put the mark behind what a message says."""
+    """Append the mark to a message's content."""
     said = message["content"]
     mark = MARK + " "
     message["content"] = [*said[:-1], said[-1] + mark] if isinstance(said, list) else said + mark
 
 
 def _up_to_mark(text: str) -> str:
-    """A text that ends where the last message does, whose blanks a template may cut off there."""
+    """Return the text up to the end of the last message, from which the template may have stripped blanks."""
     at = text.rfind(MARK)
     if at < 0:
         raise BadField("continue_final_message", "is not possible: the chat template leaves the last message out")
@@ -333,7 +346,7 @@ def _up_to_mark(text: str) -> str:
 
 
 class _GenerationBlock(Extension):
-    """{% generation %} marks the assistant's words for training; here its content simply stands."""
+    """Support {% generation %}, which marks assistant text for training: render its content unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration is a plain set
 
@@ -357,7 +370,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes what is special in HTML.
+    # Jinja's own filter escapes HTML characters.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""JSON schemas: what they hold and refer to, which names of properties they leave, and their grammar. Pure."""
+"""Traverse JSON schemas, resolve their references and property names, and build their grammar. Performs no I/O."""
 
 import json
 import re
@@ -11,12 +11,12 @@ from llguidance import LLMatcher, LLTokenizer
 
 from serving_core.grammars import LIMITS
 
-DATA: Final = ("const", "enum", "default", "examples")  # keywords that hold data, whatever it looks like
+DATA: Final = ("const", "enum", "default", "examples")  # keywords whose values are data, not schemas
 NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # a schema for each name
 
 
 def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
-    """It and every object in it that may be a schema."""
+    """Yield the schema and every object in it that may be a schema."""
     left = [(schema, False)]
     while left:
         part, has_names = left.pop()
@@ -30,7 +30,7 @@ def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def with_references(schema: Any, moved: Callable[[str], str]) -> Any:
-    """The same with other references, each $ref of a schema in it; data is as it was."""
+    """Return the schema with each $ref replaced by `moved` of it; data is unchanged."""
     if isinstance(schema, list):
         return [with_references(each, moved) for each in schema]
     if not isinstance(schema, dict):
@@ -49,7 +49,7 @@ def _with_references(name: str, value: Any, moved: Callable[[str], str]) -> Any:
 
 
 def leads_to_data(reference: str) -> bool:
-    """Whether a reference within a schema leads into what is no schema."""
+    """Return whether a reference within a schema leads into data."""
     has_names = False
     for step in reference.removeprefix("#").split("/")[1:]:
         if not has_names and step in DATA:
@@ -58,19 +58,19 @@ def leads_to_data(reference: str) -> bool:
     return False
 
 
-# Schemas of which every value would have to hold another one of them, and so on without end.
-# The library compiles them, and an answer comes to a place from which nothing leads on.
+# Schemas whose values would have to contain each other without end. The library compiles these schemas, and an output
+# reaches a state from which no token leads on.
 
 
 class References:
-    """Finds what a $ref of a schema refers to. `parts` are the schemas in it."""
+    """Resolve the $ref references of a schema. `parts` are the schemas in it."""
 
     def __init__(self, schema: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> None:
         self._schema = schema
         self._anchors = {str(part["$anchor"]): part for part in parts if "$anchor" in part}
 
     def target(self, reference: str) -> Any:
-        """Return the schema within the whole one; None where that is nothing."""
+        """Return the schema that a reference leads to, or None without one."""
         own = str(self._schema.get("$id", "")).removesuffix("#")
         fragment = unquote(reference.removeprefix(own).removeprefix("#"))
         if not fragment.startswith("/"):
@@ -86,8 +86,11 @@ class References:
 
 
 def endless_reference(schema: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> str:
-    """A $ref that no value can meet; empty if there is none. `parts` are the schemas in it. Where some of them have an
-    $id, references within those are not followed, and none is found."""
+    """Return a $ref that no finite value can satisfy; empty if there is none.
+
+    `parts` are the schemas in `schema`. Returns empty if one of them has an $id, since references within it are not
+    followed.
+    """
     if any("$id" in part for part in parts if part is not schema):
         return ""
     references = References(schema, parts)
@@ -99,7 +102,10 @@ def endless_reference(schema: Mapping[str, Any], parts: Sequence[Mapping[str, An
     num_before = 0
     while len(endless) != num_before:
         num_before = len(endless)
-        for part in (*reversed(endless.values()), *endless.values()):  # what is needed may stand on either side
+        for part in (
+            *reversed(endless.values()),
+            *endless.values(),
+        ):  # in both directions, since dependencies may lie on either side
             reference = part.get("$ref")
             target = references.target(reference) if isinstance(reference, str) else True
             if ends(target) and _has_value(part, ends):
@@ -108,13 +114,13 @@ def endless_reference(schema: Mapping[str, Any], parts: Sequence[Mapping[str, An
 
 
 def _has_value(part: Mapping[str, Any], ends: Callable[[Any], bool]) -> bool:
-    """Whether one may end, its $ref apart."""
+    """Return whether a part, apart from its $ref, has a finite value."""
     options = [given for name in ("anyOf", "oneOf") if (given := _listed(part, name))]
     return all(any(map(ends, given)) for given in options) and all(map(ends, _held(part)))
 
 
 def _held(part: Mapping[str, Any]) -> Iterator[Any]:
-    """The schemas that every value of it has to meet, itself or with something within it."""
+    """Yield the schemas that every value of this part must satisfy, itself or by a value within it."""
     yield from _listed(part, "allOf")
     if part.get("type") in ("object", ["object"]):
         given = part.get("properties")
@@ -140,20 +146,22 @@ def _count(part: Mapping[str, Any], name: str) -> int:
     return value if isinstance(value := part.get(name), int) else 0
 
 
-# Objects that have the properties that their schema names, and no others.
-# By JSON Schema an object may have any further properties where `additionalProperties` is missing. Who writes a schema
-# for a model expects none, as OpenAI's strict mode, llama.cpp and xgrammar have it, and a model that may invent some
-# often never comes to an end.
+# Closed objects: objects that have the properties named by their schema, and no others. By JSON Schema, an object
+# without `additionalProperties` may have any others. Schemas written for models expect none, as OpenAI's strict mode,
+# llama.cpp and xgrammar do, and a model that may invent properties often never ends its output.
 
 OF_OBJECTS: Final = ("properties", "patternProperties")
 OPTIONS: Final = ("allOf", "anyOf", "oneOf")
 
 
 def close_objects(schema: Mapping[str, Any], parts: Sequence[dict[str, Any]]) -> None:
-    """Close each object schema that names properties and does not say what others there may be. `parts` are the schemas
-    in `schema`. Where several of them are about the same object (allOf; a $ref or anyOf beside keywords), all of their
-    names may come, and the object stays open if one of them says so. A definition that is joined with others somewhere
-    stays as it is where it stands alone: the library takes no keywords beside a reference that leads back."""
+    """Close each object schema in place that names properties and does not say which others are allowed.
+
+    `parts` are the schemas in `schema`. Where several schemas describe one object (allOf; a $ref or anyOf besides other
+    keywords), all of their properties are allowed, and the object stays open if one of the schemas says so. A
+    definition that is joined with others anywhere is not closed where it stands alone: the library supports no keywords
+    beside a recursive reference.
+    """
     references = References(schema, parts)
     joined = {id(part): _joined(part, references) for part in parts}
     inner = {id(each) for schemas in joined.values() for each in schemas}
@@ -174,7 +182,7 @@ def _close(part: dict[str, Any], group: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _joined(part: Mapping[str, Any], references: References) -> Sequence[Mapping[str, Any]]:
-    """The schemas that, beside the keywords of a part, are about the same value; none where they are all there is."""
+    """Return the schemas that describe the same value as a part; empty when the part is the only one."""
     num_sources = _has_names(part) + len(_listed(part, "allOf")) + sum(name in part for name in ("$ref", *OPTIONS[1:]))
     if num_sources < 2:
         return ()
@@ -189,7 +197,7 @@ def _joined(part: Mapping[str, Any], references: References) -> Sequence[Mapping
 
 
 def _beside(part: Mapping[str, Any], references: References) -> Iterator[Mapping[str, Any]]:
-    """The schemas that a part itself refers to for its value."""
+    """Yield the schemas that a part refers to for its own value."""
     for name in OPTIONS:
         yield from (each for each in _listed(part, name) if isinstance(each, dict))
     if isinstance(reference := part.get("$ref"), str) and isinstance(target := references.target(reference), dict):
@@ -204,15 +212,18 @@ def _has_names(part: Mapping[str, Any]) -> bool:
     return any(isinstance(part.get(name), dict) for name in OF_OBJECTS)
 
 
-# ---- what is asked of the names of an object's properties, as the library knows it: as properties, or patterns ----
+# ---- Requirements for property names, as properties or patterns, which the library supports ----
 
-BESIDE: Final = {"type", "title", "description"}  # keywords that ask nothing of a text
+BESIDE: Final = {"type", "title", "description"}  # keywords without effect on a text
 MOST_COPIED_CHARS: Final = 2**17
 
 
 def put_names(part: dict[str, Any], schema: Mapping[str, Any]) -> None:
-    """In place of `propertyNames` of an object with any properties: one whose names are of a list has the properties of
-    that list, one whose names meet a pattern those of the pattern, and no others. What else is asked of names stays."""
+    """Replace `propertyNames` of an object that names no properties.
+
+    Names from a list become properties, and names that match a pattern become a pattern property; no others are
+    allowed. Other requirements are left unchanged.
+    """
     asked = _asked(part.get("propertyNames"), schema)
     if not asked or "properties" in part or "patternProperties" in part:
         return
@@ -231,7 +242,7 @@ def put_names(part: dict[str, Any], schema: Mapping[str, Any]) -> None:
 
 
 def _asked(names: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a text; nothing where that is not all."""
+    """Return the keywords that apply to a string; empty when names have other requirements."""
     if isinstance(names, dict) and names.keys() == {"$ref"} and isinstance(schema.get("$defs"), dict):
         names = schema["$defs"].get(str(names["$ref"]).removeprefix("#/$defs/"))
     if not isinstance(names, dict) or names.get("type", "string") != "string":
@@ -240,7 +251,7 @@ def _asked(names: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pattern(asked: Mapping[str, Any]) -> str:
-    """That says the same; empty where none does."""
+    """Return the equivalent pattern; empty without one."""
     if asked.keys() == {"pattern"} and isinstance(asked["pattern"], str):
         return str(asked["pattern"])
     least, most = asked.get("minLength", 0), asked.get("maxLength", "")
@@ -248,14 +259,17 @@ def _pattern(asked: Mapping[str, Any]) -> str:
     return rf"^(?s:.{{{least},{most}}})$" if is_length else ""
 
 
-# ---- JSON of a schema as a grammar of llguidance, and what it lets come ----
+# ---- Grammar of a JSON schema for llguidance, and the bytes that it allows ----
 
-ESCAPES: Final = 'nrbtf"\\'  # and no \uXXXX, which would spell a property's name so that its schema does not see it
+ESCAPES: Final = 'nrbtf"\\'  # without \uXXXX, which could spell a property's name so that its schema would not apply
 
 
 def of_schema(schema: Mapping[str, Any], whitespace: str | None) -> dict[str, Any]:
-    """One of the grammars of an answer: JSON of this schema, with our options whatever it says itself, which could make
-    the library lenient. `whitespace` is a regex for what may stand between the tokens of JSON, None for nothing."""
+    """Return the grammar for JSON of this schema.
+
+    Own options replace the schema's, which could make the library lenient. `whitespace` is a regex for the text between
+    JSON tokens, or None for no such text.
+    """
     options = {
         "whitespace_flexible": whitespace is not None,
         "whitespace_pattern": whitespace,
@@ -265,8 +279,10 @@ def of_schema(schema: Mapping[str, Any], whitespace: str | None) -> dict[str, An
 
 
 def bytes_behind(schema: Mapping[str, Any], begun: str) -> frozenset[int] | None:
-    """Return the bytes that may follow this beginning of a JSON text of a schema: none where it leads nowhere. None
-    stands for a schema that the library does not take."""
+    """Return the bytes that may follow this beginning of a JSON text; empty when the beginning is not allowed.
+
+    Returns None when the library does not support the schema.
+    """
     matcher = LLMatcher(_bytes(), json.dumps({"grammars": [of_schema(schema, None)]}), log_level=0, limits=LIMITS)
     if matcher.is_error():
         return None
@@ -281,18 +297,20 @@ def _bytes() -> LLTokenizer:
     return LLTokenizer("byte")
 
 
-# Patterns of names that leave no name: all of theirs are those of `properties`.
-# The library lets a comma come before each property that a pattern, or `additionalProperties`, may have, also where
-# every name is taken: then no token can follow.
+# Name patterns that match no name besides those in `properties`. The library allows a comma before each property that a
+# pattern or `additionalProperties` may match, even if every name is taken: then no token can follow.
 
 SAMPLES: Final = ("", "q", "z9 \u00e9")  # names that hardly any schema has
 _UNLIKE: Final = re.compile(r"\[\^|\[[^\]]*\[|&&|--|~~|\\[a-zA-Z0]|[\x00-\x1f]|\(\?")
-"""In a pattern that Python may read otherwise, or whose names answers cannot spell."""
+"""Matches patterns that Python may read differently, or whose names outputs cannot spell."""
 
 
 def replace_spent(parts: Sequence[dict[str, Any]]) -> None:
-    """Put properties in place of each pattern that stands for no other names than those that the schema has anywhere:
-    where schemas are joined, they may meet. Where patterns and properties leave no name for others, there are none."""
+    """Replace patterns by properties where they match only names that the schema has anywhere, since joined schemas may
+    meet.
+
+    Where patterns and properties leave no other name, additional properties are disallowed.
+    """
     patterned = [part for part in parts if _mapping(part, "patternProperties")]
     names = sorted({name for part in parts for name in _names(part)}) if patterned else []
     for part in patterned:
@@ -313,7 +331,7 @@ def _put_properties(part: dict[str, Any], pattern: str, schema: Any, names: Sequ
 
 
 def _leaves_others(patterns: Collection[str], names: Sequence[str]) -> bool:
-    """Whether there are names that none of the patterns stands for."""
+    """Return whether there are names that none of the patterns matches."""
     samples = [sample for sample in SAMPLES if sample not in names]
     if any(all(_finds(pattern, [sample]) is False for pattern in patterns) for sample in samples):
         return True
@@ -321,7 +339,7 @@ def _leaves_others(patterns: Collection[str], names: Sequence[str]) -> bool:
 
 
 def _finds(pattern: str, names: Iterable[str]) -> bool | None:
-    """Whether a pattern stands for one of these names; None where the library alone can say."""
+    """Return whether a pattern matches one of these names; None when only the library can tell."""
     if _UNLIKE.search(pattern):
         return None
     try:
@@ -332,7 +350,8 @@ def _finds(pattern: str, names: Iterable[str]) -> bool | None:
 
 
 def _is_spent(pattern: str, names: Sequence[str], *, others: bool = False) -> bool:
-    """Whether no name is left of those that a pattern stands for; with `others`, of those that it does not."""
+    """Return whether a pattern matches no name besides `names`; with `others`, whether it matches all names besides
+    these."""
     probe = {
         "type": "object",
         "properties": dict.fromkeys(names, False),

@@ -1,7 +1,7 @@
-"""Finds stop strings in text that comes in pieces (Aho and Corasick, 1975).
+"""Find stop strings in text that comes in pieces (Aho and Corasick, 1975).
 
-The matcher's state is a node of the trie of all stop strings: the longest tail of the text so far that begins a
-stop string. Its depth is therefore exactly what must be held back, and each character costs amortised O(1).
+The matcher's state is a node of the trie of all stop strings: the longest suffix of the text that is a prefix of a stop
+string. Its depth is the number of characters to hold back. Each character takes amortized O(1) time.
 """
 
 from collections import deque
@@ -10,32 +10,33 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
-MAX_TRIES: Final = 32  # kept for who asks the same; one of many long strings takes 1 MiB
+MAX_TRIES: Final = 32  # cached; one of many long strings takes 1 MiB
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
     depth: int
     children: dict[str, "_Node"] = field(default_factory=dict)
-    fallback: "_Node | None" = None  # the longest proper tail that is in the trie too; None at the root
+    fallback: "_Node | None" = None  # the longest proper suffix that is in the trie too; None at the root
     match: str | None = None  # the longest stop string that ends here
 
 
 class StopMatcher:
-    """One answer's search. The stop string that ends first wins; of those that end together, the longest."""
+    """Search the text of one output. The stop string that ends first wins; of several that end together, the
+    longest."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._root = _build(tuple(stops))
         self._node = self._root
-        self._ahead: _Node | None = None  # the node behind the text that `foresee` has seen
+        self._ahead: _Node | None = None  # the node after the text that `foresee` has seen
         self._held = ""
         self.matched: str | None = None
 
     def feed(self, text: str, *, may_stop: bool = True) -> str:
-        """Takes the next piece of text and returns what became certain: what no stop string can still reach back to.
+        """Add the next piece of text and return the text that no stop string can include any more.
 
-        After a match, `matched` is set, and the text returned ends right before the stop string; nothing may be fed
-        any more. With may_stop False, stop strings that end in this piece do not count.
+        After a match, `matched` is set, the returned text ends before the stop string, and no text may follow. With
+        `may_stop` False, stop strings that end in this piece do not count.
         """
         assert self.matched is None, "text was fed after a match"
         self._ahead = None
@@ -52,8 +53,7 @@ class StopMatcher:
         return pending[:certain]
 
     def foresee(self, text: str, *, may_stop: bool) -> bool:
-        """Take the next piece of a text that may yet become another one, and return whether a stop string ends in it.
-        `feed` forgets these pieces."""
+        """Return whether a stop string ends in a tentative next piece of text. `feed` discards tentative pieces."""
         for char in text:
             self._ahead = self._step(self._ahead or self._node, char)
             if may_stop and self._ahead.match is not None:
@@ -61,7 +61,7 @@ class StopMatcher:
         return False
 
     def flush(self) -> str:
-        """What is held back, when no more text will come."""
+        """Return the held-back text, when the text has ended."""
         held, self._held = self._held, ""
         return held
 
@@ -76,7 +76,7 @@ class StopMatcher:
 
 @lru_cache(MAX_TRIES)
 def _build(stops: tuple[str, ...]) -> _Node:
-    """The root, which all answers with these stop strings share: nothing changes after."""
+    """Return the root of the trie, which is cached and must not be changed."""
     root = _Node(depth=0)
     for stop in stops:
         node = root

@@ -1,4 +1,4 @@
-"""What clients want answers to be, as grammars for the nodes; what cannot be enforced is refused."""
+"""Compile structured-output constraints to grammars for the nodes, and refuse what cannot be enforced."""
 
 import asyncio
 import logging
@@ -26,26 +26,30 @@ WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,40}"  # bounded: some models write bl
 
 @dataclass(slots=True)
 class _Compilation:
-    """One that has begun, or waits for its turn."""
+    """A compilation that is running or waits for its turn."""
 
     task: asyncio.Task[dict[str, str]]
     num_waiting: int = 0
 
 
 class Structures:
-    """Makes grammars for answers of one model, one at a time, in a process of its own."""
+    """Compile grammars for outputs of one model, one at a time, in a process of its own."""
 
     def __init__(self, folder: Path, eos_token_ids: Sequence[int], *, closes_objects: bool = True) -> None:
-        """With `closes_objects`, those of a schema have the properties that it names alone, where it does not say, also
-        for requests that do not ask for that."""
+        """Create the compiler.
+
+        With `closes_objects`, objects of a schema have only the properties that it names unless it says otherwise, also
+        for requests that do not ask for it.
+        """
         given = {"folder": str(folder), "eos_token_ids": list(eos_token_ids)}
         self._program = Program(PROGRAM, given, MAX_CPU_S, MAX_BYTES)
         self._closes_objects = closes_objects
-        self._known: dict[Asked, dict[str, str]] = {}  # the program's answers, that which was asked for last behind
-        self._begun: dict[tuple[str, Asked], _Compilation] = {}  # by who has asked for it
+        self._known: dict[Asked, dict[str, str]] = {}  # answers of the process, most recently used last
+        self._begun: dict[tuple[str, Asked], _Compilation] = {}  # by asker
 
     def begin(self) -> None:
-        """Starts the program in the background, where it reads the tokenizer: the first form need not wait for that."""
+        """Start the process, which reads the tokenizer, in the background, so that the first constraint does not wait
+        for it."""
         self._program.begin()
 
     async def grammar(
@@ -55,9 +59,11 @@ class Structures:
         prompt_end: str = "",
         asker: str = "",
     ) -> str:
-        """The grammar of the answers to a prompt that ends so, in the form of serving_core/grammars.py; empty where
-        they may be anything. Waits for other grammars of this asker, and for one of each other asker at most. Raises
-        RequestError where it cannot be enforced."""
+        """Return the grammar of the outputs of a prompt with this end; empty without a constraint.
+
+        The format is that of serving_core/grammars.py. Waits for other grammars of this asker, and for at most one of
+        each other asker. Raises RequestError when the constraint cannot be enforced.
+        """
         kind = constraint_of(params)
         if kind is None:
             return ""
@@ -78,8 +84,10 @@ class Structures:
         raise RequestError(BAD_PARAM, f"{field} cannot be enforced: {reason}", field=field)
 
     async def _compiled(self, asker: str, asked: Asked) -> dict[str, str]:
-        """The program's answer, for all requests of the asker for the same meanwhile; it is not waited for when all of
-        them have left."""
+        """Return the process's answer, shared by all of the asker's concurrent requests for the same grammar.
+
+        When all of these requests are cancelled, nobody waits for the answer.
+        """
         key = asker, asked
         if (compilation := self._begun.get(key)) is None:
             task = asyncio.create_task(self._program.ask(asdict(asked), asker))
@@ -98,13 +106,13 @@ class Structures:
 
 
 def constraint_of(params: inference_pb2.SamplingParams) -> str | None:
-    """Which constraint there is, by its field; None without any."""
+    """Return the field name of the request's constraint, or None."""
     kind = params.WhichOneof("constraint")
     return None if kind is None or (kind == "json_object" and not params.json_object) else str(kind)
 
 
 def may_begin_blank(params: inference_pb2.SamplingParams) -> bool:
-    """Whether blanks at the beginning of an answer, or behind its thoughts, are those of its form."""
+    """Return whether blanks at the start of an output, or after its thoughts, belong to its format."""
     kind = constraint_of(params)
     return kind is not None and constraints.may_begin_blank(kind, _value(params, kind))
 

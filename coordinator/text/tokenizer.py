@@ -1,4 +1,4 @@
-"""Text and chat messages to token ids, from the files of a model folder."""
+"""Tokenize text and chat messages with the files of a model folder."""
 
 import asyncio
 import json
@@ -25,35 +25,40 @@ Ts = TypeVarTuple("Ts")
 R = TypeVar("R")
 
 LONG_TEXT_CHARS: Final = 8192  # about a millisecond of work; longer texts are encoded off the event loop
-PIECE_CHARS: Final = 2**16  # of a text that may well be too long: so much is encoded before others have their turn
-USUAL_TOKEN_CHARS: Final = 8  # that tokens of text rarely exceed
-MIN_LONGEST_TOKEN_CHARS: Final = 128  # some tokenizers drop blanks, or make one token of what they do not know
+PIECE_CHARS: Final = 2**16  # of a text that is probably too long, encoded before other texts get their turn
+USUAL_TOKEN_CHARS: Final = 8  # upper bound of nearly all tokens of text
+MIN_LONGEST_TOKEN_CHARS: Final = 128  # some tokenizers drop blanks, or make one token of unknown text
 NUM_THREADS: Final = max(1, (os.cpu_count() or 1) // 2)
 END_TOKENS: Final = 16
 TEMPLATE_FILE: Final = "chat_template.jinja"
-TEMPLATE_FOLDERS: Final = ("chat_templates", "additional_chat_templates")  # of named templates; the later one wins
-PROCESSOR_FILE: Final = "chat_template.json"  # of models that see pictures
+TEMPLATE_FOLDERS: Final = (
+    "chat_templates",
+    "additional_chat_templates",
+)  # folders of named templates; the later one wins
+PROCESSOR_FILE: Final = "chat_template.json"  # of multimodal models
 PROBE: Final = "a"
-PRIVATE: Final = ("auto_map", "name_or_path")  # of tokenizer_config.json
+PRIVATE: Final = ("auto_map", "name_or_path")  # keys of tokenizer_config.json that are not shown
 USUAL_CLASS: Final = "PreTrainedTokenizerFast"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLimit:
-    """The most tokens that a text may have, and what its client hears of one that has this many or more."""
+    """The largest number of tokens of a text, and the error for a text with at least the given number."""
 
     most: int
     refusal: Callable[[int], RequestError]
 
 
 class Tokenizer:
-    """The tokenizer of one model folder, with its chat template if it has one. Long texts wait for one of a few
-    threads, in the order in which they came; who stops waiting leaves the queue."""
+    """Tokenizer of one model folder, with its chat template if it has one.
+
+    Long texts are encoded by a few threads, first come, first served; a cancelled caller leaves the queue.
+    """
 
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, chat_template: ChatTemplate | None, info_json: str = "{}"
     ) -> None:
-        """`info_json` is what clients are told of it."""
+        """Create the tokenizer. `info_json` is the response of /tokenizer_info."""
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self.info_json = info_json
@@ -69,28 +74,30 @@ class Tokenizer:
 
     @property
     def template_words(self) -> str:
-        """The chat template as it is written; empty without one."""
+        """Source of the chat template; empty without one."""
         return self._chat_template.words if self._chat_template is not None else ""
 
     def begin(self) -> None:
-        """Starts in the background what renders conversations, where there is a chat template."""
+        """Start the process that renders conversations in the background, if there is a chat template."""
         if self._chat_template is not None:
             self._chat_template.begin()
 
     async def check(self) -> None:
-        """Log an error where the chat template loses what users say."""
+        """Log an error if the chat template loses the user's text."""
         if self._chat_template is not None:
             await self._chat_template.check()
 
     @cached_property
     def num_end_tokens(self) -> int:
-        """How many special tokens it adds behind a text by itself."""
+        """Number of special tokens that the tokenizer adds after a text."""
         return len(_added_tokens(self._tokenizer)[1])
 
     async def encode(self, text: str, limit: TokenLimit, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer itself adds unless told otherwise. Raises the
-        limit's refusal as soon as the text cannot keep the limit; one that is over it by little is for the caller to
-        refuse."""
+        """Return the token ids of a text, with the special tokens that the tokenizer adds unless disabled.
+
+        Raises the limit's error as soon as the text certainly exceeds it. The caller must check the length of the
+        result.
+        """
         if (fewest := len(text) // self._longest_token_chars) > limit.most:
             raise limit.refusal(fewest)
         if len(text) > max(PIECE_CHARS, USUAL_TOKEN_CHARS * limit.most):
@@ -100,48 +107,54 @@ class Tokenizer:
     async def encode_chat(
         self, messages: Messages, limit: TokenLimit, options: RenderOptions = USUAL, asker: str = ""
     ) -> list[int]:
-        """Token ids of a conversation, which waits for others of this asker. Raises RequestError when the model has no
-        chat template or its template refuses what it is given, and as `encode` does."""
+        """Return the token ids of a conversation, which waits for others of this asker.
+
+        Raises RequestError when the model has no chat template or the template refuses the input, and as `encode` does.
+        """
         if self._chat_template is None:
             raise RequestError(BAD_PARAM, "the model has no chat template: send text or token ids", field="chat")
         text = await self._chat_template.render(messages, replace(options, tool_form=self._tool_form), asker)
-        return await self.encode(text, limit, add_special_tokens=False)  # the template wrote them already
+        return await self.encode(text, limit, add_special_tokens=False)  # the template wrote the special tokens already
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens as they are written; ids that are no token count for nothing."""
+        """Return the text of token ids, special tokens included; unknown ids have no text."""
         return await self._in_turn_if_long(len(token_ids), self._decode, token_ids)
 
     async def tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """The tokens as the vocabulary writes them, which tells their bytes; empty for an id that is no token."""
+        """Return the tokens as the vocabulary spells them; empty for an unknown id."""
         return await self._in_turn_if_long(len(token_ids), self._tokens, token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for within a text; empty for an id that is no token."""
+        """Return the bytes that a token contributes within a text; empty for an unknown id."""
         return self._detokenizers.token_bytes(token_id)
 
     def end_of(self, prompt: Sequence[int]) -> str:
-        """Enough of the prompt's text to know whether it begins the answer's thoughts."""
+        """Return the end of the prompt's text, long enough to tell whether it begins the output's thoughts."""
         return b"".join(map(self.token_bytes, prompt[-END_TOKENS:])).decode(errors="replace")
 
     def keep(self, texts: Collection[str]) -> None:
-        """Tokens of these texts stay in answers from now on, where others that are special are left out."""
+        """Keep the tokens of these texts in later outputs, from which other special tokens are left out."""
         self._detokenizers.keep(texts)
 
     def show_tools(self, form: str) -> None:
-        """Have conversations show their tools in a message from now on, and calls in a form of shown_tools.FORMS, since
-        the chat template does not."""
+        """List tools in a message of all later conversations, with calls in format `form` of rendering.FORMS.
+
+        For a chat template that does not show tools itself.
+        """
         self._tool_form = form
 
     def detokenizer(self, *, skip_special_tokens: bool, after: Sequence[int] = ()) -> Detokenizer:
-        """A fresh detokenizer for one answer, which goes on with the text of the tokens `after`, if any."""
+        """Return a new detokenizer for one output, which continues the text of the tokens `after`."""
         return self._detokenizers(skip_special_tokens=skip_special_tokens, after=after)
 
     async def _check_pieces(self, text: str, limit: TokenLimit) -> None:
-        """Raises the refusal when the pieces of a text show that it has too many tokens."""
+        """Raise the limit's error when the pieces of a text show that it has too many tokens."""
         fewest = 0
         for start in range(0, len(text), PIECE_CHARS):
             token_ids = await self._in_turn(self._encode, text[start : start + PIECE_CHARS], False)
-            fewest += len(token_ids) - self._longest_token_chars  # where the text is cut, one token becomes several
+            fewest += (
+                len(token_ids) - self._longest_token_chars
+            )  # splitting a token at a cut adds at most as many tokens as it has characters
             if fewest > limit.most:
                 raise limit.refusal(fewest)
 
@@ -152,7 +165,7 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # The batch call lets other threads run, which the single one does not.
+        # Unlike the single call, the batch call lets other threads run.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         token_ids: list[int] = encoding.ids
         return token_ids
@@ -166,7 +179,7 @@ class Tokenizer:
 
 
 def _added_tokens(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """The special tokens that it adds before and behind a text by itself."""
+    """Return the special tokens that the tokenizer adds before and after a text."""
     plain = tokenizer.encode(PROBE, add_special_tokens=False).ids
     whole = tokenizer.encode(PROBE).ids
     starts = range(len(whole) - len(plain) + 1)
@@ -177,8 +190,11 @@ def _added_tokens(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]
 def read_tokenizer(
     folder: Path, *, chat_template: str = "", template_kwargs_json: str = "", embeds: bool = False
 ) -> Tokenizer:
-    """Reads tokenizer.json and the chat template, or a file with another one. With `embeds` texts end as the model's
-    embeddings want it (add_eos_token). Raises ModelError when a file is missing or broken."""
+    """Read tokenizer.json and the chat template of a folder, or the template file `chat_template`.
+
+    With `embeds`, texts end as the model's embeddings require (add_eos_token). Raises ModelError when a file is missing
+    or invalid.
+    """
     files = read_tokenizer_files(folder)
     tokenizer, config, special_tokens = files.tokenizer, files.config, files.special_tokens
     sources = {DEFAULT: _text_of(Path(chat_template))} if chat_template else template_sources(folder, config)
@@ -197,7 +213,7 @@ def read_tokenizer(
 
 
 def _add_at_end(tokenizer: tokenizers.Tokenizer, eos_token: str, path: Path) -> None:
-    """Texts end with this token, as transformers has them end where tokenizer_config.json says so."""
+    """Append this token to all texts, as transformers does when tokenizer_config.json says so."""
     try:
         first, last = _added_tokens(tokenizer)
         eos = tokenizer.token_to_id(eos_token)
@@ -213,7 +229,7 @@ def _add_at_end(tokenizer: tokenizers.Tokenizer, eos_token: str, path: Path) -> 
 
 
 def _info_json(config: JsonFields, others: dict[str, Any]) -> str:
-    """What is in tokenizer_config.json but for places of files and code, with these values in place of its own."""
+    """Return tokenizer_config.json without paths and code references, with these values replaced."""
     names = [name for name in config.names if name not in PRIVATE and not name.endswith("_file")]
     info = {"tokenizer_class": USUAL_CLASS, **{name: config.raw(name) for name in names}, **others}
     try:
@@ -223,11 +239,11 @@ def _info_json(config: JsonFields, others: dict[str, Any]) -> str:
 
 
 def template_sources(folder: Path, config: JsonFields) -> dict[str, str]:
-    """Return the chat templates of a model folder by name: DEFAULT for all conversations, TOOL_USE for those with
-    tools.
+    """Return the chat templates of a model folder by name.
 
-    As in transformers, files of their own win over tokenizer_config.json. A chat_template.json counts where neither
-    has any. Raises ModelError."""
+    DEFAULT is for all conversations, TOOL_USE for those with tools. As in transformers, separate files take precedence
+    over tokenizer_config.json; chat_template.json is used when there is neither. Raises ModelError.
+    """
     files = [(name, folder / sub / f"{name}.jinja") for sub in TEMPLATE_FOLDERS for name in (DEFAULT, TOOL_USE)]
     files.append((DEFAULT, folder / TEMPLATE_FILE))
     found = {name: _text_of(path) for name, path in files if path.is_file()}
@@ -240,7 +256,7 @@ def template_sources(folder: Path, config: JsonFields) -> dict[str, str]:
 
 
 def _templates_in(fields: JsonFields) -> dict[str, str]:
-    """The templates that a JSON file has: one, or a list of named ones."""
+    """Return the templates of a JSON file, which has one or a list of named ones."""
     source = fields.raw("chat_template")
     if isinstance(source, list):
         parts = [part for part in source if isinstance(part, dict)]

@@ -1,4 +1,4 @@
-"""Around every HTTP call: who may enter, how many at once, what every response carries, what our own faults become."""
+"""Wrap every HTTP call: authentication, the limit of simultaneous calls, common headers, and errors of the server."""
 
 import logging
 import re
@@ -33,9 +33,12 @@ _OWN_HOST: Final = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})
 
 
 class Access:
-    """ASGI middleware. Asks for `authorization: Bearer SECRET`, or `x-api-key: SECRET`, where there are secrets, and
-    lets in web pages of the allowed origins and its own alone where there are none; what the page shows takes the admin
-    key where there is one. Health checks are exempt, and what the page is before it asks for anything."""
+    """ASGI middleware that authenticates calls.
+
+    With secrets, a call needs `authorization: Bearer SECRET` or `x-api-key: SECRET`. Without secrets, calls from web
+    pages are accepted only from the allowed origins and the server's own page. The data of the page need the admin key
+    if there is one. Health checks and the static files of the page need no key.
+    """
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class Access:
             logger.debug("the client has left", extra={"request_id": response.request_id})
         except Exception:
             logger.exception("a call failed", extra={"request_id": response.request_id})
-            if not response.has_begun:  # otherwise the connection breaks, for want of a proper end
+            if not response.has_begun:  # otherwise the connection breaks without the end of a whole response
                 await error_response(internal_error(), scope["path"])(scope, receive, response.send)
         finally:
             self._num_calls -= 1
@@ -97,8 +100,11 @@ class Access:
             raise RequestError(QUEUE_FULL, f"{self._num_calls} calls at once, the limit is {self._max_calls}")
 
     def _check_origin(self, origin: str | None, own: str) -> None:
-        """Browsers name the page that makes them call, even one whose name was made to lead here: the server's own page
-        counts as such under an address or localhost, which no one else can make to lead anywhere."""
+        """Refuse calls from web pages of other origins.
+
+        Browsers send the origin of the calling page, even if DNS resolves its name to this server. The server's own
+        page therefore counts as its own only under an IP address or localhost, which no other party can redirect.
+        """
         if origin == own and _OWN_HOST.fullmatch(own.partition("://")[2]):
             return
         if origin is not None and "*" not in self._allowed_origins and origin not in self._allowed_origins:
@@ -107,12 +113,12 @@ class Access:
 
 
 def _authorizations(headers: Headers) -> list[str]:
-    """What Anthropic's clients send is one more spelling."""
+    """Return the authorization values; `x-api-key`, which Anthropic's clients send, counts as a bearer secret."""
     return [*headers.getlist("authorization"), *(f"Bearer {key}" for key in headers.getlist("x-api-key"))]
 
 
 class _Response:
-    """Adds to the headers of a response."""
+    """Add the common headers to a response."""
 
     def __init__(self, send: Send, scope: Scope) -> None:
         self._send = send
@@ -131,7 +137,7 @@ class _Response:
 
 
 def request_id_for(scope: Scope) -> str:
-    """The id of a call: the client's own where it is a valid one, else a new one; always the same for one scope."""
+    """Return the id of a call: the client's own if valid, else a new one. One scope always has the same id."""
     state = scope.setdefault("state", {})
     if "request_id" not in state:
         given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")

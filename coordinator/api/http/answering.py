@@ -1,8 +1,8 @@
-"""One call of a generating endpoint, from its requests to the last byte of its response.
+"""Serve one call of a generating endpoint, from its requests to the last byte of its response.
 
-A failure before the first message of an answer is an HTTP status: the headers of a stream wait for that message. A
-later one is an event with an error object, and then the stream breaks off, without [DONE] and without the last chunk of
-a whole response, unless the API has a last event of its own for it. A client that leaves ends its answers.
+A failure before the first message of an output is an HTTP status: the headers of a stream wait for that message. A
+later failure is an event with an error object, after which the stream breaks off without [DONE] and without the last
+chunk, unless the API has a final error event of its own. When the client disconnects, its outputs end.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-MOST_SCORES_AT_ONCE: Final = 256  # tokens with logprobs; of more a thread writes the response
+MOST_SCORES_AT_ONCE: Final = 256  # tokens with logprobs; a larger response is serialized in a thread
 
 
 class Answering:
-    """An ASGI application for exactly one call."""
+    """ASGI application for exactly one call."""
 
     def __init__(self, preprocessor: Preprocessor, form: Form, request_id: str, api_adapter: ApiAdapter) -> None:
         self._preprocessor = preprocessor
@@ -64,12 +64,13 @@ class Answering:
         await response(scope, receive, send)
 
     async def _begin(self, stack: AsyncExitStack) -> list[Call]:
-        """Begins all answers at once: nobody reads those of the first prompts while the last are tokenized."""
+        """Begin all prompts together, after all are tokenized: nobody reads the outputs of the first while others are
+        tokenized."""
         prepared, calls = list[Prepared](), list[Call]()
         for num_before, request in enumerate(self._asked.requests):
             terms = replace(self._asked.terms, num_prompts_behind=len(self._asked.requests) - num_before - 1)
             prepared.append(await stack.enter_async_context(self._preprocessor.prepared(request, terms=terms)))
-            await asyncio.sleep(0)  # others go on before the next prompt
+            await asyncio.sleep(0)  # lets other calls run before the next prompt
         for each in prepared:
             calls.append(await stack.enter_async_context(self._preprocessor.begun(each)))
             await asyncio.sleep(0)
@@ -137,7 +138,7 @@ class Answering:
         await stream.write(self._api_adapter.end())
 
     async def _events(self, calls: Sequence[Call], take: Callable[[Object], R]) -> AsyncGenerator[list[R]]:
-        """Yield what `take` makes of the events of each message, and of the one with the usage behind them all."""
+        """Yield `take` of the events of each message, and last of the event with the usage."""
         usage, opened = _usage(calls), set[int]()
         async with aclosing(self._arrivals(calls)) as arrivals:
             async for arrival in arrivals:
@@ -148,7 +149,7 @@ class Answering:
                 opened.add(index)
                 self._count(usage, index, prompt, arrival.response.chunk)
                 make = partial(self._taken, take, index, arrival.response, prompt, usage)
-                has_scores = bool(arrival.response.chunk.prompt_logprobs)  # which are many
+                has_scores = bool(arrival.response.chunk.prompt_logprobs)  # prompt logprobs, which are large
                 yield opening + (await asyncio.to_thread(make) if has_scores else make())
         if self._asked.include_usage:
             yield [take(self._envelope.event([], usage=usage.to_json()))]
@@ -188,15 +189,17 @@ class Answering:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A message, and to which of the calls it belongs."""
+    """A message and the index of its call."""
 
     call_index: int
     response: GenerateResponse
 
 
 async def merged(calls: Sequence[Call]) -> AsyncGenerator[Arrival]:
-    """The messages of all calls as they come, until every call has ended. Raises the RequestError of the first that
-    fails."""
+    """Yield the messages of all calls as they come, until every call has ended.
+
+    Raises the RequestError of the first call that fails.
+    """
     if len(calls) == 1:  # no tasks for the common case
         while (response := await calls[0].generation.next()) is not None:
             yield Arrival(0, response)
@@ -218,8 +221,10 @@ async def merged(calls: Sequence[Call]) -> AsyncGenerator[Arrival]:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, R]) -> R:
-    """What the work gives. When the client leaves it is cancelled, and ClientDisconnect raised; the body of its
-    request has been read."""
+    """Return the result of `work`. Requires that the request's body has been read.
+
+    If the client disconnects first, `work` is cancelled and ClientDisconnect is raised.
+    """
     results: list[R] = []
 
     async def keep_result() -> None:
@@ -232,13 +237,13 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, R]) -> R:
 
 
 async def _until_gone(receive: Receive) -> None:
-    """Returns when the client has left; the body of its request has been read."""
+    """Return when the client has disconnected. Requires that the request's body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def written(document: Mapping[str, Any]) -> Response:
-    """A document as JSON, choice by choice: other threads have their turns in between."""
+    """Return a document as a JSON response. Choices are serialized one by one, so that other threads run in between."""
     choices = document.get("choices")
     if not isinstance(choices, list):
         return Response(json_line(document), media_type="application/json")
@@ -250,7 +255,7 @@ def written(document: Mapping[str, Any]) -> Response:
 
 
 def _drop_answer(response: GenerateResponse) -> None:
-    """Leaves what is told of the prompt, and that somebody has ended it early."""
+    """Remove the generated text; keep prompt logprobs, and the finish reason of an aborted request."""
     if response.HasField("complete"):
         if response.complete.finish_reason != FINISH_REASON_ABORT:
             response.complete.finish_reason = FINISH_REASON_LENGTH
@@ -266,7 +271,7 @@ def _usage(calls: Sequence[Call]) -> Usage:
 
 
 def _tell_cached(usage: Usage, arrival: Arrival) -> None:
-    """An answer says it first and last; the answers of a prompt share its cached tokens."""
+    """Add the cached tokens of an output, which its first and last message report; outputs of a prompt share them."""
     response = arrival.response
     if response.index != 0:
         return

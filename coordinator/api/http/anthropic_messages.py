@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages. Pure."""
+"""Translate Anthropic's /v1/messages to and from chat completions. Performs no I/O."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -37,13 +37,13 @@ _BLOCKS: Final = {Kind.TEXT: TEXT, Kind.REASONING: "thinking"}
 
 
 class MessagesCall(Translation):
-    """One call: an answer's parts are the blocks of its message."""
+    """One call of /v1/messages. The parts of an output are the content blocks of its message."""
 
     def __init__(self) -> None:
         super().__init__()
         self._blocks: list[Object] = []
 
-    # ---- what was asked ----
+    # ---- request ----
 
     def _body(self, fields: Fields) -> ChatBody:
         settle(fields, MESSAGES)
@@ -56,7 +56,7 @@ class MessagesCall(Translation):
         _read_thinking(fields, body)
         return body
 
-    # ---- what is answered ----
+    # ---- response ----
 
     def _begin(self) -> Iterator[Object]:
         yield {"type": "message_start", "message": self._message()}
@@ -131,12 +131,12 @@ def _read_messages(fields: Fields, body: ChatBody) -> None:
         else:
             _add_question(message, role, body)
     last = body.messages[-1]
-    if last["role"] == ASSISTANT and "tool_calls" not in last:  # which the client has begun for the model
+    if last["role"] == ASSISTANT and "tool_calls" not in last:  # the client has begun the output
         body.values["continue_final_message"] = True
 
 
 def _add_answer(message: Fields, body: ChatBody) -> None:
-    """What the model said: thoughts, text and calls are one message."""
+    """Add an assistant turn as one message with thoughts, text and tool calls."""
     said = body.add_message(message.place, ASSISTANT)
     texts: dict[str, list[str]] = {}
     for block in message.objects("content", MAX_PARTS):
@@ -144,7 +144,7 @@ def _add_answer(message: Fields, body: ChatBody) -> None:
             case "thinking":
                 texts.setdefault("reasoning_content", []).append(thought_of(block))
             case "redacted_thinking":
-                block.raw("data")  # which its own server alone can read
+                block.raw("data")  # encrypted for its own server
             case "tool_use":
                 for name in ("cache_control", "caller"):
                     block.raw(name)
@@ -159,7 +159,7 @@ def _add_answer(message: Fields, body: ChatBody) -> None:
 
 
 def _add_question(message: Fields, role: str, body: ChatBody) -> None:
-    """What the model is told: results of calls are messages of their own."""
+    """Add a user or system turn; each tool result is a message of its own."""
     texts: list[str] = []
     for block in message.objects("content", MAX_PARTS):
         if block.text("type") == "tool_result":
@@ -194,13 +194,13 @@ def _read_tools(fields: Fields, body: ChatBody) -> None:
 
 
 def _read_thinking(fields: Fields, body: ChatBody) -> None:
-    """How much the model is to think, and what its answer is made to be."""
+    """Read how much the model may think, and the format of its output."""
     kwargs = fields.raw("chat_template_kwargs")
     if (thinking := fields.nested("thinking")) is not None:
         kind = thinking.text("type")
         if kind not in ("enabled", "disabled", "adaptive"):
             raise thinking.error("type", "enabled, disabled or adaptive")
-        for name in ("budget_tokens", "display"):  # the budget is a target in this API, and no limit
+        for name in ("budget_tokens", "display"):  # budget_tokens is a target in this API, not a limit
             thinking.raw(name)
         if isinstance(kwargs, dict | None):
             kwargs = {"enable_thinking": kind != "disabled", **(kwargs or {})}
@@ -220,7 +220,7 @@ def _required_text(fields: Fields, name: str) -> str:
 
 
 def _texts(fields: Fields, name: str) -> list[str]:
-    """A string, or the texts of a list of blocks; nothing when it is missing or empty."""
+    """Return a string, or the texts of a list of blocks; an empty list when the field is missing or empty."""
     if isinstance(fields.raw(name), list):
         return [_read(block) for block in fields.objects(name, MAX_PARTS)]
     text = fields.text(name)
@@ -228,7 +228,7 @@ def _texts(fields: Fields, name: str) -> list[str]:
 
 
 def _read(block: Fields) -> str:
-    """Return the text of a block, or of a document in plain text behind its title and its context."""
+    """Return the text of a block, or of a plain-text document behind its title and context."""
     if block.text("type") != "document":
         return text_of(block, (TEXT,))
     block.raw("cache_control")
@@ -252,7 +252,7 @@ def _text_of_source(document: Fields) -> str:
 
 
 def _usage(usage: Object | None) -> Object:
-    """Tokens that were cached count apart from the others."""
+    """Return the usage, with cached tokens counted apart from other input tokens."""
     assert usage is not None, "every event has its usage"
     return {
         "input_tokens": usage["prompt_tokens"] - num_cached(usage),

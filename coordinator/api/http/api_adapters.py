@@ -1,7 +1,7 @@
-"""APIs that say what /v1/chat/completions does in words of their own. Pure.
+"""Adapt other APIs to /v1/chat/completions. Performs no I/O.
 
-A call of such an API is a chat completion between two translations: its body becomes one of a chat completion, and the
-events of that one's stream become the API's own objects, those of a stream and those of a whole response alike.
+A call of another API is translated twice: its body becomes the body of a chat completion, and the events of the
+completion's stream become the objects of the API, for a stream and for a whole response alike.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ from serving_core.errors import RequestError
 
 Object = dict[str, Any]
 
-# Fields that are those of a chat completion, vLLM's among them.
+# Fields that a chat completion has under the same name, vLLM's extensions included.
 _SAME: Final = (
     "cache_salt",
     "frequency_penalty",
@@ -41,34 +41,37 @@ _SAME: Final = (
     "top_k",
     "top_p",
 )
-_TEXTS: Final = {Kind.REASONING: "reasoning_content", Kind.TEXT: "content"}  # in a delta
+_TEXTS: Final = {Kind.REASONING: "reasoning_content", Kind.TEXT: "content"}  # field names in a delta
 
 
 class ApiAdapter:
-    """How the answer of one call is written: here as OpenAI writes completions."""
+    """Serialize the output of one call. This class writes OpenAI's completions."""
 
     failure_is_end = False
-    """Whether `failure` is the regular last event of a stream in this API, after which its response ends as a whole."""
+    """Whether `failure` is a regular last event of a stream in this API, so that the response ends as a whole one."""
 
     def named(self, error: RequestError) -> RequestError:
-        """An error in the words of the API."""
+        """Return the error with the field names of the API."""
         return error
 
     def event(self, event: Object) -> bytes:
-        """What a stream says in place of one event of a completion."""
+        """Return the bytes that a stream sends for one completion event."""
         return sse.event(event)
 
     def end(self) -> bytes:
-        """The end of a stream."""
+        """Return the bytes that end a stream."""
         return sse.DONE
 
     def failure(self, error: RequestError) -> bytes:
-        """The end of a stream that has failed."""
+        """Return the bytes that end a failed stream."""
         return sse.event(error_object(error))
 
 
 class ChatBody:
-    """The body of a chat completion in the making. `places` tells where in the API's own body its parts stand."""
+    """Build the body of a chat completion.
+
+    `places` maps field paths of the completion to field paths of the API's own body, for error messages.
+    """
 
     def __init__(self, fields: Fields, places: Mapping[str, str]) -> None:
         self.values: Object = {name: value for name in _SAME if (value := fields.raw(name)) is not None}
@@ -77,7 +80,7 @@ class ChatBody:
         self.places = dict(places)
 
     def take(self, fields: Fields, **names: str) -> None:
-        """Takes over fields as they are, by the names that a chat completion has for them."""
+        """Copy fields unchanged; `names` maps the completion's names to the API's names."""
         self.values |= {ours: fields.raw(name) for ours, name in names.items() if name in fields}
 
     def add_message(self, place: str, role: str, **fields: Any) -> Object:
@@ -86,14 +89,14 @@ class ChatBody:
         return self.messages[-1]
 
     def add_call(self, place: str, call_id: str | None, name: Any, *, arguments: Any, named: str) -> None:
-        """A call that the last message made; `named` is the API's word for its arguments."""
+        """Append a tool call to the last message; `named` is the API's name of the arguments field."""
         calls = self.messages[-1].setdefault("tool_calls", [])
         path = f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}].function"
         self.places |= {path: place, f"{path}.arguments": f"{place}.{named}"}
         calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
     def add_tool(self, tool: Fields, *, parameters: str) -> None:
-        """A tool whose fields are those of a function; `parameters` is the API's word for those."""
+        """Append a function tool; `parameters` is the API's name of the parameters field."""
         tools = self.values.setdefault("tools", [])
         path = f"tools[{len(tools)}].function"
         self.places |= {path: tool.place, f"{path}.parameters": f"{tool.place}.{parameters}"}
@@ -103,39 +106,42 @@ class ChatBody:
         tools.append({"type": "function", "function": told})
 
     def force_tool(self, choice: Fields) -> None:
-        """One tool has to be called."""
+        """Require a call of one named tool."""
         self.places["tool_choice.function"] = choice.place
         self.values["tool_choice"] = {"type": "function", "function": {"name": choice.raw("name")}}
 
 
 def content_of(texts: Sequence[str]) -> str | list[Object]:
-    """The content of a chat completion's message that has these texts: several are parts."""
+    """Return the content of a message with these texts: a string, or a list of text parts."""
     return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
 def num_cached(usage: Object) -> int:
-    """Tokens of the prompt, in the usage of a completion."""
+    """Return the number of cached prompt tokens in the usage of a completion."""
     details = usage.get("prompt_tokens_details") or {}
     found: int = details.get("cached_tokens", 0)
     return found
 
 
 class Translation(ApiAdapter, ABC):
-    """Of one call of another API. Its answer comes in parts: thoughts, texts and calls, each of which is opened, told
-    of and closed before the next one."""
+    """Translate one call of another API.
+
+    The output comes in parts (thoughts, texts, tool calls). Each part is opened, extended and closed before the next
+    part.
+    """
 
     def __init__(self) -> None:
         self._places: Mapping[str, str] = {}
-        self._completion: Object = {}  # the last event of it
+        self._completion: Object = {}  # its last event
         self._usage: Object | None = None
-        self._last: Object | None = None  # the choice that ended the answer
+        self._last: Object | None = None  # the choice with the finish reason
         self._num_parts = 0
-        self._kind: Kind | None = None  # of the part that is open
-        self._texts: list[str] = []  # of that part
-        self._scores: list[Object] = []  # the logprobs of that part
+        self._kind: Kind | None = None  # of the open part
+        self._texts: list[str] = []  # of the open part
+        self._scores: list[Object] = []  # logprobs of the open part
 
     def parse(self, fields: Fields, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
-        """A call of the API. Raises RequestError."""
+        """Parse a call of the API. Raises RequestError."""
         body = self._body(fields)
         self._places = body.places
         try:
@@ -148,7 +154,7 @@ class Translation(ApiAdapter, ABC):
         return renamed(error, self._places)
 
     def read(self, event: Object) -> None:
-        """Take one event of a completion for a response that is told as a whole."""
+        """Take one completion event for a whole response."""
         for _ in self._told(event):
             pass
 
@@ -167,7 +173,7 @@ class Translation(ApiAdapter, ABC):
             yield from self._delta(choice["delta"], (choice["logprobs"] or {}).get("content", []))
             if choice["finish_reason"] is not None:
                 self._last = choice
-                if not self._num_parts:  # clients take the first one for granted
+                if not self._num_parts:  # clients expect at least one part
                     yield from self._opened(Kind.TEXT)
                 yield from self._closed()
 
@@ -178,7 +184,7 @@ class Translation(ApiAdapter, ABC):
                     yield from self._opened(kind)
                 yield from self._told_of(text, scores)
         for call in delta.get("tool_calls", ()):
-            if "id" in call:  # without one, the open one goes on
+            if "id" in call:  # a call without id continues the open part
                 yield from self._opened(Kind.CALL, call)
             if arguments := call["function"]["arguments"]:
                 yield from self._told_of(arguments, [])
@@ -203,32 +209,32 @@ class Translation(ApiAdapter, ABC):
 
     @property
     def _id(self) -> str:
-        """Of the call, without what says that it is a chat completion."""
+        """Id of the call without the prefix of chat completions."""
         return str(self._completion["id"]).removeprefix("chatcmpl-")
 
     @abstractmethod
     def _body(self, fields: Fields) -> ChatBody:
-        """The body as that of a chat completion. Raises RequestError."""
+        """Return the body of the equivalent chat completion. Raises RequestError."""
 
     @abstractmethod
     def _begin(self) -> Iterator[Object]:
-        """The events before all parts."""
+        """Yield the events before all parts."""
 
     @abstractmethod
     def _open(self, kind: Kind, call: Object) -> Iterator[Object]:
-        """The events that begin a part."""
+        """Yield the events that begin a part."""
 
     @abstractmethod
     def _more(self, kind: Kind, text: str, scores: list[Object]) -> Object:
-        """Return the event of a piece of the open part, with the logprobs of its tokens where they are wanted."""
+        """Return the event for a piece of the open part, with the logprobs of its tokens if requested."""
 
     @abstractmethod
     def _close(self, kind: Kind, text: str, scores: list[Object]) -> Iterator[Object]:
-        """Yield the events that end the open part, with all of its text and logprobs."""
+        """Yield the events that end the open part, given its whole text and logprobs."""
 
     @abstractmethod
     def _ending(self) -> Iterator[Object]:
-        """The events behind all parts."""
+        """Yield the events after all parts."""
 
     @abstractmethod
     def whole(self) -> Object:

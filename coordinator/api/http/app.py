@@ -1,4 +1,4 @@
-"""The OpenAI-compatible API server: its endpoints, as an ASGI application."""
+"""Define the endpoints of the OpenAI-compatible API as an ASGI application."""
 
 import asyncio
 import importlib.metadata
@@ -52,16 +52,16 @@ from serving_core.telemetry import CURRENT_REQUEST
 R = TypeVar("R")
 
 OPENAI: Final = ApiAdapter()
-MAX_LISTED_TOKENS: Final = 2**17  # at /tokenize and /detokenize, or what the context holds if that is more
+MAX_LISTED_TOKENS: Final = 2**17  # of /tokenize and /detokenize, or max_model_len, if larger
 
 IsServing = Callable[[], Awaitable[bool]]
-"""Whether requests can be answered now."""
+"""Return whether requests can be served."""
 Metrics = Callable[[], Awaitable[bytes]]
-"""The text of all figures, of type CONTENT_TYPE."""
+"""Return the text of all metrics, of type CONTENT_TYPE."""
 
 
 class Endpoints:
-    """What is answered at each path."""
+    """Implement the endpoints."""
 
     def __init__(self, preprocessor: Preprocessor, is_serving: IsServing, metrics: Metrics) -> None:
         self._preprocessor = preprocessor
@@ -113,7 +113,7 @@ class Endpoints:
         return await self._begin(request, partial(parse, answer_format=self._preprocessor.model.answer_format))
 
     async def invocations(self, request: Request) -> ASGIApp:
-        """Amazon SageMaker's one path: what its body has says which endpoint is meant."""
+        """Serve Amazon SageMaker's single path by the endpoint that the body's fields belong to."""
         if self._preprocessor.model.config.embedder is not None:
             return await self.embeddings(request)
 
@@ -182,18 +182,17 @@ class Endpoints:
         return Response(self._preprocessor.model.tokenizer.info_json, media_type="application/json")
 
     async def load(self, _: Request) -> Response:
-        """How many answers are under way, as vLLM names it."""
+        """Return the number of requests in flight or queued, under vLLM's name."""
         return JSONResponse({"server_load": self._preprocessor.num_live})
 
     async def health(self, request: Request) -> Response:
-        """Whether requests can be answered; with ?node=NAME, whether that node takes them."""
+        """Respond 200 when requests can be served, else 503; with ?node=NAME, when that node accepts requests."""
         node = request.query_params.get("node")
         is_well = await self._is_serving() if node is None else self._preprocessor.is_ready(node)
         return Response(status_code=200 if is_well else 503)
 
     async def ready(self, _: Request) -> Response:
-        """Whether there are nodes that read prompts and nodes that write answers, and the API server is open; if not,
-        why."""
+        """Respond whether prefill and decode nodes are ready and the API server is open, with the reason if not."""
         why = self._preprocessor.why_not_ready()
         return JSONResponse({"ready": not why, **({"reason": why} if why else {})}, status_code=503 if why else 200)
 
@@ -237,7 +236,7 @@ class Endpoints:
         return CompletionForm(asked, model.tokenizer)
 
     async def _while_there(self, request: Request, work: Coroutine[Any, Any, R]) -> R:
-        """What the work on a text gives, in time and while its client waits for it."""
+        """Return the result of `work` within the request timeout, unless the client disconnects first."""
         async with within(self._preprocessor.request_timeout_s, "the result was"):
             return await unless_gone(request.receive, work)
 
@@ -271,7 +270,7 @@ class Endpoints:
         return max(MAX_LISTED_TOKENS, self._preprocessor.limits().max_model_len)
 
     def _check_unread(self, request: Request, unread: list[str]) -> None:
-        """Warns of fields that nobody has read, or refuses them."""
+        """Set the warning for unknown fields, or raise RequestError when strict."""
         request.scope["state"]["warning"] = self._preprocessor.unknown_fields.check(unread)
 
     def _check_model(self, name: str | None) -> None:
@@ -284,7 +283,7 @@ class Endpoints:
 
     @property
     def _names(self) -> list[str]:
-        """What a request may name as its model: the model, by each of its names, and what adapters make of it."""
+        """All names that a request may give as its model: the served names and the LoRA adapters."""
         return [*self._preprocessor.model.names, *self._preprocessor.adapters]
 
     def _model(self, name: str) -> dict[str, Any]:
@@ -319,9 +318,12 @@ def make_app(
     allowed_origins: Collection[str],
     max_calls: int,
 ) -> Starlette:
-    """The application. With secrets, every call but health checks must bring one; what the page shows takes the admin
-    key where there is one. Web pages of the allowed origins may call it, and read its answers. With a page it has that
-    too."""
+    """Return the ASGI application.
+
+    With `secrets`, every call except health checks must bring one; the data of the page need `admin_key` if given. Web
+    pages of `allowed_origins` may call the API and read its responses. With `page`, the application serves the page
+    too.
+    """
     routes = Endpoints(preprocessor, is_serving, metrics).routes() + (page.routes() if page else [])
     counting = Middleware(Counting, count_call=count_call, routes=routes)
     api_server = Middleware(
@@ -342,7 +344,7 @@ def make_app(
 
 
 def _cors(allowed_origins: Collection[str]) -> Middleware:
-    """Stands before the API server: what browsers ask ahead of a call brings no secret."""
+    """Return the CORS middleware, which runs before authentication: preflight requests bring no secret."""
     return Middleware(
         CORSMiddleware,
         allow_origins=allowed_origins,

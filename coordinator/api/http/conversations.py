@@ -1,4 +1,4 @@
-"""From the JSON of a conversation to what a chat template is given. Pure."""
+"""Convert the JSON of a conversation to the input of a chat template. Performs no I/O."""
 
 import json
 import math
@@ -11,22 +11,22 @@ from coordinator.text.calls.reader import MAX_CALLS, NAME
 from protos.inference_pb2 import ChatInput, ChatMessage
 
 MAX_TEMPLATE_KWARGS: Final = 64
-MAX_ARGUMENTS_CHARS: Final = 2**20  # of one call
+MAX_ARGUMENTS_CHARS: Final = 2**20  # of one tool call
 ASSISTANT: Final = "assistant"
 TEXT_PARTS: Final = ("text", "input_text", "output_text", "refusal")
 REASONING_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 _TEXTS: Final = ("name", "reasoning_content", "tool_call_id")
-_OF_TEXTS: Final = ("annotations", "cache_control", "citations", "logprobs")  # that tell a model nothing
+_OF_TEXTS: Final = ("annotations", "cache_control", "citations", "logprobs")  # irrelevant to the model
 
 
 def parse_conversation(fields: Fields, *, has_tools: bool) -> ChatInput:
-    """What the chat template is given, with the tools or without. Raises RequestError."""
+    """Return the template input for a conversation, with or without tools. Raises RequestError."""
     return _chat_input(fields, parse_messages(fields), has_tools=has_tools)
 
 
 def parse_conversations(fields: Fields, limit: int) -> list[ChatInput]:
-    """The same of several conversations without tools, of which `messages` is a list. Raises RequestError."""
+    """Return the template inputs for the list of conversations in `messages`, without tools. Raises RequestError."""
     conversations = fields.lists("messages", limit)
     if not conversations:
         raise fields.problem("messages", "is missing or empty: a batch needs at least one conversation")
@@ -45,15 +45,14 @@ def _chat_input(fields: Fields, messages: list[ChatMessage], *, has_tools: bool)
 
 def _template_kwargs_json(fields: Fields) -> str:
     text = fields.as_json("chat_template_kwargs", _template_kwargs(fields))
-    if len(text) > MAX_TEMPLATE_KWARGS_CHARS:  # before there are copies of it
+    if len(text) > MAX_TEMPLATE_KWARGS_CHARS:  # before it is copied
         problem = f"has {len(text)} characters, the limit is {MAX_TEMPLATE_KWARGS_CHARS}"
         raise fields.problem("chat_template_kwargs", problem)
     return text
 
 
 def _template_kwargs(fields: Fields) -> dict[str, Any]:
-    """The variables that a request gives the template; what it says of the effort is said in those that templates
-    know."""
+    """Return the template variables of a request; reasoning_effort sets the variables that templates know."""
     kwargs = fields.mapping("chat_template_kwargs", MAX_TEMPLATE_KWARGS) or {}
     effort = fields.text("reasoning_effort")
     if effort is None:
@@ -64,12 +63,12 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
 
 
 def parse_messages(fields: Fields, name: str = "messages") -> list[ChatMessage]:
-    """The conversation in a field. Raises RequestError."""
+    """Return the conversation in a field. Raises RequestError."""
     return [_message(message) for message in messages_in(fields, name)]
 
 
 def messages_in(fields: Fields, name: str = "messages") -> list[Fields]:
-    """The messages of a conversation, of which there is at least one. Raises RequestError."""
+    """Return the messages of a conversation, at least one. Raises RequestError."""
     messages = fields.objects(name, MAX_MESSAGES)
     if not messages:
         raise fields.problem(name, "is missing or empty: a conversation needs at least one message")
@@ -82,7 +81,7 @@ def _message(message: Fields) -> ChatMessage:
         raise message.error("role", "a string such as user")
     if message.raw("function_call"):
         raise message.problem("function_call", "is not supported: send tool_calls")
-    message.raw("annotations")  # of an answer that is sent back; there are none
+    message.raw("annotations")  # of a response that is sent back; the template has no use for them
     if role == ASSISTANT:
         texts, thoughts = _said(message)
     elif "content" in message:
@@ -96,14 +95,14 @@ def _message(message: Fields) -> ChatMessage:
 
 
 def _texts(message: Fields) -> list[str]:
-    """Return the texts of the content: one of a string."""
+    """Return the texts of the content; a string counts as one text."""
     if isinstance(message.raw("content"), list):
         return texts_of_parts(message, "content", TEXT_PARTS)
     return [message.text("content") or ""]
 
 
 def _said(message: Fields) -> tuple[list[str], str]:
-    """Return the texts and the thoughts of a message of the assistant's, whose refusal is a text of its own."""
+    """Return the texts and the thoughts of an assistant message. A refusal counts as text."""
     refusal = message.text("refusal") or ""
     if not isinstance(message.raw("content"), list):
         return [message.text("content") or refusal], ""
@@ -113,14 +112,14 @@ def _said(message: Fields) -> tuple[list[str], str]:
             case "thinking":
                 thoughts.append(thought_of(part))
             case "redacted_thinking":
-                part.raw("data")  # which its own server alone can read
+                part.raw("data")  # encrypted for its own server
             case _:
                 texts.append(text_of(part, TEXT_PARTS))
     return texts or [refusal], "\n".join(thoughts)
 
 
 def thought_of(part: Fields) -> str:
-    """Return the text of a part of type thinking, whose signature tells a model nothing. Raises RequestError."""
+    """Return the text of a part of type thinking, and ignore its signature. Raises RequestError."""
     part.raw("signature")
     if (thought := part.text("thinking")) is None:
         raise part.error("thinking", "a string")
@@ -128,7 +127,7 @@ def thought_of(part: Fields) -> str:
 
 
 def texts_of_parts(message: Fields, name: str, kinds: Collection[str]) -> list[str]:
-    """Return the text of each of a list of parts, which must all be of these kinds. Raises RequestError."""
+    """Return the text of each part in a list, all of which must be of these kinds. Raises RequestError."""
     return [text_of(part, kinds) for part in message.objects(name, MAX_PARTS)]
 
 
@@ -147,9 +146,9 @@ def text_of(part: Fields, kinds: Collection[str]) -> str:
 
 
 def _extra_json(message: Fields, thoughts: str) -> str:
-    """What a message has beside role and content."""
+    """Return the fields of a message besides role and content, as JSON."""
     extra: dict[str, Any] = {name: message.text(name) for name in _TEXTS if name in message}
-    if "reasoning" in message:  # the same, as vLLM calls it by now
+    if "reasoning" in message:  # vLLM's newer name of reasoning_content
         extra.setdefault("reasoning_content", message.text("reasoning"))
     if thoughts:
         extra.setdefault("reasoning_content", thoughts)
@@ -159,9 +158,9 @@ def _extra_json(message: Fields, thoughts: str) -> str:
 
 
 def _call(call: Fields) -> Mapping[str, Any]:
-    """A call that was made earlier. Templates take the arguments as an object."""
+    """Return an earlier tool call, with its arguments as an object, as templates expect."""
     function = function_of(call)
-    call.raw("index")  # which events have
+    call.raw("index")  # set in stream events
     known = {"id": call.text("id")} if "id" in call else {}
     return {**known, "type": "function", "function": {"name": name_of(function), "arguments": _arguments(function)}}
 
@@ -177,8 +176,11 @@ def _arguments(function: Fields) -> Mapping[str, Any]:
 
 
 def object_of(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object. What a model wrote else, as where it was cut short or has a number
-    that JSON does not know, is told under a name of its own: nobody should take it for a call without any."""
+    """Return the arguments of a call as an object.
+
+    Text that is no JSON object (cut short, or with a number that JSON does not have) is returned under the key
+    "arguments", so that it is not mistaken for a call without arguments.
+    """
     try:
         value = parsed(arguments or "{}")
     except ValueError:
@@ -187,7 +189,7 @@ def object_of(arguments: str) -> dict[str, Any]:
 
 
 def function_of(parent: Fields) -> Fields:
-    """Of a tool or a call. Raises RequestError for what is not of this type."""
+    """Return the function of a tool or a call. Raises RequestError for another type."""
     kind = parent.text("type")
     if kind not in (None, "function"):
         raise parent.problem("type", f"{shown(kind)} is not supported: it must be function")
@@ -198,21 +200,24 @@ def function_of(parent: Fields) -> Fields:
 
 
 def name_of(function: Fields) -> str:
-    """Raises RequestError for what is no name."""
+    """Return the name of a function. Raises RequestError when it is missing or invalid."""
     name = function.text("name")
     if name is None or not NAME.fullmatch(name):
         raise function.error("name", f"a name that matches {NAME.pattern}")
     return name
 
 
-# ---- JSON of a model, read so that it can be written again ----
+# ---- JSON written by a model ----
 
-MAX_DEPTH: Final = 256  # of what a model wrote: the stack has room for it wherever it is written again
+MAX_DEPTH: Final = 256  # levels; the stack suffices to serialize as many again
 
 
 def parsed(text: str) -> Any:
-    """Parse JSON that can be written again as it is. Raises ValueError for all else: what is no JSON, numbers that a
-    float does not hold (1e400) or JSON does not know (NaN), half surrogate pairs, and more than MAX_DEPTH levels."""
+    """Parse JSON that can be serialized again unchanged.
+
+    Raises ValueError for anything else: invalid JSON, numbers beyond a float (1e400) or outside JSON (NaN), lone
+    surrogates, and more than MAX_DEPTH levels.
+    """
     try:
         value = json.loads(text, parse_float=_finite, parse_constant=_refuse_constant)
         json.dumps(value, ensure_ascii=False).encode()

@@ -1,4 +1,4 @@
-"""How many HTTP calls came to which endpoint, how they ended and how long they took."""
+"""Count HTTP calls by endpoint, status and duration."""
 
 import time
 from collections import Counter, defaultdict
@@ -11,28 +11,28 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serving_core.figures import Figure, Histogram, counter, histogram
 
 METHODS: Final = ("GET", "POST")
-OTHER: Final = "other"  # the method or the path of a call that we have no word for
-UNCOUNTED: Final = ("/health", "/ready", "/ping", "/metrics")  # what asks by the clock
-CLIENT_LEFT: Final = 499  # before there was a status: nginx's word for it
+OTHER: Final = "other"  # any other method or path
+UNCOUNTED: Final = ("/health", "/ready", "/ping", "/metrics")  # polled by probes
+CLIENT_LEFT: Final = 499  # before a status was sent; nginx's code
 
 CountCall = Callable[[str, str, int, float], None]
-"""Is told of every call that is over: its endpoint, its method, its status and its seconds."""
+"""Record a finished call: endpoint, method, status and seconds."""
 
 
 class HttpCounts:
-    """By endpoint, method and class of status: names of ours, and never a client's."""
+    """Count calls by endpoint, method and status class. Labels never contain client input."""
 
     def __init__(self) -> None:
         self._ended = Counter[tuple[str, str, str]]()
         self._seconds = defaultdict[tuple[str, str], Histogram](Histogram)
 
     def ended(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """A call is over."""
+        """Count a finished call."""
         self._ended[handler, method, f"{status // 100}xx"] += 1
         self._seconds[handler, method].observe(seconds)
 
     def figures(self) -> Iterator[Figure]:
-        """Under the names that instrumented FastAPI servers have, vLLM's too."""
+        """Yield the figures, under the names of instrumented FastAPI servers, vLLM included."""
         ended = [
             ({"handler": handler, "method": method, "status": status}, count)
             for (handler, method, status), count in self._ended.items()
@@ -43,7 +43,7 @@ class HttpCounts:
 
 
 class Counting:
-    """ASGI middleware, around everything else."""
+    """ASGI middleware around all others, which counts calls."""
 
     def __init__(self, app: ASGIApp, *, count_call: CountCall, routes: Sequence[Route]) -> None:
         self._app = app

@@ -1,5 +1,5 @@
-"""The endpoint of embeddings: from OpenAI's JSON to requests, one for each input, and back. An input that fails, fails
-the call."""
+"""Translate /v1/embeddings: OpenAI's JSON to one request for each input, and back. An input that fails fails the
+call."""
 
 import asyncio
 import base64
@@ -22,13 +22,13 @@ from serving_core.errors import RequestError
 FLOAT, BASE64 = "float", "base64"
 FLOAT_BYTES: Final = 4
 MAX_INPUTS: Final = 2048  # OpenAI's
-MAX_AT_ONCE: Final = 64  # of one call: a node queues no more than --max-num-queued of all
-MAX_NUMBERS: Final = 2**21  # written out as text, of which each takes some 20 bytes
+MAX_AT_ONCE: Final = 64  # of one call; a node queues at most --max-num-queued requests of all calls
+MAX_NUMBERS: Final = 2**21  # serialized as text, of about 20 bytes each
 
 
 @dataclass(frozen=True, slots=True)
 class AskedEmbeddings:
-    """One call: a request for each input, and how the vectors are written."""
+    """One call: a request for each input, and the encoding of the vectors."""
 
     requests: tuple[EmbedRequest, ...]
     encoding: str
@@ -39,7 +39,7 @@ class AskedEmbeddings:
 
 
 def parse_embeddings(fields: Fields, request_id: str) -> AskedEmbeddings:
-    """A call of /v1/embeddings. Raises RequestError."""
+    """Parse a call of /v1/embeddings. Raises RequestError."""
     settle(fields, EMBEDDINGS)
     inputs = _inputs(fields)
     encoding = fields.text("encoding_format") or FLOAT
@@ -59,7 +59,7 @@ def parse_embeddings(fields: Fields, request_id: str) -> AskedEmbeddings:
 
 
 def _inputs(fields: Fields) -> list[dict[str, Any]]:
-    """A string, token ids, or a list of either."""
+    """Return the inputs: a string, token ids, or a list of either."""
     value = fields.raw("input")
     is_list = isinstance(value, list) and bool(value)
     if is_list and isinstance(value[0], list | str) and len(value) > MAX_INPUTS:
@@ -76,7 +76,10 @@ def _inputs(fields: Fields) -> list[dict[str, Any]]:
 
 
 async def embed_all(preprocessor: Preprocessor, asked: AskedEmbeddings) -> list[Embedding]:
-    """Of every input, in order. Raises the RequestError of the first that fails; then the others are given up."""
+    """Return the embeddings of all inputs in order.
+
+    Raises the RequestError of the first input that fails, and cancels the others.
+    """
     ends_s = time.monotonic() + preprocessor.request_timeout_s
     found: dict[int, Embedding] = {}
     left = iter(enumerate(asked.requests))
@@ -103,7 +106,7 @@ def _named(error: RequestError, index: int, asked: AskedEmbeddings) -> RequestEr
 
 
 def check_size(asked: AskedEmbeddings, size: int) -> None:
-    """Raises RequestError where so many embeddings of so many numbers each are too much to be written as text."""
+    """Raise RequestError when the vectors, of `size` dimensions by default, are too large to be serialized as text."""
     numbers = len(asked.requests) * (asked.requests[0].dimensions or size)
     if asked.encoding == FLOAT and numbers > MAX_NUMBERS:
         too_many = f"{FLOAT} of {numbers} numbers is over the limit of {MAX_NUMBERS}"
@@ -111,7 +114,7 @@ def check_size(asked: AskedEmbeddings, size: int) -> None:
 
 
 def response_body(embeddings: Sequence[Embedding], encoding: str, model: str) -> bytes:
-    """As OpenAI writes it."""
+    """Return the response in OpenAI's format."""
     items = [
         {"object": "embedding", "index": index, "embedding": _written(embedding.vector, encoding)}
         for index, embedding in enumerate(embeddings)
@@ -123,7 +126,7 @@ def response_body(embeddings: Sequence[Embedding], encoding: str, model: str) ->
         "total_tokens": num_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached},
     }
-    # Item by item, so that other threads have their turns in between.
+    # Serialized item by item, so that other threads run in between.
     data = ",".join(json.dumps(item, separators=(",", ":")) for item in items)
     rest = json.dumps({"model": model, "usage": usage})
     return f'{{"object":"list","data":[{data}],{rest[1:]}'.encode()

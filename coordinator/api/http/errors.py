@@ -1,8 +1,8 @@
-"""The one place where failures become HTTP statuses and error objects: OpenAI's, and Anthropic's at its own paths.
+"""Convert failures to HTTP statuses and error objects: OpenAI's, and Anthropic's under its own paths.
 
-`reason` is that of the gRPC API, `code` what OpenAI calls it, or the reason again where OpenAI has no word for
-it; `param` is the field that is wrong. The statuses are those that gateways between HTTP and gRPC use. What has no
-reason of ours becomes 500 without a text."""
+`reason` is the gRPC reason. `code` is OpenAI's code, or the reason where OpenAI has none. `param` is the wrong field.
+The statuses are those of gateways between HTTP and gRPC. An exception without a reason becomes 500 without a message.
+"""
 
 from collections.abc import Collection, Mapping
 from http import HTTPStatus
@@ -18,7 +18,7 @@ from coordinator.api.validation import BESIDE
 from serving_core import reasons
 from serving_core.errors import RequestError
 
-# Clients would try these again by their statuses, in vain or against somebody's will.
+# Statuses that clients would retry, in vain or against another client's request to abort.
 FOR_NEVER: Final = (reasons.ABORTED, reasons.DUPLICATE_REQUEST_ID, reasons.SLOW_READER, reasons.DEADLINE_EXCEEDED)
 
 _STATUSES: Final[dict[grpc.StatusCode, HTTPStatus]] = {
@@ -38,7 +38,7 @@ _CODES: Final = {
     reasons.QUEUE_FULL: "rate_limit_exceeded",
     reasons.WOULD_BE_LATE: "rate_limit_exceeded",
 }
-# Libraries around OpenAI's API know an overflow, and take a model with a longer context, by these words alone.
+# Client libraries recognize an overflow, and switch to a model with a longer context, by these words alone.
 _OVERFLOW: Final = "This model's maximum context length is exceeded: "
 _ANTHROPIC_OVERFLOW: Final = "prompt is too long: "  # likewise
 
@@ -55,43 +55,43 @@ _ANTHROPIC_TYPES: Final = {
 
 
 def status_of(error: RequestError) -> HTTPStatus:
-    """500 where HTTP has nothing better."""
+    """Return the HTTP status of an error; 500 without a better one."""
     return _STATUSES.get(CODES[error.reason], HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def error_object(error: RequestError) -> dict[str, Any]:
-    """What clients of OpenAI's API read."""
+    """Return OpenAI's error object."""
     message = _OVERFLOW + str(error) if error.reason == reasons.PROMPT_TOO_LONG else str(error)
     code = _CODES.get(error.reason, error.reason)
     return _object(message, status_of(error), error.metadata.get("field"), code, error.reason)
 
 
 def anthropic_error_object(error: RequestError) -> dict[str, Any]:
-    """What clients of Anthropic's API read."""
+    """Return Anthropic's error object."""
     message = _ANTHROPIC_OVERFLOW + str(error) if error.reason == reasons.PROMPT_TOO_LONG else str(error)
     return _anthropic_object(message, status_of(error))
 
 
 def error_response(error: RequestError, path: str = "") -> JSONResponse:
-    """The answer to a call of this path that has failed before its answer began."""
+    """Return the response for a call of `path` that failed before its response began."""
     status = status_of(error)
     told = anthropic_error_object(error) if _is_anthropic(path) else error_object(error)
     headers = {"retry-after": str(retry_after_s(error))} if is_for_later(error) else {}
     if error.reason in FOR_NEVER:
-        headers["x-should-retry"] = "false"  # which OpenAI's and Anthropic's clients go by
+        headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients obey this header
     if status is HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
     return JSONResponse(told, status, headers)
 
 
 async def on_request_error(request: Request, error: Exception) -> JSONResponse:
-    """For starlette."""
+    """Handle a RequestError for starlette."""
     assert isinstance(error, RequestError), error
     return error_response(error, request.scope["path"])
 
 
 async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
-    """For starlette: what only HTTP knows, such as a wrong method or a body that is too large."""
+    """Handle starlette's HTTPException, such as a wrong method or a body that is too large."""
     assert isinstance(error, HTTPException), error
     status, detail = HTTPStatus(error.status_code), error.detail
     if status is HTTPStatus.NOT_FOUND:
@@ -104,22 +104,26 @@ async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
 
 
 def _meant(path: str, paths: Collection[str]) -> str:
-    """Which of the paths it is but for a /v1 too much or too little, as clients write base URLs, or a slash at its end;
-    the page for a browser that was given none. Empty where it is none of them."""
+    """Return the existing path that a client probably meant; empty without one.
+
+    Corrects a missing or doubled /v1, as clients write base URLs, and a trailing slash; / in a browser means the page.
+    """
     bare = path.rstrip("/").removeprefix("/v1").removeprefix("/v1")
     candidates = ("/ui",) if path == "/" else (f"/v1{bare}", bare)
     return next((each for each in candidates if each in paths), "")
 
 
 def http_error_response(status: int, message: str, path: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """What has a status and no reason."""
+    """Return the response for an error with a status and no reason."""
     make = _anthropic_object if _is_anthropic(path) else _object
     return JSONResponse(make(message, HTTPStatus(status)), status, headers)
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """The error in the words of an endpoint: `names` are its fields by those that the error knows. What stands within
-    one of them follows it."""
+    """Return the error with the field names of an endpoint.
+
+    `names` maps the field names of the error to those of the endpoint, also for fields within them.
+    """
     field, message = error.metadata.get("field", ""), str(error)
     for ours, theirs in names.items():
         message = message.replace(f" {BESIDE} {ours},", f" {BESIDE} {theirs},")
@@ -137,7 +141,7 @@ def _is_within(field: str, name: str) -> bool:
 
 
 def internal_error() -> RequestError:
-    """What clients hear of a fault of ours."""
+    """Return the error that clients get for an internal fault."""
     return RequestError(reasons.ENGINE_ERROR, "internal error")
 
 
@@ -145,7 +149,7 @@ def _object(
     message: str, status: HTTPStatus, param: str | None = None, code: str | None = None, reason: str | None = None
 ) -> dict[str, Any]:
     if status is HTTPStatus.TOO_MANY_REQUESTS:
-        kind = "requests"  # of which there are too many
+        kind = "requests"  # OpenAI's type for a rate limit
     else:
         kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code, "reason": reason}}

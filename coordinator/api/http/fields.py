@@ -1,4 +1,4 @@
-"""Checked reading of the JSON object that a client sends."""
+"""Read and check the fields of a JSON object from a client."""
 
 import asyncio
 import json
@@ -19,15 +19,18 @@ INT32: Final = (-(2**31), 2**31 - 1)
 INT64: Final = (-(2**63), 2**63 - 1)
 UINT32: Final = (0, 2**32 - 1)
 TEXT: Final = "a string of valid Unicode"
-MAX_VALUES: Final = 2**18  # in a body: JSON is parsed at one go, in tens of milliseconds
+MAX_VALUES: Final = 2**18  # of a body: JSON parsing cannot be interrupted; so many take tens of milliseconds
 MAX_STRINGS: Final = 2**16
 INDEX: Final = re.compile(r"\[\d+\]")
 
 
 class Fields:
-    """A JSON object whose values are checked as they are read. A null counts as missing; what is missing is None. A
-    value of the wrong kind raises RequestError with the field's name and the value, and one of too many entries with
-    their number and the limit. `unread` names what nobody has asked for: clients send what other servers know."""
+    """Check the values of a JSON object as they are read.
+
+    A null counts as missing, and a missing value is returned as None. A value of the wrong type raises RequestError
+    with the field and the value; a value with too many entries raises it with their number and the limit. `unread`
+    returns the fields that no caller has read, since clients send fields of other servers.
+    """
 
     def __init__(self, values: dict[str, Any], prefix: str = "") -> None:
         self._values = values
@@ -37,20 +40,22 @@ class Fields:
 
     @property
     def place(self) -> str:
-        """Where in the body the object stands; empty for the body itself."""
+        """Path of the object in the body; empty for the body itself."""
         return self._prefix.removesuffix(".")
 
     def __contains__(self, name: str) -> bool:
         return self.raw(name) is not None
 
     def raw(self, name: str) -> Any:
-        """The value as it stands, None when it is missing."""
+        """Return the unchecked value, or None when missing."""
         self._read.add(name)
         return self._values.get(name)
 
     def unread(self) -> list[str]:
-        """The fields that are there but have not been read, also in the objects within that have been; those of all
-        objects of a list by one name."""
+        """Return the fields that are present but have not been read, nested objects included.
+
+        Objects of one list share a name, with [] for the index.
+        """
         prefix = INDEX.sub("[]", self._prefix)
         names = [prefix + name for name, value in self._values.items() if value is not None and name not in self._read]
         names += [name for part in self._within for name in part.unread()]
@@ -86,7 +91,7 @@ class Fields:
         raise self.error(name, TEXT)
 
     def texts(self, name: str, limit: int) -> list[str]:
-        """A list of strings, or one string alone; empty when it is missing."""
+        """Return a list of strings, or a single string as a list; empty when missing."""
         value = self._counted(name, limit)
         if value is None:
             return []
@@ -97,7 +102,7 @@ class Fields:
         return [self.text(name) or ""]
 
     def integers(self, name: str, limit: int = MAX_VALUES, within: tuple[int, int] = UINT32) -> list[int]:
-        """A list of integers; empty when it is missing."""
+        """Return a list of integers; empty when missing."""
         value = self._counted(name, limit)
         if value is None:
             return []
@@ -107,19 +112,19 @@ class Fields:
         return self._entries(name, value, lambda item: _is_integer(item, within), f"an integer {bounds}")
 
     def mapping(self, name: str, limit: int = MAX_VALUES) -> dict[str, Any] | None:
-        """An object within this one, as it stands."""
+        """Return a nested object as a dict, with unchecked values."""
         value = self._counted(name, limit)
         if value is None or isinstance(value, dict):
             return value
         raise self.error(name, "an object")
 
     def nested(self, name: str, limit: int = MAX_VALUES) -> "Fields | None":
-        """An object within this one."""
+        """Return a nested object."""
         value = self.mapping(name, limit)
         return None if value is None else self._part(value, f"{self._prefix}{name}.")
 
     def objects(self, name: str, limit: int) -> "list[Fields]":
-        """A list of objects; empty when it is missing."""
+        """Return a list of objects; empty when missing."""
         value = self._counted(name, limit)
         if value is None:
             return []
@@ -129,7 +134,7 @@ class Fields:
         return [self._part(item, f"{self._prefix}{name}[{index}].") for index, item in enumerate(objects)]
 
     def lists(self, name: str, limit: int) -> "list[Fields]":
-        """A list of lists, each of which is the field "" of its own object; empty when it is missing."""
+        """Return a list of lists, each as the field "" of its own object; empty when missing."""
         value = self._counted(name, limit)
         if value is None:
             return []
@@ -139,7 +144,7 @@ class Fields:
         return [self._part({"": item}, f"{self._prefix}{name}[{index}]") for index, item in enumerate(lists)]
 
     def as_json(self, name: str, value: Any) -> str:
-        """JSON text of a value that came with this field; empty for one that asks for nothing."""
+        """Return a value of this field as JSON text; empty for a falsy value."""
         try:
             text = json.dumps(value, ensure_ascii=False) if value else ""
             text.encode()
@@ -149,14 +154,14 @@ class Fields:
         return text
 
     def _entries(self, name: str, entries: list[Any], is_right: Callable[[Any], bool], expected: str) -> list[Any]:
-        """The entries of a list, if all are as expected; else the first that is not is named."""
+        """Return the entries of a list if all are valid; otherwise raise RequestError for the first invalid entry."""
         for index, entry in enumerate(entries):
             if not is_right(entry):
                 raise self.problem(f"{name}[{index}]", f"must be {expected}, not {shown(entry)}")
         return entries
 
     def _counted(self, name: str, limit: int) -> Any:
-        """The value, of which a list or an object has no more entries than the limit."""
+        """Return the value; raise RequestError when a list or object has more entries than `limit`."""
         value = self.raw(name)
         if isinstance(value, list | dict) and len(value) > limit:
             raise self.problem(name, f"has {len(value)} entries, the limit is {limit}")
@@ -167,17 +172,17 @@ class Fields:
         return self._within[-1]
 
     def error(self, name: str, expected: str) -> RequestError:
-        """What to raise about a value that is not as expected."""
+        """Return the error for a value that is not as expected."""
         return self.problem(name, f"must be {expected}, not {shown(self._values.get(name))}")
 
     def problem(self, name: str, problem: str) -> RequestError:
-        """What to raise about a field."""
+        """Return the error for a field."""
         field = f"{self._prefix}{name}"
         return RequestError(BAD_PARAM, f"{field} {problem}", field=field)
 
 
 def read_fields(body: bytes) -> Fields:
-    """The JSON object in the body of a request. Raises RequestError for anything else."""
+    """Return the JSON object in a request's body. Raises RequestError for anything else."""
     try:
         text = body.decode("utf-8-sig")
         check_num_values(body)
@@ -190,8 +195,8 @@ def read_fields(body: bytes) -> Fields:
 
 
 def check_num_values(body: bytes) -> None:
-    """Raises RequestError for JSON that takes long to parse: no other thread runs meanwhile."""
-    delimited = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin or end a string
+    """Raise RequestError for JSON with so many values that parsing would block all other threads for long."""
+    delimited = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the remaining quotes begin or end a string
     num_strings = delimited.count(b'"') // 2
     if num_strings > MAX_STRINGS:
         raise RequestError(BAD_PARAM, f"the body has {num_strings} strings, the limit is {MAX_STRINGS}")
@@ -201,7 +206,7 @@ def check_num_values(body: bytes) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value for an error message: as JSON, cut short."""
+    """Return a value for an error message: JSON, shortened."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     text = json.dumps(value) if not isinstance(value, int) or abs(value) < 2**64 else "an integer beyond 64 bits"
@@ -217,14 +222,14 @@ def _is_whole(value: Any) -> TypeGuard[int]:
 
 
 def _integer_kind(value: Any, within: tuple[int, int]) -> str:
-    """What is asked for in the place of a value. The wire's own bounds are told only where they are the matter."""
+    """Return what the value must be. The bounds of the protobuf type are named only for an integer beyond them."""
     if within in (INT32, INT64) and not _is_whole(value):
         return "an integer"
     return f"an integer within [{within[0]}, {within[1]}]"
 
 
 def _is_text(value: Any) -> bool:
-    """JSON can write half of a surrogate pair, which is no text."""
+    """Return whether a value is a string of valid Unicode. JSON can express a lone surrogate, which is not."""
     if not isinstance(value, str):
         return False
     try:
@@ -234,7 +239,7 @@ def _is_text(value: Any) -> bool:
     return True
 
 
-# ---- Reads the body of a call, which must be JSON by its header, and may be neither large nor slow ----
+# ---- Body of a call: JSON by its Content-Type, limited in size and time ----
 
 R = TypeVar("R")
 
@@ -244,8 +249,10 @@ BODY_TIMEOUT_S: Final = 30.0
 
 
 async def read_json(request: Request, parse: Callable[[Fields], R]) -> R:
-    """What `parse`, which is pure, makes of the JSON object that a client sends. Raises HTTPException or RequestError;
-    what is too large is not kept."""
+    """Return `parse` of the JSON object in the body. `parse` must perform no I/O, since it may run in a thread.
+
+    Raises HTTPException or RequestError. A body over the limit is not kept.
+    """
     _check_type(request.headers.get("content-type", ""))
     is_gzip = _is_gzip(request.headers.get("content-encoding", ""))
     _check_size(int(request.headers.get("content-length", 0)))
@@ -266,7 +273,7 @@ async def read_json(request: Request, parse: Callable[[Fields], R]) -> R:
 
 
 def _is_gzip(encoding: str) -> bool:
-    """Raise HTTPException for another encoding of a body than gzip or none."""
+    """Return whether the body is gzip. Raises HTTPException for any encoding but gzip or none."""
     name = encoding.strip().lower()
     if name not in ("", "identity", "gzip", "x-gzip"):
         detail = f"the body must be as it is, or gzip, not of Content-Encoding: {name[:80]}"
@@ -275,7 +282,7 @@ def _is_gzip(encoding: str) -> bool:
 
 
 def gunzipped(body: bytes | bytearray) -> bytes:
-    """Return what was compressed; no more than the limit is ever made of it. Raises HTTPException or RequestError."""
+    """Return the decompressed body, at most MAX_BODY_BYTES. Raises HTTPException or RequestError."""
     reader = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
         text = reader.decompress(body, MAX_BODY_BYTES + 1)
@@ -288,8 +295,11 @@ def gunzipped(body: bytes | bytearray) -> bytes:
 
 
 def _check_type(content_type: str) -> None:
-    """Any web page can make a browser send plain text, a form, or bytes of no type at all to a server that it cannot
-    otherwise reach; for JSON the browser asks that server first."""
+    """Raise HTTPException unless the content type is JSON.
+
+    Any web page can make a browser send plain text, a form or untyped bytes to a server that the page cannot read from;
+    for JSON the browser asks that server first (CORS preflight).
+    """
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return

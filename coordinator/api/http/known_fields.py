@@ -1,9 +1,10 @@
-"""Every field of OpenAI's bodies and of vLLM's, and those by which SGLang and llama.cpp hold an answer to a form, and
-what becomes of it here. The HTTP API decides by this list, and docs/fields.md is made of it (`python -m
-tests.field_table`).
+"""List every request field of OpenAI and vLLM, and the structured-output fields of SGLang and llama.cpp, with its
+handling.
 
-A field that would change the answer and is not supported is refused by name; one that cannot change it may be sent.
-What is not listed nobody knows: clients are warned of it, or it is refused (coordinator/api/unknown_fields.py).
+The HTTP API server decides by this list, and docs/fields.md is generated from it (`python -m tests.field_table`).
+
+An unsupported field that would change the output is refused by name; a field that cannot change it is accepted. A field
+that is not listed is unknown: the client gets a warning or an error (coordinator/api/unknown_fields.py).
 """
 
 from collections.abc import Iterator
@@ -27,22 +28,25 @@ ENDPOINTS: Final = {
 }
 CHATS: Final = (CHAT, BATCH)
 ANSWERS: Final = (COMPLETIONS, *CHATS)
-OTHERS: Final = (RESPONSES, MESSAGES)  # translated into chats
+OTHERS: Final = (RESPONSES, MESSAGES)  # translated to chat completions
 ALL: Final = (*ANSWERS, *OTHERS)
 
 
 class Fate(Enum):
-    """What becomes of a field."""
+    """Handling of a field."""
 
-    TAKEN = "taken"  # with effect: who reads the body of an endpoint reads it
+    TAKEN = "taken"  # read by the endpoint's parser
     IDLE = "no effect"
     REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)
 class KnownField:
-    """A field of some endpoints. `about` is a sentence without its full stop: of one without effect or refused it says
-    why. `harmless` are values of a refused one that ask for nothing; so does the value of the field `same_as`."""
+    """A field of some endpoints.
+
+    `about` is a sentence without its full stop; for an idle or refused field it gives the reason. `harmless` are values
+    of a refused field that are accepted because they change nothing; so is a value equal to the field `same_as`.
+    """
 
     name: str
     endpoints: tuple[str, ...]
@@ -53,8 +57,7 @@ class KnownField:
 
 
 def settle(fields: Fields, endpoint: str) -> None:
-    """Reads the fields that have no effect there, and those that are refused. Raises RequestError for one of these
-    that asks for something."""
+    """Read the endpoint's idle and refused fields. Raises RequestError for a refused field with an effective value."""
     for known in _SETTLED[endpoint]:
         value = fields.raw(known.name)
         if known.fate is Fate.REFUSED and value is not None and not _asks_for_nothing(known, value, fields):
@@ -63,12 +66,12 @@ def settle(fields: Fields, endpoint: str) -> None:
 
 def _asks_for_nothing(known: KnownField, value: Any, fields: Fields) -> bool:
     others = (fields.raw(known.same_as),) if known.same_as else ()
-    # True == 1 for Python, but not for a client.
+    # True == 1 in Python, but not in JSON.
     return any(type(value) is type(each) and value == each for each in (*known.harmless, *others))
 
 
 def _taken(endpoints: tuple[str, ...], names: str) -> Iterator[KnownField]:
-    """Fields that are what their names say."""
+    """Yield fields whose names need no explanation."""
     return (KnownField(name, endpoints, Fate.TAKEN) for name in names.split())
 
 
@@ -87,7 +90,7 @@ def _refused(
 
 
 _WHOLE_VOCABULARY: Final = "-1: those of the whole vocabulary, if --max-logprobs lets so many be told"
-_KEEP_ALL: Final = {"type": "clear_thinking_20251015", "keep": "all"}  # which clears nothing
+_KEEP_ALL: Final = {"type": "clear_thinking_20251015", "keep": "all"}  # clears nothing
 
 KNOWN: Final[tuple[KnownField, ...]] = (
     # ---- taken ----
@@ -145,7 +148,7 @@ KNOWN: Final[tuple[KnownField, ...]] = (
     *_taken((TOKENIZE,), "prompt messages tools return_token_strs"),
     _told((TOKENIZE,), "add_special_tokens", "of a prompt; true is refused for messages"),
     *_taken((DETOKENIZE,), "tokens"),
-    # ---- without effect ----
+    # ---- idle ----
     *_idle((*ANSWERS, RESPONSES), "user safety_identifier", "who asks makes no difference"),
     *_idle((MESSAGES,), "user_profile_id workspace_id", "who asks makes no difference"),
     *_idle((RESPONSES,), "access_programs", "there are none"),

@@ -1,4 +1,4 @@
-"""Logprobs as OpenAI's two endpoints write them, each in a way of its own."""
+"""Format logprobs for OpenAI's endpoints."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,22 +12,22 @@ from protos.inference_pb2 import Chunk, TokenLogprobs, TopLogprob
 LEAST_LOGPROB: Final = -9999.0  # JSON has no infinity
 
 TokenBytes = Callable[[int], bytes]
-"""The bytes that a token stands for."""
+"""Return the bytes of a token."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenNames:
-    """What tokens are called: by their text, or where that was asked for by their ids."""
+    """Names of tokens in logprobs: their text, or `token_id:N` if requested."""
 
     token_bytes: TokenBytes
     as_ids: bool = False
 
     def text(self, token_id: int) -> str:
-        """Bytes that are no text become U+FFFD."""
+        """Return the token's name; invalid UTF-8 becomes U+FFFD."""
         return _id_text(token_id) if self.as_ids else self.token_bytes(token_id).decode(errors="replace")
 
     def unique_text(self, token_id: int) -> str:
-        """For bytes that are no text, the bytes in OpenAI's spelling."""
+        r"""Return the token's name; invalid UTF-8 becomes `bytes:\x..`, as OpenAI writes it."""
         if self.as_ids:
             return _id_text(token_id)
         token_bytes = self.token_bytes(token_id)
@@ -38,15 +38,17 @@ class TokenNames:
 
 
 class TextOffsets:
-    """Where each token of one answer begins in its text, in characters. Takes a detokenizer of its own; before the
-    answer there may be characters."""
+    """Compute the offset of each token in the text of one output, in characters.
+
+    Takes a detokenizer of its own. `num_chars` is the length of the text before the output.
+    """
 
     def __init__(self, detokenizer: Detokenizer, num_chars: int = 0) -> None:
         self._detokenizer = detokenizer
         self._num_chars = num_chars
 
     def add(self, token_ids: Iterable[int]) -> list[int]:
-        """The offsets of the next tokens; a token within a character begins where the character does."""
+        """Return the offsets of the next tokens; a token within a character has the offset of that character."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._num_chars + self._detokenizer.num_chars_before(token_id))
@@ -55,8 +57,10 @@ class TextOffsets:
 
 
 def chat_logprobs(items: Sequence[TokenLogprobs], names: TokenNames, *, tells_sampled: bool) -> dict[str, Any]:
-    """The logprobs of a chat completion's choice. With `tells_sampled` the top_logprobs have the sampled token too,
-    where those of named tokens were asked for instead of the most likely ones'."""
+    """Return the logprobs of a chat completion's choice.
+
+    With `tells_sampled`, the sampled token is added to top_logprobs, which otherwise has the requested tokens alone.
+    """
 
     def entry(item: TokenLogprobs | TopLogprob) -> dict[str, Any]:
         of_token = list(names.token_bytes(item.token_id))
@@ -74,14 +78,17 @@ def chat_logprobs(items: Sequence[TokenLogprobs], names: TokenNames, *, tells_sa
 def completion_logprobs(
     items: Sequence[TokenLogprobs], offsets: Sequence[int], names: TokenNames, unscored: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """The logprobs of a completion's choice. The most likely tokens are keys of an object: of two with the same text
-    the more likely one stays. The sampled token is among them. Before the items come tokens that have none."""
+    """Return the logprobs of a completion's choice.
+
+    The most likely tokens are keys of an object: of two tokens with the same text, the more likely one is kept. The
+    sampled token is included. `unscored` tokens precede the items and have no logprobs.
+    """
     first = [names.unique_text(token_id) for token_id in unscored]
     tokens = [names.unique_text(item.token_id) for item in items]
     top_logprobs: list[dict[str, float] | None] = [None for _ in first]
     for token, item in zip(tokens, items, strict=True):
         most_likely: dict[str, float] = {}
-        for top in item.top:  # the most likely first
+        for top in item.top:  # most likely first
             most_likely.setdefault(names.unique_text(top.token_id), _logprob(top))
         most_likely.setdefault(token, _logprob(item))
         top_logprobs.append(most_likely)
@@ -94,8 +101,11 @@ def completion_logprobs(
 
 
 def prompt_logprobs(scores: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> list[dict[str, Any] | None]:
-    """The logprobs of a prompt as vLLM writes them: for each token an object of it and of the most likely ones there,
-    by their ids; null for the first. The rank of a token that is not among these is not known."""
+    """Return the logprobs of a prompt in vLLM's format.
+
+    Each token has an object with its own logprob and the most likely ones, by token id; null for the first token. The
+    rank of a token outside the most likely ones is unknown.
+    """
 
     def entry(item: TokenLogprobs | TopLogprob, rank: int | None) -> dict[str, Any]:
         text = token_bytes(item.token_id).decode(errors="replace")
@@ -116,12 +126,12 @@ def _logprob(item: TokenLogprobs | TopLogprob) -> float:
     return max(item.logprob, LEAST_LOGPROB)
 
 
-# ---- The prompt as a completion that echoes it begins with it ----
+# ---- Prompt text at the start of an echoing completion ----
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The prompt's text, and where each of its tokens begins in it, in characters."""
+    """Text of the prompt, and the offset of each token in it, in characters."""
 
     text: str = ""
     offsets: Sequence[int] = ()
@@ -131,8 +141,10 @@ NOTHING: Final = Echo()
 
 
 def echo_of(prompt: Sequence[int], detokenizer: Detokenizer, sent: str | None) -> Echo:
-    """Of the text that was sent, or of all tokens where there is none. What a tokenizer puts around a text, such as a
-    token that begins every prompt, has no characters in it."""
+    """Return the echo of the `sent` text, or of all tokens if `sent` is None.
+
+    Tokens that the tokenizer adds around a text, such as a begin token, have no characters in it.
+    """
     offsets, pieces, num_chars = list[int](), list[str](), 0
     for token_id in prompt:
         offsets.append(num_chars + detokenizer.num_chars_before(token_id))
@@ -145,26 +157,28 @@ def echo_of(prompt: Sequence[int], detokenizer: Detokenizer, sent: str | None) -
     return Echo(sent, [min(max(0, offset - num_before), len(sent)) for offset in offsets])
 
 
-# ---- Logprobs of an answer's content alone, as OpenAI's /v1/responses has them: not those of thoughts and calls ----
+# ---- Logprobs of the content without thoughts and tool calls, as OpenAI's /v1/responses has them ----
 
 Scored = tuple[Delta, list[TokenLogprobs]]
-"""A delta, and the tokens that its content is made of."""
+"""A delta and the tokens of its content."""
 
 
 class ScoredDeltas:
-    """The deltas of one answer with the logprobs of their content, which do not depend on how the answer is cut into
-    chunks. Tokens whose text is left out, as that of tags and of the answer's end, have no delta."""
+    """Yield the deltas of one output with the logprobs of their content, however the output is cut into chunks.
+
+    Tokens whose text is left out, as tags and end tokens, are in no delta.
+    """
 
     def __init__(self, deltas: Deltas, offsets: TextOffsets) -> None:
         self._deltas = deltas
         self._offsets = offsets
-        self._num_chars = 0  # of the text, that were read
-        self._to_come: deque[tuple[int, TokenLogprobs]] = deque()  # by where the token begins in the text
-        self._text = ""  # that was read, and is in no delta
-        self._read: deque[tuple[int, TokenLogprobs]] = deque()  # tokens that begin in it, and where; or before it
+        self._num_chars = 0  # characters of the text that have been read
+        self._to_come: deque[tuple[int, TokenLogprobs]] = deque()  # tokens that have not begun, by offset
+        self._text = ""  # text that has been read and is in no delta
+        self._read: deque[tuple[int, TokenLogprobs]] = deque()  # tokens in or before that text, by offset
 
     def feed(self, chunk: Chunk) -> list[Scored]:
-        """Return what a chunk makes certain."""
+        """Return the deltas that a chunk makes certain."""
         starts = self._offsets.add(item.token_id for item in chunk.logprobs)
         self._to_come.extend(zip(starts, chunk.logprobs, strict=True))
         told: list[Scored] = []
@@ -173,11 +187,11 @@ class ScoredDeltas:
         return told
 
     def finish(self) -> list[Scored]:
-        """Return the rest, when no more text will come."""
+        """Return the remaining deltas, when the text has ended."""
         return self._scored(self._deltas.finish())
 
     def _by_token(self, text: str) -> Iterator[str]:
-        """Cut the text where tokens begin, and note those that have begun."""
+        """Yield the text in pieces cut where tokens begin, and record the tokens that have begun."""
         begin, end = self._num_chars, self._num_chars + len(text)
         while (first := self._num_chars) < end:
             while self._to_come and self._to_come[0][0] <= first:
@@ -191,11 +205,11 @@ class ScoredDeltas:
         return [(delta, self._tokens_of(delta)) for delta in deltas]
 
     def _tokens_of(self, delta: Delta) -> list[TokenLogprobs]:
-        """Return the tokens of a delta's content. Text that was read before it is in no delta any more."""
+        """Return the tokens of a delta's content, and drop the text before it."""
         told: str = delta.get(CONTENT) or delta.get(REASONING) or ""
-        # Text before it was left out, as tags are; text behind it is held back, as the beginning of a tag is.
+        # Text before the delta was left out, as tags are; text after it is held back, as the start of a tag is.
         place = 0 if self._text.startswith(told) else self._text.rfind(told)
-        if not told or place < 0:  # a call, whose words are not those of the text
+        if not told or place < 0:  # a tool call, whose text differs from the output's
             self._text = ""
             self._read.clear()
             return []

@@ -1,4 +1,4 @@
-"""What an answer of a chat says, as OpenAI's messages and their deltas."""
+"""Build OpenAI's chat messages and their deltas from the text of an output."""
 
 import secrets
 import string
@@ -10,7 +10,7 @@ from coordinator.text.answer_format import AnswerReader
 from coordinator.text.calls.reader import MAX_CALLS, Kind, Piece
 
 ID_CHARS: Final = string.ascii_letters + string.digits
-ID_LENGTH: Final = 9  # that Mistral's templates ask for
+ID_LENGTH: Final = 9  # required by Mistral's templates
 
 CONTENT, REASONING, CALLS = "content", "reasoning_content", "tool_calls"
 _FIELDS: Final = {Kind.TEXT: CONTENT, Kind.REASONING: REASONING, Kind.CALL: CALLS, Kind.ARGUMENTS: CALLS}
@@ -18,12 +18,14 @@ _FIELDS: Final = {Kind.TEXT: CONTENT, Kind.REASONING: REASONING, Kind.CALL: CALL
 _NOTHING: Final = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))  # as in vLLM
 
 Delta = dict[str, Any]
-"""A piece of a message: of its content, of its thoughts (under both of their names), or of its calls, and of no two of
-these, so that a list of deltas keeps the order in which the model wrote them."""
+"""A piece of a message: of its content, of its thoughts (under both of their names), or of its tool calls.
+
+A delta never has two of these, so that a list of deltas keeps the order of the output.
+"""
 
 
 class Deltas:
-    """Of one answer. Added up, they are its message, with its thoughts or without."""
+    """Split the text of one output into deltas, which add up to its message, with or without thoughts."""
 
     def __init__(self, reader: AnswerReader, *, is_parallel: bool = True, tells_thoughts: bool = True) -> None:
         self._reader = reader
@@ -36,11 +38,11 @@ class Deltas:
         return self._num_calls > 0
 
     def feed(self, text: str) -> list[Delta]:
-        """Return what the next piece of text makes certain."""
+        """Return the deltas that the next piece of text makes certain."""
         return self._deltas(self._reader.feed(text))
 
     def finish(self) -> list[Delta]:
-        """Return the rest, when no more text will come."""
+        """Return the remaining deltas, when the text has ended."""
         return self._deltas(self._reader.finish())
 
     def _deltas(self, pieces: Sequence[Piece]) -> list[Delta]:
@@ -67,23 +69,23 @@ class Deltas:
 
 
 class Message:
-    """The whole message of one answer, as its text comes."""
+    """Build the whole message of one output as its text comes."""
 
     def __init__(self, deltas: Deltas) -> None:
         self._deltas = deltas
         self._texts: dict[str, list[str]] = {}
-        self._calls: list[tuple[dict[str, Any], list[str]]] = []  # each with the parts of its arguments
+        self._calls: list[tuple[dict[str, Any], list[str]]] = []  # each call with the pieces of its arguments
 
     @property
     def has_calls(self) -> bool:
         return self._deltas.has_calls
 
     def feed(self, text: str) -> None:
-        """Takes the next piece of text."""
+        """Add the next piece of text."""
         self._add(self._deltas.feed(text))
 
     def finish(self) -> dict[str, Any]:
-        """The message, when no more text will come. Its content is null where it has calls or thoughts alone."""
+        """Return the message, when the text has ended. Content is null when there are only tool calls or thoughts."""
         self._add(self._deltas.finish())
         texts = {name: "".join(parts) for name, parts in self._texts.items()}
         calls = [
@@ -105,7 +107,7 @@ class Message:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """The same with its thoughts under the name too that vLLM has for them by now."""
+    """Return the message with its thoughts also under `reasoning`, vLLM's newer name."""
     thoughts = message.get(REASONING)
     return message if thoughts is None else {**message, "reasoning": thoughts}
 

@@ -1,4 +1,7 @@
-"""OpenAI's /v1/responses, of which nothing is kept: every call brings the whole conversation. Pure."""
+"""Translate OpenAI's /v1/responses to and from chat completions. Performs no I/O.
+
+The server stores nothing: every call must send the whole conversation.
+"""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -29,9 +32,9 @@ INCLUDABLE: Final = (
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )
-"""The values of `include` in OpenAI's API; a response here has of them the first alone."""
+"""Values of `include` in OpenAI's API. Only the first has an effect."""
 
-_OF_ITEMS: Final = ("id", "status", "phase", "summary", "encrypted_content")  # that tell a model nothing
+_OF_ITEMS: Final = ("id", "status", "phase", "summary", "encrypted_content")  # irrelevant to the model
 _PLACES: Final = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -39,21 +42,21 @@ _PLACES: Final = {
     "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-_ENDS: Final = {"length": "incomplete", "abort": "cancelled"}  # the others are completed
+_ENDS: Final = {"length": "incomplete", "abort": "cancelled"}  # all other finish reasons are completed
 _IDS: Final = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
 _PARTS: Final = {Kind.TEXT: "output_text", Kind.REASONING: "reasoning_text"}
 
 
 class ResponsesCall(Translation):
-    """One call: an answer's parts are the items of its output."""
+    """One call of /v1/responses. The parts of an output are the items of its `output`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._echo: Object = {}  # what a response repeats of its request
+        self._echo: Object = {}  # request fields that a response repeats
         self._output: list[Object] = []
         self._num_events = 0
 
-    # ---- what was asked ----
+    # ---- request ----
 
     def _body(self, fields: Fields) -> ChatBody:
         settle(fields, RESPONSES)
@@ -67,7 +70,7 @@ class ResponsesCall(Translation):
         self._echo = _echo(fields, effort)
         return body
 
-    # ---- what is answered ----
+    # ---- response ----
 
     def _begin(self) -> Iterator[Object]:
         for name in ("created", "in_progress"):
@@ -154,7 +157,7 @@ class ResponsesCall(Translation):
 
 
 class _Items:
-    """The items of an input as messages. What the model said in a row is one message: thoughts, a text, calls."""
+    """Convert input items to messages. Consecutive assistant items are one message: thoughts, text, tool calls."""
 
     def __init__(self, body: ChatBody) -> None:
         self._body = body
@@ -199,12 +202,12 @@ class _Items:
         if role == ASSISTANT and self._goes_on("content", "tool_calls"):
             self._body.messages[-1]["content"] = content
         elif role == SYSTEM and self._body.messages and self._body.messages[-1]["role"] == SYSTEM:
-            self._body.messages[-1]["content"] += f"\n\n{content}"  # templates know of one
+            self._body.messages[-1]["content"] += f"\n\n{content}"  # templates accept one system message
         else:
             self._body.add_message(item.place, role, content=content)
 
     def _goes_on(self, *without: str) -> bool:
-        """Whether the last message is the model's, and has none of these fields yet."""
+        """Return whether the last message is the assistant's and has none of these fields."""
         last = self._body.messages[-1] if self._body.messages else {}
         return last.get("role") == ASSISTANT and not any(name in last for name in without)
 
@@ -235,7 +238,7 @@ def _read_logprobs(fields: Fields, body: ChatBody) -> None:
 
 
 def _read_text(fields: Fields, body: ChatBody) -> None:
-    """What the answer is made to be."""
+    """Read the format of the output text."""
     text = fields.nested("text")
     if text is None:
         return
@@ -267,7 +270,7 @@ def _read_tools(fields: Fields, body: ChatBody) -> None:
 
 
 def _read_reasoning(fields: Fields, body: ChatBody) -> str | None:
-    """The effort. Thoughts come as they are, whatever summary is asked for."""
+    """Return the effort. Thoughts are returned unchanged, whatever summary is requested."""
     reasoning = fields.nested("reasoning") or Fields({})
     for name in ("summary", "generate_summary"):
         reasoning.text(name)
@@ -311,7 +314,7 @@ def _part(kind: Kind, text: str, scores: list[Object]) -> Object:
 
 
 def _logprobs(kind: Kind, scores: list[Object]) -> Object:
-    """Which events of texts have, and those of thoughts have not."""
+    """Return the logprobs field, which texts have and thoughts do not."""
     return {"logprobs": scores} if kind is Kind.TEXT else {}
 
 

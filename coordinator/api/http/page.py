@@ -1,4 +1,4 @@
-"""The page at /ui that shows what goes on: three files without data, and what the page asks for."""
+"""Serve the web page at /ui: three static files, and the JSON overview that the page polls."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -27,9 +27,9 @@ _FOLDER: Final = Path(__file__).parent / "ui"
 MOST_AFTER: Final = 2**64 - 1
 
 AskOverview = Callable[[int | None], Awaitable[inference_pb2.Overview]]
-"""What goes on now; the number is `after` of GetOverviewRequest."""
+"""Return the current overview; the argument is `after` of GetOverviewRequest."""
 
-# Nothing but its own files and calls of its own server: no other page may hold it, no text in it can become code.
+# Only own files and calls to the own server: no other page may frame this page, and no text in it can become code.
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -44,8 +44,11 @@ _HEADERS: Final = {
 
 
 class Page:
-    """Its files are read once; its paths are PAGE_PATHS, ROOT_PATH, which leads browsers to them, and OVERVIEW_PATH,
-    which needs the API key where there is one."""
+    """Serve the page. Its files are read once.
+
+    PAGE_PATHS are the static files, ROOT_PATH redirects browsers to them, and OVERVIEW_PATH needs the API key if there
+    is one.
+    """
 
     def __init__(self, overview: AskOverview) -> None:
         self._overview = overview
@@ -56,7 +59,7 @@ class Page:
         return [Route(ROOT_PATH, _lead), *files, Route(OVERVIEW_PATH, self.overview)]
 
     async def overview(self, request: Request) -> Response:
-        """The Overview message as JSON; ?after=N is as in GetOverviewRequest."""
+        """Return the Overview message as JSON; ?after=N is as in GetOverviewRequest."""
         overview = await self._overview(_after(request.query_params.get("after")))
         told = MessageToJson(
             overview, preserving_proto_field_name=True, always_print_fields_with_no_presence=True, indent=None
@@ -77,10 +80,10 @@ def _after(given: str | None) -> int | None:
 
 
 async def _lead(request: Request) -> Response:
-    """Browsers ask for HTML. For all others, who may take what is here for the API they look for, there is nothing."""
+    """Redirect browsers, which ask for HTML, to the page. Other clients, which may look for an API here, get 404."""
     if "text/html" not in request.headers.get("accept", ""):
         raise HTTPException(HTTPStatus.NOT_FOUND)
-    return RedirectResponse("ui")  # not /ui: a proxy may serve all of this below a path of its own
+    return RedirectResponse("ui")  # relative, since a proxy may serve all of this under a path prefix
 
 
 async def _respond(body: bytes, media_type: str, _: Request) -> Response:

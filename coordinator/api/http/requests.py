@@ -1,7 +1,7 @@
-"""From the JSON of OpenAI's endpoints to the requests that both API servers understand. Pure.
+"""Convert the JSON of OpenAI's endpoints to GenerateRequest messages. Performs no I/O.
 
-What is checked here is the form: which fields there are (known_fields.py) and of which kind. Values are checked where
-those of the gRPC API are. `Fields.unread` names the fields that nobody knows.
+This module checks which fields there are (known_fields.py) and their types. Their values are checked where the gRPC API
+checks them. `Fields.unread` returns the unknown fields.
 """
 
 import json
@@ -37,16 +37,16 @@ from serving_core.reasons import BAD_PARAM
 MAX_PROMPTS: Final = 256
 MAX_CONVERSATIONS: Final = 256
 MAX_COPIED_BYTES: Final = 2**27
-MAX_SCORED_PROMPTS: Final = 16  # of each there are up to validation.MAX_PROMPT_LOGPROBS
+MAX_SCORED_PROMPTS: Final = 16  # each has up to validation.MAX_PROMPT_LOGPROBS logprobs
 DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's
 LEFT, RIGHT = "left", "right"
-SIDES: Final = (LEFT, RIGHT)  # of a prompt, that may be cut off
+SIDES: Final = (LEFT, RIGHT)  # sides of a prompt that truncation may remove
 
 _NUMBERS: Final = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 _INTEGERS: Final = ("top_k", "min_tokens", "prompt_logprobs")
 _BOOLEANS: Final = ("skip_special_tokens", "ignore_eos", "include_stop_str_in_output")
 
-# The fields of an endpoint by the names that the gRPC API has for them.
+# Field names of an endpoint, by their gRPC names.
 COMPLETION_NAMES: Final = {"text": "prompt", "tokenized.input_ids": "prompt", "input": "prompt"}
 CHAT_NAMES: Final = {
     "chat": "messages",
@@ -60,13 +60,16 @@ CHAT_NAMES: Final = {
 }
 
 Prompt = str | TokenizedInput | ChatInput
-"""What one answer, or each of n, goes on from."""
+"""Input of one sequence, or of each of n."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One call of an endpoint. `requests` are one for each prompt, each with num_answers answers. `names` are the
-    fields as the client has sent them, by the names that the gRPC API has for them."""
+    """One call of an endpoint.
+
+    `requests` has one request for each prompt, each with `num_answers` sequences. `names` maps gRPC field names to the
+    names that the client has sent.
+    """
 
     requests: tuple[GenerateRequest, ...]
     names: Mapping[str, str] = field(default_factory=dict)
@@ -76,22 +79,22 @@ class Asked:
     continuous_usage: bool = False  # in every event of a stream
     return_token_ids: bool = False
     include_timeline: bool = False
-    echoes: bool = False  # answers begin with their prompts and the logprobs of these, or with the assistant's message
-    is_scored: bool = False  # the prompts' logprobs have a field of their own
+    echoes: bool = False  # outputs begin with the prompt and its logprobs, or with the assistant's message
+    is_scored: bool = False  # prompt logprobs have a field of their own
     tokens_as_ids: bool = False  # in logprobs
-    scores_content: bool = False  # logprobs are of the content alone, and not of thoughts and calls
+    scores_content: bool = False  # logprobs cover the content without thoughts and tool calls
     tells_thoughts: bool = True
-    offer: Offer | None = None  # of tools
+    offer: Offer | None = None  # tools that the output may call
     terms: Terms = USUAL
 
 
 def parse_completion(fields: Fields, request_id: str) -> Asked:
-    """A call of /v1/completions. Raises RequestError."""
+    """Parse a call of /v1/completions. Raises RequestError."""
     settle(fields, COMPLETIONS)
     params = _sampling_params(fields)
     max_tokens, echoes = fields.integer("max_tokens"), fields.boolean("echo") or False
     if max_tokens is None and fields.integer("truncate_prompt_tokens") == WHAT_FITS:
-        max_tokens = DEFAULT_COMPLETION_TOKENS  # beside these
+        max_tokens = DEFAULT_COMPLETION_TOKENS  # truncation leaves room for as many
     if max_tokens is not None:
         params.max_tokens = max_tokens
     num_top = fields.integer("logprobs")
@@ -118,7 +121,7 @@ def _more(num: int, other: int) -> int:
 
 
 def parse_chat(fields: Fields, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
-    """A call of /v1/chat/completions. Raises RequestError."""
+    """Parse a call of /v1/chat/completions. Raises RequestError."""
     settle(fields, CHAT)
     params, offer = _chat_params(fields, answer_format)
     chat = parse_conversation(fields, has_tools=offer is not None)
@@ -126,7 +129,7 @@ def parse_chat(fields: Fields, request_id: str, answer_format: AnswerFormat = PL
 
 
 def parse_batch(fields: Fields, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
-    """A call of /v1/chat/completions/batch, which has no tools. Raises RequestError."""
+    """Parse a call of /v1/chat/completions/batch, which has no tools. Raises RequestError."""
     settle(fields, BATCH)
     params, offer = _chat_params(fields, answer_format)
     chats = parse_conversations(fields, MAX_CONVERSATIONS)
@@ -149,7 +152,7 @@ def _chat_params(fields: Fields, answer_format: AnswerFormat) -> tuple[SamplingP
     if offer.schema:
         if "structured_outputs" in fields:
             raise fields.problem("tool_choice", "cannot be had beside structured_outputs: one of them says what comes")
-        params.json_schema = offer.schema  # a response_format is that of an answer which is no call
+        params.json_schema = offer.schema  # response_format applies to an output without tool calls
     elif (
         params.WhichOneof("constraint") and (num := sum(len(schema) for _, schema in offer.held)) > MAX_CONSTRAINT_CHARS
     ):
@@ -161,7 +164,7 @@ def _chat_params(fields: Fields, answer_format: AnswerFormat) -> tuple[SamplingP
 
 
 def _prompts(fields: Fields) -> list[Prompt]:
-    """A string, token ids, or a list of either."""
+    """Return the prompts: a string, token ids, or a list of either."""
     prompt = fields.raw("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str) and len(prompt) > MAX_PROMPTS:
         raise fields.problem("prompt", f"has {len(prompt)} prompts, the limit is {MAX_PROMPTS}")
@@ -180,7 +183,8 @@ def _prompts(fields: Fields) -> list[Prompt]:
 def _requests(
     fields: Fields, params: SamplingParams, request_id: str, prompts: Sequence[Prompt]
 ) -> list[GenerateRequest]:
-    """One for each prompt. Raises RequestError where so many copies of the rest would take too much memory."""
+    """Return one request for each prompt. Raises RequestError when the copies of the other fields need too much
+    memory."""
     if (num_bytes := len(prompts) * params.ByteSize()) > MAX_COPIED_BYTES:
         problem = f"the {len(prompts)} prompts' sampling fields have {num_bytes} bytes, the limit is {MAX_COPIED_BYTES}"
         raise RequestError(BAD_PARAM, problem)
@@ -253,13 +257,13 @@ def _asked_of_chats(
 
 
 def _usage_options(options: Fields) -> tuple[bool, bool]:
-    """Whether a stream ends with its usage, and whether all its events are to have it."""
+    """Return whether a stream ends with its usage, and whether every event has the usage."""
     options.raw("include_obfuscation")
     return options.boolean("include_usage") or False, options.boolean("continuous_usage_stats") or False
 
 
 def _sampling_params(fields: Fields) -> SamplingParams:
-    """What both endpoints know."""
+    """Return the sampling parameters that both endpoints have."""
     given: dict[str, Any] = {}
     readers: list[tuple[tuple[str, ...], Callable[[str], Any]]] = [
         (_NUMBERS, fields.number),
@@ -310,12 +314,14 @@ def _chat_logprobs(fields: Fields) -> int | None:
     return None
 
 
-# ---- The ids of the requests that one call becomes ----
+# ---- Ids of the requests of one call ----
 
 
 def ids_of(request_id: str, count: int) -> list[str]:
-    """The call's own where there is one request, else with a number behind it. Raises RequestError where that makes it
-    too long."""
+    """Return the ids: the call's own for one request, else with a numeric suffix.
+
+    Raises RequestError when the suffix makes the id too long.
+    """
     if count == 1:
         return [request_id]
     ids = [f"{request_id}-{index}" for index in range(count)]
@@ -325,14 +331,14 @@ def ids_of(request_id: str, count: int) -> list[str]:
     return ids
 
 
-# ---- what an answer is made to be, as OpenAI's response_format and vLLM's structured_outputs ask for it ----
+# ---- Structured output: OpenAI's response_format and vLLM's structured_outputs ----
 
 KINDS: Final = ("json", "json_object", "regex", "choice", "grammar")  # of structured_outputs
 WITHOUT_EFFECT: Final = ("name", "description", "strict")  # of a schema, which is enforced in any case
 
 
 def read_constraint(fields: Fields) -> dict[str, Any]:
-    """The fields of SamplingParams that say so. Raises RequestError."""
+    """Return the constraint fields of SamplingParams. Raises RequestError."""
     form, outputs = fields.nested("response_format"), fields.nested("structured_outputs")
     asked = {} if form is None else _of_form(fields, form)
     if outputs is None:
@@ -343,7 +349,7 @@ def read_constraint(fields: Fields) -> dict[str, Any]:
 
 
 def constraint_names(fields: Fields) -> dict[str, str]:
-    """Return where the client has said it, by the fields of SamplingParams."""
+    """Map the constraint fields of SamplingParams to the client's field names."""
     if "structured_outputs" in fields:
         names = (*KINDS, "whitespace_pattern")
         return {"json_schema": "structured_outputs.json", **{name: f"structured_outputs.{name}" for name in names}}
@@ -359,7 +365,7 @@ def _of_form(fields: Fields, form: Fields) -> dict[str, Any]:
     match kind := form.text("type"):
         case "text":
             return {}
-        case "json_object" if "schema" in form:  # as llama.cpp and others have it
+        case "json_object" if "schema" in form:  # as in llama.cpp and others
             return {"json_schema": _schema(form, "schema")}
         case "json_object":
             return {"json_object": True}
@@ -376,7 +382,7 @@ def _of_form(fields: Fields, form: Fields) -> dict[str, Any]:
 def _of_outputs(fields: Fields, outputs: Fields) -> dict[str, Any]:
     if outputs.raw("structural_tag"):
         raise outputs.problem("structural_tag", "is not supported")
-    outputs.boolean("disable_fallback")  # there is none
+    outputs.boolean("disable_fallback")  # there is no fallback
     kinds = [name for name in KINDS if outputs.raw(name) not in (None, False)]
     if len(kinds) != 1:
         raise fields.problem("structured_outputs", f"must have one of {', '.join(KINDS)}, not {len(kinds)}")
@@ -400,7 +406,7 @@ def _of_kind(outputs: Fields, kind: str) -> dict[str, Any]:
 
 
 def _schema(fields: Fields, name: str) -> str:
-    """A schema as text; whether it is one is checked where it is compiled."""
+    """Return a schema as text; its validity is checked when it is compiled."""
     schema = fields.raw(name)
     if name == "json" and isinstance(schema, str):
         return fields.text(name) or ""

@@ -1,7 +1,7 @@
-"""From the messages of an answer to the JSON of OpenAI's endpoints. Pure.
+"""Convert the messages of an output to the JSON of OpenAI's endpoints. Performs no I/O.
 
-A response is an envelope with choices, one for each answer of each prompt. The envelope is the same everywhere; how a
-choice looks is the endpoint's `Form`, of which there is one for each call.
+A response is an envelope with choices, one for each sequence. The envelope is common; the choices depend on the
+endpoint's `Form`, of which each call has its own.
 """
 
 import time
@@ -45,15 +45,15 @@ UNKNOWN: Final = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transf
 
 @dataclass(slots=True)
 class Answered:
-    """What has come of one answer so far."""
+    """Messages of one output that have arrived."""
 
     prompt: list[int]
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    scores: list[TokenLogprobs] = field(default_factory=list)  # of the prompt
+    scores: list[TokenLogprobs] = field(default_factory=list)  # prompt logprobs
     complete: Complete | None = None
-    message: Message | None = None  # of a chat
+    message: Message | None = None  # set for a chat
 
     def add(self, chunk: Chunk) -> None:
         if self.message is not None:
@@ -65,7 +65,7 @@ class Answered:
 
 
 class Form(ABC):
-    """How the choices of one call look."""
+    """Format of the choices of one call."""
 
     id_prefix: str
     whole_object: str
@@ -77,32 +77,36 @@ class Form(ABC):
         self._names = TokenNames(tokenizer.token_bytes, as_ids=asked.tokens_as_ids)
 
     def answered(self, prompt: list[int]) -> Answered:
-        """To be filled with one whole answer."""
+        """Return an empty Answered for one output."""
         return Answered(prompt)
 
     def num_thought_tokens(self, index: int, prompt: list[int], chunk: Chunk) -> int | None:
-        """How many tokens of all answers are thoughts, with this chunk of one; None where the model thinks not."""
+        """Return the number of thinking tokens of all outputs, this chunk included; None for a model without
+        thoughts."""
         return None
 
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The choice that begins an answer's events; None where there is none."""
+        """Return the choice that begins the events of an output, or None."""
 
     @abstractmethod
     def events(self, index: int, prompt: list[int], chunk: Chunk) -> list[dict[str, Any]]:
-        """Return the choices of a chunk's events, in the order in which the model wrote what they say."""
+        """Return the choices for a chunk's events, in the order of the output."""
 
     @abstractmethod
     def closing(self, index: int, complete: Complete) -> list[dict[str, Any]]:
-        """Return the choices of an answer's last events, of which the very last one tells how it ended."""
+        """Return the choices for an output's last events; the very last one has the finish reason."""
 
     @abstractmethod
     def whole(self, index: int, answered: Answered) -> dict[str, Any]:
-        """The choice that is a whole answer."""
+        """Return the choice with a whole output."""
 
     def end_of(self, complete: Complete) -> dict[str, Any]:
-        """How an answer ended, and which limits it kept if there were any. As vLLM has it, stop_reason is the stop
-        string, or the token of stop_token_ids: null at the model's own end."""
+        """Return how an output ended, and its SLO attainment if it had an SLO.
+
+        As in vLLM, stop_reason is the stop string or the token of stop_token_ids, and null at the model's own end
+        token.
+        """
         matched = complete.WhichOneof("matched_stop")
         stop_reason = getattr(complete, matched) if matched else None
         if matched == "matched_token_id" and stop_reason not in self._params.stop_token_ids:
@@ -115,34 +119,34 @@ class Form(ABC):
         return {**end, "timeline": timeline_object(complete.timeline)} if self.asked.include_timeline else end
 
     def token_ids(self, token_ids: list[int]) -> dict[str, Any]:
-        """The field for them, null unless it was asked for."""
+        """Return the `token_ids` field, null unless requested."""
         return {"token_ids": token_ids if self.asked.return_token_ids else None}
 
     def prompt_token_ids(self, prompt: list[int]) -> dict[str, Any]:
-        """The same for those of the prompt."""
+        """Return the `prompt_token_ids` field, null unless requested."""
         return {"prompt_token_ids": prompt if self.asked.return_token_ids else None}
 
     def scores(self, scores: list[TokenLogprobs]) -> dict[str, Any]:
-        """The field for those of the prompt, null unless it was asked for."""
+        """Return the `prompt_logprobs` field, null unless requested."""
         told = prompt_logprobs(scores, self._tokenizer.token_bytes) if self.asked.is_scored else None
         return {"prompt_logprobs": told}
 
     @property
     def _params(self) -> SamplingParams:
-        """All requests of a call have the same."""
+        """Sampling parameters, which all requests of a call share."""
         return self.asked.requests[0].sampling_params
 
     def envelope_extras(self, prompt: list[int]) -> dict[str, Any]:
-        """Fields beside the choices: of a whole response and of the first event."""
+        """Return fields besides the choices, for a whole response and the first event."""
         return {}
 
     def envelope_scores(self, scores: list[TokenLogprobs]) -> dict[str, Any]:
-        """Fields beside the choices of a whole response."""
+        """Return fields besides the choices, for a whole response."""
         return {}
 
 
 class CompletionForm(Form):
-    """Of /v1/completions."""
+    """Format of /v1/completions."""
 
     id_prefix = "cmpl-"
     whole_object = event_object = "text_completion"
@@ -183,7 +187,7 @@ class CompletionForm(Form):
         return {**choice, **self.prompt_token_ids(prompt)}
 
     def _echo(self, index: int, prompt: list[int]) -> Echo:
-        """What the client has sent; of a prompt that was cut, what was read."""
+        """Return the echo of the client's text; of a truncated prompt, the echo of its remaining tokens."""
         request = self.asked.requests[index // self.asked.num_answers]
         is_whole_text = request.HasField("text") and not request.HasField("truncate_prompt_tokens")
         detokenizer = self._tokenizer.detokenizer(skip_special_tokens=False)
@@ -198,7 +202,7 @@ class CompletionForm(Form):
         echo: Echo = NOTHING,
         scores: Sequence[TokenLogprobs] = (),
     ) -> dict[str, Any]:
-        """`scores` are those of the prompt's tokens behind the first, where it is echoed."""
+        """Return a choice. `scores` are the logprobs of an echoed prompt's tokens after the first."""
         has_logprobs = self._params.HasField("logprobs") and bool(logprobs or echo.offsets)
         told = self._logprobs(index, prompt, logprobs, echo, scores) if has_logprobs else None
         return {"index": index, "text": text, "logprobs": told}
@@ -222,7 +226,7 @@ class CompletionForm(Form):
 
 
 class ChatForm(Form):
-    """Of /v1/chat/completions."""
+    """Format of /v1/chat/completions."""
 
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
@@ -259,7 +263,7 @@ class ChatForm(Form):
         deltas = self._deltas[index].feed(chunk.text)
         if not (deltas or chunk.logprobs or self.asked.return_token_ids):
             return []
-        # The first event has what is known of the tokens of them all.
+        # The first event has the logprobs and token ids of the whole chunk.
         first = self._choice(index, deltas[0] if deltas else {}, chunk.logprobs, chunk.token_ids)
         return [first, *(self._choice(index, delta) for delta in deltas[1:])]
 
@@ -271,7 +275,7 @@ class ChatForm(Form):
         elif deltas is not None:
             choices = [self._choice(index, delta) for delta in deltas.finish()]
         *others, last = choices or [self._choice(index, {})]
-        del last["token_ids"]  # which the events of tokens have
+        del last["token_ids"]  # the events of tokens have the token ids
         return [*others, {**last, **self._end_of(complete, has_calls=deltas is not None and deltas.has_calls)}]
 
     def _begin(self, index: int, prompt: list[int]) -> None:
@@ -302,7 +306,7 @@ class ChatForm(Form):
         }
 
     def _echo(self, index: int) -> str:
-        """Return the message that the answer goes on with."""
+        """Return the assistant message that the output continues, if it is echoed."""
         if not self.asked.echoes:
             return ""
         last = self.asked.requests[index // self.asked.num_answers].chat.messages[-1]
@@ -340,19 +344,19 @@ class ChatForm(Form):
 
 
 class Usage:
-    """Counts the tokens of all answers of a call; each prompt counts once."""
+    """Count the tokens of all outputs of a call; each prompt counts once."""
 
     def __init__(self, num_prompt_tokens: int) -> None:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_completion_tokens = 0
         self._num_cached_tokens: dict[int, int] = {}
-        self.num_thought_tokens: int | None = None  # among the completed ones, where there may be some
+        self.num_thought_tokens: int | None = None  # part of the completion tokens; None for a model without thoughts
 
     def add_tokens(self, num_tokens: int) -> None:
         self._num_completion_tokens += num_tokens
 
     def tell_cached(self, prompt_index: int, num_tokens: int) -> None:
-        """Of a prompt; again and again is the same."""
+        """Set the number of cached tokens of a prompt; repeated calls replace it."""
         self._num_cached_tokens[prompt_index] = num_tokens
 
     def to_json(self) -> dict[str, Any]:
@@ -368,7 +372,7 @@ class Usage:
 
 
 class Envelope:
-    """What is the same around all choices of a call."""
+    """Common fields around the choices of a call."""
 
     def __init__(self, form: Form, request_id: str, model: str) -> None:
         self._form = form
@@ -383,11 +387,11 @@ class Envelope:
 
 
 def attainment_object(attainment: Attainment) -> dict[str, Any]:
-    """Every field by its name on the wire; null for what is not set."""
+    """Return every field by its protobuf name; null for an unset field."""
     names = [field.name for field in Attainment.DESCRIPTOR.fields]
     return dict.fromkeys(names) | {field.name: value for field, value in attainment.ListFields()}
 
 
 def timeline_object(timeline: Timeline) -> dict[str, Any]:
-    """Every field by its name on the wire; times are in seconds."""
+    """Return every field by its protobuf name; times are in seconds."""
     return {field.name: getattr(timeline, field.name) for field in Timeline.DESCRIPTOR.fields}

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn on the coordinator's own event loop, without its signals, its clock and its main loop."""
+"""Run uvicorn on the coordinator's event loop, without its signal handlers, clock and main loop."""
 
 import asyncio
 import logging
@@ -23,18 +23,19 @@ logger = logging.getLogger(__name__)
 
 HEAD_TIMEOUT_S: Final = 30.0  # from connecting, or the first byte of a later request, to the end of its headers
 KEEP_ALIVE_S: Final = 75  # for an idle connection
-MAX_BYTES_AHEAD: Final = 2**16  # of later requests, while one is answered
-ABORT_S: Final = 1.0  # until calls have noticed that their connections are gone
+MAX_BYTES_AHEAD: Final = 2**16  # of pipelined requests, while one is served
+ABORT_S: Final = 1.0  # until calls have noticed that their connections are closed
 MAX_HEAD_BYTES: Final = 2**16
-PROBE_S: Final = 0.1  # between the first two probes of a client that has ended its side; each wait is twice the last
+PROBE_S: Final = 0.1  # before the first probe of a half-closed connection; each later wait is twice the previous
 MAX_BACKLOG: Final = 2048
-BACKLOG_SHARE: Final = 4  # of the connections it may have, one in so many may come at once: each is open for a moment
-PROBE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"  # which every client skips
+BACKLOG_SHARE: Final = 4  # one in BACKLOG_SHARE of max_connections may wait to be accepted: each waits for a moment
+PROBE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"  # ignored by every client
 SHED: Final = "connections are closed at the HTTP port (%s), so that others can come in: see /metrics"
 
 
 class HttpServer:
-    """Serves one application on one port, with `tls` over TLS. Start it at most once; stop it in any case."""
+    """HTTP server of one application on one port, over TLS with `tls`. Call `start` at most once; call `stop` in any
+    case."""
 
     def __init__(
         self, app: ASGIApp, sheds: Sheds, *, max_connections: int, max_per_peer: int, tls: ssl.SSLContext | None = None
@@ -45,34 +46,36 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="error",  # its warnings are one for each bad request, whoever sends how many
+            log_level="error",  # uvicorn would log a warning for each bad request
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            date_header=False,  # it would need the main loop, which polls
+            date_header=False,  # uvicorn's date needs its main loop, which polls
             timeout_keep_alive=KEEP_ALIVE_S,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             backlog=min(MAX_BACKLOG, max(1, max_connections // BACKLOG_SHARE)),
         )
         config.load()
-        config.ssl = tls  # older versions take paths alone
+        config.ssl = tls  # older versions of uvicorn take paths only
         self._server = uvicorn.Server(config)
         self._server.lifespan = config.lifespan_class(config)
-        self.sockets: list[socket.socket] = []  # after `listen`
+        self.sockets: list[socket.socket] = []  # set by `listen`
 
     def listen(self, host: str, port: int, *, shares_port: bool = False) -> int:
-        """The port listened on; 0 takes a free one. Others of this user may share it, if they say so too. Raises
-        SettingsError."""
+        """Listen and return the port number; 0 chooses a free port.
+
+        With `shares_port`, other processes of this user may listen at the same port. Raises SettingsError.
+        """
         self.sockets = listening_sockets(host, port, shares_port=shares_port, backlog=self._server.config.backlog)
         number: int = self.sockets[0].getsockname()[1]
         return number
 
     async def start(self) -> None:
-        """Serves from now on, after `listen`."""
+        """Start to serve, after `listen`."""
         await self._server.startup(sockets=self.sockets)
 
     async def stop(self, grace_s: float) -> None:
-        """Closes the port and idle connections, and after grace_s all others, which ends their calls."""
+        """Close the port and idle connections, and after `grace_s` all other connections, which ends their calls."""
         if not self._server.started:
             for each in self.sockets:
                 each.close()
@@ -90,8 +93,11 @@ class HttpServer:
 
 
 class _Connection(H11Protocol):
-    """A connection whose client may be idle while there is room for others, but neither dawdle over its headers nor
-    stop reading. It may end its side when it has asked, and wait for the answer."""
+    """Connection with limits for slow clients.
+
+    It may stay idle while other connections have room, must send headers and read responses in time, and may close its
+    sending side after a request and still get the response.
+    """
 
     kept: "Connections[_Connection]"
     sheds: PortSheds
@@ -105,7 +111,8 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # So that whatever a client leaves unread counts as a pause; over TLS a limit is one already when it is reached.
+        # With limit 0, any unread byte counts as a pause; over TLS reaching the limit already counts, so the limit is
+        # 1.
         transport.set_write_buffer_limits(1 if self.scheme == "https" else 0)
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.shed, SLOW)
         if (closed := self.kept.add(self, peer_of(self.client[0] if self.client else ""))) is not None:
@@ -122,50 +129,56 @@ class _Connection(H11Protocol):
         self._tell_whether_idle()
 
     def _tell_whether_idle(self) -> None:
-        """Who has an answer to come, or to read, is not."""
+        """Report the connection as busy while a response is pending or unread, else as idle."""
         if (self.cycle is None or self.cycle.response_complete) and not self.flow.write_paused:
             self.kept.set_idle(self)
         else:
             self.kept.set_busy(self)
 
     def _listen_on(self) -> None:
-        """Nobody who has stopped reading hears that the client leaves, so requests sent ahead are kept for later."""
+        """Resume reading, so that a disconnect is noticed; pipelined requests are kept for later, up to
+        MAX_BYTES_AHEAD."""
         if not self.cycle.more_body and len(self.conn.trailing_data[0]) <= MAX_BYTES_AHEAD:
             self.flow.resume_reading()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open. Who has ended its side may wait for its answer or be gone, which shows
-        only when something is sent: the system of a client that is gone breaks the connection."""
+        """Return whether the connection stays open after the client has closed its sending side.
+
+        The client may wait for its response or be gone. Only sending tells: the host of a client that is gone resets
+        the connection.
+        """
         if self._probe_timer is None and self._is_owed_an_answer():
             self._probe(PROBE_S)
         return self._probe_timer is not None
 
     def _is_owed_an_answer(self) -> bool:
-        """Whether it has asked for one that has not begun, and may be sent a probe before it. Over TLS no side of a
-        connection is left when the other has ended."""
+        """Return whether a response is pending that has not begun, so that probes may be sent.
+
+        TLS has no half-closed connections.
+        """
         if self.scheme == "https" or self.cycle is None or self.cycle.more_body or self.cycle.response_started:
             return False
         return bool(self.scope["http_version"] == "1.1")
 
     def _probe(self, wait_s: float) -> None:
-        if not self.cycle.response_started:  # what is sent of an answer is a probe too
+        if not self.cycle.response_started:  # once it has started, the response itself is the probe
             self.transport.write(PROBE)
         self._probe_timer = self.loop.call_later(wait_s, self._probe, 2 * wait_s)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._tell_whether_idle()
-        if self._probe_timer is not None and self.cycle.response_complete:  # not if another call was sent ahead
+        if self._probe_timer is not None and self.cycle.response_complete:  # not if another call was pipelined
             self.transport.close()
 
     def _break_off(self) -> None:
-        """Close the connection after what was sent, without the end that a whole response has."""
+        """Close the connection after the sent bytes, without the end of a whole response."""
         self.cycle.disconnected = True
         self.cycle.message_event.set()
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is answered at once, unless an answer is under way already."""
+        """Respond 400 to malformed HTTP, unless a response has begun, and close the connection."""
         self.sheds.count(MALFORMED)
         if (num_bytes := len(self.conn.trailing_data[0])) > MAX_HEAD_BYTES:
             msg = f"the headers have {num_bytes} bytes or more, the limit is {MAX_HEAD_BYTES}"
@@ -204,7 +217,7 @@ class _Connection(H11Protocol):
             self.transport.abort()
 
     def shed(self, reason: str) -> None:
-        """Close the connection for the sake of others."""
+        """Close the connection at once and count `reason`."""
         self.sheds.count(reason)
         self.transport.abort()
 

@@ -1,5 +1,5 @@
-"""The limits and the priority of a call of OpenAI's endpoints: in the body, or in headers, which gateways can set
-without reading it."""
+"""Read the SLO and priority of a call from its body or from headers, which gateways can set without parsing the
+body."""
 
 import math
 import re
@@ -23,8 +23,10 @@ _INTEGER: Final = re.compile(r"-?[0-9]{1,9}")
 
 
 def set_limits(requests: Sequence[GenerateRequest], fields: Fields, headers: Mapping[str, str]) -> dict[str, str]:
-    """Give all requests of a call their limits, class and priority; the body wins over headers. Return the headers that
-    were taken, by their fields. Raises RequestError."""
+    """Set SLO, class and priority in all requests of a call; the body overrides headers.
+
+    Returns the headers that were used, by field. Raises RequestError.
+    """
     in_body = {
         "ttft_ms": fields.number("ttft_ms"),
         "tpot_ms": fields.number("tpot_ms"),

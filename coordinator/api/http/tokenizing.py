@@ -1,4 +1,4 @@
-"""From the JSON of /tokenize and /detokenize to what is asked of the tokenizer. Pure."""
+"""Parse the JSON of /tokenize and /detokenize. Performs no I/O."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -20,7 +20,7 @@ _OF_CHATS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Tokenizing:
-    """A call of /tokenize: of a conversation, or else of a prompt."""
+    """A call of /tokenize, for a conversation if `chat` is set, else for a prompt."""
 
     model: str
     chat: ChatInput | None
@@ -30,7 +30,7 @@ class Tokenizing:
 
 
 def parse_tokenize(fields: Fields) -> Tokenizing:
-    """Raises RequestError."""
+    """Parse a call of /tokenize. Raises RequestError."""
     settle(fields, TOKENIZE)
     chat = _chat(fields) if "messages" in fields else None
     prompt = _prompt(fields) if chat is None else ""
@@ -44,7 +44,7 @@ def parse_tokenize(fields: Fields) -> Tokenizing:
 
 
 def parse_detokenize(fields: Fields, limit: int) -> tuple[str, list[int]]:
-    """The model's name and the token ids, of which there may be so many. Raises RequestError."""
+    """Parse a call of /detokenize. Returns the model's name and at most `limit` token ids. Raises RequestError."""
     settle(fields, DETOKENIZE)
     if "tokens" not in fields:
         raise fields.problem("tokens", "is missing")

@@ -1,4 +1,5 @@
-"""The tools that the answer of a chat may call, and the schema of an answer that has to call some. Pure."""
+"""Parse the tools that a chat output may call, and build the schema of an output that must call one. Performs no
+I/O."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -19,12 +20,15 @@ AUTO, NONE, REQUIRED = "auto", "none", "required"  # tool_choice
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The tools that an answer may call. With `schema` it is JSON of that schema, and nothing but calls, which the
-    `forced` reader reads; of that, what Leeway calls `loose` is of tools that are not strict. `held` are the tools with
-    the schemas of those that are, for an answer that is held to a form where it calls none."""
+    """Tools that an output may call.
+
+    With `schema`, the output is JSON of that schema with calls only, which the `forced` reader parses; `loose` names
+    the definitions of tools that are not strict, as in Leeway. `held` has every tool with its schema, or an empty
+    string for a tool that is not strict, for an output that may have a required format where it calls no tool.
+    """
 
     names: frozenset[str]
-    is_parallel: bool = True  # whether it may call several
+    is_parallel: bool = True  # whether several calls are allowed
     forced: type[CallReader] | None = None
     schema: str = ""
     loose: tuple[str, ...] = ()
@@ -37,21 +41,21 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """What is told of one."""
+    """Definition of one tool."""
 
     parameters: Mapping[str, Any] | None
     is_strict: bool
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Of its arguments, which are an object, whatever else its parameters let come."""
+        """Schema of the arguments, which are always an object."""
         if self.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {**self.parameters, "type": "object"}
 
 
 def parse_offer(fields: Fields, answer_format: AnswerFormat) -> Offer | None:
-    """None where the answer may call nothing. Raises RequestError."""
+    """Return the offer of a request, or None when the output may call no tool. Raises RequestError."""
     tools, choice = parse_tools(fields), fields.raw("tool_choice")
     is_parallel = fields.boolean("parallel_tool_calls") is not False
     if choice == REQUIRED or isinstance(choice, dict):
@@ -78,7 +82,7 @@ def _refusing_depth(fields: Fields) -> Iterator[None]:
 
 
 def _forced_offer(fields: Fields, tools: Mapping[str, Tool], *, is_parallel: bool) -> Offer:
-    """Of tools of which one has to be called: any, or a certain one."""
+    """Return the offer of a request that requires a call of any tool or of one tool."""
     if not tools:
         raise fields.problem("tool_choice", "asks for a call, but there are no tools")
     if fields.raw("tool_choice") == REQUIRED:
@@ -93,14 +97,16 @@ def _forced_offer(fields: Fields, tools: Mapping[str, Tool], *, is_parallel: boo
 
 
 def parse_tools(fields: Fields) -> dict[str, Tool]:
-    """By their names. Raises RequestError."""
+    """Return the tools by name. Raises RequestError."""
     return dict(map(_tool, fields.objects("tools", MAX_TOOLS)))
 
 
 def calls_schema(tools: Mapping[str, Tool], *, is_parallel: bool) -> dict[str, Any]:
-    """Of a list of calls. Every tool's own schema is a definition in it, and what refers to a place in that one goes
-    there."""
-    places = {name: f"#/$defs/{index}" for index, name in enumerate(tools)}  # names may be no part of a reference
+    """Return the schema of a list of calls.
+
+    Every tool's schema becomes a definition, and references within it are changed to that place.
+    """
+    places = {name: f"#/$defs/{index}" for index, name in enumerate(tools)}  # a name may not be valid in a reference
     calls = [
         {
             "type": "object",
@@ -118,7 +124,7 @@ def calls_schema(tools: Mapping[str, Tool], *, is_parallel: bool) -> dict[str, A
 
 
 def _moved(schema: Mapping[str, Any], place: str) -> Any:
-    """A schema that has gone to this place, where it has no name of its own: references begin at the whole."""
+    """Return a schema with its references changed for `place`, where its own `$id` no longer applies."""
     own = str(schema.get("$id", "")).removesuffix("#")
 
     def reference(given: str) -> str:

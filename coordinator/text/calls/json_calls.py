@@ -1,4 +1,5 @@
-"""Calls that are JSON objects: {"name": "f", "arguments": {...}}. Most formats have them, between tags of their own."""
+"""Parse calls that are JSON objects: {"name": "f", "arguments": {...}}. Most formats have these between their own
+tags."""
 
 import json
 from typing import Final
@@ -9,36 +10,41 @@ ARGUMENTS: Final = ("arguments", "parameters")
 
 
 class JsonCallReader(CallReader):
-    """What such formats share. Where the name comes first, the arguments are told as they come."""
+    """Common parser of JSON call formats. Arguments that follow the name are returned as they come."""
 
-    _name = ""  # of what is a call once it has arguments
+    _name = ""  # name of a call whose arguments have not come yet
 
     def _calls(self, char: str) -> Steps[bool]:
-        """Read calls in a row, of which this character begins the first. Return whether there is one: what is held then
-        stands behind the last."""
+        """Parse consecutive calls, the first of which begins with this character.
+
+        Returns whether there is one. The text held then is the text after the last call.
+        """
         has_calls = False
         while True:
             if char == "{" and (behind := (yield from self._call())):
                 char, has_calls = behind, True
-            elif has_calls and char in "]}":  # a bracket too many
+            elif has_calls and char in "]}":  # a superfluous bracket
                 self._held.clear()
                 char = yield from self._solid()
             else:
                 return has_calls
 
     def _call(self) -> Steps[str]:
-        """Behind the { of what may be a call: empty where it is none; else the first solid character behind the call,
-        which is over then, however it ended. What is held is that character, and what stands before it."""
+        """Parse the text after the { of a possible call.
+
+        Returns an empty string if there is no call; else the first solid character after the call, which has ended. The
+        text held then is that character and the blanks before it.
+        """
         if not (yield from self._members()):
             return ""
         self._end()
-        if self._last != "}":  # which was forgotten
+        if self._last != "}":  # the closing bracket is missing
             return self._last
         self._held.clear()
         return (yield from self._solid())
 
     def _members(self) -> Steps[bool]:
-        """Behind the { of what may be a call, as far as members of an object go: whether they are those of a call."""
+        """Parse the members of an object after its {. Returns whether they are those of a call."""
         has_begun, arguments, self._name = False, "", ""
         char = yield from self._solid()
         while char == '"':
@@ -59,25 +65,25 @@ class JsonCallReader(CallReader):
                 if has_begun and arguments and self._lacks_arguments:
                     self._argue(arguments)
             if has_begun:
-                self._held[:] = [char]  # what stands before it was part of the call
+                self._held[:] = [char]  # the text before it was part of the call
             if char == ",":
                 char = yield from self._solid()
         return has_begun
 
     def _begin_named(self, name: str) -> bool:
-        """Whether a call of this name has begun."""
+        """Return whether a call of this name has begun."""
         if self._is_held:
             self._name = name
             return False
         return self._begin(name)
 
     def _may_argue(self, *, has_begun: bool) -> bool:
-        """Whether an object is the arguments of a call: of one that has begun, or of one that was named and begins."""
+        """Return whether an object is the arguments of a call, which may have begun or begins here."""
         name, self._name = self._name, ""
         return self._begin(name) if name else has_begun and self._lacks_arguments
 
     def _list(self) -> Steps[None]:
-        """Behind the [ of what may be a list of calls, as far as it is one."""
+        """Parse the text after the [ of a possible list of calls."""
         char, has_calls = (yield from self._solid()), False
         while char == "{" and (behind := (yield from self._call())):
             char, has_calls = behind, True
@@ -88,14 +94,14 @@ class JsonCallReader(CallReader):
             self._held.clear()
 
     def _told_object(self) -> Steps[None]:
-        """Tells the arguments, of which the { was taken."""
+        """Return the arguments piece by piece, after their {."""
         self._argue("{")
         self._tells_arguments = True
         yield from self._container()
         self._tells_arguments = False
 
     def _value(self, char: str) -> Steps[tuple[str, str]]:
-        """A value that begins with this character, as it is written, and the solid character behind it."""
+        """Parse a value that begins with this character. Returns its text and the next solid character."""
         start = len(self._held) - 1
         if char not in '"{[':
             while char not in ",}]":
@@ -106,7 +112,7 @@ class JsonCallReader(CallReader):
         return value, (yield from self._solid())
 
     def _container(self) -> Steps[None]:
-        """Behind the bracket that begins an object or a list, to the one that ends it."""
+        """Read to the bracket that ends an object or list, after its opening bracket."""
         depth = 1
         while depth:
             char = self._take((yield))
@@ -119,7 +125,7 @@ class JsonCallReader(CallReader):
 
 
 def _unquoted(value: str) -> str:
-    """What a JSON string says; other values as they are written, but null, which is nothing."""
+    """Return the text of a JSON string; other values as written; empty for null."""
     if value == "null":
         return ""
     if not value.startswith('"'):
@@ -127,38 +133,40 @@ def _unquoted(value: str) -> str:
     try:
         text = str(json.loads(value))
         text.encode()
-    except ValueError:  # of escapes that JSON does not know, and of halves of surrogate pairs
+    except ValueError:  # unknown escapes, and lone surrogates
         return value
     return text
 
 
-# ---- Calls as Hermes and Qwen write them: <tool_call>{"name": "f", "arguments": {...}}</tool_call> ----
+# ---- Hermes and Qwen: <tool_call>{"name": "f", "arguments": {...}}</tool_call> ----
 
 HERMES_OPEN: Final = "<tool_call>"
 HERMES_CLOSE: Final = "</tool_call>"
 
 
 class HermesReader(JsonCallReader):
-    """One call in every pair of tags, with text before and between them. A second call in the same tags is a call too,
-    and what else follows a call there is text."""
+    """Parse one call in every pair of tags, with text before and between the pairs.
+
+    A second call within the same tags counts too; other text within the tags is text.
+    """
 
     def _read(self) -> Steps[None]:
         yield from self._until(HERMES_OPEN)
         while True:
             if (yield from self._calls((yield from self._solid()))):
-                if (yield from self._until(HERMES_CLOSE, HERMES_OPEN)) == HERMES_OPEN:  # the end was forgotten
+                if (yield from self._until(HERMES_CLOSE, HERMES_OPEN)) == HERMES_OPEN:  # the closing tag is missing
                     continue
                 self._held.clear()
             yield from self._until(HERMES_OPEN)
 
 
-# Calls as Llama 3 writes them: {"name": "f", "parameters": {...}}; {...}, from the beginning of the answer on.
+# Llama 3: {"name": "f", "parameters": {...}}; {...}, at the beginning of the output.
 
 PYTHON_TAG: Final = "<|python_tag|>"
 
 
 class Llama3Reader(JsonCallReader):
-    """Calls alone, behind the tag or without it, then text. An answer that begins otherwise is text."""
+    """Parse calls at the beginning, with or without the tag, then text. Output that begins otherwise is text."""
 
     offered_only = True
 
@@ -171,15 +179,15 @@ class Llama3Reader(JsonCallReader):
                 char = yield from self._solid()
 
 
-# Calls as Mistral's models write them: [TOOL_CALLS] and a JSON list of calls; later ones [TOOL_CALLS]f{...} for each
-# call, also with [CALL_ID] and [ARGS] between the name and the arguments.
+# Mistral: [TOOL_CALLS] and a JSON list of calls; newer models write [TOOL_CALLS]f{...} for each call, also with
+# [CALL_ID] and [ARGS] between name and arguments.
 
 MISTRAL_TAG: Final = "[TOOL_CALLS]"
 MISTRAL_ARGUMENTS: Final = "[ARGS]"
 
 
 class MistralReader(JsonCallReader):
-    """Text, then calls behind every tag. The tag is a special token, which must not be left out of the text."""
+    """Parse text, then calls after every tag. The tag is a special token, which must stay in the text."""
 
     def _read(self) -> Steps[None]:
         while True:
@@ -193,7 +201,7 @@ class MistralReader(JsonCallReader):
                 yield from self._named(char)
 
     def _named(self, char: str) -> Steps[None]:
-        """A call whose name begins with this character, and has the arguments behind it."""
+        """Parse a call whose name begins with this character and is followed by its arguments."""
         start = len(self._held) - 1
         while char != "{":
             char = self._take((yield))
@@ -203,12 +211,12 @@ class MistralReader(JsonCallReader):
             self._end()
 
 
-# Calls that an answer is held to by a JSON schema, whatever the model's own form: a list of them, or the arguments of
-# one alone.
+# Calls that a JSON schema enforces, whatever the model's own format: a list of calls, or the arguments of a single
+# call.
 
 
 class ListReader(JsonCallReader):
-    """The answer is a JSON list of calls. Where it was cut short, what is left of it is no text."""
+    """Parse an output that is a JSON list of calls. The rest of a list that was cut short is dropped."""
 
     def finish(self) -> list[Piece]:
         self._held.clear()
@@ -220,7 +228,7 @@ class ListReader(JsonCallReader):
 
 
 class NamedReader(CallReader):
-    """The answer is the arguments of a call of the one tool that there is."""
+    """Parse an output that is the arguments of a call of the only tool."""
 
     def _read(self) -> Steps[None]:
         [name] = self._names

@@ -1,4 +1,4 @@
-"""Calls in Python's words, as Llama 3.2, Llama 4 and ToolACE write them: [f(city="Paris", days=[1, 2]), g()]."""
+"""Parse calls in Python syntax, as Llama 3.2, Llama 4 and ToolACE write: [f(city="Paris", days=[1, 2]), g()]."""
 
 import ast
 import json
@@ -8,12 +8,12 @@ from typing import Any, Final
 from coordinator.text.calls.json_calls import PYTHON_TAG
 from coordinator.text.calls.reader import BLANKS, CallReader, Steps
 
-NAMES: Final = {"true": True, "false": False, "null": None}  # of JSON, which models mix in
-BETWEEN: Final = BLANKS + "._("  # that may stand around the words of a call's name
+NAMES: Final = {"true": True, "false": False, "null": None}  # JSON literals, which models mix in
+BETWEEN: Final = BLANKS + "._("  # may surround the words of a call's name
 
 
 class PythonicReader(CallReader):
-    """One list of calls that begins the answer, then text. Each call is told when it is whole."""
+    """Parse one list of calls at the beginning of an output, then text. Each call is returned when it is complete."""
 
     offered_only = True
 
@@ -33,7 +33,7 @@ class PythonicReader(CallReader):
                 self._held.clear()
 
     def _source(self) -> Steps[str]:
-        """The next call, to its last bracket; no more than shows that it is none."""
+        """Read the next call up to its closing bracket, or as far as needed to see that it is no call."""
         start, depth = len(self._held), 0
         while True:
             char = self._take((yield))
@@ -48,10 +48,11 @@ class PythonicReader(CallReader):
 
 
 def parse_call(source: str) -> tuple[str, str] | None:
-    """The name and the arguments, as a JSON object, of a call with keywords and literals alone; None for all else."""
+    """Return the name and the arguments, as a JSON object, of a call with only literal keyword arguments; None
+    otherwise."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes that Python does not know
+            warnings.simplefilter("ignore")  # about unknown escapes
             call = ast.parse(source, mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
             return None

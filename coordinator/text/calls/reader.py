@@ -1,7 +1,7 @@
-"""Reads the calls of tools out of an answer's text, as it comes.
+"""Parse tool calls from an output's text as it comes.
 
-A reader takes the text in pieces, however it is cut. What may become a call is held until that is certain, and what
-turns out to be none is text, to the letter. Every format is a reader of its own, which says what a call looks like.
+A reader takes text in pieces of any size. A possible call is held back until it is certain; what turns out to be no
+call is returned as text, unchanged. Every format has its own reader.
 """
 
 import re
@@ -16,57 +16,59 @@ from coordinator.text.stop_strings import StopMatcher
 
 R = TypeVar("R")
 Steps = Generator[None, str, R]
-"""Is sent one character after the other."""
+"""A parser that is sent one character after the other."""
 
-MAX_CALLS: Final = 128  # of one answer
+MAX_CALLS: Final = 128  # of one output
 MAX_HELD_CHARS: Final = 2**15
 NAME: Final = re.compile(r"[\w.:/@$-]{1,128}")
 BLANKS: Final = " \t\r\n"
 
 
 class Kind(Enum):
-    """What a piece of an answer is."""
+    """Kind of a piece of an output."""
 
     TEXT = auto()
     REASONING = auto()
-    CALL = auto()  # begins; the piece is its name
-    ARGUMENTS = auto()  # of the call that has begun last, in JSON
+    CALL = auto()  # begins a call; the piece is the name
+    ARGUMENTS = auto()  # of the latest call, in JSON
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer."""
+    """A part of an output."""
 
     kind: Kind
     text: str
 
 
 class CallReader(ABC):
-    """Reads one answer. `names` are the tools that it may call. One that `is_held` to a form, or to calls in place of
-    it, has calls with an object of arguments behind the name alone: what else looks like a call is of the form.
+    """Parse one output that may call the tools in `names`.
 
-    Blanks before calls are left out, and those at the end of an answer with calls. Calls beyond MAX_CALLS are text, and
-    so is all that follows more than MAX_HELD_CHARS of what may be a call. Arguments are told as the model wrote them:
-    where the answer was cut short, they are too.
+    With `is_held`, the output has a required format or is calls: only a name followed by an object of arguments is a
+    call, and anything else that looks like a call belongs to the format.
+
+    Blanks before calls, and at the end of an output with calls, are left out. Calls beyond MAX_CALLS are text, and so
+    is all text after more than MAX_HELD_CHARS of a possible call. Arguments are returned as the model wrote them, even
+    if the output was cut short.
     """
 
-    offered_only: ClassVar[bool] = False  # what looks like a call of another tool than those of `names` is text
+    offered_only: ClassVar[bool] = False  # calls of tools outside `names` are text
 
     def __init__(self, names: Collection[str], *, is_held: bool = False) -> None:
         self._names = names
         self._is_held = is_held
         self._pieces: list[Piece] = []
-        self._held: list[str] = []  # read, and neither told nor dropped
-        self._last = ""  # character that was taken
+        self._held: list[str] = []  # characters that have been read and are not decided yet
+        self._last = ""  # the last character taken
         self._num_calls = 0
         self._is_in_call = False
         self._lacks_arguments = False
-        self._tells_arguments = False  # of what is taken, instead of holding it
+        self._tells_arguments = False  # characters taken are arguments, and not held
         self._steps = self._to_the_end()
         next(self._steps)
 
     def feed(self, text: str) -> list[Piece]:
-        """What the next piece of text makes certain."""
+        """Return the pieces that the next text makes certain."""
         for char in text:
             self._steps.send(char)
             if len(self._held) > MAX_HELD_CHARS:
@@ -74,9 +76,9 @@ class CallReader(ABC):
         return self._told()
 
     def finish(self) -> list[Piece]:
-        """The rest, when no more text will come."""
+        """Return the remaining pieces, when the text has ended."""
         self._steps.close()
-        if self._is_in_call:  # and cut short
+        if self._is_in_call:  # and was cut short
             self._held.clear()
         if not self._num_calls or "".join(self._held).strip(BLANKS):
             self._release()
@@ -84,7 +86,7 @@ class CallReader(ABC):
 
     @abstractmethod
     def _read(self) -> Steps[None]:
-        """Reads calls, until all that may follow is text."""
+        """Parse calls, until only text can follow."""
 
     def _to_the_end(self) -> Steps[None]:
         yield from self._read()
@@ -102,10 +104,10 @@ class CallReader(ABC):
         self._steps = self._plain()
         next(self._steps)
 
-    # ---- what becomes of what was read ----
+    # ---- pieces from characters ----
 
     def _take(self, char: str) -> str:
-        """The character, which is held, or told as one of the arguments."""
+        """Hold a character, or return it as part of the arguments."""
         if self._tells_arguments:
             self._tell(Kind.ARGUMENTS, char)
         else:
@@ -117,12 +119,12 @@ class CallReader(ABC):
         self._pieces.append(Piece(kind, text))
 
     def _release(self) -> None:
-        """What is held is text."""
+        """Return the held characters as text."""
         self._tell(Kind.TEXT, "".join(self._held))
         self._held.clear()
 
     def _begin(self, name: str) -> bool:
-        """A call of this name takes the place of what is held. False where there can be none."""
+        """Begin a call of this name in place of the held characters. Returns False if no such call is possible."""
         is_offered = name in self._names or not self.offered_only
         if not is_offered or not NAME.fullmatch(name) or self._num_calls == MAX_CALLS:
             return False
@@ -133,18 +135,18 @@ class CallReader(ABC):
         return True
 
     def _argue(self, arguments: str) -> None:
-        """The arguments of the call that has begun, or their beginning."""
+        """Add to the arguments of the current call."""
         self._tell(Kind.ARGUMENTS, arguments)
         self._lacks_arguments = False
 
     def _end(self) -> None:
-        """The call that has begun is over."""
+        """End the current call."""
         if self._lacks_arguments:
             self._argue("{}")
         self._is_in_call = self._tells_arguments = False
 
     def _told(self) -> list[Piece]:
-        """What there is to tell, in as few pieces as can be."""
+        """Return the pieces, with adjacent ones of a kind joined."""
         told: list[Piece] = []
         for kind, same in groupby(self._pieces, lambda piece: piece.kind):
             if kind is Kind.CALL:
@@ -157,8 +159,10 @@ class CallReader(ABC):
     # ---- steps that formats share ----
 
     def _until(self, *tags: str) -> Steps[str]:
-        """Tell text, what is held first, up to one of these tags. The tag is held, with the blanks before it. The last
-        character taken may begin it."""
+        """Return text, held characters first, up to one of these tags.
+
+        The tag is held, with the blanks before it. The last character taken may begin it.
+        """
         last = self._held.pop() if self._held else ""
         text = "".join(self._held)
         self._held.clear()
@@ -175,7 +179,7 @@ class CallReader(ABC):
         return matcher.matched
 
     def _say(self, text: str) -> None:
-        """Tells text; blanks at its end wait for what follows them."""
+        """Return text; blanks at its end wait for the text after them."""
         self._held += text
         if text.strip(BLANKS):
             whole = "".join(self._held)
@@ -184,7 +188,8 @@ class CallReader(ABC):
             self._held = [*whole[len(words) :]]
 
     def _opening(self, tag: str) -> Steps[str]:
-        """The first solid character of the answer, behind the tag if it begins with it; empty for half a tag."""
+        """Read the first solid character of the output, after the tag if the output begins with it; empty for an
+        incomplete tag."""
         char = yield from self._solid()
         if char != tag[0]:
             return char
@@ -194,13 +199,13 @@ class CallReader(ABC):
         return (yield from self._solid())
 
     def _solid(self) -> Steps[str]:
-        """The next character that is no blank."""
+        """Read the next character that is not blank."""
         while (char := self._take((yield))) in BLANKS:
             pass
         return char
 
     def _string(self, quote: str = '"') -> Steps[str]:
-        """Behind the quote that begins a string: what stands in it, as it is written."""
+        """Read a string after its opening quote, and return its contents as written."""
         start = len(self._held)
         while (char := self._take((yield))) != quote:
             if char == "\\":

@@ -1,7 +1,7 @@
-"""What models write when they call tools, as rules of Lark: by format, the counterpart of what a reader reads. Pure.
+"""Define Lark rules for tool calls by format, the counterparts of the readers. Performs no I/O.
 
-Each format has a rule `calls`, of an answer that is nothing but calls. `tools` are those that may be called by their
-names, each with the grammar of its arguments, as in @object.
+Each format has a rule `calls` for an output that consists of calls only. `tools` maps the names that may be called to
+the grammars of their arguments, such as @object.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Final
 from coordinator.text.calls.json_calls import HERMES_CLOSE, HERMES_OPEN, MISTRAL_ARGUMENTS, MISTRAL_TAG, PYTHON_TAG
 
 Tag = Callable[[str], str]
-"""How Lark writes what a format is known by: where it is a special token it comes as that alone."""
+"""Return the Lark form of a tag: a string, or the special token."""
 
 BLANKS: Final = "blanks: /[ \\t\\r\\n]{1,8}/\n"
 _OF_PYTHON: Final = r"""
@@ -29,7 +29,7 @@ _KEY: Final = "[A-Za-z_][A-Za-z0-9_]{0,127}"
 
 
 def rules(calls: str, tools: Mapping[str, str], tag: Tag, most: int) -> str:
-    """Those of a format, of at most so many calls; empty where it can call none of the tools."""
+    """Return the rules of a format for at most `most` calls; empty if the format can call none of the tools."""
     match calls:
         case "hermes":
             pair = f"{tag(HERMES_OPEN)} blanks? call blanks? {tag(HERMES_CLOSE)}"
@@ -48,14 +48,14 @@ def _listed(call: str, separator: str, most: int) -> str:
 
 
 def _objects(tools: Mapping[str, str], arguments: str) -> str:
-    """Each call is a JSON object."""
+    """Return the rule of a call that is a JSON object."""
     between = f'blanks? "," blanks? {_quoted(arguments)} blanks? ":" blanks?'
     named = _any_of(f"{_quoted(name)} {between} {grammar}" for name, grammar in tools.items())
     return f'call: "{{" blanks? {_quoted("name")} blanks? ":" blanks? ({named}) blanks? "}}"\n'
 
 
 def _of_mistral(tools: Mapping[str, str], tag: Tag, most: int) -> str:
-    """A list behind the tag, or a call for each tag."""
+    """Return the rules for a list after the tag, or a tag before each call."""
     named = _any_of(f"{_text(name)} {tag(MISTRAL_ARGUMENTS)}? blanks? {grammar}" for name, grammar in tools.items())
     return (
         f"calls: {tag(MISTRAL_TAG)} blanks? list | ({tag(MISTRAL_TAG)} blanks? ({named}) blanks?){{1,{most}}}\n"
@@ -64,7 +64,7 @@ def _of_mistral(tools: Mapping[str, str], tag: Tag, most: int) -> str:
 
 
 def _of_python(names: Collection[str], most: int) -> str:
-    """Arguments are literals with any keywords."""
+    """Return the rules for calls with literal keyword arguments."""
     able = [name for name in names if all(map(_is_key, name.split(".")))]
     keywords = "|".join(filter(str.isidentifier, keyword.kwlist))
     calls = f'calls: "[" {_listed("call", ",", most)} "]"\nname: {_any_of(map(_text, able))}\n'
@@ -84,5 +84,5 @@ def _text(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A string of JSON."""
+    """Return a JSON string as a Lark string."""
     return _text(_text(text))
