@@ -30,11 +30,7 @@ def run(settings: ApiServerSettings) -> None:
 
     Exits with code 2 and a one-sentence message when the API server cannot listen.
     """
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # control gets them and ends the API servers
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # control gets them and ends this server
         signal.signal(number, signal.SIG_IGN)
     name = f"coordinator.{settings.api_server_number}"
     run_process("coordinator", name, settings.coordinator.log, lambda: _serve(settings))

@@ -37,9 +37,7 @@ _WORDS: Final = {
     "llama3": re.compile(r"<\|python_tag\|>|\"parameters\": dictionary of argument name"),
     "hermes": re.compile(r"<tool_call>"),
 }
-_OTHERS: Final = re.compile(
-    r"<function=|<arg_key>|<tool_calls>"
-)  # other formats, whose tags enclose or resemble those of hermes
+_OTHERS: Final = re.compile(r"<function=|<arg_key>|<tool_calls>")  # formats whose tags enclose or contain hermes'
 _TOOLS: Final = re.compile(r"\btools\b")  # the variable of a template
 
 

@@ -34,13 +34,7 @@ EXACT: Final = 2**53  # integers up to this are exact as a float
 INT64: Final = range(-(2**63), 2**63 - 1)  # the library takes a wider bound for the end of this range
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 EXCLUSIVE: Final = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
-WITHIN: Final = (
-    "properties",
-    "additionalProperties",
-    "items",
-    "prefixItems",
-    "additionalItems",
-)  # keywords with subschemas
+WITHIN: Final = ("properties", "additionalProperties", "items", "prefixItems", "additionalItems")  # have subschemas
 IDLE: Final[Mapping[str, Sequence[Any]]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
@@ -102,9 +96,7 @@ def _check_reference(part: Mapping[str, Any], schema: Mapping[str, Any]) -> None
     reference = part.get("$ref")
     if isinstance(reference, str) and leads_to_data(reference):
         raise Unenforceable(f"$ref {reference!r:.80} leads to no schema")
-    if (
-        reference is not None and "$id" in part and part is not schema
-    ):  # in older drafts the reference would not start at this $id
+    if reference is not None and "$id" in part and part is not schema:  # older drafts resolve it without this $id
         raise Unenforceable("$ref stands beside an $id")
 
 

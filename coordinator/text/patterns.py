@@ -66,9 +66,7 @@ def _enter_group(found: re.Match[str], is_unicode: list[bool]) -> None:
 # Control characters that JSON spells only by \uXXXX, which outputs do not have. The library would leave these out of
 # required text, and would take a class of all of them for a class that has quotes and backslashes too.
 
-CONTROLS: Final = frozenset(
-    map(chr, (*range(8), 11, *range(14, 32), 127))
-)  # the library counts DEL as a control character
+CONTROLS: Final = frozenset(map(chr, (*range(8), 11, *range(14, 32), 127)))  # the library counts DEL as one, too
 
 _ATOM: Final = r"(?:\\(?:[xuU]\{[^}]*\}|x[^\\]{2}|u[^\\]{4}|U[^\\]{8}|.)|[^\\])"  # one character in any spelling
 _ATOMS: Final = re.compile(_ATOM, re.DOTALL)

@@ -112,12 +112,8 @@ DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates; a model may hav
 RESERVED: Final = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # request fields
 DEVELOPER = "developer"
 TRIED_ROLES: Final = (SYSTEM, USER, "assistant", "tool")  # any other role is treated as a user
-MARK: Final = secrets.token_hex(
-    16
-)  # marks the end of a message, or is the content of a trial message; occurs in no text
-WITNESS: Final = secrets.token_hex(
-    16
-)  # value of a part's field that no template knows: appears where a list is printed
+MARK: Final = secrets.token_hex(16)  # marks the end of a message, or is a trial message's content; in no text
+WITNESS: Final = secrets.token_hex(16)  # value of a field that no template knows: appears where a list is printed
 MARKED_PARTS: Final = [{"type": "text", "text": MARK, "unknown": WITNESS}]
 TRIED_TOOL: Final = {
     "type": "function",

@@ -102,10 +102,7 @@ def endless_reference(schema: Mapping[str, Any], parts: Sequence[Mapping[str, An
     num_before = 0
     while len(endless) != num_before:
         num_before = len(endless)
-        for part in (
-            *reversed(endless.values()),
-            *endless.values(),
-        ):  # in both directions, since dependencies may lie on either side
+        for part in (*reversed(endless.values()), *endless.values()):  # dependencies may lie on either side
             reference = part.get("$ref")
             target = references.target(reference) if isinstance(reference, str) else True
             if ends(target) and _has_value(part, ends):

@@ -31,10 +31,7 @@ MIN_LONGEST_TOKEN_CHARS: Final = 128  # some tokenizers drop blanks, or make one
 NUM_THREADS: Final = max(1, (os.cpu_count() or 1) // 2)
 END_TOKENS: Final = 16
 TEMPLATE_FILE: Final = "chat_template.jinja"
-TEMPLATE_FOLDERS: Final = (
-    "chat_templates",
-    "additional_chat_templates",
-)  # folders of named templates; the later one wins
+TEMPLATE_FOLDERS: Final = ("chat_templates", "additional_chat_templates")  # of named templates; the later one wins
 PROCESSOR_FILE: Final = "chat_template.json"  # of multimodal models
 PROBE: Final = "a"
 PRIVATE: Final = ("auto_map", "name_or_path")  # keys of tokenizer_config.json that are not shown
@@ -152,9 +149,7 @@ class Tokenizer:
         fewest = 0
         for start in range(0, len(text), PIECE_CHARS):
             token_ids = await self._in_turn(self._encode, text[start : start + PIECE_CHARS], False)
-            fewest += (
-                len(token_ids) - self._longest_token_chars
-            )  # splitting a token at a cut adds at most as many tokens as it has characters
+            fewest += len(token_ids) - self._longest_token_chars  # a cut may make one token several
             if fewest > limit.most:
                 raise limit.refusal(fewest)
 
