@@ -1,4 +1,4 @@
-"""What the server answers, as frozen dataclasses whose fields are named as on the wire. Times are in seconds."""
+"""Define the server's responses as frozen dataclasses, with field names as in protobuf. Times are in seconds."""
 
 import struct
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class TopLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The logprob of a token of an answer, or of a prompt, and of the most likely ones at its position."""
+    """Logprob of a token of an output or a prompt, and of the most likely tokens at its position."""
 
     token_id: int
     logprob: float
@@ -43,14 +43,14 @@ class TokenLogprob:
 class Timeline:
     """Where a request's time went: the six phases add up to e2e_s.
 
-    num_restarts counts how often it began again on other nodes, num_moves how often its running answer went to another
-    node with its KV, and move_pause_s the seconds that it stood still for that. loan_s are those of prefill_queue_s in
-    which blocks of the prompt came from another node.
+    num_restarts counts how often the request started again on other nodes, num_moves how often it migrated with its KV,
+    and move_pause_s the seconds that it was stopped for migrations. loan_s is the part of prefill_queue_s for remote
+    prefix fetch.
 
-    Of a request with limits, expected_ttft_s (from its arrival; expected_prefill_s of it is the prefill itself) and
-    expected_tpot_s are what was expected when it was first given to nodes, 0 where that is not known. The first token
-    was planned to come ttft_margin_s before its limit. deferred_s are those of prefill_queue_s for which the request
-    was held before nodes were given it. is_late: it went behind all others.
+    For a request with an SLO, expected_ttft_s (from arrival; expected_prefill_s of it is the prefill itself) and
+    expected_tpot_s are the predictions when the request was first placed, or 0 if unknown. ttft_margin_s is the planned
+    slack of the first token. deferred_s is the part of prefill_queue_s before the deferred request was admitted.
+    is_late: the request was queued behind all others.
     """
 
     prefill_queue_s: float
@@ -77,10 +77,10 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """The limits of an answer in milliseconds, and whether it kept them; None where there was no limit. slo_class is
-    that of the request, "" for none.
+    """SLO of an output in milliseconds, and its attainment; None without a limit.
 
-    TTFT is from the arrival at the API server to the first token, TPOT the mean from each token to the next.
+    slo_class is the request's SLO class, or "". TTFT is the time from arrival at the API server to the first token,
+    TPOT the mean time between tokens.
     """
 
     slo_class: str
@@ -92,17 +92,19 @@ class Attainment:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """How one answer ended. finish_reason is stop, length or abort; matched_stop the stop string or token id.
+    """How one output ended.
 
-    cached_tokens are those of the prompt that did not have to be computed, kv_bytes the KV that travelled to the
-    decode node, kv_bytes_saved the KV that it held already. An answer that was moved to other nodes, or began again
-    there, counts the bytes of all its transfers, but the cached tokens of its first prefill alone. moved_kv_bytes are
-    those of kv_bytes that travelled because it moved. lent_kv_bytes are KV of the prompt that another node lent to the
-    one that read it. attainment is None where the request had neither limits nor a
-    class. num_resumes counts the calls that went on with the answer after one had broken off; then timeline and bytes
-    are of the last call alone, and resumed_tokens are those of completion_tokens that had come before it. Of candidates
-    that speculation proposed, accepted_tokens became tokens of the answer. error says why one of several answers was
-    cut short (abort) while the others went on.
+    finish_reason is stop, length or abort; matched_stop is the stop string or token id. error says why one of several
+    outputs was cut short (abort) while the others went on.
+
+    cached_tokens are the prompt tokens that were not computed; with a restart or migration, those of the first prefill.
+    kv_bytes is the KV that was sent over all KV transfers, of which moved_kv_bytes for migrations; kv_bytes_saved is
+    the KV that the decode node already had. lent_kv_bytes is prompt KV that the prefill node got by remote prefix
+    fetch.
+
+    attainment is None for a request without SLO and class. num_resumes counts the calls that continued the output after
+    a broken call; then timeline and bytes are those of the last call, and resumed_tokens of completion_tokens came
+    before it. proposed_tokens are the draft tokens of speculation, of which accepted_tokens became output.
     """
 
     finish_reason: str
@@ -125,10 +127,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next piece of answer number `index`. The last one of each index carries the completion; the first one, where
-    they were asked for, the logprobs of the prompt's tokens behind its first.
+    """The next piece of output `index`.
 
-    text may lag behind token_ids; it never holds half a character.
+    The last chunk of each index has the completion. The first has the logprobs of the prompt's tokens after the first,
+    if requested. text may lag behind token_ids, and never ends within a character.
     """
 
     request_id: str
@@ -143,7 +145,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """The vector that a model has made of a text."""
+    """The embedding of an input."""
 
     vector: tuple[float, ...]
     prompt_tokens: int
@@ -153,7 +155,7 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """Which request ids were cancelled, and which were not live."""
+    """The request ids that were aborted, and those that were not live."""
 
     aborted: tuple[str, ...]
     unknown: tuple[str, ...]
@@ -161,9 +163,11 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The served model. default_sampling_params are what a request gets where it leaves them open; adapters are what it
-    may name as its model beside served_model_name. One that makes embeddings, of embedding_size numbers, writes no
-    answers; of any other that is 0."""
+    """The served model.
+
+    default_sampling_params apply where a request sets none. adapters may be named as a request's model besides
+    served_model_name. embedding_size is the dimension of a model that makes embeddings and generates no text, else 0.
+    """
 
     served_model_name: str
     architecture: str
@@ -178,8 +182,10 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """A node that is attached: its role, what must be equal on all nodes, what may differ, and what may differ and the
-    bits of answers with it."""
+    """An attached node.
+
+    fingerprint must be equal on all nodes, engine may differ, and traits may differ and change the bits of outputs.
+    """
 
     name: str
     role: str
@@ -191,7 +197,7 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """The coordinator and the nodes attached to it."""
+    """The coordinator and its attached nodes."""
 
     version: str
     protocol_version: str
@@ -202,7 +208,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """The memory of one process of a node."""
+    """Memory of one process of a node."""
 
     rank: int
     rss_bytes: int
@@ -212,10 +218,12 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True)
 class TierLoad:
-    """What the second tier of a node's KV cache holds, and what it has done since the node started: blocks read back,
-    and full ones of prompts that were computed; reads that ended at a damaged block, or were given up, and blocks that
-    could not be written in time; bytes and seconds of reading and writing, and the seconds that computing would have
-    taken less what reading took."""
+    """KV offload of a node, counted since the node started.
+
+    num_hits are blocks loaded, num_misses full prompt blocks computed instead. num_damaged loads ended at a damaged
+    block, num_late loads were given up, and num_unwritten blocks could not be written in time. saved_s is the time to
+    compute the loaded blocks, less the time to load them.
+    """
 
     host_bytes: int
     disk_bytes: int
@@ -233,22 +241,23 @@ class TierLoad:
 
 @dataclass(frozen=True, slots=True)
 class NodeLoad:
-    """A node's load at its last heartbeat. step_s is the median of its recent steps.
+    """Load of a node at its last heartbeat. Counters start with the node.
 
-    num_blocks_cached are free blocks that still hold the KV of an earlier request. num_prompt_tokens and what follows
-    count from the start of the node: num_cached_tokens of the prompt tokens had their KV there already, num_kv_bytes
-    were sent or received. prefill_tokens_per_s is what the node computes when it does nothing else, 0 while that is not
-    known. role is what its shape amounts to; state is ready, draining, or drained when a drain has finished.
-    lone_step_s is what an answer's token takes when it is the only one, 0 while that is not known. step_weights are
-    what a step takes, as the node has learnt it, in seconds: of a step, of each answer in it, of each token before
-    those; of chunks of prompts, of each of their tokens, of each pair of a token and one before it; of several answers,
-    beyond one. They are empty while no request has had limits. decode_margin is what the mean of steps without prompts
-    rarely exceeds, by the expected one, 0 while that is not known.
-    step_tokens are steps by how many tokens they computed, and num_step_tokens all of these; num_blocks_leaked,
-    blocks in use by no request, are always 0. num_blocks_hosted are in use by requests of other nodes, num_annexes
-    what requests of this one have had there. num_annexes_recalled were other nodes' here, and were taken back for older
-    requests. num_losses are those of the last 10 minutes in which the coordinator lost the node without a stop, and
-    longest_heartbeat_gap_s the longest of its last 64 gaps between two heartbeats.
+    role is the preset that fits the shape; state is ready, draining, or drained after a drain. step_s is the median
+    time of recent steps. num_blocks_cached are free blocks that hold KV of earlier requests. num_cached_tokens of
+    num_prompt_tokens were found in the prefix cache. num_kv_bytes were sent or received. prefill_tokens_per_s is the
+    rate of a node that only prefills, 0 if unknown.
+
+    lone_step_s is the time per output token of a single sequence, 0 if unknown. step_weights are the learned costs of a
+    step in seconds: per step, per sequence, per context token; per prompt chunk, per chunk token, per pair of a chunk
+    token and an earlier token; per sequence beyond the first. Empty while no request has an SLO. decode_margin is a
+    bound, rarely exceeded, on the mean time of decode steps relative to the prediction, 0 if unknown.
+
+    step_tokens is a histogram of steps by their tokens, num_step_tokens the total. num_blocks_leaked, blocks in use by
+    no request, is always 0. num_blocks_hosted blocks are distributed KV of other nodes' requests; num_annexes counts
+    the parts of this node's requests on other nodes, num_annexes_recalled the parts of other nodes' requests that this
+    node took back for older requests. num_losses counts how often the coordinator lost the node in the last 10 minutes
+    without a stop, and longest_heartbeat_gap_s is the longest of the last 64 heartbeat gaps.
     """
 
     name: str
@@ -282,13 +291,15 @@ class NodeLoad:
     num_losses: int
     longest_heartbeat_gap_s: float
     ranks: tuple[RankLoad, ...]
-    tier: TierLoad | None = None  # None without a second tier
+    tier: TierLoad | None = None  # None without KV offload
 
 
 @dataclass(frozen=True, slots=True)
 class SloClassLoad:
-    """A class of the server's configuration, or "none", and how many of its answers with limits that have ended kept
-    them; where there is no limit, it is kept."""
+    """SLO attainment of a class of the server's configuration, or of "none".
+
+    Counts the ended outputs with an SLO. A missing limit counts as met.
+    """
 
     slo_class: str
     limits: str
@@ -300,7 +311,7 @@ class SloClassLoad:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """The load of every attached node, and how limits are kept by class."""
+    """Load of every attached node, and SLO attainment by class."""
 
     nodes: tuple[NodeLoad, ...]
     num_live_requests: int
@@ -308,7 +319,7 @@ class Loads:
 
 
 def to_chunk(response: inference_pb2.GenerateResponse) -> Chunk:
-    """One message of the stream; a Complete message becomes a chunk without text."""
+    """Return the chunk for one message of the stream; a Complete message becomes a chunk without text."""
     chunk = response.chunk
     return Chunk(
         request_id=response.request_id,
@@ -381,6 +392,7 @@ def attainment_of(message: inference_pb2.Attainment) -> Attainment:
 
 
 def record_of(record_class: type[Record], message: Any, **others: Any) -> Record:
-    """The dataclass with the message's fields of the same names; `others` are those that need more than a copy."""
+    """Return the dataclass with the message's fields of the same names; `others` are the fields that need a
+    conversion."""
     names = (field.name for field in fields(record_class) if field.name not in others)  # type: ignore[arg-type]
     return record_class(**{name: getattr(message, name) for name in names}, **others)

@@ -1,13 +1,14 @@
-"""The two clients: `AsyncClient` for asyncio, `Client` for plain code. They raise `splitserve.client.errors`.
+"""Provide two clients of a server: `AsyncClient` for asyncio and the blocking `Client`.
 
-Leaving the loop over an answer (break, exception, close, a cancelled task) cancels the call on the server.
-A call that fails as UNAVAILABLE before a server has taken it is tried up to three times. An answer whose call breaks
-off later, since the connection is lost or the server starts again, goes on at the next token (resuming.py).
+Errors are those of `splitserve.client.errors`. Leaving the loop over an output (break, exception, close, a cancelled
+task) cancels the call on the server. A call that fails as UNAVAILABLE before a server has taken it is tried up to three
+times. An output whose call breaks off later, by a lost connection or a restart of the server, continues at the next
+token (resuming.py).
 
-A target is HOST:PORT, or https://HOST:PORT for TLS. The server's certificate is checked by the CAs in `tls_ca`, which
-asks for TLS by itself, or else by those that gRPC knows; it must be for the host that is dialled, or for
-`tls_server_name`. `tls_cert` and `tls_key` are what a server gets that asks for a certificate. All are PEM files; one
-that cannot be used raises SettingsError.
+A target is HOST:PORT, or https://HOST:PORT for TLS. The server's certificate is verified against the CAs in `tls_ca`,
+which implies TLS, or against gRPC's default CAs; it must be for the host of the target, or for `tls_server_name`.
+`tls_cert` and `tls_key` are for a server that asks for a client certificate. All are PEM files; an unusable file raises
+SettingsError.
 """
 
 import asyncio
@@ -43,9 +44,9 @@ Params = ParamSpec("Params")
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
-READINESS: Final = "splitserve.v1.Inference"  # the health service's name for it, and the service's own
+READINESS: Final = "splitserve.v1.Inference"  # the service's full name, which is its name in the health service, too
 LIVENESS: Final = ""
-_END: Final[Any] = object()  # of an iteration
+_END: Final[Any] = object()  # end of an iteration
 
 _RETRY_POLICY: Final = {
     "maxAttempts": 3,
@@ -56,7 +57,7 @@ _RETRY_POLICY: Final = {
 }
 _OPTIONS: Final[tuple[Option, ...]] = (
     *CLIENT_OPTIONS,
-    ("grpc.initial_reconnect_backoff_ms", 100),  # a server that is starting, or back, is found soon
+    ("grpc.initial_reconnect_backoff_ms", 100),  # finds a server that is starting or restarting soon
     ("grpc.max_reconnect_backoff_ms", 2000),
     (
         "grpc.service_config",
@@ -66,17 +67,17 @@ _OPTIONS: Final[tuple[Option, ...]] = (
 
 
 def _options(num_channels: int) -> tuple[Option, ...]:
-    """Channels of the same options would share a connection."""
+    """Return the channel options. Without a local subchannel pool, channels with equal options share a connection."""
     if num_channels < 1:
         raise ValueError(f"num_channels must be at least 1, not {num_channels}")
     return (*_OPTIONS, ("grpc.use_local_subchannel_pool", 1)) if num_channels > 1 else _OPTIONS
 
 
 class AsyncClient:
-    """A client of one server, made and used inside one running event loop.
+    """Asynchronous client of one server. Must be created and used within one running event loop.
 
-    `timeout_s` is the deadline of each call that names none. Calls take turns on `num_channels` connections: each stays
-    at one API process of a server that has several.
+    `timeout_s` is the default deadline of each call. Calls use `num_channels` connections in turn; each connection
+    stays with one API server process of a server that has several.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class AsyncClient:
 
     @property
     def _inference(self) -> inference_pb2_grpc.InferenceStub:
-        """One channel after the other."""
+        """Stub of the next channel."""
         return next(self._stubs)
 
     async def __aenter__(self) -> Self:
@@ -113,7 +114,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Cancels the calls that still run."""
+        """Close the client and cancel its running calls."""
         self._closed.set()
         for channel in self._channels:
             await channel.close()
@@ -134,15 +135,15 @@ class AsyncClient:
         chat: bool = False,
         **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[Chunk]:
-        """Streams the answer to text, token ids or a conversation; the call starts with the first step of the loop.
+        """Stream the outputs of a prompt: text, token ids or a conversation. The call starts with the first iteration.
 
-        The model reads text as it stands, or with `chat` as what a user says, in its chat template: so `splitserve
-        generate` sends it to a model that has one, unless that is told --raw.
+        Text is used unchanged, or with `chat` as a user message in the chat template, as `splitserve generate` does for
+        a model with a template unless --raw is given.
 
-        Requests share the KV cache of a common beginning only with requests of the same cache_salt. ttft_ms and tpot_ms
-        are limits that the server is to keep, slo_class one of its classes, which has some; the last chunk's completion
-        tells which were kept. Of prompts that wait, those of a lower priority value are read first. With `resume` the
-        stream goes on by itself, within deadline_s, where its call breaks off; else that raises Unavailable.
+        Requests share cached prefixes only with requests of the same cache_salt. ttft_ms and tpot_ms are the SLO,
+        slo_class is an SLO class of the server; the last chunk's completion has the attainment. Among queued requests,
+        a lower priority value is prefilled earlier. With `resume`, a stream whose call breaks off continues within
+        deadline_s; without, it raises Unavailable.
         """
         request = generate_request(
             prompt,
@@ -170,11 +171,11 @@ class AsyncClient:
         dimensions: int | None = None,
         normalize: bool | None = None,
     ) -> Embedding:
-        """The embedding of a text or of token ids, from a model that is made for it.
+        """Return the embedding of a text or of token ids, from an embedding model.
 
-        A text that is too long is refused, or cut to its first truncate_prompt_tokens tokens; -1: to as many as there
-        is room for. dimensions is how many leading numbers are kept, of a model that was trained for that. What
-        normalize leaves open the model's folder says.
+        An input that is too long is refused, or truncated to its first truncate_prompt_tokens tokens (-1: as many as
+        fit). dimensions keeps the leading numbers only, for a model trained for it. normalize defaults to the model's
+        own setting.
         """
         request = embed_request(
             text,
@@ -189,7 +190,7 @@ class AsyncClient:
         return answers.to_embedding(await self._call(self._inference.Embed, request))
 
     async def abort(self, request_ids: str | Sequence[str]) -> Aborted:
-        """Cancels live requests, one or several, also those of other clients."""
+        """Abort live requests by id, also those of other clients."""
         return answers.to_aborted(await self._call(self._inference.Abort, abort_request(request_ids)))
 
     async def model_info(self) -> ModelInfo:
@@ -204,25 +205,27 @@ class AsyncClient:
         return answers.to_loads(await self._call(self._inference.GetLoads, inference_pb2.GetLoadsRequest()))
 
     async def overview(self, *, after: int | None = None) -> Overview:
-        """What is going on. With `after` it tells lives too: of the answers that have ended those behind this number,
-        and the newest live ones."""
+        """Return the server's state. With `after`, include request histories: ended requests numbered above it, and
+        live ones."""
         return to_overview(await self._call(self._admin.GetOverview, inference_pb2.GetOverviewRequest(after=after)))
 
     async def set_role(self, node: str, to: str | Shape) -> NodeLoad:
-        """Gives a node another role, or any shape, while it serves; returns when the node has confirmed it."""
+        """Give a node another role, or any shape, while it serves. Returns when the node has confirmed the change."""
         return answers.to_node_load((await self._call(self._admin.SetRole, _set_role_request(node, to))).node)
 
     async def health(self, service: str = READINESS) -> bool:
-        """Whether the server can take requests now; with LIVENESS whether it runs at all."""
+        """Return whether the server accepts requests; with LIVENESS, whether it runs."""
         return _serving(await self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service)))
 
     def drain(self, node: str, *, deadline_s: float | None = None) -> AsyncGenerator[int]:
-        """Takes the work from a node: yields how many answers it still has a part in, down to 0. The node goes on
-        draining when the loop is left."""
+        """Drain a node: yield the number of requests left on it, down to 0.
+
+        The node continues to drain when the loop is left.
+        """
         return self._stream(self._admin.Drain, inference_pb2.DrainRequest(node=node), _num_left, deadline_s)
 
     async def wait_until_healthy(self, *, deadline_s: float) -> None:
-        """Returns once the server can take requests; it may still be starting. Raises DeadlineExceeded."""
+        """Return when the server accepts requests; it may still be starting. Raises DeadlineExceeded."""
         request = health_pb2.HealthCheckRequest(service=READINESS)
         with _calling(self._target, self._closed):
             call = self._health.Watch(request, timeout=deadline_s, metadata=self._metadata, wait_for_ready=True)
@@ -273,7 +276,7 @@ class AsyncClient:
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of `AsyncClient`, which has their defaults."""
+    """Keyword arguments of `AsyncClient`, which defines their defaults."""
 
     api_key: str | None
     timeout_s: float
@@ -299,7 +302,7 @@ def _blocking(
 def _iterating(
     method: Callable[Concatenate[AsyncClient, Params], AsyncGenerator[Part]],
 ) -> Callable[Concatenate["Client", Params], Generator[Part]]:
-    """Return the method of `Client` that iterates over what a method of `AsyncClient` yields."""
+    """Return the method of `Client` that iterates over the items of a method of `AsyncClient`."""
 
     @wraps(method)
     def call(self: "Client", /, *args: Params.args, **kwargs: Params.kwargs) -> Generator[Part]:
@@ -309,15 +312,18 @@ def _iterating(
 
 
 class Client:
-    """A blocking client of one server, for any number of threads: an `AsyncClient` on an event loop in a thread of its
-    own, which ends with `close`. Methods take and return what those of `AsyncClient` do."""
+    """Blocking client of one server, for any number of threads.
+
+    Runs an `AsyncClient` on an event loop in a thread of its own until `close`. Methods take and return the same values
+    as those of `AsyncClient`.
+    """
 
     def __init__(self, target: str, **options: Unpack[Options]) -> None:
         with ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal())
             self._client = self._portal.call(partial(AsyncClient, target, **options))
             stack.callback(self._portal.call, self._client.close)
-            self._close = weakref.finalize(self, stack.pop_all().close)  # at the end of the process at the latest
+            self._close = weakref.finalize(self, stack.pop_all().close)  # at the latest at the end of the process
 
     def __enter__(self) -> Self:
         return self
@@ -326,7 +332,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Cancel the calls that still run."""
+        """Close the client and cancel its running calls."""
         self._close()
 
     generate = _iterating(AsyncClient.generate)
@@ -342,7 +348,7 @@ class Client:
     drain = _iterating(AsyncClient.drain)
 
     def _wait(self, work: Callable[[], Awaitable[Result]]) -> Result:
-        """Return the result of the work, which is cancelled where the wait ends early, as by Ctrl-C."""
+        """Return the result of `work`, which is cancelled if the wait ends early, as by Ctrl-C."""
         try:
             future = self._portal.start_task_soon(work)
         except RuntimeError as error:  # the portal is closed
@@ -365,8 +371,11 @@ class Client:
 
 @contextmanager
 def _calling(target: str, closed: asyncio.Event) -> Iterator[None]:
-    """What gRPC raises within it, of a call to target, is a ClientError. So is a cancellation that is not this task's,
-    and whatever a channel says that was closed meanwhile."""
+    """Convert gRPC errors of a call to ClientError.
+
+    A cancellation from elsewhere than this task, and any error of a channel that was closed meanwhile, become
+    Cancelled.
+    """
     if closed.is_set():
         raise _closed()
     try:

@@ -1,4 +1,4 @@
-"""How a client dials its server: HOST:PORT, or https://HOST:PORT over TLS. http://HOST:PORT says that there is none."""
+"""Connect a client to its server: HOST:PORT, https://HOST:PORT for TLS, or http://HOST:PORT explicitly without."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -17,17 +17,21 @@ TARGET_NAME: Final = "grpc.ssl_target_name_override"
 
 @dataclass(frozen=True, slots=True)
 class Dialling:
-    """An address as gRPC takes it, and with what it is dialled over TLS; None without. By a proxy, where the
-    environment names one, but for what is on this machine."""
+    """Address of a server in gRPC's form, and its TLS files; None without TLS.
+
+    Connections use the proxy from the environment, except to this machine.
+    """
 
     address: str
     tls: TlsFiles | None = None
-    server_name: str = ""  # that the certificate must be for; empty: the one of the address
+    server_name: str = ""  # the name that the certificate must be for; empty: the host of the address
 
     @classmethod
     def of(cls, target: str, tls: TlsFiles, server_name: str = "") -> "Dialling":
-        """TLS is what https:// asks for, or a CA. Raises SettingsError for what is no address, and TlsError for a
-        certificate or a CA that is for nothing."""
+        """Parse a target. https:// or a CA in `tls` selects TLS.
+
+        Raises SettingsError for an invalid address, and TlsError for certificate files without TLS.
+        """
         if not isinstance(target, str) or not target.removeprefix(SCHEME).removeprefix(WITHOUT_TLS).strip("/ "):
             raise SettingsError(f"a server is HOST:PORT or {SCHEME}HOST:PORT, not {target!r}")
         if target.startswith(WITHOUT_TLS):
@@ -44,13 +48,13 @@ class Dialling:
         return self.address if self.tls is None else f"{SCHEME}{self.address}"
 
     def channel(self, options: tuple[Option, ...]) -> grpc.Channel:
-        """For plain code. Raises TlsError."""
+        """Return a channel for blocking code. Raises TlsError."""
         if self.tls is None:
             return grpc.insecure_channel(self.address, options=self._completed(options))
         return grpc.secure_channel(self.address, channel_credentials(self.tls), options=self._completed(options))
 
     def aio_channel(self, options: tuple[Option, ...]) -> grpc.aio.Channel:
-        """For asyncio. Raises TlsError."""
+        """Return a channel for asyncio. Raises TlsError."""
         if self.tls is None:
             return grpc.aio.insecure_channel(self.address, options=self._completed(options))
         return grpc.aio.secure_channel(self.address, channel_credentials(self.tls), options=self._completed(options))

@@ -1,14 +1,14 @@
-"""What a client's calls raise.
+"""Exceptions that a client's calls raise.
 
 SplitServeError
-└── ClientError          code, reason, message, field, retry_after_s, metadata
-    ├── Refused          the request cannot be served as asked: change it
-    ├── Unauthenticated  the API key is missing or wrong
-    ├── Overloaded       a queue is full, or limits could not be kept: try again later
-    ├── Unavailable      no server, no node, draining, or a node was lost: try again later
-    ├── DeadlineExceeded the call's time is up
-    ├── Cancelled        the call was cancelled
-    └── ServerFault      anything else
+└── ClientError              code, reason, message, field, retry_after_s, metadata
+    ├── Refused              the request cannot be served as asked: change it
+    ├── Unauthenticated      the API key is missing or wrong
+    ├── Overloaded           a queue is full, or an SLO could not be met: try again later
+    ├── Unavailable          no server, no node, draining, or a node was lost: try again later
+    ├── DeadlineExceeded     the call's deadline has passed
+    ├── Cancelled            the call was cancelled
+    └── ServerFault          anything else
 """
 
 from collections.abc import Mapping
@@ -27,8 +27,11 @@ from serving_core.tls import SCHEME
 
 
 class ClientError(SplitServeError):
-    """A call that failed. `reason` is one of `serving_core.reasons`, empty when the server did not answer; `field` is
-    the field of the request that is wrong, empty when it is none; `metadata` is all that the server tells beside."""
+    """A failed call.
+
+    `reason` is one of `serving_core.reasons`, or empty when the server did not answer; `field` is the request's wrong
+    field, or empty; `metadata` has all other details from the server.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class Unauthenticated(ClientError):
 
 
 class Overloaded(ClientError):
-    """A queue is full, or limits on time could not be kept; try again after retry_after_s."""
+    """A queue is full, or an SLO could not be met; try again after retry_after_s."""
 
 
 class Unavailable(ClientError):
@@ -66,7 +69,7 @@ class Unavailable(ClientError):
 
 
 class DeadlineExceeded(ClientError):
-    """The call's time is up."""
+    """The call's deadline has passed."""
 
 
 class Cancelled(ClientError):
@@ -92,12 +95,15 @@ _CLASSES: dict[grpc.StatusCode, type[ClientError]] = {
 
 
 def bad_argument(message: str, *, field: str) -> Refused:
-    """For an argument that cannot even be put on the wire."""
+    """Return the error for an argument that protobuf cannot represent."""
     return Refused(message, code=grpc.StatusCode.INVALID_ARGUMENT, reason=reasons.BAD_PARAM, field=field)
 
 
 def from_rpc_error(error: Any, target: str) -> ClientError:
-    """The exception for a failed call to target. `error` is grpc.RpcError's or grpc.aio.AioRpcError's instance."""
+    """Return the exception for a failed call to `target`.
+
+    `error` is an instance of grpc.RpcError or grpc.aio.AioRpcError.
+    """
     info, retry_after_s = _details(error)
     reason, field = info.reason, info.metadata.get("field", "")
     code, message = error.code(), error.details() or ""
@@ -113,7 +119,7 @@ def from_rpc_error(error: Any, target: str) -> ClientError:
 def _details(error: Any) -> tuple[error_details_pb2.ErrorInfo, float | None]:
     try:
         status = rpc_status.from_call(error)
-    except ValueError:  # details that contradict the status, as a proxy may leave them: the status holds
+    except ValueError:  # inconsistent details, as a proxy may leave them: the status counts
         status = None
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     for detail in status.details if status is not None else ():
@@ -136,7 +142,7 @@ def _transport_sentence(details: str, target: str) -> str:
     if "before receiving SETTINGS" in details:
         return f"{target} takes connections, but does not answer: it is busy, or hangs"
     if "failed to connect" in details or "Connection refused" in details:
-        # Of several addresses gRPC tells of the last: at another one there may be something that is no gRPC.
+        # gRPC reports the last of several addresses: another address may have a server that does not speak gRPC.
         in_grpc = " in gRPC, whose port is 50051 by default" if target.startswith("localhost") else ""
         return f"no server answers at {target}{in_grpc}; start one with: splitserve up"
     if "DNS" in details or "errors resolving" in details:

@@ -1,4 +1,4 @@
-"""What is going on at a server, as frozen dataclasses whose fields are named as on the wire. Times are in seconds."""
+"""Define the overview of a server as frozen dataclasses, with field names as in protobuf. Times are in seconds."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,12 @@ from splitserve.client.answers import Attainment, NodeLoad, attainment_of, recor
 
 @dataclass(frozen=True, slots=True)
 class NodeOverview:
-    """A node's load at its last heartbeat, and what the coordinator has given it since: tokens of prompts to compute,
-    answers that it writes or is to write, those of them that other nodes still read, and tokens of its pool. Rates are
-    those of the last seconds, tokens_per_s of answers, prompt_tokens_per_s of prompts that were computed."""
+    """Load of a node at its last heartbeat, and what the coordinator has assigned to it.
+
+    Assigned are prompt tokens to compute, sequences to decode, those of them that other nodes still prefill
+    (num_to_come), and tokens of its pool. Rates cover the last seconds: tokens_per_s are generation tokens,
+    prompt_tokens_per_s computed prompt tokens.
+    """
 
     load: NodeLoad
     num_tokens_to_compute: int
@@ -24,7 +27,7 @@ class NodeOverview:
 
 @dataclass(frozen=True, slots=True)
 class PhaseCount:
-    """Live answers in one phase, or with no_node those that wait for a node to come."""
+    """Number of live requests in one phase; no_node: waiting for a node to attach."""
 
     phase: str
     num_answers: int
@@ -32,7 +35,7 @@ class PhaseCount:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of the last seconds: tokens of answers, tokens of prompts, answers that have ended."""
+    """Rates of the last seconds: generation tokens, prompt tokens, ended outputs."""
 
     tokens_per_s: float
     prompt_tokens_per_s: float
@@ -41,7 +44,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Each is one of the values: half, nine tenths, 99 of 100 are no greater."""
+    """Percentiles, each of which is one of the values."""
 
     p50: float
     p90: float
@@ -50,8 +53,10 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class TimesOverview:
-    """Times of the answers of a class, "" for all, that have ended lately; None where there are none. Of num_limited
-    that had limits, num_met kept them. Answers that failed count, without times."""
+    """Times of the recently ended outputs of an SLO class, "" for all; None without any.
+
+    num_met of the num_limited outputs with an SLO met it. Failed outputs are counted, without times.
+    """
 
     slo_class: str
     limits: str
@@ -64,7 +69,7 @@ class TimesOverview:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From begin_s to end_s behind its start an answer was in this phase, on these nodes: "" where none had it."""
+    """A phase of an output from begin_s to end_s after its start, and its nodes; "" without a node."""
 
     phase: str
     begin_s: float
@@ -75,9 +80,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class AnswerLife:
-    """What one answer did or waited for, and how it ended: stop, length, abort, the reason of the error, or "" while it
-    is live. number counts ends, start_s is a time of the server's clock. ttft_s is 0 before the first token, tpot_s
-    without two."""
+    """History of one output: its phases and how it ended.
+
+    end is stop, length, abort, an error reason, or "" while live. number counts ended outputs; start_s is a time of the
+    server's clock. ttft_s is 0 before the first token, tpot_s before the second.
+    """
 
     number: int
     answer_id: str
@@ -98,8 +105,11 @@ class AnswerLife:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What is going on at now_s, a time of the server's clock: nodes by name, live answers by phase, rates, the tokens
-    of each of the last seconds, times of the answers that have ended within window_s, and the latest lives."""
+    """State of a server at now_s, a time of its clock.
+
+    Has the nodes by name, live requests by phase, rates, generation tokens of each of the last seconds, times of the
+    outputs that ended within window_s, and the latest request histories.
+    """
 
     now_s: float
     uptime_s: float

@@ -1,4 +1,4 @@
-"""What a client may ask, as wire messages. Both clients and the command line build their requests here."""
+"""Build the request messages of both clients and the command line."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,19 +11,24 @@ from protos import inference_pb2
 from splitserve.client.errors import Refused, bad_argument
 
 TIMEOUT_S: Final = 600.0
-"""What a call, or a whole answer, may take where nobody says."""
+"""Default deadline of a call, and of a whole output."""
 
 Message = Mapping[str, Any]
-"""One turn of a conversation: `role` (system, user or assistant) and `content`, a text or a list of text parts. What
-else there is of it, such as tool_calls, is for the chat template."""
+"""One turn of a conversation: `role` (system, user or assistant) and `content`, a text or a list of text parts.
+
+Other fields, such as tool_calls, are passed to the chat template.
+"""
 
 Prompt = str | Sequence[int] | Sequence[Message]
-"""Text as it stands, token ids, or a conversation for the model's chat template."""
+"""A text used unchanged, token ids, or a conversation for the model's chat template."""
 
 
 class Sampling(TypedDict, total=False):
-    """How the answer is sampled. What is left out, or None, takes the server's default, which for some fields is the
-    model's own: `ModelInfo.default_sampling_params`."""
+    """Sampling parameters of a request.
+
+    A field that is missing or None takes the server's default, which for some fields is the model's own:
+    `ModelInfo.default_sampling_params`.
+    """
 
     temperature: Annotated[float | None, "0 (or less than 1e-6) is greedy; default: the model's own, else 1."]
     top_p: Annotated[
@@ -81,7 +86,7 @@ def embed_request(
     dimensions: int | None,
     normalize: bool | None,
 ) -> inference_pb2.EmbedRequest:
-    """Raises Refused for a value that the wire cannot carry."""
+    """Return an EmbedRequest. Raises Refused for a value that protobuf cannot represent."""
     fields = {
         "request_id": request_id,
         "model": model,
@@ -111,7 +116,10 @@ def generate_request(
     priority: int | None = None,
     chat: bool = False,
 ) -> inference_pb2.GenerateRequest:
-    """Raises TypeError for an unknown sampling field, and Refused for a value that the wire cannot carry."""
+    """Return a GenerateRequest.
+
+    Raises TypeError for an unknown sampling field, and Refused for a value that protobuf cannot represent.
+    """
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     fields = {
@@ -135,7 +143,7 @@ def generate_request(
 
 
 def abort_request(request_ids: str | Sequence[str]) -> inference_pb2.AbortRequest:
-    """Raises Refused for what are no ids."""
+    """Return an AbortRequest. Raises Refused for invalid ids."""
     ids = [request_ids] if isinstance(request_ids, str) else request_ids
     return filled(inference_pb2.AbortRequest(), {"request_ids": ids})
 
@@ -172,12 +180,12 @@ def _listed(name: str, value: Any, expected: str) -> Sequence[Any]:
     return value
 
 
-# ---- Wire messages from what a caller has given, field by field, so that a refusal names the one that is wrong ----
+# ---- Messages filled field by field, so that an error names the wrong field ----
 
 M = TypeVar("M", bound=WireMessage)
 
 MAX_SHOWN_CHARS: Final = 80
-BYTES: Final = (bytes, bytearray, memoryview)  # lists of integers to Python, and text to protobuf: nobody means either
+BYTES: Final = (bytes, bytearray, memoryview)  # a list of integers to Python and text to protobuf: never intended
 
 _KINDS: Final = {
     FieldDescriptor.CPPTYPE_BOOL: ("true or false", "bools"),
@@ -191,8 +199,10 @@ _KINDS: Final = {
 
 
 def filled(message: M, fields: dict[str, Any], names: dict[str, str] | None = None) -> M:
-    """The message, with these fields set; None leaves one out. Raises Refused, which calls a field by its name in
-    `names`, where the wire cannot carry what was given."""
+    """Set these fields of the message and return it; None leaves a field unset.
+
+    Raises Refused for a value that protobuf cannot represent; the error names the field as in `names`.
+    """
     for field, value in fields.items():
         if value is None:
             continue
@@ -207,7 +217,7 @@ def filled(message: M, fields: dict[str, Any], names: dict[str, str] | None = No
 
 
 def refused(name: str, problem: str, value: object) -> Refused:
-    """For an argument that is something else."""
+    """Return the error for an invalid argument."""
     shown = repr(value)
     if len(shown) > MAX_SHOWN_CHARS:
         shown = shown[: MAX_SHOWN_CHARS - 3] + "..."
@@ -215,7 +225,7 @@ def refused(name: str, problem: str, value: object) -> Refused:
 
 
 def _expected(field: Any) -> str:
-    """Of a field's descriptor."""
+    """Return what a field with this descriptor accepts."""
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         key, value = (_KINDS[each.cpp_type][1] for each in field.message_type.fields)
         return f"a mapping of {key} to {value}"
@@ -223,14 +233,14 @@ def _expected(field: Any) -> str:
     return f"a list of {many}" if field.is_repeated else one
 
 
-# ---- Conversations as OpenAI writes them, as the messages of the wire ----
+# ---- Conversations in OpenAI's format, as messages ----
 
 ASSISTANT: Final = "assistant"
 OWN_FIELDS: Final = ("role", "content", "extra_json")
 
 
 def chat_input(messages: Sequence[Message]) -> inference_pb2.ChatInput:
-    """Raises Refused, which names the message."""
+    """Return the ChatInput of a conversation. Raises Refused, which names the message."""
     return inference_pb2.ChatInput(messages=[_message(f"prompt[{i}]", each) for i, each in enumerate(messages)])
 
 
@@ -254,7 +264,8 @@ def _message(name: str, message: Message) -> inference_pb2.ChatMessage:
 
 
 def _content(name: str, content: Any) -> dict[str, Any]:
-    """The field for the texts of a list of parts, or for anything else as it is. Raises Refused."""
+    """Return the field for a message's content: content_parts for a list of text parts, else content. Raises
+    Refused."""
     if not isinstance(content, list):
         return {"content": content}
     for index, part in enumerate(content):
@@ -264,7 +275,7 @@ def _content(name: str, content: Any) -> dict[str, Any]:
 
 
 def _call(call: Any) -> Any:
-    """OpenAI writes a call's arguments as JSON text, templates take them as an object."""
+    """Return a tool call with its arguments as an object, as templates expect; OpenAI has JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -276,7 +287,7 @@ def _call(call: Any) -> Any:
 
 
 def as_json(name: str, value: Any) -> str:
-    """Raises Refused for what is no JSON."""
+    """Return a value as JSON. Raises Refused when that is not possible."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:

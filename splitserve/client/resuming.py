@@ -1,5 +1,7 @@
-"""One request over as many calls as it takes: what has come of its answers, and how to go on with them after a break.
-The server keeps nothing of a call that has broken off, so the next one tells it what has come. Pure: times come in."""
+"""Resume the outputs of a request over several calls.
+
+The server keeps nothing of a broken call, so the next call sends what has come. Reads no clock; callers pass the time.
+"""
 
 import secrets
 from dataclasses import dataclass, field, replace
@@ -13,14 +15,14 @@ from serving_core import reasons
 from splitserve.client.answers import Chunk, to_chunk
 from splitserve.client.errors import ClientError, ServerFault, Unavailable
 
-MAX_TRIES: Final = 10  # in a row, of which nothing comes
-FIRST_PAUSE_S: Final = 0.2  # before the first of them; each pause is twice the one before
-LONGEST_PAUSE_S: Final = 5.0  # with these, a server may be away for some 30 s
+MAX_TRIES: Final = 10  # consecutive calls without a message
+FIRST_PAUSE_S: Final = 0.2  # before the first retry; each pause is twice the previous
+LONGEST_PAUSE_S: Final = 5.0  # with these values, a server may be down for about 30 s
 
-# Why a call breaks off: "" comes from no server. Nodes that are lost are not among it, as the server has tried others.
+# Reasons of a broken call; "" is a transport error. Lost nodes are not among them: the server has tried others.
 _BREAKS: Final = ("", reasons.DRAINING)
-# What may pass for a call that goes on: gRPC has tried it twice, and the server takes the first try for live (the next
-# call will take its place); its nodes, or those with room for so much, are not back yet; or others have come first.
+# Reasons that may pass when a call resumes: gRPC has sent it twice, and the server takes the first for live (the next
+# call replaces it); nodes, or nodes with enough room, are not back yet; or the queue is full.
 _PASSING: Final = (
     *(reasons.DUPLICATE_REQUEST_ID, reasons.QUEUE_FULL),
     *(reasons.NO_PREFILL_WORKER, reasons.NO_DECODE_WORKER, reasons.PROMPT_TOO_LONG),
@@ -29,7 +31,7 @@ _PASSING: Final = (
 
 @dataclass(slots=True)
 class _Progress:
-    """What has come of one answer."""
+    """What has come of one output."""
 
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
@@ -46,32 +48,33 @@ class _Progress:
 
 
 class Course:
-    """The way of one request to the end of its answers."""
+    """Course of one request to the end of its outputs."""
 
     def __init__(self, request: inference_pb2.GenerateRequest, *, ends_s: float, resumes: bool) -> None:
-        """One that `resumes` names its id and its seed itself: those that a server draws are lost with it."""
+        """Create the course. With `resumes`, request id and seed are drawn here: the server's own would be lost with
+        it."""
         self._request = request
         self._ends_s = ends_s
         self._resumes = resumes
         params = request.sampling_params
-        self._is_id_ours = resumes and not request.request_id  # then nobody else has it
+        self._is_id_ours = resumes and not request.request_id  # the id is random, so no other client has it
         if resumes:
             request.request_id = request.request_id or secrets.token_hex(16)
             if not params.HasField("seed") and not (params.HasField("temperature") and params.temperature == 0):
                 params.seed = secrets.randbits(63)
         self._num_answers = max(1, params.n)
-        self._answers: dict[int, _Progress] = {}  # those of which something has come
-        self._was_taken = self._knows_terms = False  # by a server, of a server
-        self._num_calls = self._num_tries = 0  # in all, and in a row
+        self._answers: dict[int, _Progress] = {}  # outputs of which something has come
+        self._was_taken = self._knows_terms = False  # whether a server has taken a call; whether its defaults are known
+        self._num_calls = self._num_tries = 0  # in total; without a message in between
         self._num_resumes = 0
-        self._is_going_on = False  # the call is a later one, of which nothing has come yet
+        self._is_going_on = False  # the call resumes, and no message has come yet
 
     def left_s(self, now: float) -> float:
-        """The time that is left for its calls."""
+        """Return the seconds left for further calls."""
         return self._ends_s - now
 
     def question(self, now: float) -> inference_pb2.GenerateRequest:
-        """What the next call is to ask."""
+        """Return the request of the next call."""
         request = inference_pb2.GenerateRequest()
         request.CopyFrom(self._request)
         request.call_number = self._num_calls
@@ -81,8 +84,11 @@ class Course:
         return request
 
     def take(self, response: inference_pb2.GenerateResponse, now: float) -> Chunk:
-        """The next message of a call. Raises Unavailable when messages before it did not come, which a later call makes
-        good, and ServerFault when that does not go on where it should."""
+        """Return the chunk for the next message of a call.
+
+        Raises Unavailable when a message before it was lost, which a later call can repair, and ServerFault when a
+        resumed call does not continue at the expected token.
+        """
         chunk = to_chunk(response)
         self._was_taken, self._num_tries = True, 0
         self._num_resumes += self._is_going_on
@@ -103,7 +109,7 @@ class Course:
         return replace(chunk, completion=replace(chunk.completion, num_resumes=self._num_resumes))
 
     def check_end(self) -> None:
-        """A call has ended well. Raises Unavailable where an answer has not: its end was lost on the way."""
+        """Check that every output has ended when a call ends. Raises Unavailable when an end was lost."""
         if self._num_ended < self._num_answers:
             message = "the stream ended before the answer: a message was lost on the way"
             raise Unavailable(message, code=grpc.StatusCode.UNAVAILABLE)
@@ -113,8 +119,10 @@ class Course:
         return sum(answer.has_ended for answer in self._answers.values())
 
     def pause_after(self, error: ClientError, now: float) -> float | None:
-        """A call has failed: how long to wait before the next one, or None where all answers have their ends. Raises
-        the error where there is to be no other call."""
+        """Return the seconds to wait before the next call after an error, or None when every output has ended.
+
+        Raises the error when there must be no other call.
+        """
         if not self._resumes:
             raise error
         if self._num_ended == self._num_answers:
@@ -134,7 +142,8 @@ class Course:
         return pause_s
 
     def _note_terms(self, error: ClientError) -> None:
-        """What the server that took the first call has said of it: another one may have other defaults."""
+        """Keep the model and max_tokens that the first server has applied, since another server may have other
+        defaults."""
         call = error.__cause__
         headers = dict(call.initial_metadata() or ()) if isinstance(call, grpc.RpcError) else {}  # type: ignore[attr-defined]
         if MODEL_HEADER in headers and not self._knows_terms:
