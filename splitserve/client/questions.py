@@ -32,46 +32,48 @@ class Sampling(TypedDict, total=False):
 
     temperature: Annotated[float | None, "0 (or less than 1e-6) is greedy; default: the model's own, else 1."]
     top_p: Annotated[
-        float | None, "Smallest set of tokens whose probability reaches this; default: the model's own, else 1."
+        float | None, "Sample from the smallest set of tokens with this probability; default: the model's own, else 1."
     ]
     top_k: Annotated[int | None, "Only the k most likely tokens, 0: all; default: the model's own, else 0."]
     min_p: Annotated[
-        float | None, "Only tokens with this share of the top token's probability; default: the model's own, else 0."
+        float | None, "Only tokens with this fraction of the top token's probability; default: the model's own, else 0."
     ]
-    frequency_penalty: Annotated[float | None, "Per earlier use of a token in the answer, -2 to 2; default 0."]
-    presence_penalty: Annotated[float | None, "For tokens used in the answer, -2 to 2; default 0."]
+    frequency_penalty: Annotated[float | None, "Per earlier use of a token in the output, -2 to 2; default 0."]
+    presence_penalty: Annotated[float | None, "For tokens used in the output, -2 to 2; default 0."]
     repetition_penalty: Annotated[
         float | None, "Divides logits of tokens seen, above 0; default: the model's own, else 1."
     ]
     max_tokens: Annotated[
-        int | None, "Most tokens of the answer; default: the model's own, else what the context still holds."
+        int | None, "Most tokens of an output; default: the model's own, else the rest of the context."
     ]
-    min_tokens: Annotated[int | None, "Fewest tokens before the answer may stop; default 0."]
-    stop: Annotated[str | Sequence[str] | None, "Text that ends the answer."]
-    stop_token_ids: Annotated[Sequence[int] | None, "Token id that ends the answer."]
-    allowed_token_ids: Annotated[Sequence[int] | None, "Token id that may come; no others may."]
-    bad_words: Annotated[str | Sequence[str] | None, "Text that does not come, in the tokens that usually spell it."]
-    bad_tokens: Annotated[Sequence[Sequence[int]] | None, "Run of token ids that does not come."]
+    min_tokens: Annotated[int | None, "Fewest tokens before the output may stop; default 0."]
+    stop: Annotated[str | Sequence[str] | None, "Text that ends the output."]
+    stop_token_ids: Annotated[Sequence[int] | None, "Token id that ends the output."]
+    allowed_token_ids: Annotated[Sequence[int] | None, "Token id that is allowed; no others are."]
+    bad_words: Annotated[str | Sequence[str] | None, "Text that is excluded, in its usual tokens."]
+    bad_tokens: Annotated[Sequence[Sequence[int]] | None, "Sequence of token ids that is excluded."]
     skip_special_tokens: Annotated[bool | None, "Leave special tokens out of the text; default true."]
-    ignore_eos: Annotated[bool | None, "Go on after the end-of-sequence token; default false."]
-    n: Annotated[int | None, "Number of answers; default 1."]
-    logprobs: Annotated[int | None, "Logprobs of the token and of this many likeliest ones; default off."]
+    ignore_eos: Annotated[bool | None, "Continue after the end-of-sequence token; default false."]
+    n: Annotated[int | None, "Number of outputs; default 1."]
+    logprobs: Annotated[int | None, "Logprobs of each token and of this many most likely tokens; default off."]
     logprob_token_ids: Annotated[
-        Sequence[int] | None, "Token id whose logprob is told, in place of the likeliest ones'; needs logprobs."
+        Sequence[int] | None, "Token id whose logprob is returned instead of the most likely tokens'; needs logprobs."
     ]
-    prompt_logprobs: Annotated[int | None, "The same of the prompt's tokens behind the first; default off."]
-    seed: Annotated[int | None, "Makes a sampled answer repeatable; default: drawn by the server."]
+    prompt_logprobs: Annotated[int | None, "Logprobs of the prompt's tokens after the first; default off."]
+    seed: Annotated[int | None, "Seed that makes sampling repeatable; default: drawn by the server."]
     include_stop_str_in_output: Annotated[bool | None, "Keep the stop string in the text; default false."]
     logit_bias: Annotated[Mapping[int, float] | None, "Added to the logit of a token id."]
-    json_schema: Annotated[str | Mapping[str, Any] | None, "JSON schema that the answer is made to meet."]
-    json_object: Annotated[bool | None, "Make the answer a JSON object; default false."]
-    regex: Annotated[str | None, "Regular expression that the whole answer is made to match."]
-    grammar: Annotated[str | None, "Grammar, in Lark or GBNF, that the answer is made to keep to."]
-    choice: Annotated[Sequence[str] | None, "Text that the answer is made to be, one of those given."]
+    json_schema: Annotated[str | Mapping[str, Any] | None, "JSON schema that is enforced on the output."]
+    json_object: Annotated[bool | None, "Enforce a JSON object; default false."]
+    regex: Annotated[str | None, "Regular expression that is enforced on the whole output."]
+    grammar: Annotated[str | None, "Grammar, in Lark or GBNF, that is enforced on the output."]
+    choice: Annotated[Sequence[str] | None, "Text that the output may be; one of the given texts is enforced."]
     disable_any_whitespace: Annotated[bool | None, "No whitespace between the tokens of JSON; default false."]
-    whitespace_pattern: Annotated[str | None, "Regular expression of that whitespace; default: up to 40 characters."]
+    whitespace_pattern: Annotated[
+        str | None, "Regular expression of the whitespace in JSON; default: up to 40 characters."
+    ]
     disable_additional_properties: Annotated[
-        bool | None, "Close the schema's objects that name properties; default: as the server does."
+        bool | None, "Allow only the properties that the schema's objects name; default: the server's."
     ]
 
 

@@ -1,4 +1,4 @@
-"""Commands that ask a running server: generate, chat."""
+"""Define the commands that generate text on a running server: generate and chat."""
 
 import json
 import re
@@ -24,13 +24,16 @@ Command = Callable[..., None]
 
 
 def sampling_options(default_max_tokens: int) -> Callable[[Command], Command]:
-    """A flag for each field of Sampling. None has a default of click's, but help tells the command's own limit."""
+    """Return a decorator that adds a flag for each field of Sampling.
+
+    Flags have no default of their own; only the help of --max-tokens names the command's limit.
+    """
 
     def add(command: Command) -> Command:
         for name, hint in reversed(get_type_hints(Sampling, include_extras=True).items()):
             kind, help = get_args(hint)
             if name == "max_tokens":
-                help = f"Most tokens of the answer; default: {default_max_tokens}, or what the context still holds."
+                help = f"Most tokens of an output; default: {default_max_tokens}, or the rest of the context."
             command = _sampling_option(name, kind, help)(command)
         return command
 
@@ -73,22 +76,22 @@ def _logit_bias(_: click.Context, __: click.Parameter, pairs: tuple[str, ...]) -
 
 GENERATE_TOKENS: Final = 256
 CHAT_TOKENS: Final = 512
-MAX_STDIN_BYTES: Final = 4 * MIB - 64 * KIB  # what the server takes in one message, with room for all else in it
+MAX_STDIN_BYTES: Final = 4 * MIB - 64 * KIB  # the server's limit of a message, less the other fields
 
 Ask = Callable[..., Iterator[Chunk]]
-"""Takes the fields of Sampling."""
+"""Send a request with these fields of Sampling."""
 
 
 resume_option: Final = click.option(
     "--resume/--no-resume",
     default=True,
     show_default=True,
-    help="Whether an answer goes on at the next token when the server is started again, or the connection is lost.",
+    help="Whether an output continues at the next token when the server restarts or the connection is lost.",
 )
 
 
 model_option: Final = click.option(
-    "--model", "model_name", default="", help="The served model's name, or that of one of its LoRA adapters."
+    "--model", "model_name", default="", help="Name of the served model, or of one of its LoRA adapters."
 )
 
 
@@ -98,7 +101,7 @@ deadline_option: Final = click.option(
     default=TIMEOUT_S,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
-    help="Seconds for each answer; the server's --request-timeout-s holds besides.",
+    help="Seconds for each request; the server's --request-timeout-s applies too.",
 )
 
 
@@ -107,17 +110,20 @@ deadline_option: Final = click.option(
 @server_options
 @model_option
 @click.option(
-    "--chat/--raw", "as_chat", default=None, help="With or without the chat template; default: if there is one."
+    "--chat/--raw",
+    "as_chat",
+    default=None,
+    help="With or without the chat template; default: with it if the model has one.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line for each chunk; usage and timeline last.")
-@click.option("--timeline", "with_timeline", is_flag=True, help="Show where the time went.")
-@click.option("--cache-salt", default="", help="Share cached KV only with requests of the same salt.")
-@click.option("--ttft-ms", type=float, help="Limit that the server is to keep: ms to the first token.")
-@click.option("--tpot-ms", type=float, help="Limit that the server is to keep: mean ms from each token to the next.")
-@click.option("--slo-class", default="", help="Class of the server's configuration, whose limits hold.")
 @click.option(
-    "--priority", type=int, help="The lower, the earlier it is read, -100 to 100; default: the class's, else 0."
+    "--json", "as_json", is_flag=True, help="Print one JSON object a line for each chunk; usage and timeline come last."
 )
+@click.option("--timeline", "with_timeline", is_flag=True, help="Show where the time went.")
+@click.option("--cache-salt", default="", help="Share cached prefixes only with requests of the same salt.")
+@click.option("--ttft-ms", type=float, help="SLO: milliseconds to the first token.")
+@click.option("--tpot-ms", type=float, help="SLO: mean milliseconds between tokens.")
+@click.option("--slo-class", default="", help="SLO class of the server's configuration.")
+@click.option("--priority", type=int, help="From -100 to 100, the lower the earlier; default: the class's, else 0.")
 @resume_option
 @deadline_option
 @sampling_options(GENERATE_TOKENS)
@@ -137,7 +143,7 @@ def generate(
     deadline_s: float,
     **sampling: Any,
 ) -> None:
-    """Answer TEXT, or what comes on stdin for -, streamed as it is written."""
+    """Generate text for the prompt TEXT, or for stdin with -, and stream it."""
     if not text:
         raise click.UsageError('there is no prompt: `splitserve generate "TEXT"`, or `splitserve generate -` for stdin')
     text = _stdin_text() if text == "-" else text
@@ -162,13 +168,16 @@ def generate(
 @click.command()
 @server_options
 @model_option
-@click.option("--system", help="What the model is told before the conversation.")
+@click.option("--system", help="System message of the conversation.")
 @resume_option
 @deadline_option
 @sampling_options(CHAT_TOKENS)
 def chat(server: Server, model_name: str, system: str | None, resume: bool, deadline_s: float, **sampling: Any) -> None:
-    """Talk with the model. Ctrl-C stops an answer, Ctrl-D leaves. /reset begins anew, /system TEXT says what the model
-    is told before, /save FILE writes the conversation as JSON."""
+    """Chat with the model.
+
+    Ctrl-C stops an output, Ctrl-D exits. /reset starts a new conversation, /system TEXT sets the system message, /save
+    FILE writes the conversation as JSON.
+    """
     conversation = Conversation(system or "")
     with server.client() as client:
         model = client.model_info()
@@ -185,8 +194,10 @@ def chat(server: Server, model_name: str, system: str | None, resume: bool, dead
 
 
 class Asking:
-    """What one command asks of every answer. Where its user names no limit, `default_max_tokens` is one, or what the
-    context still holds where that is less."""
+    """Parameters of all requests of one command.
+
+    Without --max-tokens, the limit is `default_max_tokens`, or the rest of the context if that is less.
+    """
 
     def __init__(self, model: ModelInfo, sampling: dict[str, Any], default_max_tokens: int) -> None:
         self._model = model
@@ -195,7 +206,7 @@ class Asking:
         self._sampling = {**sampling, "max_tokens": self._max_tokens}
 
     def answer(self, ask: Ask) -> Iterator[Chunk]:
-        """Asks once, or again without a limit of its own that the context has no room for."""
+        """Send a request, and once more without the command's own limit when the context has no room for it."""
         try:
             yield from ask(**self._sampling)
         except Refused as error:
@@ -204,13 +215,13 @@ class Asking:
             yield from ask(**{**self._sampling, "max_tokens": None})
 
     def report_end(self, completion: Completion, beginning: str = "") -> None:
-        """Says why the answer stopped, unless the model ended it."""
+        """Report why the output stopped, unless the model ended it."""
         if why := why_stopped(completion, self._model, self._max_tokens):
             report(beginning + why)
 
 
 def _stdin_text() -> str:
-    """Without the newline at its end, as a shell would pass it."""
+    """Return the text on stdin without its last newline, as a shell would pass it. Raises UsageError."""
     data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
     if len(data) > MAX_STDIN_BYTES:
         raise click.UsageError(f"stdin has more than {size_of(MAX_STDIN_BYTES)}, the most that a prompt may have")
@@ -240,7 +251,7 @@ def _questions() -> Iterator[str]:
 
 
 def _print_turn(asking: Asking, ask: Ask) -> str:
-    """Streams one answer of a conversation; what there is of it when it is stopped or fails."""
+    """Stream one output of a conversation. Returns its text, or the part that came before a stop or an error."""
     answer: list[str] = []
     completion = None
     try:
@@ -259,7 +270,7 @@ def _print_turn(asking: Asking, ask: Ask) -> str:
 
 
 def _print_text(chunks: Iterable[Chunk]) -> dict[int, Completion]:
-    """One answer is streamed; several are shown one after the other when they are whole. How each ended."""
+    """Stream output 0, and print further outputs when they are complete. Returns how each ended, by index."""
     completions: dict[int, Completion] = {}
     later: dict[int, str] = {}
     for chunk in chunks:
@@ -281,18 +292,18 @@ def _print_json(chunks: Iterable[Chunk]) -> None:
 
 
 def _given(sampling: dict[str, Any]) -> dict[str, Any]:
-    """What was given on the command line; click has () for a flag that may be repeated and was not given."""
+    """Return the flags that were given; click passes () for an unset flag that may be repeated."""
     return {name: value for name, value in sampling.items() if value not in (None, ())}
 
 
-# ---- the conversation of `splitserve chat`, and the commands within it ----
+# ---- conversation of `splitserve chat`, and its commands ----
 
 COMMANDS: Final = "/reset, /system TEXT and /save FILE"
 _COMMAND: Final = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 
 
 class Conversation:
-    """What was said so far, behind what the model is told before."""
+    """Conversation with its system message."""
 
     def __init__(self, system: str) -> None:
         self._system = system
@@ -300,20 +311,20 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """The whole conversation, as the server is sent it."""
+        """All messages, in the form that the server takes."""
         before: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         return [*before, *self._turns]
 
     def asking(self, question: str) -> list[Message]:
-        """Return the messages that ask a question, which is no part of the conversation until it is answered."""
+        """Return the messages with a further question, which is not added until it is answered."""
         return [*self.messages, {"role": "user", "content": question}]
 
     def add(self, question: str, answer: str) -> None:
-        """Add an answered question."""
+        """Add a question and its answer."""
         self._turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def obey(self, line: str) -> str | None:
-        """Carry out a line that is a command, and return what to report of that; None for a line that is none."""
+        """Run a line that is a command and return its message; None for any other line."""
         if (command := _COMMAND.fullmatch(line)) is None:
             return None
         name, argument = command[1], (command[2] or "").strip()
@@ -330,7 +341,7 @@ class Conversation:
         return f"There is no command /{name}; there are {COMMANDS}"
 
     def _save(self, file: str) -> str:
-        """Write the messages to a file, which must be a new one."""
+        """Write the messages to a new file, and return the message about it."""
         if not file:
             return "Nothing is saved: /save FILE names the file"
         text = json.dumps(self.messages, ensure_ascii=False, indent=2)
@@ -339,16 +350,19 @@ class Conversation:
                 opened.write(text)
         except OSError as error:
             return f"Nothing is saved: {file}: {error.strerror}"
-        except (RuntimeError, ValueError) as error:  # a home that is not known; a name with a null character
+        except (RuntimeError, ValueError) as error:  # unknown home; a name with a null character
             return f"Nothing is saved: {file}: {error}"
         return f"Saved {len(self.messages)} messages to {file}"
 
 
-# ---- why an answer stopped where the model itself had not ended it, in a sentence for a terminal ----
+# ---- why an output stopped, for a terminal ----
 
 
 def why_stopped(completion: Completion, model: ModelInfo, max_tokens: int) -> str | None:
-    """None for an answer that the model ended. `max_tokens` is the limit that was asked for, or stood in for one."""
+    """Return a sentence that says why an output stopped, or None if the model ended it.
+
+    `max_tokens` is the requested or default limit.
+    """
     match completion.finish_reason:
         case "stop":
             return _why_at_stop(completion.matched_stop, model)

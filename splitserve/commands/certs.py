@@ -1,4 +1,4 @@
-"""`splitserve certs`."""
+"""Define the command `splitserve certs`."""
 
 import shlex
 from pathlib import Path
@@ -19,16 +19,15 @@ MOST_DAYS: Final = 36_500
     "hosts",
     multiple=True,
     metavar="NAME",
-    help="Name or address by which the coordinator is dialled, beside localhost and those that its certificate is for "
-    "already; give it again for more.",
+    help="Name or address that the coordinator is dialed at, besides localhost and those of its present certificate; "
+    "may be repeated.",
 )
-@click.option(
-    "--days", default=DAYS, show_default=True, type=click.IntRange(1, MOST_DAYS), help="How long they are valid."
-)
+@click.option("--days", default=DAYS, show_default=True, type=click.IntRange(1, MOST_DAYS), help="Validity in days.")
 def certs(out: Path, hosts: tuple[str, ...], days: int) -> None:
-    """Make a private CA, and a certificate for the coordinator, one for its nodes and one for clients.
+    """Create a private CA, and certificates for the coordinator, its nodes and clients.
 
-    A folder that has a CA keeps it, and gets new certificates of it: a running coordinator takes them up by itself."""
+    A CA in the folder is kept, and signs new certificates; a running coordinator loads them by itself.
+    """
     from splitserve.authority import make_certificates
 
     is_new = make_certificates(out, hosts, days)

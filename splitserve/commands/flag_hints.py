@@ -1,5 +1,4 @@
-"""What is meant by a command, a flag or a value that is not there: vLLM's and SGLang's names where ours differ, and
-names of other commands; and where a wrong value comes from."""
+"""Suggest the right command, flag or value for a wrong one: SplitServe's names for those of vLLM and SGLang."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -8,7 +7,7 @@ import click
 from click.core import ParameterSource
 
 Hints = Mapping[str, str]
-"""Flags, and the sentence that each of them gets."""
+"""Hint sentences by flag."""
 
 _MODEL: Final = dict.fromkeys(("--model", "--model-path"), "MODEL is given without a flag")
 _RANKS: Final = ("--tensor-parallel-size", "--tp-size", "--tp", "-t")  # click takes the first letter of -tp for a flag
@@ -177,7 +176,7 @@ HINTS: Final[Mapping[str, Hints]] = {
         "--concurrency": "it is --max-concurrency",
     },
 }
-"""By the names of the commands."""
+"""Hints by command."""
 
 COMMAND_HINTS: Final[Hints] = {
     **dict.fromkeys(("serve", "launch", "launch_server", "run", "start"), "a model is served by `splitserve up MODEL`"),
@@ -206,25 +205,24 @@ VALUE_HINTS: Final[Mapping[str, Hints]] = {
         "openai-chat": "it is `openai` with --endpoint /v1/chat/completions",
     },
 }
-"""By flags, of their values."""
+"""Hints for values, by flag."""
 
 
 def hinted(error: click.NoSuchOption) -> click.UsageError:
-    """The error with a hint in the place of click's guess where there is one."""
+    """Return the error with a hint instead of click's guess, if there is a hint."""
     command = error.ctx.command.name if error.ctx is not None else None
     hint = HINTS.get(command or "", {}).get(error.option_name)
     return click.UsageError(f"No such option '{error.option_name}': {hint}.", error.ctx) if hint else error
 
 
 def hinted_command(error: click.UsageError, name: str) -> click.UsageError:
-    """The error about a command of this name with a hint in the place of click's guess where there is one."""
+    """Return the error about an unknown command with a hint instead of click's guess, if there is a hint."""
     hint = COMMAND_HINTS.get(name)
     return click.UsageError(f"No such command '{name}': {hint}.", error.ctx) if hint else error
 
 
 def explained(error: click.BadParameter) -> click.BadParameter:
-    """The error with what is meant by the value, where that is known, and where it comes from, if not from the command
-    line."""
+    """Return the error with a hint about the value, and its source if that is not the command line."""
     if error.ctx is None or error.param is None or error.param.name is None:
         return error
     hint, source = _value_hint(error.param.opts[0], error.message), ""
@@ -238,6 +236,6 @@ def explained(error: click.BadParameter) -> click.BadParameter:
 
 
 def _value_hint(flag: str, refusal: str) -> str:
-    """The hint about the value that is refused so; empty where there is none."""
+    """Return the hint about a refused value; empty without one."""
     hints = VALUE_HINTS.get(flag, {})
     return next((hint for value, hint in hints.items() if refusal.startswith(f"'{value}' is not one")), "")

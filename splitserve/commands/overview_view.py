@@ -1,4 +1,4 @@
-"""What is going on at a server, as tables for a terminal of 80 columns and more."""
+"""Format the overview of a server as tables for a terminal of at least 80 columns."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from splitserve.commands.terminal import PHASES, duration_of, plain_table
 
 MS: Final = 1e3
 BARS: Final = "▁▂▃▄▅▆▇█"
-NUM_BARS: Final = 20  # seconds of the little picture of the rate
-FULL, BUSY = 0.9, 0.7  # shares of a pool that are worth a colour
+NUM_BARS: Final = 20  # seconds in the chart of the rate
+FULL, BUSY = 0.9, 0.7  # KV cache usage shown in red and yellow
 NO_NODE: Final = "no_node"
 _TITLES: Final = {field.removesuffix("_s"): name for name, field, _, _ in PHASES} | {
     "credit_wait": "credit",
@@ -26,15 +26,17 @@ _TITLES: Final = {field.removesuffix("_s"): name for name, field, _, _ in PHASES
 
 @dataclass(slots=True)
 class Scroll:
-    """Which node is the first that a screen shows where it has no room for all."""
+    """Index of the first node shown when the screen is too low for all nodes."""
 
     first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class OverviewView:
-    """The cluster, its live answers by phase, its rates, times against limits, and its nodes; with `scroll` as many of
-    them as the screen has room for, from there on, and a line about which they are."""
+    """Show the cluster, live requests by phase, rates, times with SLO attainment, and nodes.
+
+    With `scroll`, as many nodes are shown as fit, and a line says which.
+    """
 
     overview: Overview
     scroll: Scroll | None = None
@@ -43,7 +45,7 @@ class OverviewView:
         nodes, scroll = self.overview.nodes, self.scroll
         above = _above(self.overview)
         yield above
-        room = options.max_height - len(console.render_lines(above, options)) - 1  # the titles
+        room = options.max_height - len(console.render_lines(above, options)) - 1  # the table header
         if not nodes:
             yield "no node is attached"
         elif scroll is None or len(nodes) <= room:
@@ -109,12 +111,14 @@ def _kept(each: TimesOverview) -> str:
 
 
 def _node_table(nodes: Sequence[NodeOverview]) -> Table:
-    """reads is the most prompt tokens of a step, queue those that wait, running slots the answers that the node writes
-    or is to write and how many it may, coming those of them that other nodes still read, hits the share of prompt
-    tokens whose KV was there."""
+    """Return the table of nodes.
+
+    reads is the limit of prompt tokens a step, queue the prompt tokens that wait, slots the used and available running
+    slots, coming the sequences that other nodes still prefill, and hits the prefix cache hit rate.
+    """
     numbers = ("reads", "queue", "slots", "coming", "KV", "hits", "read/s", "write/s", "step ms")
     table = plain_table("node", "role", numbers=numbers, gap=1)
-    for column in table.columns[1:]:  # so that the name gives way
+    for column in table.columns[1:]:  # so that the name column shrinks
         column.no_wrap, column.overflow = True, "ellipsis"
     for node in nodes:
         table.add_row(*_node_row(node))
@@ -142,7 +146,7 @@ def _node_row(node: NodeOverview) -> "tuple[_Name | str, ...]":
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """In as much room as there is. Names of nodes often differ at their ends, so what is left out is in the middle."""
+    """Name of a node, shortened in the middle to the available width, since names often differ at their ends."""
 
     name: str
 
@@ -154,7 +158,7 @@ class _Name:
 
 
 def elided(name: str, most: int) -> str:
-    """With as many characters at most, two thirds of them from its end."""
+    """Return the name in at most `most` characters, two thirds of which are from its end."""
     if len(name) <= most:
         return name
     num_first = (most - 1) // 3
@@ -162,13 +166,13 @@ def elided(name: str, most: int) -> str:
 
 
 def bars(values: Sequence[float]) -> str:
-    """A bar for each value, the greatest as high as can be; nothing where all are 0."""
+    """Return a bar for each value, scaled to the largest; empty when all are 0."""
     most = max(values, default=0.0)
     return "".join(BARS[min(len(BARS) - 1, int(value / most * len(BARS)))] for value in values) if most > 0 else ""
 
 
 def short(number: float) -> str:
-    """At most five characters, up to a billion."""
+    """Return the number in at most five characters, below 10^12."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size * 0.9995:
             return f"{number / size:.3g}{unit}"
@@ -176,5 +180,5 @@ def short(number: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """With one place after the point below 10."""
+    """Return milliseconds, with one decimal below 10."""
     return f"{seconds * MS:.1f}" if seconds * MS < 9.95 else f"{seconds * MS:.0f}"

@@ -1,4 +1,4 @@
-"""`splitserve plan-transfer`: which KV heads go from which prefill rank to which decode rank, and how much that is."""
+"""Define `splitserve plan-transfer`: the KV heads that each prefill rank sends to each decode rank, and their size."""
 
 import dataclasses
 import json
@@ -19,14 +19,14 @@ from serving_core.units import size_of
 from splitserve.commands.terminal import report, stdout
 from splitserve.launch.models import resolve
 
-MOST_DRAWN_HEADS: Final = 64  # beyond them a row does not fit on a terminal
+MOST_DRAWN_HEADS: Final = 64  # more do not fit on a terminal
 HELD, NOT_HELD = "■", "·"
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRank:
-    """One rank of a node. Layers and bytes are None without a model; prompt_bytes are those of a prompt's whole
-    blocks."""
+    """One rank of a node. Layers and bytes are None without a model; prompt_bytes count the whole blocks of a
+    prompt."""
 
     rank: int
     first_head: int
@@ -39,8 +39,7 @@ class PlannedRank:
 
 @dataclass(frozen=True, slots=True)
 class PlannedChannel:
-    """One pair of ranks, and the heads of the model that go from one to the other. Layers and bytes as of
-    PlannedRank."""
+    """One pair of ranks, and the KV heads that one sends to the other. Layers and bytes are as in PlannedRank."""
 
     prefill_rank: int
     decode_rank: int
@@ -54,7 +53,7 @@ class PlannedChannel:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """Two nodes and what goes between them. `lines` say it in words."""
+    """Two nodes and the channels between them. `lines` describe them in words."""
 
     num_kv_heads: int
     num_layers: int | None
@@ -67,8 +66,10 @@ class TransferPlan:
 def plan_transfer(
     prefill: Grid, decode: Grid, num_kv_heads: int, layout: KVLayout | None = None, prompt_tokens: int = 0
 ) -> TransferPlan:
-    """The plan for nodes of so many ranks. `layout`, of the whole model, gives its layers and the bytes of a prompt;
-    without one there are no stages."""
+    """Return the plan for nodes with these grids of ranks.
+
+    `layout`, of the whole model, gives layers and bytes; without it there are no stages.
+    """
     layers = ANY_LAYER if layout is None else layout.layers
 
     def part_of(held: Holding) -> tuple[int, int, int | None, int | None, int | None, int | None]:
@@ -99,8 +100,11 @@ def plan_transfer(
 
 
 def picture(plan: TransferPlan) -> list[str]:
-    """A row for each channel: the heads of the rank it begins at, those it moves, the heads of the rank it ends at.
-    Ranks that send nothing come last. A row at a rank of the row above does not repeat it."""
+    """Return a row for each channel: the heads of the sending rank, the heads that it sends, the heads of the receiving
+    rank.
+
+    Ranks that send nothing come last. A rank is not repeated in the next row.
+    """
     rows: list[tuple[str, str, str]] = []
     last: PlannedChannel | None = None
     for channel in plan.channels:
@@ -120,7 +124,7 @@ def picture(plan: TransferPlan) -> list[str]:
 
 
 def size_lines(plan: TransferPlan, layout: KVLayout, prompt_tokens: int) -> list[str]:
-    """What the plan costs, in words: bytes of a token, of each rank and of each channel."""
+    """Return the sizes in words: of a token, of each rank and of each channel."""
     num_blocks = layout.num_blocks_for(prompt_tokens)
     total = sum(channel.prompt_bytes or 0 for channel in plan.channels)
     lines = [
@@ -139,15 +143,37 @@ def size_lines(plan: TransferPlan, layout: KVLayout, prompt_tokens: int) -> list
 
 @click.command("plan-transfer")
 @click.argument("model", required=False)
-@click.option("--prefill-tp", default=1, show_default=True, type=click.IntRange(1, MAX_TP), help="Ranks that send.")
-@click.option("--decode-tp", default=1, show_default=True, type=click.IntRange(1, MAX_TP), help="Ranks that receive.")
-@click.option("--prefill-pp", default=1, show_default=True, type=click.IntRange(1, MAX_TP), help="Stages that send.")
-@click.option("--decode-pp", default=1, show_default=True, type=click.IntRange(1, MAX_TP), help="Stages that receive.")
-@click.option("--kv-heads", type=click.IntRange(1), help="KV heads, instead of a MODEL that says how many.")
-@click.option("--prompt-tokens", default=1000, show_default=True, type=click.IntRange(1), help="For the bytes.")
+@click.option(
+    "--prefill-tp", default=1, show_default=True, type=click.IntRange(1, MAX_TP), help="Ranks of the prefill node."
+)
+@click.option(
+    "--decode-tp", default=1, show_default=True, type=click.IntRange(1, MAX_TP), help="Ranks of the decode node."
+)
+@click.option(
+    "--prefill-pp",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, MAX_TP),
+    help="Pipeline stages of the prefill node.",
+)
+@click.option(
+    "--decode-pp",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, MAX_TP),
+    help="Pipeline stages of the decode node.",
+)
+@click.option("--kv-heads", type=click.IntRange(1), help="Number of KV heads, instead of a MODEL.")
+@click.option(
+    "--prompt-tokens",
+    default=1000,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Length of the prompt whose bytes are shown.",
+)
 @click.option("--block-size", default=EngineSettings().block_size, show_default=True, type=click.IntRange(1, 1024))
 @click.option("--kv-cache-dtype", default="auto", show_default=True, type=click.Choice(KV_CACHE_DTYPES))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the picture.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the picture.")
 def plan_transfer_command(
     model: str | None,
     prefill_tp: int,
@@ -160,10 +186,9 @@ def plan_transfer_command(
     kv_cache_dtype: str,
     as_json: bool,
 ) -> None:
-    """Show which KV heads of MODEL, and with stages in which layers, go from which prefill rank to which decode rank,
-    and how many bytes these are.
+    """Show the KV heads, and with stages the layers, that each prefill rank sends to each decode rank, and their bytes.
 
-    MODEL is a folder or a hub id; without one, and without --kv-heads, it is the demo model.
+    MODEL is a folder or a hub id; without it and without --kv-heads, it is the demo model.
     """
     if model and kv_heads:
         raise click.UsageError("give a MODEL or --kv-heads, not both")
@@ -185,7 +210,7 @@ def plan_transfer_command(
 
 
 def layout_of(model: str, block_size: int, kv_cache_dtype: str) -> KVLayout:
-    """How the KV cache of a MODEL lies in memory, `auto` being the model's own dtype. Raises ModelError."""
+    """Return the KV cache layout of a model; the dtype `auto` is the model's own. Raises ModelError."""
     config = read_model_config(resolve(model, report).folder)
     return config.kv_layout(block_size, config.dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
 
@@ -207,7 +232,7 @@ def _rank_text(rank: PlannedRank, plan: TransferPlan) -> str:
 
 
 def _layers(part: PlannedRank | PlannedChannel, plan: TransferPlan) -> str:
-    """Empty for all of them."""
+    """Return the layers of a part in words; empty for all layers."""
     if part.num_layers is None or part.first_layer is None or part.num_layers == plan.num_layers:
         return ""
     last = part.first_layer + part.num_layers - 1

@@ -1,4 +1,4 @@
-"""Commands that change a node while the cluster serves: role, drain."""
+"""Define the commands that change a node while the cluster serves: role and drain."""
 
 import click
 
@@ -16,13 +16,13 @@ NUMBER = click.IntRange(min=1, max=2**32 - 1)
 @click.argument("node")
 @click.argument("role", type=click.Choice(ROLES))
 @operator_options
-@click.option("--prompt-tokens", type=NUMBER, help="Most tokens of prompts in one step, for a node that reads.")
-@click.option("--slots", type=NUMBER, help="Most answers at a time, for a node that writes.")
+@click.option("--prompt-tokens", type=NUMBER, help="Limit of prompt tokens in one step, for a node that prefills.")
+@click.option("--slots", type=NUMBER, help="Number of running slots, for a node that decodes.")
 @click.option(
     "--takes-handovers/--no-takes-handovers",
     default=True,
     show_default=True,
-    help="Whether a node that writes takes prompts that others read.",
+    help="Whether a node that decodes accepts KV transfers from prefill nodes.",
 )
 def role(
     node: str,
@@ -32,10 +32,11 @@ def role(
     slots: int | None,
     takes_handovers: bool,
 ) -> None:
-    """Make NODE prefill (it reads prompts), decode (it writes answers) or both, while it serves.
+    """Make NODE a prefill node, a decode node or both, while it serves.
 
-    What it has it finishes. Without further options it does as much as it can; else all that belong to the role must be
-    given. Returns when the node has confirmed it."""
+    Its requests finish. Without options the node takes as much work as it can; otherwise all options of the role must
+    be given. Returns when the node has confirmed the change.
+    """
     to: str | Shape = role
     if prompt_tokens is not None or slots is not None or not takes_handovers:
         to = _shape(role, prompt_tokens, slots, takes_handovers=takes_handovers)
@@ -45,7 +46,7 @@ def role(
 
 
 def _shape(role: str, prompt_tokens: int | None, slots: int | None, *, takes_handovers: bool) -> Shape:
-    """Raises SettingsError when a number is missing, or does not belong to the role."""
+    """Return the shape. Raises SettingsError when a number is missing or does not belong to the role."""
     for flag, value, roles in (
         ("--prompt-tokens", prompt_tokens, (PREFILL, BOTH)),
         ("--slots", slots, (DECODE, BOTH)),
@@ -69,11 +70,13 @@ def _shape(role: str, prompt_tokens: int | None, slots: int | None, *, takes_han
     type=click.FloatRange(min=0, min_open=True),
     default=REQUEST_TIMEOUT_S,
     show_default=True,
-    help="Seconds to wait until nothing is left; the node drains on after them.",
+    help="Seconds to wait until nothing is left; the node continues to drain afterwards.",
 )
 def drain(node: str, server: Server, deadline_s: float) -> None:
-    """Take the work from NODE: it gets nothing new, its running answers move to other nodes. Returns when nothing is
-    left. To drain it again is to wait for the same end."""
+    """Drain NODE: it gets no new requests, and its running requests migrate to other nodes.
+
+    Returns when nothing is left. A second drain of the same node waits for the same end.
+    """
     with server.client() as client, waiting(f"Asking {node} to drain") as show:
         for num_left in client.drain(node, deadline_s=deadline_s):
             show(f"{node} is draining: {num_left} {'request' if num_left == 1 else 'requests'} left")

@@ -1,4 +1,4 @@
-"""Commands that run one process, for clusters over several machines: coordinator, prefill, decode, both."""
+"""Define the commands that run one process, for clusters over several machines: coordinator, prefill, decode, both."""
 
 import os
 from typing import Any
@@ -13,7 +13,7 @@ from splitserve.launch.models import resolve
 
 
 def role_command(room: Room, help: str) -> click.Command:
-    """Finds MODEL, then this process becomes `python -m ROOM` with the same flags."""
+    """Return a command that finds MODEL and then becomes `python -m ROOM` with the same flags."""
 
     def become(settings: Any) -> None:
         if room is not COORDINATOR:
@@ -34,4 +34,4 @@ coordinator = role_command(
 )
 prefill = role_command(PREFILL, "Run one prefill node, attached to a coordinator.")
 decode = role_command(DECODE, "Run one decode node, attached to a coordinator.")
-both = role_command(BOTH, "Run one node that reads prompts and writes answers, attached to a coordinator.")
+both = role_command(BOTH, "Run one node that prefills and decodes, attached to a coordinator.")

@@ -1,4 +1,4 @@
-"""`splitserve run-batch`: a file of requests, as vLLM's command of this name and OpenAI's batches take it."""
+"""Define `splitserve run-batch`: send a file of requests, in the format of OpenAI's batches and vLLM's run-batch."""
 
 import asyncio
 import json
@@ -21,18 +21,18 @@ from splitserve.commands.terminal import report, waiting
 from splitserve.signals import run_to_end
 
 CONNECT_S: Final = 10.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a request is sent again, where the server does not say
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a retry, where the server does not say
 MAX_ANSWER_BYTES: Final = 256 * MIB
-PROGRESS_S: Final = 1.0  # from one line of progress to the next
+PROGRESS_S: Final = 1.0  # between two lines of progress
 
 
 class NoAnswerError(SplitServeError):
-    """A request got no whole answer."""
+    """A request that got no complete response."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """One run: where to, how many at once, and what has become of the requests so far."""
+    """One run: the server, its limits, and the counts of finished requests."""
 
     client: httpx2.AsyncClient
     deadline_s: float
@@ -45,7 +45,7 @@ class Batch:
     shown_s: float = 0.0
 
     async def run(self, requests: Iterator[BatchRequest], max_concurrency: int) -> None:
-        """Asks for all; each worker takes the next one."""
+        """Send all requests, up to `max_concurrency` at a time."""
 
         async def work() -> None:
             for request in requests:
@@ -56,7 +56,8 @@ class Batch:
                 group.create_task(work())
 
     async def _answer(self, request: BatchRequest) -> tuple[bool, str]:
-        """Whether it was answered as it should be, and its line. Who is turned away for now asks again."""
+        """Return whether the request succeeded, and its output line. Retries a request that is refused for the
+        moment."""
         if request.problem:
             return False, failed(request, "invalid_request", request.problem)
         pauses = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=self.deadline_s)
@@ -93,7 +94,7 @@ class Batch:
             self.show(self.summary())
 
     def summary(self) -> str:
-        """How far it is, in a line."""
+        """Return the progress as a line."""
         failures = f", {self.num_failed} failed" if self.num_failed else ""
         elapsed_s = time.monotonic() - self.start_s
         return f"{self.num_answered} of {self.num_requests} answered{failures}, {elapsed_s:.1f} s"
@@ -102,11 +103,11 @@ class Batch:
 @click.command(name="run-batch")
 @click.option(
     "-i", "--input-file", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Requests, a JSON object a line: custom_id, method (POST), url, body.",
+    help="Requests, one JSON object a line: custom_id, method (POST), url, body.",
 )  # fmt: skip
 @click.option(
     "-o", "--output-file", required=True, type=click.Path(dir_okay=False, path_type=Path),
-    help="What became of each, a line as soon as it is known; a file that is not there yet.",
+    help="Results, one line for each request as soon as it is finished; the file must not exist.",
 )  # fmt: skip
 @click.option(
     "--server", envvar=SERVER_VARIABLE, show_envvar=True, default="http://127.0.0.1:8000", show_default=True,
@@ -117,7 +118,7 @@ class Batch:
 )
 @click.option(
     "--deadline", "deadline_s", default=600.0, show_default=True, type=click.FloatRange(min=0, min_open=True),
-    help="Seconds for each request, with the times that it is turned away and asked again.",
+    help="Seconds for each request, retries included.",
 )  # fmt: skip
 @api_key_option
 @tls_options
@@ -132,12 +133,12 @@ def run_batch(
     tls_cert: str,
     tls_key: str,
 ) -> None:
-    """Ask a running server for all requests of a file, some at a time; write down what became of each.
+    """Send all requests of a file to a running server, several at a time, and write their results to a file.
 
-    The files are those of OpenAI's batches. Requests that the server turns away for now are asked again. Exit code 1
-    where some failed: their lines say why.
+    The files have the format of OpenAI's batches. Requests that the server refuses for the moment are retried. Exit
+    code 1 if some failed: their lines say why.
     """
-    num_requests = sum(1 for _ in batch_requests(_lines(input_file)))  # all is read before anything is asked
+    num_requests = sum(1 for _ in batch_requests(_lines(input_file)))  # the whole file is checked before any request
     client = _client(server, api_key, TlsFiles(tls_cert, tls_key, tls_ca), max_concurrency)
 
     async def work() -> None:
@@ -154,7 +155,7 @@ def run_batch(
 
 
 async def _check(client: httpx2.AsyncClient) -> None:
-    """Raises SplitServeError where no server answers, or none to this caller."""
+    """Raise SplitServeError when no server answers, or the server refuses this client."""
     try:
         async with asyncio.timeout(CONNECT_S):
             response = await _ask(client, "GET", "/v1/models")
@@ -175,7 +176,7 @@ async def _ask(client: httpx2.AsyncClient, method: str, path: str, body: bytes |
             content += part
             if len(content) > MAX_ANSWER_BYTES:
                 raise NoAnswerError(f"the answer has more than {size_of(MAX_ANSWER_BYTES)}")
-    # httpx2 has undone the encoding of what it gave out
+    # httpx2 has decoded the content.
     headers = [(name, value) for name, value in response.headers.items() if name != "content-encoding"]
     return httpx2.Response(response.status_code, headers=headers, content=bytes(content))
 
@@ -227,7 +228,7 @@ def _id_of(response: httpx2.Response) -> str:
 
 
 def _body(response: httpx2.Response) -> Any:
-    """As JSON, or as text where it is none that can be read."""
+    """Return the body as JSON, or as text when it is not valid JSON."""
     try:
         return json.loads(response.content)
     except (ValueError, RecursionError):

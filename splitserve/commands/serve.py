@@ -1,4 +1,4 @@
-"""Commands that run a whole cluster on this machine: up and demo."""
+"""Define the commands that run a whole cluster: up and demo."""
 
 import asyncio
 import dataclasses
@@ -28,11 +28,11 @@ DEMO_MAX_TOKENS = 96
 
 @needs("node")
 def serve(values: Any) -> None:
-    """Runs the cluster until a signal; `values` is an object of up_settings_class()."""
+    """Run the cluster until a signal; `values` is an instance of up_settings_class()."""
     given = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
     settings: ClusterSettings = build(ClusterSettings, given)
     check_folder()
-    check_public_ports(settings, given)  # before a model is fetched
+    check_public_ports(settings, given)  # before a model is downloaded
     with preloading(is_wanted=not settings.ray) as fork_server:
         number = _serve(settings, given, fork_server)
     report("Stopped.")
@@ -41,17 +41,17 @@ def serve(values: Any) -> None:
 
 
 def _serve(settings: ClusterSettings, given: dict[str, Any], fork_server: ForkServer | None) -> signal.Signals | None:
-    """Run the cluster; return the signal that has ended it."""
-    if settings.http_port == 0:  # which one must be known here, to be told
+    """Run the cluster, and return the signal that has ended it."""
+    if settings.http_port == 0:  # chosen here, so that it can be shown
         settings = dataclasses.replace(settings, http_port=free_port())
     model = resolve(settings.model, report)
 
     ready: list[Cluster] = []
     has_terminal = sys.stderr.isatty()
-    has_hung_up = False  # while nothing was ready to be told
+    has_hung_up = False  # SIGHUP before the cluster was ready
 
     def reread_api_keys() -> bool:
-        """What SIGHUP asks for, unless it says that the terminal has gone."""
+        """Handle SIGHUP: read the API keys again, unless the signal means that the terminal has closed."""
         nonlocal has_hung_up
         if not given["api_keys_file"] or (has_terminal and not sys.stderr.isatty()):
             return False
@@ -83,17 +83,17 @@ def _serve(settings: ClusterSettings, given: dict[str, Any], fork_server: ForkSe
 
 
 def _hosts(ray: str) -> AbstractContextManager[str]:
-    """Within it nodes can be started; gives the address where they find the coordinator."""
+    """Return a context in which nodes can be started; it gives the address of the coordinator for the nodes."""
     if not ray:
         return nullcontext(LOOPBACK)
     require("ray")
-    from splitserve.launch.ray_cluster import connected  # which imports ray
+    from splitserve.launch.ray_cluster import connected  # imports ray
 
     return connected(ray)
 
 
 async def start(cluster: Cluster) -> None:
-    """Starts the cluster and shows which nodes are still loading."""
+    """Start the cluster and show which nodes are still loading."""
     with waiting("Starting") as show:
         await cluster.start(lambda missing: show(f"Loading: {', '.join(missing)}"))
 
@@ -102,7 +102,7 @@ up = settings_command(
     up_settings_class(),
     serve,
     name="up",
-    help="Serve MODEL, until Ctrl-C (exit code 130), SIGTERM or a hangup (0): all processes on this machine, or with "
+    help="Serve MODEL until Ctrl-C (exit code 130), SIGTERM or a hangup (0): all processes on this machine, or with "
     "--ray the nodes on the hosts of a Ray cluster.",
 )
 
@@ -110,7 +110,7 @@ up = settings_command(
 @click.command()
 @click.argument("question", default=DEMO_QUESTION)
 def demo(question: str) -> None:
-    """Start a cluster with the demo model, ask QUESTION, show where the time went, stop everything."""
+    """Start a cluster with the demo model, ask QUESTION, show where the time went, and stop."""
     require("node")
     with preloading() as fork_server:
         model = resolve("", report)

@@ -1,4 +1,4 @@
-"""--server, the keys and TLS, which mean the same wherever a command asks a running server."""
+"""Define --server, the keys and TLS flags, common to all commands that call a running server."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from serving_core.flags import FILE, secret_file_option, secret_from
 from serving_core.renamed import ENV_PREFIX
 from serving_core.tls import TlsFiles
 
-if TYPE_CHECKING:  # imported when a command runs, so that help is quick
+if TYPE_CHECKING:  # imported when a command runs, so that --help is fast
     from splitserve.client.clients import Client
 
 SERVER_VARIABLE: Final = "SPLITSERVE_SERVER"
@@ -20,12 +20,12 @@ Command = Callable[..., Any]
 
 
 def api_key_option(command: Command) -> Command:
-    """--api-key and --api-key-file; the command gets one `api_key`, None for none."""
+    """Add --api-key and --api-key-file; the command gets `api_key`, None without a key."""
     return _secret_option(command, "api_key", "Secret that the server asks for.")
 
 
 def _secret_option(command: Command, secret: str, help: str) -> Command:
-    """A flag for a secret, and one for the file that it is in; the command gets it by its name."""
+    """Add a flag for a secret and a flag for its file; the command gets the secret by its name."""
 
     @functools.wraps(command)
     def with_secret(**values: Any) -> Any:
@@ -39,9 +39,9 @@ def _secret_option(command: Command, secret: str, help: str) -> Command:
 
 
 def tls_options(command: Command) -> Command:
-    """--tls-ca, --tls-cert and --tls-key."""
+    """Add --tls-ca, --tls-cert and --tls-key."""
     options = (
-        ("--tls-ca", "CA of the server's certificate (PEM); asks over TLS."),
+        ("--tls-ca", "CA of the server's certificate (PEM); implies TLS."),
         ("--tls-cert", "Certificate for a server that asks clients for one (PEM)."),
         ("--tls-key", "Private key of --tls-cert (PEM)."),
     )
@@ -53,14 +53,14 @@ def tls_options(command: Command) -> Command:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server and what it asks for."""
+    """A running server with its key and TLS files."""
 
     target: str
     api_key: str | None
     tls: TlsFiles
 
     def client(self, timeout_s: float | None = None) -> "Client":
-        """A new client of it, with the usual deadline unless one is given."""
+        """Return a new client, with the default deadline unless one is given."""
         from splitserve.client.clients import Client
         from splitserve.client.questions import TIMEOUT_S
 
@@ -75,7 +75,7 @@ class Server:
 
 
 def server_options(command: Command) -> Command:
-    """All of them, for SplitServe's own gRPC; the command gets them as one `server`, a Server."""
+    """Add all options of a gRPC server; the command gets them as one `server`, a Server."""
 
     @functools.wraps(command)
     def asking(*, server: str, api_key: str | None, tls_ca: str, tls_cert: str, tls_key: str, **others: Any) -> Any:
@@ -87,12 +87,12 @@ def server_options(command: Command) -> Command:
         show_envvar=True,
         default="localhost:50051",
         show_default=True,
-        help="HOST:PORT to ask, or https://HOST:PORT.",
+        help="HOST:PORT of the server, or https://HOST:PORT.",
     )(api_key_option(tls_options(asking)))
 
 
 def operator_options(command: Command) -> Command:
-    """The same for what an operator asks: an admin key takes the place of the API key."""
+    """Add the options for operator commands: an admin key replaces the API key."""
 
     @functools.wraps(command)
     def asking(*, server: Server, admin_key: str | None, **others: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`splitserve status`."""
+"""Define `splitserve status`."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ LEAST_WATCH_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a server says of itself at one time. `status --json` prints it as it is: its keys are kept."""
+    """State of a server at one time. `status --json` prints it unchanged, so its keys are stable."""
 
     model: ModelInfo
     server: ServerInfo
@@ -43,7 +43,7 @@ Show = Callable[[Snapshot | ClientError], None]
 
 @click.command()
 @server_options
-@click.option("--json", "as_json", is_flag=True, help="One JSON object: model, server and loads, as on the wire.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: model, server and loads, as in protobuf.")
 @click.option(
     "--watch",
     "every_s",
@@ -51,7 +51,7 @@ Show = Callable[[Snapshot | ClientError], None]
     flag_value=WATCH_S,
     type=click.FloatRange(min=LEAST_WATCH_S),
     metavar="[SECONDS]",
-    help=f"Show it again every so many seconds, {WATCH_S:g} unless told otherwise, until Ctrl-C.",
+    help=f"Repeat every SECONDS, {WATCH_S:g} by default, until Ctrl-C.",
 )
 def status(server: Server, as_json: bool, every_s: float | None) -> None:
     """Show the model, the nodes of a cluster and their load."""
@@ -63,7 +63,7 @@ def status(server: Server, as_json: bool, every_s: float | None) -> None:
                 time.sleep(every_s)
                 try:
                     show(_ask(client))
-                except ClientError as error:  # it may come back
+                except ClientError as error:  # the server may come back
                     show(error)
 
 

@@ -1,4 +1,4 @@
-"""What the commands show: answers on stdout, everything around them on stderr."""
+"""Write to the terminal: generated text to stdout, everything else to stderr."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ BAR_WIDTH: Final = 60
 FILE_WIDTH: Final = 160
 SLOW_HEARTBEAT_S: Final = 2.0
 
-# Phase, the timeline's field, and its part of the bar with and without colours.
+# Phase, field of the timeline, and its mark in the bar without and with colors.
 PHASES: Final = (
     ("prefill queue", "prefill_queue_s", "·", "magenta"),
     ("prefill", "prefill_s", "█", "blue"),
@@ -47,13 +47,13 @@ stderr: Final = Console(stderr=True, highlight=False)
 
 
 def report(line: str) -> None:
-    """One line of progress or news."""
+    """Print a line of progress or news."""
     stderr.print(escape(line), soft_wrap=True)
 
 
 @contextmanager
 def waiting(text: str) -> Iterator[Callable[[str], None]]:
-    """A spinner beside a text that may change; without a terminal, a line for each change."""
+    """Show a spinner with a text that may change; without a terminal, a line for each change."""
     if stderr.is_terminal:
         with stderr.status(escape(text)) as status:
             yield lambda text: status.update(escape(text))
@@ -72,8 +72,7 @@ def waiting(text: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def counting(text: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar of how many are done of how many, beside a text that may change; without a terminal, a line for each change
-    of the text."""
+    """Show a progress bar with a text that may change; without a terminal, a line for each change of the text."""
     if not stderr.is_terminal:
         with waiting(text) as show:
             yield lambda done, total, text: show(text)
@@ -86,8 +85,7 @@ def counting(text: str) -> Iterator[Callable[[int, int, str], None]]:
 
 @contextmanager
 def shown(*, is_live: bool, is_full: bool = False) -> Iterator[Callable[[RenderableType], None]]:
-    """Shows views one in the place of the other on a terminal, the whole of it with `is_full`; else, and where there is
-    no terminal, one below the other."""
+    """Show views in place on a live terminal, on the full screen with `is_full`; otherwise one below the other."""
     if is_live and stdout.is_terminal:
         with Live(console=stdout, auto_refresh=False, screen=is_full) as live:
             yield lambda view: live.update(view, refresh=True)
@@ -96,7 +94,7 @@ def shown(*, is_live: bool, is_full: bool = False) -> Iterator[Callable[[Rendera
 
 
 def timeline_view(completion: Completion) -> Group:
-    """Where a request's time went: a table of its phases, and one bar in proportion."""
+    """Return where a request's time went: a table of its phases, and a proportional bar."""
     timeline = completion.timeline
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("phase")
@@ -112,7 +110,7 @@ def timeline_view(completion: Completion) -> Group:
 
 
 def status_view(model: ModelInfo, server: ServerInfo, loads: Loads) -> Group:
-    """A line about the cluster, a table of its nodes, one of their KV caches, and one of how limits are kept."""
+    """Return a summary of the cluster, and tables of its nodes, their KV caches and SLO attainment."""
     requests = "request" if loads.num_live_requests == 1 else "requests"
     line = (
         f"[bold]{escape(model.served_model_name)}[/] ({escape(model.architecture)}, context of {model.max_model_len} "
@@ -130,7 +128,7 @@ def status_view(model: ModelInfo, server: ServerInfo, loads: Loads) -> Group:
 
 
 def _kinds(server: ServerInfo) -> list[Text]:
-    """Which nodes are of which kind, if answers may differ in bits between them; else nothing."""
+    """Return the nodes by kind if outputs may differ in bits between them; else nothing."""
     kinds: dict[frozenset[tuple[str, str]], list[str]] = {}
     for node in server.nodes:
         if node.traits:
@@ -142,7 +140,7 @@ def _kinds(server: ServerInfo) -> list[Text]:
 
 
 def _troubles(nodes: list[NodeLoad]) -> list[Text]:
-    """Return a line for each node that comes and goes, or whose heartbeats come late."""
+    """Return a line for each node that was lost repeatedly, or whose heartbeats are late."""
     lines = []
     for load in nodes:
         if load.num_losses >= MIN_FLAPS:
@@ -154,7 +152,7 @@ def _troubles(nodes: list[NodeLoad]) -> list[Text]:
 
 
 def _node_table(nodes: list[NodeLoad], server: ServerInfo) -> Table:
-    """What each node does, and the memory of its ranks when there are several."""
+    """Return the table of nodes, with the memory of their ranks when there are several."""
     numbers = ("running", "waiting", "step ms", "prefill tok/s", "TP", "MiB")
     table = plain_table("node", "role", "state", numbers=numbers)
     table.add_column("shape")
@@ -186,8 +184,8 @@ def _node_row(load: NodeLoad, info: NodeInfo | None) -> tuple[str, ...]:
 
 
 def _ranks_text(engine: Mapping[str, str]) -> str:
-    """The ranks of a stage, and the stages where there are several; SP where ranks divide prompts by tokens (sequence
-    parallelism). Empty for a node that does not tell."""
+    """Return the ranks of a stage, the number of stages if several, and SP for sequence parallelism; empty if
+    unknown."""
     keys = ("tp_size", "pp_size", "sequence_parallel_min_tokens")
     tp_size, pp_size, min_tokens = (escape(engine.get(key, "")) for key in keys)
     parts = [tp_size] if tp_size else []
@@ -199,8 +197,11 @@ def _ranks_text(engine: Mapping[str, str]) -> str:
 
 
 def _cache_table(nodes: list[NodeLoad]) -> Table:
-    """What became of each node's KV. Cached blocks are free ones that may be reused; the share is that of the prompt
-    tokens whose KV was there already; what failed are transfers."""
+    """Return the table of KV caches.
+
+    Cached blocks are free blocks that may be reused; the share is the prefix cache hit rate; failed counts KV
+    transfers.
+    """
     numbers = ("blocks used", "blocks cached", "tokens cached", "KV moved", "failed")
     table = plain_table("node", numbers=numbers)
     for load in nodes:
@@ -217,7 +218,7 @@ def _cache_table(nodes: list[NodeLoad]) -> Table:
 
 
 def _class_table(classes: Sequence[SloClassLoad]) -> Table:
-    """How many answers kept their limits, by the class of their requests."""
+    """Return the table of SLO attainment by class."""
     table = plain_table("class", "limits", numbers=("answers", "in time", "TTFT kept", "TPOT kept"))
     for each in classes:
         shares = [
@@ -229,7 +230,7 @@ def _class_table(classes: Sequence[SloClassLoad]) -> Table:
 
 
 def shape_text(shape: Shape) -> str:
-    """What a node does: most prompt tokens in a step, and most answers at a time."""
+    """Return a node's limits: prompt tokens a step, and running slots."""
     parts = [f"{shape.prompt_tokens} tokens"] if shape.reads else []
     if shape.writes:
         parts.append(f"{shape.slots} slots" + ("" if shape.takes_handovers else ", no hand-overs"))
@@ -237,7 +238,7 @@ def shape_text(shape: Shape) -> str:
 
 
 def plain_table(*words: str, numbers: tuple[str, ...] = (), gap: int = 2) -> Table:
-    """An empty table: columns of words, then columns of numbers, so many characters apart."""
+    """Return an empty table: columns of words, then columns of numbers, `gap` characters apart."""
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim")
     for title in words:
         table.add_column(title)
@@ -247,7 +248,7 @@ def plain_table(*words: str, numbers: tuple[str, ...] = (), gap: int = 2) -> Tab
 
 
 def duration_of(seconds: float) -> str:
-    """The time in its two largest units: 45 s, 3 min 20 s, 2 h 5 min, 4 d 1 h."""
+    """Return a time in its two largest units: 45 s, 3 min 20 s, 2 h 5 min, 4 d 1 h."""
     for unit, unit_s, part, part_s in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if seconds >= unit_s:
             return f"{seconds // unit_s:.0f} {unit} {seconds % unit_s // part_s:.0f} {part}"
@@ -255,7 +256,7 @@ def duration_of(seconds: float) -> str:
 
 
 def _savings(completion: Completion) -> list[str]:
-    """A line about cached tokens, KV that travelled, candidates and moves, or nothing when there was none of them."""
+    """Return a line about cached tokens, KV transfers, draft tokens and migrations, or nothing without any."""
     parts, timeline = [], completion.timeline
     if completion.cached_tokens:
         parts.append(f"{completion.prompt_tokens} prompt tokens, {completion.cached_tokens} of them cached")
@@ -272,7 +273,7 @@ def _savings(completion: Completion) -> list[str]:
 
 
 def _limits(completion: Completion) -> list[str]:
-    """A line about the limits, or nothing where there was none."""
+    """Return a line about the SLO, or nothing without one."""
     attainment = completion.attainment
     if attainment is None:
         return []
@@ -292,7 +293,7 @@ def _where(timeline: Timeline, field: str) -> str:
         return escape(timeline.prefill_node)
     if field.startswith("decode"):
         return escape(timeline.decode_node)
-    if timeline.prefill_node == timeline.decode_node:  # which computed the prompt itself
+    if timeline.prefill_node == timeline.decode_node:  # a node that computed the prompt itself
         return escape(timeline.decode_node)
     return escape(f"{timeline.prefill_node} → {timeline.decode_node}")
 

@@ -1,4 +1,4 @@
-"""`splitserve top`."""
+"""Define `splitserve top`."""
 
 import os
 import select
@@ -21,12 +21,12 @@ from splitserve.commands.terminal import shown, stdout
 
 EVERY_S: Final = 1.0
 MAX_BYTES: Final = 1024  # of keys, read at once
-STEPS: Final = {"\x1b[A": -1, "\x1b[B": 1, "\x1b[5~": -10, "\x1b[6~": 10}  # what arrows and page keys send
+STEPS: Final = {"\x1b[A": -1, "\x1b[B": 1, "\x1b[5~": -10, "\x1b[6~": 10}  # sequences of the arrow and page keys
 
 
 @click.command()
 @operator_options
-@click.option("--once", is_flag=True, help="Show it once, and end.")
+@click.option("--once", is_flag=True, help="Show one overview and exit.")
 @click.option(
     "--every",
     "every_s",
@@ -34,12 +34,13 @@ STEPS: Final = {"\x1b[A": -1, "\x1b[B": 1, "\x1b[5~": -10, "\x1b[6~": 10}  # wha
     show_default=True,
     type=click.FloatRange(min=LEAST_WATCH_S),
     metavar="SECONDS",
-    help="Time from one look to the next.",
+    help="Seconds between two updates.",
 )
 def top(server: Server, once: bool, every_s: float) -> None:
-    """Show what is going on, live: nodes and their shapes, queues, KV cache, rates, times against limits.
+    """Show nodes, queues, KV cache usage, rates and SLO attainment, live.
 
-    q or Ctrl-C ends it. Where the screen is too low for all nodes, arrows and page keys show others."""
+    q or Ctrl-C exits. When the screen is too low for all nodes, arrow and page keys scroll.
+    """
     scroll = Scroll()
     with server.client(TIMEOUT_S) as client:
         first = client.overview()
@@ -56,17 +57,20 @@ def top(server: Server, once: bool, every_s: float) -> None:
 def _view(client: Client, scroll: Scroll) -> RenderableType:
     try:
         return OverviewView(client.overview(), scroll)
-    except ClientError as error:  # it may come back
+    except ClientError as error:  # the server may come back
         return Text(f"Error: {error}")
 
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Gives what waits so many seconds for keys: what they send, "" where none was pressed or there is no keyboard."""
+    """Yield a function that waits a number of seconds for keys.
+
+    The function returns the keys' characters, or "" when none was pressed or there is no keyboard.
+    """
     if not sys.stdin.isatty():
         yield _no_key
         return
-    import termios  # nor is it everywhere
+    import termios  # not available on every system
     import tty
 
     keyboard = sys.stdin.fileno()

@@ -1,4 +1,4 @@
-"""SPLITSERVE_* variables of the environment that nothing reads: named, as a mistyped one would be silence."""
+"""Warn of SPLITSERVE_* environment variables that nothing reads, such as a mistyped one."""
 
 import difflib
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ from typing import Any, Final
 from serving_core.flags import FILE, NO_FLAGS, fields_of, secrets_of
 from serving_core.renamed import ENV_PREFIX
 
-SERVER: Final = "SPLITSERVE_SERVER"  # of the commands that ask a server; all others are flags
+SERVER: Final = "SPLITSERVE_SERVER"  # for commands that call a server; all other variables belong to flags
 
 
 def unknown_variables(environment: Mapping[str, str]) -> str:
-    """One line with the variables that no command knows, and what they may have meant; empty without any."""
+    """Return one line with the unknown variables and the likely correct names; empty without any."""
     ours = [name for name in environment if name.startswith(ENV_PREFIX)]
     known = known_variables() if ours else frozenset()
     unknown = sorted(set(ours) - known)
@@ -21,10 +21,10 @@ def unknown_variables(environment: Mapping[str, str]) -> str:
 
 
 def known_variables() -> frozenset[str]:
-    """Every variable that some command or process reads."""
+    """Return every variable that some command or process reads."""
     from splitserve.launch.cluster import (
         ROOMS,
-        ClusterSettings,  # here, as it takes its time and most environments have none of ours
+        ClusterSettings,  # imported here, since the import is slow and seldom needed
     )
 
     settings_classes: list[type[Any]] = [ClusterSettings, *(room.settings_class for room in ROOMS)]

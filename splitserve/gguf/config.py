@@ -1,6 +1,6 @@
-"""config.json and generation_config.json from what a GGUF file says of its model.
+"""Build config.json and generation_config.json from the metadata of a GGUF file.
 
-Only what is understood is served: a key of the architecture's own that is not known here is refused, never ignored.
+An unknown key of the architecture is refused, never ignored.
 """
 
 import struct
@@ -13,7 +13,7 @@ from serving_core.gguf_header import ROPE_FACTORS, GgufModel
 from serving_core.json_fields import JsonFields
 from splitserve.gguf import experts, gemma
 
-ARCHITECTURES: Final = {  # Mistral's models are called llama, too, and so is Mixtral
+ARCHITECTURES: Final = {  # Mistral and Mixtral models are named llama too
     "gemma": ("GemmaForCausalLM", "gemma"),
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
@@ -46,17 +46,17 @@ USED: Final = {
     "rope.scaling.yarn_beta_slow",
 }
 OF_NO_USE: Final = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
-NEUTRAL: Final = {  # served where they say this
+NEUTRAL: Final = {  # supported with this value only
     "attention.causal": True,
-    "expert_gating_func": 1,  # a softmax
+    "expert_gating_func": 1,  # softmax
     "expert_weights_scale": 1.0,
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
 }
 POOLING: Final = "pooling_type"
-POOLINGS: Final = {1: "mean_tokens", 3: "lasttoken"}  # llama.cpp's numbers of what sentence-transformers calls so
-ENDINGS: Final = ("eos", "eot", "eom")  # of a text, a turn, a message to a tool
+POOLINGS: Final = {1: "mean_tokens", 3: "lasttoken"}  # llama.cpp's numbers for the names of sentence-transformers
+ENDINGS: Final = ("eos", "eot", "eom")  # end of a text, a turn, a message to a tool
 MORE_ENDINGS: Final = (
     "<|eot_id|>",
     "<|eom_id|>",
@@ -68,7 +68,7 @@ MORE_ENDINGS: Final = (
     "<end_of_utterance>",
     "<EOT>",
     "_<EOT>",
-)  # end an answer whether or not the file says so, as in llama.cpp, but for those that may be text, such as </s>
+)  # end an output even if the file does not say so, as in llama.cpp, except those that may be text, such as </s>
 SAMPLING: Final = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -79,7 +79,7 @@ SAMPLING: Final = {
 
 
 def config_of(model: GgufModel, where: str) -> dict[str, Any]:
-    """What config.json says of this model. Raises ModelError for one that cannot be served; `where` names the file."""
+    """Return the contents of config.json. Raises ModelError for an unsupported model; `where` names the file."""
     name = JsonFields(model.metadata, where).text("general.architecture")
     if name not in ARCHITECTURES:
         raise ModelError(f"{where} has architecture {name!r:.80}; supported are {', '.join(ARCHITECTURES)}")
@@ -121,8 +121,10 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
 
 
 def generation_config_of(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What generation_config.json says: where an answer begins and ends, and how to sample if the file says that. To be
-    asked of a file whose tokens were read."""
+    """Return the contents of generation_config.json: begin and end tokens, and sampling defaults from the file.
+
+    Requires a file whose tokens have been read.
+    """
     fields = JsonFields(dict(metadata), where)
     sampling = {ours: fields.number(key, minimum=-1.0) for key, ours in SAMPLING.items() if key in fields}
     if "top_k" in sampling:
@@ -138,8 +140,10 @@ def generation_config_of(metadata: Mapping[str, Any], where: str) -> dict[str, A
 
 
 def modules_of(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What modules.json and the file of its pooling say, of a model that makes embeddings; nothing of any other. To be
-    asked of a file whose config was read. As llama.cpp's, its embeddings have length 1."""
+    """Return modules.json and the pooling config of an embedding model; empty for any other model.
+
+    Requires a file whose config has been read. As in llama.cpp, embeddings have length 1.
+    """
     name = JsonFields(dict(metadata), where).text("general.architecture")
     kind = metadata.get(f"{name}.{POOLING}", 0)
     if not kind:
@@ -180,7 +184,7 @@ def _vocab_size(model: GgufModel, where: str) -> int:
 
 
 def _rope_factors(model: GgufModel, head_dim: int) -> list[float]:
-    """By how much each frequency is divided: what llama.cpp stores in place of the parameters of Llama 3's rope."""
+    """Return the divisors of the frequencies, which llama.cpp stores instead of the parameters of Llama 3's rope."""
     if (tensor := model.tensors.get(ROPE_FACTORS)) is None:
         return []
     if tensor.shape != (head_dim // 2,) or tensor.type.name != "F32":
@@ -193,7 +197,7 @@ def _rope(fields: JsonFields, factors: list[float]) -> dict[str, Any]:
     theta = fields.positive("rope.freq_base", 10_000.0)
     is_scaled = "rope.scaling.factor" in fields or "rope.scale_linear" in fields
     kind = fields.text("rope.scaling.type", "linear" if is_scaled else "none")
-    if kind == "none" and factors:  # both lists alike: they hold for texts of any length
+    if kind == "none" and factors:  # equal lists: they apply to texts of any length
         return {
             "rope_type": "longrope",
             "rope_theta": theta,

@@ -1,7 +1,7 @@
-"""What config.json says of mixtures of experts, from a GGUF file's metadata; and whether all experts are there.
+"""Build the config of mixture-of-experts models from GGUF metadata, and check that all experts are present.
 
-Whether the weights of the experts that a token takes sum up to 1 is not in most files: llama.cpp knows it by the
-architecture, and so do we.
+Whether the weights of a token's experts are normalized to sum 1 is missing in most files; as in llama.cpp, it is known
+by the architecture.
 """
 
 from collections.abc import Mapping
@@ -18,21 +18,23 @@ SIZE, SHARED_SIZE = "expert_feed_forward_length", "expert_shared_feed_forward_le
 IS_NORMALIZED: Final = "expert_weights_norm"
 NORMALIZES: Final = {"llama": True, "olmoe": False, "qwen2moe": False, "qwen3moe": True}
 USED: Final = frozenset({EXPERT_COUNT, CHOSEN, SIZE, IS_NORMALIZED})
-MIXTRAL: Final = ("MixtralForCausalLM", "mixtral")  # is a llama with experts
-MOST_EXPERT_TENSORS: Final = 2**18  # of a model, one for each expert and projection
+MIXTRAL: Final = ("MixtralForCausalLM", "mixtral")  # a llama with experts
+MOST_EXPERT_TENSORS: Final = 2**18  # of a model; one for each expert and projection
 PROJECTIONS: Final = ("gate", "up", "down")
 
 
 def used_of(name: str, own: Mapping[str, Any]) -> frozenset[str]:
-    """The keys that say what the experts of an architecture are; none where there are no experts."""
+    """Return the keys that describe the experts of an architecture; empty without experts."""
     if name not in NORMALIZES or (name == "llama" and not own.get(EXPERT_COUNT)):
         return frozenset()
     return USED | {SHARED_SIZE} if name == "qwen2moe" else USED
 
 
 def experts_config(name: str, fields: JsonFields, tensors: Mapping[str, GgufTensor], where: str) -> dict[str, Any]:
-    """Of the architecture of that name. Raises ModelError, also where a tensor of experts is missing or has another
-    shape than the file says."""
+    """Return the expert part of config.json for an architecture.
+
+    Raises ModelError, also when an expert tensor is missing or its shape does not match the metadata.
+    """
     num_experts, num_chosen = fields.integer(EXPERT_COUNT), fields.integer(CHOSEN)
     if num_experts > MOST_EXPERTS:
         raise fields.error(EXPERT_COUNT, f"at most {MOST_EXPERTS}")
@@ -57,8 +59,8 @@ def experts_config(name: str, fields: JsonFields, tensors: Mapping[str, GgufTens
 
 
 def _size(name: str, fields: JsonFields, num_chosen: int) -> int:
-    """Neurons of an expert."""
-    if name.startswith("qwen"):  # the oldest files say how many those that a token takes have together
+    """Return the intermediate size of an expert."""
+    if name.startswith("qwen"):  # the oldest files have the total size of a token's experts
         return fields.integer(SIZE) if SIZE in fields else max(1, fields.integer("feed_forward_length") // num_chosen)
     size = fields.integer("feed_forward_length")
     if fields.integer(SIZE, size) != size:
@@ -69,7 +71,7 @@ def _size(name: str, fields: JsonFields, num_chosen: int) -> int:
 def _check_tensors(
     tensors: Mapping[str, GgufTensor], fields: JsonFields, num_experts: int, size: int, where: str
 ) -> None:
-    """So that what is built for all experts is no more than the file has."""
+    """Check that the file has all expert tensors, so that nothing larger than the file is built."""
     num_layers, hidden_size = fields.integer("block_count"), fields.integer("embedding_length")
     num_stacked = sum(f"{STACKED}." in name for name in tensors)
     count = num_experts * max(num_stacked, num_layers * len(PROJECTIONS))
@@ -82,7 +84,7 @@ def _check_tensors(
             shape: tuple[int, ...] = (hidden_size, size) if projection == "down" else (size, hidden_size)
             name = f"blk.{layer}.ffn_{projection}"
             wanted = {f"{name}{STACKED}.weight": (num_experts, *shape)}
-            if f"{name}.0.weight" in tensors:  # files of Mixtral from before experts were stacked
+            if f"{name}.0.weight" in tensors:  # Mixtral files from before experts were stacked
                 wanted = {f"{name}.{expert}.weight": shape for expert in range(num_experts)}
             for tensor_name, its_shape in wanted.items():
                 if (tensor := tensors.get(tensor_name)) is None:

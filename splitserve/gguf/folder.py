@@ -1,4 +1,4 @@
-"""A model folder of a GGUF file: config, tokenizer and defaults out of its header, and a link to each of its parts."""
+"""Create the model folder of a GGUF file: config, tokenizer and defaults from its header, and links to its parts."""
 
 import hashlib
 import json
@@ -16,16 +16,16 @@ from serving_core.model_config import NATIVE, read_model_config
 from splitserve.gguf.config import config_of, generation_config_of, modules_of
 from splitserve.gguf.tokenizer import tokenizer_config_of, tokenizer_of
 
-VERSION: Final = 4  # of what is made of a header; another one does not find the folders of this one
-NAME_CHARS: Final = 32  # of a digest, as a folder's name
+VERSION: Final = 4  # of the derived files; a change invalidates existing folders
+NAME_CHARS: Final = 32  # of a digest, in the folder's name
 
 
 def gguf_folder(file: Path, root: Path, defaults: Mapping[str, Any] | None = None) -> Path:
-    """The model folder of a GGUF file below `root`, made where it is not there yet; `defaults` go into its
-    generation_config.json. Raises ModelError for a file that cannot be served.
+    """Return the model folder of a GGUF file below `root`, and create it if necessary.
 
-    It is found by where the files are and by all bytes that it is made of: the whole headers. So a file that was
-    replaced by another gets another folder, though size and time may be the same. The weights stay in the files.
+    `defaults` are added to its generation_config.json. The folder's name depends on the paths of the files and all
+    bytes of their headers, so a replaced file gets another folder, even with the same size and time. Weights stay in
+    the files. Raises ModelError for an unsupported file.
     """
     name, parts, defaults = file.name, parts_of(file), defaults or {}
     files = [part.resolve() for part in parts]
@@ -45,7 +45,7 @@ def gguf_folder(file: Path, root: Path, defaults: Mapping[str, Any] | None = Non
                 (made / file_name).write_text(content, encoding="utf-8")
             for part, target in enumerate(files):
                 (made / link_name(part)).symlink_to(target)
-            read_model_config(made, NATIVE)  # refuses what cannot be served before it is kept
+            read_model_config(made, NATIVE)  # refuses an unsupported model before the folder is kept
             read_tokenizer(made)
             _move(made, folder)
     except OSError as error:
@@ -58,7 +58,7 @@ def _key(*facts: object) -> str:
 
 
 def _contents(model: GgufModel, name: str, defaults: Mapping[str, Any]) -> dict[str, str]:
-    """The files of the folder that are made of the headers."""
+    """Return the files of the folder that are derived from the headers."""
     config = config_of(model, name)
     tokenizer = tokenizer_of(model.metadata, name)
     objects = {
@@ -72,7 +72,7 @@ def _contents(model: GgufModel, name: str, defaults: Mapping[str, Any]) -> dict[
 
 
 def _move(made: Path, folder: Path) -> None:
-    """Lets another process be faster: what it has made is the same."""
+    """Move the folder to its place, unless another process has put an identical one there."""
     try:
         made.rename(folder)
     except OSError:

@@ -1,6 +1,6 @@
-"""What config.json says of Gemma alone, from a GGUF file's metadata.
+"""Build the Gemma-specific part of config.json from GGUF metadata.
 
-Some of it is not in the file: llama.cpp knows it by the architecture and the number of layers, and so do we.
+Some values are missing in the file; as in llama.cpp, they are known by the architecture and the number of layers.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ WINDOW: Final = "attention.sliding_window"
 PATTERN: Final = "attention.sliding_window_pattern"
 LOCAL_BASE: Final = "rope.freq_base_swa"
 SCORE_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
-USED: Final = {  # beside what other architectures say
+USED: Final = {  # in addition to the keys of all architectures
     "gemma": frozenset[str](),
     "gemma2": frozenset({SCORE_CAP, LOGIT_CAP, PATTERN}),
     "gemma3": frozenset({LOGIT_CAP, PATTERN, LOCAL_BASE}),
 }
 USUAL_PERIOD: Final = {"gemma2": 2, "gemma3": 6}  # the last layer of each period has no window
-LAYERS_OF_27B: Final = {"gemma2": 46, "gemma3": 62}  # the models in which scores are not scaled by the size of a head
+LAYERS_OF_27B: Final = {"gemma2": 46, "gemma3": 62}  # in these models, scores are not scaled by the size of a head
 
 
 def gemma_config(name: str, fields: JsonFields, rope: dict[str, Any]) -> dict[str, Any]:
-    """Of the architecture of that name, whose layers without a window have this rope. Raises ModelError."""
+    """Return the config of an architecture. `rope` applies to layers without a sliding window. Raises ModelError."""
     if name == "gemma":
         return {"rope_parameters": rope}
     num_layers, hidden_size = fields.integer("block_count"), fields.integer("embedding_length")
@@ -45,7 +45,7 @@ def gemma_config(name: str, fields: JsonFields, rope: dict[str, Any]) -> dict[st
 
 
 def _slides(name: str, fields: JsonFields, num_layers: int) -> list[bool]:
-    """Which layers have a window: by a list, or by a period."""
+    """Return which layers have a sliding window, from a list or a period."""
     said = fields.raw(PATTERN)
     if isinstance(said, Sequence) and not isinstance(said, str):
         if len(said) != num_layers or not all(each in (0, 1) for each in said):

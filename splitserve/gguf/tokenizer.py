@@ -1,7 +1,7 @@
-"""tokenizer.json and tokenizer_config.json from what a GGUF file says of its tokenizer.
+"""Build tokenizer.json and tokenizer_config.json from the metadata of a GGUF file.
 
-A file names the kind of its tokenizer and, for byte-level ones, how text is split before pairs are merged. What the
-names stand for is not in the file: those that are not known here are refused, as tokens would come out wrong.
+A file names the kind of its tokenizer and, for byte-level ones, how text is split before merging. The names' meaning is
+not in the file: an unknown name is refused, since tokens would be wrong.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from serving_core.json_fields import JsonFields
 MOST_TOKENS: Final = 2**20
 MOST_TOKEN_CHARS: Final = 1024
 MOST_VOCABULARY_CHARS: Final = 2**24
-CONTROL, USER_DEFINED = 3, 4  # as types of tokens; the others need nothing
-SPACE: Final = "\u2581"  # SentencePiece writes a space so
+CONTROL, USER_DEFINED = 3, 4  # token types; other types need no handling
+SPACE: Final = "\u2581"  # SentencePiece's space
 ROLES: Final = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -34,12 +34,12 @@ _TEKKEN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How byte-level tokenizers of one name split text: by a pattern, or as GPT-2 does."""
+    """How a byte-level tokenizer splits text: by a pattern, or as GPT-2 does."""
 
     pattern: str = ""
     digits_alone: bool = False
-    composes: bool = False  # characters and their accents to one (NFC)
-    takes_whole_words: bool = False  # a word that is a token is not built up by merges
+    composes: bool = False  # NFC normalization
+    takes_whole_words: bool = False  # a word that is a token is not built by merges
     adds_bos: bool = False  # where the file does not say
 
 
@@ -57,8 +57,10 @@ SPLITTINGS: Final = {
 
 
 def tokenizer_of(metadata: Mapping[str, Any], where: str) -> Tokenizer:
-    """The tokenizer that a GGUF file describes. Raises ModelError for a kind that is not known and for one that is
-    broken; `where` names the file."""
+    """Return the tokenizer that a GGUF file describes.
+
+    Raises ModelError for an unknown kind or invalid metadata; `where` names the file.
+    """
     fields = JsonFields({key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}, where)
     tokens, kind = _tokens(fields), fields.text("model")
     try:
@@ -79,7 +81,7 @@ def tokenizer_of(metadata: Mapping[str, Any], where: str) -> Tokenizer:
 
 
 def tokenizer_config_of(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What tokenizer_config.json says: the chat template and the texts of the tokens that it may use."""
+    """Return the contents of tokenizer_config.json: the chat template and the tokens that it may use."""
     fields = JsonFields({key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}, where)
     tokens = _tokens(fields)
     named = {name: _token_id(fields, role, tokens) for role, name in ROLES.items()}
@@ -105,7 +107,7 @@ def _tokens(fields: JsonFields) -> list[str]:
 
 def _texts(fields: JsonFields, name: str) -> list[str]:
     values = fields.raw(name)
-    if not isinstance(values, list):  # of the arrays in a header only those of texts are lists
+    if not isinstance(values, list):  # text arrays are the only lists in a header
         raise fields.error(name, "a list of texts")
     return values
 
@@ -176,7 +178,7 @@ def _sentencepiece(tokens: Sequence[str], fields: JsonFields) -> Tokenizer:
 
 
 def _merges_by_score(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The pairs whose join is a token, the one with the highest score first: SentencePiece merges so."""
+    """Return the merges, ordered by score, highest first, as SentencePiece merges."""
     pairs = [
         (-scores[token_id], vocabulary[token[:cut]], vocabulary[token[cut:]], token[:cut], token[cut:])
         for token, token_id in vocabulary.items()
@@ -187,7 +189,7 @@ def _merges_by_score(vocabulary: Mapping[str, int], scores: Sequence[float]) -> 
 
 
 def _add_whole_tokens(tokenizer: Tokenizer, tokens: Sequence[str], fields: JsonFields) -> None:
-    """Those that text is never cut within."""
+    """Add the tokens within which text is never split."""
     types = _numbers(fields, "token_type", len(tokens))
     of_type = {
         wanted: [token for token, kind in zip(tokens, types, strict=True) if kind == wanted]
@@ -198,7 +200,7 @@ def _add_whole_tokens(tokenizer: Tokenizer, tokens: Sequence[str], fields: JsonF
 
 
 def _add_ends(tokenizer: Tokenizer, tokens: Sequence[str], fields: JsonFields, adds_bos: bool) -> None:
-    """The tokens that go before and after every text."""
+    """Add the tokens before and after every text."""
     adds = {"bos": fields.boolean("add_bos_token", adds_bos), "eos": fields.boolean("add_eos_token", False)}
     ids = {role: _token_id(fields, role, tokens) for role in adds if adds[role]}
     special = [

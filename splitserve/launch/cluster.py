@@ -1,4 +1,4 @@
-"""A cluster as a plan: which processes, with which settings and command lines. Pure; the launcher carries it out."""
+"""Plan a cluster: its processes, their settings and command lines. Performs no I/O; the launcher executes the plan."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ from serving_core.socket_folder import fits
 from serving_node.settings import PACKAGES, NodeSettings
 from splitserve.launch.models import LocalModel
 
-# Flags of nodes whose values are paths, beside MODEL and those of adapters.
+# Flags of nodes whose values are paths, besides MODEL and adapters.
 PATHS: Final = {"speculative_model", "tls_cert", "tls_key", "tls_ca", "kv_disk_path", "weights_disk_path"}
 
 Settings = CoordinatorSettings | NodeSettings
@@ -27,7 +27,7 @@ Settings = CoordinatorSettings | NodeSettings
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A role: its package and what a process of it can be told."""
+    """A role: its package and the settings of its processes."""
 
     role: str
     package: str
@@ -40,17 +40,17 @@ ROOMS: Final = (COORDINATOR, PREFILL, DECODE, BOTH)
 
 
 def command_of(room: Room, settings: Any) -> list[str]:
-    """The argv that starts a process of this room with these settings."""
+    """Return the command line that starts a process of this room with these settings."""
     return [sys.executable, "-m", room.package, *to_argv(settings)]
 
 
 def flat(settings: Any) -> dict[str, Any]:
-    """Every flag's value by name, nested settings flattened."""
+    """Return every flag's value by name, with nested settings flattened."""
     return dict(_flat_items(settings))
 
 
 def in_full(settings: Any) -> dict[str, Any]:
-    """The same for a node that runs in another folder, be it on another host with the same files."""
+    """Return the flags for a node that runs in another folder, possibly on another host with the same files."""
     values = flat(settings)
     adapters = (each.partition("=") for each in values["lora"])
     values["lora"] = tuple(f"{name}{sign}{full_path(folder)}" for name, sign, folder in adapters)
@@ -58,13 +58,13 @@ def in_full(settings: Any) -> dict[str, Any]:
 
 
 def full_path(text: str) -> str:
-    """A path of this machine in full; all else as it was given."""
+    """Return an existing path in absolute form; any other text unchanged."""
     path = Path(text).expanduser()
     return str(path.resolve()) if text and path.exists() else text
 
 
 def replaced(settings: Any, **changes: Any) -> Any:
-    """The same settings with other values for these flags."""
+    """Return the settings with other values for these flags."""
     return build(type(settings), {**flat(settings), **changes})
 
 
@@ -78,54 +78,58 @@ def _flat_items(settings: Any) -> Iterator[tuple[str, Any]]:
 
 
 LOOPBACK: Final = "127.0.0.1"
-FOR_THE_FLEET: Final = ("tls_cert", "tls_key")  # with a CA alone: else nodes speak to the coordinator as without TLS
+FOR_THE_FLEET: Final = ("tls_cert", "tls_key")  # only with a CA: else nodes connect without TLS
 NO_HTTP: Final = -1  # as an http_port
-LONGEST_NAME: Final = "prefill-63.4095"  # of a socket: of the last rank of the last node
-LOCAL_RAY: Final = "auto"  # as the address of a Ray cluster: the one that this machine is part of
+LONGEST_NAME: Final = "prefill-63.4095"  # of a socket: the last rank of the last node
+LOCAL_RAY: Final = "auto"  # address of a Ray cluster: the cluster that this machine is part of
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """What `splitserve up` decides itself; everything else it passes on to the processes."""
+    """Settings of `splitserve up` itself; all other flags are passed to the processes."""
 
-    model: str = flag(
-        "", "Folder, GGUF file or hub id of the model; without one the demo model serves.", positional=True
-    )
+    model: str = flag("", "Folder, GGUF file or hub id of the model; default: the demo model.", positional=True)
     prefill: int | None = flag(None, "Number of prefill nodes: 1, or none beside --both.", minimum=0, maximum=64)
     decode: int | None = flag(
         None, "Number of decode nodes: 1, or none beside --both or for embeddings.", minimum=0, maximum=64
     )
-    both: int = flag(0, "Number of nodes that read prompts and write answers.", minimum=0, maximum=64)
-    prefill_tp: int = flag(1, "Ranks that compute each layer of a prefill node together.", minimum=1, maximum=64)
-    decode_tp: int = flag(1, "Ranks that compute each layer of a decode node together.", minimum=1, maximum=64)
-    both_tp: int = flag(1, "Ranks that compute each layer of a node that does both together.", minimum=1, maximum=64)
-    prefill_pp: int = flag(1, "Stages of each prefill node, of --prefill-tp ranks.", minimum=1, maximum=64)
-    decode_pp: int = flag(1, "Stages of each decode node, of --decode-tp ranks.", minimum=1, maximum=64)
-    both_pp: int = flag(1, "Stages of each node that does both, of --both-tp ranks.", minimum=1, maximum=64)
+    both: int = flag(0, "Number of nodes that prefill and decode.", minimum=0, maximum=64)
+    prefill_tp: int = flag(1, "Tensor-parallel ranks of each prefill node.", minimum=1, maximum=64)
+    decode_tp: int = flag(1, "Tensor-parallel ranks of each decode node.", minimum=1, maximum=64)
+    both_tp: int = flag(1, "Tensor-parallel ranks of each node that prefills and decodes.", minimum=1, maximum=64)
+    prefill_pp: int = flag(1, "Pipeline stages of each prefill node, of --prefill-tp ranks.", minimum=1, maximum=64)
+    decode_pp: int = flag(1, "Pipeline stages of each decode node, of --decode-tp ranks.", minimum=1, maximum=64)
+    both_pp: int = flag(
+        1, "Pipeline stages of each node that prefills and decodes, of --both-tp ranks.", minimum=1, maximum=64
+    )
     host: str = flag(LOOPBACK, "Address of the public gRPC port.")
     grpc_port: int = flag(50051, "Public gRPC port.", minimum=1, maximum=65535)
-    http_port: int = flag(8000, "OpenAI-compatible HTTP port; 0 takes a free one, -1 none.", minimum=-1, maximum=65535)
+    http_port: int = flag(
+        8000, "OpenAI-compatible HTTP port; 0 chooses a free one, -1 disables HTTP.", minimum=-1, maximum=65535
+    )
     log_dir: str = flag(
         "",
-        "Folder for the processes' logs; empty makes one below that for temporary files, where the latest runs' stay.",
+        "Folder for the processes' logs; empty creates one among the temporary files, where the latest stay.",
     )
     start_timeout_s: float = flag(300.0, "Seconds until every node must be ready.", minimum=1.0)
     drain_s: float = flag(10.0, "Seconds running requests get to finish when the cluster stops.", minimum=0.0)
     node_wait_s: float = flag(
         60.0,
-        "Seconds a request waits for a node that can take it, while there is none, as until one that died has started "
-        "again; 0 refuses it.",
+        "Seconds that a request waits while no node can take it, as until a dead node has restarted; 0 refuses the "
+        "request.",
         minimum=0.0,
     )
     ray: str = flag(
-        "", "Ray cluster whose hosts run the nodes: HOST:PORT, or nothing for the one of this machine.", bare=LOCAL_RAY
+        "", "Ray cluster whose hosts run the nodes: HOST:PORT, or no value for this machine's cluster.", bare=LOCAL_RAY
     )
     ray_cpus: int = flag(1, "CPUs that each rank takes on Ray.", minimum=1, maximum=1024)
 
 
 def num_nodes(settings: ClusterSettings, *, embeds: bool = False) -> dict[str, int]:
-    """How many nodes begin in each role; for a model that `embeds`, none has to write answers. Raises SettingsError
-    when nobody would read prompts, or write answers."""
+    """Return the number of nodes in each role; a model that `embeds` needs no decode node.
+
+    Raises SettingsError when no node would prefill, or decode.
+    """
     unless_given = 0 if settings.both else 1
     num_prefill = unless_given if settings.prefill is None else settings.prefill
     num_decode = (0 if embeds else unless_given) if settings.decode is None else settings.decode
@@ -143,15 +147,18 @@ class Process:
     role: str
     argv: tuple[str, ...]
     environment: Mapping[str, str]
-    settings: Any = None  # what argv and environment say
+    settings: Any = None  # the settings behind argv and environment
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What the machine gives a cluster: a free port, a folder for sockets, a secret, an id that no other cluster has,
-    the CPUs it may use, and the address at which nodes find the coordinator. Without a folder, or with one whose path
-    is too long for sockets, the host of each node says where KV arrives. Of several CUDA devices, by the names that
-    CUDA_VISIBLE_DEVICES takes, each rank gets one in turn; those that share one divide its memory."""
+    """Resources of a cluster: fleet port, socket folder, secret, unique id, CPUs, and the coordinator's address for
+    nodes.
+
+    Without a folder, or with a path too long for sockets, each node's host determines where it receives KV.
+    `cuda_devices` has names as in CUDA_VISIBLE_DEVICES: ranks get them in turn, and ranks on one device divide its
+    memory.
+    """
 
     fleet_port: int
     socket_dir: str
@@ -162,7 +169,7 @@ class Place:
     cuda_devices: tuple[str, ...] = ()
 
 
-# Flags of the processes that the plan sets itself.
+# Flags of the processes that the plan sets.
 PLANNED: Final = frozenset(
     {"model", "host", "fleet_host", "fleet_port", "fleet_secret", "coordinator", "name", "kv_bind", "cpus"}
     | {"tensor_parallel_size", "pipeline_parallel_size", "instance_id"}
@@ -171,7 +178,10 @@ PLANNED: Final = frozenset(
 
 
 def up_settings_class() -> type[Any]:
-    """ClusterSettings and every flag that can be passed on. One whose defaults differ by role stays unset: None."""
+    """Return a class with ClusterSettings and every flag that can be passed on.
+
+    A flag whose default differs by role is None by default.
+    """
     own = [(field.name, hint, _copied(field)) for field, hint in fields_of(ClusterSettings)]
     passed: dict[str, tuple[str, Any, Any]] = {}
     for field, hint in chain.from_iterable(fields_of(room.settings_class) for room in ROOMS):
@@ -190,9 +200,11 @@ def plan_cluster(
     *,
     embeds: bool = False,
 ) -> list[Process]:
-    """The processes in starting order, the coordinator first. `passed` are flags for whichever room knows them; None
-    leaves a flag unset, and what the plan sets itself is not overruled. `embeds`: whether the model makes embeddings.
-    Raises SettingsError."""
+    """Return the processes in starting order, the coordinator first.
+
+    `passed` are flags for each room that has them; None leaves a flag unset, and flags set by the plan are ignored.
+    `embeds` is whether the model makes embeddings. Raises SettingsError.
+    """
     given = {name: value for name, value in passed.items() if value is not None and name not in PLANNED}
     shared = {"model": str(model.folder), "drain_s": settings.drain_s, "fleet_secret": place.fleet_secret}
     front = {

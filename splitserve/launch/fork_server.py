@@ -1,9 +1,9 @@
 """Fork Python processes from a server that has already imported torch.
 
-Its import takes a node longer than all else that it does before it serves. The fork server does it once, beside what
-the launcher does meanwhile, and its children share that memory. It runs no second thread and opens no gRPC channel, so
-its forks are safe. A child runs its module as `python -m` does, with the environment, folder and streams that it is
-given. It dies with the server, which ends when the process that started it does.
+The import takes a node longer than the rest of its start. The fork server imports once, while the launcher does other
+work, and its children share that memory. The server has one thread and no gRPC channel, so its forks are safe. A child
+runs its module as `python -m` does, with the given environment, folder and streams. Children die with the server, and
+the server ends with the process that started it.
 """
 
 import errno
@@ -26,19 +26,19 @@ from typing import Any, Final, NoReturn
 from serving_core.child import die_with
 from serving_core.flags import without_flags
 
-MAX_ORDER_BYTES: Final = 128 * 1024  # of arguments and environment
+MAX_ORDER_BYTES: Final = 128 * 1024  # arguments and environment
 NUM_STREAMS: Final = 3  # stdin, stdout, stderr
 NODE_MODULES: Final = ("serving_node.process", "serving_node.serve", "serving_core.needs")
-FORCED_ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1"}  # of the server: NumPy would start threads
+FORCED_ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1"}  # for the server: NumPy would start threads
 PID_OR_CODE: Final = struct.Struct("i")
 """A child's process id, later its exit code, or minus the signal that killed it."""
 
 
 class ForkServer:
-    """A process that has imported `modules`, and forks children that run others."""
+    """A process that has imported `modules` and forks children that run other modules."""
 
     def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start the server with this environment; it imports while the caller goes on. Raises OSError."""
+        """Start the server with this environment; it imports in the background. Raises OSError."""
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._process = subprocess.Popen(
@@ -46,9 +46,9 @@ class ForkServer:
                 env={**env, **FORCED_ENVIRONMENT},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # a module that cannot be imported is reported by each child
+                stderr=subprocess.DEVNULL,  # each child reports a module that cannot be imported
                 pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C is for who started it
+                process_group=0,  # Ctrl-C is handled by the starting process
             )
         except BaseException:
             self._orders.close()
@@ -58,7 +58,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Return the server's process id."""
+        """The server's process id."""
         return self._process.pid
 
     def start(
@@ -70,10 +70,12 @@ class ForkServer:
         cwd: str = "",
         process_group: int | None = None,
     ) -> socket.socket:
-        """Fork a child that runs the module argv[0] with the other arguments on these three file descriptors. Return a
-        socket from which two `PID_OR_CODE` can be read: the process id at once, and the exit code. Its end without them
-        means that nothing could be forked, or that the server is gone, and the child with it. A socket that is closed
-        before the process id has come starts no child. Raises OSError."""
+        """Fork a child that runs the module argv[0] with the remaining arguments on these three file descriptors.
+
+        Returns a socket with two `PID_OR_CODE` values: the process id at once, later the exit code. If the socket ends
+        early, nothing could be forked, or the server and its children are gone. Closing the socket before the process
+        id has come starts no child. Raises OSError.
+        """
         order = {"argv": [*argv], "env": dict(env), "cwd": cwd or os.getcwd(), "process_group": process_group}
         data = json.dumps(order).encode()
         if len(data) > MAX_ORDER_BYTES:
@@ -91,19 +93,19 @@ class ForkServer:
         return numbers
 
     def stop(self) -> None:
-        """End the server and what is left of its children."""
+        """End the server and its remaining children."""
         self._orders.close()
-        self._process.kill()  # it may still import
+        self._process.kill()  # it may be importing
         self._process.wait()
 
 
 @contextmanager
 def preloading(*, is_wanted: bool = True) -> Iterator[ForkServer | None]:
-    """Run a fork server that imports a node's modules; yield None where none is wanted or can be started."""
+    """Run a fork server that imports a node's modules; yield None when none is wanted or possible."""
     server = None
     if is_wanted and sys.platform == "linux":
         with suppress(OSError):
-            server = ForkServer(NODE_MODULES, without_flags())  # /proc shows it of each child, too
+            server = ForkServer(NODE_MODULES, without_flags())  # /proc shows the environment for each child, too
     try:
         yield server
     finally:
@@ -126,7 +128,7 @@ def main(orders: socket.socket, modules: Sequence[str]) -> None:
 
 
 def _serve(orders: socket.socket) -> dict[str, Any] | None:
-    """Fork children until `orders` ends, and return None. In a child, return its order, with all done but to run it."""
+    """Fork children until `orders` ends, and return None. In a child, prepare the process and return its order."""
     wakeup, wakeup_sender = socket.socketpair()
     wakeup_sender.setblocking(False)
     signal.set_wakeup_fd(wakeup_sender.fileno())
@@ -154,7 +156,7 @@ def _serve(orders: socket.socket) -> dict[str, Any] | None:
 
 
 def _fork(order: Mapping[str, Any], descriptors: Sequence[int], children: dict[int, socket.socket]) -> bool:
-    """Add a child, unless the system has no room for it or its descriptors. Return True in the child."""
+    """Fork a child unless the system lacks memory or descriptors. Returns True in the child."""
     if len(descriptors) <= NUM_STREAMS:
         return False
     with socket.socket(fileno=descriptors[-1]) as numbers:
@@ -164,7 +166,7 @@ def _fork(order: Mapping[str, Any], descriptors: Sequence[int], children: dict[i
             return False
         if not pid:
             return True
-        if order["process_group"] is not None:  # here too: whoever knows the child may signal its group at once
+        if order["process_group"] is not None:  # here too: a caller may signal the group at once
             with suppress(OSError):
                 os.setpgid(pid, order["process_group"])
         if not _tell(numbers, pid):
@@ -183,7 +185,7 @@ def _tell_exits(children: dict[int, socket.socket]) -> None:
 
 
 def _tell(numbers: socket.socket, number: int) -> bool:
-    """Return whether anybody is there to read it."""
+    """Send a number to the child's socket. Returns whether anybody can read it."""
     try:
         numbers.send(PID_OR_CODE.pack(number))
     except OSError:
@@ -192,7 +194,7 @@ def _tell(numbers: socket.socket, number: int) -> bool:
 
 
 def _become(order: Mapping[str, Any], streams: Sequence[int], server: int) -> None:
-    """Give this process the surroundings of its order."""
+    """Set the environment, folder, streams and signals of an order in this process."""
     if not die_with(server):
         os._exit(1)
     signal.set_wakeup_fd(-1)
@@ -212,8 +214,10 @@ def _become(order: Mapping[str, Any], streams: Sequence[int], server: int) -> No
 
 
 def _run(module: str) -> NoReturn:
-    """Run a module to the end of the process. What the interpreter does at its own end is left out, as it would write
-    to each page that the imports have filled."""
+    """Run a module to the end of the process.
+
+    Skips the interpreter's own cleanup, which would write to every page that the imports have filled.
+    """
     code = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

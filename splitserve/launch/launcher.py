@@ -1,10 +1,10 @@
-"""A cluster on this machine, or with its nodes on the hosts of a Ray cluster: start, watch, stop.
+"""Start, watch and stop a cluster on this machine, or with its nodes on the hosts of a Ray cluster.
 
 1. `Cluster.start` starts the coordinator and all nodes at once, and returns when every node is attached and the
-   health service says that the cluster serves.
-2. `Cluster.watch` starts nodes that die again, after a pause that grows while one dies again and again. It ends only
-   by LaunchError: when the coordinator is gone.
-3. Leaving the `async with` stops the coordinator, which lets its answers finish, then the nodes. Their logs stay:
+   health service reports SERVING.
+2. `Cluster.watch` restarts nodes that die, after a pause that grows while a node dies repeatedly. It ends only
+   with LaunchError, when the coordinator has died.
+3. Leaving the `async with` stops the coordinator, which lets its requests finish, then the nodes. Logs are kept as in
    splitserve/launch/log_folder.py.
 """
 
@@ -50,7 +50,7 @@ from splitserve.launch.supervisor import Death, Supervisor
 POLL_S: Final = 0.1
 UNASSIGNED_PORTS: Final = range(20_000, 32_000)  # below the kernel's range for outgoing connections
 KILL_AFTER_S: Final = 5.0  # beyond the time to drain
-# Before a node that has died starts again, and after how long without a death the next is the first again.
+# Pause before a dead node restarts, and the time without a death after which pauses start over.
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
 CALM_S: Final = 300.0
@@ -61,7 +61,7 @@ class LaunchError(SplitServeError):
 
 
 class Cluster:
-    """One coordinator and its nodes as children of this process. An async context manager."""
+    """A coordinator and its nodes, as children of this process. An async context manager."""
 
     def __init__(
         self,
@@ -73,9 +73,11 @@ class Cluster:
         fleet_host: str = LOOPBACK,
         fork_server: ForkServer | None = None,
     ) -> None:
-        """`fleet_host` is where the nodes find the coordinator: of this machine, where they run on Ray. Nodes of this
-        machine are forked from `fork_server`, if there is one. Raises SettingsError, ModelError or LaunchError, and has
-        then made nothing."""
+        """Plan the cluster.
+
+        `fleet_host` is this machine's address for nodes, which run elsewhere on Ray. Local nodes are forked from
+        `fork_server` if given. Raises SettingsError, ModelError or LaunchError, without side effects.
+        """
         self._tls = TlsFiles(passed.get("tls_cert") or "", passed.get("tls_key") or "")
         scheme = SCHEME if self._tls.cert else ""
         self.target = f"{scheme}{_reachable(settings.host)}:{settings.grpc_port}"
@@ -91,7 +93,7 @@ class Cluster:
         self._instance_id = secrets.token_hex(16)
         secret, cuda = secrets.token_hex(16), cuda_devices(os.environ)
         place = Place(free_port(), str(self._sockets.path), secret, self._instance_id, cpus, cuda_devices=cuda)
-        if settings.ray:  # which knows its hosts, their CPUs, devices and addresses
+        if settings.ray:  # Ray knows its hosts, their CPUs, devices and addresses
             place = replace(place, fleet_port=free_port(fleet_host), fleet_host=fleet_host)
             place = replace(place, socket_dir="", cpus=(), cuda_devices=())
         how = (passed.get(name) or "auto" for name in ("model_impl", "runner"))
@@ -114,30 +116,30 @@ class Cluster:
     def _make_supervisor(self) -> Supervisor:
         if not self._settings.ray:
             return Supervisor(self.log_dir, self._report, self._fork_server)
-        from splitserve.launch.ray_cluster import RaySupervisor  # which imports ray
+        from splitserve.launch.ray_cluster import RaySupervisor  # imports ray
 
         return RaySupervisor(self.log_dir, self._report, self._settings, self._processes[1:])
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the processes: the coordinator, prefill nodes, decode nodes."""
+        """Names of the processes: the coordinator, prefill nodes, decode nodes."""
         return tuple(process.name for process in self._processes)
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The names of the nodes, prefill first."""
+        """Names of the nodes, prefill nodes first."""
         return self.names[1:]
 
     def pid(self, name: str) -> int:
-        """The process id of a node, or of the `coordinator`."""
+        """Return the process id of a node, or of the `coordinator`."""
         return self._supervisor.pid(name)
 
     def reread_api_keys(self) -> None:
-        """Has the coordinator read its file of API keys again. To be called once it is ready."""
+        """Make the coordinator read its file of API keys again. Requires a ready coordinator."""
         os.kill(self.pid("coordinator"), signal.SIGHUP)
 
     def client(self) -> AsyncClient:
-        """A new client of this cluster. Over TLS it takes the certificate that the cluster was given, and no other."""
+        """Return a new client of this cluster. Over TLS it trusts the cluster's own certificate only."""
         tls = self._tls
         if not tls.cert:
             return AsyncClient(self.target, api_key=self._api_key)
@@ -170,11 +172,11 @@ class Cluster:
             await self._supervisor.stop(self.nodes, deadline_s=deadline_s)
 
     async def start(self, on_progress: Callable[[list[str]], None]) -> None:
-        """Starts every process and waits until all are ready; `on_progress` is told which nodes are not yet, and how
-        far the load of their weights has come.
+        """Start every process and wait until all are ready.
 
-        Raises SettingsError with the sentence of one that refuses to start; LaunchError when one dies or the system has
-        no room for it, the time is up or another server answers in the coordinator's place.
+        `on_progress` gets the nodes that are not ready, with the progress of loading their weights. Raises
+        SettingsError with the sentence of a process that refuses to start; LaunchError when a process dies or cannot be
+        started, the time is up, or another server answers at the coordinator's address.
         """
         for process in self._processes:
             try:
@@ -196,9 +198,9 @@ class Cluster:
             death.cancel()
 
     async def watch(self) -> None:
-        """Starts nodes that die again. Raises LaunchError when the coordinator has died."""
+        """Restart nodes that die. Raises LaunchError when the coordinator has died."""
         pauses = {name: Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S) for name in self.nodes}
-        due_s: dict[str, float] = {}  # when a node that has died starts again
+        due_s: dict[str, float] = {}  # when a dead node restarts
 
         def again(name: str, why: str) -> float:
             now = time.monotonic()
@@ -220,7 +222,7 @@ class Cluster:
                         due_s[process.name] = again(process.name, _not_started(process, error))
 
     async def _next_death(self, until_s: float | None) -> Death | None:
-        """None when there is none until then."""
+        """Return the next death, or None when there is none until `until_s`."""
         try:
             async with asyncio.timeout(None if until_s is None else max(0.0, until_s - time.monotonic())):
                 return await self._supervisor.next_death()
@@ -264,7 +266,7 @@ def _not_started(process: Process, error: OSError) -> str:
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A TCP port of this address that nobody listens on now, and that the kernel hands to nobody by itself."""
+    """Return a free TCP port of this address, outside the kernel's range for outgoing connections."""
     for port in random.sample(UNASSIGNED_PORTS, len(UNASSIGNED_PORTS)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind((host, port))
@@ -273,7 +275,7 @@ def free_port(host: str = LOOPBACK) -> int:
 
 
 def _key_in(file: str | None) -> str | None:
-    """One of the API keys in a file."""
+    """Return one of the API keys in a file."""
     return next(iter(read_api_keys(Path(file)))) if file else None
 
 

@@ -1,4 +1,5 @@
-"""Folders for the logs of clusters, below that for temporary files: one a run, of which the latest NUM_KEPT stay."""
+"""Create the log folders of clusters below the folder for temporary files: one for each run, the latest NUM_KEPT
+kept."""
 
 import fcntl
 import os
@@ -16,8 +17,10 @@ NUM_KEPT: Final = 5
 
 
 def log_folder(given: str) -> Path:
-    """Return the folder for the logs of a run: the given one, or a new one whose name begins with PREFIX and the time.
-    Raises SettingsError where the given one cannot be written to."""
+    """Return the log folder of a run: the given one, or a new one named PREFIX and the time.
+
+    Raises SettingsError when the given folder is not writable.
+    """
     if not given:
         return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-"))
     try:
@@ -29,12 +32,15 @@ def log_folder(given: str) -> Path:
 
 
 def keep_latest(folder: Path) -> int | None:
-    """Keep this folder of a run until the returned descriptor is closed, and remove those beside it but for the latest
-    NUM_KEPT and those that other runs still keep. A folder that `log_folder` was given is left alone: None."""
+    """Keep this folder until the returned descriptor is closed, and remove older folders of runs.
+
+    The latest NUM_KEPT folders and those that other runs keep are not removed. Returns None for a folder that was given
+    to `log_folder`, which is left alone.
+    """
     if not folder.name.startswith(PREFIX):
         return None
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    with suppress(OSError):  # where a file system knows no locks, nothing is removed either
+    with suppress(OSError):  # without file locks nothing is removed either
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     for other in _latest_first(folder.parent)[NUM_KEPT:]:
         _remove_unless_kept(other)
@@ -42,10 +48,10 @@ def keep_latest(folder: Path) -> int | None:
 
 
 def _latest_first(root: Path) -> list[Path]:
-    """The folders of this user's runs."""
+    """Return the log folders of this user, latest first."""
     found: list[tuple[int, Path]] = []
     for folder in root.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # it has gone
+        with suppress(OSError):  # removed meanwhile
             status = folder.lstat()
             if status.st_uid == os.getuid():
                 found.append((status.st_mtime_ns, folder))

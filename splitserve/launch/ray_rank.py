@@ -1,7 +1,7 @@
-"""What a Ray actor does on its host: it supervises one rank of a node.
+"""Supervise one rank of a node in a Ray actor on its host.
 
-Ray carries calls between its own processes with its own pickle. So methods take and give plain data only: strings,
-numbers, lists and dictionaries of them.
+Ray pickles arguments and results between its own processes. Methods therefore take and return plain data only: strings,
+numbers, and lists and dictionaries of them.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from splitserve.launch.log_folder import keep_latest
 from splitserve.launch.models import resolve
 from splitserve.launch.supervisor import Supervisor
 
-MAX_LINES: Final = 1000  # that wait to be asked for
+MAX_LINES: Final = 1000  # lines that wait to be fetched
 
 T = TypeVar("T")
 
@@ -29,8 +29,8 @@ class RankActor:
     """One rank as a child of this process, with which it dies. Methods may be called from any thread."""
 
     def __init__(self, address: str, log_dir: str) -> None:
-        """`address` is where other hosts reach this one; empty asks Ray."""
-        # Ray has set uvloop's policy, by which asyncio finds no way to watch children.
+        """Create the actor. `address` is where other hosts reach this one; empty asks Ray."""
+        # Ray sets uvloop's policy, under which asyncio cannot watch children.
         asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
         self._address = address or _address()
         self._log_dir = Path(log_dir)
@@ -42,12 +42,14 @@ class RankActor:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def place(self) -> list[Any]:
-        """The address of this host, and a port for the ranks of a node to meet at."""
+        """Return the address of this host, and a port for the rendezvous of a node's ranks."""
         return [self._address, free_port()]
 
     def start(self, name: str, role: str, values: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-        """Starts a process of a node with the flags `values` and this environment beside that of the host, and ends
-        one that it had before. Gives the sentence with which it refuses, or nothing."""
+        """Start a process with the flags `values` and this environment added to the host's, and end an earlier process.
+
+        Returns the sentence with which the process refuses to start, or an empty string.
+        """
         try:
             process = self._process(name, role, values, environment)
         except SplitServeError as error:
@@ -56,13 +58,15 @@ class RankActor:
         return ""
 
     def news(self, within_s: float) -> tuple[list[str], list[Any]]:
-        """Waits a while for the end of the process: the lines that it has reported, and, if it has ended, its exit
-        code, refusal and failure, as in Death."""
+        """Wait up to `within_s` for the end of the process.
+
+        Returns the reported lines and, if the process has ended, its exit code, refusal and failure, as in Death.
+        """
         ended = self._do(self._end_of(self._supervisor, within_s))
         return [self._said.popleft() for _ in range(len(self._said))], ended
 
     def stop(self, deadline_s: float) -> None:
-        """Asks the process to end, and kills it after the deadline."""
+        """Ask the process to end, and kill it after the deadline."""
         self._do(self._supervisor.stop([*self._supervisor.names], deadline_s=deadline_s))
 
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
@@ -82,7 +86,7 @@ class RankActor:
         return [death.returncode, death.refusal, death.failure]
 
     def _process(self, name: str, role: str, values: Mapping[str, Any], environment: Mapping[str, str]) -> Process:
-        """The process on this host: with its model, its Python and its address. Raises SplitServeError."""
+        """Return the process on this host: with its model, its Python and its address. Raises SplitServeError."""
         room = next(room for room in ROOMS if room.role == role)
         model = resolve(values["model"], self._said.append)
         kv_bind = endpoint_of(values["kv_transport"], "", 0).replace(LOOPBACK, self._address)
@@ -91,7 +95,7 @@ class RankActor:
 
 
 def _address() -> str:
-    import ray  # here, as whoever only plans needs none
+    import ray  # imported here, since planning does not need ray
 
     address: str = ray.util.get_node_ip_address()
     return address

@@ -1,7 +1,7 @@
-"""Child processes in process groups of their own: started, watched, stopped, and never left behind.
+"""Start, watch and stop child processes in their own process groups.
 
-What a child writes goes to its log file; lines that report an error are echoed too. On Linux the children die with
-this process, whatever kills it.
+A child's output goes to its log file; lines that report an error are echoed. On Linux children die with this process,
+however it ends.
 """
 
 import asyncio
@@ -26,20 +26,20 @@ from splitserve.launch.models import Report
 CHUNK_BYTES: Final = 2**16
 LONGEST_LINE_BYTES: Final = 2**16
 MAX_LOG_BYTES: Final = 32 * 2**20
-LAST_WORDS_S: Final = 1.0  # to read what a dead child has left in its pipe
-FORK_DEADLINE_S: Final = 60.0  # the server may still import
+LAST_WORDS_S: Final = 1.0  # to read the remaining output of a dead child
+FORK_DEADLINE_S: Final = 60.0  # the server may still be importing
 ECHOED_LEVEL: Final = "error"
-ENDING_LEVEL: Final = "critical"  # of what a process logs as its last words
+ENDING_LEVEL: Final = "critical"  # level of a process's last log line
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A child that has ended: its exit code, or minus the signal that killed it, and what it said of why."""
+    """A child that has ended: its exit code, or minus the signal that killed it, and the cause that it reported."""
 
     process: Process
     returncode: int
-    refusal: str = ""  # the sentence with which it refused to start or to go on
-    failure: str = ""  # the exception that ended it, where it did not expect one
+    refusal: str = ""  # the sentence with which it refused to start or to continue
+    failure: str = ""  # the unexpected exception that ended it
 
     def __str__(self) -> str:
         if self.returncode < 0:
@@ -48,7 +48,7 @@ class Death:
 
 
 class Handle(Protocol):
-    """A running process; asyncio.subprocess.Process is one."""
+    """A running process, such as asyncio.subprocess.Process."""
 
     @property
     def pid(self) -> int: ...
@@ -69,7 +69,7 @@ class Forked:
 
     @classmethod
     async def start(cls, server: ForkServer, process: Process, output: int) -> Self:
-        """Have the server fork a process. Raises OSError, TimeoutError after FORK_DEADLINE_S."""
+        """Let the server fork a process. Raises OSError, TimeoutError after FORK_DEADLINE_S."""
         nothing = os.open(os.devnull, os.O_RDONLY)
         try:
             numbers = server.start(
@@ -86,8 +86,10 @@ class Forked:
             raise
 
     async def wait(self) -> int:
-        """Return the exit code, or minus the signal that killed it: SIGKILL when the server is gone, as its children
-        end with it."""
+        """Return the exit code, or minus the signal that killed the child.
+
+        SIGKILL is returned when the server is gone, since its children end with it.
+        """
         if self.returncode is None:
             with self._numbers:
                 try:
@@ -116,17 +118,19 @@ class _Child:
 
 
 class Supervisor:
-    """The children of one cluster. To be used on the event loop of a thread that lives as long as the process:
-    children die with that thread."""
+    """Supervise the children of one cluster.
+
+    Use it on the event loop of a thread that lives as long as the process: children die with that thread.
+    """
 
     def __init__(self, log_dir: Path, report: Report, fork_server: ForkServer | None = None) -> None:
-        """Nodes are forked from the fork server, if there is one."""
+        """Create the supervisor. Nodes are forked from `fork_server` if given."""
         self._log_dir = log_dir
         self._report = report
         self._fork_server = fork_server
         self._children: dict[str, _Child] = {}
         self.loading: Final[dict[str, str]] = {}
-        """How far the load of weights has come, in words, by the names of children that have told of it."""
+        """Progress of loading weights, in words, by the name of each child that has reported it."""
         self._deaths: asyncio.Queue[Death] = asyncio.Queue()
 
     def pid(self, name: str) -> int:
@@ -134,11 +138,11 @@ class Supervisor:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all that were started."""
+        """Names of all processes that were started."""
         return tuple(self._children)
 
     async def start(self, process: Process) -> None:
-        """Starts a child and watches it until it ends. Raises OSError where the system has no room for one."""
+        """Start a child and watch it until it ends. Raises OSError when the system cannot start it."""
         self.loading.pop(process.name, None)
         output, child_end = os.pipe()
         try:
@@ -152,11 +156,11 @@ class Supervisor:
         self._children[process.name] = _Child(handle, watch)
 
     async def next_death(self) -> Death:
-        """Waits for the next child to end, in the order in which they do."""
+        """Wait for the next child to end, and return its death in the order of ends."""
         return await self._deaths.get()
 
     async def stop(self, names: Iterable[str], *, deadline_s: float) -> None:
-        """Asks these children to end (SIGTERM); kills those that still live after deadline_s or when cancelled."""
+        """Send SIGTERM to these children, and SIGKILL to those alive after `deadline_s` or when cancelled."""
         children = [self._children[name] for name in names if name in self._children]
         try:
             for child in children:
@@ -174,7 +178,7 @@ class Supervisor:
             try:
                 return await Forked.start(self._fork_server, process, output)
             except OSError as error:
-                self._fork_server = None  # each node imports for itself then
+                self._fork_server = None  # each node then imports for itself
                 self._report(f"Nodes start more slowly: {str(error) or f'no fork within {FORK_DEADLINE_S:.0f} s'}")
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
@@ -190,7 +194,7 @@ class Supervisor:
         words = LastWords(process.name)
         reading = asyncio.create_task(self._copy_log(process.name, output, words))
         returncode = await handle.wait()
-        _signal_group(handle.pid, signal.SIGKILL)  # what the child started ends with it
+        _signal_group(handle.pid, signal.SIGKILL)  # processes that the child started end with it
         await asyncio.wait([reading], timeout=LAST_WORDS_S)
         reading.cancel()
         self._deaths.put_nowait(Death(process, returncode, words.refusal, words.failure))
@@ -208,9 +212,11 @@ class Supervisor:
 
 
 class LogFile:
-    """Where a child's lines go. At MAX_LOG_BYTES the file becomes NAME.log.1, in place of an earlier one, and a new
-    one begins. What it does not take is lost, which is said once: a child whose pipe nobody empties would stand
-    still."""
+    """Log file of a child.
+
+    At MAX_LOG_BYTES the file is renamed to NAME.log.1, which replaces an earlier one. A line that cannot be written is
+    lost, which is reported once: a child whose pipe is not read would block.
+    """
 
     def __init__(self, path: Path, report: Report) -> None:
         self._path = path
@@ -238,8 +244,11 @@ class LogFile:
 
 
 class LastWords:
-    """Why a process ended, as far as its lines say: a refusal is NAME: SENTENCE, as serving_core/process.py
-    writes it, or NAME.RANK: SENTENCE; a failure is a critical line or the end of a traceback."""
+    """Extract why a process ended from its output.
+
+    A refusal is NAME: SENTENCE, as serving_core/process.py writes it, or NAME.RANK: SENTENCE. A failure is a critical
+    line or the end of a traceback.
+    """
 
     def __init__(self, name: str) -> None:
         self._refusal = re.compile(rf"{re.escape(name)}(?:\.\d+)?: (.+)")
@@ -248,7 +257,7 @@ class LastWords:
         self.failure = ""
 
     def hear(self, level: str, text: str) -> None:
-        """Takes the next line, as parse_line gives it."""
+        """Take the next line, as returned by parse_line."""
         if level == ENDING_LEVEL:
             self.failure = text
         if level:
@@ -262,7 +271,7 @@ class LastWords:
 
 
 async def _lines(pipe: int) -> AsyncIterator[bytes]:
-    """The lines that come out of a pipe, which is closed at its end."""
+    """Yield the lines of a pipe, and close it at its end."""
     stream = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(pipe, "rb", buffering=0)
