@@ -46,7 +46,7 @@ WARM_S: Final = 10.0  # after the health service reports SERVING, when local nod
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """What an API server needs from control, in the same process or over a socket."""
+    """Parts of control that an API server needs, in the same process or over a socket."""
 
     control: Control
     status: Status

@@ -23,7 +23,7 @@ MAX_BYTES: Final = 2**26  # memory for one grammar
 
 @dataclass(frozen=True, slots=True)
 class Leeway:
-    """What an output may have besides its required format.
+    """Freedom of an output besides its required format.
 
     `thinks` allows thoughts before it. Tool calls may take its place, in the format `calls` of answer_format: `tools`
     are the names that may be called, each with the JSON schema of its arguments, or empty for any object. `loose` names

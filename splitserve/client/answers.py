@@ -41,7 +41,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Where a request's time went: the six phases add up to e2e_s.
+    """Phases of a request in seconds; the six phases add up to e2e_s.
 
     num_restarts counts how often the request started again on other nodes, num_moves how often it migrated with its KV,
     and move_pause_s the seconds that it was stopped for migrations. loan_s is the part of prefill_queue_s for remote
@@ -92,7 +92,7 @@ class Attainment:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """How one output ended.
+    """End of one output, with its usage.
 
     finish_reason is stop, length or abort; matched_stop is the stop string or token id. error says why one of several
     outputs was cut short (abort) while the others went on.

@@ -31,7 +31,7 @@ _PASSING: Final = (
 
 @dataclass(slots=True)
 class _Progress:
-    """What has come of one output."""
+    """Received part of one output."""
 
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0

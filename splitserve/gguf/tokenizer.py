@@ -34,7 +34,7 @@ _TEKKEN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How a byte-level tokenizer splits text: by a pattern, or as GPT-2 does."""
+    """Text splitting of a byte-level tokenizer: by a pattern, or as GPT-2 does."""
 
     pattern: str = ""
     digits_alone: bool = False

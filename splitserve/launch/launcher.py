@@ -99,7 +99,7 @@ class Cluster:
         how = (passed.get(name) or "auto" for name in ("model_impl", "runner"))
         embeds = read_model_config(model.folder, *how).embedder is not None
         self.num_nodes: Final = num_nodes(settings, embeds=embeds)
-        """How many nodes begin in each role."""
+        """Initial number of nodes in each role."""
         self._processes = plan_cluster(settings, passed, model, place, embeds=embeds)
         check_processes(self._processes, are_here=not settings.ray)
         self.log_dir = log_folder(settings.log_dir)
