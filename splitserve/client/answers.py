@@ -248,10 +248,11 @@ class NodeLoad:
     num_prompt_tokens were found in the prefix cache. num_kv_bytes were sent or received. prefill_tokens_per_s is the
     rate of a node that only prefills, 0 if unknown.
 
-    lone_step_s is the time per output token of a single sequence, 0 if unknown. step_weights are the learned costs of a
-    step in seconds: per step, per sequence, per context token; per prompt chunk, per chunk token, per pair of a chunk
-    token and an earlier token; per sequence beyond the first. Empty while no request has an SLO. decode_margin is a
-    bound, rarely exceeded, on the mean time of decode steps relative to the prediction, 0 if unknown.
+    lone_step_s is the time per output token of a single sequence, 0 if unknown. step_weights are the learned costs in
+    seconds: of a step, of each sequence in it, of each of their earlier tokens; of having prompt chunks, of each chunk
+    token, of each pair of a chunk token and an earlier token; of having several sequences. Empty while no request has
+    an SLO. decode_margin is a bound, rarely exceeded, on the mean time of decode steps relative to the prediction, 0 if
+    unknown.
 
     step_tokens is a histogram of steps by their tokens, num_step_tokens the total. num_blocks_leaked, blocks in use by
     no request, is always 0. num_blocks_hosted blocks are distributed KV of other nodes' requests; num_annexes counts
