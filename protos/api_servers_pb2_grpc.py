@@ -45,7 +45,7 @@ class ApiServersServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Metrics(self, request, context):
-        """What /metrics says, of all API servers together.
+        """Returns the text of /metrics, for all API servers together.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

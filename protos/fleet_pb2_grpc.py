@@ -45,8 +45,8 @@ class FleetServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request_iterator, context):
-        """The first event is Hello; the first command is Welcome or Refusal. Whoever finds that a message was lost, by its
-        number or the next one's, ends the stream: the node attaches again, and both sides give up what it had.
+        """The first event is Hello; the first command is Welcome or Refusal. A side that finds by the numbers that a message
+        was lost ends the stream: the node attaches again, and both sides give up the node's requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,8 +26,7 @@ if _version_not_supported:
 
 
 class AdminStub:
-    """What an operator may ask of a running cluster. Same port as Inference; the key is that of --admin-key where there is one,
-    else the same.
+    """Operations on a running cluster, at the same port as Inference. With --admin-key they need that key, otherwise an API key.
     """
 
     def __init__(self, channel):
@@ -54,27 +53,26 @@ class AdminStub:
 
 
 class AdminServicer:
-    """What an operator may ask of a running cluster. Same port as Inference; the key is that of --admin-key where there is one,
-    else the same.
+    """Operations on a running cluster, at the same port as Inference. With --admin-key they need that key, otherwise an API key.
     """
 
     def SetRole(self, request, context):
-        """Gives a node another shape while it serves, and answers when the node has confirmed it.
+        """Changes the role or the shape of a node while it serves, and returns when the node has confirmed the change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes the work from a node: nothing new comes to it, running answers move. Streams what is left, until nothing is.
+        """Drains a node: it gets no new requests, and running requests migrate. Streams how many are left, until none is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetOverview(self, request, context):
-        """What is going on: nodes, live answers by phase, times against limits, the lives of the latest answers. Never a word
-        of a prompt or an answer.
+        """Returns the state of the cluster: nodes, live requests by phase, times against SLOs, and the history of the latest
+        requests, without any text of prompts or outputs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,8 +105,7 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """What an operator may ask of a running cluster. Same port as Inference; the key is that of --admin-key where there is one,
-    else the same.
+    """Operations on a running cluster, at the same port as Inference. With --admin-key they need that key, otherwise an API key.
     """
 
     @staticmethod
@@ -194,7 +191,7 @@ class Admin:
 
 
 class InferenceStub:
-    """What clients may ask.
+    """Requests of clients.
     """
 
     def __init__(self, channel):
@@ -236,47 +233,48 @@ class InferenceStub:
 
 
 class InferenceServicer:
-    """What clients may ask.
+    """Requests of clients.
     """
 
     def Generate(self, request, context):
-        """Streams one answer. Ends with exactly one Complete message for each index, or with one gRPC status. The headers come
-        when the request is taken: the model's name (x-splitserve-model-bin), and what max_tokens is (x-splitserve-max-tokens).
+        """Generates n outputs for one prompt, and streams them. The stream ends with exactly one Complete message for each index,
+        or with one gRPC error. Headers are sent when the request is admitted: the model's name (x-splitserve-model-bin), and
+        the max_tokens in force (x-splitserve-max-tokens).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """The embedding of one text, from a model that is made for it.
+        """Returns the embedding of one text, from an embedding model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Cancels live requests by id; unknown ids are listed in the reply, not an error.
+        """Aborts live requests by id. Unknown ids are listed in the reply and are no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """The served model: its name, its limits, what requests get that leave their sampling open.
+        """Returns the served model: its name, its limits and its sampling defaults.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """The version, and which nodes there are, with what must be equal on all of them and what may differ.
+        """Returns the version, and the nodes with the properties that must be equal on all of them and those that may differ.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """What every node has to do, as of its last heartbeat, and what became of answers with limits.
+        """Returns the load of every node, as of its last heartbeat, and the SLO attainment.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -324,7 +322,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """What clients may ask.
+    """Requests of clients.
     """
 
     @staticmethod

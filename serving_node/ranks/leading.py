@@ -126,12 +126,12 @@ class Followers:
             async with asyncio.timeout(HELLO_DEADLINE_S):
                 hello = (await stream.receive()).hello
         except (RankLost, TimeoutError) as error:
-            logger.warning("a stranger at the API server of rank 0: %s", error)
+            logger.warning("a stranger at the port of rank 0: %s", error)
             stream.close()
             return
         is_known = hmac.compare_digest(hello.secret, self._secret)
         if not is_known or not 1 <= hello.rank <= self._num_followers or hello.rank in self.streams:
-            logger.warning("a stranger at the API server of rank 0 was sent away")
+            logger.warning("a stranger at the port of rank 0 was sent away")
             stream.close()
             return
         self.streams[hello.rank] = stream

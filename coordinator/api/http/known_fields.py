@@ -1,7 +1,7 @@
 """List every request field of OpenAI and vLLM, and the structured-output fields of SGLang and llama.cpp, with its
 handling.
 
-The HTTP API server decides by this list, and docs/fields.md is generated from it (`python -m tests.field_table`).
+The HTTP API decides by this list, and docs/fields.md is generated from it (`python -m tests.field_table`).
 
 An unsupported field that would change the output is refused by name; a field that cannot change it is accepted. A field
 that is not listed is unknown: the client gets a warning or an error (coordinator/api/unknown_fields.py).
