@@ -1,5 +1,6 @@
-"""What one rank of a node computes: a model, its KV pool and the choice of the next tokens. Knows no network and no
-role."""
+"""Compute one rank's part of a node's model: the model, its KV pool and the sampling of tokens. Knows no network and no
+role.
+"""
 
 import hashlib
 import json
@@ -56,44 +57,50 @@ from serving_core.stored_quantization import quantization_name
 logger = logging.getLogger(__name__)
 
 NOT_TRIED: Final = "--batch-invariant tries products of torch out at the start, and not all weights are there then"
-MOST_TOLD_CHARS: Final = 64  # of one fact that ranks compare
+MOST_TOLD_CHARS: Final = 64  # characters of one fact that ranks compare
 
 WARM_UP_TOKENS: Final = 128
 MIN_MEASURED_S: Final = 1e-6
 
 
 class Model(Protocol):
-    """One rank's part of a decoder, or of the fake."""
+    """One rank's part of a decoder, or the fake model."""
 
     def __call__(
         self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None
     ) -> torch.Tensor | None:
-        """Writes the batch's KV into the attention's pool. Gives the logits [S, vocab_size] of the wanted rows, or of
-        an embedder their hidden states [S, hidden_size], on rank 0 of the last stage, None on the others. (The fake has
-        no stages: its ranks compute all at once.)"""
+        """Compute a batch and write its KV into the pool of `attention`.
+
+        Returns, on rank 0 of the last stage, the logits [S, vocab_size] of the rows in `batch.logit_rows`, or an
+        embedder's hidden states [S, hidden_size]; None on every other rank. The fake model has no stages: each of its
+        ranks computes all layers.
+        """
 
 
 class Logits(NamedTuple):
-    """What a model gives for the wanted rows of a step; of an embedder hidden states."""
+    """The logits of the wanted rows of a step, or an embedder's hidden states."""
 
     rows: torch.Tensor
-    likeliest: Likeliest | None = None  # of them, where it is known
+    likeliest: Likeliest | None = None  # the largest logits and their tokens, if known
 
 
 class Engine:
-    """One rank's part of a loaded model. All methods are to be called by one thread at a time.
+    """One rank's part of a loaded model. One thread at a time may call its methods.
 
-    The ranks of a group compute every step together: rank 0 with `step`, the others with `follow` of the same shares.
-    Of several stages each computes the part of the step that the one before has computed.
-    A peer that does not keep up makes both raise RuntimeError, after which the engine is of no use.
+    The ranks of a group compute every step together: rank 0 calls `step`, the others call `follow` with the same
+    shares. With pipeline stages, each stage computes its layers on the output of the stage before it. If a peer does
+    not keep up, `step` and `follow` raise RuntimeError, and the engine cannot be used any more.
 
-    `model` and `attention` compute a step, or `program`, where it is not None, a whole one of decoding. Between steps
-    they may be replaced by others that compute the same, and `clock` by another one.
+    `model` and `attention` compute a step; `program`, if not None, computes a whole decode step. Between steps the
+    caller may replace them by equivalent objects, and may replace `clock`.
     """
 
     def __init__(self, settings: EngineSettings, group: RankGroup | None = None, num_kept_bytes: int = 0) -> None:
-        """Loads everything; without a group, as the only rank. A pool that takes what is left of a device leaves
-        `num_kept_bytes`. Raises ModelError or SettingsError with one sentence when that cannot be."""
+        """Load the model and allocate the KV pool; without a group, as the only rank.
+
+        A pool that takes the rest of a device's memory leaves `num_kept_bytes` free. Raises ModelError or SettingsError
+        with one sentence if loading fails.
+        """
         if not settings.model:
             raise SettingsError("no model folder was given")
         keep_freed_memory()
@@ -112,7 +119,7 @@ class Engine:
         self._pipeline = None if pp_size == 1 or is_fake else Pipeline(self.group, pp_size, device)
         self._of_stage = self._pipeline.stage if self._pipeline else self.group
         shard = shard_of(self.config, rank, tp_size, pp_size)
-        self.model_layout: Final = model_layout(settings, self.config)  # of all ranks together
+        self.model_layout: Final = model_layout(settings, self.config)  # layout over all ranks
         self.layout: Final = rank_layout(self.model_layout, rank, tp_size, pp_size)
         self.max_model_len: Final = settings.max_model_len or self.config.max_position_embeddings
         num_blocks = num_blocks_for(settings, self.model_layout, tp_size)
@@ -121,7 +128,7 @@ class Engine:
         of_model = fingerprint(folder, self.config, self.model_layout, dtype, settings.quantization)
         self.fingerprint: Final = of_model | adapter_facts(adapters)
         _check_alike(self.group, self.fingerprint | _shared_settings(settings, num_blocks, self.max_model_len))
-        self.grammars: Final = Grammars(folder, self.eos_token_ids)  # may be used beside a step
+        self.grammars: Final = Grammars(folder, self.eos_token_ids)  # may be used while a step runs
         self._device = device
         self._stream = StepStream(device)
         self._steps = choose_steps(device)
@@ -180,26 +187,29 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Lets go of the decode program. To be called before the group is closed: NCCL waits for all graphs that it is
-        in."""
+        """Release the decode program. Call before the group is closed: NCCL waits for all CUDA graphs that use the
+        group.
+        """
         if self.program is not None:
             self.program.close()
             self.program = None
 
     @property
     def num_divided_passes(self) -> int:
-        """How many passes through the layers the ranks have divided by tokens: sequence parallelism."""
+        """Return the number of passes through the layers that used sequence parallelism."""
         return self.model.num_divided_passes if isinstance(self.model, LlamaDecoder) else 0
 
     @property
     def builds_ahead(self) -> bool:
-        """Whether `build_ahead` and `step_behind` may be called."""
+        """Return whether `build_ahead` and `step_behind` may be called (async scheduling)."""
         return self.group.size == 1 and self.config.embedder is None
 
     @torch.inference_mode()
     def build_ahead(self, works: Sequence[Work]) -> Built:
-        """What the step of these works computes, one token of each that is not known yet. May be called beside a
-        running step, by one thread at a time."""
+        """Build the batch of a step whose requests each lack one token that is not yet known.
+
+        May run beside a running step, from one thread at a time.
+        """
         shares = [Share((0,), work.start, work.block_ids, True, adapter=work.request.adapter) for work in works]
         program = self.program
         with self._stream.taken():
@@ -215,9 +225,11 @@ class Engine:
         on_begun: Callable[[], None],
         until_known: Callable[[], None],
     ) -> list[SampledToken]:
-        """As `step` of works that were built ahead, whose tokens are those of the step before. Calls `on_begun` when
-        the computation begins, and `until_known` before it looks at the requests, which are to have these tokens by
-        then."""
+        """Compute a step like `step`, from a batch of `build_ahead` and the tokens `before` of the preceding step.
+
+        Calls `on_begun` when the computation begins. Calls `until_known` before it reads the requests; when
+        `until_known` returns, the requests must hold the tokens `before`.
+        """
         self.clock.lap(HAND_OVER)
         token_ids = torch.tensor([token.token_id for token in before], dtype=torch.int64, device="cpu")
         with self._stream.step():
@@ -233,9 +245,12 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, works: Sequence[Work], on_layer: OnLayer | None = None) -> list[SampledToken]:
-        """Computes these shares on rank 0; gives one token for each that samples, in order, and more where candidates
-        have come (Work.take); an embedder gives an embedding. Changes nothing of the requests but their scores, and
-        what is pooled of them. Candidates are for an engine that `is_history_free`."""
+        """Compute the scheduled requests on rank 0 and return the sampled tokens, in order.
+
+        Returns one token for each request that samples, and one more for each accepted draft token (see Work.take); an
+        embedder returns an embedding. Modifies only the scores and the pooled state of the requests. Draft tokens
+        require an engine that is `is_history_free`.
+        """
         assert self.group.rank == LEADER, "the other ranks follow"
         self.clock.lap(HAND_OVER)
         with self._stream.step(on_layer) as layers:
@@ -252,20 +267,25 @@ class Engine:
 
     @property
     def takes_annexes(self) -> bool:
-        """Whether requests may have blocks on other nodes, with the bits that they would have without."""
+        """Return whether requests may use distributed KV and get the same bits as without it."""
         decoder, whole_tiles = self.model, TILE_KEYS % self.layout.block_size == 0
         if not isinstance(decoder, LlamaDecoder) or not isinstance(self.attention, NativeAttention):
             return False
         return self.group.size == 1 and self.is_history_free and decoder.windows == {None} and whole_tiles
 
     def partial_attention(self) -> PartialAttention:
-        """For other nodes' requests, beside the steps of this one. Of an engine that `takes_annexes`."""
+        """Return partial attention over this node's pool for requests of other nodes.
+
+        It may run beside the steps of this engine. Requires `takes_annexes`.
+        """
         assert isinstance(self.attention, NativeAttention)
         return PartialAttention(self.attention)
 
     def _step_with_annexes(self, works: Sequence[Work], on_layer: OnLayer | None) -> torch.Tensor:
-        """Each that has annexes is computed by itself: with one of them it alone is lost. For a node that is silent a
-        step waits once."""
+        """Compute each request with distributed KV by itself, so that a failed KV holder fails that request alone.
+
+        A step waits at most once for a silent KV holder.
+        """
         silent: set[str] = set()
         annexed = iter([self._with_annexes(work, silent) for work in works if work.request.annexes])
         plain = [work.share for work in works if not work.request.annexes]
@@ -275,7 +295,7 @@ class Engine:
         return torch.cat([next(annexed if work.request.annexes else rest) for work in works])
 
     def _with_annexes(self, work: Work, silent: set[str]) -> torch.Tensor:
-        """Adds the addresses of nodes that do not answer."""
+        """Compute one request with distributed KV; add the addresses of KV holders that do not answer to `silent`."""
         batch, request = self._batch([work.share]), work.request
         assert isinstance(self.attention, NativeAttention)
         try:
@@ -303,8 +323,11 @@ class Engine:
 
     @torch.inference_mode()
     def likeliest(self, shares: Sequence[Share]) -> list[int]:
-        """Computes these shares, of which each samples or wants no logits at all; gives the likeliest token behind each
-        that samples, by the model alone. For a model whose only rank this is."""
+        """Compute the shares and return the likeliest next token of each share that samples, from the model's raw
+        logits.
+
+        Each share must sample or want no logits. Requires a single rank.
+        """
         logits = self._step(shares, None)
         assert logits is not None, "it has one rank"
         ends = torch.tensor([share.num_scored + 1 for share in shares if share.samples]).cumsum(0) - 1
@@ -314,15 +337,17 @@ class Engine:
         return tokens[ends.to(tokens.device)].tolist()
 
     def follow(self, shares: Sequence[Share], on_layer: OnLayer | None = None) -> None:
-        """Computes on another rank what rank 0 computes in its step."""
+        """Compute, on another rank, the step that rank 0 computes."""
         assert self.group.rank != LEADER, "rank 0 leads"
         with self._stream.step(on_layer) as layers:
             self._step(shares, layers.on_queued)
 
     def warm_up(self) -> float:
-        """Pays the costs of first calls. To be called on all ranks, and before anything is in the pool. Gives, on rank
-        0, the prompt tokens a second that the engine computes behind them. Raises ModelError there for a model that
-        gives nothing."""
+        """Pay the costs of first calls. Call on all ranks, before the pool holds data.
+
+        Returns, on rank 0, the measured prefill rate in prompt tokens per second. Raises ModelError on rank 0 if the
+        logits are not finite.
+        """
         num_tokens = min(WARM_UP_TOKENS, self.max_model_len, self.num_blocks * self.layout.block_size)
         request = Request("warm-up", 0, [0] * num_tokens, num_tokens, SamplingParams(max_tokens=1, temperature=0))
         if self.config.embedder is not None:
@@ -330,7 +355,7 @@ class Engine:
         blocks = range(self.layout.num_blocks_for(num_tokens))
         prompt, last_token = Work(request, 0, num_tokens, blocks), Work(request, num_tokens - 1, 1, blocks)
         started_at = 0.0
-        for work in (prompt, last_token, prompt):  # the second time without the costs of first calls
+        for work in (prompt, last_token, prompt):  # times the second prompt, without the costs of first calls
             started_at = time.perf_counter()
             if self.group.rank == LEADER:
                 [token] = self.step([work])
@@ -341,7 +366,9 @@ class Engine:
         return num_tokens / max(time.perf_counter() - started_at, MIN_MEASURED_S)
 
     def _choose_attention(self, num_heads: int, *, verifies: bool) -> Attention:
-        """Raises ModelError where what transformers computes with it is not what it computes with its own."""
+        """Choose the attention backend. Raises ModelError if transformers computes different logits with it than with
+        its own attention.
+        """
         if not self.config.is_transformers:
             ours = self.config.differences
             return self._attention_of_all(num_heads, score_scale=ours.score_scale, softcap=ours.score_softcap)
@@ -355,8 +382,7 @@ class Engine:
         return attention
 
     def _attention_of_all(self, num_heads: int, **options: Any) -> Attention:
-        """What each rank would choose, if that is the same; else the portable one. What is tried from then on, all of
-        them try."""
+        """Return the backend that every rank chooses, or the portable one if the choices differ."""
         attention = choose_attention(self.pool, num_heads, **options)
         names = {name.decode() for name in self.group.exchange(attention.name.encode())}
         if len(names) == 1:
@@ -369,7 +395,7 @@ class Engine:
         return 0 if offloaded is None else len(offloaded.layer_bytes)
 
     def _is_by_kernels(self) -> bool:
-        """Whether compiled kernels, whose bits have no history, compute all of it that adds anything up."""
+        """Return whether batch-invariant compiled kernels compute every sum of the model."""
         if isinstance(self.model, FakeModel):
             return True
         if self.config.is_transformers or self.layout.is_quantized or not self._of_stage.adds_alike:
@@ -378,8 +404,7 @@ class Engine:
         return isinstance(self.attention, NativeAttention) and self.model.is_invariant(self.pool.compute_dtype)
 
     def _make_invariant(self, dtype: torch.dtype, num_heads: int) -> bool:
-        """Takes the fastest attention with which the bits have no history, as far as that shows; whether there is
-        one."""
+        """Take the fastest batch-invariant attention that passes the trial; return whether there is one."""
         assert isinstance(self.model, LlamaDecoder)
         self.model.make_invariant(dtype, self._device)
         for attention in invariant_attentions(self.attention, num_heads):
@@ -395,7 +420,7 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self, shares: Sequence[Share], on_layer: OnLayer | None) -> Logits | None:
-        """On rank 0."""
+        """Compute a step on rank 0."""
         if self._pipeline is not None:
             rows = self._step_of_stages(self._pipeline, shares, on_layer)
             return None if rows is None else Logits(rows)
@@ -404,7 +429,9 @@ class Engine:
     def _step_of_stages(
         self, pipeline: Pipeline, shares: Sequence[Share], on_layer: OnLayer | None
     ) -> torch.Tensor | None:
-        """The same in parts. Layers have the KV of all of them in the last one."""
+        """Compute a step in micro-batches over the pipeline stages. `on_layer` is called during the last micro-batch
+        only.
+        """
         parts = micro_batches(shares, pipeline.num_stages, self.layout.block_size)
         logits: list[torch.Tensor] = []
         num_rows = 0
@@ -430,8 +457,11 @@ class Engine:
         plan: Any = None,
         on_begun: Callable[[], None] | None = None,
     ) -> Logits | None:
-        """`plan` is the program's, if it was made before. `on_begun` is called when kernels have what they need, or
-        before the first one does."""
+        """Compute the logits of a batch.
+
+        `plan` is the decode program's plan, if already built. `on_begun` is called when the kernels have their inputs,
+        or before the first kernel runs.
+        """
 
         def begin() -> None:
             if on_begun is not None:
@@ -447,7 +477,7 @@ class Engine:
 
 
 def _shared_settings(settings: EngineSettings, num_blocks: int, max_model_len: int) -> dict[str, str]:
-    """What ranks must have alike beside the model: else they would not call each other alike."""
+    """Return the settings, beside the model, that must be equal on all ranks."""
     return {
         "--sequence-parallel-min-tokens": str(settings.sequence_parallel_min_tokens),
         "--enforce-eager": str(settings.enforce_eager),
@@ -458,8 +488,9 @@ def _shared_settings(settings: EngineSettings, num_blocks: int, max_model_len: i
 
 
 def _check_alike(group: RankGroup, facts: Mapping[str, str]) -> None:
-    """Raises SettingsError on every rank where they differ in one of these: of another model, say, which each rank
-    reads on its own machine."""
+    """Raise SettingsError on every rank if the ranks differ in a fact, such as the model that each rank loads from its
+    own machine.
+    """
     told = [json.loads(data) for data in group.exchange(json.dumps(_brief(facts)).encode())]
     for name in sorted(set().union(*told)):
         values = [each.get(name, "nothing") for each in told]
@@ -468,7 +499,7 @@ def _check_alike(group: RankGroup, facts: Mapping[str, str]) -> None:
 
 
 def _brief(facts: Mapping[str, str]) -> dict[str, str]:
-    """The same, short enough to be exchanged: by a digest what is long."""
+    """Return the facts with each long value replaced by its digest."""
     return {
         name: value if len(value) <= MOST_TOLD_CHARS else hashlib.sha256(value.encode()).hexdigest()[:16]
         for name, value in facts.items()
@@ -486,7 +517,7 @@ def _build_model(
     settings: EngineSettings,
     layout: KVLayout,
 ) -> tuple[Model, int]:
-    """The model and the bytes of its weights."""
+    """Return the model and the number of bytes of its weights."""
     if config.architecture == FAKE_ARCHITECTURE:
         return FakeModel(config, folder, group), 0
     of_stage = pipeline.stage if pipeline else group

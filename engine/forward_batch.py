@@ -1,4 +1,4 @@
-"""What one step computes, as flat tensors: prefill, chunked prefill and decode differ in their shapes alone."""
+"""Define the flat tensors of one step. Prefill, chunked prefill and decode differ only in shapes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from serving_core.requests import Share
 class ForwardBatch:
     """T tokens of B requests; request r owns the rows query_starts[r] : query_starts[r + 1].
 
-    Its tokens are the last ones of the kv_lengths[r] tokens that its blocks hold after this step.
+    The rows of request r are the last of its kv_lengths[r] tokens, whose KV its blocks hold after this step.
     """
 
     token_ids: torch.Tensor  # [T] int64
@@ -25,17 +25,17 @@ class ForwardBatch:
     kv_lengths: torch.Tensor  # [B] int32
     block_tables: torch.Tensor  # [B, max_blocks] int32, padded with 0
     logit_rows: torch.Tensor  # [S] int64, the rows whose logits are wanted
-    adapted_rows: Mapping[str, torch.Tensor]  # [rows] int64, those of each LoRA adapter that a request is computed with
-    starts: Sequence[int]  # what query_starts holds. As numbers, since reading a tensor would await the device
-    longest_query: int  # tokens; no request has more
-    longest_context: int  # tokens; no kv_length is larger
+    adapted_rows: Mapping[str, torch.Tensor]  # [rows] int64, the rows of each LoRA adapter in use
+    starts: Sequence[int]  # query_starts as numbers, since reading a tensor would synchronize with the device
+    longest_query: int  # tokens; the most of any request
+    longest_context: int  # tokens; the largest kv_length
 
     def wanting(self, rows: torch.Tensor) -> "ForwardBatch":
-        """The same batch, with the logits of other rows wanted."""
+        """Return this batch with `rows` as the rows whose logits are wanted."""
         return replace(self, logit_rows=rows)
 
     def part(self, first: int, end: int) -> "ForwardBatch":
-        """The requests first : end alone, with no logits wanted. All but query_starts are views."""
+        """Return the requests first : end, with no logits wanted. All tensors but query_starts are views."""
         first_row = self.starts[first]
         rows, requests = slice(first_row, self.starts[end]), slice(first, end)
         starts = [start - first_row for start in self.starts[first : end + 1]]
@@ -55,15 +55,16 @@ class ForwardBatch:
 
 
 class Built(NamedTuple):
-    """A batch, and the plan of the program that computes it, if there is one."""
+    """A batch, and the plan of the decode program that computes it, if any."""
 
     batch: ForwardBatch
     plan: Any
 
 
 def build_batch(shares: Sequence[Share], block_size: int, device: torch.device) -> ForwardBatch:
-    """The batch of these shares, in order. Of each, logits are wanted for the rows that are scored, then for the last
-    one if it samples."""
+    """Build the batch of the shares, in order. For each share, logits are wanted for its scored rows, then for its last
+    row if it samples.
+    """
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []

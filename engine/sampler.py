@@ -1,11 +1,8 @@
-"""Choose the next token of each request from the model's logits: grammar masks, penalties, sampling, logprobs.
+"""Sample the next token of each request from the model's logits: grammar masks, penalties, sampling, logprobs.
 
-In vLLM's order, behind the grammar: allowed tokens, bad ones, logit_bias, min_tokens, penalties.
-
-For one request, in vLLM's order: grammar, allowed tokens, bad ones, logit_bias, min_tokens, penalties, temperature,
-min_p, top_k, top_p, draw.
-The draw depends on the seed and the position in the answer alone, and walks the vocabulary in its own order, so the
-same request gets the same token in any batch, on any node and after any restart that computes the same logits.
+The order is vLLM's: grammar, allowed tokens, bad words, logit_bias, min_tokens, penalties, temperature, min_p, top_k,
+top_p, draw. The draw depends on the seed and the position in the output alone, and walks the vocabulary in token id
+order. So a request gets the same token in any batch, on any node and after any restart that computes the same logits.
 """
 
 import math
@@ -24,8 +21,10 @@ from serving_core.requests import NO_TOKEN, Request, SampledToken, Work
 
 
 def forbid(logits: torch.Tensor, requests: Sequence[Request]) -> dict[int, RequestError]:
-    """Makes the logits [S, vocab_size] of tokens that may not come next -inf, each row by its request. Tells the rows,
-    unchanged, whose grammar goes no further, and why."""
+    """Set the logits [S, vocab_size] of tokens that the row's grammar forbids to -inf, in place.
+
+    Returns the error of each row whose grammar allows no token; such a row stays unchanged.
+    """
     masks: dict[int, bytes] = {}
     errors: dict[int, RequestError] = {}
     for row, request in enumerate(requests):
@@ -34,13 +33,13 @@ def forbid(logits: torch.Tensor, requests: Sequence[Request]) -> dict[int, Reque
                 masks[row] = request.guide.allowed(request.output)
             except RequestError as error:
                 errors[row] = error
-    if masks:  # at one go: each operation on the logits may wait for all threads
+    if masks:  # in one operation, as each may synchronize all threads
         logits.masked_fill_(_forbidden(masks, *logits.shape).to(logits.device), -torch.inf)
     return errors
 
 
 def _forbidden(masks: Mapping[int, bytes], num_rows: int, vocab_size: int) -> torch.Tensor:
-    """[num_rows, vocab_size], of bools; what the mask of a row does not reach to is forbidden, too."""
+    """Return bools [num_rows, vocab_size]. Tokens beyond the end of a row's mask are forbidden too."""
     forbidden = np.zeros((num_rows, vocab_size), dtype=np.bool_)
     for row, mask in masks.items():
         bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size]
@@ -50,7 +49,7 @@ def _forbidden(masks: Mapping[int, bytes], num_rows: int, vocab_size: int) -> to
 
 
 def is_adjusted(request: Request) -> bool:
-    """Whether its next token is chosen by other logits than the model's own."""
+    """Return whether penalties, biases or token lists change the logits that the request samples from."""
     sampling = request.sampling
     return (
         bool(sampling.logit_bias)
@@ -64,7 +63,7 @@ def is_adjusted(request: Request) -> bool:
 
 
 def adjust(logits: torch.Tensor, request: Request, eos_token_ids: Sequence[int]) -> None:
-    """Changes a row of logits [vocab_size], float32, in place."""
+    """Apply token lists, biases and penalties to a row of logits [vocab_size], float32, in place."""
     sampling = request.sampling
     if sampling.allowed_token_ids:
         _keep(logits, sampling.allowed_token_ids)
@@ -81,14 +80,14 @@ def adjust(logits: torch.Tensor, request: Request, eos_token_ids: Sequence[int])
 
 
 def _keep(logits: torch.Tensor, token_ids: Sequence[int]) -> None:
-    """Makes the logits of all other tokens -inf."""
+    """Set the logits of all other tokens to -inf."""
     allowed = _on(logits.device, token_ids)
     kept = logits[allowed]
     logits.fill_(-torch.inf)[allowed] = kept
 
 
 def _last_of_bad(request: Request) -> Iterator[int]:
-    """The last tokens of runs that the answer ends with but for these."""
+    """Yield the last token of each bad run whose other tokens end the output."""
     token_ids = request.token_ids
     for *before, last in request.sampling.bad_tokens:
         if len(before) <= request.num_output_tokens and token_ids[len(token_ids) - len(before) :] == before:
@@ -96,35 +95,37 @@ def _last_of_bad(request: Request) -> Iterator[int]:
 
 
 def _penalize_repetition(logits: torch.Tensor, token_ids: Sequence[int], penalty: float) -> None:
-    """Over prompt and output: divides positive logits and multiplies negative ones (CTRL, arXiv 1909.05858)."""
+    """Divide positive logits of prompt and output tokens by the penalty, and multiply negative ones (CTRL, arXiv
+    1909.05858).
+    """
     seen = _on(logits.device, token_ids)
-    values = logits[seen]  # a token that comes twice is written twice, with the same number
+    values = logits[seen]  # a repeated token is written twice, with the same value
     logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
 
 
 def _penalize_output(logits: torch.Tensor, output: Sequence[int], frequency: float, presence: float) -> None:
-    """Over the output alone: subtracts for each occurrence, and once."""
+    """Subtract the frequency penalty for each occurrence in the output, and the presence penalty once."""
     seen, counts = np.unique(_packed(output), return_counts=True)
     penalties = frequency * torch.from_numpy(counts) + presence
     logits[_on(logits.device, seen)] -= penalties.to(logits.device, non_blocking=True)
 
 
 def _on(device: torch.device, token_ids: Sequence[int] | np.ndarray) -> torch.Tensor:
-    """Tokens as an index there, without awaiting what the device computes."""
+    """Return tokens as an index on the device, without synchronizing with it."""
     packed = token_ids if isinstance(token_ids, np.ndarray) else _packed(token_ids)
     return torch.from_numpy(packed).to(device, non_blocking=True)
 
 
 def _packed(token_ids: Sequence[int]) -> np.ndarray:
-    """As int64; several times as fast as torch and numpy read a list, which may have thousands."""
+    """Return int64 ids. Several times as fast as torch and numpy convert a list, which may hold thousands."""
     return np.array(array("q", token_ids))
 
 
-BLOCK: Final = 64  # tokens, of which the likeliest stands for all when the likeliest of a row are sought
+BLOCK: Final = 64  # tokens; the search for the likeliest tokens of a row ranks blocks by their maximum
 
 
 class Beside(NamedTuple):
-    """Whose logprobs are told beside a token's: the likeliest, so many, or where some are named, these."""
+    """The tokens whose logprobs accompany a token's: the `count` likeliest, or the named ones."""
 
     num_top: int
     named: Sequence[int] = ()
@@ -138,9 +139,11 @@ def with_logprobs(
     beside: Sequence[Beside],
     steps: Steps,
 ) -> list[SampledToken]:
-    """For each of these rows of logits [S, vocab_size], of which `highest` [S], float32, has the largest numbers, its
-    token with its logprob and those of the tokens beside it, the likeliest first, of equals the first. Logprobs are
-    rounded to float32."""
+    """Return, for each of `rows` of logits [S, vocab_size], its token with the requested logprobs.
+
+    `highest` [S], float32, holds the maximum of each row. The likeliest token comes first; of equal ones, the lowest
+    id. Logprobs are rounded to float32.
+    """
     totals = steps.log_totals(logits, highest, rows)
     if [*rows] != [*range(len(logits))]:
         logits = logits[[*rows]]
@@ -162,7 +165,7 @@ def with_logprobs(
 
 
 def _likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """The ids [S, count] of the likeliest tokens of each row. They are in the first blocks, by their likeliest ones."""
+    """Return the ids [S, count] of the likeliest tokens of each row. They lie in the blocks with the largest maxima."""
     num_blocks = logits.shape[1] // BLOCK
     if count >= num_blocks:
         return _first(logits, count)
@@ -174,17 +177,22 @@ def _likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _first(numbers: torch.Tensor, count: int) -> torch.Tensor:
-    """Where the largest numbers [S, count] of each row are, from the largest on, of equals the first. (topk alone tells
-    equals apart by what it likes.)"""
+    """Return the indices of the largest numbers [S, count] of each row, descending; of equal numbers, the lowest index
+    first.
+
+    topk alone orders equal numbers arbitrarily.
+    """
     bits = numbers.float().view(torch.int32)
-    in_order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long()  # integers in the order of the numbers
+    in_order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long()  # integers in the order of the floats
     places = torch.arange(numbers.shape[1], device=numbers.device)
     return (in_order * 2**32 - places).topk(count).indices
 
 
 def take_scores(logits: torch.Tensor, works: Sequence[Work], steps: Steps) -> torch.Tensor:
-    """Adds to the scores of each request what its share of the step tells, in place of what was known from there on.
-    `logits` are those of the batch of these works; gives the rows among them that tokens are sampled from."""
+    """Store the prompt scores that this step computes in each request, from the step's start on.
+
+    `logits` are those of the batch of these works. Returns the rows of `logits` that tokens are sampled from.
+    """
     left: list[int] = []
     row = 0
     for work in works:
@@ -216,10 +224,12 @@ def sample(
     steps: Steps = TORCH_STEPS,
     likeliest: Likeliest | None = None,
 ) -> list[SampledToken]:
-    """The next token of each request from its row of logits [S, vocab_size], in which tokens that a grammar forbids
-    become -inf. `likeliest` is what steps find of these logits, where it is known; its tokens are of no use afterwards.
-    A row whose grammar goes no further, or whose largest logit is not a finite number, gets an error in place of a
-    token."""
+    """Sample the next token of each request from its row of logits [S, vocab_size].
+
+    Sets the logits of tokens that a grammar forbids to -inf. `likeliest` holds the maxima of these logits, if known;
+    its tensors are overwritten. A row whose grammar allows no token, or whose largest logit is not finite, gets an
+    error instead of a token.
+    """
     errors = forbid(logits, requests)
     if any(request.guide is not None for request in requests):
         likeliest = None
@@ -232,7 +242,7 @@ def sample(
         for copy, row in zip(copies, adjusted, strict=True):
             adjust(copy, requests[row], eos_token_ids)
         tokens[rows] = _choose(copies, {place: requests[row] for place, row in enumerate(adjusted)}, steps)[1]
-    token_ids = tokens.tolist()  # the first to await the device
+    token_ids = tokens.tolist()  # the first synchronization with the device
     failed = {row: overflowed("logits") for row, number in enumerate(highest.tolist()) if not math.isfinite(number)}
     failed |= {row: SampledToken(NO_TOKEN, error=error) for row, error in errors.items()}
     sampled = [SampledToken(token) for token in token_ids]
@@ -253,7 +263,7 @@ def sample(
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that is a function of seed and position alone (Philox, Salmon et al. 2011)."""
+    """Return a number in [0, 1) that is a function of seed and position alone (Philox, Salmon et al. 2011)."""
     raw = np.random.Philox(key=seed & _SEED_MASK, counter=position).random_raw()
     return (int(raw) >> 11) * _DOUBLE_STEP
 
@@ -261,8 +271,10 @@ def uniform(seed: int, position: int) -> float:
 def _choose(
     logits: torch.Tensor, requests: Mapping[int, Request], steps: Steps, likeliest: Likeliest | None = None
 ) -> Likeliest:
-    """Of each row of logits its largest number, and its token: the likeliest, or drawn if a request of that row is not
-    greedy. Where the likeliest are known, their tensors are given back, changed."""
+    """Return each row's largest logit and its chosen token: the likeliest, or a drawn one if the request is not greedy.
+
+    If `likeliest` is given, its tensors are updated in place and returned.
+    """
     highest, tokens = steps.likeliest(logits) if likeliest is None else likeliest
     draws = [_draw(row, request) for row, request in requests.items() if request.sampling.temperature > 0]
     if draws:

@@ -1,10 +1,9 @@
-"""Run an engine's steps in a thread of its own, and say what the error of a step means.
+"""Run an engine's steps in a thread, and classify the errors of a step.
 
-What is done beside a step that computes is no part of its own.
-
-While a step runs, the loop may offer the one behind it. When the first is done, the thread decides by its result
-whether the offered one follows. If so it begins at once, and the loop takes the first one's result in meanwhile; what
-the second one gives may depend on that, so its end waits for it.
+Async scheduling: while a step runs, the event loop may offer the next step. When the running step is done, the thread
+decides by its result whether the offered step follows. If so, that step begins at once, and meanwhile the event loop
+processes the result of the first step. The end of the second step may depend on that result, so it waits until the loop
+has processed it.
 """
 
 import asyncio
@@ -23,21 +22,23 @@ from engine.offload.layers_on_disk import WeightsLost
 from serving_core.failpoints import reach
 from serving_core.requests import OnLayer
 
-OUT_OF_MEMORY: Final = 2  # of CUDA's error codes
+OUT_OF_MEMORY: Final = 2  # CUDA error code
 OF_TRITON: Final = "Triton Error [CUDA]"
 OF_CPU_ALLOCATOR: Final = "DefaultCPUAllocator: can't allocate memory"
-MOST_FAILED_STEPS: Final = 4  # in a row, after which the next one is not believed to be better
+MOST_FAILED_STEPS: Final = 4  # in a row; after these the engine counts as failed
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether every later step would fail too: weights that are gone, a device that has failed. CUDA gives such an
-    error to all calls that follow, the first of which may be Triton's."""
+    """Return whether every later step would fail too, as after lost weights or a failed device.
+
+    After such an error CUDA fails every later call, the first of which may come from Triton.
+    """
     of_device = isinstance(error, torch.AcceleratorError) or str(error).startswith(OF_TRITON)
     return isinstance(error, WeightsLost) or (of_device and not _is_out_of_memory(error))
 
 
 def cause_of(error: Exception) -> str:
-    """Return the cause in words that a client may read: the error's own message may hold paths."""
+    """Return the cause in words that a client may read. The error's own message may hold paths."""
     return "the node is out of memory" if _is_out_of_memory(error) else f"the step failed ({type(error).__name__})"
 
 
@@ -50,22 +51,23 @@ def _is_out_of_memory(error: Exception) -> bool:
     return OF_CPU_ALLOCATOR in text or (text.startswith(OF_TRITON) and "out of memory" in text)
 
 
-PLAN = "plan"  # what the scheduler decides
-HAND_OVER = "threads"  # from the event loop to the engine's thread, or back
+PLAN = "plan"  # the scheduler's decisions
+HAND_OVER = "threads"  # between the event loop and the engine's thread
 BUILD = "build"  # the tensors of a batch
-COMPUTE = "compute"  # of CUDA devices only what starts it: the first to await them is `sample`
-SAMPLE = "sample"  # tokens out of logits
-DRAFT = "draft"  # what a draft model computes, between two steps
-AFTER = "after"  # what tokens mean: ends, records, blocks that are full
-SEND = "send"  # what the coordinator is told, and other decisions
+COMPUTE = "compute"  # on CUDA only the launches: `sample` is the first part that waits for the device
+SAMPLE = "sample"  # sampling from logits
+DRAFT = "draft"  # the draft model, between two steps
+AFTER = "after"  # processing of tokens: finish reasons, records, full blocks
+SEND = "send"  # reports to the coordinator, and other decisions
 IDLE = "idle"  # nothing to compute
 PARTS: Final = (PLAN, BUILD, COMPUTE, SAMPLE, DRAFT, AFTER, SEND, HAND_OVER, IDLE)
 BETWEEN: Final = (PLAN, BUILD, SAMPLE, AFTER, SEND, HAND_OVER)
 
 
 class StepClock:
-    """Seconds of each part so far. They are one after the other, in whatever thread, so that they sum up to the time
-    from the start to the last lap."""
+    """Total seconds of each part of a step. Parts do not overlap, in whatever thread they run, and sum to the time from
+    the start to the last lap.
+    """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: Final = dict.fromkeys(PARTS, 0.0)
@@ -73,65 +75,68 @@ class StepClock:
         self._last_s = now()
 
     def lap(self, part: str) -> None:
-        """All since the last lap was this part."""
+        """Count the time since the last lap as this part."""
         now_s = self._now()
         self.seconds[part] += now_s - self._last_s
         self._last_s = now_s
 
 
 NUM_RECENT_STEPS: Final = 64
-TAKEN_IN_DEADLINE_S: Final = 600.0  # for the loop, to take in what a step gave
+TAKEN_IN_DEADLINE_S: Final = 600.0  # for the event loop to process a step's result
 
 P = TypeVar("P")  # one part of a step: a Work on rank 0, a Share on a follower
-R = TypeVar("R")  # what a step gives: the sampled tokens on rank 0, nothing on a follower
+R = TypeVar("R")  # result of a step: the sampled tokens on rank 0, nothing on a follower
 T = TypeVar("T")
 
 
 class Stepped(NamedTuple, Generic[R]):
-    """A step is done."""
+    """The result of a finished step."""
 
     result: R
     step_s: float
-    goes_on: bool = False  # the step ahead of it has begun
+    goes_on: bool = False  # the offered next step has begun
 
 
 @dataclass(eq=False)
 class Step(Generic[P, R]):
-    """One that runs."""
+    """A running step."""
 
     parts: Sequence[P]
     done: "asyncio.Future[Stepped[R]]"
-    ahead: "Ahead[P, R] | None" = None  # offered; at most once, and any time
+    ahead: "Ahead[P, R] | None" = None  # the offered next step; at most one, at any time
 
 
 @dataclass(eq=False)
 class Ahead(Step[P, R]):
-    """One that is to begin as soon as the step before it is done, if it follows."""
+    """A step that begins as soon as the step before it is done, if `follows` accepts that step's result."""
 
-    follows: Callable[[R], bool] = field(kw_only=True)  # tells by what the step before gave, in the engine's thread
+    follows: Callable[[R], bool] = field(kw_only=True)  # decides by the result before, in the engine's thread
     compute: Callable[[R, Callable[[], None], Callable[[], None]], R] = field(kw_only=True)
-    """Computes it behind what the step before gave, in the engine's thread. Calls the second when its computation
-    begins, the third before it needs what the loop makes of the step before."""
+    """Compute this step after the step before, given that step's result, in the engine's thread.
+
+    Calls the second argument when the computation begins, and the third before it needs what the event loop makes of
+    the step before.
+    """
     _is_taken_in: threading.Event = field(default_factory=threading.Event)
     _is_given_up: bool = False
 
     def take_in(self) -> None:
-        """The loop has taken in the step before."""
+        """Signal that the event loop has processed the step before."""
         self._is_taken_in.set()
 
     def give_up(self) -> None:
-        """Nobody will take in the step before: this one is to fail."""
+        """Signal that the step before is never processed: this step fails."""
         self._is_given_up = True
         self._is_taken_in.set()
 
     def wait(self) -> None:
-        """Returns when the step before is taken in. Raises RuntimeError when it will not be."""
+        """Wait until the step before is processed. Raises RuntimeError if it is not."""
         if not self._is_taken_in.wait(TAKEN_IN_DEADLINE_S) or self._is_given_up:
             raise RuntimeError("what the step before gave was not taken in")
 
 
 class Stepper(Generic[P, R]):
-    """One step at a time. Owned by one event loop."""
+    """Runs one step at a time. Owned by one event loop."""
 
     def __init__(self, compute: Callable[[Sequence[P], OnLayer | None], R]) -> None:
         """`compute` is an engine's `step` or `follow`."""
@@ -145,8 +150,11 @@ class Stepper(Generic[P, R]):
     async def run(
         self, plan: Callable[[], list[P]], step: Callable[[list[P]], Awaitable[None]], wake: asyncio.Event
     ) -> None:
-        """Steps whatever there is to plan, and waits for `wake` when there is nothing. Ends by cancel, or as plan or
-        step raises, when the running step has ended, which nothing else waits for; then the thread is closed."""
+        """Run every planned step, and wait for `wake` when nothing is planned.
+
+        Ends when cancelled, or with the exception of `plan` or `step`, after the running step has ended; then closes
+        the thread.
+        """
         try:
             while True:
                 wake.clear()
@@ -158,14 +166,16 @@ class Stepper(Generic[P, R]):
             await asyncio.to_thread(self.close)
 
     async def step(self, parts: Sequence[P], on_layer: OnLayer | None = None) -> tuple[R, float]:
-        """What the step gives, and the seconds it took. `on_layer` is called on the event loop, and not after this
-        returns."""
+        """Run a step; return its result and its duration in seconds. `on_layer` is called on the event loop, never
+        after this returns.
+        """
         result, step_s, _ = await self.begin(parts, on_layer).done
         return result, step_s
 
     def begin(self, parts: Sequence[P], on_layer: OnLayer | None = None) -> Step[P, R]:
-        """Starts a step, of which `done` is to be awaited. `on_layer` is called on the event loop, and not after
-        that."""
+        """Start a step, whose `done` the caller awaits. `on_layer` is called on the event loop, never after `done` is
+        set.
+        """
         assert self._running is None, "two steps at a time"
         loop = asyncio.get_running_loop()
         self._running = step = Step(parts, loop.create_future())
@@ -175,7 +185,7 @@ class Stepper(Generic[P, R]):
         return step
 
     def _computed(self, loop: asyncio.AbstractEventLoop, step: Step[P, R], on_layer: OnLayer | None) -> R:
-        """In the engine's thread: this step and those that follow it. Gives what the last one does."""
+        """Compute, in the engine's thread, the step and the steps that follow it; return the result of the last."""
         reach("step")
         result = self._compute(step.parts, on_layer)
         while (ahead := step.ahead) is not None and ahead.follows(result):
@@ -192,14 +202,14 @@ class Stepper(Generic[P, R]):
         return result
 
     def _followed(self, step: Step[P, R], stepped: Stepped[R]) -> None:
-        """On the loop: a step is done, and the one ahead of it runs."""
+        """Finish a step, on the event loop, while the next one runs."""
         self._running = step.ahead
         self._count(stepped.step_s)
         if not step.done.done():
             step.done.set_result(stepped)
 
     def _ended(self, future: "asyncio.Future[R]") -> None:
-        """On the loop: no step runs any more."""
+        """Finish the last step, on the event loop."""
         step, begun_at = self._running, self._started_at
         assert step is not None
         assert begun_at is not None
@@ -210,7 +220,7 @@ class Stepper(Generic[P, R]):
         else:
             self._count(step_s)
         if step.done.done():
-            return  # nobody waits for it
+            return  # nobody waits for the result
         if error is not None:
             step.done.set_exception(error)
         else:
@@ -221,7 +231,7 @@ class Stepper(Generic[P, R]):
         self._recent_s.append(step_s)
 
     async def between(self, compute: Callable[[], T]) -> tuple[T, float]:
-        """What is to be computed between two steps, in the engine's thread too, and the seconds it took."""
+        """Run `compute` in the engine's thread between two steps; return its result and its duration in seconds."""
         assert self._started_at is None, "a step runs"
         self._started_at = time.monotonic()
         try:
@@ -232,22 +242,22 @@ class Stepper(Generic[P, R]):
 
     @property
     def step_s(self) -> float:
-        """Median seconds of the recent steps; 0 before the first."""
+        """Return the median seconds of the recent steps; 0 before the first."""
         return statistics.median(self._recent_s) if self._recent_s else 0.0
 
     @property
     def step_age_s(self) -> float:
-        """Seconds the running step has taken so far; 0 when idle."""
+        """Return the seconds since the running step began; 0 when idle."""
         started_at = self._started_at
         return 0.0 if started_at is None else time.monotonic() - started_at
 
     def close(self) -> None:
-        """Waits for the running step, then ends the thread."""
+        """Wait for the running step, then end the thread."""
         self._thread.shutdown(wait=True)
 
 
 class _Once:
-    """Has a function called on the loop, the first time that it is called itself."""
+    """Calls a function on the event loop, at the first call only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
         self._call: tuple[object, ...] | None = (function, *arguments)
@@ -260,7 +270,7 @@ class _Once:
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, on_layer: OnLayer) -> OnLayer:
-    """The same, for another thread to call."""
+    """Return a callback that any thread may call and that calls `on_layer` on the event loop."""
 
     def relay(num_layers: int) -> None:
         loop.call_soon_threadsafe(on_layer, num_layers)

@@ -1,11 +1,11 @@
-"""Attention over the paged KV cache: one function for prefill, chunked prefill and decode.
+"""Compute attention over the paged KV cache: one function for prefill, chunked prefill and decode.
 
-A backend first makes a plan of a batch (once a step for each window size), then attends with it (once a layer):
+A backend first builds a plan of a batch (once a step for each window size), then attends with it (once a layer):
 
     query [T, num_heads, head_dim]  ->  [T, num_heads, head_dim]
 
-The keys and values of the step's own tokens are in the pool already. A token sees the tokens before it and itself;
-with a window, only the last `window` of them.
+The pool already holds the keys and values of the step's own tokens. A token attends to itself and the tokens before it;
+with a window, only to the last `window` of them.
 """
 
 import functools
@@ -20,28 +20,28 @@ from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import ForwardBatch
 from engine.model.steps import capped
 
-QUERY_CHUNK: Final = 64  # query rows in one call: more would compute scores that the causal mask throws away
-PADDING_BLOCKS: Final = 8  # how unequal the contexts of one call may be, in blocks
+QUERY_CHUNK: Final = 64  # query rows of one call: more would compute scores that the causal mask discards
+PADDING_BLOCKS: Final = 8  # largest difference between the contexts of one call, in blocks
 
 
 class Attention(Protocol):
-    """A backend, bound to one pool."""
+    """An attention backend, bound to one pool."""
 
     name: str
     pool: PagedKVPool
-    score_scale: float | None  # of queries times keys; None: one over the root of a key's width
-    softcap: float | None  # each score becomes softcap * tanh(score / softcap); None: it stays
+    score_scale: float | None  # factor of query-key products; None: 1 / sqrt(key width)
+    softcap: float | None  # each score becomes softcap * tanh(score / softcap); None: unchanged
 
     def plan(self, batch: ForwardBatch, window: int | None) -> Any:
-        """What `attend` needs to know of a batch; the same for all layers with this window."""
+        """Return the backend's plan of a batch, valid for all layers with this window."""
 
     def attend(self, query: torch.Tensor, layer: int, plan: Any) -> torch.Tensor:
-        """The attention output of all query rows [T, num_heads, head_dim] in one layer."""
+        """Return the attention output [T, num_heads, head_dim] of all query rows in one layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """num_queries rows of one request, from first_row on; the last of them sees the tokens up to kv_end."""
+    """num_queries rows of one request, from first_row on; the last row attends to the tokens up to kv_end."""
 
     request: int
     first_row: int
@@ -53,21 +53,21 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Spans that one call computes: N spans of Q queries over L key slots, heads that share a key folded into rows."""
+    """Spans of one call: N spans of Q queries over L key slots. Heads that share a key are folded into rows."""
 
-    rows: slice | torch.Tensor  # of the query
+    rows: slice | torch.Tensor  # rows of the query
     num_spans: int
     num_queries: int
-    blocks: slice  # N * L / block_size of the gathered ones
-    mask: torch.Tensor  # [N, 1, Q * heads per key head, L], or one row for all when Q is 1; 0 or -inf
+    blocks: slice  # N * L / block_size of the gathered blocks
+    mask: torch.Tensor  # [N, 1, Q * heads per key head, L], or one row for all if Q is 1; 0 or -inf
 
 
 @dataclass(frozen=True, slots=True)
 class _Gathering:
-    """Blocks that are gathered once, and the groups that see them: the chunks of one request, or single queries."""
+    """Blocks that are gathered once, and the groups that attend to them: chunks of one request, or single queries."""
 
     blocks: torch.Tensor  # int64
-    not_theirs: torch.Tensor  # int64, the slots of these blocks in which others have left something
+    not_theirs: torch.Tensor  # int64, the slots of these blocks that hold data of other requests
     groups: list[_Group]
 
 
@@ -77,18 +77,20 @@ _AttentionOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What some models do with scores beyond the mask: each becomes cap * tanh(score / cap), and a sink of each head
-    counts as one more score, of a key without a value."""
+    """Changes of scores beyond the mask: each becomes cap * tanh(score / cap), and each head's sink counts as one more
+    score, of a key without a value.
+    """
 
     softcap: float | None
     sinks: torch.Tensor | None = None  # [num_heads]
-    scale: float | None = None  # of scores; None: one over the root of a key's width
+    scale: float | None = None  # factor of scores; None: 1 / sqrt(key width)
 
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """As scaled_dot_product_attention, of [N, Hkv, Q * H / Hkv, D]: heads that share a key are next to each
-        other."""
+        """Attend like scaled_dot_product_attention, with queries [N, Hkv, Q * H / Hkv, D], where heads that share a key
+        are adjacent.
+        """
         scale = queries.shape[-1] ** -0.5 if self.scale is None else self.scale
         scores = (queries @ keys.transpose(-1, -2)).float() * scale
         if self.softcap is not None:
@@ -132,14 +134,14 @@ class PortableAttention:
     def attend(
         self, query: torch.Tensor, layer: int, plan: list[_Gathering], scoring: Scoring | None = None
     ) -> torch.Tensor:
-        """Where a layer has no V, keys are attended."""
+        """Attend with the plan's gatherings. In a layer without V, the keys serve as values."""
         attention = self._attention if scoring is None else scoring.attend
         width = self.pool.layout.planes(layer)[1].width
         output = query.new_empty((*query.shape[:2], width or query.shape[2]))
         for gathering in plan:
             keys, values = self.pool.gather(layer, gathering.blocks)
             values = values if width else keys
-            for plane in (keys, values):  # a mask hides numbers, but not what is none
+            for plane in (keys, values):  # a mask hides numbers, but not NaN
                 plane.flatten(0, 1).index_fill_(0, gathering.not_theirs, 0)
             for group in gathering.groups:
                 output[group.rows] = self._attend_group(query[group.rows], keys, values, group, attention)
@@ -148,7 +150,9 @@ class PortableAttention:
     def _attend_group(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Group, attention: _AttentionOf
     ) -> torch.Tensor:
-        """query [N * Q, H, D] and gathered blocks [num_blocks, block_size, Hkv, D] -> [N * Q, H, width of V]"""
+        """Attend one group: query [N * Q, H, D] and gathered blocks [num_blocks, block_size, Hkv, D] -> [N * Q, H,
+        width of V].
+        """
         k, v = (
             plane[group.blocks].view(group.num_spans, -1, *plane.shape[2:]).transpose(1, 2) for plane in (keys, values)
         )
@@ -159,7 +163,7 @@ class PortableAttention:
         return attended.transpose(1, 2).reshape(*query.shape[:2], -1)
 
     def _gather_chunks(self, batch: ForwardBatch, spans: list[_Span], window: int | None) -> _Gathering:
-        """All spans of one request, in order: each sees some of the same blocks."""
+        """Gather all spans of one request, in order; they share blocks."""
         first, last = spans[0].first_block, spans[-1].first_block + spans[-1].num_blocks
         groups = []
         for span in spans:
@@ -171,7 +175,7 @@ class PortableAttention:
         return _Gathering(blocks, not_theirs, groups)
 
     def _gather_singles(self, batch: ForwardBatch, spans: list[_Span], window: int | None) -> _Gathering:
-        """Single queries of several requests in one group, each with as many blocks as the longest."""
+        """Gather single queries of several requests in one group, each padded to the blocks of the longest."""
         spans = sorted(spans, key=lambda span: span.first_row)
         num_blocks = max(span.num_blocks for span in spans)
         requests, first_blocks = _columns(batch, [(span.request, span.first_block) for span in spans])
@@ -212,7 +216,7 @@ def _spans(batch: ForwardBatch, window: int | None, block_size: int) -> Iterator
 
 
 def _alike(singles: list[_Span]) -> list[list[_Span]]:
-    """Single queries in groups that a shared call pads little."""
+    """Group single queries so that a shared call needs little padding."""
     groups: list[list[_Span]] = []
     limit = 0
     for span in sorted(singles, key=lambda span: span.num_blocks):
@@ -224,13 +228,13 @@ def _alike(singles: list[_Span]) -> list[list[_Span]]:
 
 
 def _columns(batch: ForwardBatch, rows: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two columns of a table [N, 2], each [N, 1]."""
+    """Return the two columns of a table [N, 2], each [N, 1]."""
     first, second = torch.tensor(rows, device=batch.block_tables.device).unsqueeze(2).unbind(1)
     return first, second
 
 
 def _rows(spans: list[_Span], device: torch.device) -> slice | torch.Tensor:
-    """The query rows of spans in order, as a slice (no copy) when they are neighbours."""
+    """Return the query rows of spans in order, as a slice (no copy) if they are adjacent."""
     first, last = spans[0].first_row, spans[-1].first_row
     if last - first == len(spans) - 1 or len(spans) == 1:
         return slice(first, last + spans[-1].num_queries)
