@@ -1,8 +1,8 @@
-"""Finds which candidates of a step have come: those that its requests would have been given without them.
+"""Verify draft tokens: find which draft tokens of a step are accepted.
 
-Behind each candidate that equals the token chosen before it, one more token is chosen, as the step that would have
-computed it alone would choose: from logits of the same bits, for a request that has the same tokens. So nothing depends
-on candidates but time. What penalties, grammars and seeds make of a token needs no word here.
+A draft token is accepted if it equals the token sampled before it. Behind each accepted draft token one more token is
+sampled, just as a step without drafts samples it: from logits with the same bits, for a request with the same tokens.
+So speculation changes only the time, also with penalties, grammars and seeds.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,11 @@ def sample_with_candidates(
     steps: Steps,
     likeliest: Likeliest | None = None,
 ) -> list[SampledToken]:
-    """The tokens that each of these works gets, in order, as Work.take takes them. `logits` has of each one row for its
-    last known token, then one for each candidate; `likeliest` is as in `sample`, and so are errors."""
+    """Sample the tokens of each work, in order, as Work.take consumes them.
+
+    For each work, `logits` has one row for its last known token, then one for each draft token. `likeliest` and errors
+    are as in `sample`.
+    """
     given: list[list[SampledToken]] = [[] for _ in works]
     going, row = [], 0
     for place, work in enumerate(works):

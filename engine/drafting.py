@@ -1,5 +1,6 @@
-"""Writes likely tokens ahead with a second, smaller model. What it writes decides about time alone: a token is taken
-where the first model gives it."""
+"""Draft tokens with a second, smaller model. Drafts affect only the time: a token is accepted only if the target model
+gives it.
+"""
 
 import statistics
 import time
@@ -11,19 +12,20 @@ from engine.engine import Engine
 from serving_core.requests import DraftWork, Share
 
 MEASURED_STEPS: Final = 8
-ALL_WANTED_TOKENS: Final = 2  # of a share, up to which logits of each cost less than leaving some out
+ALL_WANTED_TOKENS: Final = 2  # tokens of a share, up to which computing all logits costs less than selecting
 
 
 class Drafter:
-    """A model that computes what decode_node/speculation.py plans, for all answers together. To be called by the thread
-    that computes steps, between two of them."""
+    """A draft model, which computes what decode_node/speculation.py plans, for all sequences in one batch. Call from
+    the thread that computes steps, between two steps.
+    """
 
     def __init__(self, engine: Engine) -> None:
-        """Of one rank, with a pool of its own."""
+        """Wrap an engine of one rank with a pool of its own."""
         self.engine: Final = engine
 
     def measure_step_s(self) -> float:
-        """Seconds that it takes for one token of one answer. To be called before its pool holds anything."""
+        """Return the seconds of a step of one token of one sequence. Call before the pool holds data."""
         taken_s, work = [], DraftWork(Share([0], 0, [0], samples=True), 1)
         for _ in range(MEASURED_STEPS):
             started_at = time.perf_counter()
@@ -32,7 +34,7 @@ class Drafter:
         return statistics.median(taken_s)
 
     def write_ahead(self, works: Sequence[DraftWork]) -> list[list[int]]:
-        """The candidates of each, in order: the likeliest token, and the likeliest one behind that."""
+        """Return the draft tokens of each work, in order: greedy continuations."""
         if chunks := [work.share for work in works if not work.num_candidates]:
             self.engine.likeliest(chunks)
         written: list[list[int]] = [[] for _ in works]
@@ -50,10 +52,12 @@ class Drafter:
 
 
 def _all_wanted(share: Share) -> Share:
-    """With the logits of every token wanted, as a program of decoding gives them, where there are few."""
+    """Return the share with the logits of all its tokens wanted, as a decode program computes them, if it has few
+    tokens.
+    """
     return replace(share, num_scored=share.num_tokens - 1) if share.num_tokens <= ALL_WANTED_TOKENS else share
 
 
 def _behind(share: Share, token_id: int) -> Share:
-    """The one token that follows a share."""
+    """Return the share of the one token that follows `share`."""
     return Share([token_id], share.start + share.num_tokens, share.block_ids, samples=True)

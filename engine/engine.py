@@ -157,8 +157,9 @@ class Engine:
         self.is_history_free: Final = kernels_alone or (
             settings.batch_invariant and self._make_invariant(torch_dtype, len(shard.query_heads.held))
         )
-        """Whether the bits of a token's logits and KV depend on the tokens before it alone, however these were cut into
-        chunks and steps, and whatever was computed beside them."""
+        """Whether the bits of a token's logits and KV depend only on the tokens before it, not on chunks, steps or
+        other requests of the batch.
+        """
         self.program: DecodeProgram | None = None
         if self.config.embedder is None:
             of_pool = (self.attention, self.num_blocks, self.max_model_len)
@@ -167,7 +168,7 @@ class Engine:
         facts = {**self.description, "program": type(self.program).__name__}
         facts["history_free"] = "yes" if self.is_history_free else "no"
         self.traits: Final = engine_traits(facts, device, kernels_alone=kernels_alone)
-        """What the bits of answers depend on beside the fingerprint."""
+        """Facts beside the fingerprint that the bits of outputs depend on."""
         self.origin: Final = origin_of(self.traits)
 
     def _describe(self, settings: EngineSettings, dtype: str, tp_size: int) -> dict[str, str]:

@@ -1,5 +1,6 @@
-"""A step divided over time, so that the stages of a node compute at once: one stage computes a part while the next one
-computes the part before. Pure."""
+"""Split a step into micro-batches, so that pipeline stages compute at the same time: while one stage computes a
+micro-batch, the next stage computes the one before. Pure.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,18 +8,21 @@ from typing import Final
 
 from serving_core.requests import Share
 
-LEAST_TOKENS: Final = 64  # fewer would take about as long: what a step reads of the weights each part reads again
+LEAST_TOKENS: Final = 64  # fewer take about as long, since each micro-batch reads all weights again
 MOST_PER_STAGE: Final = 4
 
 
 def num_micro_batches(num_tokens: int, num_stages: int) -> int:
-    """Into how many parts a step of so many tokens is divided."""
+    """Return the number of micro-batches of a step of num_tokens tokens."""
     return max(1, min(MOST_PER_STAGE * num_stages, num_tokens // LEAST_TOKENS))
 
 
 def micro_batches(shares: Sequence[Share], num_stages: int, block_size: int) -> list[list[Share]]:
-    """The same shares in order, in parts of about as many tokens each. Prompts are cut between blocks alone: all tokens
-    of a block that a step computes are computed together, however many stages there are."""
+    """Split the shares, in order, into micro-batches of about equal numbers of tokens.
+
+    Prompts are cut only at block boundaries: the tokens of a block that a step computes are always computed together,
+    for any number of stages.
+    """
     num_tokens = sum(share.num_tokens for share in shares)
     num_parts = num_micro_batches(num_tokens, num_stages)
     parts: list[list[Share]] = []
@@ -37,7 +41,7 @@ def micro_batches(shares: Sequence[Share], num_stages: int, block_size: int) -> 
 
 
 def _cut(share: Share, num_tokens: int) -> tuple[Share, Share | None]:
-    """The leading tokens of a share, and the others if there are any."""
+    """Return the leading tokens of a share, and the rest if any."""
     if num_tokens >= share.num_tokens:
         return share, None
     head = replace(

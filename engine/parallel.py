@@ -1,8 +1,8 @@
-"""The ranks of one node as seen by the model: sums, gathers and nothing else. Over torch.distributed, or alone.
+"""Communicate between the ranks of one node: sums and gathers, over torch.distributed or within a single rank.
 
-All ranks call the same methods in the same order with tensors of the same shape. A call that a peer does not answer
-within the group's timeout, or whose peer is gone, raises RankLost (with NCCL it may end the process); the group is of
-no use afterwards.
+All ranks call the same methods in the same order with tensors of the same shape. A call raises RankLost if a peer is
+gone or does not answer within the group's timeout (with NCCL it may end the process); afterwards the group cannot be
+used.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Final, ParamSpec, Protocol, TypeVar
 
 import psutil
 import torch
-import torch.distributed.nn.functional  # here: its defaults keep the group that there is when torch.compile imports it
+import torch.distributed.nn.functional  # here: its defaults bind the group that exists when torch.compile imports it
 from torch import distributed
 from torch.distributed import ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn import functional
@@ -25,7 +25,7 @@ from serving_core.needs import MOST_INVARIANT_RANKS
 from serving_core.sharding import ranks_text, share_of
 
 MOST_EXCHANGED_BYTES: Final = 16 * 1024
-MOST_SAID_BYTES: Final = 2000  # of why one rank could not
+MOST_SAID_BYTES: Final = 2000  # of one rank's failure message
 LENGTH_BYTES: Final = 4
 LEADER: Final = 0
 
@@ -35,49 +35,53 @@ T = TypeVar("T")
 
 
 class RankGroup(Protocol):
-    """The ranks of a node, or of one of its stages, one of which is this process."""
+    """The ranks of a node, or of one of its stages, including this process."""
 
     @property
     def rank(self) -> int:
-        """From 0, which leads, to size - 1."""
+        """Return this process's rank, from 0 (the leader) to size - 1."""
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
 
     @property
     def adds_alike(self) -> bool:
-        """Whether the bits of a sum do not depend on what else is summed up with it."""
+        """Return whether the bits of a sum are independent of the other elements summed in the same call."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Turns the tensor, in place and on every rank, into the sum over the ranks."""
+        """Replace the tensor, in place and on every rank, by its sum over the ranks."""
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's share of the rows [T, size] of the sum over the ranks, which is added up in their order. Every
-        rank's share is share_of(T, rank, size), and none is empty."""
+        """Return this rank's share of the rows [T, size] of the sum over the ranks, added in rank order.
+
+        The share of each rank is share_of(T, rank, size); no share may be empty.
+        """
 
     def all_gather(self, local: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """The ranks' shares of so many rows, one below the other, on every rank."""
+        """Return, on every rank, the num_rows rows of all ranks' shares, in rank order."""
 
     def gather_columns(self, local: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
-        """The ranks' tensors [rows, widths[rank]] side by side on rank 0, None on the others."""
+        """Return the ranks' tensors [rows, widths[rank]] side by side on rank 0, None on the others."""
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """What each rank gave, in order of rank. Raises ValueError above MOST_EXCHANGED_BYTES."""
+        """Return the bytes of each rank, in rank order. Raises ValueError above MOST_EXCHANGED_BYTES."""
 
     def close(self) -> None:
-        """Leaves the group. To be called before the process ends."""
+        """Leave the group. Call before the process ends."""
 
 
 def needs_peers(call: Callable[P, R]) -> Callable[P, R]:
-    """For what talks to other ranks: torch.distributed's RuntimeError for their loss becomes RankLost."""
+    """Decorate a function that talks to other ranks: torch.distributed's RuntimeError for a lost peer becomes
+    RankLost.
+    """
 
     @wraps(call)
     def told(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return call(*args, **kwargs)
         except torch.OutOfMemoryError:
-            raise  # it is this rank's
+            raise  # an error of this rank
         except RuntimeError as error:
             raise RankLost(str(error)) from error
 
@@ -111,12 +115,12 @@ class _Alone:
 
 
 class _Joined:
-    """A process group of torch.distributed, by default that of all ranks."""
+    """A process group of torch.distributed, by default of all ranks."""
 
     def __init__(
         self, rank: int, size: int, device: torch.device, timeout: timedelta, group: ProcessGroup | None = None
     ) -> None:
-        """To be made on all of its ranks."""
+        """Create the group's end. Call on all of its ranks."""
         self.rank = rank
         self.size = size
         self._device = device
@@ -127,7 +131,7 @@ class _Joined:
 
     @property
     def is_shared(self) -> bool:
-        """Whether sums go through memory of this machine."""
+        """Return whether sums go through shared memory of this machine."""
         return self._shared is not None
 
     @property
@@ -148,7 +152,7 @@ class _Joined:
         given = torch.split(tensor, self._shares(len(tensor)))
         parts = [given[rank] if rank == self.rank else torch.empty_like(given[self.rank]) for rank in range(self.size)]
         self._swap(given, parts)
-        # In the order of the ranks, and in memory of its own: what was given can be let go.
+        # In rank order, and into new memory, so that the input can be freed.
         total, other = (parts[1], parts[0]) if self.rank == LEADER else (parts[0], parts[1])
         for part in (other, *parts[2:]):
             total += part
@@ -170,8 +174,10 @@ class _Joined:
         return [len(share_of(num_rows, rank, self.size)) for rank in range(self.size)]
 
     def _swap(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> None:
-        """Gives each other rank its tensor, and takes that rank's. (Collectives of the backends want equal shares, and
-        gloo's reduce_scatter sums up all rows on every rank.)"""
+        """Send each other rank its tensor of `given`, and receive that rank's into `taken`.
+
+        Collectives of the backends require equal shares, and gloo's reduce_scatter sums all rows on every rank.
+        """
         both = ((distributed.isend, given), (distributed.irecv, taken))
         operations = [
             distributed.P2POp(operation, tensors[peer], group=self._group, group_peer=peer)
@@ -210,18 +216,19 @@ class _Joined:
     @needs_peers
     def exchange(self, data: bytes) -> list[bytes]:
         framed = len(_bounded(data)).to_bytes(LENGTH_BYTES, "little") + data.ljust(MOST_EXCHANGED_BYTES, b"\0")
-        ours = torch.tensor(list(framed), dtype=torch.uint8, device="cpu")  # by gloo: NCCL may be what failed
+        ours = torch.tensor(list(framed), dtype=torch.uint8, device="cpu")  # by gloo, since NCCL may have failed
         given = list(ours.new_empty(self.size, len(framed)))
         distributed.all_gather(given, ours, group=self._group)
         return [_unframed(bytes(part.tolist())) for part in given]
 
     def stage(self, num_stages: int) -> RankGroup:
-        """As stage_group."""
+        """Return the group of this rank's stage, as stage_group does."""
         tp_size = self.size // num_stages
         if tp_size == 1:
             return alone()
         stages = [list(range(first, first + tp_size)) for first in range(0, self.size, tp_size)]
-        groups = [distributed.new_group(ranks, timeout=self._timeout) for ranks in stages]  # every rank makes them all
+        # Every rank creates all groups
+        groups = [distributed.new_group(ranks, timeout=self._timeout) for ranks in stages]
         own = groups[self.rank // tp_size]
         self._stages.append(_Joined(self.rank % tp_size, tp_size, self._device, self._timeout, own))
         return self._stages[-1]
@@ -230,14 +237,16 @@ class _Joined:
         for group in (self, *self._stages):
             if group._shared is not None:
                 group._shared.close()
-            group._group = None  # which would outlive this, with its threads
+            group._group = None  # the group would outlive this object, with its threads
         distributed.destroy_process_group()
 
 
 def on_all_ranks(
     group: RankGroup, failure: type[Exception], make: Callable[[], T], let_go: Callable[[T], None] | None = None
 ) -> T:
-    """What it makes. Raises the failure on every rank where it does on one; `let_go` is given what others have made."""
+    """Return the result of `make`. Raises `failure` on every rank if `make` raises it on one rank; `let_go` then gets
+    the results of the other ranks.
+    """
     said, made = b"", None
     try:
         made = make()
@@ -254,19 +263,21 @@ def on_all_ranks(
 
 
 def alone() -> RankGroup:
-    """The group of a process that is its node's only rank."""
+    """Return the group of a process that is its node's only rank."""
     return _Alone()
 
 
 def stage_group(node: RankGroup, num_stages: int) -> RankGroup:
-    """The ranks of this rank's stage, of a node whose ranks are numbered stage by stage. To be called on all of them;
-    it is closed with the node's group."""
+    """Return the ranks of this rank's stage, of a node whose ranks are numbered stage by stage.
+
+    Call on all ranks of the node. The returned group is closed with the node's group.
+    """
     assert isinstance(node, _Joined), "one rank has no stages"
     return node.stage(num_stages)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device for `auto`, `cpu` or `cuda`, where LOCAL_RANK picks among several. Raises SettingsError."""
+    """Return the device for `auto`, `cpu` or `cuda`; LOCAL_RANK picks among several. Raises SettingsError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
@@ -280,11 +291,11 @@ def choose_device(name: str) -> torch.device:
 
 
 def join(device: torch.device, tp_size: int, timeout_s: float, pp_size: int = 1) -> RankGroup:
-    """The group of pp_size stages of tp_size ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, as
+    """Join the group of pp_size stages of tp_size ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, as
     torchrun sets them.
 
-    Returns when all ranks are there. timeout_s bounds that, and every later call. Raises SettingsError when the
-    variables are missing or say otherwise, or when the ranks do not meet in time.
+    Returns when all ranks have joined. timeout_s bounds the join and every later call. Raises SettingsError if the
+    variables are missing or contradict the sizes, or if the ranks do not meet in time.
     """
     world_size = _number(os.environ, "WORLD_SIZE", 1)
     if world_size != tp_size * pp_size:
@@ -314,7 +325,9 @@ def join(device: torch.device, tp_size: int, timeout_s: float, pp_size: int = 1)
 
 
 def _store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Where the ranks find each other. Rank 0 serves it, at that address only, unless torchrun does already."""
+    """Return the store through which the ranks meet. Rank 0 serves it, at that address only, unless torchrun already
+    does.
+    """
     if rank != LEADER or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return TCPStore(address, port, world_size, False, timeout)
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
@@ -325,7 +338,7 @@ def _store(address: str, port: int, rank: int, world_size: int, timeout: timedel
 
 
 def _stay_on_the_way_to(address: str, port: int) -> None:
-    """Makes gloo and NCCL listen on the interface that leads to rank 0 (the loopback's, if rank 0 is there)."""
+    """Make gloo and NCCL listen on the interface that leads to rank 0 (loopback if rank 0 is on this machine)."""
     family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(place)

@@ -1,4 +1,4 @@
-"""Embeddings of texts: pooled from the hidden states behind their tokens, step by step as these are computed."""
+"""Pool embeddings from the hidden states of their tokens, step by step."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,11 @@ from serving_core.requests import MEAN, NO_TOKEN, Pooling, SampledToken, Work
 
 
 def pool(hidden: torch.Tensor, works: Sequence[Work]) -> list[SampledToken]:
-    """Adds to what is pooled of each request what its share of the step brings; one that begins anew starts from
-    nothing. `hidden` [S, E] are the wanted rows of the batch of these works. Gives the embedding of each whose last
-    token is among them, in order, or an error where it is not of finite numbers."""
+    """Add the hidden states of a step to each request's pooled state; a request that starts at token 0 starts anew.
+
+    `hidden` [S, E] are the wanted rows of the batch of these works. Returns, in order, the embedding of each request
+    whose last token is among them, or an error if the embedding is not finite.
+    """
     done: list[SampledToken] = []
     row = 0
     for work in works:
@@ -21,7 +23,7 @@ def pool(hidden: torch.Tensor, works: Sequence[Work]) -> list[SampledToken]:
         rows = hidden[row : row + work.num_scored + work.samples]
         row += len(rows)
         if pooling.kind == MEAN:
-            # In float64 it does not show in which parts they were added up.
+            # In float64 the sum does not depend visibly on how the tokens were divided.
             total = rows.sum(0, dtype=torch.float64)
             request.pooled = total if work.start == 0 else request.pooled + total
         if work.samples:

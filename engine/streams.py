@@ -1,8 +1,8 @@
-"""Two threads on one CUDA device: the engine's computes steps, and the event loop's moves KV in a stream of its own,
-so that neither waits for what the other has queued.
+"""Order the work of two threads on one CUDA device: the engine's thread computes steps, and the event loop's thread
+moves KV in a stream of its own, so that neither waits for the other's queue.
 
-Between the two holds what holds in host memory. A layer is told of, and a step is over, when the device has computed
-it. A read or a write of the pool is over when it returns. A CPU has no streams, and nothing is done for it here.
+Between the threads the rules of host memory hold. A layer is reported, and a step is over, when the device has computed
+it. A read or write of the pool is over when it returns. On a CPU, which has no streams, these functions do nothing.
 """
 
 from collections import deque
@@ -13,29 +13,31 @@ import torch
 
 from serving_core.requests import OnLayer
 
-FIRST = -1  # a priority: what moves KV is short, and goes before the next part of a step
+FIRST = -1  # stream priority: KV copies are short, and run before the next kernels of a step
 
 
 def take_own_stream(device: torch.device) -> None:
-    """From now on what this thread does on the device is in a stream of its own, behind all that was queued before."""
+    """Give this thread a stream of its own, ordered after all work queued before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=FIRST))  # type: ignore[no-untyped-call]
 
 
 class StepStream:
-    """The stream that steps are computed in: the one that is current where this is made."""
+    """The stream that computes steps: the stream that is current at construction."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def taken(self) -> AbstractContextManager[object]:
-        """For another thread: what it does within is done in this stream."""
+        """Return a context in which another thread works in this stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     @contextmanager
     def step(self, on_layer: OnLayer | None = None) -> Iterator["LayerReports"]:
-        """Within it a step is computed, and over behind it: also one that fails, whose blocks go to others."""
+        """Enclose the computation of a step. On exit the device has computed it, also if the step failed, so that its
+        blocks can be reused.
+        """
         layers = LayerReports(on_layer, self._stream)
         try:
             yield layers
@@ -46,7 +48,7 @@ class StepStream:
 
 
 class LayerReports:
-    """Hears of layers whose kernels are queued, and tells of them when these are done. A CPU queues nothing."""
+    """Reports layers when the device has computed their queued kernels. On a CPU nothing is queued."""
 
     def __init__(self, on_layer: OnLayer | None, stream: torch.cuda.Stream | None) -> None:
         self._on_layer = on_layer
@@ -55,16 +57,16 @@ class LayerReports:
 
     @property
     def on_queued(self) -> OnLayer | None:
-        """For the model; None where nobody wants to hear."""
+        """Return the callback for the model; None if there is no listener."""
         return self._on_layer if self._on_layer is None or self._stream is None else self._queue
 
     def await_all_but_last(self) -> None:
-        """Tells of all but the last one, which what comes behind the layers may be queued beside."""
+        """Report all layers but the last, so that the work after the layers can be queued meanwhile."""
         while len(self._queued) > 1:
             self._await_next()
 
     def await_last(self) -> None:
-        """Tells of all."""
+        """Report all layers."""
         while self._queued:
             self._await_next()
 

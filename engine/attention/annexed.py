@@ -1,15 +1,14 @@
-"""Attention over tokens whose oldest blocks lie in other nodes' pools: annexes.
+"""Attend over tokens whose oldest blocks lie in other nodes' pools (distributed KV).
 
-The kernel takes keys in tiles of TILE_KEYS positions and merges what each tile gives from the first to the last. A
-*partial* is what some keys gave for a row: of each head the weighted values, the largest score and the sum of the
-weights. It may be computed wherever the keys lie, and the bits are those of one pool, if all nodes compute with the
-same kernel.
+The kernel takes keys in tiles of TILE_KEYS positions and merges the tiles in order. A *partial* is the result of some
+keys for a row: for each head the weighted values, the largest score and the sum of the weights. Any node that holds the
+keys may compute it, and the bits equal those of one pool if all nodes use the same kernel.
 
-- The row of an answer: all nodes compute the partials of their tiles at the same time, and the node whose request it
-  is merges them.
-- The rows of a prompt's chunk go through the nodes, the oldest tiles first: each goes on from the partials of those
-  before it, as one pool would from tile to tile. So what travels does not grow with the tiles. The chunk goes in
-  parts, and each node has another one at a time.
+- A decode row: all KV holders compute the partials of their tiles at the same time, and the node that owns the request
+  merges them.
+- The rows of a prefill chunk pass through the KV holders, the oldest tiles first: each continues from the partials
+  before it, as one pool does from tile to tile. So the traffic does not grow with the number of tiles. The chunk is
+  sent in parts, and each node works on a different part at a time.
 """
 
 from collections.abc import Sequence
@@ -27,56 +26,62 @@ from engine.attention.native import NativeAttention, NativePlan
 from engine.attention.partial import TILE_KEYS, plan_of, splits_of_row, units_of_rows
 from engine.forward_batch import ForwardBatch
 
-PART_ROWS: Final = 64  # of a chunk that go to a node together: fewer leave nodes idle less, and compute less at once
+PART_ROWS: Final = 64  # rows of a chunk sent together: fewer leave nodes idle less, but make each computation smaller
 
 
 class Annex(Protocol):
-    """Whole tiles of one request on another node, behind those of the annex before it. All raise OSError."""
+    """Whole tiles of one request on a KV holder, behind the tiles of the annex before it. All methods may raise
+    OSError.
+    """
 
     @property
     def address(self) -> str:
-        """Of the other node."""
+        """Return the KV holder's address."""
 
     @property
     def num_tiles(self) -> int: ...
 
     @property
     def is_silent(self) -> bool:
-        """Whether it has failed because the other node did not answer in time."""
+        """Return whether the annex failed because the KV holder did not answer in time."""
 
     def ask(self, layer: int, query: memoryview) -> None:
-        """Asks for the partials of this row, in the pool's compute dtype."""
+        """Request the partials of this row, in the pool's compute dtype."""
 
     def answer(self, layer: int) -> memoryview:
-        """The partials [num_tiles, partial_floats] of the row that was asked for in this layer, float32."""
+        """Return the partials [num_tiles, partial_floats] of the row requested in this layer, float32."""
 
     def carry(self, layer: int, queries: memoryview, partials: memoryview) -> memoryview:
-        """The partials [rows, partial_floats] of these rows over all keys up to the annex's last one, from those over
-        all keys before the annex; those of no keys are empty. By any thread, one at a time."""
+        """Return the partials [rows, partial_floats] of these rows over all keys up to the annex's last one.
+
+        `partials` are those over all keys before the annex; empty if there are none. Any thread may call this, one at a
+        time.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class _RowPlan:
-    """Of one row: own tiles, then what merges all."""
+    """The plans of one row: the node's own tiles, then the merge of all tiles."""
 
     own: NativePlan
     merging: NativePlan
-    annexed: npt.NDArray[np.float32]  # [tiles, partial_floats], where the kernel finds what annexes give
+    annexed: npt.NDArray[np.float32]  # [tiles, partial_floats], where the kernel finds the annexes' partials
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Of rows of a chunk: own keys, behind those of annexes."""
+    """The plan of some rows of a chunk: the node's own keys, behind the keys of the annexes."""
 
     first_row: int
     end_row: int
     native: NativePlan
-    annexed: npt.NDArray[np.float32]  # [rows, partial_floats], likewise
+    annexed: npt.NDArray[np.float32]  # [rows, partial_floats], where the kernel finds the annexes' partials
 
 
 class AnnexedAttention:
-    """Attention for one request that has annexes. The block table counts from token 0: what stands for annexed blocks
-    is not read."""
+    """Attention for one request with annexes. The block table counts from token 0; its entries for annexed blocks are
+    not read.
+    """
 
     name = "annexed"
 
@@ -117,7 +122,9 @@ class AnnexedAttention:
         return self._attention.attend(query, layer, plan.merging)
 
     def _attend_parts(self, query: torch.Tensor, layer: int, parts: list[_Part]) -> torch.Tensor:
-        """A thread for each annex takes all parts to it, one after the other; this one computes them in the end."""
+        """Attend parts of a chunk: one thread per annex sends all parts to it in order, and this thread computes the
+        last stage.
+        """
         queries = [query[part.first_row : part.end_row] for part in parts]
         carried: list[Future[memoryview]] | None = None
         with ExitStack() as threads:
@@ -150,7 +157,7 @@ class AnnexedAttention:
         return _RowPlan(own_plan, merging_plan, partials[:num_annexed])
 
     def _plan_part(self, block_tables: torch.Tensor, start: int, first_row: int, end_row: int) -> _Part:
-        """Its rows are counted from its first one."""
+        """Plan a part of a chunk; its rows are counted from the part's first row."""
         partials = np.empty((end_row - first_row, self._attention.num_partial_floats), np.float32)
         units = units_of_rows(self._attention, end_row - first_row)
         units["first_position"] = start + first_row + units["first_row"]

@@ -25,18 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    rows: slice  # of the query
+    rows: slice  # rows of the query
     backend: Attention
     plan: Any
 
 
 class StepsApart:
-    """Requests of few tokens at the head of a batch by a backend whose programs share the keys of each, all from the
-    first of many tokens on by one that is good at many rows: a backend takes rows that follow each other, and their
-    order is the caller's. A node plans answers before prompts."""
+    """Attends the requests of few tokens at the head of a batch with one backend, and all requests from the first
+    longer one on with another.
+
+    The first backend's programs share the keys of a request; the second is fast for many rows. A backend takes adjacent
+    rows in the caller's order. A node schedules decode before prefill.
+    """
 
     def __init__(self, steps: Attention, prompts: Attention, few_tokens: int) -> None:
-        """The first takes requests of up to so many tokens."""
+        """Use `steps` for requests of up to few_tokens tokens, `prompts` for longer ones."""
         assert steps.pool is prompts.pool
         self.steps, self.prompts = steps, prompts
         self._few_tokens = few_tokens
@@ -61,7 +64,7 @@ class StepsApart:
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _num_steps(self, batch: ForwardBatch) -> int:
-        """How many of its leading requests have few tokens."""
+        """Return the number of leading requests with few tokens."""
         if batch.longest_query <= self._few_tokens:
             return len(batch.starts) - 1
         counts = (end - start for start, end in pairwise(batch.starts))
@@ -70,9 +73,9 @@ class StepsApart:
 
 logger = logging.getLogger(__name__)
 
-TRIED_TOKENS = 600  # more than what any kernel takes as one tile, and than what one program does where several share
-TRIED_TOGETHER = 32  # rows, tokens times heads of a key: where a request has more, no programs share its keys
-TOLERANCE = 0.05  # 16-bit outputs of two kernels on values of order 1
+TRIED_TOKENS = 600  # more than any kernel takes as one tile, and than one program takes where programs share keys
+TRIED_TOGETHER = 32  # rows (tokens times heads of a key): above this, programs do not share keys
+TOLERANCE = 0.05  # between 16-bit outputs of two kernels on values of order 1
 
 _Kernel = TypeVar("_Kernel", bound=Attention)
 
@@ -85,10 +88,13 @@ def choose_attention(
     softcap: float | None = None,
     portable_only: bool = False,
 ) -> Attention:
-    """On a CPU the compiled kernels; on CUDA varlen_attn for prompts and kernels of Triton for steps, or one of them
-    for both, if they work with this pool and agree with the portable backend, which serves otherwise, and where only it
-    can do what a model asks for. To be called before the pool holds anything. Raises SettingsError for a pool whose K
-    and V are not of one width in all layers, which no other takes."""
+    """Return the fastest attention backend that supports the pool.
+
+    On a CPU the compiled kernels. On CUDA varlen_attn for prefill and Triton kernels for decode, or one of the two for
+    both, if they support the pool and agree with the portable backend; else, and for models that only it supports, the
+    portable backend. Call before the pool holds data. Raises SettingsError for a pool whose K and V widths differ
+    between layers, unless the portable backend serves it.
+    """
     portable = PortableAttention(pool, num_heads, score_scale, softcap)
     if portable_only:
         return portable
@@ -101,8 +107,11 @@ def choose_attention(
 
 
 def invariant_attentions(attention: Attention, num_heads: int) -> Iterator[Attention]:
-    """Those in place of this one of which the bits of a row may depend on that row and its keys alone, the fastest
-    first. Of varlen_attn, which is told never to split keys, the device decides that: it is to be tried out."""
+    """Yield backends that can replace `attention` and may be batch-invariant, the fastest first.
+
+    The caller must try each: varlen_attn is told never to split keys, but the device decides whether its bits depend on
+    other rows.
+    """
     if isinstance(attention, StepsApart):
         attention = attention.prompts
     if attention.name == TRITON:
@@ -123,7 +132,7 @@ def _native_or(portable: PortableAttention, num_heads: int) -> Attention:
 
 
 def _on_cuda(portable: PortableAttention, num_heads: int) -> Attention:
-    """The fastest of the kernels that agree, or the portable one, and why, in the log."""
+    """Return the fastest kernels that agree with the portable backend, or the portable backend, and log the reason."""
     varlen = _if_it_agrees("varlen_attn", _varlen, portable, num_heads)
     triton = _if_it_agrees("Triton", _triton, portable, num_heads)
     if triton is not None:
@@ -139,7 +148,7 @@ def _on_cuda(portable: PortableAttention, num_heads: int) -> Attention:
 def _if_it_agrees(
     name: str, make: Callable[[PortableAttention, int], _Kernel], portable: PortableAttention, num_heads: int
 ) -> _Kernel | None:
-    """With the portable one; else None, and why, in the log."""
+    """Return the kernel if it agrees with the portable backend; else None, and log the reason."""
 
     def trial() -> tuple[_Kernel, float]:
         candidate = make(portable, num_heads)
@@ -150,14 +159,14 @@ def _if_it_agrees(
         logger.info("attention is not by %s: %s", name, why)
         return None
     candidate, difference = found
-    if difference <= TOLERANCE:  # which what is not a number is not
+    if difference <= TOLERANCE:  # False for NaN
         return candidate
     logger.warning("%s is off by %f here", candidate.name, difference)
     return None
 
 
 def _varlen(portable: PortableAttention, num_heads: int) -> "VarlenAttention":
-    """Raises ValueError for what it is known not to take."""
+    """Make the varlen_attn backend. Raises ValueError for unsupported pools."""
     from engine.attention.varlen import BLOCK_TOKENS, VarlenAttention
 
     if portable.softcap is not None or portable.pool.layout.is_quantized:
@@ -168,7 +177,7 @@ def _varlen(portable: PortableAttention, num_heads: int) -> "VarlenAttention":
 
 
 def _triton(like: Attention, num_heads: int, *, is_uniform: bool = False) -> "TritonAttention":
-    """Raises ValueError where there is no Triton, which comes with torch for CUDA."""
+    """Make the Triton backend. Raises ValueError without Triton, which comes with torch for CUDA."""
     if not is_installed(TRITON):
         raise ValueError("Triton is not installed")
     from engine.attention.triton_paged import TritonAttention
@@ -178,8 +187,9 @@ def _triton(like: Attention, num_heads: int, *, is_uniform: bool = False) -> "Tr
 
 @torch.inference_mode()
 def _largest_difference(candidate: Attention, reference: Attention, num_heads: int) -> float:
-    """Between two backends, on random values: a chunk that starts within a block beside a step, a step alone, and a few
-    tokens."""
+    """Return the largest difference between two backends on random values: a chunk that starts within a block beside a
+    decode row, a decode row alone, and a few tokens.
+    """
     pool = candidate.pool
     layout, device = pool.layout, pool.device
     blocks = range(min(max(3, layout.num_blocks_for(TRIED_TOKENS)), pool.num_blocks))

@@ -1,4 +1,4 @@
-"""Attention on CPUs by the compiled kernels of engine/native, which read the paged pool in place."""
+"""Attend on CPUs with the compiled kernels of engine/native, which read the paged pool in place."""
 
 import ctypes
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from engine.native.library import ELEMENTS, NativeLibrary, Plan, native_library,
 from engine.native.program import NativeProgram
 from engine.native.threads import parallel_function
 
-_SHARED_WORK: Final = 8192  # scores; less is done sooner than other threads are woken
+_SHARED_WORK: Final = 8192  # scores; less work is done sooner than other threads wake up
 
 
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    """A batch's plan, and what owns the memory that it points to."""
+    """A batch's plan, and the owners of the memory that it points to."""
 
     address: int
     parallel: int | None
@@ -25,9 +25,10 @@ class NativePlan:
 
 
 class NativeAttention:
-    """Takes pools on the CPU of every dtype. The bits of a row's output depend on that row and its keys alone, neither
-    on the rest of its chunk or batch nor on the number of threads, which is torch's. Not to be called by two threads at
-    a time, but for `plan`, which another one may call beside."""
+    """Supports CPU pools of every dtype. Batch-invariant: the bits of a row's output depend only on the row and its
+    keys, not on its chunk, its batch or torch's number of threads. One thread at a time may call its methods; `plan`
+    may run beside another method.
+    """
 
     name = "native"
 
@@ -39,8 +40,9 @@ class NativeAttention:
         score_scale: float | None = None,
         softcap: float | None = None,
     ) -> None:
-        """Takes the best variant of the CPU unless one is named. Raises ValueError when there is none, SettingsError
-        for a pool whose K and V are not of one width in all layers."""
+        """Load the named kernel variant, by default the best for the CPU. Raises ValueError if there is none,
+        SettingsError for a pool whose K and V widths differ between layers.
+        """
         self.pool = pool
         self.score_scale, self.softcap = score_scale, softcap
         self._plane = pool.layout.plane
@@ -52,7 +54,7 @@ class NativeAttention:
         self._template: Final = self._make_template()
         self.head_dim: Final[int] = self._plane.width
         self.num_partial_floats: Final[int] = self._library.partial_floats(ctypes.addressof(self._template))
-        """Of what one split gives."""
+        """float32 numbers in the partial of one split."""
 
     def plan(self, batch: ForwardBatch, window: int | None) -> NativePlan:
         plan = self.empty_plan(batch.block_tables, window)
@@ -65,8 +67,9 @@ class NativeAttention:
         return self.finish(plan, (batch, units, partials, num_finished), num_scores)
 
     def finish(self, plan: Plan, owners: tuple[Any, ...], num_scores: int) -> NativePlan:
-        """A plan with units, which compute so many scores, and their owners; with scratch for the threads that are
-        worth waking."""
+        """Return a plan with units that compute num_scores scores, the owners of the units' memory, and scratch for the
+        threads worth waking.
+        """
         address, most_threads = ctypes.addressof(plan), plan.num_threads
         scratch_bytes, scratch = self._library.scratch_bytes(address), self._scratch
         if scratch.numel() < most_threads * scratch_bytes:
@@ -78,7 +81,7 @@ class NativeAttention:
         return NativePlan(address, parallel_function() if num_threads > 1 else None, owners)
 
     def another(self) -> "NativeAttention":
-        """The same over the same pool, for another thread."""
+        """Return the same attention over the same pool, for another thread."""
         return NativeAttention(self.pool, self.num_heads, self.variant, self.score_scale, self.softcap)
 
     def attend(self, query: torch.Tensor, layer: int, plan: NativePlan) -> torch.Tensor:
@@ -103,8 +106,10 @@ class NativeAttention:
     def record(
         self, program: NativeProgram, plan: ctypes.c_void_p, queries: torch.Tensor, layer: int, output: torch.Tensor
     ) -> None:
-        """Adds to a program what `attend` does, with the plan whose address is in `plan` when it runs. Rows of queries
-        [T, at least H, D] and of the output [T, H, D] are contiguous."""
+        """Append to a program the work of `attend`, with the plan whose address `plan` holds when the program runs.
+
+        Rows of queries [T, at least H, D] and of the output [T, H, D] are contiguous.
+        """
         row_bytes = queries.shape[1] * queries.shape[2] * queries.itemsize
         program.add(
             self._library.add,
@@ -116,7 +121,7 @@ class NativeAttention:
         )
 
     def empty_plan(self, block_tables: torch.Tensor, window: int | None) -> Plan:
-        """Without units."""
+        """Return a plan without units."""
         plan = Plan.from_buffer_copy(self._template)
         plan.window = window or 0
         plan.num_threads = torch.get_num_threads()
@@ -125,7 +130,7 @@ class NativeAttention:
         return plan
 
     def _make_template(self) -> Plan:
-        """What all plans have in common."""
+        """Return the parts common to all plans."""
         plane = self._plane
         return Plan(
             num_heads=self.num_heads,
@@ -142,7 +147,7 @@ class NativeAttention:
         )
 
     def _units(self, plan: int, batch: ForwardBatch) -> tuple[torch.Tensor, list[int]]:
-        """The units of a batch, as bytes; and how many units, partial results and scores they are."""
+        """Return the units of a batch, as bytes, and the numbers of units, partials and scores."""
         num_requests = len(batch.kv_lengths)
         counts = (ctypes.c_int64 * 3)()
         capacity = 2 * num_requests * self.pool.layout.num_kv_heads
@@ -177,6 +182,6 @@ def _find_kernel(pool: PagedKVPool, variant: str | None) -> tuple[str, NativeLib
 
 
 def _plane_addresses(pool: PagedKVPool, layer: int) -> tuple[int, int]:
-    """Of the first planes of K and V: the others follow."""
+    """Return the addresses of block 0 of K and of V; the other blocks follow."""
     keys, values = pool.read_tensors(layer, [0])
     return keys.data_ptr(), values.data_ptr()

@@ -72,7 +72,7 @@ class _Gathering:
 
 
 _AttentionOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Queries, keys, values and a mask -> what is attended."""
+"""Queries, keys, values and a mask -> the attention output."""
 
 
 @dataclass(frozen=True, slots=True)

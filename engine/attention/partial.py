@@ -1,4 +1,4 @@
-"""Attention over some of a request's keys, and what the nodes that divide them have in common (annexed.py)."""
+"""Compute attention over some of a request's keys, and the parts common to all nodes of distributed KV (annexed.py)."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -11,8 +11,9 @@ from engine.attention.native import NativeAttention, NativePlan
 
 TILE_KEYS: Final = 256  # native/attention.h
 _TILE_ROWS: Final = 192  # native/attention.h
-_NEVER: Final = 2**31 - 1  # splits of a row that no one counts up to: whoever computes partials merges nothing
-_UNITS_EACH: Final = 4  # of a thread, where rows are plenty: so that all end at about the same time
+# Number of splits of a row that is never reached: the node that computes partials merges nothing
+_NEVER: Final = 2**31 - 1
+_UNITS_EACH: Final = 4  # units per thread where rows are plenty, so that all threads end at about the same time
 
 _UNIT: Final = np.dtype(  # Unit of native/attention.h
     [
@@ -36,17 +37,19 @@ Units = npt.NDArray[Any]  # of _UNIT
 
 
 class PartialAttention:
-    """What a node computes for another one, of keys that lie in its pool, in whole tiles: all rows see all of them.
-    Used by one thread at a time."""
+    """A KV holder's computation for another node, over keys in this node's pool in whole tiles: all rows attend to all
+    of the keys. One thread at a time may use it.
+    """
 
     def __init__(self, attention: NativeAttention) -> None:
-        """Computes like this attention, and beside it."""
+        """Compute like `attention`, concurrently with it."""
         self._attention = attention.another()
-        self.partial_bytes: Final = 4 * self._attention.num_partial_floats  # of one row, over any number of keys
+        # Bytes of one row's partial, over any number of keys
+        self.partial_bytes: Final = 4 * self._attention.num_partial_floats
         self.row_bytes: Final = attention.num_heads * attention.head_dim * attention.pool.compute_dtype.itemsize
 
     def partials(self, query: bytes | bytearray | memoryview, layer: int, block_ids: Sequence[int]) -> Any:
-        """Of one row over each tile that the blocks hold, [tiles, partial_floats], float32."""
+        """Return the partials of one row over each tile of the blocks, [tiles, partial_floats], float32."""
         attention, num_keys = self._attention, self._num_keys(block_ids)
         partials = np.empty((num_keys // TILE_KEYS, attention.num_partial_floats), np.float32)
         units = splits_of_row(attention, 0, num_keys, _NEVER)
@@ -60,8 +63,11 @@ class PartialAttention:
         layer: int,
         block_ids: Sequence[int],
     ) -> Any:
-        """The partials of these rows over the keys of the blocks and all keys before them, [rows, partial_floats], from
-        those over all keys before them. Where there are none, partials are empty."""
+        """Return the partials [rows, partial_floats] of these rows over the keys of the blocks and all keys before
+        them.
+
+        `partials` are those over all keys before the blocks; empty if there are no such keys.
+        """
         attention, num_keys = self._attention, self._num_keys(block_ids)
         num_rows = len(queries) // self.row_bytes
         units = units_of_rows(attention, num_rows)
@@ -93,8 +99,10 @@ class PartialAttention:
 
 
 def splits_of_row(attention: NativeAttention, first_tile: int, num_keys: int, num_splits: int) -> Units:
-    """Of one row which sees so many keys: a split for each tile from the first one on, over all heads. The partials of
-    tile 0 are the first ones, and who finishes the last of so many splits merges them."""
+    """Return the units of one row with num_keys keys: a split for each tile from first_tile on, over all heads.
+
+    Partials are indexed from tile 0; the thread that finishes the last of num_splits splits merges them.
+    """
     tiles = np.arange(first_tile, -(-num_keys // TILE_KEYS), dtype=np.int32)
     units = np.zeros(len(tiles), _UNIT)
     units["num_kv_heads"], units["num_rows"] = attention.pool.layout.num_kv_heads, 1
@@ -105,7 +113,7 @@ def splits_of_row(attention: NativeAttention, first_tile: int, num_keys: int, nu
 
 
 def units_of_rows(attention: NativeAttention, num_rows: int) -> Units:
-    """Of so many rows, from the first one on; with outputs, from no keys on. The keys are left to fill in."""
+    """Return units for num_rows rows, from the first row on, with outputs and no keys. The caller fills in the keys."""
     num_kv_heads = attention.pool.layout.num_kv_heads
     for_all_threads = -(-num_rows * num_kv_heads // (_UNITS_EACH * torch.get_num_threads()))
     step = max(1, min(_TILE_ROWS * num_kv_heads // attention.num_heads, for_all_threads))
@@ -125,7 +133,7 @@ def plan_of(
     partials: npt.NDArray[np.float32],
     num_finished: npt.NDArray[np.int32] | None = None,
 ) -> NativePlan:
-    """A plan of these units, whose partials go there and come from there."""
+    """Return a plan of these units, which read and write their partials in `partials`."""
     if num_finished is None:
         num_finished = np.zeros(1, np.int32)
     plan = attention.empty_plan(block_tables, None)

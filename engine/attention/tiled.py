@@ -1,9 +1,8 @@
-"""Attention by torch of which the bits of a row depend on that row and its keys alone: what --batch-invariant takes
-where no kernel keeps that.
+"""Compute batch-invariant attention with torch, for --batch-invariant where no kernel is batch-invariant.
 
-As the native kernels do, it takes keys in tiles that start at multiples of TILE_KEYS, weighs each tile relative to its
-own largest score, and merges the tiles in their order. All is float32. Single rows of several requests go together, in
-numbers that were found to agree with one alone: to a device a call costs more than what it computes.
+Like the native kernels, this backend takes keys in tiles that start at multiples of TILE_KEYS, weighs each tile
+relative to its own largest score, and merges the tiles in order, all in float32. Single rows of several requests are
+batched, in numbers that were tried to agree with a row alone: on a device a call costs more than its arithmetic.
 """
 
 from collections.abc import Iterator
@@ -19,10 +18,10 @@ from engine.invariant import PROBE_SEED, Rows, agreeing_sizes, in_tiles, telling
 from engine.model.steps import capped
 
 TILE_KEYS: Final = 256
-LOWEST: Final = -1e30  # less than any score; unlike with -inf, differences from it are numbers
-SUMS: Final = 4  # columns of ones beside the values, for the sum of the weights: one would do, four keep rows aligned
-COUNTS: Final = (1, 2, 4, 8, 16, 32, 64)  # of requests that may go together
-MOST_HEADS: Final = 128  # key heads of those: what a tile of theirs takes of memory is bounded
+LOWEST: Final = -1e30  # less than any score; unlike -inf, differences from it are numbers
+SUMS: Final = 4  # columns of ones beside the values, for the sum of the weights: one is needed, four keep rows aligned
+COUNTS: Final = (1, 2, 4, 8, 16, 32, 64)  # of requests in one batch
+MOST_HEADS: Final = 128  # key heads in one batch: bounds the memory of a tile
 
 
 class _Span(NamedTuple):
@@ -32,7 +31,7 @@ class _Span(NamedTuple):
     first_row: int
     num_rows: int
     start: int  # position of the first row
-    first_tile: int  # the first key of the first tile that they see
+    first_tile: int  # first key of the first tile that the rows attend to
 
     @property
     def num_tiles(self) -> int:
@@ -42,11 +41,12 @@ class _Span(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Group:
     """N requests with T rows each: one request, or single rows of several. Positions count from a request's own first
-    tile."""
+    tile.
+    """
 
-    rows: slice | torch.Tensor  # of the query, T * N
+    rows: slice | torch.Tensor  # T * N rows of the query
     positions: torch.Tensor  # [T * heads of a key, N]
-    blocks: torch.Tensor  # [N, those of all tiles] int64
+    blocks: torch.Tensor  # [N, blocks of all tiles] int64
     offset: int  # of the first tile in its block
     start: int  # the largest position in the first row
     num_tiles: int
@@ -54,14 +54,14 @@ class _Group:
 
 
 class _Merged:
-    """Of rows [R, K, D] what the tiles until now give, relative to the largest score in them."""
+    """The merged output of the tiles so far for rows [R, K, D], relative to their largest score."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.largest = rows.new_full((*rows.shape[:2], 1), LOWEST)
         self.sums, self.outputs = torch.zeros_like(self.largest), torch.zeros_like(rows)
 
     def add(self, rows: slice, largest: torch.Tensor, outputs: torch.Tensor, sums: torch.Tensor) -> None:
-        """One more tile, as these rows see it."""
+        """Merge one more tile for these rows."""
         before = self.largest[rows]
         now = torch.maximum(before, largest)
         kept, added = (before - now).exp_(), (largest - now).exp_()
@@ -71,11 +71,14 @@ class _Merged:
 
 
 class _Products:
-    """Products of each head's columns with a matrix of its own, in numbers of rows and of requests that agree."""
+    """Products of each head's columns with a matrix of its own, in batch sizes of rows and requests that agree bit for
+    bit.
+    """
 
     def __init__(self, matrices: torch.Tensor, num_single: int) -> None:
-        """Takes matrices [K, I, O] of one request to try that with, full of numbers that tell; and the rows that a
-        single row makes."""
+        """Try batch sizes with matrices [K, I, O] of one request, whose values expose the order of sums; `num_single`
+        is the number of rows that a single row becomes.
+        """
         num_heads, num_inputs, _ = matrices.shape
         alone = _product(matrices)
         probes = telling_rows(alone, num_heads * num_inputs, matrices.dtype, matrices.device)
@@ -92,13 +95,13 @@ class _Products:
         self.counts: Final = [count for count in COUNTS if count * num_heads <= MOST_HEADS and agrees(count)]
 
     def __call__(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """Rows [R, N * K, I] and matrices [N * K, I, O] -> [R, N * K, O]"""
+        """Multiply rows [R, N * K, I] by matrices [N * K, I, O] -> [R, N * K, O]."""
         outputs = in_tiles(_product(matrices), rows.flatten(1), self._sizes)
         return outputs.view(*rows.shape[:2], matrices.shape[2])
 
 
 class TiledAttention:
-    """One group of rows and tile of keys after the other, for all heads at once."""
+    """Attends one group of rows and one tile of keys after the other, for all heads at once."""
 
     name = "tiled"
 
@@ -133,7 +136,7 @@ class TiledAttention:
         return output
 
     def _together(self, singles: list[_Span]) -> Iterator[list[_Span]]:
-        """Spans of one row, as many at a time as may go together; of these none has twice another's tiles."""
+        """Yield batches of single-row spans; within a batch no span has twice the tiles of another."""
 
         def kind(span: _Span) -> tuple[int, int]:
             return span.first_tile % self.pool.layout.block_size, span.num_tiles.bit_length()
@@ -165,7 +168,7 @@ class TiledAttention:
         )
 
     def _attend(self, query: torch.Tensor, layer: int, group: _Group) -> torch.Tensor:
-        """query [T * N, H, D]; heads that share a key become rows of their own"""
+        """Attend one group: query [T * N, H, D]; heads that share a key become rows."""
         num_requests = len(group.blocks)
         shape = (-1, num_requests, self._num_kv_heads, self._heads_per_key, self._head_dim)
         folded = query.reshape(shape).permute(0, 3, 1, 2, 4)  # [T, H / K, N, K, D]
@@ -173,7 +176,8 @@ class TiledAttention:
         rows = folded.flatten(0, 1).flatten(1, 2).float() * scale
         merged = _Merged(rows)
         for tile in range(0, group.num_tiles * TILE_KEYS, TILE_KEYS):
-            seeing = slice(max(0, tile - group.start) * self._heads_per_key, None)  # those before see none of it
+            # Earlier rows attend to none of the tile
+            seeing = slice(max(0, tile - group.start) * self._heads_per_key, None)
             keys, values = self._tile(layer, group, tile)
             scores = self._score(rows[seeing], keys)
             if self.softcap is not None:
@@ -187,8 +191,11 @@ class TiledAttention:
         return attended.permute(0, 2, 3, 1, 4).reshape(query.shape)
 
     def _tile(self, layer: int, group: _Group, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The matrices of one tile's keys and values, for all requests. What a request does not have is in no block of
-        its own, and may be anything: its scores will be hidden, its values are 0 here."""
+        """Return the matrices of one tile's keys and values, for all requests.
+
+        Keys beyond a request's context come from blocks of others and may hold any value: their scores are masked
+        later, and their values are 0 here.
+        """
         first = group.offset + tile
         in_blocks, block_size = slice(first, first + TILE_KEYS), self.pool.layout.block_size
         columns = slice(in_blocks.start // block_size, -(-in_blocks.stop // block_size))
@@ -212,7 +219,7 @@ def _spans(batch: ForwardBatch, window: int | None) -> Iterator[_Span]:
 
 
 def _product(matrices: torch.Tensor) -> Rows:
-    """Rows [R, K * I] -> [R, K * O], each head's columns by its matrix [I, O]."""
+    """Return a function of rows [R, K * I] -> [R, K * O], which multiplies each head's columns by its matrix [I, O]."""
     num_heads, num_inputs, num_outputs = matrices.shape
 
     def product(rows: torch.Tensor) -> torch.Tensor:
@@ -223,12 +230,12 @@ def _product(matrices: torch.Tensor) -> Rows:
 
 
 def _by_key(keys: torch.Tensor) -> torch.Tensor:
-    """Keys [N, TILE_KEYS, K, D] as matrices [N * K, D, TILE_KEYS]."""
+    """Return keys [N, TILE_KEYS, K, D] as matrices [N * K, D, TILE_KEYS]."""
     return keys.permute(0, 2, 3, 1).flatten(0, 1).float().contiguous()
 
 
 def _by_value(values: torch.Tensor) -> torch.Tensor:
-    """Values [N, TILE_KEYS, K, D] as matrices [N * K, TILE_KEYS, D + SUMS]: the last columns sum up the weights."""
+    """Return values [N, TILE_KEYS, K, D] as matrices [N * K, TILE_KEYS, D + SUMS]; the last columns sum the weights."""
     num_requests, num_keys, num_heads, head_dim = values.shape
     matrices = values.new_ones((num_requests, num_heads, num_keys, head_dim + SUMS), dtype=torch.float32)
     matrices[..., :head_dim] = values.transpose(1, 2)
@@ -240,7 +247,7 @@ def _places(positions: torch.Tensor, tile: int) -> torch.Tensor:
 
 
 def _hidden(positions: torch.Tensor, tile: int, window: int | None) -> torch.Tensor:
-    """Which keys of a tile the rows do not see: [R, N, 1, TILE_KEYS]"""
+    """Return the mask of keys of a tile that the rows do not attend to: [R, N, 1, TILE_KEYS]."""
     distances = positions.unsqueeze(-1) - _places(positions, tile)
     hidden = distances < 0 if window is None else (distances < 0) | (distances >= window)
     return hidden.unsqueeze(2)

@@ -1,4 +1,4 @@
-"""Attention on CUDA: torch's varlen_attn (FlashAttention) reads the paged pool in place."""
+"""Attend on CUDA with torch's varlen_attn (FlashAttention), which reads the paged pool in place."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -10,7 +10,7 @@ from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import ForwardBatch
 
 NO_LIMIT = -1
-BLOCK_TOKENS: Final = 256  # FlashAttention 2 takes blocks of multiples of it
+BLOCK_TOKENS: Final = 256  # FlashAttention 2 requires blocks of a multiple of 256 tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,9 @@ class _Plan:
 
 
 class VarlenAttention:
-    """Takes float16 and bfloat16 pools in blocks of a multiple of BLOCK_TOKENS; what else it takes depends on the GPU,
-    so it is to be tried out first."""
+    """Supports float16 and bfloat16 pools with blocks of a multiple of BLOCK_TOKENS. Further support depends on the
+    GPU, so a trial must precede its use.
+    """
 
     name = "varlen_attn"
 
@@ -39,7 +40,7 @@ class VarlenAttention:
             self.pool.keys(layer),
             self.pool.values(layer),
             plan.batch.query_starts,
-            plan.batch.query_starts,  # FlashAttention 2 wants some; kv_lengths and block_tables are what says it
+            plan.batch.query_starts,  # required by FlashAttention 2, but kv_lengths and block_tables determine the keys
             plan.batch.longest_query,
             plan.batch.longest_context,
             scale=self.score_scale,
@@ -47,7 +48,7 @@ class VarlenAttention:
             enable_gqa=True,
             seqused_k=plan.batch.kv_lengths,
             block_table=plan.batch.block_tables,
-            num_splits=1,  # the same bits for a request whatever else is in the batch
+            num_splits=1,  # the same bits for a request in any batch
         )
         assert isinstance(attended, torch.Tensor)
         return attended

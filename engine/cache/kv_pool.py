@@ -1,8 +1,9 @@
-"""The KV pool of one rank: the key cache and value cache of each layer, as tensors and as bytes.
+"""Hold the KV pool of one rank: the key cache and value cache of each layer, as tensors and as bytes.
 
-The scale of a block and head is its largest magnitude so far over the largest number of the dtype. When a later token
-is larger, the scale grows and the tokens before it are rounded anew; so the data depend on the steps in which a block
-was filled, but never on other blocks. A token at offset 0 starts a block anew, whatever lay there before.
+With a quantized dtype, the scale of a block and head is its largest magnitude divided by the largest number of the
+dtype. When a later token is larger, the scale grows and the earlier tokens are rounded again; so the data depend on the
+steps that filled the block, but never on other blocks. A token at offset 0 starts a block anew, whatever it held
+before.
 """
 
 import math
@@ -25,8 +26,11 @@ from serving_core.units import size_of
 
 
 def device_room(settings: EngineSettings, device: torch.device, num_kept_bytes: int) -> int:
-    """Bytes of --gpu-memory-utilization beside the weights, which are loaded, and what is kept for others; 0 where
-    nothing is asked of the device. Raises SettingsError where nothing is left."""
+    """Return the bytes that --gpu-memory-utilization leaves beside the loaded weights and `num_kept_bytes`; 0 if the
+    flag does not apply.
+
+    Raises SettingsError if nothing is left.
+    """
     if device.type != "cuda" or settings.num_kv_blocks or settings.kv_cache_memory_bytes:
         return 0
     total = torch.cuda.mem_get_info(device)[1]
@@ -44,31 +48,32 @@ _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Stack(NamedTuple):
-    """The planes of K and V of one layer where both are of one shape, so that one copy moves both; else those of one of
-    them."""
+    """K and V of one layer in one tensor if their shapes are equal, so that one copy moves both; else one of the
+    two.
+    """
 
     plane: Pchannel
     storage: torch.Tensor  # [2 or 1, num_blocks, plane.num_bytes] uint8
 
 
 def empty_stacks(layout: KVLayout, layer: int, num_blocks: int, device: torch.device) -> list[Stack]:
-    """All planes of a layer, zero: K, then V."""
+    """Return all caches of a layer, zero-filled: K, then V."""
     keys, values = layout.planes(layer)
     shapes = [(keys, 2)] if keys == values else [(keys, 1), (values, 1)]
     return [Stack(plane, _zeros((height, num_blocks, plane.num_bytes), device)) for plane, height in shapes]
 
 
 def _zeros(shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
-    if device.type == "cpu":  # a request's blocks may lie anywhere, and each has addresses to be looked up
+    if device.type == "cpu":  # a request's blocks may lie anywhere, and large pages save address lookups
         return huge_zeros(math.prod(shape)).view(shape)
     return torch.zeros(shape, dtype=torch.uint8, device=device)
 
 
 class HeadSlice:
-    """The same blocks as a pool, but only some of its heads. What it reads are copies."""
+    """The blocks of a pool, restricted to some of its heads. Reads return copies."""
 
     def __init__(self, layout: KVLayout, stacks: Mapping[int, Sequence[Stack]], heads: range) -> None:
-        """`layout` and `stacks`, by layer, are the pool's."""
+        """Restrict `layout` and `stacks` (by layer) of a pool to `heads`."""
         self.layout: Final = layout.with_heads(len(heads))
         self._pool = (layout, stacks)
         self._heads = heads
@@ -76,7 +81,7 @@ class HeadSlice:
         self._slices = {layer: [_StackSlice(stack, heads) for stack in whole] for layer, whole in stacks.items()}
 
     def heads(self, heads: range) -> "HeadSlice":
-        """Only these heads, counted from this slice's first; all of them give the slice itself."""
+        """Return the slice of these heads, counted from this slice's first; the slice itself for all of them."""
         check_heads(heads, self.layout)
         if len(heads) == self.layout.num_kv_heads:
             return self
@@ -84,14 +89,16 @@ class HeadSlice:
         return HeadSlice(*self._pool, range(first, first + len(heads)))
 
     def read_tensors(self, layer: int, block_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K planes of these blocks in order, and their V planes, as 1-D uint8 tensors on the pool's device."""
+        """Return K and V of these blocks in order, each as a 1-D uint8 tensor on the pool's device."""
         index = index_of(block_ids)
         keys, values = (planes for part in self._slices[layer] for planes in part.read(index, len(block_ids)))
         return keys.flatten(), values.flatten()
 
     def write_tensors(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
-        """The inverse of read_tensors, from 1-D uint8 tensors on any device; other heads keep what they hold.
-        Raises ValueError when they are not of the right length."""
+        """Write what `read_tensors` returns, from 1-D uint8 tensors on any device; other heads stay unchanged.
+
+        Raises ValueError if the lengths are wrong.
+        """
         check_lengths(len(keys), len(values), block_ids, self.layout.plane_bytes(layer))
         index = index_of(block_ids)
         rows = [(part, row) for part in self._slices[layer] for row in range(part.height)]
@@ -100,11 +107,11 @@ class HeadSlice:
         await_stream(self._device)
 
     def read(self, layer: int, block_ids: Sequence[int]) -> tuple[memoryview, memoryview]:
-        """The bytes of read_tensors, read-only."""
+        """Return the bytes of read_tensors, read-only."""
         return bytes_of(*self.read_tensors(layer, block_ids))
 
     def write(self, layer: int, block_ids: Sequence[int], keys: memoryview, values: memoryview) -> None:
-        """The inverse of read. Raises ValueError when they are not of the right length."""
+        """Write what `read` returns. Raises ValueError if the lengths are wrong."""
         self.write_tensors(layer, block_ids, copied(keys, self._device), copied(values, self._device))
 
 
@@ -119,14 +126,14 @@ class _StackSlice:
         self._parts = [part[..., heads.start : heads.stop, :] for part in self._split(stack.plane, stack.storage)]
 
     def read(self, index: slice | list[int], num_blocks: int) -> torch.Tensor:
-        """[height, num_blocks, plane.num_bytes]"""
+        """Return the bytes [height, num_blocks, plane.num_bytes] of these blocks."""
         planes = torch.empty((self.height, num_blocks, self.plane.num_bytes), dtype=torch.uint8, device=self._device)
         for ours, theirs in zip(self._split(self.plane, planes), self._parts, strict=True):
             ours.copy_(theirs[:, index])
         return planes
 
     def write(self, row: int, index: slice | list[int], planes: torch.Tensor) -> None:
-        """Planes [1, num_blocks, plane.num_bytes] to one row of the stack."""
+        """Write [1, num_blocks, plane.num_bytes] to one row of the stack."""
         planes = planes.to(self._device, non_blocking=self._device.type == "cuda")
         if planes.storage_offset() % self._word.itemsize:
             planes = planes.clone()
@@ -134,7 +141,9 @@ class _StackSlice:
             theirs[row][index] = ours
 
     def _split(self, plane: Pchannel, planes: torch.Tensor) -> list[torch.Tensor]:
-        """Of planes [k, n, num_bytes] data [k, n, block_size, heads, words] and, if any, scales [k, n, heads, 1]."""
+        """Return data [k, n, block_size, heads, words] of [k, n, num_bytes] and, if quantized, scales [k, n, heads,
+        1].
+        """
         if not plane.width:
             return []
         data = planes[..., : plane.data_bytes].view(self._word)
@@ -146,22 +155,26 @@ class _StackSlice:
         return parts
 
 
-@lru_cache(maxsize=256)  # asked for every layer of a slice
+@lru_cache(maxsize=256)  # called for every layer of a slice
 def _word_of(whole: Pchannel, part: Pchannel) -> torch.dtype:
-    """The largest element that heads and planes of both are made of: copying is faster in large ones."""
+    """Return the largest element type that divides the heads and blocks of both: copies of large elements are
+    faster.
+    """
     sizes = (whole.num_bytes, part.num_bytes, part.head_bytes)
     return _WORDS[math.gcd(*sizes, SCALE_BYTES if part.scale_bytes else 8)]
 
 
 def index_of(block_ids: Sequence[int]) -> slice | list[int]:
-    """Picks these blocks out of many: a slice, which copies faster and may be a view, when they are neighbours."""
+    """Return an index of these blocks: a slice if they are consecutive, which copies faster and may be a view; else the
+    list.
+    """
     first = block_ids[0] if block_ids else 0
     run = range(first, first + len(block_ids))
     return slice(run.start, run.stop) if tuple(block_ids) == tuple(run) else list(block_ids)
 
 
 def bytes_of(keys: torch.Tensor, values: torch.Tensor) -> tuple[memoryview, memoryview]:
-    """The bytes of contiguous uint8 tensors of one device, read-only: views of those in host memory, else copies."""
+    """Return the bytes of contiguous uint8 tensors of one device, read-only: views of host memory, else copies."""
     if keys.is_cuda:
         on_host = [empty_on_host(len(each), keys.device).copy_(each, non_blocking=True) for each in (keys, values)]
         await_stream(keys.device)
@@ -170,25 +183,25 @@ def bytes_of(keys: torch.Tensor, values: torch.Tensor) -> tuple[memoryview, memo
 
 
 def copied(planes: memoryview, device: torch.device) -> torch.Tensor:
-    """A copy of the bytes, 1-D uint8 in host memory, from which the device is filled."""
+    """Return a copy of the bytes, 1-D uint8 in host memory, for a transfer to the device."""
     copy = empty_on_host(planes.nbytes, device)
     copy.numpy().data[:] = planes
     return copy
 
 
 def empty_on_host(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """1-D uint8, that the device reads and writes by itself."""
+    """Return 1-D uint8 host memory that the device can read and write directly."""
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
 
 def await_stream(device: torch.device) -> None:
-    """Returns when the device has done what this thread has queued."""
+    """Wait until the device has finished the work that this thread queued."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def check_lengths(key_bytes: int, value_bytes: int, block_ids: Sequence[int], plane_bytes: tuple[int, int]) -> None:
-    """Raises ValueError unless these are the sizes of so many planes of K and of V, of which one has plane_bytes."""
+    """Raise ValueError unless the sizes are those of len(block_ids) blocks of K and of V, of plane_bytes each."""
     expected = [len(block_ids) * each for each in plane_bytes]
     if [key_bytes, value_bytes] != expected:
         raise ValueError(
@@ -198,41 +211,41 @@ def check_lengths(key_bytes: int, value_bytes: int, block_ids: Sequence[int], pl
 
 
 def check_heads(heads: range, layout: KVLayout) -> None:
-    """Raises ValueError unless these are neighbouring heads of the layout, at least one."""
+    """Raise ValueError unless `heads` is a non-empty run of the layout's heads."""
     if heads.step != 1 or not 0 <= heads.start < heads.stop <= layout.num_kv_heads:
         raise ValueError(f"{heads} are not neighbouring heads of {layout.num_kv_heads}")
 
 
 LARGEST: Final = {"int8": 127.0, "fp8_e4m3": 448.0}
-_SMALLEST: Final = torch.finfo(torch.float32).tiny  # the reciprocals of smaller scales overflow; they count as 0
-_UNITS: Final = {"int8": 1.0, "fp8_e4m3": 256.0}  # what 1 stands for in what _decode gives
-_TILE_ELEMENTS: Final = 2**18  # on a CPU: the float32 of a tile stay in its cache
+_SMALLEST: Final = torch.finfo(torch.float32).tiny  # reciprocals of smaller scales overflow; these scales count as 0
+_UNITS: Final = {"int8": 1.0, "fp8_e4m3": 256.0}  # the value of 1 in the output of _decode
+_TILE_ELEMENTS: Final = 2**18  # on a CPU: the float32 values of a tile stay in its cache
 
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """The U blocks that T new tokens go to; first those that hold earlier tokens, which must be kept."""
+    """The U blocks that T new tokens go to; first the blocks with earlier tokens, which must be kept."""
 
-    slots: torch.Tensor  # [T], what it was made from
-    planes: tuple[torch.Tensor, torch.Tensor]  # int64, numbers of planes in a stack of one [U] and of two [2 * U]
-    num_held: int  # how many of the U hold earlier tokens
-    is_held: torch.Tensor | None  # [num_held], of which of those that is so; None: of all
-    blocks: torch.Tensor  # [T] int64, which of the U a token goes to
-    offsets: torch.Tensor  # [T] int64, where in that block
+    slots: torch.Tensor  # [T], the input
+    planes: tuple[torch.Tensor, torch.Tensor]  # int64, indices into a stack of one [U] and of two [2 * U]
+    num_held: int  # number of the U blocks that hold earlier tokens
+    is_held: torch.Tensor | None  # [num_held], whether the block really holds earlier tokens; None: all do
+    blocks: torch.Tensor  # [T] int64, index among the U blocks of a token's block
+    offsets: torch.Tensor  # [T] int64, offset in that block
 
 
 class ScaledPchannels(NamedTuple):
     """K or V of all blocks: numbers times scales."""
 
     numbers: torch.Tensor  # [num_blocks, block_size, num_kv_heads, width]
-    scales: torch.Tensor  # [num_blocks, num_kv_heads], float32 where they are of use
+    scales: torch.Tensor  # [num_blocks, num_kv_heads], float32 if quantized
 
 
 class QuantizedPchannels:
-    """What is done with the planes of a layer, one stack after the other."""
+    """Quantized reads and writes of a layer's caches, one stack after the other."""
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
-        """Raises SettingsError when the scales would not lie on multiples of 4 bytes."""
+        """Check the layout. Raises SettingsError if the scales are not aligned to 4 bytes."""
         for plane in (plane for layer in layout.layers for plane in layout.planes(layer)):
             if plane.data_bytes % SCALE_BYTES:
                 raise SettingsError(
@@ -245,7 +258,7 @@ class QuantizedPchannels:
         self._largest, self._unit = LARGEST[layout.dtype], _UNITS[layout.dtype]
 
     def touch(self, slots: torch.Tensor) -> Touched:
-        """What `store` needs to know of slots [T]; the same for all layers."""
+        """Return what `store` needs about slots [T]; the same for all layers."""
         offsets = slots % self._block_size
         ids, blocks = torch.unique(slots // self._block_size, return_inverse=True)
         is_new = torch.zeros(len(ids), dtype=torch.bool, device=slots.device)
@@ -256,13 +269,13 @@ class QuantizedPchannels:
         return Touched(slots, planes, len(ids) - int(is_new.sum()), None, order.argsort()[blocks], offsets)
 
     def touch_apart(self, slots: torch.Tensor) -> Touched:
-        """The same of slots in a block each, awaiting nothing."""
+        """Return the same for slots of one block each, without synchronizing with the device."""
         offsets, ids = slots % self._block_size, slots // self._block_size
         planes = ids, torch.cat((ids, ids + self._num_blocks))
         return Touched(slots, planes, len(ids), offsets > 0, torch.arange(len(ids), device=ids.device), offsets)
 
     def views(self, stacks: Sequence[Stack]) -> list[ScaledPchannels]:
-        """Of K and of V, the numbers as int8 or float8_e4m3fn."""
+        """Return K and V with the numbers as int8 or float8_e4m3fn."""
         views: list[ScaledPchannels] = []
         for stack in stacks:
             data, scales = _parts(stack.plane, stack.storage)
@@ -271,7 +284,7 @@ class QuantizedPchannels:
         return views
 
     def store(self, stacks: Sequence[Stack], touched: Touched, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes keys and values [T, num_kv_heads, width] of the touched tokens."""
+        """Write keys and values [T, num_kv_heads, width] of the touched tokens."""
         if len(stacks) == 1:
             self._store(stacks[0], touched, torch.stack((keys, values)))
             return
@@ -282,12 +295,12 @@ class QuantizedPchannels:
     def gather(
         self, stacks: Sequence[Stack], blocks: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [len(blocks), block_size, num_kv_heads, width] of these blocks."""
+        """Return keys and values [len(blocks), block_size, num_kv_heads, width] of these blocks."""
         keys, values = chain.from_iterable(self._gather(stack, blocks, dtype) for stack in stacks)
         return keys, values
 
     def _store(self, stack: Stack, touched: Touched, tokens: torch.Tensor) -> None:
-        """Tokens [1 or 2, T, H, D]."""
+        """Write tokens [1 or 2, T, H, D]."""
         tokens = tokens.float()
         numbers = touched.planes[len(tokens) - 1]
         storage = stack.storage.flatten(0, 1)
@@ -299,7 +312,7 @@ class QuantizedPchannels:
         grown = torch.zeros_like(scales).scatter_reduce_(1, index, largest, "amax").div_(self._largest)
         held = scales[:, : touched.num_held]
         if touched.is_held is not None:
-            held = torch.where(touched.is_held[:, None], held, 0.0)  # of who had the block before it may be no number
+            held = torch.where(touched.is_held[:, None], held, 0.0)  # stale data of the block's former owner may be NaN
         torch.maximum(grown[:, : touched.num_held], held, out=grown[:, : touched.num_held])
         inverse = grown.reciprocal().masked_fill_(grown < _SMALLEST, 0.0)
 
@@ -315,7 +328,7 @@ class QuantizedPchannels:
         storage.view(torch.int32).index_copy_(0, numbers, planes.view(torch.int32))  # faster than by bytes
 
     def _gather(self, stack: Stack, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[1 or 2, N, block_size, heads, width]"""
+        """Return [1 or 2, N, block_size, heads, width]."""
         plane, storage = stack.plane, stack.storage
         shape = (len(storage), len(blocks), plane.block_size, plane.num_heads, plane.width)
         gathered = torch.empty(shape, dtype=dtype, device=storage.device)
@@ -329,38 +342,39 @@ class QuantizedPchannels:
         return gathered
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Numbers up to LARGEST in magnitude, rounded to the nearest; as int8, which for fp8_e4m3 are the bits."""
+        """Round to numbers of magnitude up to LARGEST; as int8, which for fp8_e4m3 holds the bits."""
         if self._dtype == "int8":
             return values.round().to(torch.int8)
         return values.to(torch.float8_e4m3fn).view(torch.int8)
 
     def _decode(self, data: torch.Tensor) -> torch.Tensor:
-        """The inverse of _encode, in float32 and in units of 1 / unit."""
+        """Return the inverse of _encode, in float32 and in units of 1 / unit."""
         if self._dtype == "int8":
             return data.float()
-        # The bits of a float16 that is 1/256 of the number; torch's own conversion takes many times as long on a CPU.
+        # The bits of a float16 of 1/256 of the number; torch's own conversion takes many times as long on a CPU.
         return data.short().bitwise_left_shift_(7).bitwise_and_(-0x4001).view(torch.float16).float()
 
 
 def _parts(plane: Pchannel, planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of planes [..., num_bytes] data [..., block_size, heads, width] and scales [..., heads]."""
+    """Return data [..., block_size, heads, width] and scales [..., heads] of [..., num_bytes]."""
     data, scales = planes[..., : plane.data_bytes], planes[..., plane.data_bytes :]
     shape = (*planes.shape[:-1], plane.block_size, plane.num_heads, plane.width)
     return data.view(torch.int8).view(shape), scales.view(torch.float32)
 
 
-TRIED_AT_ONCE: Final = 4096  # tokens: what rounding them takes of memory is bounded
+TRIED_AT_ONCE: Final = 4096  # tokens: bounds the memory that rounding takes
 
 
 class PagedKVPool:
-    """K and V of each layer of a layout as num_blocks planes, zero at first."""
+    """K and V of each layer of a layout in num_blocks blocks, zero-filled at first."""
 
     def __init__(
         self, layout: KVLayout, num_blocks: int, device: torch.device, compute_dtype: torch.dtype | None = None
     ) -> None:
-        """compute_dtype is what `gather` gives of a quantized pool, by default float32; others give their own.
+        """Allocate the pool. `compute_dtype` is the dtype that `gather` returns of a quantized pool, by default
+        float32; other pools return their own.
 
-        Raises SettingsError when the pool is larger than the free memory, or quantized blocks are of an odd size.
+        Raises SettingsError if the pool is larger than the free memory, or if quantized blocks have an unaligned size.
         """
         self.layout: Final = layout
         self.num_blocks: Final = num_blocks
@@ -374,15 +388,15 @@ class PagedKVPool:
         self._elements = {} if layout.is_quantized else {layer: self._views(layer) for layer in layout.layers}
 
     def keys(self, layer: int) -> torch.Tensor:
-        """[num_blocks, block_size, num_kv_heads, width], a view. Not of a quantized pool, which has none."""
+        """Return the key cache [num_blocks, block_size, num_kv_heads, width], a view. Not for a quantized pool."""
         return self._elements[layer][0]
 
     def values(self, layer: int) -> torch.Tensor:
-        """[num_blocks, block_size, num_kv_heads, width], a view. Not of a quantized pool, which has none."""
+        """Return the value cache [num_blocks, block_size, num_kv_heads, width], a view. Not for a quantized pool."""
         return self._elements[layer][1]
 
     def scaled_planes(self, layer: int) -> tuple[ScaledPchannels, ScaledPchannels]:
-        """K and V as they are stored. Views; of a pool that is not quantized the scales are of no use."""
+        """Return views of K and V as stored. The scales are unused unless the pool is quantized."""
         if self._quantized is not None:
             keys, values = self._quantized.views(self._stacks[layer])
         else:
@@ -390,8 +404,9 @@ class PagedKVPool:
         return keys, values
 
     def try_values(self, layer: int, num_blocks: int) -> None:
-        """Puts normal numbers into the first blocks, to try something out before the pool holds anything. They are the
-        same each time: what is tried goes as it went before."""
+        """Fill the first blocks with normally distributed numbers, for a trial before the pool holds data. The numbers
+        are the same each time, so that a trial is repeatable.
+        """
         generator = torch.Generator(self.device).manual_seed(layer)
         if self._quantized is None:
             for plane in self._elements[layer]:
@@ -403,21 +418,23 @@ class PagedKVPool:
             self.store(layer, slots, *torch.randn(2, len(slots), *shape, device=self.device, generator=generator))
 
     def clear(self, layer: int, num_blocks: int) -> None:
-        """Puts zeros into the first blocks."""
+        """Fill the first blocks with zeros."""
         for stack in self._stacks[layer]:
             stack.storage[:, :num_blocks].zero_()
 
     def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of blocks [N] int64, each a copy [N, block_size, num_kv_heads, width] in compute_dtype."""
+        """Return copies of the keys and values [N, block_size, num_kv_heads, width] of blocks [N] int64, in
+        compute_dtype.
+        """
         if self._quantized is not None:
             return self._quantized.gather(self._stacks[layer], blocks, self.compute_dtype)
         keys, values = self._elements[layer]
         return keys.index_select(0, blocks), values.index_select(0, blocks)
 
     def store(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes keys and values [T, num_kv_heads, width] at slots [T] (block id * block_size + offset).
+        """Write keys and values [T, num_kv_heads, width] at slots [T] (block id * block_size + offset).
 
-        A quantized block must be filled from offset 0 upward, and `slots` not be changed in place afterwards.
+        A quantized block must be filled from offset 0 upward, and `slots` must not change in place afterwards.
         """
         if self._quantized is not None:
             if self._touched is None or self._touched.slots is not slots:  # a step stores all layers with one tensor
@@ -428,20 +445,25 @@ class PagedKVPool:
             plane.flatten(0, 1).index_copy_(0, slots, tokens)
 
     def begin_steps(self, slots: torch.Tensor) -> None:
-        """Before each store of a step of requests with one token each at these slots, of which no block has two but one
-        that no request owns: what is to be known of them is found without awaiting a device. Of use to a quantized pool
-        alone."""
+        """Prepare the stores of a decode step with one token for each of these slots, without synchronizing with the
+        device.
+
+        No two slots may share a block, except a block that no request owns. Has an effect only on a quantized pool.
+        """
         if self._quantized is not None:
             self._touched = self._quantized.touch_apart(slots)
 
     def heads(self, heads: range) -> "PagedKVPool | HeadSlice":
-        """The same blocks, but only these heads; all of them give the pool itself. Raises ValueError for others."""
+        """Return the same blocks restricted to these heads; the pool itself for all of them. Raises ValueError for
+        invalid heads.
+        """
         check_heads(heads, self.layout)
         return self if len(heads) == self.layout.num_kv_heads else HeadSlice(self.layout, self._stacks, heads)
 
     def read_tensors(self, layer: int, block_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K planes of these blocks in order, and their V planes, as 1-D uint8 tensors on the pool's device: views
-        of the pool when the ids are consecutive, else copies."""
+        """Return K and V of these blocks in order, as 1-D uint8 tensors on the pool's device: views of the pool if the
+        ids are consecutive, else copies.
+        """
         index = self._on_device(index_of(block_ids))
         stacks = [stack.storage for stack in self._stacks[layer]]
         if isinstance(index, slice):
@@ -451,8 +473,9 @@ class PagedKVPool:
         return keys.flatten(), values.flatten()
 
     def write_tensors(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
-        """The inverse of read_tensors, from 1-D uint8 tensors on any device. Raises ValueError when they are not of
-        the right length."""
+        """Write what `read_tensors` returns, from 1-D uint8 tensors on any device. Raises ValueError if the lengths are
+        wrong.
+        """
         check_lengths(len(keys), len(values), block_ids, self.layout.plane_bytes(layer))
         if self.device.type == "cpu":
             self._put(layer, block_ids, keys.cpu().numpy(), values.cpu().numpy())
@@ -464,11 +487,11 @@ class PagedKVPool:
         await_stream(self.device)
 
     def read(self, layer: int, block_ids: Sequence[int]) -> tuple[memoryview, memoryview]:
-        """The bytes of read_tensors, read-only. On a CPU they are views where those are, elsewhere copies."""
+        """Return the bytes of read_tensors, read-only: on a CPU views if read_tensors returns views, else copies."""
         return bytes_of(*self.read_tensors(layer, block_ids))
 
     def write(self, layer: int, block_ids: Sequence[int], keys: memoryview, values: memoryview) -> None:
-        """The inverse of read. Raises ValueError when they are not of the right length."""
+        """Write what `read` returns. Raises ValueError if the lengths are wrong."""
         check_lengths(keys.nbytes, values.nbytes, block_ids, self.layout.plane_bytes(layer))
         if self.device.type == "cpu":
             self._put(layer, block_ids, np.frombuffer(keys, np.uint8), np.frombuffer(values, np.uint8))
@@ -481,14 +504,14 @@ class PagedKVPool:
     def _put(
         self, layer: int, block_ids: Sequence[int], keys: npt.NDArray[np.uint8], values: npt.NDArray[np.uint8]
     ) -> None:
-        """Into host memory, where numpy scatters planes five times as fast as torch."""
+        """Write to host memory, where numpy scatters blocks five times as fast as torch."""
         index = index_of(block_ids)
         targets = chain.from_iterable(stack.storage.numpy() for stack in self._stacks[layer])
         for target, planes in zip(targets, (keys, values), strict=True):
             target[index] = planes.reshape(len(block_ids), target.shape[1])
 
     def _views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The elements of K and of V."""
+        """Return the elements of K and of V."""
         keys, values = chain.from_iterable(map(self._view, self._stacks[layer]))
         return keys, values
 
@@ -500,7 +523,7 @@ class PagedKVPool:
 
 def _check_memory(num_bytes: int, device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch keeps for itself counts as used
+        torch.cuda.empty_cache()  # torch's cached memory counts as used
         available = torch.cuda.mem_get_info(device)[0]
     else:
         available = available_bytes()
