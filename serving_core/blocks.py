@@ -1,13 +1,14 @@
-"""Who holds which KV block, and which blocks hold KV worth keeping.
+"""Track which KV block is leased, free or cached, by block hash. Pure.
 
-    free ──lease──> leased ──publish──> leased and named ──last lease ends──> cached
+    free ──lease──> leased ──publish──> leased and hashed ──last lease ends──> cached
       ▲               │                        ▲                               │ │
-      └──lease ends───┘                        └───────lease by name───────────┘ │
+      └──lease ends───┘                        └───────lease by hash───────────┘ │
                       ▲                                                          │
-                      └─────────lease when none is free: the name is lost────────┘
+                      └───────evicted, when none is free: the hash is dropped────┘
 
-A lease is the right to use blocks; it is given back exactly once. Several leases may share a named block, to read
-only: its owner writes to a block before it is published and nobody does after that. The allocator touches no tensor.
+A lease is the right to use blocks; it is released exactly once. Several leases may share a published block, to read
+only: its owner writes to the block before publishing it, and nobody does afterwards. `names` are block hashes
+(serving_core/prefix.py). The allocator touches no tensor.
 """
 
 import heapq
@@ -19,9 +20,9 @@ from serving_core.errors import OutOfBlocks
 
 
 class BlockLease:
-    """Blocks held by one owner, in table order. Releasing twice is a bug and raises.
+    """Blocks leased to one owner, in table order. A second release is a bug and raises.
 
-    The leading `num_published` blocks hold final KV, the leading `num_cached` of them since before the lease.
+    The leading `num_published` blocks hold final KV; the leading `num_cached` of them held it before the lease.
     """
 
     def __init__(self, allocator: "BlockAllocator", block_ids: list[int], num_cached: int) -> None:
@@ -33,19 +34,19 @@ class BlockLease:
 
     @property
     def block_ids(self) -> list[int]:
-        """The block table; grows in place with `grow`. Callers do not change it."""
+        """Return the block table; `grow` extends it in place. Callers must not change it."""
         assert not self._released, "a released lease was used"
         return self._block_ids
 
     def grow(self, num_blocks: int) -> None:
-        """Appends blocks to the table, all or none. Raises OutOfBlocks."""
+        """Append blocks to the table, all or none. Raises OutOfBlocks."""
         assert not self._released, "a released lease was used"
         self._block_ids.extend(self._allocator._take(num_blocks))
 
     def publish(self, names: Sequence[bytes]) -> None:
-        """The leading len(names) blocks are full and final and go by these names from now on.
+        """Publish the leading len(names) blocks, which are full and final, under these block hashes.
 
-        A name that another block has already stays there. Names given in an earlier call are not looked at again.
+        A hash that another block already has stays with that block. Hashes of earlier calls are not examined again.
         """
         assert not self._released, "a released lease was used"
         assert len(names) <= len(self._block_ids), "more names than blocks"
@@ -55,14 +56,14 @@ class BlockLease:
             self.num_published = len(names)
 
     def shed(self, num_blocks: int) -> None:
-        """Gives the leading blocks back, of which none was ever published."""
+        """Release the leading blocks, none of which was ever published."""
         assert not self._released, "a released lease was used"
         assert not self.num_published, "a published block was shed"
         self._allocator._put_back(self._block_ids[:num_blocks])
         del self._block_ids[:num_blocks]
 
     def trim(self, num_blocks: int) -> None:
-        """Gives the last blocks back, of which none was ever published."""
+        """Release the last blocks, none of which was ever published."""
         assert not self._released, "a released lease was used"
         num_left = len(self._block_ids) - num_blocks
         assert num_left >= self.num_published, "a published block was trimmed"
@@ -70,7 +71,7 @@ class BlockLease:
         del self._block_ids[num_left:]
 
     def release(self) -> None:
-        """Gives every block back."""
+        """Release every block."""
         assert not self._released, "a lease was released twice"
         self._released = True
         self._allocator._give_back(self)
@@ -79,61 +80,63 @@ class BlockLease:
 class BlockAllocator:
     """The blocks of one node's KV pool.
 
-    Of the free blocks the lowest ids go out first, so tables tend to be contiguous runs; when none is free, the cached
-    ones that were not in use for longest. Without `caching` no block ever has a name.
+    Free blocks are leased lowest id first, so that tables tend to be contiguous; when none is free, the least recently
+    used cached blocks are evicted. Without `caching` no block ever has a hash.
     """
 
     def __init__(self, num_blocks: int, caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.caching = caching
         self._free = list(range(num_blocks))  # a heap
-        self._cached: OrderedDict[int, None] = OrderedDict()  # named and in no lease, least recently used first
-        self._num_leases = [0] * num_blocks  # that each block is in
+        self._cached: OrderedDict[int, None] = OrderedDict()  # hashed and in no lease, least recently used first
+        self._num_leases = [0] * num_blocks  # number of leases of each block
         self._name_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._leases: dict[int, BlockLease] = {}
         self._changes = NameChanges()
         self.on_evict: Callable[[bytes, int], None] | None = None
-        """Hears of each name that is lost and of the block that had it, whose KV stays until somebody writes to it."""
+        """Called with each dropped hash and its block, whose KV stays until it is overwritten."""
 
     # ---- figures ----
 
     @property
     def blocks_by_name(self) -> Mapping[bytes, int]:
-        """Every name that a block goes by, leased or cached; the view changes with them."""
+        """Return the block of every hash, leased or cached, as a live view."""
         return MappingProxyType(self._block_of)
 
     @property
     def num_free(self) -> int:
-        """Blocks that a lease can get, the cached ones among them."""
+        """Return the number of blocks that can be leased, including cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that no lease holds, with the KV of an earlier request in them."""
+        """Return the number of unleased blocks that hold the KV of an earlier request."""
         return len(self._cached)
 
     def num_held(self, names: Sequence[bytes]) -> int:
-        """How many of the leading names have a block, leased or cached."""
+        """Return how many of the leading hashes have a block, leased or cached."""
         return next((index for index, name in enumerate(names) if name not in self._block_of), len(names))
 
     def num_needed(self, num_blocks: int, names: Sequence[bytes]) -> int:
-        """By how much `allocate` with the same arguments would lower num_free; it can do so when that is enough."""
+        """Return by how much `allocate` with the same arguments would lower num_free. `allocate` succeeds if num_free
+        is at least this.
+        """
         held = (self._block_of[name] for name in names[: self.num_held(names)])
         return num_blocks - sum(self._num_leases[block] > 0 for block in held)
 
     def num_leaked(self, leases: Iterable[BlockLease]) -> int:
-        """Blocks in leases beside these: 0 where these are all that anybody has."""
+        """Return the number of leased blocks outside `leases`: 0 if these are all existing leases."""
         known = {id(lease) for lease in leases}
         return sum(len(lease._block_ids) for key, lease in self._leases.items() if key not in known)
 
     # ---- leases ----
 
     def allocate(self, num_blocks: int, names: Sequence[bytes] = ()) -> BlockLease:
-        """Leases num_blocks blocks. Raises OutOfBlocks, and then takes none.
+        """Lease num_blocks blocks, all or none. Raises OutOfBlocks.
 
-        The first ones are those that go by the leading names, as many as there are (the lease's num_cached); they
-        keep their KV and may be in other leases too. The rest are in no other lease and hold nothing of use.
+        The first blocks are those of the leading hashes, as many as exist (the lease's num_cached); they keep their KV
+        and may be in other leases too. The other blocks are in no other lease and hold no valid data.
         """
         assert len(names) <= num_blocks, "more names than blocks"
         needed = self.num_needed(num_blocks, names)
@@ -148,7 +151,7 @@ class BlockAllocator:
         return lease
 
     def _take(self, num_blocks: int) -> list[int]:
-        """Blocks for one lease, ready to be written to."""
+        """Return blocks for one lease, ready to be written."""
         if num_blocks > self.num_free:
             raise self._out_of_blocks(num_blocks)
         num_evicted = max(0, num_blocks - len(self._free))
@@ -173,7 +176,7 @@ class BlockAllocator:
 
     def _put_back(self, block_ids: Sequence[int]) -> None:
         num_leases, name_of = self._num_leases, self._name_of
-        for block in reversed(block_ids):  # a prefix loses its tail before its head: without that, nothing
+        for block in reversed(block_ids):  # a prefix loses its tail before its head: without the head, no block
             num_leases[block] = num_left = num_leases[block] - 1  # behind it can be found
             if num_left:
                 continue
@@ -185,7 +188,7 @@ class BlockAllocator:
     def _out_of_blocks(self, num_blocks: int) -> OutOfBlocks:
         return OutOfBlocks(f"{num_blocks} blocks asked for, {self.num_free} of {self.num_blocks} are free")
 
-    # ---- names ----
+    # ---- block hashes ----
 
     def _name(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
         if not self.caching:
@@ -198,19 +201,19 @@ class BlockAllocator:
                 self._changes.stored(name)
 
     def take_names(self) -> list[bytes]:
-        """All names held, for one who knows none of them yet. Changes count from here."""
+        """Return all hashes, for a receiver that knows none yet. `take_changes` counts from here."""
         self._changes.take()
         return list(self._block_of)
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Names that blocks got, and names that were lost, since the last call: at most num_blocks of each.
+        """Return the hashes added and dropped since the last call: at most num_blocks of each.
 
-        A name that came and went in between is in neither.
+        A hash that was added and dropped in between is in neither.
         """
         return self._changes.take()
 
     def check_integrity(self) -> None:
-        """Recounts everything from scratch: each block is free, cached or leased, and shared only with a name."""
+        """Recount everything: each block is free, cached or leased, and only hashed blocks are shared."""
         leases = Counter(block for lease in self._leases.values() for block in lease._block_ids)
         owned = [*self._free, *self._cached, *leases]
         assert sorted(owned) == list(range(self.num_blocks)), "a block is lost or owned twice"
@@ -228,7 +231,7 @@ class BlockAllocator:
 
 
 class NameChanges:
-    """What happened to names since somebody last asked, netted out."""
+    """Net additions and removals of block hashes since the last report."""
 
     def __init__(self) -> None:
         self._stored: dict[bytes, None] = {}  # in order

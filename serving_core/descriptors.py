@@ -1,7 +1,8 @@
-"""The descriptors of this process: files and connections alike need one each, and the system allows only so many.
+"""Limit the file descriptors of this process: files and connections each need one.
 
-Whoever can connect can take all that are left, where a library accepts before anything can be asked. So some are kept
-back for what the process must open itself: it lets go of them right before, and `kept_spares` takes them again.
+A client that can connect could take all remaining descriptors, since a library accepts connections before anything can
+be checked. So some are kept in reserve for files that the process must open: it releases them right before, and
+`kept_spares` takes them again.
 """
 
 import asyncio
@@ -22,37 +23,41 @@ NUM_SPARE: Final = 32
 LOOK_S: Final = 0.5
 NONE_LEFT: Final = (errno.EMFILE, errno.ENFILE)
 SHORTAGE: Final = "all %d descriptors are in use (ulimit -n): new connections wait until others end"
-CONNECTIONS_SHARE: Final = 4  # at most one in so many descriptors goes into connections of one kind
+CONNECTIONS_SHARE: Final = 4  # at most this fraction of descriptors goes into connections of one kind
 
 
 def raise_limit() -> None:
-    """Lets this process open as many files as the system lets it ask for."""
+    """Raise this process's limit of open files to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(ValueError, OSError):  # where the kernel has a lower limit of its own, as on macOS
+        with contextlib.suppress(ValueError, OSError):  # where the kernel has a lower limit, as on macOS
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def num_descriptors() -> int:
-    """How many this process may have at a time."""
+    """Return how many descriptors this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**31 if soft == resource.RLIM_INFINITY else soft
 
 
 def connections_within(most: int, *, descriptors_each: int) -> int:
-    """How many connections that take so many descriptors each a process may hold: `most`, or what its limit allows."""
+    """Return how many connections of `descriptors_each` descriptors a process may hold: `most`, or fewer if its limit
+    requires.
+    """
     return max(1, min(most, num_descriptors() // CONNECTIONS_SHARE // descriptors_each))
 
 
 class Spares:
-    """Descriptors that are kept back until they are released."""
+    """Descriptors kept in reserve until they are released."""
 
     def __init__(self, number: int = NUM_SPARE) -> None:
         self._number = number
         self._held: list[int] = []
 
     def hold(self) -> bool:
-        """Takes what was released, as far as there are any; whether it has all, and one more could be opened."""
+        """Take the released descriptors again, as far as available; return whether all are held and one more could be
+        opened.
+        """
         try:
             while len(self._held) < self._number:
                 self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
@@ -64,14 +69,14 @@ class Spares:
         return True
 
     def release(self) -> None:
-        """To be called right before something is opened that the process cannot do without."""
+        """Release the reserve. Call right before opening something that the process cannot do without."""
         while self._held:
             os.close(self._held.pop())
 
 
 @contextlib.asynccontextmanager
 async def kept_spares() -> AsyncIterator[Spares]:
-    """Spares that are taken again by themselves. While there are none to take, a line in the log says so."""
+    """Yield a reserve that refills by itself. While it cannot refill, a line in the log says so."""
     spares = Spares()
     watching = asyncio.create_task(_watch(spares))
     try:

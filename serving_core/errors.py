@@ -1,20 +1,21 @@
-"""The exceptions that SplitServe raises on purpose.
+"""Define the exceptions that SplitServe raises on purpose.
 
     SplitServeError
     ├── SettingsError     a flag, variable or file that cannot be used; the process does not start
     ├── ModelError        a model folder that is missing, broken or not supported; the process does not start
-    ├── RequestError      a request that cannot be served as asked; carries the public reason
-    ├── OutOfBlocks       the KV pool has fewer free blocks than asked for
+    ├── RequestError      a request that cannot be served; carries the public reason
+    ├── OutOfBlocks       the KV pool has too few free blocks
     └── RankLost          a process of this node is gone or silent; the node ends
 
-Messages name the limit and the value, and never a path, an address or a traceback of the server: they
-reach clients as they stand. (SettingsError and ModelError reach only the person who starts the process.)
+Messages name the limit and the value, and never a path, an address or a traceback of the server: clients see the
+messages unchanged. (Only the person who starts the process sees SettingsError and ModelError.)
 """
 
 import re
 from typing import Final
 
-ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, where Python shows one: it tells where code lies
+# An object's address as Python prints it, which would reveal where code lies
+ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class SplitServeError(Exception):
@@ -30,9 +31,11 @@ class ModelError(SplitServeError):
 
 
 class RequestError(SplitServeError):
-    """A request that cannot be served as asked. `reason` is UPPER_SNAKE, one of the public statuses' reasons;
-    `metadata` tells more to programs, such as the name of the field that is wrong. The message may quote a library:
-    addresses of objects are left out of it."""
+    """A request that cannot be served.
+
+    `reason` is one of the public statuses' reasons, UPPER_SNAKE; `metadata` holds further facts for programs, such as
+    the name of the invalid field. The message may quote a library: addresses of objects are removed from it.
+    """
 
     def __init__(self, reason: str, message: str, **metadata: str) -> None:
         super().__init__(ADDRESS.sub("", message))
@@ -41,8 +44,8 @@ class RequestError(SplitServeError):
 
 
 class OutOfBlocks(SplitServeError):
-    """The KV pool has fewer free blocks than asked for."""
+    """The KV pool has too few free blocks."""
 
 
 class RankLost(SplitServeError):
-    """A process of this node is gone or silent. The node cannot go on without it."""
+    """A process of this node is gone or silent. The node cannot continue without it."""

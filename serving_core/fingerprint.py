@@ -1,4 +1,4 @@
-"""What must be equal on all nodes that serve one model together. Torch-free."""
+"""Compute the facts that must be equal on all nodes that serve one model together. Torch-free."""
 
 import dataclasses
 import hashlib
@@ -14,7 +14,7 @@ from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig
 from serving_core.weight_files import is_gguf, read_header_bytes, weight_files
 
 EDGE_BYTES: Final = 2**20
-# What config.json says of a model, whichever implementation computes it, and in which dtype.
+# The contents of config.json, for any implementation that computes the model, and its dtype.
 SHAPE: Final = (
     "architecture",
     "vocab_size",
@@ -29,11 +29,11 @@ SHAPE: Final = (
 def fingerprint(
     folder: Path, config: ModelConfig, layout: KVLayout, dtype: str, quantization: str = "none"
 ) -> dict[str, str]:
-    """Readable facts, to be compared key by key: model config, compute dtype, what --quantization makes of
-    the weights, KV dtype, KV layout, weights.
+    """Return readable facts, to be compared key by key: model config, compute dtype, --quantization, KV dtype, KV
+    layout, weights.
 
-    `weights` is a SHA-256 over, for every file of weights: its size, its whole header and its first and last MiB.
-    So it tells models and fine-tunes apart in milliseconds, but not two files that differ in the middle alone.
+    `weights` is a SHA-256 over, for every file of weights, its size, its whole header and its first and last MiB. So it
+    distinguishes models and fine-tunes in milliseconds, but not two files that differ only in the middle.
     """
     facts = {field.name: str(getattr(config, field.name)) for field in dataclasses.fields(config)}
     facts["dtype"] = dtype
@@ -46,8 +46,10 @@ def fingerprint(
 
 
 def model_facts(folder: Path, config: ModelConfig) -> dict[str, str]:
-    """What is in every node's fingerprint of a model and can be known without one. `weights` are among it where the
-    folder has them: for what clients are told of a model, its other files are enough."""
+    """Return the facts of a model in every node's fingerprint that do not depend on a node.
+
+    `weights` is among them if the folder has weights; the other files suffice for what clients learn about a model.
+    """
     facts = {name: str(getattr(config, name)) for name in SHAPE}
     with suppress(ModelError):
         facts["weights"] = _weights(folder, config)

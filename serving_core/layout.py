@@ -1,4 +1,4 @@
-"""What the KV cache looks like in memory. Torch-free: the corridor plans with it."""
+"""Describe the memory layout of the KV cache. Torch-free, so that the KV transfer can plan with it."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -17,13 +17,13 @@ class Widths(NamedTuple):
     """Elements of one head of one token in one layer."""
 
     keys: int
-    values: int  # 0 where a layer has no V, as with latent KV
+    values: int  # 0 if the layer has no V, as with latent KV
 
 
 class Pchannel(NamedTuple):
-    """One block in one layer, K or V alone: [block_size, num_heads, width] in consecutive bytes, none for width 0.
+    """One block in one layer, K or V alone: [block_size, num_heads, width] in consecutive bytes; no bytes for width 0.
 
-    With a quantized dtype num_heads float32 scales follow these data: value = data * scale of the head.
+    With a quantized dtype num_heads float32 scales follow the data: value = data * scale of the head.
     """
 
     block_size: int
@@ -33,17 +33,17 @@ class Pchannel(NamedTuple):
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head of one token, without scales."""
+        """Return the bytes of one head of one token, without scales."""
         return self.width * DTYPE_BYTES[self.dtype]
 
     @property
     def data_bytes(self) -> int:
-        """Bytes without scales."""
+        """Return the bytes without scales."""
         return self.block_size * self.num_heads * self.head_bytes
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales; 0 unless quantized."""
+        """Return the bytes of the scales; 0 unless quantized."""
         return self.num_heads * SCALE_BYTES if self.width and self.dtype in QUANTIZED_DTYPES else 0
 
     @property
@@ -53,13 +53,13 @@ class Pchannel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of a KV pool: in each of its layers num_blocks planes of K and as many of V.
+    """The shape of a KV pool: in each of its layers num_blocks blocks of K and as many of V.
 
-    Layers are counted over the whole model everywhere, also where only some of them are held.
+    Layers are always numbered over the whole model, also where a pool holds only some of them.
     """
 
     first_layer: int
-    widths: tuple[Widths, ...]  # of the first layer and those after it
+    widths: tuple[Widths, ...]  # of each run of layers, from the first layer on
     num_kv_heads: int
     block_size: int
     dtype: str
@@ -68,13 +68,15 @@ class KVLayout:
     def uniform(
         cls, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str, *, is_latent: bool = False
     ) -> "KVLayout":
-        """That of a whole model whose K and V have head_dim elements a head in all layers; latents have no V."""
+        """Return the layout of a whole model whose K and V have head_dim elements per head in all layers; latent KV has
+        no V.
+        """
         widths = Widths(head_dim, 0 if is_latent else head_dim)
         return cls(0, (widths,) * num_layers, num_kv_heads, block_size, dtype)
 
     @property
     def layers(self) -> range:
-        """Those of the model that the pool holds."""
+        """Return the layers of the model that the pool holds."""
         return range(self.first_layer, self.first_layer + len(self.widths))
 
     @property
@@ -83,49 +85,49 @@ class KVLayout:
 
     @property
     def plane(self) -> Pchannel:
-        """The one shape of all planes. Raises SettingsError as check_uniform."""
+        """Return the common shape of all K and V blocks. Raises SettingsError as check_uniform."""
         self.check_uniform()
         keys, _ = self.planes(self.first_layer)
         return keys
 
     @property
     def head_dim(self) -> int:
-        """The one width of K and V in all layers. Raises SettingsError as check_uniform."""
+        """Return the common width of K and V in all layers. Raises SettingsError as check_uniform."""
         return self.plane.width
 
     @property
     def is_latent(self) -> bool:
-        """Whether all layers are alike, and have no V."""
+        """Return whether all layers are alike and have no V."""
         return len(set(self.widths)) == 1 and not self.widths[0].values
 
     @property
     def is_quantized(self) -> bool:
-        """Whether planes hold 8-bit data and scales."""
+        """Return whether blocks hold 8-bit data and scales."""
         return self.dtype in QUANTIZED_DTYPES
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, K and V."""
+        """Return the bytes of one block over all layers, K and V."""
         return sum(count * self._layer_bytes(widths) for widths, count in Counter(self.widths).items())
 
     @property
     def largest_layer_bytes(self) -> int:
-        """Bytes of one block in one layer, K and V, where these are the most."""
+        """Return the bytes of one block, K and V, in the largest layer."""
         return max(map(self._layer_bytes, set(self.widths)))
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token takes in the cache, with its part of the scales, rounded up."""
+        """Return the bytes of one token in the cache, with its part of the scales, rounded up."""
         return -(-self.block_bytes // self.block_size)
 
     @property
     def runs(self) -> list[tuple[int, Widths]]:
-        """How many neighbouring layers have which widths, from the first layer on."""
+        """Return the runs of layers with equal widths, as (number of layers, widths), from the first layer on."""
         return [(len(list(run)), widths) for widths, run in groupby(self.widths)]
 
     @property
     def layers_text(self) -> str:
-        """`64 + 64 in layers 0-29`: the widths of K and V, in words."""
+        """Return the widths of K and V in words: `64 + 64 in layers 0-29`."""
         parts, first = [], self.first_layer
         for count, widths in self.runs:
             layers = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"
@@ -135,7 +137,9 @@ class KVLayout:
 
     @property
     def heads_text(self) -> str:
-        """`4 KV heads of 64 float32 values`: what a layer keeps of a token. Raises SettingsError as check_uniform."""
+        """Return what a layer stores for a token in words: `4 KV heads of 64 float32 values`. Raises SettingsError as
+        check_uniform.
+        """
         if self.is_latent:
             return f"a latent of {self.widths[0].keys} {self.dtype} values"
         return f"{self.num_kv_heads} KV heads of {self.head_dim} {self.dtype} values"
@@ -144,34 +148,39 @@ class KVLayout:
         return f"{self.block_size} tokens and {self.num_kv_heads} heads of {self.dtype}, K + V {self.layers_text}"
 
     def planes(self, layer: int) -> tuple[Pchannel, Pchannel]:
-        """K and V of one block in one layer. Raises ValueError for a layer that is not held."""
+        """Return the shapes of K and V of one block in one layer. Raises ValueError for a layer that the pool does not
+        hold.
+        """
         return _planes(self.widths[self.layers.index(layer)], self.block_size, self.num_kv_heads, self.dtype)
 
     def plane_bytes(self, layer: int) -> tuple[int, int]:
-        """Bytes of the planes of a layer: of K, of V. Raises ValueError for a layer that is not held."""
+        """Return the bytes of K and of V of one block in a layer. Raises ValueError for a layer that the pool does not
+        hold.
+        """
         return _plane_bytes(self.widths[self.layers.index(layer)], self.block_size, self.num_kv_heads, self.dtype)
 
     def check_uniform(self) -> None:
-        """Raises SettingsError unless K and V are of one width in all layers."""
+        """Raise SettingsError unless K and V have one width in all layers."""
         if len({width for widths in self.widths for width in widths}) != 1:
             raise SettingsError(f"K and V must be of one width in all layers to be computed with: {self.layers_text}")
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold num_tokens tokens."""
+        """Return the number of blocks that hold num_tokens tokens."""
         return -(-num_tokens // self.block_size)
 
     def with_heads(self, num_kv_heads: int) -> "KVLayout":
-        """The layout of that many heads of the same model: one rank's or one channel's."""
+        """Return this layout with num_kv_heads heads: one rank's or one channel's."""
         return replace(self, num_kv_heads=num_kv_heads)
 
     def with_layers(self, layers: range) -> "KVLayout":
-        """The layout of some neighbouring layers of these."""
+        """Return this layout restricted to a run of its layers."""
         first = self.layers.index(layers.start)
         return replace(self, first_layer=layers.start, widths=self.widths[first : first + len(layers)])
 
     def uniform_fields(self) -> dict[str, Any]:
-        """What `uniform` takes to make that of a whole model. Raises SettingsError as check_uniform, but not of
-        latents."""
+        """Return the arguments of `uniform` for a whole model. Raises SettingsError as check_uniform, except for latent
+        KV.
+        """
         return {
             "num_layers": self.num_layers,
             "num_kv_heads": self.num_kv_heads,
@@ -190,7 +199,7 @@ def _planes(widths: Widths, block_size: int, num_heads: int, dtype: str) -> tupl
     return keys, values
 
 
-@lru_cache(maxsize=1024)  # asked for every plane that travels
+@lru_cache(maxsize=1024)  # called for every block that is transferred
 def _plane_bytes(widths: Widths, block_size: int, num_heads: int, dtype: str) -> tuple[int, int]:
     keys, values = _planes(widths, block_size, num_heads, dtype)
     return keys.num_bytes, values.num_bytes

@@ -1,4 +1,4 @@
-"""The blocks of a node's requests, shared by name. Pure."""
+"""Manage the blocks of a node's requests, shared by block hash. Pure."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,59 +10,65 @@ from serving_core.prefix import CHUNK, EITHER, GRAFT, MAX_MAKERS, ORIGIN_BYTES, 
 
 
 class Loan(NamedTuple):
-    """Blocks of which those behind the first ones are yet to come from another node."""
+    """Blocks of a remote prefix fetch: the first ones are in the pool, the others are still to come from another
+    node.
+    """
 
     lease: BlockLease
-    names: list[bytes]  # of the first ones
-    makers: list[bytes]  # of the same
+    names: list[bytes]  # block hashes of the first blocks
+    makers: list[bytes]  # numerics ids of the same blocks
 
 
 class Leases:
-    """Takes, grows, publishes and gives back what requests hold of one pool."""
+    """Takes, grows, publishes and gives back the leases of requests on one pool."""
 
     def __init__(self, allocator: BlockAllocator, layout: KVLayout, origin: bytes, *, is_history_free: bool) -> None:
-        """`origin` is the node's, as serving_core/prefix.py has it; `is_history_free`: whether the bits of what it
-        computes are the same in a chunk and in decode steps."""
+        """Manage the leases of one allocator. `origin` is the node's (serving_core/prefix.py); `is_history_free` tells
+        whether prefill chunks and decode steps give the same bits.
+        """
         self._allocator = allocator
         self._layout = layout
         self._origin = origin
         self._of_chunk, self._of_step = (origin + (EITHER if is_history_free else kind) for kind in (CHUNK, STEP))
         self.on_annexes_left: Callable[[Sequence[Any]], None] | None = None
-        """Hears of annexes whose request has given its blocks back."""
+        """Called with the annexes of a request that has given its blocks back."""
         self._makers = [*dict.fromkeys((self._of_chunk, self._of_step)), GRAFT]
 
     @property
     def makers(self) -> list[bytes]:
-        """Of all blocks that the pool may hold: this node's, then those of nodes that sent some, then GRAFT. Blocks are
-        looked for in this order."""
+        """Return the numerics ids of all blocks that the pool may hold, in search order: this node's, then those of
+        nodes that sent blocks, then GRAFT.
+        """
         return self._makers
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had."""
+        """Return the number of blocks that can be leased."""
         return self._allocator.num_free
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the whole pool."""
+        """Return the number of blocks of the whole pool."""
         return self._allocator.num_blocks
 
     @property
     def block_size(self) -> int:
-        """Tokens of one block."""
+        """Return the tokens of one block."""
         return self._layout.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
         return self._layout.num_blocks_for(num_tokens)
 
     def num_needed(self, node_request: NodeRequest, num_tokens: int, *, num_cacheable: int) -> int:
-        """By how much `take` with the same arguments would lower num_free."""
+        """Return by how much `take` with the same arguments would lower num_free."""
         names, _ = self._find(node_request, num_cacheable)
         return self._allocator.num_needed(self.blocks_for(num_tokens), names)
 
     def take(self, node_request: NodeRequest, num_tokens: int, *, num_cacheable: int, num_spare: int) -> bool:
-        """Leases blocks for num_tokens tokens if that leaves num_spare free; of the leading num_cacheable tokens, full
-        blocks that the pool holds, whose tokens count as computed. Tells whether it did."""
+        """Lease blocks for num_tokens tokens if at least num_spare blocks stay free; return whether it did.
+
+        Cached blocks of the leading num_cacheable tokens are shared, and their tokens count as computed.
+        """
         names, makers = self._find(node_request, num_cacheable)
         num_blocks = self.blocks_for(num_tokens)
         if self._allocator.num_needed(num_blocks, names) + num_spare > self._allocator.num_free:
@@ -76,37 +82,40 @@ class Leases:
         return True
 
     def num_missing(self, node_request: NodeRequest, num_tokens: int) -> int:
-        """Blocks that the lease lacks for num_tokens tokens in all."""
+        """Return how many blocks the lease lacks for num_tokens tokens in all."""
         assert node_request.lease is not None
         num_held = node_request.num_annexed_blocks + len(node_request.lease.block_ids)
         num_missing = self._layout.num_blocks_for(num_tokens) - num_held
         return num_missing if num_missing > 0 else 0
 
     def num_tokens_held(self, node_request: NodeRequest) -> int:
-        """Tokens that there are blocks for, here and in annexes."""
+        """Return how many tokens the request has blocks for, on this node and in annexes."""
         assert node_request.lease is not None
         return (node_request.num_annexed_blocks + len(node_request.lease.block_ids)) * self._layout.block_size
 
     def shed(self, node_request: NodeRequest, num_blocks: int) -> None:
-        """The leading blocks are in an annex now."""
+        """Release the leading blocks, which an annex now holds."""
         assert node_request.lease is not None
         node_request.lease.shed(num_blocks)
         node_request.num_annexed_blocks += num_blocks
 
     def trim(self, node_request: NodeRequest, num_blocks: int) -> None:
-        """The last blocks, of one that publishes none, are free, and what was computed in them is not."""
+        """Release the last blocks of a request that publishes none; their tokens no longer count as computed."""
         assert node_request.lease is not None
         node_request.lease.trim(num_blocks)
         node_request.num_computed = min(node_request.num_computed, self.num_tokens_held(node_request))
 
     def grow(self, node_request: NodeRequest, num_blocks: int) -> None:
-        """Adds blocks. Raises OutOfBlocks."""
+        """Add blocks. Raises OutOfBlocks."""
         assert node_request.lease is not None
         node_request.lease.grow(num_blocks)
 
     def publish(self, node_request: NodeRequest) -> None:
-        """Lets others use the blocks that are full of computed KV. Those that have come full since the last call, and
-        were not `copied`, this node has just computed, as the request's stage says."""
+        """Publish the blocks that are full of computed KV, so that other requests can share them.
+
+        Blocks that became full since the last call, and were not passed to `copied`, were computed by this node in the
+        way that the request's state tells.
+        """
         assert node_request.lease is not None
         num_full = self._full_blocks(node_request.num_computed)
         if not self._allocator.caching or node_request.hosts or num_full <= node_request.lease.num_published:
@@ -118,9 +127,11 @@ class Leases:
         node_request.lease.publish(names.names)
 
     def copied(self, node_request: NodeRequest, made: Sequence[tuple[bytes, int]]) -> None:
-        """What counts as computed is there: behind blocks that were found here, those of another node. `made` tells who
-        made all blocks there, and how many in a row. Copies keep their names, unless other blocks stand before them
-        here or it is not told who made them."""
+        """Record that the KV behind the blocks found here has arrived from another node.
+
+        `made` gives the numerics ids of all blocks on that node, run by run. Copies keep their hashes, unless other
+        blocks precede them here or `made` does not cover them.
+        """
         if not self._allocator.caching:
             return
         num_tokens = node_request.num_computed
@@ -130,32 +141,32 @@ class Leases:
         names.begun_by = b"".join(makers[num_full:])
 
     def _makers_there(self, found: list[bytes], num_blocks: int, made: Sequence[tuple[bytes, int]]) -> list[bytes]:
-        """Of so many blocks that are copies behind those `found` here: as they are told of, or GRAFT."""
+        """Return the numerics ids of num_blocks blocks copied behind the blocks `found` here: from `made`, or GRAFT."""
         is_told = sum(num_made for _, num_made in made) == num_blocks
         makers = [maker for maker, num_made in made for _ in range(num_made)] if is_told else []
         is_alike = is_told and makers[: len(found)] == found
         return makers if is_alike and self._know(makers) else [GRAFT] * num_blocks
 
     def makers_of(self, node_request: NodeRequest) -> list[bytes]:
-        """Of all blocks with computed KV; none where they have no names."""
+        """Return the numerics ids of all blocks with computed KV; none if the blocks have no hashes."""
         makers = list(node_request.names.makers)
         if self._allocator.caching and node_request.num_computed % self._layout.block_size:
             makers.append(self._maker(node_request))
         return makers
 
     def _maker(self, node_request: NodeRequest) -> bytes:
-        """Of the first block that has no name yet."""
+        """Return the numerics id of the first block that has no hash yet."""
         begun_by = node_request.names.begun_by
         if begun_by and begun_by[:ORIGIN_BYTES] != self._origin:
             return GRAFT
         return self._own_maker(node_request)
 
     def _own_maker(self, node_request: NodeRequest) -> bytes:
-        """Of what this node computes for it now."""
+        """Return the numerics id of what this node computes for the request in its present state."""
         return self._of_chunk if node_request.stage in (Stage.READING, Stage.READ) else self._of_step
 
     def _know(self, makers: Sequence[bytes]) -> bool:
-        """Whether blocks of these makers are looked for from now on."""
+        """Search for blocks of these numerics ids from now on; return whether there is room for them."""
         new = [maker for maker in dict.fromkeys(makers) if maker not in self._makers]
         if len(self._makers) + len(new) > MAX_MAKERS:
             return False
@@ -163,18 +174,18 @@ class Leases:
         return True
 
     def final_blocks(self, node_request: NodeRequest) -> list[int]:
-        """The blocks that no step to come will write to."""
+        """Return the blocks that no later step writes to."""
         if node_request.lease is None:
             return []
         return node_request.lease.block_ids[: self._full_blocks(node_request.num_computed)]
 
     def filled_blocks(self, node_request: NodeRequest) -> list[int]:
-        """The blocks that hold any KV."""
+        """Return the blocks that hold any KV."""
         assert node_request.lease is not None
         return node_request.lease.block_ids[: self.blocks_for(node_request.num_computed)]
 
     def give_back(self, node_request: NodeRequest) -> None:
-        """Frees the blocks, if there are any; what is published stays to be found."""
+        """Free the request's blocks, if any; published blocks stay cached."""
         if node_request.lease is not None:
             node_request.lease.release()
             node_request.lease = None
@@ -185,11 +196,11 @@ class Leases:
                 node_request.request.annexes, node_request.request.annex_error = (), ""
 
     def num_cached_tokens(self, node_request: NodeRequest) -> int:
-        """Tokens whose KV was there when the request first got blocks."""
+        """Return the tokens whose KV was cached when the request first got blocks."""
         return (node_request.num_found_blocks or 0) * self._layout.block_size
 
     def may_share(self, node_request: NodeRequest, other: NodeRequest) -> bool:
-        """Whether one finds what the other publishes of the same tokens."""
+        """Return whether one request finds what the other publishes of the same tokens."""
         return (
             self._allocator.caching
             and not (node_request.hosts or other.hosts)
@@ -197,33 +208,40 @@ class Leases:
         )
 
     def blocks_found(self, node_request: NodeRequest, num_cacheable: int) -> list[int]:
-        """Of the leading num_cacheable tokens, full blocks that the pool holds."""
+        """Return the full blocks of the leading num_cacheable tokens that the pool holds."""
         return [self._allocator.blocks_by_name[name] for name in self._find(node_request, num_cacheable)[0]]
 
     def num_held_tokens(self, node_request: NodeRequest, num_cacheable: int) -> int:
-        """Of the leading num_cacheable tokens, those in full blocks that the pool holds."""
+        """Return how many of the leading num_cacheable tokens lie in full blocks that the pool holds."""
         return len(self._find(node_request, num_cacheable)[0]) * self._layout.block_size
 
     def names_in(
         self, names: BlockNames, token_ids: Sequence[int], num_tokens: int, is_held: Callable[[bytes], bool]
     ) -> list[bytes]:
-        """Names of the leading full blocks of num_tokens of these tokens that are held, wherever that may be."""
+        """Return the hashes of the leading full blocks of num_tokens of these tokens for which `is_held` is true."""
         return names.find(token_ids, self._full_blocks(num_tokens), self._makers, is_held)[0]
 
     def lend(self, names: BlockNames, token_ids: Sequence[int]) -> tuple[BlockLease, list[bytes]]:
-        """Holds the leading full blocks of these tokens that the pool has, and tells who made them."""
+        """Lease the leading full blocks of these tokens that the pool has, for a remote prefix fetch; return the lease
+        and their numerics ids.
+        """
         found, makers = self._find_named(names, token_ids, len(token_ids))
         return self._allocator.allocate(len(found), found), makers
 
     def begin_loan(self, node_request: NodeRequest, num_tokens: int) -> Loan:
-        """Blocks for the leading full blocks of num_tokens tokens: those that the pool has, and others to be filled.
-        Raises OutOfBlocks."""
+        """Lease blocks for the leading full blocks of num_tokens tokens: the cached ones, and empty ones for a remote
+        prefix fetch.
+
+        Raises OutOfBlocks.
+        """
         names, makers = self._find(node_request, num_tokens)
         return Loan(self._allocator.allocate(self._full_blocks(num_tokens), names), names, makers)
 
     def lent(self, node_request: NodeRequest, loan: Loan, num_blocks: int, made: Sequence[tuple[bytes, int]]) -> None:
-        """So many leading blocks of a loan are there; `made` as for `copied`. The prompt is to find them, unless it has
-        begun without them."""
+        """Record that num_blocks leading blocks of a remote prefix fetch have arrived; `made` is as for `copied`.
+
+        The prompt then finds them in the pool, unless it has begun without them.
+        """
         names = node_request.names.of_others()
         names.begin(list(loan.names), list(loan.makers))
         names.add(
@@ -232,8 +250,11 @@ class Leases:
         loan.lease.publish(names.names)
 
     def _find(self, node_request: NodeRequest, num_tokens: int) -> tuple[list[bytes], list[bytes]]:
-        """Names and makers of the leading full blocks of num_tokens tokens that the pool holds; none where some are to
-        go to annexes. Of an answer that comes only those that can be no others than it was written behind."""
+        """Return hashes and numerics ids of the leading full blocks of num_tokens tokens that the pool holds.
+
+        Returns none if some blocks are to go to annexes. For a migrating request, returns only blocks with the bits
+        that its tokens were generated from.
+        """
         if node_request.hosts:
             return [], []
         names, makers = self._find_named(node_request.names, node_request.request.token_ids, num_tokens)

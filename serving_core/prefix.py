@@ -1,17 +1,19 @@
-"""What blocks of tokens are called, so that requests that begin alike can share KV. Torch-free.
+"""Compute block hashes, by which requests with a common prefix share KV. Torch-free.
 
-A full block's name is SHA-256 over the name of the block before it, its maker and its own token ids. Before the first
-block stands the root, which tells models, adapters and salts apart. A maker is the origin of the node that computed the
-block, 8 bytes for its kernels and ranks, and whether it did so in a chunk or, the last of its tokens at least, in
-decode steps; EITHER, where bits do not depend on that (Engine.is_history_free). Then the name stands for all that the
-bits of the block's KV depend on, and copies in other pools have it too. (Else it leaves some of it out: where chunks
-end, where in a block an answer begins, what else was in a step.)
+A full block's hash (its name) is SHA-256 over the hash of the block before it, its numerics id (its maker) and its own
+token ids. The root stands before the first block and distinguishes models, adapters and salts. A numerics id combines
+the origin of the node that computed the block (8 bytes for its kernels and ranks) and whether the node computed it in
+prefill chunks or, at least its last token, in decode steps; EITHER if the bits do not depend on that
+(Engine.is_history_free). Then the hash determines all that the bits of the block's KV depend on, and copies in other
+pools have it too. (Otherwise the hash omits some of it: the ends of chunks, the place in a block where the output
+begins, the rest of the batch.)
 
-There are blocks without one maker and one history: copies behind blocks that the node held already, which are others
-than those that they were computed behind; and what a node of another origin began and this one filled. Their values are
-right, their bits are their own: their maker is GRAFT, and a name with one in its history stands for the tokens alone.
+Some blocks have no single numerics id: copies placed behind other blocks than those that they were computed behind, and
+blocks that a node of one origin began and a node of another filled. Their values are correct, but their bits are their
+own: their numerics id is GRAFT, and a hash with GRAFT in its history stands for the tokens alone.
 
-KV of any maker is KV of its tokens, so a node takes what it finds, and what it computes behind that is called after it.
+KV of any numerics id is valid KV of its tokens, so a node uses whatever it finds, and hashes of later blocks build on
+it.
 """
 
 import hashlib
@@ -31,29 +33,32 @@ STEP: Final = b"s"
 EITHER: Final = b"e"
 GRAFT: Final = bytes(ORIGIN_BYTES) + b"g"
 MAKER_BYTES: Final = len(GRAFT)
-MAX_MAKERS: Final = 32  # that one node tells apart
+MAX_MAKERS: Final = 32  # numerics ids that one node distinguishes
 
-# As long as a name and not one: what a root is made of can never be what a block's name is made of.
+# As long as a hash but not one: the input of a root can never be the input of a block's hash.
 _ROOT_TAG: Final = b"splitserve: root of block names".ljust(NAME_BYTES, b"\0")
 _LENGTH: Final = struct.Struct("<Q")
 
 
 def root_name(fingerprint: Mapping[str, str], cache_salt: str, adapter: str = "") -> bytes:
-    """What the first block's name builds on, 32 bytes: equal for equal fingerprints, salts and contents of adapters
-    only. `adapter` is the name of one in the fingerprint; empty for the model alone."""
+    """Return the root, 32 bytes, that the first block's hash builds on.
+
+    Roots are equal only for equal fingerprints, salts and contents of adapters. `adapter` is the name of one in the
+    fingerprint; empty for the model alone.
+    """
     if adapter:
-        chosen = adapter_key("")  # which is the key of none of them
+        chosen = adapter_key("")  # the key of no adapter
         fingerprint = {**fingerprint, chosen: fingerprint.get(adapter_key(adapter), "")}
     return _digest(_ROOT_TAG, cache_salt, fingerprint)
 
 
 def origin_of(facts: Mapping[str, str]) -> bytes:
-    """What stands for all that a node's bits depend on beside the fingerprint: 8 bytes."""
+    """Return 8 bytes that stand for all facts beside the fingerprint that a node's bits depend on."""
     return _digest(b"", "", facts)[:ORIGIN_BYTES]
 
 
 def child_name(parent: bytes, maker: bytes, token_ids: Sequence[int]) -> bytes:
-    """The name, 32 bytes, of a block of these tokens that follows the block (or the root) called `parent`."""
+    """Return the hash, 32 bytes, of a block of these tokens behind the block (or the root) with hash `parent`."""
     return hashlib.sha256(parent + maker + _packed(len(token_ids)).pack(*token_ids)).digest()
 
 
@@ -63,18 +68,19 @@ def _packed(num_tokens: int) -> struct.Struct:
 
 
 def num_alike(makers: Sequence[bytes]) -> int:
-    """Of blocks of these makers in a row, how many leading ones have the same bits wherever there are blocks of their
-    names."""
+    """Return how many leading blocks with these numerics ids have the same bits wherever their hashes occur."""
     return next((index for index, maker in enumerate(makers) if not tells_bits(maker)), len(makers))
 
 
 def tells_bits(maker: bytes) -> bool:
-    """Whether the names of its blocks stand for their bits, where those of the blocks before them do."""
+    """Return whether the hashes of blocks with this numerics id determine their bits, provided that those before them
+    do.
+    """
     return maker.endswith(EITHER)
 
 
 def hint_of(name: bytes) -> int:
-    """A name's first 8 bytes, little-endian: enough to guess by which blocks a node holds, not to share KV by."""
+    """Return a hash's first 8 bytes, little-endian: enough to estimate which blocks a node holds, not to share KV."""
     return int.from_bytes(name[:HINT_BYTES], "little")
 
 
@@ -87,7 +93,7 @@ def _digest(tag: bytes, text: str, facts: Mapping[str, str]) -> bytes:
 
 
 class BlockNames:
-    """What the full blocks of one request are called, each name worked out once, and what they may be found by.
+    """The hashes of one request's full blocks, each computed once, and hashes under which they may be found.
 
     From call to call token_ids may only grow at their end.
     """
@@ -95,17 +101,20 @@ class BlockNames:
     def __init__(self, root: bytes, block_size: int) -> None:
         self.root = root
         self._block_size = block_size
-        self._tried: dict[tuple[bytes, bytes], bytes] = {}  # names by parent and maker
-        self._found: tuple[list[bytes], list[bytes]] = [], []  # by the last look
-        self.names: list[bytes] = []  # of the leading blocks that the request has; callers do not change them
-        self.makers: list[bytes] = []  # of the same
-        self.begun_by = b""  # the maker of the block after them, where a part of it came from another node
+        self._tried: dict[tuple[bytes, bytes], bytes] = {}  # hashes by parent and numerics id
+        self._found: tuple[list[bytes], list[bytes]] = [], []  # by the last search
+        self.names: list[bytes] = []  # of the request's leading blocks; callers must not change them
+        self.makers: list[bytes] = []  # of the same blocks
+        self.begun_by = b""  # numerics id of the next block, if a part of it came from another node
 
     def find(
         self, token_ids: Sequence[int], num_blocks: int, makers: Sequence[bytes], is_held: Callable[[bytes], bool]
     ) -> tuple[list[bytes], list[bytes]]:
-        """Names and makers of the leading blocks, num_blocks at most, that are held: of each that by the first of
-        `makers` that it is held by, unless that which was found before is still held."""
+        """Return hashes and numerics ids of the leading blocks, at most num_blocks, that are held.
+
+        For each block the first of `makers` under which it is held wins, unless the result of the last search is still
+        held.
+        """
         names, found = self._found_before(num_blocks, is_held)
         parent = names[-1] if names else self.root
         for index in range(len(names), num_blocks):
@@ -122,16 +131,16 @@ class BlockNames:
         return names, found
 
     def of_others(self) -> "BlockNames":
-        """For blocks of the same tokens that the request does not have."""
+        """Return new BlockNames for the same tokens, for blocks that the request does not have."""
         return BlockNames(self.root, self._block_size)
 
     def begin(self, names: list[bytes], makers: list[bytes]) -> None:
-        """The request has got these blocks, as they were found, and nothing behind them."""
+        """Set the request's blocks to exactly these, as found."""
         self.names, self.makers, self.begun_by = names, makers, b""
         self._tried, self._found = {}, ([], [])
 
     def add(self, token_ids: Sequence[int], *makers: bytes) -> None:
-        """Its next full blocks are there, of these makers."""
+        """Add the next full blocks, with these numerics ids."""
         names, size = self.names, self._block_size
         name, start = names[-1] if names else self.root, len(names) * size
         for maker in makers:

@@ -1,4 +1,4 @@
-"""A request as the engine and the schedulers see it. Torch-free."""
+"""Define a request as the engine and the schedulers see it. Torch-free."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from serving_core.errors import RequestError
 
 MEAN, LAST = "mean", "last"
 POOLINGS: Final = (MEAN, LAST)
-NO_TOKEN: Final = -1  # as a token id
+NO_TOKEN: Final = -1  # token id of no token
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. Validated by the coordinator; nodes take it as it is."""
+    """How the next token is sampled. Validated by the coordinator; nodes use the values unchanged."""
 
     max_tokens: int
     temperature: float = 1.0  # 0: greedy
@@ -25,51 +25,55 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()  # no other token comes; empty: any
-    bad_tokens: tuple[tuple[int, ...], ...] = ()  # runs of tokens, none of which comes in the answer
+    allowed_token_ids: tuple[int, ...] = ()  # only these tokens are allowed; empty: any
+    bad_tokens: tuple[tuple[int, ...], ...] = ()  # token sequences, none of which may occur in the output
     seed: int = 0
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: off; k: the sampled token's and the k most likely
-    logprob_token_ids: tuple[int, ...] = ()  # with logprobs: these in place of the most likely
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens behind the first: its scores
-    grammar: str = ""  # of what the answer is made to be, for serving_core/grammars.py; empty: anything
+    logprob_token_ids: tuple[int, ...] = ()  # with logprobs: these tokens instead of the most likely ones
+    prompt_logprobs: int | None = None  # the same for the prompt tokens behind the first: the prompt's scores
+    grammar: str = ""  # of the output, in the form of serving_core/grammars.py; empty: anything
 
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """How the hidden states behind the last layer's norm, one for each token of a text, become its embedding."""
+    """How an embedding is made of the hidden states behind the last layer's norm, one for each token of a text."""
 
-    kind: str  # one of POOLINGS: the mean of all, or that of the last token
+    kind: str  # one of POOLINGS: the mean of all hidden states, or the last token's
     normalizes: bool = True  # to length 1
-    num_dimensions: int = 0  # its leading numbers that are kept, before that; 0: all
+    num_dimensions: int = 0  # leading dimensions to keep, before normalization; 0: all
 
 
 OnLayer = Callable[[int], None]
-"""Told now and then during a step, and after the last layer, how many of the leading layers have their KV in the pool.
-Called in the engine's thread."""
+"""Receives, from time to time during a step and after the last layer, how many leading layers have their KV in the
+pool. Called in the engine's thread.
+"""
 
 
 class FinishReason(Enum):
-    """Why an answer ended by itself."""
+    """Why an output ended by itself."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 class Guide(Protocol):
-    """Keeps one answer to its grammar. What it says depends on the grammar and the answer's tokens alone."""
+    """Keeps one output within its grammar. Results depend only on the grammar and the output's tokens."""
 
     def allowed(self, output: Sequence[int]) -> bytes:
-        """The tokens that may follow these, which begin with those of the call before: bit b of byte i is for token
-        8 i + b, and what has no bit may not come. Raises RequestError when none may, or these are not of the
-        grammar."""
+        """Return the tokens that may follow `output`: bit b of byte i allows token 8 i + b; tokens without a bit are
+        forbidden.
+
+        `output` must extend the output of the call before. Raises RequestError if no token is allowed, or if `output`
+        violates the grammar.
+        """
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One attempt at one answer: tokens so far (prompt, then output) and how to go on."""
+    """One attempt at one sequence: its tokens (prompt, then output) and how to continue."""
 
     request_id: str
     epoch: int
@@ -77,13 +81,13 @@ class Request:
     num_prompt_tokens: int
     sampling: SamplingParams
     cache_salt: str = ""  # KV is shared only between requests with the same salt
-    scores: "list[SampledToken]" = field(default_factory=list)  # of the prompt, as far as it was read
-    adapter: str = ""  # the LoRA adapter that computes it; empty: the model alone
-    guide: Guide | None = None  # where its tokens are chosen and it has a grammar
-    pooling: Pooling | None = None  # the answer is the embedding of the prompt; None: tokens
-    pooled: Any = None  # the engine's own: of a mean, the sum so far
-    annexes: Sequence[Any] = ()  # where its oldest blocks lie on other nodes (engine/attention/annexed.py)
-    annex_error: str = ""  # why one of them is lost: what the step gave for the request means nothing
+    scores: "list[SampledToken]" = field(default_factory=list)  # of the prompt, as far as it was prefilled
+    adapter: str = ""  # name of the LoRA adapter; empty: the model alone
+    guide: Guide | None = None  # set where tokens are sampled and the request has a grammar
+    pooling: Pooling | None = None  # the output is the embedding of the prompt; None: tokens
+    pooled: Any = None  # the engine's own state: the sum so far of a mean
+    annexes: Sequence[Any] = ()  # KV holders of its oldest blocks (engine/attention/annexed.py)
+    annex_error: str = ""  # why an annex failed: the step's result for the request is invalid
 
     @property
     def num_output_tokens(self) -> int:
@@ -91,7 +95,7 @@ class Request:
 
     @property
     def is_scored(self) -> bool:
-        """Whether whoever reads the prompt is to score it. With a token out that has been done."""
+        """Return whether the prefill computes prompt scores. A request with an output token has them already."""
         return self.sampling.prompt_logprobs is not None and not self.num_output_tokens
 
     @property
@@ -101,12 +105,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What the model needs to know of one request's part in a step, also on a rank that does not know the request.
+    """The part of one request in a step, as the model needs it, also on a rank that does not know the request.
 
-    token_ids are those to compute. The KV of `start` tokens before them is in the pool; block_ids covers all of them.
-    `samples` tells whether what the model gives for the last token is wanted: its logits, or of an embedder its hidden
-    state; that for the leading num_scored ones is too. `adapter` is the LoRA adapter that computes them; empty: the
-    model alone.
+    The step computes `token_ids`. The pool holds the KV of the `start` tokens before them; `block_ids` covers all of
+    these tokens. `samples` tells whether the output for the last token is wanted (logits, or an embedder's hidden
+    state); the outputs of the leading `num_scored` tokens are wanted as well. `adapter` is the name of a LoRA adapter;
+    empty: the model alone.
     """
 
     token_ids: Sequence[int]
@@ -122,8 +126,9 @@ class Share:
 
 
 class DraftWork(NamedTuple):
-    """What a draft model is to compute for one answer: a share of the text, and so many likely tokens behind it. Where
-    there are any, block_ids covers them too."""
+    """The work of a draft model for one sequence: a share of the text, and the number of draft tokens to generate
+    behind it. `block_ids` covers the draft tokens too.
+    """
 
     share: Share
     num_candidates: int
@@ -131,15 +136,17 @@ class DraftWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """What one Work that samples gives, or a token of a prompt with its score. Logprobs are natural logs of the model's
-    own distribution, before penalties, bias and temperature (vLLM calls them raw), and like vLLM's over the tokens that
-    a grammar allows."""
+    """The result of one Work that samples, or a prompt token with its score.
+
+    Logprobs are natural logs of the model's own distribution, before penalties, bias and temperature (vLLM's raw
+    logprobs), and like vLLM's over the tokens that a grammar allows.
+    """
 
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
-    error: RequestError | None = None  # why there is no token: its grammar goes no further
-    embedding: bytes = b""  # in place of a token: of the prompt, as float32, little-endian
+    error: RequestError | None = None  # why there is no token, such as a grammar that allows none
+    embedding: bytes = b""  # instead of a token: the prompt's embedding, float32, little-endian
 
     @property
     def is_token(self) -> bool:
@@ -147,19 +154,20 @@ class SampledToken:
 
 
 class Work(NamedTuple):
-    """One request's share of a step: compute token_ids[start : start + num_tokens].
+    """The part of one request in a step: compute token_ids[start : start + num_tokens].
 
-    The KV of token_ids[:start] is in the pool already; block_ids covers start + num_tokens tokens, and the candidates.
-    A token is sampled when the share reaches the last known token. `candidates` may follow that one: each that does is
-    followed by one more token of the same step. A tuple, which is made quickly: there is one for each answer in each
-    step.
+    The pool holds the KV of token_ids[:start]; `block_ids` covers start + num_tokens tokens and the draft tokens. A
+    token is sampled if the work reaches the last known token. Draft tokens (`candidates`) may follow it: each accepted
+    draft token yields one more token of the same step. A tuple, which is fast to create: a step creates one for each
+    sequence.
     """
 
     request: Request
     start: int
     num_tokens: int
     block_ids: Sequence[int]
-    candidates: Sequence[int] = ()  # none of them ends the answer, or is its last one; none where a prompt is scored
+    # Draft tokens; none of them ends the output or is its last token; none where a prompt is scored
+    candidates: Sequence[int] = ()
 
     @property
     def samples(self) -> bool:
@@ -167,8 +175,9 @@ class Work(NamedTuple):
 
     @property
     def num_scored(self) -> int:
-        """Of its leading tokens, those whose logits score the token behind them, or whose hidden states are pooled
-        beside that of its last one."""
+        """Return the number of leading tokens whose logits score the next token, or whose hidden states are pooled
+        beside the last token's.
+        """
         pooling = self.request.pooling
         if pooling is not None:
             return self.num_tokens - self.samples if pooling.kind == MEAN else 0
@@ -186,8 +195,9 @@ class Work(NamedTuple):
         return Share(token_ids, self.start, self.block_ids, self.samples, num_scored, adapter)
 
     def take(self, sampled: Iterator[SampledToken]) -> list[SampledToken]:
-        """Its own of the tokens that a step gave, which come next: one if it samples, and one more behind each
-        candidate that has come."""
+        """Take this work's tokens from the results of a step: one if it samples, and one more for each accepted draft
+        token.
+        """
         taken = [next(sampled)] if self.samples else []
         for candidate in self.candidates:
             if taken[-1].token_id != candidate:
@@ -197,12 +207,12 @@ class Work(NamedTuple):
 
 
 def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> FinishReason | None:
-    """Whether the last token of the request ends its answer. (Stop strings are the coordinator's business.)"""
+    """Return why the last token of the request ends its output, or None. The coordinator handles stop strings."""
     return _reason_of(request.sampling, request.token_ids[-1], request.num_output_tokens, eos_token_ids)
 
 
 def would_end(request: Request, token_id: int, eos_token_ids: Sequence[int]) -> bool:
-    """Whether this token, were it the next one of the request, would end its answer."""
+    """Return whether this token, as the next token of the request, would end its output."""
     return _reason_of(request.sampling, token_id, request.num_output_tokens + 1, eos_token_ids) is not None
 
 

@@ -1,4 +1,4 @@
-"""Settings of one node's engine. The flags derive from these fields; names follow vLLM's."""
+"""Define the settings of one node's engine. The flags derive from these fields; names follow vLLM's."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,9 +6,9 @@ from typing import Final
 from serving_core.flags import flag
 
 WEIGHT_BITS: Final = {"int8": 8, "int4": 4, "w8a8": 8}
-HEAD_BITS: Final = 8  # also among weights of 4 bits: what it rounds is seen at once
-INPUT_BITS: Final = {"w8a8": 8}  # to which kernels round what is multiplied with them; 16 with others
-GROUP_SIZE_4_BIT: Final = 32  # inputs that share a scale (float32) and a zero (a byte); of 8 bits all do
+HEAD_BITS: Final = 8  # also with 4-bit weights: rounding of the head affects outputs directly
+INPUT_BITS: Final = {"w8a8": 8}  # bits to which kernels round inputs; 16 for others
+GROUP_SIZE_4_BIT: Final = 32  # inputs that share a scale (float32) and a zero (a byte); with 8 bits all inputs do
 
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -102,5 +102,5 @@ class EngineSettings:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that compute this node together."""
+        """Return the number of processes that compute this node together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size

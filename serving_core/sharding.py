@@ -1,9 +1,9 @@
-"""What each rank of a node holds of a model. Torch-free.
+"""Define which part of a model each rank of a node holds. Torch-free.
 
-The ranks of a node are numbered stage by stage. Each stage holds a run of layers, the first one the embedding too and
-the last one the head. Within a stage a rank holds a run of KV heads, the query heads that read them, and runs of the
-feed-forward's neurons and of the vocabulary. Runs are equal, or differ by one; no size has to divide another. Where
-there are fewer KV heads than ranks, neighbouring ranks hold the same one and divide its query heads.
+The ranks of a node are numbered stage by stage. Each stage holds a run of layers; the first stage also holds the
+embedding and the last one the head. Within a stage a rank holds a run of KV heads, their query heads, and runs of the
+feed-forward's neurons and of the vocabulary. Runs are equal or differ by one; no size has to divide another. With fewer
+KV heads than ranks, neighboring ranks hold the same KV head and divide its query heads.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
 from serving_core.model_config import ModelConfig
 
-MOST_RANKS: Final = 64  # of a node
+MOST_RANKS: Final = 64  # per node
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """One dimension of a tensor: its whole length, and the run of it that a rank holds."""
+    """One dimension of a tensor: its total length, and the run of it that a rank holds."""
 
     total: int
     held: range
@@ -28,7 +28,7 @@ class Extent:
         return len(self.held) == self.total
 
     def times(self, width: int) -> "Extent":
-        """The dimension in which each place is `width` places wide, such as a head in a projection."""
+        """Return the dimension with each element `width` elements wide, such as a head in a projection."""
         return Extent(self.total * width, range(self.held.start * width, self.held.stop * width))
 
 
@@ -36,31 +36,31 @@ class Extent:
 class Shard:
     """One rank's part of a model."""
 
-    rank: int  # among those of its stage
+    rank: int  # within its stage
     query_heads: Extent
     kv_heads: Extent
     neurons: Extent  # of the feed-forward layers
     vocabulary: Extent
-    layers: Extent  # those of its stage
+    layers: Extent  # the layers of its stage
 
     @property
     def is_first(self) -> bool:
-        """Whether its stage begins with the embedding."""
+        """Return whether its stage holds the embedding."""
         return self.layers.held.start == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether its stage ends with the head."""
+        """Return whether its stage holds the head."""
         return self.layers.held.stop == self.layers.total
 
 
 def whole(total: int) -> Extent:
-    """A dimension that is not divided."""
+    """Return an undivided dimension."""
     return Extent(total, range(total))
 
 
 def shard_of(config: ModelConfig, rank: int, tp_size: int, pp_size: int = 1) -> Shard:
-    """What this rank of pp_size stages of tp_size ranks holds. Raises ValueError for a tp_size below 1."""
+    """Return the part of this rank of pp_size stages of tp_size ranks. Raises ValueError for a tp_size below 1."""
     num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
     layers = Extent(config.num_layers, stage_layers(rank, tp_size, pp_size, config.num_layers))
     rank %= tp_size
@@ -75,25 +75,25 @@ def shard_of(config: ModelConfig, rank: int, tp_size: int, pp_size: int = 1) -> 
 
 
 def is_first_holder(shard: Shard, tp_size: int) -> bool:
-    """Whether no rank before this one holds its KV heads."""
+    """Return whether no earlier rank holds the same KV heads."""
     held = shard.kv_heads
     return shard.rank == 0 or head_range(shard.rank - 1, tp_size, held.total) != held.held
 
 
 def ranks_text(tp_size: int, pp_size: int) -> str:
-    """The flags that make a node's ranks, as the beginning of a sentence."""
+    """Return the flags that determine a node's ranks, as the beginning of a sentence."""
     text = f"--tensor-parallel-size is {tp_size}"
     return text if pp_size == 1 else f"{text}, --pipeline-parallel-size is {pp_size}"
 
 
 def check_num_ranks(tp_size: int, pp_size: int) -> None:
-    """Raises SettingsError where a node would have too many ranks."""
+    """Raise SettingsError if a node would have more than MOST_RANKS ranks."""
     if tp_size * pp_size > MOST_RANKS:
         raise SettingsError(f"{ranks_text(tp_size, pp_size)}, and {MOST_RANKS} ranks are the most")
 
 
 def check_tp_size(config: ModelConfig, tp_size: int) -> None:
-    """Raises SettingsError unless every rank gets a share of everything that is divided."""
+    """Raise SettingsError unless every rank gets a share of everything that is divided."""
     limits = {
         "attention heads": config.num_heads,
         "feed-forward neurons": config.intermediate_size,
@@ -108,35 +108,35 @@ def check_tp_size(config: ModelConfig, tp_size: int) -> None:
 
 
 def check_pp_size(config: ModelConfig, pp_size: int) -> None:
-    """Raises SettingsError unless every stage gets a layer."""
+    """Raise SettingsError unless every stage gets a layer."""
     if pp_size > config.num_layers:
         raise SettingsError(f"the model has {config.num_layers} layers, which cannot be divided over {pp_size} stages")
 
 
 def stage_layers(rank: int, tp_size: int, pp_size: int, num_layers: int) -> range:
-    """The layers of the stage that a rank belongs to. Raises ValueError for sizes below 1."""
+    """Return the layers of the stage of a rank. Raises ValueError for sizes below 1."""
     if tp_size < 1 or pp_size < 1:
         raise ValueError(f"{pp_size} stages of {tp_size} ranks: both must be at least 1")
     return share_of(num_layers, rank // tp_size, pp_size)
 
 
 def rank_layout(layout: KVLayout, rank: int, tp_size: int, pp_size: int) -> KVLayout:
-    """What a rank of pp_size stages, of at least a layer each, holds of a whole model's KV cache."""
+    """Return a rank's part of a whole model's KV layout. Each of the pp_size stages has at least one layer."""
     layers = stage_layers(rank, tp_size, pp_size, layout.num_layers)
     heads = head_range(rank % tp_size, tp_size, layout.num_kv_heads)
     return layout.with_layers(layout.layers[layers.start : layers.stop]).with_heads(len(heads))
 
 
 def share_of(total: int, rank: int, size: int) -> range:
-    """Run number `rank` of `size` runs that partition range(total) and whose lengths differ by one at most."""
+    """Return run number `rank` of `size` runs that partition range(total) and whose lengths differ by at most one."""
     return range(rank * total // size, (rank + 1) * total // size)
 
 
 def head_range(rank: int, tp_size: int, num_kv_heads: int) -> range:
-    """The KV heads, counted over the whole model, that one rank of tp_size holds.
+    """Return the KV heads, numbered over the whole model, that one rank of tp_size holds.
 
-    With heads >= ranks the ranks partition the heads; with fewer, each rank holds one head, and every head is on
-    one or more neighbouring ranks. Raises ValueError for sizes below 1.
+    With heads >= ranks the ranks partition the heads; with fewer heads, each rank holds one head, and every head is on
+    one or more neighboring ranks. Raises ValueError for sizes below 1.
     """
     if tp_size < 1 or num_kv_heads < 1:
         raise ValueError(f"{num_kv_heads} KV heads cannot be split over {tp_size} ranks: both must be at least 1")
@@ -145,9 +145,10 @@ def head_range(rank: int, tp_size: int, num_kv_heads: int) -> range:
 
 
 def query_head_range(rank: int, tp_size: int, num_heads: int, num_kv_heads: int) -> range:
-    """The query heads that one rank of tp_size computes: each is on one rank, which holds its KV head.
+    """Return the query heads that one rank of tp_size computes. Each query head is on one rank, which holds its KV
+    head.
 
-    num_heads is a multiple of num_kv_heads. With num_heads >= tp_size no rank goes without.
+    num_heads is a multiple of num_kv_heads. With num_heads >= tp_size every rank has a query head.
     """
     kv_heads = head_range(rank, tp_size, num_kv_heads)
     group_size = num_heads // num_kv_heads
@@ -161,5 +162,5 @@ def query_head_range(rank: int, tp_size: int, num_heads: int, num_kv_heads: int)
 
 
 def most_kv_heads(tp_size: int, num_kv_heads: int) -> int:
-    """KV heads of the rank that holds the most."""
+    """Return the KV heads of the rank that holds the most."""
     return -(-num_kv_heads // tp_size)
