@@ -1,4 +1,4 @@
-"""What LoRA adapters are called: on the command line, in requests and in fingerprints. Torch-free."""
+"""Name LoRA adapters on the command line, in requests and in fingerprints. Torch-free."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ _KEY_PREFIX: Final = "lora:"
 
 
 def parse_adapters(given: Sequence[str]) -> dict[str, Path]:
-    """The folders of --lora NAME=FOLDER, by name. Raises SettingsError."""
+    """Return the folders of --lora NAME=FOLDER by name. Raises SettingsError."""
     folders: dict[str, Path] = {}
     for text in given:
         name, _, folder = text.partition("=")
@@ -29,10 +29,10 @@ def parse_adapters(given: Sequence[str]) -> dict[str, Path]:
 
 
 def adapter_key(name: str) -> str:
-    """Of an adapter in its node's fingerprint, where the digest of its content stands."""
+    """Return the key of an adapter's content digest in its node's fingerprint."""
     return _KEY_PREFIX + name
 
 
 def adapters_in(fingerprint: Iterable[str]) -> list[str]:
-    """The names of the adapters among the keys of a fingerprint, sorted."""
+    """Return the names of the adapters among the keys of a fingerprint, sorted."""
     return sorted(key.removeprefix(_KEY_PREFIX) for key in fingerprint if key.startswith(_KEY_PREFIX))

@@ -1,12 +1,12 @@
-"""Estimate what a node's next step takes and how fast it computes, from its recent steps. No I/O, no clock.
+"""Estimate the duration of a node's next step and its compute rates from recent steps. No I/O, no clock.
 
-Rates of prefill and decode are measured apart, also where one step does both: of a mixed step, the usual time of a
-decode step with as many sequences is not counted as the prompt's.
+Rates of prefill and decode are measured separately, also where one step does both: in a mixed step, the usual time of a
+decode step with as many sequences is not counted as prefill.
 
-The model of a step, in seconds: a constant, plus a weight per sequence and per cached token, plus a constant once there
-are several sequences (one alone is multiplied with the weights by other, often faster code). Chunks of prompts add a
-constant, a weight per token, and a weight per pair of a token and one before it: a chunk of n tokens after p takes a +
-b·n + c·(p·n + n²/2). The seven weights are a least-squares fit of relative errors that forgets old steps.
+The model of a step, in seconds: a constant, plus a weight per sequence and per cached token, plus a constant for
+several sequences (a single sequence often runs other, faster code). Prefill chunks add a constant, a weight per token,
+and a weight per pair of a token and one before it: a chunk of n tokens after p takes a + b·n + c·(p·n + n²/2). The
+seven weights are a least-squares fit of relative errors that forgets old steps.
 """
 
 import statistics
@@ -17,8 +17,8 @@ from math import ceil, inf, sqrt
 from typing import Final, NamedTuple
 
 NUM_RECENT: Final = 64  # steps of each kind
-MIN_TELLING_TOKENS: Final = 16  # with fewer prompt tokens, what every step costs hides what they cost
-START_TOKENS: Final = 256  # that the rate measured at start weighs
+MIN_TELLING_TOKENS: Final = 16  # with fewer prompt tokens, a step's fixed cost hides their cost
+START_TOKENS: Final = 256  # weight, in tokens, of the rate measured at the start
 
 
 class _Prefilled(NamedTuple):
@@ -28,20 +28,21 @@ class _Prefilled(NamedTuple):
 
 
 class StepRates:
-    """Figures over recent steps; of each kind of step the last 64 count."""
+    """Rates over recent steps; the last 64 steps of each kind count."""
 
     def __init__(self, start_tokens_per_s: float = 0.0) -> None:
-        """`start_tokens_per_s`: prompt tokens a second as measured before the first step; 0: not known."""
+        """Start with prompt tokens/s measured before the first step; 0: unknown."""
         self._decoded: deque[tuple[int, float]] = deque(maxlen=NUM_RECENT)  # requests, seconds
         self._prefilled: deque[_Prefilled] = deque(maxlen=NUM_RECENT)
         self._lone_s: deque[float] = deque(maxlen=NUM_RECENT)  # of steps that decoded one request
-        self._small: deque[_Prefilled] = deque(maxlen=NUM_RECENT)  # prefilled too, but too few tokens to tell much
+        self._small: deque[_Prefilled] = deque(maxlen=NUM_RECENT)  # prefill steps with too few tokens to be informative
         if start_tokens_per_s > 0:
             self._prefilled.append(_Prefilled(START_TOKENS, 0, START_TOKENS / start_tokens_per_s))
 
     def add(self, num_prompt_tokens: int, num_decoding: int, *steps_s: float) -> None:
-        """Takes in steps that each computed so many tokens of prompts, and one token of each of num_decoding
-        requests."""
+        """Add steps that each computed num_prompt_tokens prompt tokens and decoded one token for num_decoding
+        requests.
+        """
         if num_prompt_tokens:
             prefilled = self._prefilled if num_prompt_tokens >= MIN_TELLING_TOKENS else self._small
             prefilled += [_Prefilled(num_prompt_tokens, num_decoding, step_s) for step_s in steps_s]
@@ -52,19 +53,24 @@ class StepRates:
 
     @property
     def decode_step_s(self) -> float:
-        """Median seconds of the recent steps that only decoded; 0 before the first."""
+        """Return the median seconds of the recent decode-only steps; 0 before the first."""
         return statistics.median([step_s for _, step_s in self._decoded]) if self._decoded else 0.0
 
     @property
     def lone_step_s(self) -> float:
-        """Median seconds of the last steps that decoded one request, however long ago; before the first, those of as
-        few as there were lately. 0 before the first step."""
+        """Return the median seconds of the last steps that decoded one request, however long ago.
+
+        Before the first, returns the median of the smallest recent batches; 0 before the first step.
+        """
         return statistics.median(self._lone_s) if self._lone_s else self._usual_decode_s({1})[1]
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens a second in steps that do nothing else: the median over the recent steps, weighted by their
-        prompt tokens. Steps of fewer than 16 count only while there are no others. 0: not known."""
+        """Return the prompt tokens/s of steps that only prefill; 0: unknown.
+
+        The median over the recent steps, weighted by their prompt tokens. Steps of fewer than 16 tokens count only
+        while there are no others.
+        """
         return self._rate(self._prefilled) or self._rate(self._small)
 
     def _rate(self, steps: Sequence[_Prefilled]) -> float:
@@ -72,13 +78,14 @@ class StepRates:
         usual_s = self._usual_decode_s({step.num_decoding for step in steps})
         for step in steps:
             prefill_s = step.step_s - usual_s[step.num_decoding]
-            if prefill_s > 0:  # otherwise noise is larger than what it is to be told from
+            if prefill_s > 0:  # otherwise the noise exceeds the difference
                 weighted.append((step.num_tokens / prefill_s, step.num_tokens))
         return _weighted_median(weighted)
 
     def _usual_decode_s(self, numbers: Collection[int]) -> dict[int, float]:
-        """For each of these numbers of requests, median seconds of the steps that decoded the number nearest to it; 0
-        when unknown."""
+        """Return, for each number of requests, the median seconds of the decode steps with the nearest number; 0 if
+        unknown.
+        """
         seconds = defaultdict[int, list[float]](list)
         for num_requests, step_s in self._decoded:
             seconds[num_requests].append(step_s)
@@ -95,7 +102,7 @@ class StepRates:
 
 
 def _weighted_median(weighted: Sequence[tuple[float, int]]) -> float:
-    """The least value that, with those below it, has half of the weight; 0 of nothing."""
+    """Return the least value that, with all smaller ones, has half of the weight; 0 without values."""
     half, sum_so_far = sum(weight for _, weight in weighted) / 2, 0
     for value, weight in sorted(weighted):
         sum_so_far += weight
@@ -104,19 +111,20 @@ def _weighted_median(weighted: Sequence[tuple[float, int]]) -> float:
     return 0.0
 
 
-MEMORY: Final = 256  # steps, after which one counts for a third
+MEMORY: Final = 256  # steps, after which a step weighs a third
 KEPT: Final = 1 - 1 / MEMORY
 NUM_WEIGHTS: Final = 7
-# In what was believed before the first step, against one that is sure. Least in what a step takes whatever it holds: as
-# long as steps are alike it is that, and not the answers or the tokens before them, of which others will hold more.
+# Weight of the prior against one certain measurement. Least for the constant: while all steps are alike, the constant
+# explains their time, not the sequences or cached tokens, which later steps may have more of.
 TRUST: Final = (1e-6, 1e-4, 1e-4, 1e-4, 1e-4, 1e-4, 1e-4)
-FAR: Final = 4.0  # times what any step has held: beyond that, what a step takes is a guess
+FAR: Final = 4.0  # times the most of any step: beyond that, the estimate is a guess
 
 
 @dataclass(slots=True)
 class StepLoad:
-    """What a step computes: a token of each of so many answers, with num_cached tokens before them in all, and chunks
-    of prompts with so many pairs of a token and one before it."""
+    """The load of a step: one token each of num_answers sequences, with num_cached tokens before them in total, and
+    prefill chunks with the given tokens and pairs of a token and one before it.
+    """
 
     num_answers: int = 0
     num_cached: int = 0
@@ -124,13 +132,13 @@ class StepLoad:
     num_pairs: float = 0.0
 
     def add_chunk(self, start: int, num_tokens: int) -> None:
-        """A chunk of a prompt, after `start` tokens of it."""
+        """Add a prefill chunk of num_tokens tokens behind `start` tokens."""
         self.num_prompt_tokens += num_tokens
         self.num_pairs += num_pairs(start, num_tokens)
 
     @property
     def figures(self) -> tuple[float, ...]:
-        """What the weights are of."""
+        """Return the factors of the seven weights."""
         has_chunks = self.num_prompt_tokens > 0
         has_several = self.num_answers > 1
         return 1, self.num_answers, self.num_cached, has_chunks, self.num_prompt_tokens, self.num_pairs, has_several
@@ -141,7 +149,7 @@ def num_pairs(start: int, num_tokens: int) -> float:
 
 
 class StepWeights(NamedTuple):
-    """Seconds of each of StepLoad.figures, none below 0."""
+    """Seconds per unit of each of StepLoad.figures, none below 0."""
 
     step_s: float = 0.0
     answer_s: float = 0.0
@@ -152,49 +160,52 @@ class StepWeights(NamedTuple):
     several_s: float = 0.0
 
     def of_step(self, load: StepLoad) -> float:
-        """Seconds of such a step."""
+        """Return the seconds of a step with this load."""
         return sum(weight * figure for weight, figure in zip(self, load.figures, strict=True))
 
     def num_answers_within(self, seconds: float, num_cached: float) -> float:
-        """The most, with so many tokens before each, whose step takes no longer; inf where any number would do."""
+        """Return the most sequences, each with num_cached tokens before it, whose step takes at most `seconds`; inf if
+        any number does.
+        """
         each_s, left_s = self.answer_s + num_cached * self.cached_s, seconds - self.step_s
         if left_s < 2 * each_s + self.several_s:
             return float(left_s >= each_s)
         return (left_s - self.several_s) // each_s if each_s > 0 and left_s < inf else inf
 
     def of_chunk(self, start: int, num_tokens: int, *, is_first: bool) -> float:
-        """What a chunk adds to a step, which has others already unless it is the first."""
+        """Return the seconds that a chunk adds to a step. `is_first`: the step has no other chunk."""
         return is_first * self.chunks_s + num_tokens * self.token_s + num_pairs(start, num_tokens) * self.pair_s
 
     def of_prompt(self, start: int, num_tokens: int, most_tokens: int, bare_s: float) -> float:
-        """Return the seconds of all steps that compute these tokens, at most most_tokens in a step, alone but for what
-        each takes without prompts, bare_s."""
+        """Return the seconds of all steps that prefill these tokens, at most most_tokens in a step; each step without
+        prefill takes bare_s.
+        """
         num_steps = ceil(num_tokens / most_tokens)
         return num_steps * (bare_s + self.chunks_s) + self.of_chunk(start, num_tokens, is_first=False)
 
 
 class StepCosts:
-    """Learns from steps. What is not asked costs next to nothing: steps are taken in when somebody wants to know."""
+    """A step cost model that learns from steps. Adding a step is cheap: the fit is computed on request."""
 
     def __init__(self, start_tokens_per_s: float = 0.0) -> None:
-        """`start_tokens_per_s`: prompt tokens a second as measured before the first step; 0: not known."""
+        """Start with prompt tokens/s measured before the first step; 0: unknown."""
         self._believed = [0.0] * NUM_WEIGHTS
         self._believed[4] = 1 / start_tokens_per_s if start_tokens_per_s > 0 else 0.0
         self._new: deque[tuple[StepLoad, float]] = deque(maxlen=MEMORY)
-        # Of figures over seconds, summed: of each with itself and those after it.
+        # Sums of products of each factor (over seconds) with itself and those after it.
         self._products = [[0.0] * (NUM_WEIGHTS - i) for i in range(NUM_WEIGHTS)]
         self._sums = [0.0] * NUM_WEIGHTS
-        self._most = [0.0] * NUM_WEIGHTS  # of each figure, in any step
+        self._most = [0.0] * NUM_WEIGHTS  # the most of each factor in any step
         self._weights = StepWeights(*self._believed)
 
     def add(self, load: StepLoad, step_s: float) -> None:
-        """Takes in what a step has taken, whose load changes no more."""
+        """Add a step's load and duration. The caller must not change the load afterwards."""
         if step_s > 0:
             self._new.append((load, step_s))
 
     @property
     def weights(self) -> StepWeights:
-        """As of now."""
+        """Return the weights that fit the steps added until now."""
         if self._new:
             while self._new:
                 load, step_s = self._new.popleft()
@@ -203,21 +214,21 @@ class StepCosts:
         return self._weights
 
     def step_s(self, load: StepLoad) -> float:
-        """Seconds of such a step."""
+        """Return the expected seconds of a step with this load."""
         return self.weights.of_step(load)
 
     def expected_s(self, load: StepLoad) -> float:
-        """Seconds of such a step; inf where it holds far more of something than any step did."""
-        weights = self.weights  # takes new steps in
+        """Return the expected seconds of a step with this load; inf if a factor far exceeds that of every step."""
+        weights = self.weights  # adds pending steps
         is_known = all(figure <= FAR * most for figure, most in zip(load.figures, self._most, strict=True))
         return weights.of_step(load) if is_known else inf
 
     def chunk_s(self, start: int, num_tokens: int, *, is_first: bool) -> float:
-        """What a chunk adds to a step, which has others already unless it is the first."""
+        """Return the seconds that a chunk adds to a step. `is_first`: the step has no other chunk."""
         return self.weights.of_chunk(start, num_tokens, is_first=is_first)
 
     def num_tokens_within(self, seconds: float, start: int, *, is_first: bool) -> float:
-        """The longest chunk that adds no more than this to a step; inf where any would do."""
+        """Return the longest chunk that adds at most `seconds` to a step; inf if any length does."""
         *_, once_s, token_s, pair_s, _ = self.weights
         left_s, each_s = seconds - is_first * once_s, token_s + start * pair_s
         if not 0 < left_s < inf:
@@ -227,7 +238,9 @@ class StepCosts:
 
     @property
     def num_tokens_worth_it(self) -> float:
-        """Of a first chunk whose tokens take as long as the chunk would without them; inf where tokens cost nothing."""
+        """Return the length of a first chunk at which its tokens take as long as its fixed cost; inf if tokens cost
+        nothing.
+        """
         *_, once_s, token_s, _, _ = self.weights
         return once_s / token_s if token_s > 0 else inf
 
@@ -239,8 +252,9 @@ class StepCosts:
         self._sums = [KEPT * old + share for old, share in zip(self._sums, shares, strict=True)]
 
     def _fit(self) -> StepWeights:
-        """Each weight as it was believed to be as far as steps tell nothing of it. Those that would be below 0 are 0,
-        and the others explain the steps without them."""
+        """Fit the weights. A weight that the steps do not determine keeps its prior; weights that would be negative are
+        0, and the others are fitted without them.
+        """
         sizes = [sqrt(row[0]) or 1.0 for row in self._products]
         weights, places = [0.0] * NUM_WEIGHTS, list(range(NUM_WEIGHTS))
         while places:
@@ -253,7 +267,7 @@ class StepCosts:
         return StepWeights(*weights)
 
     def _fit_of(self, places: list[int], sizes: list[float]) -> list[float]:
-        """Of these figures alone, times their sizes."""
+        """Fit the weights of these factors alone, scaled by their sizes."""
         size = len(places)
         matrix = [[0.0] * size for _ in places]
         for row, i in enumerate(places):
@@ -268,7 +282,7 @@ class StepCosts:
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Of linear equations with a positive definite matrix, both of which are used up."""
+    """Solve linear equations with a positive definite matrix; overwrites both arguments."""
     size = len(right)
     for i, pivot in enumerate(matrix):
         behind = range(i + 1, size)

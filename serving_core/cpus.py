@@ -1,4 +1,4 @@
-"""Which CPUs a node computes on. Torch-free: the number of threads must be known before torch is imported."""
+"""Choose the CPUs of a node. Torch-free: the number of threads must be known before torch is imported."""
 
 import contextlib
 import itertools
@@ -8,14 +8,15 @@ from collections.abc import Collection, Iterator, Sequence
 
 from serving_core.errors import SettingsError
 
-LARGEST_CPU = 1023  # what the kernel's default CPU mask holds
+LARGEST_CPU = 1023  # the largest number in the kernel's default CPU mask
 _PART = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
 _SHARE = re.compile(r"(\d{1,4})/(\d{1,4})", re.ASCII)
 
 
 def parse_cpus(text: str) -> list[int]:
-    """The CPU numbers in text such as "0-3,8", ascending; of "2/4" the second quarter of those that this process may
-    use. Raises SettingsError."""
+    """Return the CPU numbers of a text such as "0-3,8", ascending; "2/4" is the second quarter of this process's CPUs.
+    Raises SettingsError.
+    """
     if share := _SHARE.fullmatch(text.strip()):
         return _share(int(share[1]), int(share[2]))
     cpus: set[int] = set()
@@ -32,8 +33,10 @@ def parse_cpus(text: str) -> list[int]:
 
 
 def divide_cpus(cpus: Sequence[int], num_parts: int) -> list[str]:
-    """The CPUs in parts, in the form of --cpus: disjoint and as even as can be. With fewer CPUs than parts each part
-    is one CPU, which several share. Empty where the CPUs are not known."""
+    """Divide the CPUs into parts, in the form of --cpus: disjoint and as even as possible.
+
+    With fewer CPUs than parts, each part is one CPU, shared by several parts. Empty if the CPUs are unknown.
+    """
     if not cpus:
         return [""] * num_parts
     if len(cpus) < num_parts:
@@ -52,7 +55,7 @@ def _share(number: int, num_shares: int) -> list[int]:
 
 @contextlib.contextmanager
 def confined(cpus: Collection[int]) -> Iterator[None]:
-    """Within it this thread may use these CPUs alone, where the system can tell."""
+    """Restrict this thread to these CPUs within the context, where the system supports it."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -65,8 +68,11 @@ def confined(cpus: Collection[int]) -> Iterator[None]:
 
 
 def pin(cpus: str) -> None:
-    """Restricts this process to these CPUs, and torch to as many threads if it is not imported yet; empty text changes
-    nothing. Raises SettingsError when a CPU is not there."""
+    """Restrict this process to these CPUs, and torch to as many threads if it is not imported yet; an empty text
+    changes nothing.
+
+    Raises SettingsError if a CPU does not exist.
+    """
     if not cpus:
         return
     if not hasattr(os, "sched_setaffinity"):

@@ -1,8 +1,8 @@
-"""Flags, environment variables and YAML keys derived from frozen settings dataclasses.
+"""Derive flags, environment variables and YAML keys from frozen settings dataclasses.
 
-A default is written once, in the dataclass. Precedence: flag > environment (SPLITSERVE_NAME) > YAML file
-(`--config`) > default. Unknown flags and unknown YAML keys are refused. A secret may also be named by the file that
-holds it: `--name-file`, SPLITSERVE_NAME_FILE.
+A default is written once, in the dataclass. Precedence: flag > environment (SPLITSERVE_NAME) > YAML file (`--config`) >
+default. Unknown flags and unknown YAML keys are refused. A secret may also be given by the file that holds it:
+`--name-file`, SPLITSERVE_NAME_FILE.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from serving_core.failpoints import ENVIRONMENT as FAILPOINTS
 from serving_core.renamed import ENV_PREFIX, FLAGS, rename_arguments, rename_variables
 from serving_core.units import parse_size, size_of
 
-NATIVE = "SPLITSERVE_NATIVE"  # which compiled kernels compute, or off
+NATIVE = "SPLITSERVE_NATIVE"  # names the kernel variant, or off
 NO_FLAGS = frozenset({NATIVE, FAILPOINTS})
-BYTES = "_bytes"  # ends the name of a flag that is a size
-GUESSED = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")  # tags of words in a YAML file
-CONFIG = "config"  # the flag for a YAML file
-FILE = "_file"  # follows the name of a secret, in that of the flag for its file
+BYTES = "_bytes"  # suffix of flags that are sizes
+GUESSED = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")  # YAML tags of words that are resolved
+CONFIG = "config"  # the flag of a YAML file
+FILE = "_file"  # suffix of the flag that names a secret's file
 MAX_SECRET_BYTES = 4096
 
 
@@ -41,8 +41,11 @@ def flag(
     secret: bool = False,
     bare: str | None = None,
 ) -> Any:
-    """A dataclass field that is also a flag. `secret` values come from the environment or a file, not from argv; `bare`
-    is the value of a flag that is given without one."""
+    """Define a dataclass field that is also a flag.
+
+    `secret` values come from the environment or a file, never from argv; `bare` is the value of a flag given without
+    one.
+    """
     metadata = {
         "help": help,
         "minimum": minimum,
@@ -56,7 +59,7 @@ def flag(
 
 
 def settings_command(settings_class: type[Any], run: Callable[[Any], None], *, name: str, help: str) -> click.Command:
-    """A click command whose options are the fields of settings_class (nested dataclasses are flattened)."""
+    """Return a click command whose options are the fields of settings_class; nested dataclasses are flattened."""
 
     secrets = secrets_of(settings_class)
 
@@ -73,7 +76,7 @@ def settings_command(settings_class: type[Any], run: Callable[[Any], None], *, n
 
 
 class _Command(click.Command):
-    """A command that also takes the flags and environment variables of the release before, with a warning."""
+    """A command that also accepts the previous release's flags and environment variables, with a warning."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         rename_variables(os.environ, _warn)
@@ -85,7 +88,7 @@ def _warn(line: str) -> None:
 
 
 def build(settings_class: type[Any], values: dict[str, Any]) -> Any:
-    """The settings object with these flat values; missing ones keep their defaults."""
+    """Return the settings object with these flat values; missing ones keep their defaults."""
     hints = typing.get_type_hints(settings_class)
     arguments: dict[str, Any] = {}
     for field in dataclasses.fields(settings_class):
@@ -97,7 +100,7 @@ def build(settings_class: type[Any], values: dict[str, Any]) -> Any:
 
 
 def fields_of(settings_class: type[Any]) -> Iterator[tuple["dataclasses.Field[Any]", Any]]:
-    """The flags of a settings class with their types, nested dataclasses flattened."""
+    """Yield the flags of a settings class with their types; nested dataclasses are flattened."""
     hints = typing.get_type_hints(settings_class)
     for field in dataclasses.fields(settings_class):
         hint = hints[field.name]
@@ -108,12 +111,12 @@ def fields_of(settings_class: type[Any]) -> Iterator[tuple["dataclasses.Field[An
 
 
 def secrets_of(settings_class: type[Any]) -> list[str]:
-    """The names of the secrets among its flags."""
+    """Return the names of the secrets among its flags."""
     return [field.name for field, _ in fields_of(settings_class) if field.metadata["secret"]]
 
 
 def secret_file_option(secret: str) -> click.Option:
-    """The flag for the file that a secret is in."""
+    """Return the option for the file of a secret."""
     return click.Option(
         [f"--{_kebab(secret + FILE)}", secret + FILE],
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -124,7 +127,9 @@ def secret_file_option(secret: str) -> click.Option:
 
 
 def secret_from(secret: str, given: str | None, file: Path | None) -> str | None:
-    """A secret as given, or out of its file. Raises click.UsageError where there are both, or the file holds none."""
+    """Return a secret, as given or read from its file. Raises click.UsageError if both are given, or if the file holds
+    none.
+    """
     if given and not is_secret(given):
         raise click.UsageError(f"--{_kebab(secret)} must be of printable ASCII alone")
     if file is None:
@@ -148,13 +153,14 @@ def secret_from(secret: str, given: str | None, file: Path | None) -> str | None
 
 
 def is_secret(text: str) -> bool:
-    """Whether it can go with a call: gRPC's metadata and HTTP's headers take printable ASCII alone."""
+    """Return whether a text can be sent as a secret: gRPC metadata and HTTP headers accept only printable ASCII."""
     return text.isascii() and text.isprintable()
 
 
 def to_argv(settings: Any) -> list[str]:
-    """The flags that rebuild these settings in another process; defaults and secrets are left out. One that may be
-    repeated is, for each of its values."""
+    """Return the flags that rebuild these settings in another process, without defaults and secrets. A repeatable flag
+    occurs once for each value.
+    """
     argv: list[str] = []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -174,18 +180,19 @@ def to_argv(settings: Any) -> list[str]:
 
 
 def environment_of(settings: Any) -> dict[str, str]:
-    """The environment that goes with `to_argv`: secrets in it, those by their files that came from there, and no
-    variable that would change a flag."""
+    """Return the environment that accompanies `to_argv`: it holds the secrets, those from files by their file
+    variables, and no other flag's variable.
+    """
     return without_flags() | dict(_secret_variable(name, value) for name, value in _secrets(settings))
 
 
 def without_flags() -> dict[str, str]:
-    """Return the environment without the variables of flags, and so without secrets of ours."""
+    """Return the environment without the variables of flags, and so without SplitServe's secrets."""
     return {name: value for name, value in os.environ.items() if name in NO_FLAGS or not name.startswith(ENV_PREFIX)}
 
 
 def _secret_variable(name: str, secret: str) -> tuple[str, str]:
-    """What tells it: the variable for its file, where there is one and it holds this secret."""
+    """Return the variable that passes a secret on: the variable of its file, if there is one that holds this secret."""
     of_file = ENV_PREFIX + (name + FILE).upper()
     with suppress(click.UsageError):  # it may be for another process
         if of_file in os.environ and secret_from(name, None, Path(os.environ[of_file])) == secret:
@@ -226,20 +233,20 @@ def _parameter(field: "dataclasses.Field[Any]", hint: Any) -> click.Parameter:
 
 
 def _shown_default(field: "dataclasses.Field[Any]", default: Any) -> bool | str:
-    """What help says of a default: click's own words for it, nothing, or a size with its unit."""
+    """Return a default as help shows it: click's own text, nothing, or a size with its unit."""
     if default in (None, "", ()) or field.metadata["secret"]:
         return False
     return size_of(default) if field.name.endswith(BYTES) else True
 
 
 class WholeRange(click.IntRange):
-    """As click's, with a name that reads well in help and in "'32k' is not a valid integer"."""
+    """click's IntRange, with a readable name in help and in "'32k' is not a valid integer"."""
 
     name = "integer"
 
 
 class RealRange(click.FloatRange):
-    """The same of numbers that need not be whole."""
+    """click's FloatRange, with a readable name."""
 
     name = "number"
 
@@ -288,8 +295,9 @@ def _config_option() -> click.Option:
 
 
 def read_yaml(path: Path, command: click.Command) -> dict[str, str | list[str]]:
-    """A flat YAML mapping of a command's flags (with - or _) to texts, and to lists of them where a flag may be
-    repeated. Raises click.BadParameter on anything else."""
+    """Read a flat YAML mapping of a command's flags (with - or _) to texts, or to lists of texts for repeatable flags.
+    Raises click.BadParameter on anything else.
+    """
     try:
         content = yaml.load(path.read_text(), Loader=_Spelled)  # a SafeLoader
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -312,7 +320,7 @@ def read_yaml(path: Path, command: click.Command) -> dict[str, str | list[str]]:
 
 
 def _key(key: str) -> str:
-    """Return the flag that a key of a YAML file names, with a warning where the key is of the release before."""
+    """Return the flag that a YAML key names, with a warning for a key of the previous release."""
     name = key.replace("-", "_")
     if name in FLAGS:
         _warn(f"Warning: {key} is called {FLAGS[name]} now")
@@ -325,7 +333,9 @@ def _fits(value: Any, *, is_repeated: bool) -> bool:
 
 
 class _Spelled(yaml.SafeLoader):
-    """Texts as they are spelled, as flags are: 0123 is a fine key, and `off` a word. Only null and << are guessed."""
+    """Loads scalars as texts as written, like flags: 0123 is a valid key, and `off` a word. Only null and << are
+    resolved.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # as PyYAML has them
         first: [(tag, pattern) for tag, pattern in resolvers if tag in GUESSED]

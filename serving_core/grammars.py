@@ -1,9 +1,10 @@
-"""What an answer is made to be: a grammar in llguidance's own form, and the tokens that it lets come next. Torch-free.
+"""Constrain outputs by grammars in llguidance's form, and compute the tokens that may come next. Torch-free.
 
-The API server makes the grammar of what a client asks for and compiles it, to refuse what cannot be enforced; each node
-that chooses tokens of the answer compiles it again. What may follow depends on the grammar, the vocabulary and the
-answer's tokens alone, so an answer goes on after a hand-over, a move or a restart as if nothing had happened. What a
-node is given names the API server's vocabulary, since with another one masks would let other tokens come."""
+The API server builds the grammar of a client's request and compiles it, to refuse a grammar that cannot be enforced;
+each node that samples tokens of the output compiles it again. The allowed tokens depend only on the grammar, the
+vocabulary and the output's tokens, so a KV transfer, a migration or a restart changes nothing. The grammar sent to a
+node names the API server's vocabulary, since masks of another vocabulary would allow other tokens.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,34 +19,35 @@ from serving_core.heap import trim
 from serving_core.reasons import BAD_PARAM, PAIRING_MISMATCH
 from serving_core.tokenizer_files import read_tokenizer_files, vocabulary_digest
 
-MAX_LEXER_STATES: Final = 25_000  # of one answer, at 1 to 2 kB each
+MAX_LEXER_STATES: Final = 25_000  # of one output, at 1 to 2 kB each
 MAX_PROBLEM_CHARS: Final = 160
-MAX_KNOWN: Final = 16  # grammars, each ready to begin: a hundredth of the time that it takes to compile one
+MAX_KNOWN: Final = 16  # compiled grammars kept: a copy takes a hundredth of the time of compiling
 LIMITS: Final = LLParserLimits(
     max_lexer_states=MAX_LEXER_STATES,
-    initial_lexer_fuel=200_000,  # expressions of a grammar, all repeats and references written out
-    max_items_in_row=1000,  # ways to read an answer that end at the same byte
+    initial_lexer_fuel=200_000,  # expressions of a grammar, with all repeats and references expanded
+    max_items_in_row=1000,  # ways to parse an output that end at the same byte
     step_max_items=10_000,  # of one mask
     verbose_errors=False,
 )
-MASKS_S: Final = 0.2  # of processor time that the masks of an answer may take
-MASK_S: Final = 0.001  # more for each token: 50 times as much as schemas that are in use take
+MASKS_S: Final = 0.2  # processor time that the masks of an output may take
+MASK_S: Final = 0.001  # more for each token: 50 times as much as schemas in use take
 
 
 class GrammarGuide:
-    """The state of one answer in its grammar; one thread at a time. An end token may come where the grammar may end,
-    and nothing else where it must."""
+    """The state of one output in its grammar; one thread at a time. An end token is allowed where the grammar may end,
+    and only an end token where it must.
+    """
 
     def __init__(self, matcher: LLMatcher, num_tokens: int) -> None:
-        """Raises RequestError when the matcher's grammar could not be compiled."""
+        """Wrap a matcher. Raises RequestError if its grammar could not be compiled."""
         self._matcher = matcher
         self._num_tokens = num_tokens  # of the vocabulary
-        self._num_taken = 0  # of the answer
+        self._num_taken = 0  # of the output
         self._spent_s = 0.0
         self._check("cannot be compiled")
 
     def allowed(self, output: Sequence[int]) -> bytes:
-        """As of serving_core.requests.Guide."""
+        """Return the allowed tokens, as serving_core.requests.Guide defines."""
         assert self._num_taken <= len(output), "an answer only grows"
         begun_s = time.thread_time()
         if new := list(output[self._num_taken :]):
@@ -62,7 +64,7 @@ class GrammarGuide:
         return _first_bits(mask, self._num_tokens)
 
     def another(self) -> "GrammarGuide":
-        """For an answer of its own, of a guide that no answer has begun with."""
+        """Return a guide for another output. Requires that no output has begun with this guide."""
         assert not self._num_taken, "an answer has begun with it"
         return GrammarGuide(self._matcher.deep_copy(), self._num_tokens)
 
@@ -72,12 +74,12 @@ class GrammarGuide:
 
 
 def whole_tokenizer(text: str, eos_token_ids: list[int]) -> LLTokenizer:
-    """Of a tokenizer.json. Raises ValueError where the library does not read it."""
+    """Return llguidance's tokenizer of a tokenizer.json. Raises ValueError if the library cannot read it."""
     return LLTokenizer(text, eos_token=eos_token_ids)
 
 
 class Grammars:
-    """Makes guides for the answers of one model; one thread at a time."""
+    """Makes guides for the outputs of one model; one thread at a time."""
 
     def __init__(
         self,
@@ -85,12 +87,14 @@ class Grammars:
         eos_token_ids: Sequence[int],
         make: Callable[[str, list[int]], LLTokenizer] = whole_tokenizer,
     ) -> None:
-        """Only with a whole tokenizer do guides have texts that have to come spelled as the model reads them."""
+        """Prepare for the model in `folder`. Only with a whole tokenizer do guides require texts in the model's own
+        tokenization.
+        """
         self._folder = folder
         self._eos_token_ids = list(eos_token_ids)
         self._make = make
         self._tokenizer: LLTokenizer | None = None
-        self._vocabulary = ""  # that it has, by its digest
+        self._vocabulary = ""  # digest of its vocabulary
         self._known = lru_cache(MAX_KNOWN)(self.compiled)
 
     @property
@@ -99,8 +103,9 @@ class Grammars:
         return self._tokenizer is not None
 
     def load(self) -> LLTokenizer:
-        """Reads the model's tokenizer, once; that takes a second for a large one. Raises RequestError when answers of
-        this model cannot be kept to a grammar."""
+        """Read the model's tokenizer, once; that takes a second for a large one. Raises RequestError if grammars cannot
+        constrain this model.
+        """
         if self._tokenizer is None:
             self._tokenizer, self._vocabulary = self._read()
             trim()
@@ -113,29 +118,31 @@ class Grammars:
             if not ends:
                 raise _impossible("the model has no end token")
             return self._make(tokenizer.to_str(), ends), vocabulary_digest(tokenizer)
-        except (ModelError, ValueError) as error:  # of any kind; its text may name a file
+        except (ModelError, ValueError) as error:  # of any kind; the text may name a file
             raise _impossible("llguidance does not read its tokenizer") from error
 
     def guide(self, grammar: str) -> GrammarGuide:
-        """For an answer that has not begun, or that is to be taken over. Raises RequestError as `compiled` does."""
+        """Return a guide for a new output, or one that another node began. Raises RequestError as `compiled` does."""
         return self._known(grammar).another()
 
     def compiled(self, grammar: str) -> GrammarGuide:
-        """A guide that is not kept in mind. Raises RequestError when the grammar cannot be compiled within the limits,
-        or no answer can begin."""
+        """Return a guide that is not cached. Raises RequestError if the grammar cannot be compiled within the limits,
+        or if it allows no output.
+        """
         tokenizer = self.load()
         guide = GrammarGuide(LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS), tokenizer.vocab_size)
         guide.allowed(())  # the first mask may fail too, and takes longest
         return guide
 
     def for_nodes(self, grammar: str) -> str:
-        """What a node makes the same guide of, if it has the same vocabulary."""
+        """Return the text from which a node with the same vocabulary makes the same guide."""
         self.load()
         return f"{self._vocabulary} {grammar}"
 
     def guide_of(self, given: str) -> GrammarGuide:
-        """The guide on a node, for what `for_nodes` gave. Raises RequestError as `guide` does, and where that was of
-        another vocabulary."""
+        """Return the guide, on a node, for a text of `for_nodes`. Raises RequestError as `guide` does, and for another
+        vocabulary.
+        """
         self.load()
         vocabulary, _, grammar = given.partition(" ")
         if vocabulary != self._vocabulary:
@@ -148,7 +155,7 @@ def _impossible(why: str) -> RequestError:
 
 
 def _first_bits(mask: bytes, count: int) -> bytes:
-    """The mask's first so many bits, and zeros up to the end of their last byte."""
+    """Return the mask's first `count` bits, padded with zeros to a whole byte."""
     num_whole, num_left = divmod(count, 8)
     if not num_left:
         return mask[:num_whole]
@@ -156,8 +163,9 @@ def _first_bits(mask: bytes, count: int) -> bytes:
 
 
 def _sentence(error: str) -> str:
-    """What a client may read of an error of the library: its first line, or why a regular expression, which it shows
-    on lines of their own, is none."""
+    """Return a library error as clients may read it: its first line, or the reason why a regular expression is invalid,
+    which the library shows on separate lines.
+    """
     lines = error.strip().split("\n")
     why = next((each.removeprefix("error: ") for each in lines if each.startswith("error: ")), None)
     told = lines[0] if why is None else f"{why} in the regular expression {lines[1].strip()}"

@@ -1,9 +1,9 @@
-"""Ctrl-C, however early: exit code 130 and no traceback.
+"""Handle Ctrl-C at any time: exit code 130 and no traceback.
 
-While modules are imported there is nothing to clean up, and an exception in the middle of an import may come out of it
-as another one: until a command begins, Ctrl-C ends the process at once, and so it does after it has ended, while the
-interpreter does. In between it is a KeyboardInterrupt; a process of a cluster, once it can drain, takes it for SIGTERM.
-Where Ctrl-C is ignored, as in a shell's background, it stays so.
+During imports there is nothing to clean up, and an exception in the middle of an import may surface as another one. So
+until a command begins, and again after it has ended, Ctrl-C ends the process at once. In between it is a
+KeyboardInterrupt; a process of a cluster that can drain treats it as SIGTERM. Where Ctrl-C is ignored, as in a shell's
+background, it stays ignored.
 """
 
 import os
@@ -14,19 +14,21 @@ INTERRUPTED: Final = 130  # 128 + SIGINT
 
 
 def end_at_once() -> None:
-    """Until `raise_again`, Ctrl-C ends this process."""
+    """Let Ctrl-C end this process at once, until `raise_again`."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 
 def raise_again() -> None:
-    """Undoes `end_at_once`, if that was called."""
+    """Undo `end_at_once`, if it was called."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def leave_to_system() -> None:
-    """No handler is run any more when the interpreter ends, which may take a while or hang in somebody's threads."""
+    """Restore the system's handlers, so that none runs while the interpreter ends, which may take long or hang in a
+    library's threads.
+    """
     if signal.getsignal(signal.SIGINT) in (_end, signal.default_int_handler):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 

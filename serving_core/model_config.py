@@ -1,10 +1,10 @@
-"""Read what a model folder says about its model. Torch-free; nothing in the folder is ever imported.
+"""Read a model folder's description of its model. Torch-free; nothing in the folder is ever imported.
 
-A folder says so by its architecture, a decoder without a head (Qwen3Model), or as sentence-transformers does: by a
-modules.json with a module that pools.
+A model is an embedder if its architecture is a decoder without a head (Qwen3Model), or if the folder has
+sentence-transformers' modules.json with a pooling module.
 
-A model is native, or computed by the transformers backend. Of the latter sizes are read here; the
-engine checks that transformers, which has defaults of its own, reads the same.
+A model is native, or computed by the transformers backend. For the latter only sizes are read here; the engine checks
+that transformers, which has defaults of its own, reads the same sizes.
 """
 
 import hashlib
@@ -35,8 +35,8 @@ from serving_core.stored_quantization import StoredQuantization, read_stored_qua
 from serving_core.tokenizer_files import read_eos_token_id
 
 TEXT_CONFIG: Final = "text_config"
-# Architectures whose text goes through a decoder as if it were alone, and what transformers takes where text_config
-# does not say. Others may do something else to text where there is no picture, and are not known.
+# Architectures whose text part is a plain decoder, and transformers' defaults for fields that text_config omits. Other
+# architectures may treat text differently even without an image, and are unknown here.
 WHOLES: Final[Mapping[str, Mapping[str, Any]]] = {
     "Gemma3ForConditionalGeneration": {
         "model_type": "gemma3_text",
@@ -47,7 +47,7 @@ WHOLES: Final[Mapping[str, Mapping[str, Any]]] = {
     "LlavaForConditionalGeneration": {},
     "Mistral3ForConditionalGeneration": {},
 }
-OF_THE_WHOLE: Final = (  # what it says of these holds for its text
+OF_THE_WHOLE: Final = (  # settings of the whole model that apply to its text part
     "bos_token_id",
     "dtype",
     "eos_token_id",
@@ -55,7 +55,7 @@ OF_THE_WHOLE: Final = (  # what it says of these holds for its text
     "tie_word_embeddings",
     "torch_dtype",
 )
-TEXT_ROOTS: Final = {  # of tensors, as checkpoints have them, and as those of a decoder alone
+TEXT_ROOTS: Final = {  # prefixes of tensor names in checkpoints, and those of a decoder alone
     "language_model.lm_head.": "lm_head.",
     "language_model.model.": "model.",
     "model.language_model.": "model.",
@@ -64,13 +64,14 @@ PICTURE_ROOTS: Final = ("vision_tower.", "multi_modal_projector.")
 
 
 def is_whole(config: JsonFields) -> bool:
-    """Whether a config.json is that of a model of WHOLES."""
+    """Return whether a config.json describes a model of WHOLES."""
     return _text_architecture(config) in WHOLES
 
 
 def text_config(config: JsonFields, where: str) -> JsonFields:
-    """What the config.json of the text alone would say, of one of WHOLES, but for the architecture, which its
-    model_type tells. Raises ModelError."""
+    """Return the config.json of the text part of a model of WHOLES, except for the architecture, which follows from its
+    model_type. Raises ModelError.
+    """
     architecture = _text_architecture(config)
     said = config.raw(TEXT_CONFIG)
     if not isinstance(said, dict):
@@ -80,8 +81,10 @@ def text_config(config: JsonFields, where: str) -> JsonFields:
 
 
 def text_names(stored: Iterable[str]) -> dict[str, str]:
-    """The tensors of text under the names that a decoder alone has for them, and what the checkpoint calls them; any
-    tensor that belongs neither to text nor to pictures keeps its name. Raises ModelError for two of one name."""
+    """Return the stored name of each text tensor, by the name that a decoder alone has for it.
+
+    A tensor that belongs neither to text nor to images keeps its name. Raises ModelError for two tensors of one name.
+    """
     found: dict[str, str] = {}
     for name in stored:
         if name.removeprefix("model.").startswith(PICTURE_ROOTS):
@@ -109,22 +112,23 @@ _MODE: Final = "pooling_mode"
 
 @dataclass(frozen=True, slots=True)
 class Embedder:
-    """How a model makes one vector of a text, where a request does not say otherwise."""
+    """How a model pools a text into one vector, unless a request overrides it."""
 
     kind: str = LAST  # one of serving_core.requests.POOLINGS
     normalizes: bool = True
-    may_be_cut: bool = False  # to its leading numbers, which such models are trained for (Matryoshka)
-    lengths: tuple[int, ...] = ()  # to one of these; empty: to any
+    may_be_cut: bool = False  # to its leading dimensions, for which such models are trained (Matryoshka)
+    lengths: tuple[int, ...] = ()  # allowed dimensions; empty: any
 
     @property
     def pooling(self) -> Pooling:
-        """What a request gets that asks for nothing in particular."""
+        """Return the pooling of a request without settings of its own."""
         return Pooling(self.kind, self.normalizes)
 
 
 def read_embedder(folder: Path, config: JsonFields, runner: str, *, is_headless: bool) -> Embedder | None:
-    """What the folder says; None where its model is to write answers. `runner` is a value of --runner. Raises
-    ModelError."""
+    """Return the folder's embedder, or None if the model generates text. `runner` is a value of --runner. Raises
+    ModelError.
+    """
     if runner == GENERATE:
         if is_headless:
             raise ModelError(f"--runner {GENERATE}: the checkpoint has no head, and its model makes embeddings alone")
@@ -149,7 +153,7 @@ def _are_lengths(value: Any) -> bool:
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """The kinds of the modules of sentence-transformers, and where their own files are; empty without any."""
+    """Return the kinds and folders of sentence-transformers' modules; empty without any."""
     path = folder / MODULES_FILE
     if not path.exists():
         return []
@@ -171,7 +175,7 @@ def _described(entries: list[Any], path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _pooling(folder: Path, modules: list[tuple[str, str]]) -> str | None:
-    """How the hidden states behind the tokens of a text become one vector; None where no module says."""
+    """Return how the hidden states of a text are pooled; None if no module tells."""
     found = None
     for kind, place in modules:
         if kind not in ("Transformer", "Pooling", "Normalize"):
@@ -206,24 +210,26 @@ MODEL_TYPES = {
     **{architecture: family.model_type for architecture, family in FAMILIES.items()},
     FAKE_ARCHITECTURE: "splitserve_fake",
 }
-DEFAULT_SLIDING_WINDOW = 4096  # what transformers takes when config.json does not say
-QWEN3_HEAD_DIM = 128  # likewise
+DEFAULT_SLIDING_WINDOW = 4096  # transformers' default
+QWEN3_HEAD_DIM = 128  # transformers' default
 MOST_LAYERS = 1024
 NATIVE = "native"
 TRANSFORMERS = "transformers"
-DECODER_SUFFIXES = ("ForCausalLM", "LMHeadModel")  # of decoders that read and write text
-HEADLESS_SUFFIX = "Model"  # of decoders that lack the head, as embedding models do
-ENCODERS = ("Bert", "BERT", "Bidirectional", "Electra", "Encoder", "MPNet", "Roberta", "roberta")  # in their names
-NEUTRAL_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # say nothing of what is computed
+DECODER_SUFFIXES = ("ForCausalLM", "LMHeadModel")  # of decoders that generate text
+HEADLESS_SUFFIX = "Model"  # of decoders without a head, such as embedding models
+# Parts of encoders' names
+ENCODERS = ("Bert", "BERT", "Bidirectional", "Electra", "Encoder", "MPNet", "Roberta", "roberta")
+NEUTRAL_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # without effect on the computation
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder, as far as we need to know it. sliding_windows has one entry for each layer: the number of tokens
-    a token sees, itself included, or None for all.
+    """One decoder's configuration.
 
-    Of a model of the transformers backend norms, rotation, biases, windows and differences are neutral: transformers
-    reads these."""
+    sliding_windows has one entry for each layer: the number of tokens that a token attends to, itself included, or None
+    for all. For the transformers backend norms, rotation, biases, windows and differences have neutral values:
+    transformers reads these itself.
+    """
 
     architecture: str
     model_type: str
@@ -249,40 +255,40 @@ class ModelConfig:
     stored_quantization: StoredQuantization | None
     differences: Differences
     model_impl: str = NATIVE
-    has_latent_kv: bool = False  # its cache has one vector of each token, of which all heads make keys and values
-    config_digest: str = ""  # of a model of the transformers backend: SHA-256 of all that config.json says
-    embedder: Embedder | None = None  # of a model that makes embeddings, and writes no answers
-    is_text_part: bool = False  # of a checkpoint that has more than a decoder of text
+    has_latent_kv: bool = False  # the cache holds one vector per token, from which all heads compute keys and values
+    config_digest: str = ""  # for the transformers backend: SHA-256 of all of config.json
+    embedder: Embedder | None = None  # set if the model computes embeddings and generates no text
+    is_text_part: bool = False  # the checkpoint has more than a text decoder
 
     @property
     def experts(self) -> Experts | None:
-        """Those of its layers, if there are any."""
+        """Return the experts of its layers, if any."""
         return self.differences.experts
 
     @property
     def is_transformers(self) -> bool:
-        """Whether transformers computes it."""
+        """Return whether the transformers backend computes it."""
         return self.model_impl == TRANSFORMERS
 
     def rope_of(self, layer: int) -> Rope | None:
-        """How a layer rotates queries and keys; None where it does not."""
+        """Return the rotary embedding of a layer; None if the layer does not rotate."""
         if layer in self.differences.unrotated_layers:
             return None
         return (self.sliding_windows[layer] and self.differences.sliding_rope) or self.rope
 
     def kv_layout(self, block_size: int, dtype: str) -> KVLayout:
-        """How the whole model's KV cache lies in memory."""
+        """Return the memory layout of the whole model's KV cache."""
         sizes = (self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype)
         return KVLayout.uniform(*sizes, is_latent=self.has_latent_kv)
 
 
 def read_model_config(folder: Path, model_impl: str = "auto", runner: str = "auto") -> ModelConfig:
-    """Reads config.json, for the end-of-answer tokens generation_config.json, which wins, and the eos_token of the
-    tokenizer's files, which ends answers too, and what there is about embeddings. `model_impl` is a value of
-    --model-impl, `runner` one of --runner.
+    """Read config.json, generation_config.json, the tokenizer's eos_token and any embedding settings of a model folder.
 
-    Raises ModelError with one sentence when the folder or a file is missing or broken, or asks for something that
-    is not supported. A config.json without a dtype counts as float32.
+    Both files give end tokens, generation_config.json with priority; the tokenizer's eos_token ends outputs too.
+    `model_impl` is a value of --model-impl, `runner` one of --runner. A config.json without a dtype counts as float32.
+
+    Raises ModelError with one sentence if the folder or a file is missing or broken, or requires something unsupported.
     """
     if not folder.is_dir():
         raise ModelError(f"there is no model folder {folder}")
@@ -317,7 +323,9 @@ def read_model_config(folder: Path, model_impl: str = "auto", runner: str = "aut
 def _fields(
     config: JsonFields, said: JsonFields, architecture: str, model_impl: str, *, is_headless: bool
 ) -> dict[str, Any]:
-    """As our decoder reads them; as transformers does, if there is none or it does not know all that is asked for."""
+    """Return the fields as the native decoder reads them, or as transformers does if the native decoder does not
+    support the model.
+    """
     is_fake = architecture == FAKE_ARCHITECTURE
     if architecture not in MODEL_TYPES or (model_impl == TRANSFORMERS and not is_fake):
         return _transformers_fields(config)
@@ -407,8 +415,9 @@ def _transformers_fields(config: JsonFields) -> dict[str, Any]:
 
 
 def _transformers_context(sizes: JsonFields) -> int:
-    """The longest text: of a longrope that before its extension, beyond which a token's rotation would depend on the
-    longest text in its batch."""
+    """Return the longest context; for longrope the original one, beyond which a token's rotation depends on the longest
+    text in its batch.
+    """
     longest = sizes.integer("max_position_embeddings")
     if rope_kind(sizes) != LONGROPE:
         return longest
@@ -416,14 +425,14 @@ def _transformers_context(sizes: JsonFields) -> int:
 
 
 def _kv_heads(sizes: JsonFields, num_heads: int, head_dim: int) -> dict[str, Any]:
-    """How many there are and their widths. Of latent KV: one, of keys alone."""
+    """Return the number of KV heads and their widths. Latent KV has one head, with keys only."""
     if sizes.raw("kv_lora_rank") is None:
         return {"num_kv_heads": _num_kv_heads(sizes, num_heads), "head_dim": sizes.integer("head_dim", head_dim)}
     latent_dim = sizes.integer("kv_lora_rank") + sizes.integer("qk_rope_head_dim")
     return {"num_kv_heads": 1, "head_dim": latent_dim, "has_latent_kv": True}
 
 
-_OTHER_NAMES = {  # of GPT-2 and its kin
+_OTHER_NAMES = {  # names in GPT-2 and its relatives
     "hidden_size": "n_embd",
     "intermediate_size": "n_inner",
     "num_attention_heads": "n_head",
@@ -446,7 +455,7 @@ _WITH_ATTENTION_BIAS = (
 
 
 def _architecture(config: JsonFields, model_impl: str) -> tuple[str, str, bool]:
-    """The name that it has with a head, its model_type, and whether it has none."""
+    """Return the architecture's name with a head, its model_type, and whether it lacks the head."""
     names = config.raw("architectures")
     model_type = config.text("model_type", "")
     if names is None:
@@ -468,7 +477,7 @@ def _architecture(config: JsonFields, model_impl: str) -> tuple[str, str, bool]:
 
 
 def _with_head(name: str) -> str:
-    """What the architecture of one of our decoders is called with its head."""
+    """Return the name of a native architecture with its head."""
     whole = name.removesuffix(HEADLESS_SUFFIX) + DECODER_SUFFIXES[0]
     return whole if name.endswith(HEADLESS_SUFFIX) and whole in MODEL_TYPES and whole != FAKE_ARCHITECTURE else name
 
@@ -514,12 +523,12 @@ def _sliding_windows(
         config = config.with_defaults({"sliding_window": DEFAULT_SLIDING_WINDOW})
         window = None if config.raw("sliding_window") is None else config.integer("sliding_window")
         slides = [window is not None] * num_layers
-        if architecture == "MistralForCausalLM":  # which with layer_types is transformers' Ministral
+        if architecture == "MistralForCausalLM":  # with layer_types, transformers takes it for Ministral
             slides = read_layer_types(config, slides)
         if any(slides) and window is None:
             raise ModelError("layers of sliding_attention want a sliding_window")
         return tuple(window if slide else None for slide in slides)
-    if architecture == "Cohere2ForCausalLM":  # what rotates has a window
+    if architecture == "Cohere2ForCausalLM":  # layers that rotate have a window
         window = config.integer("sliding_window")
         return tuple(None if layer in unrotated_layers else window for layer in range(num_layers))
     if architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
@@ -536,14 +545,14 @@ def _sliding_windows(
 def _windows_if_used(
     config: JsonFields, architecture: str, num_layers: int, unrotated_layers: tuple[int, ...]
 ) -> tuple[int | None, ...]:
-    """Of a model that has windows where use_sliding_window says so."""
+    """Return the windows of a model whose use_sliding_window enables them."""
     slides = [False] * num_layers
     is_used = config.boolean("use_sliding_window", False) and config.raw("sliding_window") is not None
     if architecture == "SmolLM3ForCausalLM":
         slides = read_layer_types(config, [is_used and layer in unrotated_layers for layer in range(num_layers)])
         if any(slides) and not is_used:
             raise ModelError("layers of sliding_attention want use_sliding_window and a sliding_window")
-    elif is_used and architecture == "Qwen3MoeForCausalLM":  # which has no layer_types
+    elif is_used and architecture == "Qwen3MoeForCausalLM":  # it has no layer_types
         slides = [True] * num_layers
     elif is_used:
         first = config.integer("max_window_layers", 28, minimum=0)
@@ -563,8 +572,9 @@ def _dtype(config: JsonFields) -> str:
 
 
 def _end_tokens(folder: Path, sources: list[JsonFields], vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end an answer: as in vLLM, also the one that the tokenizer alone names, as fine-tuned models that
-    keep the config of their base model have it."""
+    """Return the tokens that end an output, as in vLLM including the tokenizer's eos_token, which fine-tuned models may
+    have in addition to their base model's config.
+    """
     of_config, of_tokenizer = _token_ids(sources, "eos_token_id", vocab_size), read_eos_token_id(folder)
     if of_tokenizer is None or of_tokenizer in of_config or not 0 <= of_tokenizer < vocab_size:
         return of_config

@@ -1,25 +1,25 @@
-"""The requests on one node, and where each of them stands. Pure; both halves of a node work on them.
+"""Track the requests on one node and their states. Pure; prefill and decode of a node work on them.
 
-A prompt that this node reads, for its own answer or for another node's:
+A prompt that this node prefills, for itself or for a decode node:
 
     QUEUED ──blocks──> READING ──the last chunk──> WRITING
        ▲                  │ │
-       └────preempted─────┘ └──its KV goes to another node──> READ ──sent──> gone
+       └────preempted─────┘ └──another node decodes──> READ ──sent──> gone
 
-A prompt that another node reads, or an answer that another node has begun to write:
+A prompt that another node prefills, or a request that migrates to this node:
 
     AWAITING ──credit──> GRANTED ──all of its KV is here──> WRITING ──the last token──> gone
         ▲                   │
         └──────revoked──────┘
 
-An answer that moves to another node goes on while its full blocks leave, and stops for the rest:
+A request that migrates to another node continues to decode while its full blocks are sent, and freezes for the rest:
 
-    WRITING ──all but the rest has left──> STOPPED ──cancelled: the other node goes on──> gone
+    WRITING ──only the rest is unsent──> STOPPED ──cancelled: the other node continues──> gone
         ▲                                     │
-        └────────────────kept─────────────────┘
+        └─────────migration given up──────────┘
 
-What writes and gives up its blocks becomes a prompt again: QUEUED. So does what is READ and not yet sent. What is READ
-and kept is written here as soon as there is a running slot for it.
+A preempted request in WRITING becomes a prompt again: QUEUED. So does a request in READ that is not yet sent. A request
+in READ that this node is to decode after all enters WRITING as soon as a running slot is free.
 """
 
 from bisect import insort
@@ -39,7 +39,7 @@ Key = tuple[str, int]
 
 
 class Attempt(Protocol):
-    """What names one: a Request, or fleet_pb2.Attempt."""
+    """An object with a request id and an epoch: a Request, or fleet_pb2.Attempt."""
 
     @property
     def request_id(self) -> str: ...
@@ -48,40 +48,40 @@ class Attempt(Protocol):
 
 
 class Stage(IntEnum):
-    """Where a request stands on its node. A number, since lists are indexed by it."""
+    """State of a request on its node. An integer, since lists are indexed by it."""
 
-    QUEUED = auto()  # to be read here; it has no blocks
-    READING = auto()  # is computed, in chunks
-    READ = auto()  # everything is computed that another node waits for
-    AWAITING = auto()  # another node reads it, and this one has no blocks for it yet
-    GRANTED = auto()  # blocks are leased, the KV is on its way
-    WRITING = auto()  # one token a step
-    STOPPED = auto()  # written here so far; only the coordinator's word lets it go on, or go
+    QUEUED = auto()  # waits for prefill on this node; has no blocks
+    READING = auto()  # is prefilled, in chunks
+    READ = auto()  # prefill is complete; another node waits for its KV
+    AWAITING = auto()  # another node prefills it; no blocks here yet
+    GRANTED = auto()  # blocks are leased, the KV transfer is under way
+    WRITING = auto()  # decodes one token per step
+    STOPPED = auto()  # frozen for the last part of a migration; only a command of the coordinator resumes or ends it
 
 
 @dataclass(slots=True)
 class Move:
-    """A running answer's way to the node that is to go on with it."""
+    """The migration of a running request to another node."""
 
-    num_blocks: int  # that the other node has granted
-    num_tokens: int  # that it knows
-    has_caught_up: bool = False  # what was full has left
+    num_blocks: int  # that the other node has reserved
+    num_tokens: int  # that the other node knows
+    has_caught_up: bool = False  # all blocks that were full have been sent
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Another node's leading blocks of a prompt, which may be had."""
+    """Leading blocks of a prompt in another node's prefix cache, available for a remote prefix fetch."""
 
-    epoch: int  # of the transfer that they would come by
+    epoch: int  # of the transfer that would send them
     num_tokens: int
     source_tp: int  # ranks of each stage of that node
-    source_pp: int  # its stages
-    patience_s: float  # after which what has not come is computed
+    source_pp: int  # stages of that node
+    patience_s: float  # seconds after which missing blocks are computed instead
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A node that may hold blocks of a request which is longer than its own node's pool."""
+    """A KV holder: a node that may hold blocks of a request which exceeds its own node's pool."""
 
     address: str
     key: bytes
@@ -92,50 +92,52 @@ class NodeRequest:
     """One request on this node, from the command that brings it until nothing is held for it."""
 
     request: Request
-    age: int  # the coordinator's number of the request: of two, the lower one goes first on every node
-    names: BlockNames  # of the full blocks of the lease, once there is one
-    stage: Stage  # `NodeRequests.enter` changes it
-    waiting_since_s: float  # for credit, or for a descriptor
-    hands_over: bool = False  # it is read for another node, which writes the answer
-    is_kept: bool = False  # it was read so, and this node is to write the answer after all
-    source_tp: int = 0  # ranks of each stage of the node that reads the prompt; 0: this one does
+    age: int  # the coordinator's number of the request: the lower number goes first on every node
+    names: BlockNames  # block hashes of the full blocks of the lease, once there is one
+    stage: Stage  # only `NodeRequests.enter` changes it
+    waiting_since_s: float  # for credit, or for a transfer descriptor
+    hands_over: bool = False  # this node prefills it, another node decodes it
+    is_kept: bool = False  # it was prefilled for another node, but this node is to decode it after all
+    source_tp: int = 0  # ranks of each stage of the node that prefills the prompt; 0: this node does
     source_pp: int = 1  # stages of that node
-    due: Due | None = None  # when its tokens are; None without limits
-    priority: int = 0  # among prompts: the lower, the earlier it is read
-    num_ahead: int = 0  # tokens that a running answer may grow by until it is here; 0: it is a prompt that comes
-    comes_whole: bool = False  # whatever is held here of a running answer
+    due: Due | None = None  # deadlines of its tokens; None without an SLO
+    priority: int = 0  # among prompts: lower values are prefilled earlier
+    num_ahead: int = 0  # tokens by which a migrating request may grow until it is here; 0: it is a prompt
+    comes_whole: bool = False  # transfers all blocks, whatever this node holds of the migrating request
     move: Move | None = None
     lease: BlockLease | None = None
     num_computed: int = 0  # tokens whose KV is in the pool
-    num_cached_blocks: int = 0  # leading ones that were there when it got its blocks
-    num_found_blocks: int | None = None  # the same when it first got any: later ones may be of its own making
-    has_begun: bool = False  # its prompt has been counted, here or where the answer began
-    has_first_token: bool = False  # here, or as the coordinator says of a prompt that another node reads
-    reading_since_s: float | None = None  # when the first step began that computed some of the prompt
+    num_cached_blocks: int = 0  # leading blocks that were cached when it got its blocks
+    num_found_blocks: int | None = None  # the same when it first got blocks: later ones may be its own
+    has_begun: bool = False  # its prompt has been counted, here or where the request began
+    has_first_token: bool = False  # here, or, as the coordinator reports, on the prefill node
+    reading_since_s: float | None = None  # start of the first step that computed some of the prompt
     in_step: bool = False
-    num_candidates: int = 0  # of the running step, or 1 of the one that may follow it at once: so many more tokens than
-    # one may be known when it is done
+    # Draft tokens of the running step, or 1 for the step that may follow at once: when the step is done, the request
+    # may
+    num_candidates: int = 0
+    # have this many more tokens than one
     is_sending: bool = False  # a rank may read the blocks
     is_receiving: bool = False  # a rank may write to the blocks
-    is_coming: bool = False  # some of what it is granted blocks for has come
-    is_revoked: bool = False  # the grant is being taken back
-    ahead: "NodeRequest | None" = None  # one that begins alike, behind which it gets credit as long as that comes
-    is_alone: bool = False  # it waits for no other any more
-    descriptor: bytes = b""  # to send by
-    next_descriptor: bytes = b""  # that has come while the transfer of a revoked one was ending
+    is_coming: bool = False  # some of the KV for its reserved blocks has arrived
+    is_revoked: bool = False  # its credit is being revoked
+    ahead: "NodeRequest | None" = None  # a request with the same prefix, whose KV it waits for before it gets credit
+    is_alone: bool = False  # it no longer waits for another request
+    descriptor: bytes = b""  # transfer descriptor to send with
+    next_descriptor: bytes = b""  # a descriptor that came while the transfer of a revoked one was ending
     tail: Sequence[int] = ()  # tokens that the other node does not know; they follow the last block
     num_evictions: int = 0
-    draft: Any = None  # what decode_node/speculation.py knows of its text
-    is_loading: bool = False  # blocks of it are being read back from the second tier, or come from another node
-    offer: Offer | None = None  # until it was taken or left
-    has_looked: bool = False  # there, since it was queued
-    hosts: tuple[Host, ...] = ()  # where it is longer than the pool: who may hold its oldest blocks
-    num_annexed_blocks: int = 0  # that they hold; the lease has those behind them
-    is_annexing: bool = False  # some are on their way there
-    waited_s: float = 0.0  # for one of them to have room, since one last had
-    has_recalled: bool = False  # tiles of younger requests were to leave this node for it
-    longest_step_s: float = 0.0  # of those that have computed some of it
-    ending: dict[str, Any] | None = None  # what the coordinator is told when nothing is held any more; {}: nothing
+    draft: Any = None  # decode_node/speculation.py's state for its text
+    is_loading: bool = False  # blocks of it are being loaded from KV offload or fetched from another node
+    offer: Offer | None = None  # until it is accepted or declined
+    has_looked: bool = False  # KV sources have been searched since it was queued
+    hosts: tuple[Host, ...] = ()  # if it exceeds the pool: nodes that may hold its oldest blocks
+    num_annexed_blocks: int = 0  # blocks that KV holders hold; the lease has the blocks behind them
+    is_annexing: bool = False  # some blocks are on their way to a KV holder
+    waited_s: float = 0.0  # seconds it has waited for a KV holder to have free blocks
+    has_recalled: bool = False  # distributed KV of younger requests was recalled from this node for it
+    longest_step_s: float = 0.0  # of the steps that have computed some of it
+    ending: dict[str, Any] | None = None  # the report to the coordinator when nothing is held any more; {}: none
     num_given: int = field(init=False)  # tokens that came with the command
 
     def __post_init__(self) -> None:
@@ -147,7 +149,9 @@ class NodeRequest:
         return self.request.request_id, self.request.epoch
 
     def note_begun(self, now: float) -> None:
-        """The first token of its answer is there. Several ways tell so: whichever comes first."""
+        """Record the time of the first output token. Only the first call counts, as several events may report the
+        token.
+        """
         if self.due is not None and self.due.began_s is None:
             self.due.began_s = now
 
@@ -157,59 +161,63 @@ class NodeRequest:
 
     @property
     def is_outgoing(self) -> bool:
-        """Whether another node is to write its answer, from the prompt that is read here."""
+        """Return whether another node is to decode the request from the prompt that this node prefills."""
         return self.hands_over and not self.is_kept
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step or a transfer still touches the blocks."""
+        """Return whether a step or a transfer still uses the blocks."""
         return self.in_step or self.is_sending or self.is_receiving or self.is_annexing
 
     @property
     def num_to_compute(self) -> int:
-        """Known tokens whose KV is missing here: 1 for a request that writes. What follows a prompt that is handed over
-        is not this node's to compute."""
+        """Return the known tokens whose KV is missing here: 1 for a request that decodes. Tokens behind a prompt that
+        another node decodes do not count.
+        """
         num_tokens = self.num_given if self.hands_over else len(self.request.token_ids)
         return num_tokens - self.num_computed
 
     @property
     def is_ready(self) -> bool:
-        """Of one that waits for credit, or has some: whether another node has, or had, all of its KV."""
+        """Return, for a request that waits for credit or has some, whether another node has, or had, all of its KV."""
         return self.has_first_token or self.num_ahead > 0
 
     @property
     def is_arriving(self) -> bool:
-        """Whether it is a running answer that another node still has."""
+        """Return whether the request is migrating to this node."""
         return self.num_ahead > 0 and self.stage in (Stage.AWAITING, Stage.GRANTED)
 
     @property
     def behind(self) -> bytes:
-        """The name of the last block that an answer which comes finds here; empty where it finds none."""
+        """Return the hash of the last block that a migrating request finds here; empty if it finds none."""
         names = self.names.names
         return names[-1] if self.is_arriving and names else b""
 
     @property
     def is_to_share(self) -> bool:
-        """Whether it waits for nothing but what another one brings."""
+        """Return whether the request waits only for the KV of another request."""
         return self.ahead is not None and self.may_wait_for(self.ahead)
 
     def may_wait_for(self, other: "NodeRequest") -> bool:
-        """Whether the KV of another one is on its way here; one that is read waits for what is read too, and comes. Of
-        two answers that move, which go on meanwhile, one also waits for what is about to come."""
+        """Return whether the KV of `other` is on its way here, so that this request may wait for it.
+
+        A prefilled prompt waits only for KV that is prefilled too and arriving. Of two migrating requests, which
+        continue meanwhile, one also waits for KV that is about to arrive.
+        """
         if other.stage is not Stage.GRANTED or not other.is_receiving or other.is_revoked or other.is_ending:
             return False
         return not self.is_ready or (other.is_ready and (other.is_coming or (self.is_arriving and other.is_arriving)))
 
     @property
     def computes_prompt(self) -> bool:
-        """Whether its first token is still to be sampled here."""
+        """Return whether this node is still to sample the request's first token."""
         return not self.has_first_token and not self.source_tp
 
     def work(self, num_tokens: int) -> Work:
-        """Its share of a step that computes num_tokens more."""
+        """Return the request's part of a step that computes num_tokens more tokens."""
         assert self.lease is not None
         block_ids = self.lease.block_ids
-        if self.num_annexed_blocks:  # what stands in their place is not read
+        if self.num_annexed_blocks:  # the entries in place of distributed blocks are not read
             block_ids = [0] * self.num_annexed_blocks + block_ids
         return Work(self.request, self.num_computed, num_tokens, block_ids)
 
@@ -243,7 +251,7 @@ class NodeRequests:
         self._by_stage[node_request.stage].remove(node_request)
 
     def enter(self, node_request: NodeRequest, stage: Stage) -> None:
-        """It stands there from now on."""
+        """Set the state of a request."""
         self._by_stage[node_request.stage].remove(node_request)
         node_request.stage = stage
         insort(self._by_stage[stage], node_request, key=_order)
@@ -255,7 +263,7 @@ class NodeRequests:
         return self._by_key[request.request_id, request.epoch]
 
     def in_stage(self, *stages: Stage) -> Iterator[NodeRequest]:
-        """Those that stand there now, oldest first, wherever they go meanwhile."""
+        """Iterate over the requests now in these states, oldest first, even if they change state meanwhile."""
         there = list(filter(None, map(self._by_stage.__getitem__, stages)))
         if len(there) > 1:
             return merge(*map(list, there), key=_order)
@@ -265,7 +273,7 @@ class NodeRequests:
         return sum(map(len, map(self._by_stage.__getitem__, stages)))
 
     def check_integrity(self) -> None:
-        """Everyone stands where it says."""
+        """Check that every request is listed under its state."""
         for stage in Stage:
             assert self._by_stage[stage] == [each for each in self._by_age if each.stage is stage], stage
 

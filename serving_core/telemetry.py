@@ -1,7 +1,7 @@
-"""Logging of a process: one line an event on stderr, with the role, the node and, where there is one, the request.
+"""Configure the logging of a process: one line per event on stderr, with the role, the node and, if any, the request.
 
-As JSON, or in a terminal as text for people; what libraries log, Python's warnings and failures that nobody caught come
-in the same form. No line of ours holds a word of a prompt or an answer.
+Lines are JSON, or readable text in a terminal; libraries' logs, Python's warnings and uncaught exceptions have the same
+form. No SplitServe log line holds text of a prompt or an output.
 """
 
 import json
@@ -20,8 +20,8 @@ from serving_core.flags import flag
 
 AUTO, JSON, TEXT = "auto", "json", "text"
 LEVELS: Final = ("debug", "info", "warning", "error")
-MAX_ID_CHARS: Final = 128  # of ids that were refused, too
-CURRENT_REQUEST: Final = ContextVar("current_request", default="")  # the id of the call at hand, for lines about it
+MAX_ID_CHARS: Final = 128  # also of refused ids
+CURRENT_REQUEST: Final = ContextVar("current_request", default="")  # the id of the current call, for log lines about it
 
 _TEXT_LINE: Final = re.compile(r"\S+Z (debug|info|warning|error|critical) \S+: (.*?)(?: exception=.*)?")
 _PLAIN: Final = re.compile(r"[^\s\"=]+")
@@ -40,7 +40,9 @@ class LogSettings:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line. `extra={"request_id": ...}` adds the request, `extra={"fields": {...}}` further keys."""
+    """Formats one JSON object per line. `extra={"request_id": ...}` adds the request, `extra={"fields": {...}}` further
+    keys.
+    """
 
     def __init__(self, role: str, name: str) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """One line as `TIME level NAME: event key=value ...`, with the keys of the JSON form."""
+    """Formats one line as `TIME level NAME: event key=value ...`, with the keys of the JSON form."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class TextFormatter(logging.Formatter):
 
 
 def parse_line(line: str) -> tuple[str, str]:
-    """The level and the text of a log line; a line that is not of our loggers has no level, and is as it stands."""
+    """Return the level and the text of a log line; a line of another source has no level and is returned unchanged."""
     try:
         fields = json.loads(line)
         return str(fields["level"]), str(fields["event"])
@@ -75,8 +77,9 @@ def parse_line(line: str) -> tuple[str, str]:
 
 
 def configure_logging(role: str, name: str, settings: LogSettings) -> None:
-    """Sends every logger of this process to stderr, with Python's warnings and failures that nobody caught. Only mains
-    call it."""
+    """Send every logger of this process to stderr, with Python's warnings and uncaught exceptions. Only main functions
+    call this.
+    """
     handler = logging.StreamHandler(sys.stderr)
     is_text = settings.log_format == TEXT or (settings.log_format == AUTO and sys.stderr.isatty())
     handler.setFormatter(TextFormatter(name) if is_text else JsonFormatter(role, name))
@@ -88,18 +91,18 @@ def configure_logging(role: str, name: str, settings: LogSettings) -> None:
 
 
 def is_read_in_terminal() -> bool:
-    """Whether this process logs text to a terminal, where a progress bar may be drawn."""
+    """Return whether this process logs text to a terminal, where a progress bar may be drawn."""
     is_text = any(isinstance(handler.formatter, TextFormatter) for handler in logging.getLogger().handlers)
     return is_text and sys.stderr.isatty()
 
 
 def _log_failed(failed: "threading.ExceptHookArgs | sys.UnraisableHookArgs") -> None:
-    """Of a thread, or where nobody can catch it."""
+    """Log an uncaught exception of a thread or a finalizer."""
     _log_uncaught(logging.ERROR, failed.exc_type, failed.exc_value, failed.exc_traceback)
 
 
 def about(answer_id: str, **fields: Any) -> dict[str, Any]:
-    """The `extra` of a line about one answer of a request, which goes by ID/INDEX."""
+    """Return the `extra` of a log line about one sequence of a request, identified by ID/INDEX."""
     request_id, slash, index = answer_id.rpartition("/")
     return {"request_id": request_id, "fields": {"index": int(index), **fields}} if slash else {"request_id": answer_id}
 
@@ -126,6 +129,6 @@ def _details(record: logging.LogRecord, formatter: logging.Formatter) -> dict[st
 
 
 def _shown(value: object) -> str:
-    """A value that a reader can tell the end of."""
+    """Return the value quoted where needed, so that its end is recognizable."""
     text = str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)

@@ -1,12 +1,12 @@
-"""Which KV blocks that a pool gave up lie in the second tier, and where. Pure, and torch-free.
+"""Index the KV blocks that a pool evicted to KV offload (host tier and disk tier). Pure and torch-free.
 
-    the pool ──evicted──> host memory ──no slot left──> the file ──no slot left──> gone
-        ▲                      │                            │
-        └──────read back───────┴────────────────────────────┘
+    the pool ──evicted──> host tier ──no slot free──> disk tier ──no slot free──> dropped
+        ▲                     │                           │
+        └──────loaded─────────┴───────────────────────────┘
 
-Slots are numbered over both places, those of host memory first. A name has one slot and a slot one name. Of each place
-what was not put or read for longest goes first; what is pinned, since it is being read, stays. A block that was read
-back keeps its slot: when the pool gives it up again, nothing is to be copied.
+Slots are numbered over both tiers, the host tier's first. A block hash has at most one slot, and a slot at most one
+hash. In each tier the least recently used hash goes first; pinned hashes, which are being loaded, stay. A loaded block
+keeps its slot: when the pool evicts the block again, nothing is copied.
 """
 
 from collections import Counter, OrderedDict
@@ -17,14 +17,15 @@ from typing import Final
 
 from serving_core.blocks import NameChanges
 
-KEPT: Final = 0.75  # of an estimate, when a measurement comes
-FORGOTTEN: Final = 1 / 32  # of what makes an estimate longer than the probe's, when nothing is read because of it
+KEPT: Final = 0.75  # weight of the old estimate when a measurement comes
+FORGOTTEN: Final = 1 / 32  # fraction by which an estimate moves toward the probe's when a load is skipped because of it
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """What is to be copied before anything is written to these blocks: first from slots of host memory to those of the
-    file, each of which is named once, then each block to its slot."""
+    """Copies to make before these blocks are overwritten: first from host slots to disk slots, each named once, then
+    from each block to its slot.
+    """
 
     demotions: list[tuple[int, int]]
     block_ids: list[int]
@@ -32,7 +33,7 @@ class Copies:
 
 
 class TierIndex:
-    """The names in the second tier of one node."""
+    """The block hashes in KV offload of one node."""
 
     def __init__(self, num_host: int, num_disk: int) -> None:
         self.num_host: Final = num_host
@@ -40,10 +41,11 @@ class TierIndex:
         self._free = (list(range(num_host)), list(range(num_host, self.num_slots)))
         self._by_use: tuple[OrderedDict[bytes, None], OrderedDict[bytes, None]] = (OrderedDict(), OrderedDict())
         self._slot_of: dict[bytes, int] = {}
-        self._name_in: dict[int, bytes] = {}  # the same the other way round
+        self._name_in: dict[int, bytes] = {}  # the inverse of the slots by hash
         self._pins: Counter[bytes] = Counter()
-        self._demotions: dict[int, int] = {}  # slots of host memory, by those of the file that are to have the same
-        self._uncopied: dict[bytes, int] = {}  # the block of each name whose bytes are still in the pool alone
+        # Source slots in host memory, by the disk slots that receive their content
+        self._demotions: dict[int, int] = {}
+        self._uncopied: dict[bytes, int] = {}  # the block of each hash whose bytes are still only in the pool
         self._changes = NameChanges()
 
     def __contains__(self, name: object) -> bool:
@@ -51,12 +53,12 @@ class TierIndex:
 
     @property
     def num_held(self) -> tuple[int, int]:
-        """Blocks in host memory, and in the file."""
+        """Return the number of blocks in host memory and on disk."""
         in_host, on_disk = self._by_use
         return len(in_host), len(on_disk)
 
     def put(self, name: bytes, block_id: int) -> None:
-        """The pool gives up the block of this name. If it is to be copied, `take_copies` says so."""
+        """Add the hash of a block that the pool evicts. `take_copies` returns the copies this requires."""
         if name in self._slot_of:
             self._by_use[self._place_of(name)].move_to_end(name)
             return
@@ -68,7 +70,7 @@ class TierIndex:
         self._uncopied[name] = block_id
 
     def take_copies(self) -> Copies | None:
-        """What is to be copied by now, if anything is."""
+        """Return the pending copies, if any."""
         if not self._uncopied and not self._demotions:
             return None
         slots = [self._slot_of[name] for name in self._uncopied]
@@ -78,49 +80,50 @@ class TierIndex:
         return copies
 
     def run(self, names: Sequence[bytes]) -> list[bytes]:
-        """The leading ones of these names that are here."""
+        """Return the leading hashes that are held here."""
         return list(takewhile(self._slot_of.__contains__, names))
 
     def pin(self, names: Sequence[bytes]) -> None:
-        """They are to stay until `unpin`, and count as used."""
+        """Keep these hashes until `unpin`, and mark them as used."""
         for name in reversed(names):  # a prefix loses its tail before its head
             self._pins[name] += 1
             self._by_use[self._place_of(name)].move_to_end(name)
 
     def unpin(self, names: Sequence[bytes]) -> None:
-        """The end of a `pin` of the same names."""
+        """End a `pin` of the same hashes."""
         self._pins -= Counter(names)
 
     def slots_of(self, names: Sequence[bytes]) -> list[int]:
-        """Where these are, which are here."""
+        """Return the slots of these hashes, which must be held."""
         return [self._slot_of[name] for name in names]
 
     def forget(self, name: bytes) -> None:
-        """What was to be there is not. Nothing happens where the name is gone by now, nor while others read it, too:
-        the slot is nobody else's until they have found the same."""
+        """Drop a hash whose slot turned out to be invalid. Does nothing if the hash is gone, or while other loads use
+        it: those find the slot invalid too.
+        """
         if name in self._slot_of and self._pins[name] <= 1:
             self._free[self._place_of(name)].append(self._leave(name))
             self._uncopied.pop(name, None)
             self._changes.removed(name)
 
     def lose(self, slots: Sequence[int]) -> None:
-        """What was to be there could not be written. What is being read stays: whoever reads it finds out."""
+        """Drop the hashes of slots that could not be written. Pinned hashes stay: their load finds the slot invalid."""
         for slot in slots:
             name = self._name_in.get(slot)
             if name is not None and not self._pins[name]:
                 self.forget(name)
 
     def take_names(self) -> list[bytes]:
-        """All names, for one who knows none of them yet. Changes count from here."""
+        """Return all hashes, for a receiver that knows none yet. `take_changes` counts from here."""
         self._changes.take()
         return list(self._slot_of)
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Names that came, and names that went, since the last call, netted out."""
+        """Return the hashes added and dropped since the last call, net of each other."""
         return self._changes.take()
 
     def check_integrity(self) -> None:
-        """Recounts everything from scratch: each slot is free or has one name."""
+        """Recount everything: each slot is free or has one hash."""
         for place, slots in enumerate((range(self.num_host), range(self.num_host, self.num_slots))):
             taken = [self._slot_of[name] for name in self._by_use[place]]
             assert sorted([*taken, *self._free[place]]) == list(slots), "a slot is lost or has two names"
@@ -144,7 +147,7 @@ class TierIndex:
         return slot
 
     def _vacate(self, place: int) -> int | None:
-        """A slot of this place that is nobody's now; None where there is none to be had."""
+        """Return a free slot of this tier, evicting if necessary; None if there is none."""
         if self._free[place]:
             return self._free[place].pop()
         victim = next((name for name in self._by_use[place] if name not in self._pins), None)
@@ -157,15 +160,18 @@ class TierIndex:
             self._changes.removed(victim)
             return slot
         self._enter(victim, below)
-        self._demotions.pop(below, None)  # of one that came there since the last copies, and has had to leave again
+        self._demotions.pop(below, None)  # of a block that came since the last copies and is evicted already
         if victim not in self._uncopied:
             self._demotions[below] = slot
         return slot
 
 
 class TierRates:
-    """Seconds that a block takes to be read back, of host memory and of the file: measured at start, then as read. An
-    estimate by which nothing is read could not be measured again; so it comes closer to that of the start."""
+    """Seconds to load a block from host memory and from disk: measured at the start, then with each load.
+
+    A too long estimate prevents loads and could never be corrected, so each skipped load moves it toward the initial
+    one.
+    """
 
     def __init__(self, num_host: int, host_s: float, disk_s: float) -> None:
         self._num_host = num_host
@@ -173,11 +179,11 @@ class TierRates:
         self._each_s = [host_s, disk_s]
 
     def expected_s(self, slots: Sequence[int]) -> float:
-        """Seconds to read these."""
+        """Return the expected seconds to load these slots."""
         return sum(self._each_s[slot >= self._num_host] for slot in slots)
 
     def add(self, slots: Sequence[int], read_s: float) -> None:
-        """They took so long."""
+        """Record a load's duration."""
         expected_s = self.expected_s(slots)
         if expected_s <= 0 or read_s <= 0:
             return
@@ -185,7 +191,7 @@ class TierRates:
             self._each_s[place] *= KEPT + (1 - KEPT) * read_s / expected_s
 
     def left(self, slots: Sequence[int]) -> None:
-        """They were not read, as computing seemed faster."""
+        """Record that these slots were not loaded because computing seemed faster."""
         for place in self._places(slots):
             beyond_s = self._each_s[place] - self._at_start_s[place]
             self._each_s[place] -= FORGOTTEN * max(0.0, beyond_s)

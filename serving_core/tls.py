@@ -1,4 +1,4 @@
-"""What TLS is done with: PEM files, read and checked before anything uses them."""
+"""Read and check PEM files for TLS before anything uses them."""
 
 import datetime
 import ssl
@@ -20,26 +20,27 @@ CERT, KEY, CA = "--tls-cert", "--tls-key", "--tls-ca"
 
 
 class TlsError(SettingsError):
-    """A certificate, a key or a CA that cannot be used, or is missing."""
+    """A certificate, key or CA is missing or unusable."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of PEM files, empty for none: a certificate and those between it and its CA, its private key, and the CAs
-    that the certificate of the other end is checked by."""
+    """Paths of PEM files, empty for none: a certificate chain, its private key, and the CAs that verify the peer's
+    certificate.
+    """
 
     cert: str = ""
     key: str = ""
     ca: str = ""
 
     def stamps(self) -> list[tuple[int, ...] | None]:
-        """Other ones when any of the files has been written or replaced."""
+        """Return values that change when any of the files is written or replaced."""
         return [_stamp(Path(path)) for path in (self.cert, self.key, self.ca) if path]
 
 
 @dataclass(frozen=True, slots=True)
 class Pems:
-    """What the files hold, as it is; None for none."""
+    """The files' contents; None for no file."""
 
     cert: bytes | None
     key: bytes | None
@@ -47,8 +48,9 @@ class Pems:
 
 
 def read_tls(files: TlsFiles) -> Pems:
-    """Raises TlsError, which names the file, for one that cannot be read or is something else, a key that is not that
-    of the certificate, and what is not valid today."""
+    """Read the files. Raises TlsError, which names the file, if it cannot be read, has other content or is not valid
+    today, or if the key does not match the certificate.
+    """
     if bool(files.cert) != bool(files.key):
         raise TlsError(f"{CERT} and {KEY} belong together: {KEY if files.cert else CERT} is missing")
     pems = Pems(_read(CERT, files.cert), _read(KEY, files.key), _read(CA, files.ca))
@@ -62,7 +64,7 @@ def read_tls(files: TlsFiles) -> Pems:
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """For clients that speak HTTP. Where no CA is named, the system's count. Raises TlsError."""
+    """Return the context of an HTTP client. Without a CA, the system's CAs apply. Raises TlsError."""
     read_tls(files)
     context = ssl.create_default_context(cafile=files.ca or None)
     if files.cert:
@@ -71,7 +73,7 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def hosts_of(files: TlsFiles) -> list[str]:
-    """What the certificate is for: names, then addresses. Raises TlsError."""
+    """Return the hosts that the certificate is for: names, then addresses. Raises TlsError."""
     from cryptography import x509
 
     pems = read_tls(files)
@@ -85,8 +87,7 @@ def hosts_of(files: TlsFiles) -> list[str]:
 
 
 def check_purpose(files: TlsFiles, purpose: str) -> None:
-    """Raises TlsError for a certificate that tells at which ends of a connection it may be shown, SERVER or CLIENT, and
-    leaves this one out."""
+    """Raise TlsError if the certificate restricts its purposes and omits this one, SERVER or CLIENT."""
     pems = read_tls(files)
     if pems.cert is None:
         return
@@ -116,7 +117,7 @@ def _check_pair(files: TlsFiles, cert: bytes, key: bytes) -> None:
 
 
 def _certificates(flag: str, path: str, pem: bytes) -> "list[Certificate]":
-    """At least one."""
+    """Parse at least one certificate."""
     from cryptography.x509 import load_pem_x509_certificates
 
     return _parsed(f"{flag} {path} holds no certificate in PEM", lambda data, _: load_pem_x509_certificates(data), pem)
@@ -125,7 +126,7 @@ def _certificates(flag: str, path: str, pem: bytes) -> "list[Certificate]":
 def _parsed(sentence: str, parse: Callable[[bytes, None], Parsed], pem: bytes) -> Parsed:
     try:
         return parse(pem, None)
-    except (ValueError, TypeError) as error:  # TypeError: a key that has a passphrase
+    except (ValueError, TypeError) as error:  # TypeError: a key with a passphrase
         raise TlsError(sentence) from error
 
 

@@ -1,4 +1,4 @@
-"""How a process of the fleet is told of TLS. The flags derive from these fields."""
+"""Define the TLS settings of every process of the fleet. The flags derive from these fields."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class TlsSettings:
 
 
 def check_open(what: str, host: str, tls: TlsSettings) -> None:
-    """Raises SettingsError where a process that uses TLS would have `what` without it in reach of other machines."""
+    """Raise SettingsError if a process that uses TLS would expose `what` without TLS to other machines."""
     if (tls.tls_cert or tls.tls_ca) and not tls.trusted_network and not is_loopback(host):
         raise SettingsError(
             f"{what} is neither authenticated nor encrypted, and {host} is not a loopback address: "

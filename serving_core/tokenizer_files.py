@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, for all who read it: with the tokens that tokenizer_config.json adds. Torch-free."""
+"""Read the tokenizer of a model folder, including the tokens that tokenizer_config.json adds. Torch-free."""
 
 import hashlib
 from collections.abc import Collection, Iterator
@@ -27,8 +27,9 @@ SPECIAL_TOKEN_NAMES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What they hold: the tokenizer, tokenizer_config.json, and the special tokens by their roles, such as
-    bos_token."""
+    """The contents of the files: the tokenizer, tokenizer_config.json, and the special tokens by role, such as
+    bos_token.
+    """
 
     tokenizer: Tokenizer
     config: JsonFields
@@ -36,7 +37,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Raises ModelError when a file is missing or broken."""
+    """Read the tokenizer's files. Raises ModelError if a file is missing or broken."""
     path = folder / TOKENIZER_FILE
     if not path.is_file():
         raise ModelError(f"there is no {path}; a tokenizer of another format is not supported")
@@ -53,22 +54,22 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
 
 
 def read_eos_token_id(folder: Path) -> int | None:
-    """Return the id of the end-of-sequence token that the tokenizer's files name; None where they name none.
+    """Return the id of the end-of-sequence token that the tokenizer's files name; None if they name none.
 
-    The tokenizer is not made for that: it takes a second for a large vocabulary. Raises ModelError when a file is
-    broken."""
+    Does not build the tokenizer, which takes a second for a large vocabulary. Raises ModelError if a file is broken.
+    """
     config = _optional_json(folder / CONFIG_FILE)
     eos_token = _special_tokens(folder, config).get(EOS)
     if eos_token is None:
         return None
     try:
         return next((int(token_id) for text, token_id in _listed_tokens(folder, config) if text == eos_token), None)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # what the files hold is not checked before
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # the files' contents are not validated before
         raise ModelError(f"the tokenizer's files in {folder} do not list tokens with their ids") from error
 
 
 def _listed_tokens(folder: Path, config: JsonFields) -> Iterator[tuple[Any, Any]]:
-    """The tokens and their ids, in the files that list them, the smallest first."""
+    """Yield the tokens and their ids from the files that list them, the smallest file first."""
     for token_id, token in (config.raw(LISTED) or {}).items():
         yield token_text(token), token_id
     tokenizer = _optional_json(folder / TOKENIZER_FILE)
@@ -77,12 +78,14 @@ def _listed_tokens(folder: Path, config: JsonFields) -> Iterator[tuple[Any, Any]
     vocabulary = (tokenizer.raw("model") or {}).get("vocab", {})
     if isinstance(vocabulary, dict):
         yield from vocabulary.items()
-    else:  # of Unigram, with scores
+    else:  # Unigram, with scores
         yield from ((piece, token_id) for token_id, (piece, _) in enumerate(vocabulary))
 
 
 def vocabulary_digest(tokenizer: Tokenizer) -> str:
-    """Equal for tokenizers whose tokens have the same ids and texts, and are special alike, however they cut a text."""
+    """Return a digest that is equal for tokenizers whose tokens have the same ids, texts and special flags, even if
+    they split texts differently.
+    """
     ids = tokenizer.get_vocab(with_added_tokens=True)
     tokens = ", ".join(f"({token!r}, {ids[token]})" for token in sorted(ids, key=ids.__getitem__))
     special = sorted(token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
@@ -99,16 +102,19 @@ def _optional_json(path: Path) -> JsonFields:
     return read_json_object(path) if path.exists() else JsonFields({}, str(path))
 
 
-# Tokens that tokenizer_config.json has beside those of tokenizer.json. As in transformers, texts are cut at them.
+# Tokens that tokenizer_config.json adds to those of tokenizer.json. As in transformers, texts are split at them.
 
-LISTED: Final = "added_tokens_decoder"  # by their ids
+LISTED: Final = "added_tokens_decoder"  # by id
 MOST_DIGITS: Final = 9
 OTHERS: Final = ("additional_special_tokens", "extra_special_tokens")
 
 
 def add_tokens(tokenizer: Tokenizer, config: JsonFields, named: Collection[str]) -> None:
-    """Adds those that the tokenizer lacks, or has in another way; `named` are the special ones with a role, such as
-    pad_token. Raises ModelError where a new one would get another id than tokenizer_config.json says."""
+    """Add the tokens that the tokenizer lacks or defines differently. `named` are the special tokens with a role, such
+    as pad_token.
+
+    Raises ModelError if a new token would get another id than tokenizer_config.json gives.
+    """
     known = list(tokenizer.get_added_tokens_decoder().values())
     listed = {token_id: token for token_id, token in sorted(_listed(config).items()) if token not in known}
     stay_special = {*named, *(token.content for token in known if token.special)}
@@ -132,7 +138,7 @@ def add_tokens(tokenizer: Tokenizer, config: JsonFields, named: Collection[str])
 
 
 def token_text(token: Any) -> str | None:
-    """A special token as the files write it: its text, or an object with its text as content."""
+    """Return the text of a special token as the files write it: a text, or an object with the text as `content`."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

@@ -1,4 +1,4 @@
-"""One at a time, and of those who wait each asker in turn, so that one with much to do holds up nobody else."""
+"""Serialize access, round robin over the waiting askers, so that an asker with much work does not block the others."""
 
 import asyncio
 from collections import deque
@@ -7,16 +7,18 @@ from contextlib import asynccontextmanager
 
 
 class Turns:
-    """Turns at what only one can do at a time. Owned by one event loop."""
+    """Mutual exclusion with one turn at a time. Owned by one event loop."""
 
     def __init__(self) -> None:
         self._is_taken = False
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the asker whose turn is next is first
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the asker whose turn is next comes first
 
     @asynccontextmanager
     async def turn(self, asker: str) -> AsyncIterator[None]:
-        """Wait for a turn of this asker, and hold it within the block. Each asker that waits has one turn before any
-        has a second; turns of one asker come in order of arrival."""
+        """Wait for a turn of this asker, and hold it within the block.
+
+        Each waiting asker has one turn before any has a second; turns of one asker come in order of arrival.
+        """
         if self._is_taken:
             await self._next_of(asker)
         self._is_taken = True
@@ -31,12 +33,12 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it had come at the same moment
+            if turn.done() and not turn.cancelled():  # the turn came at the same moment
                 self._pass_on()
             raise
 
     def _pass_on(self) -> None:
-        """Give the turn to who is next; one who has left meanwhile is passed over."""
+        """Give the turn to the next asker that still waits."""
         while self._waiting:
             asker = next(iter(self._waiting))
             turns = self._waiting.pop(asker)

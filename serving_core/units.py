@@ -1,4 +1,4 @@
-"""Bytes as people write and read them."""
+"""Format and parse sizes in bytes."""
 
 import re
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 KIB: Final = 2**10
 MIB: Final = 2**20
 GIB: Final = 2**30
-UNITS: Final = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))  # in which sizes are shown
+UNITS: Final = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))  # units in which sizes are shown
 _FACTORS: Final = {
     "tib": 2**40,
     **{unit.lower(): num_bytes for unit, num_bytes in UNITS},
@@ -20,7 +20,7 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([TGMK]i?B|B)?", re.ASCII | re.IGNO
 
 
 def size_of(num_bytes: int) -> str:
-    """The bytes in the largest unit of which there is at least one."""
+    """Return the bytes in the largest unit of which there is at least one."""
     for unit, unit_bytes in UNITS:
         if num_bytes >= unit_bytes:
             return f"{num_bytes / unit_bytes:.1f} {unit}"
@@ -28,7 +28,9 @@ def size_of(num_bytes: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """536870912, 512MiB or 0.5 GiB in bytes, or 2GB, which is 2 * 10**9; in any case. Raises ValueError."""
+    """Return the bytes of a text such as 536870912, 512MiB, 0.5 GiB, or 2GB (2 * 10**9); case does not matter. Raises
+    ValueError.
+    """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is no size such as 512MiB, 2GiB, 2GB or 536870912")
