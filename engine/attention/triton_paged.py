@@ -1,13 +1,13 @@
-"""Attention on CUDA by kernels of Triton, which read the paged KV cache in place, in blocks of any size.
+"""Attend on CUDA with Triton kernels, which read the paged KV cache in place, in blocks of any size.
 
 A program of `attend` computes some rows of one request and the heads that share a key. It goes through the keys in
-tiles that begin at multiples of their size, keeps the largest score so far and weighs relative to it (FlashAttention,
-Dao et al., 2022).
+tiles that begin at multiples of their size, and weighs them relative to the largest score so far (FlashAttention, Dao
+et al., 2022).
 
-A step has few rows, and a program for each would leave most of a device without work. So several programs share the
-keys of a request, each some tiles in a row, and `merge` puts together what they give (Flash-Decoding, Dao et al.,
-2023). How they are shared depends on the number of keys alone, not on what else is in the batch. How many rows a
-program has depends on the request with the most, and with it perhaps the order in which weights of a row are added up.
+A decode step has few rows, and one program for each would leave most of a device idle. So several programs share the
+keys of a request, each a run of tiles, and `merge` combines their results (Flash-Decoding, Dao et al., 2023). How they
+divide the keys depends only on the number of keys, not on the rest of the batch. The number of rows of a program
+depends on the request with the most rows, and with it possibly the order in which a row's weights are added.
 """
 
 import math
@@ -23,21 +23,22 @@ from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import ForwardBatch
 
 TILE_KEYS: Final = 64
-FEW_ROWS: Final = 16  # the least that a product of Triton's takes
-SHARING_ROWS: Final = 32  # the most of a program that shares keys with others
+FEW_ROWS: Final = 16  # the fewest rows of a Triton product
+SHARING_ROWS: Final = 32  # the most rows of a program that shares keys with others
 MANY_ROWS: Final = 64
 LEAST_TILES: Final = 4  # of a program that shares keys with others
-ALONE: Final = 1  # SPLITS, where none do
+ALONE: Final = 1  # SPLITS without sharing
 NOTHING: Final = -1e30  # less than any score; unlike with -inf, differences from it are numbers
 UNCAPPED: Final = 0.0
-SMALLEST: Final = 1e-30  # that anything is divided by
-LOG2_E: Final = math.log2(math.e)  # a device knows powers of two
-OF_REQUESTS: Final = ("query_starts", "kv_lengths", "block_tables")  # which begin anywhere in those of a whole batch
+SMALLEST: Final = 1e-30  # smallest divisor
+LOG2_E: Final = math.log2(math.e)  # the device computes powers of two
+# Slices of a batch's tensors, which may begin anywhere
+OF_REQUESTS: Final = ("query_starts", "kv_lengths", "block_tables")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def first_key(position, window, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first of the first tile that is seen from a position."""
+    """Return the first key of the first tile that a position attends to."""
     return tl.maximum(position - window + 1, 0) // KEYS * KEYS if HAS_WINDOW else 0
 
 
@@ -45,12 +46,12 @@ def first_key(position, window, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):  
 def keys_of_each(  # type: ignore[no-untyped-def]
     num_keys, KEYS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr
 ):
-    """How many of its keys a program takes, where up to SPLITS share them: whole tiles, LEAST or more."""
+    """Return the number of keys of a program if up to SPLITS programs share them: whole tiles, LEAST or more."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, KEYS), SPLITS), LEAST) * KEYS
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["table_stride"],  # which differs by batches, each of which would be compiled for
+    do_not_specialize=["table_stride"],  # varies between batches; specializing would recompile for each value
     do_not_specialize_on_alignment=OF_REQUESTS,
 )
 def attend(  # type: ignore[no-untyped-def]
@@ -90,8 +91,9 @@ def attend(  # type: ignore[no-untyped-def]
     TINY: tl.constexpr,
     LOG2_E: tl.constexpr,
 ) -> None:
-    """Attends. Of SPLITS programs the first axis of the grid is which one; those that share keys write to `parts`
-    [tokens, heads, SPLITS, HEAD_DIM] and the logarithms of their sums to `part_sizes`."""
+    """Attend. The first axis of the grid is the index among SPLITS programs; programs that share keys write to `parts`
+    [tokens, heads, SPLITS, HEAD_DIM] and the logarithms of their sums to `part_sizes`.
+    """
     request, key_head = tl.program_id(1), tl.program_id(2)
     first_row = tl.load(query_starts + request)
     num_queries = tl.load(query_starts + request + 1) - first_row
@@ -150,14 +152,14 @@ def attend(  # type: ignore[no-untyped-def]
         total = total * kept + tl.sum(weights, 1)
         value = tl.load(values + of_keys[:, None] + columns[None, :], mask=there, other=0.0).to(query.dtype)
         largest = 1.0
-        if HAS_SCALES:  # the largest is taken out: with small ones, small weights would be none in 16 bits
+        if HAS_SCALES:  # the largest scale is factored out: small scales would round weights to zero in 16 bits
             value_scale = tl.load(value_scales + of_scales, mask=is_key, other=0.0)
             largest = tl.maximum(tl.max(value_scale, 0), TINY)
             weights *= (value_scale / largest)[None, :]
         summed = tl.dot(weights.to(query.dtype), value, input_precision="ieee")
         result = result * kept[:, None] + (summed * largest if HAS_SCALES else summed)
         highest = now
-    sees_any = total > 0  # a row that is none does not, nor one whose keys are all other programs'
+    sees_any = total > 0  # False for padding rows, and rows whose keys all belong to other programs
     result = result / tl.where(sees_any, total, 1.0)[:, None]
     if is_shared:
         of_rows = ((first_row + token) * tl.num_programs(2) * GROUP + head) * SPLITS + tl.program_id(0)
@@ -187,7 +189,9 @@ def merge(  # type: ignore[no-untyped-def]
     HAS_WINDOW: tl.constexpr,
     LOWEST: tl.constexpr,
 ) -> None:
-    """One row of what programs of `attend` have shared; where they have not, it is there already."""
+    """Combine the parts of one row that programs of `attend` shared; a row that they did not share is complete
+    already.
+    """
     row, request, key_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_row = tl.load(query_starts + request)
     num_queries = tl.load(query_starts + request + 1) - first_row
@@ -213,16 +217,17 @@ def merge(  # type: ignore[no-untyped-def]
     tl.store(attended + place + columns, result.to(attended.dtype.element_ty), mask=is_column)
 
 
-# Where keys are no wider than this, by the rows of a program, more tiles of them are read ahead, which else are waited
-# for; it takes a device with so much memory that a program may share.
+# Up to these key widths, by the rows of a program, more tiles are prefetched, which hides their latency, if the
+# device's
+# shared memory suffices.
 DEEP_BYTES: Final = {FEW_ROWS: 512, SHARING_ROWS: 256, MANY_ROWS: 256}
 DEEP_STAGES, STAGES, ONE_STAGE = 5, 3, 1
 DEEP_MEMORY_BYTES: Final = 160 * 1024
-COMMON_MEMORY_BYTES: Final = 99 * 1024  # of devices that do not say
-SCALES_BYTES: Final = 16  # of a key and its value, while both are read
+COMMON_MEMORY_BYTES: Final = 99 * 1024  # of devices that do not report it
+SCALES_BYTES: Final = 16  # of a key and its value, while both are loaded
 SUMS_BYTES: Final = 1024  # of rows, among the warps
-SHARING_DIM: Final = 128  # of heads, up to which SHARING_ROWS of 16 bits leave registers enough
-PROGRAMS: Final = 128  # that a step of one request should have, to fill a device
+SHARING_DIM: Final = 128  # head width up to which SHARING_ROWS rows of 16 bits fit in the registers
+PROGRAMS: Final = 128  # programs that a step of one request should have, to fill a device
 FEWEST_SPLITS, MOST_SPLITS = 16, 64
 
 
@@ -231,13 +236,14 @@ class _Plan:
     batch: ForwardBatch
     window: int | None
     rows: int  # of a program
-    programs: int  # of each request and key head
-    splits: int  # how many at most share keys; ALONE: none do, and each has rows of its own
+    programs: int  # for each request and key head
+    splits: int  # most programs that share keys; ALONE: no sharing, each program has rows of its own
 
 
 class TritonAttention:
-    """Takes pools of any dtype and block size; what of 8 bits it takes depends on the device, so it is to be tried out
-    first."""
+    """Supports pools of any dtype and block size; support of 8-bit pools depends on the device, so a trial must precede
+    its use.
+    """
 
     name = "triton"
 
@@ -250,8 +256,9 @@ class TritonAttention:
         *,
         is_uniform: bool = False,
     ) -> None:
-        """`is_uniform`: prompts are computed as steps are, and no keys are shared among programs, so that the bits of a
-        row may depend on it and its keys alone."""
+        """Prepare the kernels. `is_uniform`: prefill is computed like decode, and programs share no keys, so that the
+        bits of a row may depend only on the row and its keys.
+        """
         self.pool = pool
         self.score_scale = score_scale
         self.softcap = softcap
@@ -261,11 +268,11 @@ class TritonAttention:
         memory_bytes = getattr(properties, "shared_memory_per_block_optin", COMMON_MEMORY_BYTES)
         itemsizes = pool.compute_dtype.itemsize, self._planes[pool.layout.layers[0]][0][0].itemsize
         self._stages = stages_by_rows(head_dim, *itemsizes, memory_bytes)
-        is_wide = pool.compute_dtype.itemsize > 2  # for whose products of many rows there are too few registers
+        is_wide = pool.compute_dtype.itemsize > 2  # products of many rows would exceed the registers
         self._most_rows = most_rows(FEW_ROWS if is_uniform or is_wide else MANY_ROWS, self._stages)
         most_sharing = FEW_ROWS if is_wide or head_dim > SHARING_DIM else SHARING_ROWS
         self.few_tokens: Final = 0 if is_uniform else most_sharing // self._group
-        """Of a request: where none of a batch has more, programs share their keys."""
+        """Tokens per request: programs share keys only if no request of a batch has more."""
         wanted = triton.next_power_of_2(PROGRAMS // pool.layout.num_kv_heads)
         self._splits = min(max(wanted, FEWEST_SPLITS), MOST_SPLITS)
 
@@ -279,7 +286,7 @@ class TritonAttention:
         return _Plan(batch, window, rows, min(splits, most_shares), splits)
 
     def attend(self, query: torch.Tensor, layer: int, plan: _Plan) -> torch.Tensor:
-        with torch.cuda.device(query.device):  # that of the pool, which need not be the thread's
+        with torch.cuda.device(query.device):  # the pool's device, which may differ from the thread's
             return self._attend(query.contiguous(), layer, plan)
 
     def _attend(self, query: torch.Tensor, layer: int, plan: _Plan) -> torch.Tensor:
@@ -353,8 +360,11 @@ def padded(head_dim: int) -> int:
 
 
 def stages_by_rows(head_dim: int, itemsize: int, stored_itemsize: int, memory_bytes: int) -> dict[int, int]:
-    """How far programs of so many rows read ahead, on a device with that much memory that one may share: at least
-    ONE_STAGE, though that may be too much, too. `stored_itemsize` is the pool's."""
+    """Return the pipeline stages of programs, by their number of rows, on a device with `memory_bytes` of shared memory
+    per program.
+
+    At least ONE_STAGE, even if that is too much. `stored_itemsize` is the pool's.
+    """
     stages = {}
     for rows, deep_bytes in DEEP_BYTES.items():
         is_deep = memory_bytes >= DEEP_MEMORY_BYTES and head_dim * stored_itemsize <= deep_bytes
@@ -365,14 +375,17 @@ def stages_by_rows(head_dim: int, itemsize: int, stored_itemsize: int, memory_by
 
 
 def most_rows(at_most: int, stages: Mapping[int, int]) -> int:
-    """The most with which a program reads ahead; where none does, the fewest."""
+    """Return the most rows with which a program prefetches; the fewest if it never does."""
     return max((rows for rows in stages if rows <= at_most and stages[rows] > ONE_STAGE), default=FEW_ROWS)
 
 
 def shared_bytes(rows: int, stages: int, head_dim: int, itemsize: int, stored_itemsize: int) -> int:
-    """What such a program shares at most: its queries, the weights of a tile's keys, and the tiles that are read ahead,
-    one less than stages; but where it reads ahead at all, one of keys and one of values. Devices of compute capability
-    9.0, which have memory enough, keep some more."""
+    """Return the most shared memory of such a program: its queries, the weights of a tile's keys, and the prefetched
+    tiles.
+
+    stages - 1 tiles are prefetched; with any prefetch, at least one of keys and one of values. Devices of compute
+    capability 9.0, which have enough memory, use some more.
+    """
     dim, num_tiles = padded(head_dim), max(2, stages - 1) if stages > ONE_STAGE else 1
     key_bytes = dim * stored_itemsize + (SCALES_BYTES if stored_itemsize < itemsize else 0)
     return rows * (dim + TILE_KEYS) * itemsize + num_tiles * TILE_KEYS * key_bytes + SUMS_BYTES

@@ -1,10 +1,10 @@
-"""The bytes of KV blocks that one rank's pool has given up, in host memory and in a file.
+"""Store the KV blocks that one rank's pool evicts, in host memory and in a file (KV offload).
 
-Blocks are copied out of the pool at once, so that it can write to them; into the file they go in a thread of the store,
-from a bounded buffer. What is read back is read by that thread too, a few blocks at a time, and goes into the pool on
-the event loop. Each block has a checksum, which stays in memory: what is not as it was written is not there.
+Blocks are copied out of the pool at once, so that the pool can overwrite them; a thread of the store writes them to the
+file from a bounded buffer. The same thread reads blocks back, a few at a time, and the event loop copies them into the
+pool. Each block has a checksum, which stays in memory: a block that differs from what was written counts as missing.
 
-The file takes up its space at the start and has no name, so that nothing of it is left when the process ends.
+The file takes up its space at the start and has no name, so that nothing of it remains when the process ends.
 """
 
 import asyncio
@@ -27,40 +27,41 @@ from serving_core.memory import available_bytes
 from serving_core.tiers import Copies
 from serving_core.units import size_of
 
-SPILLED_BYTES: Final = 128 * 2**20  # that are copied into host memory at once, at most: heartbeats wait meanwhile
-STAGED_BYTES: Final = 256 * 2**20  # that wait to be written to the file, at most
-CHUNK_BYTES: Final = 4 * 2**20  # that are read at a time
+SPILLED_BYTES: Final = 128 * 2**20  # most bytes copied to host memory at once: heartbeats wait meanwhile
+STAGED_BYTES: Final = 256 * 2**20  # most bytes that wait to be written to the file
+CHUNK_BYTES: Final = 4 * 2**20  # bytes read at a time
 PROBED_BLOCKS: Final = 8
 
 logger = logging.getLogger(__name__)
 
 Rows = npt.NDArray[np.uint8]
-"""[num_blocks, bytes of a block]: of each layer in turn the K plane, then the V plane."""
+"""[num_blocks, bytes of a block]: for each layer K, then V."""
 
 
 class TierStore:
-    """The slots of one rank: those of host memory first. Owned by one event loop."""
+    """The offload slots of one rank, host memory first. Owned by one event loop."""
 
     def __init__(self, pool: PagedKVPool, num_host: int, num_disk: int, folder: str = "") -> None:
-        """`folder` is that of the file; empty: the one for temporary files. Raises SettingsError when there is not so
-        much memory, or no room for such a file."""
+        """Allocate the slots. `folder` holds the file; empty: the folder for temporary files. Raises SettingsError if
+        there is too little memory or disk space.
+        """
         self._pool = pool
         self._num_host = num_host
         self._row_bytes = pool.layout.block_bytes
         self._host = _host_rows(num_host, self._row_bytes)
         self._fd = _open_file(num_disk * self._row_bytes, folder) if num_disk else -1
-        self._checksums: dict[int, int] = {}  # of slots that hold a block
+        self._checksums: dict[int, int] = {}  # by slot that holds a block
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-tier")
-        self._num_staged = 0  # rows that wait for the thread
+        self._num_staged = 0  # blocks that wait for the thread
         self._loads: dict[int, asyncio.Task[None]] = {}
-        self._turn = asyncio.Lock()  # loads are read one after the other, as each is measured
+        self._turn = asyncio.Lock()  # loads run one after the other, since each is timed
         self.on_lost: Callable[[Sequence[int]], None] | None = None
-        """Hears of slots that hold nothing, since what was to be copied there could not be."""
-        self.num_unwritten = 0  # blocks that were to be copied and were not
-        self.write_s = 0.0  # that copies took, and the thread to write
+        """Called with slots that hold nothing, since their copies failed."""
+        self.num_unwritten = 0  # blocks whose copies failed
+        self.write_s = 0.0  # seconds of copies and of the thread's writes
 
     def spill(self, copies: Copies) -> None:
-        """Copies as it says, as much as there is time and room for. The blocks may be written to afterwards."""
+        """Make the given copies, as far as time and space allow. The blocks may be overwritten afterwards."""
         started_at = time.perf_counter()
         if copies.demotions:
             self._demote(copies.demotions)
@@ -82,26 +83,29 @@ class TierStore:
     def load(
         self, load_id: int, slots: Sequence[int], block_ids: Sequence[int], on_loaded: Callable[[int, int], None]
     ) -> None:
-        """Reads slots into blocks that nobody else uses. on_loaded is told the load and how many leading blocks are
-        there, unless it is cancelled."""
+        """Load slots into blocks that nobody else uses.
+
+        Calls on_loaded with the load's id and the number of leading blocks loaded, unless the load is cancelled.
+        """
         reading = self._load(load_id, list(slots), list(block_ids), on_loaded)
         self._loads[load_id] = asyncio.get_running_loop().create_task(reading)
 
     def cancel(self, load_id: int) -> None:
-        """Nothing more is written of this load."""
+        """Write no more blocks of this load."""
         if task := self._loads.pop(load_id, None):
             task.cancel()
 
     def probe(self) -> tuple[float, float]:
-        """Seconds to read one block back, of host memory and of the file, measured; 0 of what there is not. To be
-        called before anything else."""
+        """Return the measured seconds to load one block from host memory and from the file; 0 for a tier without slots.
+        Call before anything else.
+        """
         num_disk = 0 if self._fd < 0 else os.fstat(self._fd).st_size // self._row_bytes
         return self._probe(range(min(self._num_host, PROBED_BLOCKS))), self._probe(
             range(self._num_host, self._num_host + min(num_disk, PROBED_BLOCKS))
         )
 
     def close(self) -> None:
-        """Ends the thread, and gives memory and file back."""
+        """End the thread; free memory and file."""
         for load_id in list(self._loads):
             self.cancel(load_id)
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -109,7 +113,7 @@ class TierStore:
             os.close(self._fd)
             self._fd = -1
 
-    # ---- out of the pool ----
+    # ---- offload ----
 
     def _demote(self, demotions: list[tuple[int, int]]) -> None:
         for _, slot in demotions:
@@ -122,18 +126,21 @@ class TierStore:
             self._write_later(self._host[sources], slots)
 
     def _staged(self, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """As many of the last ones as may wait for the thread."""
+        """Return as many of the last pairs as may wait for the thread."""
         return self._last(pairs, max(1, STAGED_BYTES // self._row_bytes) - self._num_staged)
 
     def _last(self, pairs: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
-        """So many of them. The others are those that the pool gave up first: what was not used for longest, and of one
-        text its end, which is of no use without its beginning."""
+        """Return the last `most` pairs, and report the others as lost.
+
+        The pool evicts the least recently used blocks first, and the end of a prefix, which is useless without its
+        beginning, before its start.
+        """
         num_lost = max(0, len(pairs) - most)
         self._lose([slot for _, slot in pairs[:num_lost]])
         return pairs[num_lost:]
 
     def _lose(self, slots: Sequence[int]) -> None:
-        """Nothing could be written there."""
+        """Report slots that could not be written."""
         for slot in slots:
             self._checksums.pop(slot, None)
         self.num_unwritten += len(slots)
@@ -154,7 +161,7 @@ class TierStore:
         self._lose(slots[num_written:])
 
     def _write(self, rows: Rows, slots: Sequence[int]) -> tuple[int, float]:
-        """In the thread. How many of the leading rows are in the file, and the seconds it took."""
+        """Write rows to the file, in the thread; return the number of leading rows written and the seconds it took."""
         started_at = time.perf_counter()
         for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
             view, offset = row.data, self._offset(slot)
@@ -177,7 +184,7 @@ class TierStore:
                     rows[places, start : start + num_bytes] = part
                 start += num_bytes
 
-    # ---- and back ----
+    # ---- load ----
 
     async def _load(
         self, load_id: int, slots: list[int], block_ids: list[int], on_loaded: Callable[[int, int], None]
@@ -200,7 +207,7 @@ class TierStore:
         on_loaded(load_id, num_good)
 
     def _read(self, slots: Sequence[int], checksums: Sequence[int | None]) -> Rows:
-        """In the thread. The leading ones that are as they were written."""
+        """Read slots, in the thread; return the leading rows whose checksums match."""
         rows = np.empty((len(slots), self._row_bytes), np.uint8)
         for index, (slot, checksum) in enumerate(zip(slots, checksums, strict=True)):
             row = rows[index]
@@ -209,7 +216,7 @@ class TierStore:
         return rows
 
     def _fetch(self, slot: int, row: Rows) -> bool:
-        """Whether there was a whole row."""
+        """Read one slot into `row`; return whether the row is complete."""
         if slot < self._num_host:
             row[:] = self._host[slot]
             return True
@@ -247,7 +254,7 @@ class TierStore:
         else:
             self._write(rows, slots)
             os.fsync(self._fd)
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)  # or memory would be measured
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)  # else the probe would measure the page cache
         checksum = _checksum(rows[0])
         started_at = time.perf_counter()
         self._read(slots, [checksum] * len(slots))
@@ -268,7 +275,7 @@ def _host_rows(num_rows: int, row_bytes: int) -> Rows:
 
 
 def _open_file(num_bytes: int, folder: str) -> int:
-    """A file of that size without a name, that its owner alone could open."""
+    """Open a file of num_bytes without a name, accessible only to its owner."""
     try:
         fd, path = tempfile.mkstemp(prefix="splitserve-kv-", dir=folder or None)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""A mixture of experts: each token takes a few of many feed-forwards.
+"""Compute a mixture of experts: each token takes a few of many feed-forwards.
 
-Every rank has a part of the neurons of each expert, as of any feed-forward: so all ranks read the same share of the
-experts that a step needs, whichever these are, and one sum over the ranks makes the outputs whole.
+Every rank has a part of the neurons of each expert, as of any feed-forward. So all ranks read equal shares of whichever
+experts a step needs, and one sum over the ranks completes the outputs.
 """
 
 import functools
@@ -21,7 +21,7 @@ from serving_core.sharding import Extent, Shard, share_of, whole
 
 
 class Gate(Linear):
-    """Decides about experts: whole on every rank, and never quantized."""
+    """The router: whole on every rank, and never quantized."""
 
     def __init__(self, hidden_size: int, name: str, num_outputs: int) -> None:
         super().__init__(whole(hidden_size), {name: whole(num_outputs)}, bias=False)
@@ -40,13 +40,13 @@ class Expert(nn.Module):
         self.down_proj = Linear(neurons, {down: whole(hidden_size)}, bias=False)
 
     def forward(self, x: torch.Tensor, steps: Steps) -> torch.Tensor:
-        """x [T, E] -> [T, E]"""
+        """Compute x [T, E] -> [T, E]."""
         outputs: torch.Tensor = self.down_proj(steps.gate(self.gate_up_proj(x)))
         return outputs
 
 
 class MixtureOfExperts(nn.Module):
-    """In place of a feed-forward."""
+    """A mixture of experts instead of a feed-forward."""
 
     def __init__(self, hidden_size: int, experts: Experts, shard: Shard, tp_size: int) -> None:
         super().__init__()
@@ -67,12 +67,14 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def expert_bytes(self) -> int:
-        """Memory that the weights of all experts take, once they are there, less those of the shared one."""
+        """Return the memory of all loaded experts' weights, without the shared expert."""
         return sum(layer.num_bytes for layer in self.experts.modules() if isinstance(layer, Linear))
 
     def forward(self, x: torch.Tensor, steps: Steps, residual: Residual, deltas: Deltas | None = None) -> torch.Tensor:
-        """x [T, E] -> this rank's rows. Reads the weights of those experts alone that some token takes. Of
-        `deltas` there are none here: adapters of experts are refused."""
+        """Compute x [T, E] -> this rank's rows. Reads only the weights of experts that some token takes.
+
+        `deltas` holds none for this module: adapters of experts are refused.
+        """
         dispatch = choose_dispatch(x.device)
         routing = dispatch.route(self.gate(x), self._num_chosen, self._is_normalized)
         rows = self._outputs(x.index_select(0, routing.tokens), routing.starts, steps)
@@ -82,7 +84,7 @@ class MixtureOfExperts(nn.Module):
         return residual.summed(dispatch.mix(rows, routing, shared))
 
     def _outputs(self, rows: torch.Tensor, starts: torch.Tensor, steps: Steps) -> torch.Tensor:
-        """What the experts give for rows that are sorted by them."""
+        """Return the experts' outputs for rows sorted by expert."""
         gate_up, down = self._products
         if gate_up is not None and down is not None and gate_up.takes(rows.dtype):
             return down(steps.gate(gate_up(rows, starts)), starts)
@@ -94,7 +96,7 @@ class MixtureOfExperts(nn.Module):
 
     @functools.cached_property
     def _products(self) -> tuple[GroupedProduct | None, GroupedProduct | None]:
-        """Of all experts at once, where kernels compute them. To be asked for once the weights are there."""
+        """Return the products of all experts at once, where kernels support that. Call after the weights are loaded."""
         experts: list[Expert] = list(self.experts)  # type: ignore[arg-type]
         gate_ups, downs = zip(*((each.gate_up_proj.matrix, each.down_proj.matrix) for each in experts), strict=True)
         return grouped_product(gate_ups), grouped_product(downs)

@@ -1,7 +1,7 @@
-"""What LoRA adapters (arXiv 2106.09685) add to a decoder's projections.
+"""Apply LoRA adapters (arXiv 2106.09685) to a decoder's projections.
 
-An adapter computes over the rows of its own requests alone, by products that are Linear themselves, and its sums are
-added row by row. So the bits of a row depend on that row alone wherever those of the model do.
+An adapter computes only the rows of its own requests, with Linear products, and adds its sums row by row. So the bits
+of a row depend on that row alone wherever the model's do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,21 +14,21 @@ from serving_core.sharding import whole
 
 
 class Delta(nn.Module):
-    """What one adapter adds to one Linear: down to the rank, and up again to all of its outputs."""
+    """One adapter's addition to one Linear: a product down to the rank, and one up to all of its outputs."""
 
     def __init__(self, down: torch.Tensor, up: torch.Tensor) -> None:
-        """Weights [rank, inputs] and [outputs, rank]; of several parts the ranks lie side by side."""
+        """Take weights [rank, inputs] and [outputs, rank]; the ranks of several parts are concatenated."""
         super().__init__()
         self.down, self.up = _linear(down), _linear(up)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, inputs] -> [T, outputs]"""
+        """Compute x [T, inputs] -> [T, outputs]."""
         added: torch.Tensor = self.up(self.down(x))
         return added
 
 
 class Adapters(nn.Module):
-    """The adapters of one decoder, or of one rank's part of it, by name."""
+    """The adapters of one decoder, or of one rank's part, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,23 +41,23 @@ class Adapters(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that all of them take."""
+        """Return the memory of all adapters."""
         return sum(module.num_bytes for module in self.modules() if isinstance(module, Layer))
 
     def take(self, name: str, deltas: Mapping[Linear, Delta]) -> None:
-        """Takes an adapter in, as what it adds to each projection that it changes."""
+        """Add an adapter, as its delta for each projection that it changes."""
         self._by_name[name] = deltas
         self._deltas.extend(deltas.values())
 
     def deltas_for(self, adapted_rows: Mapping[str, torch.Tensor]) -> Deltas | None:
-        """What they add to a batch, given the rows of each; None where that is nothing."""
+        """Return the deltas of a batch, given the rows of each adapter; None if there are none."""
         if not adapted_rows:
             return None
         return _RowDeltas([(self._by_name[name], rows) for name, rows in adapted_rows.items()])
 
 
 class _RowDeltas:
-    """No row is of two adapters."""
+    """The deltas of a batch. A row has at most one adapter."""
 
     def __init__(self, adapted: Sequence[tuple[Mapping[Linear, Delta], torch.Tensor]]) -> None:
         self._adapted = adapted

@@ -1,4 +1,6 @@
-"""Fills a decoder's adapters from their files: each rank its own slices, the same that it has of the projections."""
+"""Load a decoder's LoRA adapters from their files: each rank loads the slices that match its slices of the
+projections.
+"""
 
 from collections.abc import Iterable, Mapping
 
@@ -17,8 +19,9 @@ from serving_core.sharding import Extent, whole
 def load_adapters(
     decoder: LlamaDecoder, adapters: Iterable[StoredAdapter], dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Gives a filled decoder its adapters, cast to dtype; gives the bytes they take. Raises ModelError when one is
-    damaged."""
+    """Load the adapters of a filled decoder, cast to dtype; return the bytes they take. Raises ModelError if one is
+    damaged.
+    """
     projections = {
         layer: {in_checkpoint(path, name): outputs for name, outputs in layer.parts.items()}
         for path, layer in decoder.named_modules()
@@ -40,7 +43,9 @@ def _delta(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Delta:
-    """For all parts of a Linear at once: each that is changed goes through ranks of its own to its own outputs."""
+    """Return the adapter's delta for all parts of a Linear at once: each changed part has ranks of its own for its own
+    outputs.
+    """
     inputs, rank, changed = layer.inputs, whole(adapter.rank), [name for name in parts if name in adapter.projections]
     down = torch.zeros(len(changed) * rank.total, len(inputs.held), dtype=dtype, device=device)
     up = torch.zeros(sum(len(outputs.held) for outputs in parts.values()), len(down), dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Where the rows of a batch lie between the products of a layer."""
+"""Divide the residual stream over ranks (sequence parallelism)."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,9 @@ from serving_core.sharding import share_of
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """The residual stream of one pass: whole on every rank or, divided, a share of its rows on each (arXiv
-    2205.05198). What is added up of a row, and in which dtype, is the same either way."""
+    """The residual stream of one pass: whole on every rank or, divided, a share of its rows on each (arXiv 2205.05198).
+    The sums of a row and their dtype are the same either way.
+    """
 
     group: RankGroup
     num_rows: int
@@ -20,27 +21,27 @@ class Residual:
 
     @property
     def own(self) -> range:
-        """The rows of this rank."""
+        """Return the rows of this rank."""
         whole = range(self.num_rows)
         return share_of(self.num_rows, self.group.rank, self.group.size) if self.is_divided else whole
 
     def summed(self, partial: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a sum over the ranks, of each one's part [T, E]; the part is of no use afterwards."""
+        """Return this rank's rows of the sum over the ranks of `partial` [T, E], which must not be used afterwards."""
         if self.is_divided:
             return self.group.reduce_scatter(partial)
         self.group.all_reduce(partial)
         return partial
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """All rows [T, E] of what was computed of this rank's."""
+        """Return all rows [T, E], gathered from every rank's rows."""
         return self.group.all_gather(x, self.num_rows) if self.is_divided else x
 
     def kept(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of x [T, E]."""
+        """Return this rank's rows of x [T, E]."""
         return x[self.own.start : self.own.stop].clone() if self.is_divided else x
 
     def picked(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """These rows [S, E], on every rank, of x, of which this rank has its own."""
+        """Return these rows [S, E] on every rank, from each rank's rows x."""
         if not self.is_divided:
             return x.index_select(0, rows)
         at = rows - self.own.start
@@ -51,7 +52,9 @@ class Residual:
 
 
 def residual_of(batch: ForwardBatch, group: RankGroup, min_tokens: int) -> Residual:
-    """That of a batch: divided from so many tokens on, if there are prompts among them; 0: never."""
+    """Return the residual stream of a batch: divided if the batch has prefill and at least min_tokens tokens; 0:
+    never.
+    """
     num_rows = len(batch.token_ids)
     is_large = 0 < min_tokens <= num_rows and num_rows >= group.size
     return Residual(group, num_rows, group.size > 1 and is_large and batch.longest_query > 1)

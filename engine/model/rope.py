@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864), in float32 and in the order of transformers."""
+"""Compute rotary position embeddings (RoFormer, arXiv 2104.09864), in float32 and in transformers' order."""
 
 import math
 from typing import TypeAlias
@@ -8,34 +8,42 @@ from torch.nn import functional
 
 from serving_core.rope_config import DefaultRope, FactorRope, LinearRope, Llama3Rope, Rope, YarnRope
 
-Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # what RotaryEmbedding.tables gives
+Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # the result of RotaryEmbedding.tables
 
 
 class RotaryEmbedding:
-    """Cosines and sines of positions, computed afresh for every step: no table of max_position_embeddings rows."""
+    """Cosines and sines of positions, computed in every step, without a table of max_position_embeddings rows."""
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device, rotary_dim: int | None = None) -> None:
-        """Of heads in the order of `head_order` only rotary_dim elements turn; the other pairs stand still."""
+        """Prepare the frequencies. With heads in the order of `head_order`, only rotary_dim elements rotate; the other
+        pairs have angle 0.
+        """
         turning = inverse_frequencies(rope, head_dim if rotary_dim is None else rotary_dim)
         self._inverse_frequencies = functional.pad(turning, (0, head_dim // 2 - len(turning))).to(device)
         self._factor = rope.attention_factor if isinstance(rope, YarnRope) else 1.0
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
-        """For positions [T]: cosines and sines [T, 1, head_dim], the first half of the sines negated for `rotate`."""
+        """Return, for positions [T], cosines and sines [T, 1, head_dim], the first half of the sines negated for
+        `rotate`.
+        """
         angles = positions.unsqueeze(-1).float() * self._inverse_frequencies
         cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
         return torch.cat((cos, cos), -1).unsqueeze(1).to(dtype), torch.cat((-sin, sin), -1).unsqueeze(1).to(dtype)
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Rotates heads [T, H, head_dim] by the angles of `RotaryEmbedding.tables`; pairs are half a head apart."""
+    """Rotate heads [T, H, head_dim] by the angles of `RotaryEmbedding.tables`; the elements of a pair are half a head
+    apart.
+    """
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), signed_sin)
 
 
 def head_order(head_dim: int, rotary_dim: int, are_neighbours: bool) -> list[int]:
-    """Which element of a head, of which the first rotary_dim are rotated, comes where, so that pairs are half a head
-    apart and those that turn come first. `are_neighbours`: pairs are, else they are half of rotary_dim apart. (Queries
-    and keys in one order have the same products.)"""
+    """Return the element order of a head that puts pairs half a head apart, and rotated pairs first.
+
+    The first rotary_dim elements are rotated. `are_neighbours`: the elements of a pair are adjacent, else half of
+    rotary_dim apart. Queries and keys in one order have unchanged products.
+    """
     turning, still = range(rotary_dim), range(rotary_dim, head_dim)
     half, rest = rotary_dim // 2, len(still) // 2
     firsts, seconds = (turning[::2], turning[1::2]) if are_neighbours else (turning[:half], turning[half:])
@@ -43,7 +51,7 @@ def head_order(head_dim: int, rotary_dim: int, are_neighbours: bool) -> list[int
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """Radians per position of each pair: [head_dim / 2] float32 in host memory.
+    """Return the radians per position of each pair: [head_dim / 2] float32 in host memory.
 
     Rounded exactly as in transformers: at position 100,000 one unit in the last place is a thousandth of a radian.
     """
@@ -62,10 +70,12 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
 
 
 def _yarn(rope: YarnRope, pair_periods: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Fast pairs keep their frequency, slow ones are interpolated, a linear ramp lies between (section 3.2)."""
+    """Scale frequencies as YaRN: fast pairs keep theirs, slow ones are interpolated, with a linear ramp between
+    (section 3.2).
+    """
 
     def pair_with(num_turns: float) -> float:
-        """The pair that turns so often within the original context, as a real number."""
+        """Return the pair, as a real number, that turns num_turns times within the original context."""
         period = rope.original_max_position_embeddings / (num_turns * 2 * math.pi)
         return (head_dim * math.log(period)) / (2 * math.log(rope.theta))
 
@@ -81,8 +91,9 @@ def _yarn(rope: YarnRope, pair_periods: torch.Tensor, head_dim: int) -> torch.Te
 
 
 def _llama3(rope: Llama3Rope, frequencies: torch.Tensor) -> torch.Tensor:
-    """Pairs that turn at least high_freq_factor times within the original context stay, those that turn at most
-    low_freq_factor times are slowed by factor, and between the two it changes linearly."""
+    """Scale frequencies as Llama 3.1: pairs that turn at least high_freq_factor times within the original context stay,
+    those that turn at most low_freq_factor times are slowed by `factor`, with a linear transition between.
+    """
     num_turns = rope.original_max_position_embeddings / (2 * math.pi / frequencies)
     kept = ((num_turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return (1 - kept) * frequencies / rope.factor + kept * frequencies

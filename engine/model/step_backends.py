@@ -1,4 +1,4 @@
-"""Which steps a decoder takes on its device."""
+"""Choose the ops backend of a decoder for its device."""
 
 import functools
 import logging
@@ -18,14 +18,15 @@ from serving_core.rope_config import DefaultRope
 logger = logging.getLogger(__name__)
 
 TOLERANCE = 0.05  # of the largest number: 16-bit results of two kernels; a wrong one is off by about 1
-ROWS, COLUMNS = 5, 200  # that are tried
+ROWS, COLUMNS = 5, 200  # of the trial
 HEADS, KEY_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 48, 4
 EPS = 1e-5
 
 
 def choose_steps(device: torch.device) -> Steps:
-    """The fastest steps of a device: on a CPU the compiled ones, on CUDA kernels of Triton, if they work there and
-    agree with torch's, which are taken otherwise."""
+    """Return the fastest ops of a device: on a CPU the compiled ones; on CUDA Triton kernels if they work and agree
+    with torch's, else torch's.
+    """
     if device.type == "cpu":
         variant = best_variant()
         return TorchSteps() if variant is None else NativeSteps(variant)
@@ -40,7 +41,7 @@ def _triton_steps() -> Steps:
 
 @functools.cache
 def _does_triton_agree(device: torch.device) -> bool:
-    """If not, the log says why."""
+    """Return whether Triton's ops agree with torch's; if not, log the reason."""
     why = why_not_triton(lambda: _largest_difference(_triton_steps(), TorchSteps(), device), TOLERANCE)
     if why:
         logger.warning("steps between products are not by kernels of Triton, and slower: %s", why)
@@ -49,7 +50,7 @@ def _does_triton_agree(device: torch.device) -> bool:
 
 @torch.inference_mode()
 def _largest_difference(steps: Steps, reference: Steps, device: torch.device) -> float:
-    """Between what two give of the same random numbers, over the largest."""
+    """Return the largest difference between two backends on the same random numbers, over the largest number."""
     differences = [
         ((ours - expected).abs().max() / expected.abs().max()).float()
         for ours, expected in zip(_tried(steps, device), _tried(reference, device), strict=True)
@@ -58,7 +59,7 @@ def _largest_difference(steps: Steps, reference: Steps, device: torch.device) ->
 
 
 def _tried(steps: Steps, device: torch.device) -> list[torch.Tensor]:
-    """All that they give in bfloat16."""
+    """Return the results of all ops in bfloat16."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Fills a model from the files of its folder."""
+"""Load a model's weights from the files of its folder."""
 
 import itertools
 import logging
@@ -30,15 +30,15 @@ from serving_core.weight_files import is_gguf, weight_files
 logger = logging.getLogger(__name__)
 
 READERS: Final = {"gptq": gptq, "awq": awq, "w8a8": w8a8}
-MARKS: Final = ("qweight", "weight_scale")  # a tensor that only a quantized module has
-ROOT: Final = "model."  # of all tensors but the head's
+MARKS: Final = ("qweight", "weight_scale")  # suffixes of tensors that only a quantized module has
+ROOT: Final = "model."  # prefix of all tensors but the head's
 EMBEDDING: Final = f"{ROOT}embed_tokens.weight"
-HARMLESS_SUFFIX: Final = ".rotary_emb.inv_freq"  # older checkpoints store what we compute
+HARMLESS_SUFFIX: Final = ".rotary_emb.inv_freq"  # older checkpoints store these values, which the decoder computes
 MOST_NAMES: Final = 3
 
 
 class _Stored(NamedTuple):
-    """A module of the checkpoint whose weight is stored quantized, and the part of it that is wanted."""
+    """A module of the checkpoint whose weight is stored quantized, and the wanted part of it."""
 
     name: str
     outputs: Extent
@@ -46,8 +46,9 @@ class _Stored(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """A parameter of the model and the tensors that fill it, one below the other; or, where they are stored
-    quantized, all tensors that take part."""
+    """A parameter of the model and the tensors that fill it, stacked; or, where they are stored quantized, all tensors
+    involved.
+    """
 
     module: Layer
     attribute: str
@@ -67,14 +68,15 @@ def load_weights(
     is_text_part: bool = False,
     shows_progress: bool = True,
 ) -> int:
-    """Gives every parameter of a model built on the meta device its values, cast to dtype, and packs them; gives
-    the bytes they take. `quantization` is a value of --quantization, `stored` how the checkpoint is quantized,
-    `placement` where they go if not all into memory; `is_text_part`: the checkpoint has more than text;
-    `shows_progress`: as LoadProgress has it.
+    """Fill and pack every parameter of a model built on the meta device, cast to dtype; return the bytes of the
+    weights.
 
-    Reads of the files what the parameters take, and takes little memory beyond them. Raises ModelError, before
-    anything is loaded, when a tensor is missing, unknown, of another shape or of a dtype that is not a float of 16
-    or 32 bits. What another stage takes is that stage's to check.
+    `quantization` is a value of --quantization, `stored` the checkpoint's own quantization, `placement` the weight
+    offload, if any; `is_text_part`: the checkpoint has more than text; `shows_progress`: as in LoadProgress.
+
+    Reads only what the parameters take from the files, with little further memory. Before loading anything, raises
+    ModelError if a tensor is missing, unknown, of another shape, or of a dtype other than a 16- or 32-bit float. Each
+    stage checks its own tensors.
     """
     checkpoint = _open_text(folder, is_text_part=is_text_part)
     if stored is not None and stored.become_floats:
@@ -107,8 +109,10 @@ def load_weights(
 
 
 def stores_own_head(folder: Path, dtype: torch.dtype, *, is_text_part: bool = False) -> bool:
-    """Return whether a checkpoint stores a head that differs from the embedding once both are of this dtype. As in
-    transformers, such a head is the model's, even though config.json ties it to the embedding. Raises ModelError."""
+    """Return whether a checkpoint stores a head that differs from the embedding once both are cast to this dtype.
+
+    As in transformers, the model uses such a head even though config.json ties it to the embedding. Raises ModelError.
+    """
     checkpoint = _open_text(folder, is_text_part=is_text_part)
     if not {TIED_HEAD, EMBEDDING} <= checkpoint.names():
         return False
@@ -124,11 +128,12 @@ def _open_text(folder: Path, *, is_text_part: bool) -> Checkpoint:
 
 
 def open_checkpoint(folder: Path, root: str = "") -> Checkpoint:
-    """The tensors of a model folder, whose names begin with `root` if none does in safetensors files. Raises
-    ModelError."""
+    """Open the tensors of a model folder; names get the prefix `root` if none in the safetensors files has it. Raises
+    ModelError.
+    """
     if not is_gguf(folder):
         return SafetensorsCheckpoint(weight_files(folder), root)
-    from engine.model.checkpoint import GgufCheckpoint  # here, as few models need what it imports
+    from engine.model.checkpoint import GgufCheckpoint  # here, as few models need its imports
 
     return GgufCheckpoint(folder)
 
@@ -136,7 +141,9 @@ def open_checkpoint(folder: Path, root: str = "") -> Checkpoint:
 def _coming(
     targets: Sequence[_Target], sizes: Sequence[int], checkpoint: Checkpoint, progress: LoadProgress
 ) -> Generator[_Target]:
-    """The targets, while what fills the next ones is read ahead. A target is loaded when the next one is asked for."""
+    """Yield the targets while reading ahead for the next ones. A target must be loaded before the next one is
+    requested.
+    """
 
     def spans_of(target: _Target) -> Iterator[Span]:
         return itertools.chain.from_iterable(map(checkpoint.spans, target.parts))
@@ -164,7 +171,7 @@ def _take(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Fills a layer with weights that are stored quantized; gives False when they had to become whole."""
+    """Fill a layer with weights stored quantized; return False if they had to be dequantized."""
     assert stored is not None, "what is stored quantized is described in config.json"
     assert isinstance(target.module, Linear)
     read = READERS[stored.method].read
@@ -192,7 +199,9 @@ def _targets(model: nn.Module, checkpoint: Checkpoint, stored: StoredQuantizatio
 
 
 def _is_quantized(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a module of the checkpoint is; of a quantized checkpoint some are not."""
+    """Return whether the checkpoint stores this module quantized; a quantized checkpoint may leave some modules as
+    floats.
+    """
     return any(f"{name}.{mark}" in checkpoint.names() for mark in MARKS)
 
 
@@ -209,7 +218,7 @@ def _quantized(
 
 
 def in_checkpoint(path: str, name: str) -> str:
-    """What the checkpoint calls a module of ours, or with a name a module beside it."""
+    """Return the checkpoint's name of a module, or, with a name, of a module beside it."""
     if name:
         path = f"{path.rpartition('.')[0]}.{name}".removeprefix(".")
     return path if path == "lm_head" else ROOT + path
@@ -229,7 +238,7 @@ def _check(checkpoint: Checkpoint, parts: Sequence[Part], is_elsewhere: Callable
 
 
 def _is_no_bias(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether it is a bias of zeros, which GPTQ's tools add to layers that have none."""
+    """Return whether the tensor is a bias of zeros, which GPTQ tools add to layers without a bias."""
     module, _, attribute = name.rpartition(".")
     if attribute != "bias" or not _is_quantized(checkpoint, module):
         return False
@@ -240,6 +249,6 @@ def _is_no_bias(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def spell(names: Sequence[str]) -> str:
-    """The first few of them, and how many more there are."""
+    """Return the first few names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more

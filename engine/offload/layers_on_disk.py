@@ -1,4 +1,4 @@
-"""Weight offload to disk: a thread reads the weights of a layer while the layers before it compute."""
+"""Offload weights to disk: a thread reads the weights of a layer while the layers before it compute."""
 
 import contextlib
 import ctypes
@@ -23,20 +23,20 @@ from engine.offload.residence import Residence
 from serving_core.errors import SettingsError
 
 IN_MEMORY: Final = ("tmpfs", "ramfs")
-PIECE_BYTES: Final = 8 * 2**20  # that are read or written at once
+PIECE_BYTES: Final = 8 * 2**20  # read or written at once
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class LayerMemory:
-    """Gives out tensors, in chunks that nothing else is in."""
+    """Allocates the tensors of one layer, in chunks that hold nothing else."""
 
     def __init__(self) -> None:
         self._chunks: list[torch.Tensor] = []
-        self._used_bytes: list[int] = []  # of each
+        self._used_bytes: list[int] = []  # by chunk
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Bytes of any content, which start at a multiple of ALIGNMENT. Raises OSError when there is no memory."""
+        """Return uninitialized bytes, aligned to ALIGNMENT. Raises OSError if memory is short."""
         reserved = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if not self._chunks or self._used_bytes[-1] + reserved > self._chunks[-1].nbytes:
             self._chunks.append(huge_chunk(max(reserved, CHUNK_BYTES)))
@@ -46,7 +46,7 @@ class LayerMemory:
         return self._chunks[-1][start : start + num_bytes]
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in this memory."""
+        """Return a copy in this memory."""
         copy = self.empty(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         return copy.copy_(tensor)
 
@@ -55,20 +55,23 @@ class LayerMemory:
         return sum(chunk.nbytes for chunk in self.pages())
 
     def pages(self) -> Iterator[torch.Tensor]:
-        """All that was given out, in whole pages."""
+        """Yield all allocated memory in whole pages."""
         for chunk, used_bytes in zip(self._chunks, self._used_bytes, strict=True):
             yield chunk[: min(chunk.nbytes, -(-used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)]
 
     def let_go(self) -> None:
-        """Its content is lost, and it takes no memory until it is written again."""
+        """Free the memory's pages; their content is lost until it is written again."""
         for pages in self.pages():
             if _LIBC.madvise(pages.data_ptr(), pages.nbytes, mmap.MADV_DONTNEED):
                 raise OSError(ctypes.get_errno(), "memory cannot be let go")
 
 
 def folder_on_disk(given: str) -> str:
-    """The folder for layers: the one given, or that for temporary files, or /var/tmp where that is in memory, as it is
-    in many containers. Raises SettingsError where there is none on a disk."""
+    """Return the folder for offloaded layers: the given one, else that for temporary files, else /var/tmp if the former
+    is in memory, as in many containers.
+
+    Raises SettingsError if none is on a disk.
+    """
     if given:
         if _is_in_memory(given):
             raise SettingsError(f"--weights-disk-path {given} is in memory: name a folder on a disk")
@@ -86,16 +89,19 @@ def _is_in_memory(folder: str) -> bool:
 
 
 class LayerFile:
-    """A file without a name, gone with the process. Past the page cache, where the file system can do that: what is
-    read is read once a step, and would take memory twice."""
+    """A file without a name, which disappears with the process.
+
+    It bypasses the page cache where the file system supports that: each byte is read once per step, and would take
+    memory twice.
+    """
 
     def __init__(self, folder: str) -> None:
-        """Raises SettingsError when there can be none in this folder."""
+        """Create the file. Raises SettingsError if the folder does not allow it."""
         self.folder: Final = folder
         try:
             self._file, path = tempfile.mkstemp(prefix="splitserve-weights-", dir=self.folder)
             try:
-                with contextlib.suppress(OSError):  # of memory file systems, and some others
+                with contextlib.suppress(OSError):  # memory file systems, and some others, do not support it
                     direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
                     os.close(self._file)
                     self._file = direct
@@ -106,7 +112,7 @@ class LayerFile:
         self._end = 0
 
     def append(self, memory: LayerMemory) -> int:
-        """Writes it; gives where. Raises SettingsError when the disk is full."""
+        """Write a layer's memory; return its position. Raises SettingsError if the disk is full."""
         start = at = self._end
         try:
             os.posix_fallocate(self._file, start, memory.num_bytes)
@@ -121,7 +127,7 @@ class LayerFile:
         return start
 
     def read(self, memory: LayerMemory, start: int) -> None:
-        """Fills it again with what was written at `start`. Raises OSError."""
+        """Fill a layer's memory with the bytes written at `start`. Raises OSError."""
         at = start
         for piece in _pieces(memory):
             _whole(os.preadv(self._file, [piece], at), piece)
@@ -149,14 +155,14 @@ READ_TIMEOUT_S: Final = 60.0  # for one layer
 
 
 class WeightsLost(RuntimeError):
-    """They cannot be read any more."""
+    """The offloaded weights cannot be read any more."""
 
 
 class DiskStore:
     """Writes layers to a file, in the form in which kernels read them."""
 
     def __init__(self, folder: str) -> None:
-        """Raises SettingsError when the folder cannot be written, or is in memory."""
+        """Create the file. Raises SettingsError if the folder is not writable or is in memory."""
         self._file = LayerFile(folder_on_disk(folder))
         self._memory = LayerMemory()
         self._written: dict[int, tuple[nn.Module, LayerMemory, int]] = {}
@@ -187,13 +193,14 @@ class DiskStore:
 
 
 class LayersOnDisk:
-    """Reads ahead for one model, whose layers say when they begin and end. Made of layers that were written to the file
-    and are not in memory."""
+    """Reads the offloaded layers of one model ahead, driven by hooks at the begin and end of each layer. The layers are
+    in the file and not in memory at first.
+    """
 
     where: Final = "on disk"
 
     def __init__(self, file: LayerFile, layers: Mapping[int, tuple[nn.Module, LayerMemory, int]]) -> None:
-        """Each with its memory and its place in the file."""
+        """Attach to these layers, each with its memory and its position in the file."""
         self.layer_bytes: Final = {number: memory.num_bytes for number, (_, memory, _) in layers.items()}
         self.num_read_bytes = 0
         self.read_s = 0.0
@@ -211,7 +218,7 @@ class LayersOnDisk:
         threading.Thread(target=self._read_ahead, name="weights", daemon=True).start()
 
     def read_alone(self) -> tuple[int, float]:
-        """Reads all of them once, for nothing; to be called between steps. Gives bytes and seconds. Raises OSError."""
+        """Read all layers once as a measurement, between steps; return bytes and seconds. Raises OSError."""
         scratch = LayerMemory()
         scratch.empty(PIECE_BYTES)
         num_pieces = sum(self.layer_bytes.values()) // PIECE_BYTES
@@ -221,13 +228,13 @@ class LayersOnDisk:
         return num_pieces * PIECE_BYTES, time.perf_counter() - began_s
 
     def close(self) -> None:
-        """Ends the thread, soon. No layer is to compute any more."""
+        """End the thread. No layer may compute afterwards."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def _begin(self, layer: int) -> None:
-        """Waits until it is there. Raises WeightsLost when it cannot be read."""
+        """Wait until the layer is in memory. Raises WeightsLost if it cannot be read."""
         with self._changed:
             self._residence.begin(layer)
             self._changed.notify_all()
@@ -253,7 +260,7 @@ class LayersOnDisk:
                     self.num_read_bytes += self.layer_bytes[layer]
                     self._loaded.add(layer)
                     self._changed.notify_all()
-        except Exception as error:  # for the thread that computes
+        except Exception as error:  # reported to the computing thread
             logger.debug("reading weights failed", exc_info=True)
             with self._changed:
                 self._error = error
@@ -262,7 +269,7 @@ class LayersOnDisk:
             self._file.close()
 
     def _next(self) -> int | None:
-        """Lets layers go that are not wanted, and waits for one that is; None: it is over."""
+        """Free layers that are not wanted and wait for a layer to read; None after close."""
         with self._changed:
             while not self._is_closed:
                 to_let_go, to_read = self._residence.next_move(self._loaded)

@@ -1,9 +1,9 @@
-"""Layers whose weights are in host memory: copied by a stream of their own while the layers before them compute, into
-places on the device that they take in turn.
+"""Offload weights to host memory: a stream of its own copies a layer's weights to one of a few buffers on the device
+while the layers before it compute.
 
-Streams wait for each other, and the host for none. A copy waits for all that was to be computed when it was asked for,
-the layer that had its place before among that; a layer waits for its own copy. A CPU has no streams to wait: there the
-same code copies at once, which is of use to tests alone.
+Streams wait for each other; the host waits for none. A copy waits for all work queued when it was requested, including
+the layer that used its buffer before; a layer waits for its own copy. On a CPU, which has no streams, the same code
+copies at once; only tests use that.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from engine.offload.residence import ROOM, Residence
 from serving_core.errors import SettingsError
 from serving_core.memory import available_bytes
 
-ALIGNMENT: Final = 512  # as torch gives out on a device: which kernels compute may depend on it
-PIECE_BYTES: Final = 64 * 2**20  # that are pinned at once: torch rounds up to the next power of two
+ALIGNMENT: Final = 512  # torch's alignment on a device, since the choice of kernels may depend on it
+PIECE_BYTES: Final = 64 * 2**20  # pinned at once: torch rounds up to the next power of two
 
 
 class HostStore:
-    """Takes layers off the device."""
+    """Moves layers off the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,11 +58,12 @@ class HostStore:
 
 
 class HostLayer:
-    """One layer. While it has no place on the device its tensors have their shapes alone, beside a CPU: what computes
-    with them on the device then fails."""
+    """One offloaded layer. Without a buffer on the device its tensors are only shapes, not on the CPU: kernels that use
+    them fail.
+    """
 
     def __init__(self, module: nn.Module, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-        """Takes the tensors off the device. Raises RuntimeError when there is no memory."""
+        """Move the tensors off the device. Raises RuntimeError if memory is short."""
         self.module: Final = module
         self._tensors = tensors
         self._nowhere = [torch.zeros((), dtype=each.dtype, device="cpu").expand(each.shape) for each in tensors]
@@ -74,7 +75,7 @@ class HostLayer:
         self.bind(None)
 
     def views(self, place: torch.Tensor) -> list[torch.Tensor]:
-        """Its tensors, as they lie in a place."""
+        """Return the layer's tensors as views of a buffer."""
         starts = itertools.accumulate(map(_reserved, self._nowhere), initial=0)
         return [
             place[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -82,18 +83,20 @@ class HostLayer:
         ]
 
     def bind(self, views: Sequence[torch.Tensor] | None) -> None:
-        """From then on it computes with these; None: it does not compute."""
+        """Let the layer compute with these views; None: it cannot compute."""
         for tensor, view in zip(self._tensors, views or self._nowhere, strict=True):
             tensor.data = view
 
     def copy_to(self, place: torch.Tensor) -> None:
-        """By the current stream."""
+        """Copy the weights to a buffer in the current stream."""
         for piece, part in zip(self._pieces, torch.split(place[: self.num_bytes], PIECE_BYTES), strict=True):
             part.copy_(piece, non_blocking=True)
 
 
 class LayersOnHost:
-    """Reads ahead for one model, whose layers say when they begin and end. To be called by one thread at a time."""
+    """Reads the offloaded layers of one model ahead, driven by hooks at the begin and end of each layer. One thread at
+    a time may use it.
+    """
 
     where: Final = "in host memory"
 
@@ -108,18 +111,18 @@ class LayersOnHost:
         ]
         self._copied = [self._streams.Event() for _ in self._places]
         self._views = {number: [layer.views(place) for place in self._places] for number, layer in layers.items()}
-        self._free = list(range(ROOM))  # places
+        self._free = list(range(ROOM))  # buffers
         self._place_of: dict[int, int] = {}
         self._residence = Residence(list(layers))
         for place in self._places:
             if place.is_cuda:
-                place.record_stream(self._copying)  # once let go, it is not given out while a copy goes on
+                place.record_stream(self._copying)  # so that torch does not reuse the freed buffer during a copy
         for number, layer in layers.items():
             layer.module.register_forward_pre_hook(lambda *_, number=number: self._begin(number))
             layer.module.register_forward_hook(lambda *_, number=number: self._end(number))
 
     def read_alone(self) -> tuple[int, float]:
-        """Copies all of them once, for nothing; to be called between steps. Gives bytes and seconds."""
+        """Copy all layers once as a measurement, between steps; return bytes and seconds."""
         self._streams.synchronize(self._device)
         before, began_s = self.num_read_bytes, time.perf_counter()
         for number in self._layers:

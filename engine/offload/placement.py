@@ -1,4 +1,4 @@
-"""Weight offload: which layers' weights stay in memory, and where the others are."""
+"""Decide which layers' weights stay in memory, and where the others go (weight offload)."""
 
 import contextlib
 import logging
@@ -18,49 +18,49 @@ from serving_core.settings import EngineSettings
 
 
 class OffloadedLayers(Protocol):
-    """Reads ahead for one model, whose layers say when they begin and end."""
+    """Reads the offloaded layers of one model ahead, driven by hooks at the begin and end of each layer."""
 
     @property
     def where(self) -> str:
-        """In words: on disk, or in host memory."""
+        """Return where the weights are, in words: on disk, or in host memory."""
 
     @property
     def layer_bytes(self) -> Mapping[int, int]:
-        """Of each of these layers, by its number."""
+        """Return the bytes of each offloaded layer by number."""
 
     @property
     def num_read_bytes(self) -> int:
-        """So far."""
+        """Return the bytes read since the start."""
 
     def read_alone(self) -> tuple[int, float]:
-        """Reads all of them once, for nothing; to be called between steps. Gives bytes and seconds."""
+        """Read all layers once as a measurement, between steps; return bytes and seconds."""
 
 
 class LayerStore(Protocol):
-    """Takes layers one at a time, as they are loaded."""
+    """Receives layers one at a time, as they are loaded."""
 
     def begin(self) -> None:
-        """Another layer comes."""
+        """Start the next layer."""
 
     def holding(self, module: Layer) -> AbstractContextManager[None]:
-        """Where a module of the layer is to be filled and packed."""
+        """Return a context in which a module of the layer is filled and packed."""
 
     @property
     def held_bytes(self) -> int:
-        """Of the layer that came last, what can be elsewhere."""
+        """Return the bytes of the last layer that can be offloaded."""
 
     def offload(self, number: int, layer: nn.Module) -> None:
-        """Puts that layer elsewhere. Raises SettingsError when there is no room for it."""
+        """Offload the last layer. Raises SettingsError if there is no space for it."""
 
     def finish(self) -> OffloadedLayers | None:
-        """To be called when all layers have come. None: none was put elsewhere."""
+        """Return the offloaded layers, after all layers have come; None if none was offloaded."""
 
 
 logger = logging.getLogger(__name__)
 
 
 def choose_store(settings: EngineSettings, device: torch.device) -> LayerStore:
-    """Disk beside a CPU, host memory beside other devices. Raises SettingsError for what these cannot."""
+    """Return disk beside a CPU, host memory beside other devices. Raises SettingsError for unsupported settings."""
     if device.type == "cpu":
         return DiskStore(settings.weights_disk_path)
     if settings.weights_disk_path:
@@ -72,23 +72,25 @@ def choose_store(settings: EngineSettings, device: torch.device) -> LayerStore:
 
 
 class Placement:
-    """To be told of every module of a model as it is loaded, in the model's order: what is before the layers, the
-    layers, what is behind them. The sizes of layers are judged by that of the first one, once it is there."""
+    """Places every module of a model as it is loaded, in the model's order: the modules before the layers, the layers,
+    the modules behind them. The first layer's size stands for all.
+    """
 
     def __init__(self, layers: Sequence[nn.Module], memory_bytes: int, store: LayerStore) -> None:
         self._layers = layers
         self._number_of = {id(part): number for number, layer in enumerate(layers) for part in layer.modules()}
         self._num_elements = [sum(each.numel() for each in layer.parameters()) for layer in layers]
         self._memory_bytes: Final = memory_bytes
-        self._other_bytes = self._first_bytes = 0  # of what is in no layer, and of the first one
+        self._other_bytes = self._first_bytes = 0  # bytes outside the layers, and of the first layer
         self._store = store
-        self._elsewhere: list[int] | None = None  # not known yet
+        self._elsewhere: list[int] | None = None  # unknown before the first layer is loaded
         self._current: int | None = None
 
     @contextlib.contextmanager
     def of(self, module: Layer) -> Iterator[None]:
-        """Where the module is to be filled and packed. Raises SettingsError when there is too little memory here or
-        room elsewhere."""
+        """Provide the memory in which the module is filled and packed. Raises SettingsError if memory or offload space
+        is too small.
+        """
         number = self._number_of.get(id(module))
         if number != self._current:
             self._finish_layer()
@@ -105,7 +107,7 @@ class Placement:
             self._first_bytes += module.num_bytes
 
     def finish(self) -> OffloadedLayers | None:
-        """To be called when all is loaded. None: all of it is where it computes."""
+        """Return the offloaded layers, after the whole model is loaded; None if all weights are on their device."""
         self._finish_layer()
         offloaded = self._store.finish()
         if offloaded is not None:
@@ -122,7 +124,7 @@ class Placement:
             held_bytes = self._store.held_bytes
             element_bytes = held_bytes / self._num_elements[number]
             sizes = [round(element_bytes * each) for each in self._num_elements]
-            stays_bytes = max(0, self._first_bytes - held_bytes) * len(self._layers)  # scales, of quantized ones
+            stays_bytes = max(0, self._first_bytes - held_bytes) * len(self._layers)  # scales of quantized layers
             self._elsewhere = layers_elsewhere(sizes, self._other_bytes + stays_bytes, self._memory_bytes)
         if number in self._elsewhere:
             self._store.offload(number, self._layers[number])

@@ -1,4 +1,4 @@
-"""Which layers are in memory when not all are: the rule, without memory or clock."""
+"""Decide which offloaded layers are in memory, without memory or clock."""
 
 from collections.abc import Collection, Sequence
 from fractions import Fraction
@@ -10,10 +10,11 @@ ROOM: Final = 2  # layers: the one that computes, and the one that is read meanw
 
 
 def layers_elsewhere(layer_bytes: Sequence[int], other_bytes: int, memory_bytes: int) -> list[int]:
-    """The layers, by number, that do not stay in memory, so that what is there at any time fits: `other_bytes`, the
-    layers that stay, and ROOM others. They are spread evenly, as reading one takes longer than computing one.
+    """Return the layers to offload, by number, so that the rest fits in memory_bytes.
 
-    Raises SettingsError when not even that fits."""
+    At any time `other_bytes`, the layers that stay and ROOM offloaded ones are in memory. Offloaded layers are spread
+    evenly, since reading a layer takes longer than computing it. Raises SettingsError if even ROOM layers do not fit.
+    """
     if other_bytes + sum(layer_bytes) <= memory_bytes:
         return []
     least_bytes = other_bytes + ROOM * max(layer_bytes)
@@ -26,9 +27,9 @@ def layers_elsewhere(layer_bytes: Sequence[int], other_bytes: int, memory_bytes:
 
 
 class Residence:
-    """Of the layers that are kept elsewhere, those that are wanted in memory now: at most ROOM, the first one first.
+    """The offloaded layers wanted in memory now: at most ROOM, the first one first.
 
-    Steps go through them in order and begin again, but may begin anywhere.
+    Steps go through the layers in order and repeat, but may begin anywhere.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -36,14 +37,14 @@ class Residence:
         self.wanted = self._from(layers[0])
 
     def begin(self, layer: int) -> None:
-        """A layer is to compute, and stays until its end."""
+        """Mark a layer as computing; it stays until its end."""
         self.wanted = self._from(layer)
 
     def end(self, layer: int) -> None:
         self.wanted = self._from(self._following[layer])
 
     def next_move(self, loaded: Collection[int]) -> tuple[list[int], int | None]:
-        """Which of the loaded layers are to be let go, and which one is to be read then, if any."""
+        """Return which loaded layers to free, and which layer to read then, if any."""
         missing = (layer for layer in self.wanted if layer not in loaded)
         return sorted(set(loaded) - set(self.wanted)), next(missing, None)
 

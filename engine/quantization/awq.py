@@ -1,4 +1,4 @@
-"""Reads weights as AWQ checkpoints (gemm) store them: numbers and zeros of 4 bits, packed along the outputs."""
+"""Read weights of AWQ checkpoints (gemm): numbers and zeros of 4 bits, packed along the outputs."""
 
 from typing import Final
 
@@ -18,7 +18,9 @@ _SHIFTS: Final = tuple(4 * _OUTPUT_OF.index(output) for output in range(PER_WORD
 
 
 def parts(stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: int, inputs: int) -> list[Part]:
-    """The tensors of a module with these whole sizes. Raises ModelError for sizes that the format cannot hold."""
+    """Return the tensors of a module with these total sizes. Raises ModelError for sizes that the format cannot
+    hold.
+    """
     if outputs % PER_WORD:
         raise ModelError(f"{module} has {outputs} outputs; AWQ packs {PER_WORD} of them together")
     num_groups = 1 if stored.group_size == WHOLE else -(-inputs // stored.group_size)
@@ -32,7 +34,7 @@ def parts(stored: StoredQuantization, checkpoint: Checkpoint, module: str, outpu
 def read(
     stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: Extent, inputs: Extent
 ) -> GroupedWeight:
-    """The held part of a module, whose tensors are as `parts` wants them."""
+    """Return the held part of a module, whose tensors match `parts`."""
     num_groups = checkpoint.describe(f"{module}.scales")[0][0]
     group_size = inputs.total if stored.group_size == WHOLE else stored.group_size
     return GroupedWeight(
@@ -45,7 +47,7 @@ def read(
 
 
 def _read_packed(checkpoint: Checkpoint, name: str, rows: Extent, outputs: Extent) -> torch.Tensor:
-    """[rows held, outputs held] uint8"""
+    """Return [rows held, outputs held] uint8."""
     first_word, end_word = outputs.held.start // PER_WORD, -(-outputs.held.stop // PER_WORD)
     words = Extent(outputs.total // PER_WORD, range(first_word, end_word))
     packed = checkpoint.read_all(Part(name, (rows, words)))

@@ -1,4 +1,4 @@
-"""Reads weights that are stored as 8-bit floats (E4M3) with scales: as the floats that they stand for."""
+"""Read weights stored as 8-bit floats (E4M3) with scales, as plain floats."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -11,11 +11,11 @@ from serving_core.sharding import Extent, whole
 from serving_core.stored_quantization import FP8, FP8_SCALES, StoredQuantization
 from serving_core.stored_tensors import FLOATS
 
-SCALES: Final = FP8_SCALES[:2]  # by either name what a weight is multiplied by; activations stay as they are
+SCALES: Final = FP8_SCALES[:2]  # the names of a weight's factor; activations stay unquantized
 
 
 class Fp8Checkpoint(Checkpoint):
-    """The tensors of a checkpoint, of which some are stored in 8 bits."""
+    """A checkpoint some of whose tensors are stored in 8 bits."""
 
     def __init__(self, checkpoint: Checkpoint, stored: StoredQuantization) -> None:
         self._checkpoint = checkpoint
@@ -29,7 +29,9 @@ class Fp8Checkpoint(Checkpoint):
         return shape, "F32" if dtype == FP8 else dtype
 
     def check(self, part: Part) -> None:
-        """As of any checkpoint; also where the scales of a weight are missing or of another shape."""
+        """Check a tensor as any checkpoint does. Raises ModelError also if a weight's scales are missing or have
+        another shape.
+        """
         super().check(part)
         shape, dtype = self._checkpoint.describe(part.name)
         if dtype != FP8:
@@ -61,20 +63,20 @@ class Fp8Checkpoint(Checkpoint):
         raise ModelError(f"the weights lack {module}.{SCALES[0]}")
 
     def _scale_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Those that the scales of a weight may have."""
+        """Return the shapes that the scales of a weight may have."""
         if self._block is None:
             return [(shape[0], 1), (shape[0],), (), (1,), (1, 1)]
         return [tuple(-(-size // step) for size, step in zip(shape, self._block, strict=True))]
 
     def _scales(self, weight: str) -> torch.Tensor:
-        """Two-dimensional float32."""
+        """Return the scales, two-dimensional float32."""
         name = self._scale_name(weight)
         extents = tuple(map(whole, self._checkpoint.describe(name)[0]))
         scales = self._checkpoint.read_all(Part(name, extents)).float()
         return scales if scales.dim() == 2 else scales.reshape(-1, 1)
 
     def _scales_of(self, scales: torch.Tensor, rows: range, inputs: Extent) -> torch.Tensor:
-        """What these rows of the held inputs are multiplied by."""
+        """Return the factors of these rows of the held inputs."""
         if self._block is None:
             return scales if len(scales) == 1 else scales[rows.start : rows.stop]
         of_rows, of_columns = (

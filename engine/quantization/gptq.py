@@ -1,4 +1,4 @@
-"""Reads weights as GPTQ checkpoints store them: numbers packed along the inputs, zeros along the outputs."""
+"""Read weights of GPTQ checkpoints: numbers packed along the inputs, zeros along the outputs."""
 
 from typing import Final
 
@@ -15,7 +15,9 @@ WORD_BITS: Final = 32
 
 
 def parts(stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: int, inputs: int) -> list[Part]:
-    """The tensors of a module with these whole sizes. Raises ModelError for sizes that the format cannot hold."""
+    """Return the tensors of a module with these total sizes. Raises ModelError for sizes that the format cannot
+    hold.
+    """
     per_word = WORD_BITS // stored.bits
     if inputs % per_word or outputs % per_word:
         raise ModelError(f"{module} is {outputs} x {inputs}; GPTQ packs {per_word} of {stored.bits} bits together")
@@ -33,7 +35,7 @@ def parts(stored: StoredQuantization, checkpoint: Checkpoint, module: str, outpu
 def read(
     stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: Extent, inputs: Extent
 ) -> GroupedWeight:
-    """The held part of a module, whose tensors are as `parts` wants them. Raises ModelError for a wrong g_idx."""
+    """Return the held part of a module, whose tensors match `parts`. Raises ModelError for an invalid g_idx."""
     per_word = WORD_BITS // stored.bits
     words = _words(inputs, per_word)
     packed = checkpoint.read_all(Part(f"{module}.qweight", (words, outputs)))
@@ -63,18 +65,18 @@ def _groups(
 
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """[A, B] int32 -> [A, B, numbers in a word] uint8, the lowest bits first"""
+    """Unpack [A, B] int32 -> [A, B, numbers in a word] uint8, the lowest bits first."""
     shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
     return (packed.unsqueeze(2) >> shifts).bitwise_and_(2**bits - 1).to(torch.uint8)
 
 
 def _words(extent: Extent, per_word: int) -> Extent:
-    """The words that hold a run of numbers."""
+    """Return the words that hold a run of numbers."""
     held = range(extent.held.start // per_word, -(-extent.held.stop // per_word))
     return Extent(extent.total // per_word, held)
 
 
 def _within(extent: Extent, per_word: int) -> slice:
-    """Where the run is among the numbers of those words."""
+    """Return the position of the run among the numbers of its words."""
     first = extent.held.start % per_word
     return slice(first, first + len(extent.held))

@@ -1,4 +1,4 @@
-"""What the readers of quantized checkpoints give, and how it becomes weights to compute with."""
+"""Represent weights as quantized checkpoints store them, and convert them to matrices to compute with."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,9 @@ from engine.quantization.weight_quantization import INPUTS_MULTIPLE, QuantizedWe
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """weight[n, k] = scales[groups[k], n] * (numbers[n, k] - zeros[groups[k], n]), in any order of the groups."""
+    """Weights with weight[n, k] = scales[groups[k], n] * (numbers[n, k] - zeros[groups[k], n]), in any order of the
+    groups.
+    """
 
     numbers: torch.Tensor  # [N, K] uint8, below 2 ** bits
     groups: torch.Tensor  # [K] int64
@@ -21,13 +23,13 @@ class GroupedWeight:
     bits: int
 
     def dense(self) -> torch.Tensor:
-        """[N, K] float32"""
+        """Return the weights [N, K], float32."""
         zeros, scales = self.zeros[self.groups].t(), self.scales[self.groups].t()
         return self.numbers.float().sub_(zeros).mul_(scales)
 
 
 def join(parts: Sequence[GroupedWeight]) -> GroupedWeight | None:
-    """Weights of the same inputs, one below the other; None when they are not grouped alike."""
+    """Stack weights of the same inputs along the outputs; None if their groups differ."""
     first = parts[0]
     if not all(torch.equal(part.groups, first.groups) for part in parts):
         return None
@@ -41,8 +43,11 @@ def join(parts: Sequence[GroupedWeight]) -> GroupedWeight | None:
 
 
 def matrix_of(weight: GroupedWeight, device: torch.device) -> QuantizedMatrix | None:
-    """The same weight, to compute with; None when its groups do not come in runs of a multiple of 16 inputs, which
-    may be those of an act-order checkpoint of which a rank holds some inputs."""
+    """Return the weight as a matrix to compute with, or None.
+
+    None if the groups are not runs of a multiple of 16 inputs, as with an act-order checkpoint of which a rank holds
+    some inputs.
+    """
     num_outputs, num_inputs = weight.numbers.shape
     order = torch.argsort(weight.groups, stable=True)
     groups, numbers = weight.groups[order], weight.numbers[:, order]

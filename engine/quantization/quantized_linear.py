@@ -1,5 +1,6 @@
-"""Products with quantized weights: by the native kernels on a CPU, by Triton's on CUDA, elsewhere of weights made whole
-some at a time."""
+"""Multiply by quantized weights: with native kernels on a CPU, with Triton kernels on CUDA, else by dequantizing some
+weights at a time.
+"""
 
 import ctypes
 import functools
@@ -22,23 +23,23 @@ logger = logging.getLogger(__name__)
 
 OUTPUTS: Final = 16  # of a vector of weights, as in native/linear.h
 DEPTH: Final = 4  # inputs of a vector
-MOST_INPUTS: Final = 2**16  # of 8 bits
-_TILE_ELEMENTS: Final = 2**20  # weights that are made whole at a time
-_DEVICE_TILE_ELEMENTS: Final = 2**25  # on others than CPUs, where each call costs more than what it computes
-_TRIED_OUTPUTS, _TRIED_INPUTS = 96, 1040  # of which several programs share some
-_TRIED_GROUPS: Final = (32, 128)  # inputs of each: less than a program takes at a time, and no less
-_TRIED_ROWS: Final = (1, 40, 300)  # as each kernel takes
-_TOLERANCE: Final = 0.05  # of the largest output: 16-bit products by two kernels; a wrong one is off by about 1
+MOST_INPUTS: Final = 2**16  # with 8-bit inputs
+_TILE_ELEMENTS: Final = 2**20  # weights dequantized at a time
+_DEVICE_TILE_ELEMENTS: Final = 2**25  # on devices, where each call costs more than its arithmetic
+_TRIED_OUTPUTS, _TRIED_INPUTS = 96, 1040  # enough for several programs
+_TRIED_GROUPS: Final = (32, 128)  # inputs of each: fewer than a program takes at a time, and as many
+_TRIED_ROWS: Final = (1, 40, 300)  # covers each kernel
+_TOLERANCE: Final = 0.05  # of the largest output: 16-bit products of two kernels; a wrong one is off by about 1
 
 _Product: TypeAlias = Callable[[torch.Tensor, Packed], torch.Tensor]
-"""Of rows, whose inputs are in the order that the weights are packed in."""
+"""Multiplies rows whose inputs are in the packed weights' order."""
 
 
 class QuantizedMatrix:
-    """Weights [num_outputs, num_inputs] of 4 or 8 bits, packed as native/linear.h says, wherever they are.
+    """Weights [num_outputs, num_inputs] of 4 or 8 bits, packed as native/linear.h describes, on any device.
 
-    The native kernels round each row of inputs to 16 bits of its largest, or to 8 if they are told so, and then add
-    exactly, so that a row's outputs depend on that row alone.
+    The native kernels round each row of inputs to 16 bits (or 8, see `round_inputs`) relative to its largest value, and
+    then add exactly, so that a row's outputs depend on that row alone.
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class QuantizedMatrix:
         device: torch.device,
         variant: str | None = None,
     ) -> None:
-        """Empty; to be filled with `put`. `variant` is one of linear_library.VARIANTS that this CPU has, or "portable";
-        None takes the best."""
+        """Allocate an empty matrix, to be filled with `put`.
+
+        `variant` is one of linear_library.VARIANTS that this CPU supports, or "portable"; None takes the best.
+        """
         num_vectors, num_groups = -(-num_outputs // OUTPUTS), -(-num_inputs // group_size)
         self.num_outputs, self.num_inputs, self.bits = num_outputs, num_inputs, bits
         self.group_size = group_size  # inputs that share a scale
@@ -63,7 +66,7 @@ class QuantizedMatrix:
         self._scales = torch.zeros((num_vectors, num_groups, OUTPUTS), device=device)
         self._zeros = torch.zeros((num_vectors, num_groups, OUTPUTS), dtype=torch.uint8, device=device)
         self._bias: torch.Tensor | None = None
-        self.columns: torch.Tensor | None = None  # which input each packed one is; None: in order
+        self.columns: torch.Tensor | None = None  # input index of each packed one; None: in order
         if variant is None:
             variant = best_variant() if device.type == "cpu" else None
         self.variant: Final = variant or "portable"
@@ -71,12 +74,14 @@ class QuantizedMatrix:
 
     @property
     def address(self) -> int:
-        """Where the compiled functions find what it is, if a kernel computes; good for as long as it is there."""
+        """Return the address of the matrix for compiled functions, if a native kernel computes it. Valid while this
+        object lives.
+        """
         return self._address
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that it computes with."""
+        """Return all tensors that the product reads."""
         parts = (self._weights, self._scales, self._zeros, self._bias, self.columns)
         return [tensor for tensor in parts if tensor is not None]
 
@@ -85,7 +90,7 @@ class QuantizedMatrix:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def put(self, first_output: int, weight: QuantizedWeight) -> None:
-        """Fills in outputs; the first is a multiple of 16, and so is their number unless they are the last."""
+        """Fill in outputs. The first is a multiple of 16, and so is their number unless they are the last."""
         assert first_output % OUTPUTS == 0
         assert (weight.bits, weight.group_size, weight.num_inputs) == (self.bits, self.group_size, self.num_inputs)
         num_outputs = weight.numbers.shape[0]
@@ -100,21 +105,24 @@ class QuantizedMatrix:
             target[vectors] = functional.pad(given, padding).view(-1, OUTPUTS, given.shape[1]).transpose(1, 2)
 
     def set_bias(self, bias: torch.Tensor) -> None:
-        """What is added to the outputs, [num_outputs]."""
+        """Set the bias [num_outputs], which is added to the outputs."""
         self._bias = bias.detach().float().contiguous()
         if self._matrix is not None:
             self._matrix.bias = self._bias.data_ptr()
 
     def round_inputs(self, bits: int) -> None:
-        """To how many bits the kernels round inputs, 8 or 16; 8 is for weights of 8 bits in one group around 128. More
-        than MOST_INPUTS inputs stay at 16, as their sums would not fit."""
+        """Set the bits to which the kernels round inputs, 8 or 16.
+
+        8 requires weights of 8 bits in one group with zero 128. With more than MOST_INPUTS inputs the bits stay 16,
+        since the sums would overflow.
+        """
         assert bits == 16 or (self.bits == 8 and self._scales.shape[1] == 1)
         self.input_bits = bits if self.num_inputs <= MOST_INPUTS else 16
         if self._matrix is not None:
             self._matrix.input_bits = self.input_bits
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The weights of these outputs [T], which are whole: [T, num_inputs] float32."""
+        """Return the dequantized weights of outputs [T]: [T, num_inputs] float32."""
         vectors, places = outputs // OUTPUTS, outputs % OUTPUTS
         numbers = self._weights[vectors, :, places]
         if self.bits == 4:
@@ -128,7 +136,7 @@ class QuantizedMatrix:
         return torch.empty_like(weights).index_copy_(1, self.columns, weights)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, num_inputs] -> [T, num_outputs]"""
+        """Multiply x [T, num_inputs] -> [T, num_outputs]."""
         on_device = on_cuda(x.device, x.dtype, self.bits) if x.is_cuda else None
         if self._matrix is None and on_device is None:
             return self.multiply_whole(x)
@@ -140,17 +148,17 @@ class QuantizedMatrix:
 
     @property
     def packed(self) -> Packed:
-        """What it is."""
+        """Return the packed tensors."""
         parts = (self._weights, self._scales, self._zeros, self._bias)
         return Packed(*parts, self.bits, self.group_size, self.num_inputs, self.num_outputs)
 
     @property
     def is_recordable(self) -> bool:
-        """Whether a kernel computes, from inputs in their own order."""
+        """Return whether a native kernel computes the product, from inputs in their own order."""
         return self._matrix is not None and self.columns is None
 
     def record(self, program: NativeProgram, x: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Adds the product of the rows of x to a program; both are bfloat16 or float32, and contiguous."""
+        """Append the product of the rows of x to a program; x and outputs are bfloat16 or float32, and contiguous."""
         assert self.is_recordable
         library = linear_library()
         assert library is not None
@@ -186,7 +194,7 @@ class QuantizedMatrix:
         return outputs
 
     def multiply_whole(self, x: torch.Tensor) -> torch.Tensor:
-        """The same product by torch, of weights made whole some at a time."""
+        """Compute the same product with torch, dequantizing some weights at a time."""
         num_elements = _TILE_ELEMENTS if x.device.type == "cpu" else _DEVICE_TILE_ELEMENTS
         step = max(1, num_elements // self.num_inputs)
         outputs = x.new_empty((x.shape[0], self.num_outputs))
@@ -217,14 +225,14 @@ class QuantizedMatrix:
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Bytes, of which a CPU reads many at a time."""
+    """Return zero bytes, in huge pages on a CPU."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.uint8, device=device)
     return weight_memory().empty(math.prod(shape)).view(shape).zero_()
 
 
 def quantized_matrix(weight: torch.Tensor, bits: int, variant: str | None = None) -> QuantizedMatrix:
-    """A weight [num_outputs, num_inputs] in 4 or 8 bits."""
+    """Quantize a weight [num_outputs, num_inputs] to 4 or 8 bits."""
     matrix: QuantizedMatrix | None = None
     for first, tile in quantize_tiles(weight, bits):
         if matrix is None:
@@ -237,8 +245,9 @@ def quantized_matrix(weight: torch.Tensor, bits: int, variant: str | None = None
 
 @functools.cache
 def on_cuda(device: torch.device, dtype: torch.dtype, bits: int) -> _Product | None:
-    """Triton's kernels, if they work on this device and agree with torch; else None, and why, in the log. To be called
-    first where nothing is captured."""
+    """Return Triton's product if it works on this device and agrees with torch; else None, and log the reason. Call for
+    the first time outside a CUDA graph capture.
+    """
 
     def trial() -> float:
         return _largest_difference(_triton_product(), device, dtype, bits)
@@ -257,7 +266,7 @@ def _triton_product() -> _Product:
 
 @torch.inference_mode()
 def _largest_difference(product: _Product, device: torch.device, dtype: torch.dtype, bits: int) -> float:
-    """From torch's, over the largest output, with random values."""
+    """Return the largest difference from torch, over the largest output, on random values."""
     generator = torch.Generator().manual_seed(0)
     differences = []
     for group_size in _TRIED_GROUPS:

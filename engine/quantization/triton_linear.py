@@ -1,7 +1,7 @@
-"""Products with weights of 4 or 8 bits as kernels of Triton, which read the weights as QuantizedMatrix packs them.
+"""Multiply by weights of 4 or 8 bits with Triton kernels, which read the weights as QuantizedMatrix packs them.
 
-Few rows are multiplied by what a program unpacks in its registers, so that a step reads no more of the memory than the
-packed weights. For many rows that would be done again for each tile of them: the weights are unpacked first.
+For few rows a program unpacks weights in its registers, so that a step reads only the packed weights from memory. Many
+rows would repeat that for each tile of rows, so the weights are unpacked first.
 """
 
 from typing import Final
@@ -18,18 +18,20 @@ TILE_INPUTS: Final = 128  # of a program at a time
 TILE_OUTPUTS: Final = 64  # of a program
 FEW_ROWS, MANY_ROWS = 16, 64  # of a program
 FEW_WARPS, MANY_WARPS = 4, 8
-STAGES, WIDE_STAGES = 4, 2  # which inputs of 32 bits have, for more would not fit every device
-MOST_ROWS: Final = 256  # for which unpacking in registers, once for each tile of them, takes less than doing it before
-PROGRAMS: Final = 512  # that a product should have, to fill a device
+STAGES, WIDE_STAGES = 4, 2  # pipeline stages; for 32-bit inputs more would not fit on every device
+MOST_ROWS: Final = 256  # up to which unpacking in registers, once per tile of rows, is faster than unpacking first
+PROGRAMS: Final = 512  # programs that fill a device
 LEAST_TILES: Final = 4  # of a program that shares inputs with others
 ADDED: Final = 1024  # values of a program
 UNPACKED_OUTPUTS: Final = 32  # of a program
-UNPACKED_ELEMENTS: Final = 2**25  # that are there at a time
+UNPACKED_ELEMENTS: Final = 2**25  # unpacked at a time
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def shift_of(place, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where an input is among the bits of its word: bytes in order, but of two in a byte the upper is four further."""
+    """Return the bit position of an input in its word: bytes in order, and of two inputs in a byte the second four bits
+    higher.
+    """
     return (place if BITS == 8 else place % 4 * 2 + place // 4) * BITS
 
 
@@ -57,8 +59,11 @@ def multiply(  # type: ignore[no-untyped-def]
     OF_GROUPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ) -> None:
-    """ROWS of [num_rows, num_inputs] by COLUMNS of the outputs, over split_words of the words of each output: to
-    outputs [splits, num_rows, num_outputs]. OF_GROUPS says whether a tile of WORDS may be of several groups."""
+    """Multiply ROWS of [num_rows, num_inputs] by COLUMNS of the outputs, over split_words of the words of each output,
+    into outputs [splits, num_rows, num_outputs].
+
+    OF_GROUPS tells whether a tile of WORDS may span several groups.
+    """
     split = tl.program_id(1)
     rows, columns = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = rows < num_rows, columns < num_outputs
@@ -94,7 +99,7 @@ def multiply(  # type: ignore[no-untyped-def]
 def add_up(  # type: ignore[no-untyped-def]
     parts, bias, outputs, num_values, num_outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr
 ) -> None:
-    """parts [SPLITS, num_values] float32 -> outputs [num_values], in their order."""
+    """Sum parts [SPLITS, num_values] float32 -> outputs [num_values], in order."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_value = at < num_values
     total = tl.zeros([BLOCK], tl.float32)
@@ -122,7 +127,7 @@ def unpack(  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> None:
-    """The weights of num_outputs outputs from first_output on: [num_outputs, num_inputs]."""
+    """Dequantize num_outputs outputs from first_output on: [num_outputs, num_inputs]."""
     columns, words = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     there = (columns < num_outputs)[:, None] & (words < num_words)[None, :]
     vector, place = (
@@ -142,7 +147,7 @@ def unpack(  # type: ignore[no-untyped-def]
 
 
 def linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """x [T, num_inputs] -> [T, num_outputs]; inputs are in the order that the weights are packed in."""
+    """Multiply x [T, num_inputs] -> [T, num_outputs]; inputs are in the packed weights' order."""
     x = x if x.stride(1) == 1 else x.contiguous()
     with torch.cuda.device(x.device):
         return _multiply(x, packed) if len(x) <= MOST_ROWS else _multiply_unpacked(x, packed)
@@ -158,7 +163,7 @@ def _multiply(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     splits = triton.cdiv(num_tiles, tiles_each)
     outputs = x.new_empty((len(x), packed.num_outputs))
     parts = outputs if splits == 1 else outputs.new_empty((splits, *outputs.shape), dtype=torch.float32)
-    bias = packed.scales if packed.bias is None else packed.bias  # any tensor, where there is none
+    bias = packed.scales if packed.bias is None else packed.bias  # a placeholder where there is no bias
     is_few = len(x) <= FEW_ROWS
     rows = FEW_ROWS if is_few else MANY_ROWS
     multiply[num_programs, splits, triton.cdiv(len(x), rows)](

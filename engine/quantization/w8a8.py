@@ -1,5 +1,6 @@
-"""Reads weights as compressed-tensors stores those whose activations are rounded to 8 bits as well: signed bytes, and a
-scale for each output."""
+"""Read weights of compressed-tensors checkpoints with 8-bit weights and activations: signed bytes, and a scale for each
+output.
+"""
 
 from typing import Final
 
@@ -15,7 +16,7 @@ ZERO: Final = 128
 
 
 def parts(stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: int, inputs: int) -> list[Part]:
-    """The tensors of a module with these whole sizes."""
+    """Return the tensors of a module with these total sizes."""
     return [
         whole_tensor(f"{module}.weight", (outputs, inputs), ("I8",)),
         whole_tensor(f"{module}.weight_scale", (outputs, 1), FLOATS),
@@ -25,7 +26,7 @@ def parts(stored: StoredQuantization, checkpoint: Checkpoint, module: str, outpu
 def read(
     stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: Extent, inputs: Extent
 ) -> GroupedWeight:
-    """The held part of a module, whose tensors are as `parts` wants them."""
+    """Return the held part of a module, whose tensors match `parts`."""
     numbers = checkpoint.read_all(Part(f"{module}.weight", (outputs, inputs)))
     scales = checkpoint.read_all(Part(f"{module}.weight_scale", (outputs, whole(1)))).float()
     return GroupedWeight(

@@ -1,5 +1,6 @@
-"""Weights as small whole numbers: weight[output, input] = scale * (number - zero), with a scale and a zero for each
-output and group of inputs."""
+"""Quantize weights to small integers: weight[output, input] = scale * (number - zero), with a scale and a zero for each
+output and group of inputs.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,13 +11,15 @@ from torch.nn import functional
 
 from serving_core.settings import GROUP_SIZE_4_BIT
 
-INPUTS_MULTIPLE: Final = 16  # what group sizes are multiples of
-_TILE_ELEMENTS: Final = 2**20  # whose float32 are at hand at a time
+INPUTS_MULTIPLE: Final = 16  # of which every group size is a multiple
+_TILE_ELEMENTS: Final = 2**20  # converted to float32 at a time
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """N outputs of K inputs in G groups. The inputs are padded to whole groups; what is there does not matter."""
+    """N outputs of K inputs in G groups. The inputs are padded to whole groups; the padding's content does not
+    matter.
+    """
 
     numbers: torch.Tensor  # [N, G * group_size] uint8, below 2 ** bits
     scales: torch.Tensor  # [N, G] float32
@@ -29,7 +32,7 @@ class QuantizedWeight:
         return self.numbers.shape[1] // self.scales.shape[1]
 
     def dense(self) -> torch.Tensor:
-        """[N, K] float32"""
+        """Return the weights [N, K], float32."""
         grouped = self.numbers.view(-1, self.scales.shape[1], self.group_size).float()
         grouped.sub_(self.zeros.unsqueeze(2)).mul_(self.scales.unsqueeze(2))
         dense: torch.Tensor = grouped.flatten(1)[:, : self.num_inputs]
@@ -37,12 +40,13 @@ class QuantizedWeight:
 
 
 class Packed(NamedTuple):
-    """Weights [num_outputs, num_inputs] of V vectors of outputs and G groups of inputs, packed as native/linear.h
-    says."""
+    """Weights [num_outputs, num_inputs] in V vectors of outputs and G groups of inputs, packed as native/linear.h
+    describes.
+    """
 
     weights: torch.Tensor  # [V, words of an output, outputs of a vector, 4] uint8
     scales: torch.Tensor  # [V, G, outputs of a vector] float32
-    zeros: torch.Tensor  # the same, uint8
+    zeros: torch.Tensor  # [V, G, outputs of a vector] uint8
     bias: torch.Tensor | None  # [num_outputs] float32
     bits: int  # 4 or 8
     group_size: int
@@ -50,13 +54,14 @@ class Packed(NamedTuple):
     num_outputs: int
 
     def words(self) -> torch.Tensor:
-        """[V, words of an output, outputs of a vector] int32"""
+        """Return [V, words of an output, outputs of a vector] int32."""
         return self.weights.view(torch.int32).squeeze(-1)
 
 
 def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
-    """The nearest to a weight [N, K]: in 8 bits with one scale for each output and nothing but 128 as zero, in 4 bits
-    with a scale and a zero for each GROUP_SIZE_4_BIT inputs."""
+    """Round a weight [N, K] to the nearest quantized one: 8 bits with one scale for each output and zero 128, 4 bits
+    with a scale and a zero for each GROUP_SIZE_4_BIT inputs.
+    """
     num_inputs = weight.shape[1]
     group_size = GROUP_SIZE_4_BIT if bits == 4 else -(-num_inputs // INPUTS_MULTIPLE) * INPUTS_MULTIPLE
     padded = functional.pad(weight.float(), (0, -num_inputs % group_size))
@@ -66,7 +71,9 @@ def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
 
 
 def quantize_tiles(weight: torch.Tensor, bits: int) -> Iterator[tuple[int, QuantizedWeight]]:
-    """The same, some outputs at a time, a multiple of 16 but in the last: the first one's index and they."""
+    """Yield the quantized weight in tiles of outputs, with the index of each tile's first output. All tiles but the
+    last have a multiple of 16 outputs.
+    """
     rows = max(1, _TILE_ELEMENTS // max(1, weight.shape[1]) // 16) * 16
     for first in range(0, weight.shape[0], rows):
         yield first, quantize(weight[first : first + rows], bits)
