@@ -1,13 +1,14 @@
-"""Decode steps as CUDA graphs: the kernels of all layers and the head start at once, not each from Python.
+"""Run decode steps as CUDA graphs: the kernels of all layers and the head are launched at once instead of one by one
+from Python.
 
-A graph replays one shape at fixed addresses. So a batch is copied into buffers that stay, and padded to the next size
-there is a graph for. A padding row is a request of one token in a scratch block, the pool's last one, which no request
-owns: what it writes is never read for another row. The ranks of a layer each have graphs of their part, whose sums and
-gathers NCCL does; that all can be captured, and agree, is for all of them to say.
+A graph replays one shape at fixed addresses. So a batch is copied into persistent buffers, and padded to the next size
+with a graph. A padding row is a request of one token in a scratch block, the pool's last block, which no request owns;
+no other row reads what it writes. The ranks of a layer each have graphs of their part, with NCCL sums and gathers; all
+ranks must agree that the capture works.
 
-Other numbers of rows make other products of matrices, and the longest context, which the attention kernel is told on
-the host, is a bound here. So logits may differ in their last bits from those of the decoder without graphs, unless the
-bits of a row depend on no other: then they must not.
+Other numbers of rows use other matrix products, and the attention kernel gets an upper bound instead of the longest
+context. So logits may differ from the decoder's in their last bits, unless the bits of a row depend on no other row:
+then they must be equal.
 """
 
 import dataclasses
@@ -31,23 +32,24 @@ from serving_core.requests import Share
 logger = logging.getLogger(__name__)
 
 SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # rows, ascending
-WARM_UP_RUNS: Final = 2  # outside the graph: libraries allocate and choose kernels in their first calls
-TOLERANCE: Final = 0.05  # of the largest logit: 16-bit outputs by other kernels; a wrong row is off by about 1
-SUMS_TOLERANCE: Final = 0.2  # where ranks add 16-bit parts in an order that depends on the number of rows, too
-MOST_CHECKED_TOKENS: Final = 700  # in a context that is tried
+WARM_UP_RUNS: Final = 2  # before the capture: libraries allocate and choose kernels in their first calls
+TOLERANCE: Final = 0.05  # of the largest logit: 16-bit outputs of other kernels; a wrong row is off by about 1
+SUMS_TOLERANCE: Final = 0.2  # where ranks also add 16-bit parts in an order that depends on the number of rows
+MOST_CHECKED_TOKENS: Final = 700  # of a trial context
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
-"""Of a function that reads and writes the same memory each time, one that does the same: on CUDA a graph."""
+"""Returns, for a function that uses the same memory each time, an equivalent function: on CUDA a graph."""
 
 
 class StaticDecode:
-    """Steps of requests with one token each, at fixed sizes and addresses. To be run in inference mode."""
+    """Decode steps with one token per request, at fixed sizes and addresses. Run in inference mode."""
 
     def __init__(
         self, decoder: LlamaDecoder, attention: Attention, num_blocks: int, max_model_len: int, capture: Capture
     ) -> None:
-        """Requests own the first num_blocks blocks of the pool, which has one more; only that is written to here. To be
-        made on all ranks."""
+        """Capture all sizes. Requests own the first num_blocks blocks of the pool, which has one more, the only one
+        written here. Create on all ranks.
+        """
         assert attention.pool.num_blocks == num_blocks + 1
         block_size = attention.pool.layout.block_size
         self._decoder, self._attention = decoder, attention
@@ -60,22 +62,21 @@ class StaticDecode:
             block_tables=functional.pad(padding.block_tables, (0, table_width - 1)),
             longest_context=table_width * block_size,
         )
-        self._num_live_rows = 0  # the rows of the buffers behind these are padding
+        self._num_live_rows = 0  # buffer rows behind these are padding
         with torch.inference_mode():
             probe = self._forward(self.sizes[0])
         self._logits = None if probe is None else probe.new_zeros(self.sizes[-1], probe.shape[1])
         self._replays: dict[int, Callable[[], None]] = {}
         try:
             with torch.inference_mode():
-                for size in reversed(self.sizes):  # the largest first: the smaller ones find room in its memory
+                for size in reversed(self.sizes):  # the largest first: the smaller ones reuse its memory
                     self._replays[size] = capture(functools.partial(self._compute, size))
         except BaseException:
-            self.close()  # the traceback holds this, and a group that is closed waits for all graphs
+            self.close()  # the traceback holds this object, and closing a group waits for all graphs
             raise
 
     def matches(self, batch: ForwardBatch) -> bool:
-        """Decode whose tokens are all wanted and of the model alone, of no more requests and blocks than the buffers
-        hold."""
+        """Return whether the batch is a decode step without adapters, with all rows wanted, that fits the buffers."""
         num_rows = len(batch.token_ids)
         return (
             not batch.adapted_rows
@@ -84,12 +85,12 @@ class StaticDecode:
         )
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Nothing: all that a graph needs is the batch."""
+        """Return None: a graph needs only the batch."""
 
     def run(
         self, batch: ForwardBatch, on_taken: Callable[[], None] | None = None, plan: None = None
     ) -> torch.Tensor | None:
-        """[B, vocab_size] on rank 0, good until the next run."""
+        """Compute the batch; return the logits [B, vocab_size] on rank 0, valid until the next run."""
         num_rows = len(batch.token_ids)
         self._fill(batch, num_rows)
         if on_taken is not None:
@@ -98,16 +99,16 @@ class StaticDecode:
         return None if self._logits is None else self._logits[:num_rows]
 
     def close(self) -> None:
-        """Lets go of the graphs."""
+        """Release the graphs."""
         self._replays.clear()
 
     def likeliest(self, num_rows: int) -> None:
-        """Not here: choosing tokens finds it."""
+        """Return None: sampling finds the maxima."""
 
     def _fill(self, batch: ForwardBatch, num_rows: int) -> None:
-        """Copies the batch into the first rows, and makes padding of those behind that the batch before filled."""
+        """Copy the batch into the first rows, and turn later rows that the batch before used into padding."""
         ours, left = self._inputs, slice(num_rows, self._num_live_rows)
-        self._num_live_rows = max(self._num_live_rows, num_rows)  # what is true should a copy fail
+        self._num_live_rows = max(self._num_live_rows, num_rows)  # also true if a copy fails
         for target, values in (
             (ours.token_ids, batch.token_ids),
             (ours.positions, batch.positions),
@@ -138,7 +139,7 @@ class StaticDecode:
 
 
 def _first_rows(batch: ForwardBatch, num_rows: int) -> ForwardBatch:
-    """Views of a batch of requests with one token each."""
+    """Return views of the first rows of a batch with one token per request."""
     rows = slice(num_rows)
     return dataclasses.replace(
         batch,
@@ -154,17 +155,17 @@ def _first_rows(batch: ForwardBatch, num_rows: int) -> ForwardBatch:
 
 
 def sizes_for(num_blocks: int) -> tuple[int, ...]:
-    """Those of SIZES that batches may be padded to, where every request has a block of its own to write to."""
+    """Return the SIZES to which batches may be padded if every request has a block of its own."""
     largest = next((size for size in SIZES if size >= num_blocks), SIZES[-1])
     return tuple(size for size in SIZES if size <= largest)
 
 
 class CannotCapture(RuntimeError):
-    """On all ranks alike."""
+    """The computation cannot be captured, on all ranks alike."""
 
 
 class CudaCapture:
-    """Captures graphs that share their memory, and so run one at a time."""
+    """Captures graphs that share their memory, and so must run one at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -172,8 +173,10 @@ class CudaCapture:
         self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Gives the replay. Raises CannotCapture when the function does what no graph can hold."""
-        # The stream from outside comes back even where one that cannot be captured has been left as the current one.
+        """Capture the function and return its replay. Raises CannotCapture if a graph cannot hold what the function
+        does.
+        """
+        # Restores the outer stream even if a failed capture has left its own as the current one.
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
@@ -185,7 +188,7 @@ class CudaCapture:
             try:
                 with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local"):
                     function()
-            except (RuntimeError, RankLost) as error:  # of a sum that cannot be captured the group says the latter
+            except (RuntimeError, RankLost) as error:  # RankLost: the group's error for a sum that cannot be captured
                 raise CannotCapture(str(error) or type(error).__name__) from error
         return graph.replay
 
@@ -199,11 +202,13 @@ def checked_decode(
     group: RankGroup,
     tolerance: float = TOLERANCE,
 ) -> StaticDecode | None:
-    """As StaticDecode, if all sizes agree with the decoder itself; else None on all ranks, and a line in the log says
-    why. To be called before the pool holds anything. Raises RankLost where one of several ranks fails in what they
-    compute together: the others cannot know."""
+    """Return a StaticDecode whose sizes all agree with the decoder; else None on all ranks, and log the reason.
 
-    def together(function: Callable[[], None]) -> Callable[[], None]:  # what is captured next runs on all first
+    Call before the pool holds data. Raises RankLost if one of several ranks fails in a common computation, since the
+    others cannot know.
+    """
+
+    def together(function: Callable[[], None]) -> Callable[[], None]:  # runs on all ranks before the capture
         return on_all_ranks(group, CannotCapture, lambda: capture(function))
 
     try:
@@ -214,7 +219,7 @@ def checked_decode(
             raise RankLost(f"trying CUDA graphs failed on rank {group.rank}: {error}") from error
         logger.warning("decode steps are computed without CUDA graphs, which --enforce-eager does not try: %s", error)
         return None
-    if any(group.exchange(b"" if difference <= tolerance else b"off")):  # rank 0 alone has logits to compare
+    if any(group.exchange(b"" if difference <= tolerance else b"off")):  # only rank 0 has logits to compare
         logger.warning("decode steps are computed without CUDA graphs, whose logits are off by %f here", difference)
         return None
     logger.info("CUDA graphs for decode of up to %d requests, logits within %.2g", program.sizes[-1], difference)
@@ -223,8 +228,11 @@ def checked_decode(
 
 @torch.inference_mode()
 def _largest_difference(program: StaticDecode, decoder: LlamaDecoder, attention: Attention, most_tokens: int) -> float:
-    """Between each size with as much padding as there can be and the decoder, on random contexts of up to so many
-    tokens: of logits, over the largest one; on ranks that have none 0."""
+    """Return the largest difference of logits, over the largest logit, between each size with the most padding and the
+    decoder; 0 on ranks without logits.
+
+    The trial uses random contexts of up to most_tokens tokens.
+    """
     pool, vocab_size = attention.pool, decoder.vocab_size
     num_blocks = min(pool.num_blocks - 1, max(program.sizes[-1], pool.layout.num_blocks_for(most_tokens)))
     most_tokens = min(most_tokens, num_blocks * pool.layout.block_size)
@@ -246,7 +254,9 @@ def _largest_difference(program: StaticDecode, decoder: LlamaDecoder, attention:
 
 
 def _decode_batch(lengths: list[int], num_blocks: int, vocab_size: int, pool: PagedKVPool) -> ForwardBatch:
-    """Requests of these lengths, each with a last block of its own; the blocks before it are others' last ones."""
+    """Return requests of these lengths, each with a last block of its own; their earlier blocks are other requests'
+    last ones.
+    """
     shares = []
     for row, length in enumerate(lengths):
         count = pool.layout.num_blocks_for(length)
@@ -264,8 +274,9 @@ def cuda_graphs(
     *,
     exact: bool,
 ) -> StaticDecode | None:
-    """As checked_decode, by graphs of the pool's CUDA device; None also for a backend that plans on the host, on any
-    rank."""
+    """Return checked_decode with graphs of the pool's CUDA device; None also if any rank's backend plans on the
+    host.
+    """
     is_unfit = isinstance(attention, PortableAttention | TiledAttention)
     if any(group.exchange(b"unfit" if is_unfit else b"")):
         return None

@@ -1,4 +1,4 @@
-"""What computes a whole decode step at once, where that is faster than one module after the other."""
+"""Choose how to compute a whole decode step at once, where that is faster than one module after the other."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -17,32 +17,41 @@ from serving_core.settings import EngineSettings
 
 
 class DecodeProgram(Protocol):
-    """One decoder over one pool. Its logits are the decoder's own: of native kernels to the bit, of CUDA graphs as far
-    as kernels for other numbers of rows agree, unless they are to be exact."""
+    """Computes decode steps of one decoder over one pool.
+
+    Native kernels give the decoder's logits to the bit; CUDA graphs only as far as kernels for other numbers of rows
+    agree, unless `exact` is required.
+    """
 
     def matches(self, batch: ForwardBatch) -> bool:
-        """Whether it computes such batches."""
+        """Return whether the program computes such batches."""
 
     def plan(self, batch: ForwardBatch) -> Any:
-        """What `run` would make of the batch first. Its tokens may be unknown, and another batch may run meanwhile."""
+        """Return the part of `run` that can be prepared. The batch's tokens may be unknown, and another batch may run
+        meanwhile.
+        """
 
     def run(
         self, batch: ForwardBatch, on_taken: Callable[[], None] | None = None, plan: Any = None
     ) -> torch.Tensor | None:
-        """Writes the batch's keys and values into the pool. Gives the logits [S, vocab_size] on rank 0, which are good
-        until the next run, and None on the others. `on_taken` is called when kernels have what they need, and are to
-        begin."""
+        """Compute a batch and write its keys and values into the pool.
+
+        Returns the logits [S, vocab_size] on rank 0, valid until the next run, and None on the others. Calls `on_taken`
+        when the kernels have their inputs and are about to begin.
+        """
 
     def close(self) -> None:
-        """Lets go of what a group of ranks waits for when it is closed. It runs no more."""
+        """Release resources that closing a group of ranks would wait for. The program cannot run afterwards."""
 
     def likeliest(self, num_rows: int) -> Likeliest | None:
-        """Of the logits of the last run, of so many rows, where it has found that too; good until the next."""
+        """Return the row maxima of the last run's logits, if the program computed them; valid until the next run."""
 
 
 def num_scratch_blocks(settings: EngineSettings, device: torch.device) -> int:
-    """Blocks that a program needs in the pool behind those that requests own. CUDA graphs take one; there are none of
-    several stages, which wait for each other on the host."""
+    """Return the scratch blocks that a program needs in the pool behind the requests' blocks.
+
+    CUDA graphs need one. With several stages there are no graphs, since stages wait for each other on the host.
+    """
     has_graphs = device.type == "cuda" and settings.pipeline_parallel_size == 1 and not settings.enforce_eager
     return int(has_graphs)
 
@@ -50,13 +59,15 @@ def num_scratch_blocks(settings: EngineSettings, device: torch.device) -> int:
 def choose_program(
     model: object, attention: Attention, num_blocks: int, max_model_len: int, group: RankGroup, *, exact: bool
 ) -> DecodeProgram | None:
-    """The fastest one for these; None where module after module is all there is. `exact`: its logits must be the
-    model's to the bit. Requests own the first num_blocks blocks of the pool, the others are scratch. To be called on
-    all ranks, before the pool holds anything."""
-    if not isinstance(model, LlamaDecoder) or model.offloaded is not None:  # modules wait for their weights
+    """Return the fastest program, or None if only module after module works.
+
+    `exact`: its logits must equal the model's to the bit. Requests own the first num_blocks blocks of the pool; the
+    others are scratch. Call on all ranks, before the pool holds data.
+    """
+    if not isinstance(model, LlamaDecoder) or model.offloaded is not None:  # modules wait for their offloaded weights
         return None
     if isinstance(attention, NativeAttention):
         return NativeDecode(model, attention) if is_recordable(model, attention) else None
-    if attention.pool.num_blocks > num_blocks and not model.has_experts:  # of which a graph would repeat one choice
+    if attention.pool.num_blocks > num_blocks and not model.has_experts:  # a graph would repeat one choice of experts
         return cuda_graphs(model, attention, num_blocks, max_model_len, group, exact=exact)
     return None

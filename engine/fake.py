@@ -1,17 +1,17 @@
-"""A model whose answers one can work out on paper. It stores and reads back KV blocks like a real one.
+"""Compute a fake model whose outputs can be worked out on paper. It stores and reads KV blocks like a real model.
 
-Of each token it writes the token id as K and the position (0, 1, ...) as V, into every layer, head and element. From
-what it then reads back through the block table it works out the next token:
+For each token the model writes the token id as K and the position (0, 1, ...) as V, into every layer, head and element.
+From the values that it reads back through the block table it computes the next token:
 
     next = (sum over the context of token_id[i] * (i + 1) + context length) mod vocab_size
 
     context [97, 98]:  97 * 1 + 98 * 2 + 2 = 295,  295 mod 260 = 35
 
 The sum is the mean over all ranks, layers, heads and elements, rounded down: one wrong block anywhere changes the
-answer.
-The logit of the token r places after `next` (cyclically) is -r: `next` is the greedy choice, next + 1 the second.
+output. The logit of the token r places after `next` (cyclically) is -r: `next` is the greedy choice, next + 1 the
+second.
 
-Its config.json may say `step_s` and `token_s`: seconds that every step takes, and in addition every token in it.
+Its config.json may set `step_s` and `token_s`: seconds that every step takes, and every token in it in addition.
 """
 
 import time
@@ -28,11 +28,11 @@ from serving_core.json_fields import read_json_object
 from serving_core.model_config import ModelConfig
 from serving_core.requests import OnLayer
 
-EXACT_INTEGERS: Final = 2**24  # float32 holds the integers up to here
+EXACT_INTEGERS: Final = 2**24  # float32 represents the integers up to here
 
 
 class FakeModel:
-    """Computes what the module's docstring says, in place of a decoder."""
+    """The model of this module's docstring, in place of a decoder."""
 
     def __init__(self, config: ModelConfig, folder: Path, group: RankGroup) -> None:
         if max(config.vocab_size, config.max_position_embeddings) > EXACT_INTEGERS:
@@ -46,8 +46,9 @@ class FakeModel:
     def __call__(
         self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None
     ) -> torch.Tensor | None:
-        """Writes the batch into the pool. Gives the logits [S, vocab_size] of the wanted rows on rank 0, None on the
-        others."""
+        """Write the batch into the pool; return the logits [S, vocab_size] of the wanted rows on rank 0, None on the
+        others.
+        """
         time.sleep(self._step_s + self._token_s * len(batch.token_ids))
         self._store(batch, attention)
         if on_layer is not None:
@@ -70,7 +71,7 @@ class FakeModel:
             attention.pool.store(layer, batch.slots, keys, values)
 
     def _next_tokens(self, batch: ForwardBatch, attention: Attention) -> list[int]:
-        """Behind each of the wanted rows."""
+        """Return the next token behind each wanted row."""
         if not len(batch.logit_rows):
             return []
         layout = attention.pool.layout
@@ -87,7 +88,7 @@ class FakeModel:
 
 
 def _total(batch: ForwardBatch, attention: Attention, request: int, length: int) -> int:
-    """The sum over so much of the context, and over all copies on this rank."""
+    """Return the sum over the first `length` tokens of a context, over all copies on this rank."""
     pool = attention.pool
     table = batch.block_tables[request, : pool.layout.num_blocks_for(length)]
     total = 0

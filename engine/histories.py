@@ -1,5 +1,6 @@
-"""The promise of --batch-invariant tried out, on the device and with the very layers that will compute: one prompt at
-once, in chunks and steps, and beside others, to the bit."""
+"""Try the promise of --batch-invariant on the device, with the very layers that will compute: one prompt at once, in
+chunks and steps, and beside other requests must give equal bits.
+"""
 
 from itertools import accumulate, product
 from typing import Final
@@ -12,10 +13,11 @@ from engine.forward_batch import build_batch
 from engine.model.llama import LlamaDecoder
 from serving_core.requests import Share
 
-PROMPTS: Final = ((0, TILE_KEYS + 34), (1100, 40))  # tokens before and tokens: the second sees many keys
+PROMPTS: Final = ((0, TILE_KEYS + 34), (1100, 40))  # tokens before and tokens: the second attends to many keys
 CUT_AT: Final = (16, 116)
-STEPS_BEFORE_END: Final = range(32, 36)  # in the first prompt on both sides of the second tile's first key
-NUM_WANTED: Final = 40  # rows at the end, of which there are logits
+# Decode positions in the first prompt, on both sides of the second tile's first key
+STEPS_BEFORE_END: Final = range(32, 36)
+NUM_WANTED: Final = 40  # rows at the end with logits
 MOST_OTHERS: Final = 6
 IN_PARTS: Final = "in chunks and steps"
 BESIDE_OTHERS: Final = "beside others"
@@ -23,9 +25,12 @@ BESIDE_OTHERS: Final = "beside others"
 
 @torch.inference_mode()
 def differing_histories(decoder: LlamaDecoder, attention: Attention, vocab_size: int, max_model_len: int) -> list[str]:
-    """Those in which a prompt's keys, values or logits, of the model alone or of an adapter, have other bits than alone
-    and at once. To be called on all ranks, whose keys and values are their own, and before the pool holds anything;
-    afterwards it is empty again."""
+    """Return the histories in which a prompt's keys, values or logits have other bits than when it is computed alone
+    and at once.
+
+    Tries the model alone and each adapter. Call on all ranks, each with its own keys and values, before the pool holds
+    data; the pool is empty again afterwards.
+    """
     layout, num_blocks = attention.pool.layout, attention.pool.num_blocks
     most_tokens = min(max_model_len, -(-num_blocks // 2) * layout.block_size)
     found = set()
@@ -43,8 +48,7 @@ def differing_histories(decoder: LlamaDecoder, attention: Attention, vocab_size:
 
 
 class _Trial:
-    """The end of a prompt, behind random keys and values, and others of the model alone, in a pool of their own for
-    now."""
+    """The end of a prompt behind random keys and values, and other requests of the model alone, in a temporary pool."""
 
     def __init__(
         self, decoder: LlamaDecoder, attention: Attention, vocab_size: int, start: int, num_tokens: int, adapter: str
@@ -62,7 +66,7 @@ class _Trial:
                 plane[: self._blocks.stop].normal_()
 
     def bits(self, *, in_parts: bool, beside_others: bool) -> list[torch.Tensor]:
-        """The bytes of the prompt's keys and values, and on rank 0 of the logits of its last tokens."""
+        """Return the bytes of the prompt's keys and values, and on rank 0 of the logits of its last tokens."""
         length, pool, logits = len(self._token_ids), self._attention.pool, []
         cuts = {*CUT_AT, *(length - before for before in STEPS_BEFORE_END)} if in_parts else set()
         ends = [*sorted(at for at in cuts if 0 < at < length), length]
@@ -80,7 +84,7 @@ class _Trial:
         return [result.view(torch.uint8) for result in results]
 
     def clear(self) -> None:
-        """Makes what was written 0 again."""
+        """Zero everything that was written."""
         last = max((share.block_ids[-1] for share in self._others), default=self._blocks[-1])
         for plane in self._planes():
             plane[: last + 1] = 0
@@ -90,7 +94,7 @@ class _Trial:
         return [plane for layer in layers for plane in (pool.keys(layer), pool.values(layer))]
 
     def _make_others(self, blocks: range, most_tokens: int) -> list[Share]:
-        """Prompts and, in between, steps of these blocks, each with some of its own; none where there are none."""
+        """Return prefill and decode shares in these blocks, each with some blocks of its own; none without blocks."""
         block_size, others = self._attention.pool.layout.block_size, []
         counts = [1 + 23 * index // block_size for index in range(MOST_OTHERS)]
         for index, end in enumerate(accumulate(counts)):

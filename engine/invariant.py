@@ -1,17 +1,17 @@
-"""What --batch-invariant changes: the bits of a token's logits depend on the tokens before it alone.
+"""Make a decoder batch-invariant (--batch-invariant): the bits of a token's logits depend only on the tokens before it.
 
-The compiled kernels keep that by themselves. A product of torch's does not: how it adds depends on the number of rows,
-and at some numbers on the place of a row among them. Here every product, norm and activation that torch computes runs
-in tiles of a few fixed numbers of rows, the last one filled up with zeros. Which numbers, is found out at the start, on
-the device itself: those at which a row has the same bits at every place, and the same at one number as at the other.
-(A product's way depends on shapes alone, not on values, so that a few rows tell if their results are small beside what
-is added up: rounding would hide another order else. One row at a time always agrees.)
-So does attention where no kernel keeps that (engine/attention/tiled.py). Whether all of it does so together is not
-presumed but tried out (engine/histories.py). More than two ranks of a layer are refused: over several machines
-the order of their sums depends on where a number lies.
+Compiled kernels are batch-invariant by themselves. A product of torch is not: its order of addition depends on the
+number of rows, and at some numbers on a row's place among them. So every product, norm and activation of torch runs in
+tiles of a few fixed numbers of rows, the last tile padded with zeros. The numbers are found at the start, on the device
+itself: those at which a row has the same bits at every place and at every number. (The algorithm of a product depends
+on shapes alone, not on values. So a few rows suffice, if their results are small compared with the summands: otherwise
+rounding could hide a different order. One row at a time always agrees.) Attention runs in tiles too where no kernel is
+batch-invariant (engine/attention/tiled.py). A trial of the whole decoder confirms the result (engine/histories.py).
+More than two ranks per layer are refused: over several machines the order of their sums depends on the place of a
+number.
 
-Keys and values in 8 bits are rounded by what else has come to their block. So with these, too, a prompt that is cut
-elsewhere, whose beginning was cached, or that is computed again after a preemption may differ in its last bits.
+8-bit keys and values are rounded according to the other tokens of their block. With these, a prompt that is cut
+elsewhere, whose beginning was cached, or that is recomputed after a preemption may differ in its last bits.
 """
 
 from collections.abc import Callable, Hashable
@@ -24,21 +24,21 @@ from engine.model.rope import Rotation
 from engine.model.steps import Steps, TorchSteps, add_scaled, capped, normed
 from serving_core.differences import SILU
 
-TILE_ROWS: Final = (1, 4, 8, 16, 32, 64, 128, 256)  # that are tried
-CALL_ROWS: Final = 32  # what one more product costs beside its rows, in rows
+TILE_ROWS: Final = (1, 4, 8, 16, 32, 64, 128, 256)  # candidates
+CALL_ROWS: Final = 32  # overhead of one more product, in rows
 PROBE_SEED: Final = 0
 NUM_PROBES: Final = 8  # rows
-NUM_CANDIDATES: Final = 512  # rows, of which the most telling become probes
+NUM_CANDIDATES: Final = 512  # rows, of which the most sensitive become probes
 MAX_CANCELLED: Final = 16  # outputs of a product that are about 0 for the probes
 PROBE_POSITION: Final = 1013
-ALIGNMENT: Final = 64  # bytes; what lies at odd addresses may be computed in another way
+ALIGNMENT: Final = 64  # bytes; misaligned inputs may be computed differently
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
 """A function of rows [T, inputs] -> [T, outputs], each of which it computes from the same row alone."""
 
 
 class Tiling:
-    """Tiles for one device and dtype; each shape is tried once."""
+    """Tile sizes for one device and dtype; each shape is tried once."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
@@ -46,7 +46,7 @@ class Tiling:
         self._sizes: dict[Hashable, tuple[int, ...]] = {}
 
     def tiled(self, product: Rows, num_inputs: int, kind: Hashable) -> Rows:
-        """The same product in tiles. Products of one kind and as many inputs are of the same shape and code."""
+        """Return the product in tiles. Products of one kind with equal numbers of inputs have equal shapes and code."""
         key = (num_inputs, kind)
         if key not in self._sizes:
             self._sizes[key] = agreeing_sizes(product, telling_rows(product, num_inputs, self._dtype, self._device))
@@ -54,15 +54,18 @@ class Tiling:
 
 
 def random_rows(num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Some to try sizes with, the same each time: [NUM_PROBES, num_columns]."""
+    """Return random rows [NUM_PROBES, num_columns] for trials, the same each time."""
     return _random(num_columns).to(device, dtype)
 
 
 @torch.inference_mode()
 def telling_rows(product: Rows, num_inputs: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Rows [NUM_PROBES, num_inputs], the same each time, at which some outputs of a product are about 0, though what is
-    added up to them is not: there the order of the sums shows. In few bits a row comes near to that by chance alone, so
-    that the nearest of many are taken: else the output's own rounding would hide the order."""
+    """Return rows [NUM_PROBES, num_inputs], the same each time, at which some outputs of a product nearly cancel, so
+    that the order of its sums shows.
+
+    With few bits a row approaches cancellation only by chance, so the best of many are taken: otherwise the rounding of
+    the output would hide the order.
+    """
     unit_rows = torch.split(torch.eye(num_inputs, dtype=dtype, device=device), max(TILE_ROWS))
     num_cancelled = min(MAX_CANCELLED, max(1, num_inputs // 2))
 
@@ -85,8 +88,10 @@ def _random(num_columns: int, num_rows: int = NUM_PROBES) -> torch.Tensor:
 
 @torch.inference_mode()
 def agreeing_sizes(function: Rows, probes: torch.Tensor) -> tuple[int, ...]:
-    """Those of TILE_ROWS, ascending, at which a row has the same bits at all places and at all these sizes: with the
-    largest that has them at all places. `probes` [rows, inputs] are the rows to try it with."""
+    """Return the TILE_ROWS, ascending, at which a row has the same bits at all places and at all these sizes.
+
+    They agree with the largest size that has equal bits at all places. `probes` [rows, inputs] are the trial rows.
+    """
     found: dict[int, torch.Tensor] = {}
     for size in TILE_ROWS:
         outputs = torch.stack([function(probe.repeat(size, 1)) for probe in probes])
@@ -99,7 +104,7 @@ def agreeing_sizes(function: Rows, probes: torch.Tensor) -> tuple[int, ...]:
 
 
 def in_tiles(function: Rows, x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    """function(x), of tiles of these numbers of rows, which ascend."""
+    """Return function(x), computed in tiles of these ascending numbers of rows."""
     parts, first = [], 0
     while first < x.shape[0]:
         left = x.shape[0] - first
@@ -110,7 +115,9 @@ def in_tiles(function: Rows, x: torch.Tensor, sizes: tuple[int, ...]) -> torch.T
 
 
 def _tile_rows(num_rows: int, sizes: tuple[int, ...]) -> int:
-    """The next tile's: it holds all rows if that leaves little of it empty, else it is the largest that they fill."""
+    """Return the next tile's size: one that holds all rows if that leaves little empty, else the largest that they
+    fill.
+    """
     largest_full = max((size for size in sizes if size <= num_rows), default=0)
     holding_all = min((size for size in sizes if size >= num_rows), default=0)
     if not largest_full or (holding_all and holding_all - num_rows < CALL_ROWS):
@@ -119,7 +126,7 @@ def _tile_rows(num_rows: int, sizes: tuple[int, ...]) -> int:
 
 
 def _tile(x: torch.Tensor, first: int, size: int) -> torch.Tensor:
-    """So many rows from the first on, and zeros below the last; contiguous and aligned."""
+    """Return `size` rows from the first on, padded with zeros; contiguous and aligned."""
     tile = x[first : first + size]
     if len(tile) < size:
         return torch.cat((tile, tile.new_zeros(size - len(tile), x.shape[1])))
@@ -128,7 +135,7 @@ def _tile(x: torch.Tensor, first: int, size: int) -> torch.Tensor:
 
 
 class TiledSteps(TorchSteps):
-    """Torch's steps, of which a row's bits do not depend on the other rows."""
+    """The torch ops in tiles, so that a row's bits do not depend on the other rows."""
 
     def __init__(self) -> None:
         self._sizes: dict[tuple[str, int, torch.dtype], tuple[int, ...]] = {}
@@ -151,7 +158,7 @@ class TiledSteps(TorchSteps):
         return self._in_tiles(name, lambda tile: normed(tile, weight, eps, centers), rows).view(x.shape)
 
     def rotate(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """By products and a sum that are each rounded alone, and so in one way only."""
+        """Rotate with products and a sum that are each rounded separately, so that the result is unique."""
         cosines, signed_sines = (each.float() for each in rotation)
         exact = heads.float()
         turned = exact.roll(heads.shape[-1] // 2, -1) * signed_sines
@@ -171,10 +178,10 @@ class TiledSteps(TorchSteps):
 
 
 class Rotary(Protocol):
-    """What gives the cosines and sines of positions."""
+    """Computes the cosines and sines of positions."""
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
-        """As RotaryEmbedding's."""
+        """Return the tables, as RotaryEmbedding does."""
 
 
 class TiledRotary:
@@ -186,7 +193,7 @@ class TiledRotary:
         self._sizes: dict[torch.dtype, tuple[int, ...]] = {}
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
-        """As RotaryEmbedding's."""
+        """Return the tables, as RotaryEmbedding does."""
 
         def both(tile: torch.Tensor) -> torch.Tensor:
             return torch.cat(self._rotary.tables(tile.flatten(), dtype), -1).flatten(1)
@@ -198,5 +205,5 @@ class TiledRotary:
 
 
 def invariant_steps(steps: Steps, dtype: torch.dtype) -> Steps:
-    """These steps where they are invariant, else tiled ones."""
+    """Return these ops if they are batch-invariant, else tiled ones."""
     return steps if steps.is_invariant(dtype) else TiledSteps()

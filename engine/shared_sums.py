@@ -1,8 +1,8 @@
-"""What ranks on one machine add up and gather, through memory that they share: a decode step has two sums a layer, and
-each takes gloo a millisecond.
+"""Sum and gather between ranks of one machine through shared memory: a decode step has two sums per layer, and each
+takes gloo a millisecond.
 
-Rank 0 makes the memory, without a name, and the others open it by way of its process. That they can is what shows that
-all are on one machine, and are the same user: what they find there is what rank 0 has told them.
+Rank 0 creates the memory, without a name, and the others open it through rank 0's process. Success shows that all ranks
+are on one machine and belong to one user, and that the memory is the one that rank 0 announced.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ MOST_PATIENCE_S: Final = 2.0**32
 
 
 class Exchange(Protocol):
-    """What the ranks can say to each other before they share memory."""
+    """Messages between the ranks before they share memory."""
 
     rank: int
     size: int
@@ -53,7 +53,7 @@ class _View(ctypes.Structure):
 
 
 class _Functions:
-    """Those of the compiled library."""
+    """The functions of the compiled library."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -70,14 +70,16 @@ class _Functions:
 
 
 class SharedSums:
-    """This rank's end. All ranks call the same methods in the same order with tensors of the same shapes, which are
-    contiguous and on the CPU. A call that a peer does not answer in time, or whose peer has ended, raises RankLost;
-    this is of no use then."""
+    """This rank's end.
+
+    All ranks call the same methods in the same order with tensors of the same shapes, contiguous and on the CPU. A call
+    raises RankLost if a peer does not answer in time or has ended; the object cannot be used afterwards.
+    """
 
     def __init__(
         self, functions: _Functions, memory: mmap.mmap, rank: int, peers: Sequence[int], patience_s: float
     ) -> None:
-        """`peers` has a pidfd for each rank, -1 for this one."""
+        """Wrap the mapped memory. `peers` holds a pidfd for each rank, -1 for this one."""
         self._functions, self._memory = functions, memory
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         patience_ns = int(min(patience_s, MOST_PATIENCE_S) * 1e9)
@@ -86,27 +88,27 @@ class SharedSums:
         self._address = ctypes.addressof(self._view)
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether it can add such tensors up; the same on every rank."""
+        """Return whether tensors of this kind can be summed; the same on every rank."""
         return tensor.dtype in ELEMENTS and tensor.is_contiguous()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """As RankGroup's, in the order of the ranks."""
+        """Sum as RankGroup.all_reduce does, in rank order."""
         self._add(tensor, 0, tensor.numel(), tensor)
 
     def reduce_scatter(self, tensor: torch.Tensor, own: range) -> torch.Tensor:
-        """These rows [own, E] of the sum."""
+        """Return rows `own` [own, E] of the sum."""
         sums = tensor.new_empty(len(own), tensor.shape[1])
         self._add(tensor, own.start * tensor.shape[1], own.stop * tensor.shape[1], sums)
         return sums
 
     def gather(self, local: torch.Tensor, num_bytes: Sequence[int], gathered: torch.Tensor | None) -> None:
-        """What each rank gives, so many bytes of it, one behind the other in `gathered`, where that is wanted."""
+        """Gather num_bytes[rank] bytes of each rank, concatenated in `gathered` where it is given."""
         sizes = (ctypes.c_int64 * len(num_bytes))(*num_bytes)
         place = None if gathered is None else gathered.data_ptr()
         self._check(self._functions.gather(self._address, local.data_ptr(), ctypes.addressof(sizes), place))
 
     def close(self) -> None:
-        """Nothing is called after this."""
+        """Release the memory. No method may be called afterwards."""
         for peer in self._view.peers[: self._view.size]:
             _close(peer)
 
@@ -122,8 +124,11 @@ class SharedSums:
 
 
 def share(ranks: Exchange, patience_s: float) -> SharedSums | None:
-    """The ends of memory that all ranks share; None, on every one, where they are not on one machine, or one of them
-    has no compiled kernels. To be called on all of them. `patience_s` is how long a call waits for a peer."""
+    """Return the ends of memory that all ranks share, or None on every rank.
+
+    None if the ranks are on several machines, or one lacks compiled kernels. Call on all ranks. `patience_s` is the
+    longest wait for a peer.
+    """
     can_share = hasattr(os, "memfd_create") and ranks.size <= MOST_RANKS and wanted_variants()
     functions = load(_Functions) if can_share else None
     num_bytes = 0 if functions is None else functions.num_bytes(ranks.size, SLOT_BYTES)
@@ -142,8 +147,9 @@ def share(ranks: Exchange, patience_s: float) -> SharedSums | None:
 
 
 def _made(num_bytes: int, made: ExitStack) -> bytes:
-    """Makes the memory, which goes on while it is mapped. Gives what tells the others of it; nothing where there is
-    none to be had."""
+    """Create the memory, which persists while mapped; return its announcement for the others, empty if creation
+    failed.
+    """
     try:
         descriptor = os.memfd_create("splitserve-ranks", os.MFD_CLOEXEC)
         made.callback(os.close, descriptor)
@@ -156,7 +162,7 @@ def _made(num_bytes: int, made: ExitStack) -> bytes:
 
 
 def _opened(num_bytes: int, told: bytes) -> mmap.mmap | None:
-    """The memory that rank 0 has told of, if that is on this machine."""
+    """Open the memory that rank 0 announced, if it is on this machine."""
     nonce, path = told[:NONCE_BYTES], told[NONCE_BYTES:].decode()
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -171,7 +177,7 @@ def _opened(num_bytes: int, told: bytes) -> mmap.mmap | None:
 
 
 def _watched(process_ids: Sequence[bytes], rank: int) -> list[int]:
-    """A pidfd for each rank, -1 for this one; none at all where one cannot be had."""
+    """Return a pidfd for each rank, -1 for this one; an empty list if one is unavailable."""
     peers: list[int] = []
     try:
         for number, process_id in enumerate(process_ids):

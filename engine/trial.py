@@ -1,4 +1,4 @@
-"""Kernels that a device's compiler and driver make are tried out before they are taken."""
+"""Try kernels that a device's compiler and driver make, before an engine uses them."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,7 +11,9 @@ T = TypeVar("T")
 
 
 def tried(trial: Callable[[], T]) -> tuple[T, str] | tuple[None, str]:
-    """What a trial gives, or None and why it failed. Raises torch.OutOfMemoryError, which says nothing of a kernel."""
+    """Return a trial's result, or None and the reason of its failure. Raises torch.OutOfMemoryError, which does not
+    indicate a faulty kernel.
+    """
     try:
         return trial(), ""
     except torch.OutOfMemoryError:
@@ -21,11 +23,13 @@ def tried(trial: Callable[[], T]) -> tuple[T, str] | tuple[None, str]:
 
 
 def why_not_triton(largest_difference: Callable[[], float], tolerance: float) -> str:
-    """Why kernels of Triton are not taken; empty where their largest difference from torch is within the tolerance.
-    Raises torch.OutOfMemoryError."""
+    """Return why Triton kernels are not used; empty if their largest difference from torch is within the tolerance.
+
+    Raises torch.OutOfMemoryError.
+    """
     if not is_installed(TRITON):
         return "Triton is not installed"
     difference, why = tried(largest_difference)
-    if difference is None or difference <= tolerance:  # which what is not a number is not
+    if difference is None or difference <= tolerance:  # not so for NaN
         return why
     return f"they are off by {difference:f}"

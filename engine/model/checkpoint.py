@@ -1,4 +1,4 @@
-"""Read parts of tensors from the files of a model: safetensors and GGUF."""
+"""Read parts of tensors from a model's files: safetensors and GGUF."""
 
 import math
 import os
@@ -22,28 +22,30 @@ from serving_core.model_config import read_model_config, text_names
 from serving_core.sharding import Extent, whole
 from serving_core.stored_tensors import FLOATS, tensor_places
 
-AHEAD_BYTES: Final = 256 * 2**20  # in the page cache, which may count as our memory
-PIECE_BYTES: Final = 2**20  # a kernel takes so much of one advice, or less
+AHEAD_BYTES: Final = 256 * 2**20  # in the page cache, which may count as this process's memory
+PIECE_BYTES: Final = 2**20  # a kernel handles at most this much of one advice
 
 T = TypeVar("T")
 
 
 class Span(NamedTuple):
-    """Bytes of a file."""
+    """A range of bytes of a file."""
 
     file: Path
     start: int
     stop: int
 
     def of_rows(self, rows: Extent) -> "Span":
-        """Those of the rows that are held, if these are the bytes of all."""
+        """Return the bytes of the held rows, if this span covers all rows."""
         row_bytes = (self.stop - self.start) // max(1, rows.total)
         return Span(self.file, self.start + rows.held.start * row_bytes, self.start + rows.held.stop * row_bytes)
 
 
 def read_ahead(items: Sequence[T], spans_of: Callable[[T], Iterable[Span]]) -> Generator[T]:
-    """The items in order, while what the next ones are read from is on its way, of AHEAD_BYTES or one item at least.
-    To be closed when it is not gone through to its end."""
+    """Yield the items in order while the kernel reads the files of the next ones: AHEAD_BYTES, or at least one item.
+
+    Close the generator unless it is exhausted.
+    """
     coming, sizes, ahead_bytes = iter(items), deque[int](), 0
     reader = ThreadPoolExecutor(1, "read ahead")
     try:
@@ -60,7 +62,7 @@ def read_ahead(items: Sequence[T], spans_of: Callable[[T], Iterable[Span]]) -> G
 
 
 def _advise(spans: Sequence[Span]) -> None:
-    """What fails here fails again, and is told, where it is read."""
+    """Ask the kernel to read ahead. Errors are ignored here, as the read itself reports them."""
     for file, start, stop in spans:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -70,17 +72,17 @@ def _advise(spans: Sequence[Span]) -> None:
             os.close(descriptor)
 
 
-MAPPED_BYTES: Final = 32 * 2**20  # mapped pages count as our memory, so mappings are let go this often
+MAPPED_BYTES: Final = 32 * 2**20  # mapped pages count as this process's memory, so mappings are released this often
 INTEGERS: Final = ("I32",)
 MOST_STORED_BYTES: Final = 4
 
 
 class Part(NamedTuple):
-    """A tensor of the checkpoint, its shape as the model wants it, and the part of it that is wanted."""
+    """A tensor of the checkpoint, the shape that the model requires, and the wanted part."""
 
     name: str
     extents: tuple[Extent, ...]
-    dtypes: tuple[str, ...] = FLOATS  # one of which it must have
+    dtypes: tuple[str, ...] = FLOATS  # of which the tensor must have one
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -88,36 +90,37 @@ class Part(NamedTuple):
 
 
 def whole_tensor(name: str, shape: Sequence[int], dtypes: tuple[str, ...]) -> Part:
-    """All of a tensor."""
+    """Return the part that is the whole tensor."""
     return Part(name, tuple(map(whole, shape)), dtypes)
 
 
 class Checkpoint(ABC):
-    """The tensors of a model, by their names."""
+    """The tensors of a model, by name."""
 
     @abstractmethod
     def names(self) -> set[str]:
-        """Those of all tensors."""
+        """Return the names of all tensors."""
 
     @abstractmethod
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape, and the dtype that `read` gives."""
+        """Return the shape, and the dtype that `read` returns."""
 
     @abstractmethod
     def read(self, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
-        """The wanted rows of a tensor in order, some at a time: the first one's index among them and their wanted
-        columns."""
+        """Yield the wanted rows of a tensor in order, in pieces: the index of the first among the wanted rows, and
+        their wanted columns.
+        """
 
     def spans(self, part: Part) -> Iterator[Span]:
-        """What of which files `read` will read, where that is known."""
+        """Yield the file ranges that `read` will read, if known."""
         yield from ()
 
     def stored_bytes(self, part: Part) -> int:
-        """How many bytes `read` will read, where that is known."""
+        """Return how many bytes `read` will read, if known."""
         return sum(span.stop - span.start for span in self.spans(part))
 
     def check(self, part: Part) -> None:
-        """Raises ModelError unless a tensor that is there has the shape and one of the dtypes."""
+        """Raise ModelError unless an existing tensor has the shape and one of the dtypes."""
         shape, dtype = self.describe(part.name)
         if shape != part.shape:
             raise ModelError(f"{part.name} has shape {list(shape)}, and the model wants {list(part.shape)}")
@@ -125,16 +128,19 @@ class Checkpoint(ABC):
             raise ModelError(f"{part.name} is stored as {dtype}; supported are {', '.join(part.dtypes)}")
 
     def read_all(self, part: Part) -> torch.Tensor:
-        """The wanted part, copied."""
+        """Return a copy of the wanted part."""
         return torch.cat([tensor for _, tensor in self.read(part)])
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """The tensors of several safetensors files. Files are mapped as needed and let go every MAPPED_BYTES."""
+    """The tensors of several safetensors files. Files are mapped as needed and released every MAPPED_BYTES."""
 
     def __init__(self, files: Sequence[Path], root: str = "") -> None:
-        """Names begin with `root`, where none of the files' does: so a decoder is stored that lacks its head. Raises
-        ModelError when a file is not a safetensors file."""
+        """Open the files. Names get the prefix `root` if none in the files has it, as in a decoder stored without its
+        head.
+
+        Raises ModelError if a file is not a safetensors file.
+        """
         self._open: dict[Path, Any] = {}
         self._mapped_bytes = 0
         self._places: dict[Path, dict[str, range]] = {}
@@ -150,7 +156,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return tuple(tensor.get_shape()), tensor.get_dtype()
 
     def read(self, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
-        """Mapped from the file."""
+        """Yield the wanted rows, mapped from the file."""
         rows, *columns = (slice(extent.held.start, extent.held.stop) for extent in part.extents)
         row_bytes = MOST_STORED_BYTES * math.prod(part.shape[1:])  # gaps between columns may be mapped as well
         num_rows = max(1, MAPPED_BYTES // row_bytes)
@@ -163,7 +169,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 self._mapped_bytes = 0
 
     def spans(self, part: Part) -> Iterator[Span]:
-        """Whole rows, whatever columns are wanted."""
+        """Yield whole rows, whatever columns are wanted."""
         file = self._file_of[part.name]
         if file not in self._places:
             self._places[file] = tensor_places(file)
@@ -172,7 +178,7 @@ class SafetensorsCheckpoint(Checkpoint):
         yield Span(file, place.start, place.stop).of_rows(rows)
 
     def read_all(self, part: Part) -> torch.Tensor:
-        """The wanted part, copied."""
+        """Return a copy of the wanted part."""
         if not part.extents:
             return torch.as_tensor(self._slice(part.name)[...]).clone()
         return super().read_all(part)
@@ -190,7 +196,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 class TextPart(Checkpoint):
-    """Of the tensors of a model that sees pictures those of its text, as a decoder alone has them."""
+    """The text tensors of a multimodal model, under the names of a plain decoder."""
 
     def __init__(self, whole: Checkpoint) -> None:
         self._whole = whole
@@ -212,21 +218,23 @@ class TextPart(Checkpoint):
         return self._whole.read_all(part._replace(name=self._stored[part.name]))
 
 
-PIECE_ELEMENTS: Final = 2**17  # that a thread turns into floats at once: about what its cache holds
-PIECES_AHEAD: Final = 4  # of each thread, at most, that wait to be taken
+PIECE_ELEMENTS: Final = 2**17  # converted to floats by a thread at once: about the size of its cache
+PIECES_AHEAD: Final = 4  # most pieces per thread that wait to be consumed
 
 
 class GgufCheckpoint(Checkpoint):
-    """The tensors of a GGUF model, whatever they are stored as. Read some whole rows at a time, by as many threads as
-    torch computes with; only few of them are floats at any time."""
+    """The tensors of a GGUF model, in any storage format.
+
+    Reads some whole rows at a time, with as many threads as torch uses; only few rows are floats at any time.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelError when the files are not what the folder was made of."""
+        """Open the files. Raises ModelError if the files differ from those that the folder was made of."""
         self._weights = gguf_weights(folder)
         self._head_dim = read_model_config(folder).head_dim
         num_threads = torch.get_num_threads()
         self._at_once = num_threads * PIECES_AHEAD
-        # One thread alone would only be handed to and fro.
+        # A single extra thread would only add switches.
         self._map = map if num_threads == 1 else ThreadPoolExecutor(num_threads, "gguf").map
 
     def names(self) -> set[str]:
@@ -258,7 +266,7 @@ class GgufCheckpoint(Checkpoint):
                     yield piece.start - rows.held.start, floats
 
     def spans(self, part: Part) -> Iterator[Span]:
-        """Whole rows, whatever columns are wanted."""
+        """Yield whole rows, whatever columns are wanted."""
         tensor = self._weights.tensors[part.name]
         rows = whole(1) if len(part.extents) == 1 else part.extents[0]
         stored = Span(self._weights.file_of(part.name), tensor.start, tensor.start + tensor.num_bytes)
@@ -268,7 +276,7 @@ class GgufCheckpoint(Checkpoint):
 def _floats(
     file: int, tensor: GgufTensor, rows: range, columns: Extent
 ) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    """Rows of a tensor, and of these the columns that are held."""
+    """Return rows of a tensor, with the held columns only."""
     kind, held = tensor.type, columns.held
     row_bytes = columns.total // kind.block * kind.block_bytes
     stored = bytearray(len(rows) * row_bytes)
@@ -277,12 +285,12 @@ def _floats(
     first, last = held.start // kind.block, -(-held.stop // kind.block)
     blocks = np.frombuffer(stored, np.uint8).reshape(len(rows), row_bytes)
     blocks = blocks[:, first * kind.block_bytes : last * kind.block_bytes]
-    # One long row, as the library goes through rows a few at a time.
+    # As one long row, since the library processes few rows at a time.
     floats = dequantize(blocks.reshape(1, -1), GGMLQuantizationType(tensor.type_id)).reshape(len(rows), -1)
     return floats[:, held.start - first * kind.block : held.stop - first * kind.block]
 
 
 def _halves_of_heads(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows that alternate between the halves of their head, with the first half before the second."""
+    """Reorder rows that alternate between the halves of their head: the first half before the second."""
     pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)

@@ -1,7 +1,7 @@
-"""Draws tokens at random from many rows of logits at once, by torch on every device, and awaits none on CUDA.
+"""Draw tokens at random from many rows of logits at once, with torch on every device, without synchronizing with CUDA.
 
-Masses are whole numbers, whose sums are the same in any order: so a draw depends neither on other rows nor on the
-number of threads.
+Masses are integers, whose sums are equal in any order: so a draw depends neither on other rows nor on the number of
+threads.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,37 +9,38 @@ from typing import Final, NamedTuple, TypeVar
 
 import torch
 
-LIKELIEST_MASS: Final = 2.0**40  # of the likeliest token; a whole vocabulary of them is less than 2^63
-CACHED_WEIGHTS: Final = 2**16  # so many at a time, on a CPU
-DEVICE_WEIGHTS: Final = 2**24  # and elsewhere, where each takes some 20 bytes meanwhile
+LIKELIEST_MASS: Final = 2.0**40  # mass of the likeliest token; a whole vocabulary of them is below 2^63
+CACHED_WEIGHTS: Final = 2**16  # computed at a time, on a CPU
+DEVICE_WEIGHTS: Final = 2**24  # and on a device, where each takes some 20 bytes meanwhile
 
 T = TypeVar("T")
 
 LeastInNuclei = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of weights [R, V] float32 and masses needed [R, 1] int64 the largest weights [R, 1] such that all that are no smaller
-have the mass that is needed; 0 where that is 0."""
+"""Of weights [R, V] float32 and needed masses [R, 1] int64, returns the largest weights [R, 1] such that all weights
+not below have the needed mass; 0 where it is 0.
+"""
 
 
 class Draw(NamedTuple):
-    """How a token of a row of logits is drawn.
+    """Parameters of one draw from a row of logits.
 
-    The weight of a token is e^((logit - highest) / temperature). It stays if it is at least min_p, at least the
-    top_k-th largest, and in the nucleus of what these leave: the likeliest tokens that hold top_p of the mass. What
-    weighs as much as the last one that stays, stays too.
+    The weight of a token is e^((logit - highest) / temperature). A token stays if its weight is at least min_p, at
+    least the top_k-th largest, and in the nucleus of the remaining tokens: the likeliest that hold top_p of the mass.
+    Tokens that tie with the last one that stays, stay too.
     """
 
     row: int
-    number: float  # in [0, 1): the first token is drawn up to which the weights exceed so much of the whole
+    number: float  # in [0, 1): selects the first token at which the cumulative weight exceeds this fraction
     temperature: float
     min_p: float = 0.0
     top_p: float = 1.0  # off
-    top_k: int = 0  # off, as is a number of all tokens or more
+    top_k: int = 0  # off, as is any number of at least all tokens
 
 
 def drawn(
     logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw], in_nuclei: LeastInNuclei | None = None
 ) -> torch.Tensor:
-    """As `Steps.draw`; without `in_nuclei`, which changes no bit, weights are sorted."""
+    """Compute `Steps.draw`. Without `in_nuclei`, which changes no bit, weights are sorted."""
     pieces = _pieces(logits, draws)
     return torch.cat(
         [_drawn(*_chosen(logits, highest, [draw.row for draw in piece]), piece, in_nuclei) for piece in pieces]
@@ -47,19 +48,19 @@ def drawn(
 
 
 def log_totals(logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """As `Steps.log_totals`."""
+    """Compute `Steps.log_totals`."""
     return torch.cat([_log_totals(*_chosen(logits, highest, piece)) for piece in _pieces(logits, rows)])
 
 
 def _pieces(logits: torch.Tensor, rows: Sequence[T]) -> list[Sequence[T]]:
-    """What is computed at a time of what there is for rows of logits."""
+    """Split `rows` into pieces that are computed at once."""
     most = CACHED_WEIGHTS if logits.device.type == "cpu" else DEVICE_WEIGHTS
     together = max(1, most // logits.shape[1])
     return [rows[first : first + together] for first in range(0, len(rows), together)]
 
 
 def _chosen(logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those rows alone, in float32, and their largest numbers in a column."""
+    """Return the rows in float32, and their maxima in a column."""
     if [*rows] != [*range(len(logits))]:
         chosen = _on(logits.device, torch.tensor(rows))
         logits, highest = logits[chosen], highest[chosen]
@@ -87,7 +88,7 @@ def _drawn(
         weights.mul_(weights >= _least_weights(weights, top_k, top_p, has_nucleus, in_nuclei))
     masses = _masses(weights).cumsum_(-1)
     whole = masses[:, -1:]
-    passed = torch.minimum((numbers * whole).long(), whole - 1)  # for a product that is rounded up to the whole
+    passed = torch.minimum((numbers * whole).long(), whole - 1)  # in case the product is rounded up to the total
     return torch.searchsorted(masses, passed, right=True).squeeze(1).clamp_(max=num_columns - 1)
 
 
@@ -106,15 +107,17 @@ def _least_weights(
     has_nucleus: Sequence[bool],
     in_nuclei: LeastInNuclei | None,
 ) -> torch.Tensor:
-    """The weights [len(top_k), 1] that tokens need to be among top_k and in the nuclei, by weights that min_p left.
-    Changes these: what is not among top_k becomes 0."""
+    """Return the weights [len(top_k), 1] that tokens need for top_k and the nuclei, of weights that min_p left.
+
+    Sets weights outside top_k to 0, in place.
+    """
     device, num_columns = weights.device, weights.shape[1]
     limits = [count or (num_columns if nucleus else 1) for count, nucleus in zip(top_k, has_nucleus, strict=True)]
     most = max(limits)
     if most == num_columns and in_nuclei is not None:
         return _least_unsorted(weights, top_k, top_p, in_nuclei)
     num_likeliest = _on(device, torch.tensor(limits)[:, None])
-    if most == num_columns and device.type == "cpu":  # where asking is cheap and sorting is not
+    if most == num_columns and device.type == "cpu":  # on a CPU asking is cheap and sorting is not
         num_likeliest = torch.where(num_likeliest == most, _most_in_nuclei(weights, top_p), num_likeliest)
         most = int(num_likeliest.max())
     likeliest = (weights.sort(descending=True) if most == num_columns else weights.topk(most)).values
@@ -130,7 +133,7 @@ def _least_weights(
 def _least_unsorted(
     weights: torch.Tensor, top_k: Sequence[int], top_p: torch.Tensor, in_nuclei: LeastInNuclei
 ) -> torch.Tensor:
-    """The same, where some nucleus may have any number of tokens."""
+    """Compute `_least_weights` without sorting, where a nucleus may have any number of tokens."""
     least = torch.zeros_like(top_p, dtype=weights.dtype)
     if most := max(top_k):
         counts = _on(weights.device, torch.tensor(top_k)[:, None])
@@ -141,12 +144,14 @@ def _least_unsorted(
 
 
 def _needed(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The mass [R, 1] of a nucleus."""
+    """Return the mass [R, 1] of a nucleus."""
     return (top_p * _masses(weights).sum(-1, keepdim=True)).ceil().long()
 
 
 def _most_in_nuclei(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """How many tokens [len(top_p), 1] have more than the weight that all below it need to be the rest of the mass."""
+    """Return an upper bound [len(top_p), 1] of a nucleus's tokens: those above the weight at which all lower ones
+    together make up the rest of the mass.
+    """
     num_columns = weights.shape[1]
     cuts = (1 - top_p) * _masses(weights).sum(-1, keepdim=True) / (LIKELIEST_MASS * num_columns)
     return (weights >= cuts.float()).sum(-1, keepdim=True).clamp_(min=1)

@@ -1,6 +1,6 @@
-"""The building blocks of the decoder. Parameters carry the names of the Hugging Face checkpoint.
+"""Define the building blocks of the decoder. Parameters have the names of the Hugging Face checkpoint.
 
-A parameter may hold a part of its tensors: one rank's. `sources` of a layer says which.
+A parameter may hold one rank's part of its tensors; a layer's `sources` tell which part.
 """
 
 import itertools
@@ -23,9 +23,10 @@ from serving_core.sharding import Extent, Shard, whole
 
 
 class Source(NamedTuple):
-    """A tensor of the checkpoint, and which part of each of its dimensions a parameter takes.
+    """A tensor of the checkpoint, and the part of each of its dimensions that a parameter takes.
 
-    `name` is that of the module in the checkpoint, beside the module that holds the parameter; empty for itself.
+    `name` is the module's name in the checkpoint, relative to the module that holds the parameter; empty for that
+    module itself.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Source(NamedTuple):
 
 
 def below_each_other(extents: Iterable[Extent]) -> list[Extent]:
-    """The same runs in one dimension that has all of these, one behind the other."""
+    """Return the same runs in one dimension that concatenates these dimensions."""
     parts = list(extents)
     starts = [0, *itertools.accumulate(part.total for part in parts)]
     return [
@@ -46,35 +47,37 @@ class Layer(nn.Module):
     """A module with parameters of its own."""
 
     def sources(self, parameter: str) -> Sequence[Source]:
-        """What fills a parameter, one below the other. Here: one tensor of its own name and shape."""
+        """Return the tensors that fill a parameter, stacked. By default one tensor of its own name and shape."""
         return [Source("", tuple(map(whole, getattr(self, parameter).shape)))]
 
     def pack(self, bits: int | None) -> None:
-        """To be called once the parameters are filled: brings weights into the form in which they are fast, with
-        `bits` in 4 or 8 bits, and lets go what is no longer needed. Here: nothing."""
+        """Convert filled weights to their fastest form, with `bits` quantized to 4 or 8 bits, and free the originals.
+        By default nothing.
+        """
 
     def make_invariant(self, tiling: Tiling) -> None:
-        """To be called after `pack`: from then on the bits of a row's outputs depend on that row alone. Here they do
-        so anyway."""
+        """Make the bits of a row's outputs depend on that row alone. Call after `pack`. By default they already do."""
 
     @property
     def is_invariant(self) -> bool:
-        """Whether they do; to be asked after `pack`."""
+        """Return whether the bits of a row's outputs depend on that row alone. Call after `pack`."""
         return True
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that it computes with, but for what is packed for a CPU; to be asked after `pack`."""
+        """Return all tensors that the layer computes with, except those packed for a CPU. Call after `pack`."""
         return list(self.parameters(recurse=False))
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the filled layer takes."""
+        """Return the memory of the filled layer."""
         return sum(parameter.nbytes for parameter in self.parameters(recurse=False))
 
 
 class OneDNNMatrix:
-    """bfloat16 weights on a CPU in oneDNN's own layout, in which small batches are twice as fast as with plain ones."""
+    """bfloat16 weights on a CPU in oneDNN's layout, with which small batches are twice as fast as with plain
+    weights.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
@@ -87,7 +90,7 @@ class OneDNNMatrix:
 
 
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseMatrix | OneDNNMatrix | None:
-    """Weights on a CPU in the form that is fastest there; None where that is their own."""
+    """Return weights on a CPU in their fastest form; None if that is the plain one."""
     if weight.device.type != "cpu":
         return None
     if best_dense_variant(weight.dtype) is not None:
@@ -95,20 +98,22 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseMatr
     return OneDNNMatrix(weight, bias) if weight.dtype == torch.bfloat16 and _HAS_ONEDNN else None
 
 
-Packed: TypeAlias = DenseMatrix | OneDNNMatrix | QuantizedMatrix  # what takes the place of a plain weight
-WITH_ROWS: Final = (DenseMatrix, QuantizedMatrix)  # of these, what weights can be read from again
+Packed: TypeAlias = DenseMatrix | OneDNNMatrix | QuantizedMatrix  # replaces a plain weight
+WITH_ROWS: Final = (DenseMatrix, QuantizedMatrix)  # matrices whose weights can be read back
 
 _HAS_ONEDNN: bool = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-untyped-call]
 
 
 def _is_native(matrix: object) -> bool:
-    """Whether the bits of a row's outputs depend on that row alone already."""
+    """Return whether a native kernel computes the matrix, so that a row's bits depend on that row alone."""
     return isinstance(matrix, DenseMatrix) or (isinstance(matrix, QuantizedMatrix) and matrix.variant != "portable")
 
 
 class Embedding(Layer):
-    """One vector for each token id, of which each rank has a share of the ids. As the head too it gives logits, unless
-    another stage has the head: then its vectors are what they would be here."""
+    """One vector for each token id; each rank has a share of the ids.
+
+    An embedding that is also the head computes logits. If another stage has the head, the vectors are the same as here.
+    """
 
     def __init__(
         self, vocabulary: Extent, size: int, group: RankGroup, is_head: bool = False, gives_logits: bool = True
@@ -119,7 +124,7 @@ class Embedding(Layer):
         self._dtype = torch.get_default_dtype()
         self._matrix: Packed | None = None
         self._tiled: Rows | None = None
-        # (torch's own embedding draws random values, on the meta device too, at half a second.)
+        # (torch's own embedding draws random values, on the meta device too, for half a second.)
         self.weight = nn.Parameter(torch.empty(len(vocabulary.held), size))
         self._vocabulary = vocabulary
         self._size = size
@@ -129,7 +134,7 @@ class Embedding(Layer):
         return [Source("", (self._vocabulary, whole(self.weight.shape[1])))]
 
     def pack(self, bits: int | None) -> None:
-        """A head's weights are quantized, or packed, and vectors then read from there where that can be."""
+        """Quantize or pack the weights of a head, and read vectors from the packed form where possible."""
         self._dtype = self.weight.dtype
         if not self._is_head:
             return
@@ -153,7 +158,7 @@ class Embedding(Layer):
         return super().num_bytes + (0 if self._matrix is None else self._matrix.num_bytes)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [T] -> [T, size], on every rank"""
+        """Return the vectors of ids [T] -> [T, size], on every rank."""
         if self._vocabulary.is_whole:
             return self._vectors(ids)
         rows = ids - self._vocabulary.held.start
@@ -165,11 +170,11 @@ class Embedding(Layer):
 
     @property
     def matrix(self) -> Packed | None:
-        """What computes the logits; None: the plain weight does."""
+        """Return the packed head; None: the plain weight computes the logits."""
         return self._matrix
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """x [S, size] -> [S, ids held], for a model whose head this is"""
+        """Compute x [S, size] -> [S, ids held], for a model whose head is this embedding."""
         return self._product(x) if self._tiled is None else self._tiled(x)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
@@ -182,7 +187,7 @@ class Embedding(Layer):
 
 
 class ScaledEmbedding(Embedding):
-    """Gives its vectors so many times. Its logits are as without."""
+    """An embedding whose vectors, but not its logits, are scaled."""
 
     def __init__(
         self,
@@ -216,7 +221,7 @@ def embedding(
     scale: float,
     rounds_scale: bool = False,
 ) -> Embedding:
-    """One that gives its vectors `scale` times, which may be rounded to their dtype first."""
+    """Return an embedding whose vectors are multiplied by `scale`, optionally rounded to their dtype first."""
     if scale == 1:
         return Embedding(vocabulary, size, group, is_head, gives_logits)
     return ScaledEmbedding(vocabulary, size, group, is_head, gives_logits, scale, rounds_scale)
@@ -228,8 +233,9 @@ class RMSNorm(Layer):
     centers = False
 
     def __init__(self, size: int, eps: float, delta_scale: float = 1.0, gain: float = 1.0, offset: float = 0.0) -> None:
-        """`delta_scale`: how many times a delta is added first; `gain`: how many times the result is given; `offset`:
-        what is added to the weights, which are float32 then."""
+        """Configure the norm. `delta_scale`: factor of an added delta; `gain`: factor of the result; `offset`: added to
+        the weights, which are then float32.
+        """
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps: Final = eps
@@ -238,37 +244,38 @@ class RMSNorm(Layer):
         self._offset = offset
 
     def pack(self, bits: int | None) -> None:
-        """The gain and the offset go into the weights."""
+        """Fold the gain and the offset into the weights."""
         if self._offset:
             self.weight.data = self.weight.data.float() + self._offset
         self.weight.data.mul_(self._gain)
 
     def forward(self, x: torch.Tensor, steps: Steps, delta: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, size] -> [T, size], of x and the delta; x becomes their sum in place"""
+        """Compute the norm of x + delta: x [T, size] -> [T, size]; x becomes the sum in place."""
         return steps.norm(x, self.weight, self.eps, delta, self.delta_scale, self.centers)
 
     def add_to(self, x: torch.Tensor, delta: torch.Tensor, steps: Steps) -> None:
-        """Adds the norm of delta [T, size] to x [T, size]."""
+        """Add the norm of delta [T, size] to x [T, size]."""
         steps.norm_onto(x, delta, self.weight, self.eps)
 
 
 class LayerNorm(RMSNorm):
-    """The same of what the mean was taken away from (arXiv 1607.06450), without a bias."""
+    """Layer norm (arXiv 1607.06450) without a bias: an RMSNorm after subtracting the mean."""
 
     centers = True
 
 
 class Deltas(Protocol):
-    """What adapters add to some rows of a batch."""
+    """The additions of adapters to some rows of a batch."""
 
     def add(self, projection: "Linear", x: torch.Tensor, projected: torch.Tensor) -> None:
-        """Adds to `projected`, in place, what they add to the projection of x."""
+        """Add the adapters' projection of x to `projected`, in place."""
 
 
 class Linear(Layer):
-    """Projections of one input, computed as one; `parts` are their names in the checkpoint and their outputs.
+    """Projections of one input, computed as one product; `parts` gives their names in the checkpoint and their outputs.
 
-    With a part of the inputs or outputs it computes that part alone. Of a sum over ranks only one may add the bias.
+    With a part of the inputs or outputs the layer computes only that part. Of the ranks of a sum only one may add the
+    bias.
     """
 
     def __init__(
@@ -280,8 +287,11 @@ class Linear(Layer):
         stored_as: str | None = None,
         rows: Sequence[int] | None = None,
     ) -> None:
-        """`stored_as`: the one name under which the checkpoint holds all parts, one below the other. `rows`: which of
-        the outputs that are held each output is; None: they keep their order."""
+        """Build the projections.
+
+        `stored_as`: the single name under which the checkpoint stacks all parts. `rows`: the held output that each
+        output is; None: the stored order.
+        """
         super().__init__()
         self.inputs: Final = inputs
         self.parts: Final = parts
@@ -306,22 +316,23 @@ class Linear(Layer):
 
     @property
     def matrix(self) -> Packed | None:
-        """What computes in place of the plain weight."""
+        """Return the packed matrix that replaces the plain weight."""
         return self._matrix
 
     def take(self, matrix: QuantizedMatrix) -> None:
-        """Takes weights that the checkpoint holds quantized in place of its own."""
+        """Take weights that the checkpoint stores quantized."""
         self._matrix = matrix
         del self.weight
 
     def round_inputs(self, bits: int) -> None:
-        """To be called after `pack`: from then on kernels round inputs of quantized weights to so many bits, but
-        those of a head."""
+        """Let kernels round the inputs of quantized weights to `bits` bits, except those of a head. Call after
+        `pack`.
+        """
         if isinstance(self._matrix, QuantizedMatrix) and not self._is_head:
             self._matrix.round_inputs(bits)
 
     def pack(self, bits: int | None) -> None:
-        """Puts outputs into their order; quantizes or packs the weights, and the plain ones are let go."""
+        """Reorder the outputs, quantize or pack the weights, and free the plain ones."""
         if self.rows is not None:
             for parameter in self.parameters():
                 parameter.data = parameter.data[list(self.rows)]
@@ -368,15 +379,16 @@ class Linear(Layer):
 
 
 class RowParallel(Linear):
-    """A projection of inputs of which each rank has a part; its output is a part of the sum over the ranks, as what is
-    added for this rank's inputs is."""
+    """A projection whose inputs are divided over the ranks; its output, like that of adapters, is a part of the sum
+    over the ranks.
+    """
 
     def __init__(self, inputs: Extent, name: str, num_outputs: int, bias: bool, shard: Shard) -> None:
         super().__init__(inputs, {name: whole(num_outputs)}, bias, adds_bias=shard.rank == 0)
 
 
 class FeedForward(nn.Module):
-    """With gates (arXiv 2002.05202)."""
+    """A gated feed-forward (arXiv 2002.05202)."""
 
     def __init__(
         self,
@@ -386,7 +398,9 @@ class FeedForward(nn.Module):
         stored_as: str | None,
         activation: str,
     ) -> None:
-        """`stored_as`: the one name under which the checkpoint holds gates and ups; `activation`: of the gates."""
+        """Build the layer. `stored_as`: the single name under which the checkpoint stacks gates and ups; `activation`:
+        of the gates.
+        """
         super().__init__()
         self.activation: Final = activation
         parts = {"gate_proj": shard.neurons, "up_proj": shard.neurons}
@@ -394,6 +408,6 @@ class FeedForward(nn.Module):
         self.down_proj = RowParallel(shard.neurons, "down_proj", hidden_size, bias, shard)
 
     def forward(self, x: torch.Tensor, steps: Steps, residual: Residual, deltas: Deltas | None = None) -> torch.Tensor:
-        """x [T, E] -> this rank's rows"""
+        """Compute x [T, E] -> this rank's rows."""
         gated = steps.gate(self.gate_up_proj(x, deltas), self.activation)
         return residual.summed(self.down_proj(gated, deltas))

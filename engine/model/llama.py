@@ -1,9 +1,10 @@
-"""The decoder of the Llama family: Llama, Mistral, Qwen2 and Qwen3, and what serving_core.differences describes.
+"""Define the decoder of the Llama family: Llama, Mistral, Qwen2 and Qwen3, and the variants in
+serving_core.differences.
 
-Shapes: T tokens of a batch, S wanted rows, E hidden size, H heads, K key heads, D head size. H and K are those of
-this rank; of what several ranks compute in part, two sums over them a layer make the whole. Of several stages the first
-one begins with the embedding, and the last one ends with norm and head. An embedder has no head.
-Every module's parameters carry the names of the Hugging Face checkpoint, less the leading "model.".
+Shapes: T tokens of a batch, S wanted rows, E hidden size, H heads, K key heads, D head size. H and K are this rank's;
+two sums per layer over the ranks complete the partial results. The first pipeline stage begins with the embedding, and
+the last one ends with norm and head. An embedder has no head. Parameters have the names of the Hugging Face checkpoint,
+less the leading "model.".
 """
 
 import re
@@ -44,22 +45,23 @@ from serving_core.requests import OnLayer
 from serving_core.rope_config import DEFAULT_THETA, DefaultRope, Rope
 from serving_core.sharding import Extent, Shard, is_first_holder, share_of, whole
 
-# Every report interrupts a core that computes: after each layer they cost a tenth of a prefill, every eighth 3 %.
+# Each report interrupts a computing core: after every layer, reports cost a tenth of a prefill; after every eighth, 3
+# %.
 LAYERS_PER_REPORT: Final = 8
 _LAYER: Final = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What all layers need to know of one pass through the decoder."""
+    """Data common to all layers in one pass through the decoder."""
 
     batch: ForwardBatch
-    rotations: dict[Rope | None, Rotation]  # for each rope, and None for layers that do not rotate
+    rotations: dict[Rope | None, Rotation]  # for each rope; None for layers that do not rotate
     attention: Attention
     plans: dict[int | None, Any]  # of `attention`, for each window
     steps: Steps
     residual: Residual
-    deltas: Deltas | None  # None: no row is computed with an adapter
+    deltas: Deltas | None  # None: no row uses an adapter
 
 
 class SelfAttention(nn.Module):
@@ -85,18 +87,18 @@ class SelfAttention(nn.Module):
 
     @property
     def head_norms(self) -> HeadNorms | None:
-        """The norms of single heads, in models that have them."""
+        """Return the norms of single heads, in models that have them."""
         if self.q_norm is None or self.k_norm is None:
             return None
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def project(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
-        """Queries, keys and values [T, (H + 2 K) D] of x [T, E]"""
+        """Return queries, keys and values [T, (H + 2 K) D] of x [T, E]."""
         projected: torch.Tensor = self.qkv_proj(x, now.deltas)
         return projected
 
     def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
-        """x [T, E] -> this rank's rows"""
+        """Compute x [T, E] -> this rank's rows."""
         heads = self.project(x, now).view(x.shape[0], -1, self._head_dim)  # [T, H + 2 K, D]
         attention, rotation = now.attention, now.rotations[self.rope]
         queries = now.steps.place(heads, rotation, attention.pool, self.layer, now.batch.slots, self.head_norms)
@@ -105,7 +107,7 @@ class SelfAttention(nn.Module):
 
 
 class NormedAttention(SelfAttention):
-    """With a norm of all queries of a token as one, and one of all its keys, on whatever ranks they are."""
+    """Self-attention with one norm over all queries of a token and one over all its keys, across all ranks."""
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
         super().__init__(config, layer, shard, group)
@@ -129,7 +131,9 @@ class NormedAttention(SelfAttention):
         return projected
 
     def _of_all_ranks(self, queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All of them, on every rank. (Not their squares alone: so the bits are those of one rank.)"""
+        """Gather all queries and keys on every rank. Gathering the squares alone would change the bits from those of
+        one rank.
+        """
         if self._group.size == 1:
             return queries, keys
         together = queries.new_zeros(len(queries), self._queries.total + self._keys.total)
@@ -142,10 +146,10 @@ class NormedAttention(SelfAttention):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each with a norm and a residual around.
+    """Attention and feed-forward, each with a norm and a residual connection.
 
-    Takes this rank's rows of x [T, E] and changes them in place. What it gives, like `delta` of the layer before, is
-    still to be added to them; None: nothing.
+    Takes this rank's rows of x [T, E] and modifies them in place. The returned delta, like `delta` of the layer before,
+    is still to be added to x; None: nothing.
     """
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
@@ -153,7 +157,7 @@ class DecoderLayer(nn.Module):
         attention = NormedAttention if config.differences.norms_projections else SelfAttention
         self.self_attn = attention(config, layer, shard, group)
         experts = config.experts
-        self._feed_forward = "mlp"  # as the checkpoint calls it
+        self._feed_forward = "mlp"  # its name in the checkpoint
         if experts is None or layer in experts.dense_layers:
             stored_as = "gate_up_proj" if config.differences.is_fused else None
             activation = config.differences.activation
@@ -167,13 +171,13 @@ class DecoderLayer(nn.Module):
         return self._modules[self._feed_forward]  # type: ignore[return-value]
 
     def fed_forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
-        """x [T, E] -> this rank's rows"""
+        """Compute the feed-forward: x [T, E] -> this rank's rows."""
         outputs: torch.Tensor = self.feed_forward(x, now.steps, now.residual, now.deltas)
         return outputs
 
 
 class PreNormLayer(DecoderLayer):
-    """Each has a norm before, which adds what is still to be added as it reads x."""
+    """A layer with norms before attention and feed-forward; the norm adds the pending delta as it reads x."""
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
         super().__init__(config, layer, shard, group)
@@ -186,7 +190,9 @@ class PreNormLayer(DecoderLayer):
 
 
 class PostNormLayer(DecoderLayer):
-    """Each has a norm behind, which adds what it gives to x, and in some models one before."""
+    """A layer with norms behind attention and feed-forward, which add their output to x, and in some models norms
+    before them as well.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
         super().__init__(config, layer, shard, group)
@@ -205,7 +211,9 @@ class PostNormLayer(DecoderLayer):
 
 
 class ParallelLayer(DecoderLayer):
-    """Both read what one norm before them gives, which adds what is still to be added as it reads x."""
+    """A layer whose attention and feed-forward read the output of one common norm, which adds the pending delta as it
+    reads x.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
         super().__init__(config, layer, shard, group)
@@ -218,7 +226,7 @@ class ParallelLayer(DecoderLayer):
 
 
 class LlamaDecoder(nn.Module):
-    """One rank's part of a model. To be built on the meta device and filled by engine.model.weights."""
+    """One rank's part of a model. Build it on the meta device; engine.model.weights fills it."""
 
     def __init__(
         self,
@@ -229,13 +237,16 @@ class LlamaDecoder(nn.Module):
         pipeline: Pipeline | None = None,
         min_divided_tokens: int = 0,
     ) -> None:
-        """`device` is where it will compute, `shard` the part of the group's rank. Without a pipeline there is one
-        stage. The ranks divide the residual stream of prompts from `min_divided_tokens` on; 0: never."""
+        """Build the rank's part `shard`, to compute on `device`.
+
+        Without a pipeline there is one stage. The ranks divide the residual stream of steps with prefill from
+        `min_divided_tokens` tokens on; 0: never.
+        """
         super().__init__()
         self._group = group
         self._pipeline = pipeline
         self._min_divided_tokens = min_divided_tokens
-        self.num_divided_passes = 0  # whose tokens the ranks have divided
+        self.num_divided_passes = 0  # passes with sequence parallelism
         self._shard = shard
         self._hidden_size = config.hidden_size
         self._leaves_delta = not config.differences.norms_outputs
@@ -262,11 +273,10 @@ class LlamaDecoder(nn.Module):
         self.norm = _norm(config, gain) if shard.is_last else None
         self.adapters = Adapters()
         self.offloaded: OffloadedLayers | None = None
-        """The layers whose weights are read as they compute; None: all are where they compute."""
+        """The layers with offloaded weights; None: all weights are on their device."""
 
     def make_invariant(self, dtype: torch.dtype, device: torch.device) -> None:
-        """To be called once filled: from then on the bits of a row depend on no other, if its attention's do not
-        either."""
+        """Make the decoder batch-invariant, given batch-invariant attention. Call once, after filling."""
         tiling = Tiling(device, dtype)
         for module in self.modules():
             if isinstance(module, Layer):
@@ -275,41 +285,41 @@ class LlamaDecoder(nn.Module):
         self.rotaries = {rope: TiledRotary(rotary, device) for rope, rotary in self.rotaries.items()}
 
     def is_invariant(self, dtype: torch.dtype) -> bool:
-        """Whether the bits of a row of this dtype depend on no other, if its attention's do not either."""
+        """Return whether the bits of a row of this dtype depend on no other row, given batch-invariant attention."""
         layers = (module for module in self.modules() if isinstance(module, Layer))
         return self.steps.is_invariant(dtype) and all(layer.is_invariant for layer in layers)
 
     @property
     def vocab_size(self) -> int:
-        """Of all ranks together."""
+        """Return the vocabulary size over all ranks."""
         return sum(self._vocabulary_widths)
 
     @property
     def is_whole(self) -> bool:
-        """Whether no other rank has a part of the model."""
+        """Return whether this rank holds the whole model."""
         return self._group.size == 1 and self._pipeline is None
 
     @property
     def has_experts(self) -> bool:
-        """Whether what a step computes depends on what its tokens choose."""
+        """Return whether the work of a step depends on the experts that its tokens choose."""
         return any(isinstance(module, MixtureOfExperts) for module in self.modules())
 
     @property
     def head(self) -> Packed | None:
-        """What computes the logits; None: a plain weight does."""
+        """Return the packed head; None: a plain weight computes the logits."""
         head = self.lm_head or self.embed_tokens
         return None if head is None else head.matrix
 
     @property
     def some_layers(self) -> list[DecoderLayer]:
-        """One of each window, rope and kind of feed-forward, and the last, in their order."""
+        """Return one layer of each window, rope and kind of feed-forward, and the last layer, in order."""
         layers = self.own_layers
         kinds = [(layer.self_attn.window, layer.self_attn.rope, type(layer.feed_forward)) for layer in layers]
         first = {kind: place for place, kind in reversed(list(enumerate(kinds)))}
         return [layers[place] for place in sorted({*first.values(), len(layers) - 1})]
 
     def is_elsewhere(self, name: str) -> bool:
-        """Whether a tensor of the checkpoint that this stage has no use for is another stage's."""
+        """Return whether a checkpoint tensor that this stage does not use belongs to another stage."""
         layers = self._shard.layers
         if found := _LAYER.match(name):
             number = int(found[1])
@@ -325,9 +335,12 @@ class LlamaDecoder(nn.Module):
         on_layer: OnLayer | None = None,
         layers: Sequence[DecoderLayer] | None = None,
     ) -> torch.Tensor | None:
-        """Writes the batch's keys and values into the pool. Gives the logits [S, vocab_size] of the wanted rows, or of
-        an embedder what its last norm gives [S, E], on rank 0 of the last stage, None on the others. Goes through all
-        layers, unless some are given to try things out."""
+        """Compute a batch and write its keys and values into the pool.
+
+        Returns, on rank 0 of the last stage, the logits [S, vocab_size] of the wanted rows, or an embedder's last
+        hidden states [S, E]; None on every other rank. Goes through all layers unless `layers` restricts them for a
+        trial.
+        """
         residual = residual_of(batch, self._group, self._min_divided_tokens)
         self.num_divided_passes += residual.is_divided
         x, delta = self._begin(batch, residual, attention.pool.compute_dtype)
@@ -357,8 +370,9 @@ class LlamaDecoder(nn.Module):
     def _begin(
         self, batch: ForwardBatch, residual: Residual, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the first layer takes: this rank's rows of the tokens' vectors, or of what the stage before passes
-        on."""
+        """Return the first layer's input: this rank's rows of the tokens' embeddings, or of the output of the stage
+        before.
+        """
         if self._shard.is_first:
             assert self.embed_tokens is not None
             return residual.kept(self.embed_tokens(batch.token_ids)), None
@@ -368,7 +382,7 @@ class LlamaDecoder(nn.Module):
         return x, self._pipeline.receive(*shape, dtype) if self._leaves_delta else None
 
     def _pass_on(self, x: torch.Tensor, delta: torch.Tensor | None) -> None:
-        """Both apart, as the next layer adds them in a way of its own."""
+        """Send x and delta separately, since the next layer adds them in its own way."""
         assert self._pipeline is not None
         assert (delta is not None) == self._leaves_delta
         self._pipeline.send(x)
@@ -393,14 +407,14 @@ def _layer_class(differences: Differences) -> type[DecoderLayer]:
 
 
 def _norm(config: ModelConfig, gain: float = 1.0) -> RMSNorm:
-    """One before attention, feed-forward or head."""
+    """Return a norm before attention, feed-forward or head."""
     differences = config.differences
     kind = LayerNorm if differences.centers_norms else RMSNorm
     return kind(config.hidden_size, config.rms_norm_eps, differences.residual_scale, gain, differences.norm_offset)
 
 
 def _plain_norm(config: ModelConfig, size: int) -> RMSNorm:
-    """One of heads, or one that adds nothing as it reads."""
+    """Return a norm of heads, or one that adds no delta."""
     return RMSNorm(size, config.rms_norm_eps, offset=config.differences.norm_offset)
 
 
@@ -411,7 +425,9 @@ def _rotary(config: ModelConfig, device: torch.device, rope: Rope | None) -> Rot
 
 
 def _ordered_rows(config: ModelConfig, shard: Shard) -> list[int] | None:
-    """The outputs of a projection to queries, keys and values in the order in which they are computed with."""
+    """Return the order in which the outputs of the query, key and value projection are computed; None for the stored
+    order.
+    """
     head_dim, differences = config.head_dim, config.differences
     if differences.rotary_dim is None and not differences.rotates_neighbours:
         return None

@@ -1,8 +1,7 @@
-"""The operations of a decoder layer between its products: an interface, and the torch backend.
+"""Define the ops of a decoder layer between its products (an interface) and the torch backend.
 
-Shapes: T tokens, N experts, C of them chosen by each token, E hidden size.
-
-Shapes: T tokens, E hidden size, H heads, K key heads, D head size, I neurons, S rows of logits.
+Shapes: T tokens, E hidden size, H heads, K key heads, D head size, I neurons, S rows of logits, N experts, C experts
+chosen by each token.
 """
 
 from collections.abc import Sequence
@@ -18,34 +17,35 @@ from serving_core.differences import GELU_TANH, SILU
 
 
 class Routing(NamedTuple):
-    """T * C rows, sorted by their expert and then by their token."""
+    """T * C rows, sorted by expert and then by token."""
 
-    tokens: torch.Tensor  # [T * C] int64: of each row
-    starts: torch.Tensor  # [N + 1] int32, in host memory: rows from starts[n] up to starts[n + 1] are for expert n
+    tokens: torch.Tensor  # [T * C] int64: token of each row
+    starts: torch.Tensor  # [N + 1] int32, in host memory: rows starts[n] up to starts[n + 1] are for expert n
     places: torch.Tensor  # [T, C] int64: a token's rows, the likeliest expert's first
-    weights: torch.Tensor  # [T, C] float32: and what these count
+    weights: torch.Tensor  # [T, C] float32: weights of these rows
 
 
 class Shared(NamedTuple):
-    """What the expert that all tokens take gives, and how far its gate is open."""
+    """The output of the shared expert, and its gate's logits."""
 
     outputs: torch.Tensor  # [T, E]
     logits: torch.Tensor  # [T, 1]
 
 
 class Dispatch(Protocol):
-    """A token's results depend on that token alone."""
+    """Routing of tokens to experts. A token's results depend on that token alone."""
 
     def route(self, logits: torch.Tensor, num_chosen: int, is_normalized: bool) -> Routing:
-        """Of logits [T, N] the softmax, computed in float32, then the likeliest; their weights are made to sum up to 1
-        if `is_normalized`."""
+        """Route by logits [T, N]: the softmax in float32, then the likeliest experts; if `is_normalized`, their weights
+        sum to 1.
+        """
 
     def mix(self, rows: torch.Tensor, routing: Routing, shared: Shared | None) -> torch.Tensor:
-        """rows [T * C, E] -> [T, E], added up in float32"""
+        """Return the weighted sums of rows [T * C, E] -> [T, E], added in float32."""
 
 
 class TorchDispatch:
-    """On every device."""
+    """The torch backend, for every device."""
 
     def route(self, logits: torch.Tensor, num_chosen: int, is_normalized: bool) -> Routing:
         num_experts = logits.shape[1]
@@ -61,7 +61,7 @@ class TorchDispatch:
         return Routing(order // num_chosen, starts, places.view_as(chosen), weights)
 
     def mix(self, rows: torch.Tensor, routing: Routing, shared: Shared | None) -> torch.Tensor:
-        # One product and one sum after the other, each rounded alone: so in one way only.
+        # Products and sums are each rounded separately, so that the result is unique.
         mixed = torch.zeros((len(routing.places), rows.shape[1]), device=rows.device)
         for places, weights in zip(routing.places.unbind(1), routing.weights.unbind(1), strict=True):
             mixed += rows.index_select(0, places).float() * weights.unsqueeze(1)
@@ -71,12 +71,12 @@ class TorchDispatch:
 
 
 def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
-    """[T, 1] float32. (torch.sigmoid computes the last rows in another way than those before.)"""
+    """Return [T, 1] float32. (torch.sigmoid computes the last rows differently from the others.)"""
     return functional.pad(logits.float(), (0, 1)).softmax(-1)[:, :1]
 
 
 class HeadNorms(NamedTuple):
-    """The norms of single queries and keys, before they are rotated; weights [D]."""
+    """The norms of single queries and keys before rotation; weights [D]."""
 
     query_weight: torch.Tensor
     key_weight: torch.Tensor
@@ -84,13 +84,13 @@ class HeadNorms(NamedTuple):
 
 
 def add_scaled(x: torch.Tensor, delta: torch.Tensor | None, scale: float) -> None:
-    """Adds a delta, if there is one, so many times to x. (Not by add's alpha, which is rounded to their dtype.)"""
+    """Add a delta, if given, times `scale` to x. (Not with add's alpha, which is rounded to their dtype.)"""
     if delta is not None:
         x.add_(delta if scale == 1 else delta * scale)
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor, eps: float, centers: bool) -> torch.Tensor:
-    """As `Steps.norm` without a delta."""
+    """Compute `Steps.norm` without a delta."""
     if weight.dtype != x.dtype:
         return normed(x.float(), weight, eps, centers).to(x.dtype)
     if centers:
@@ -99,20 +99,19 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float, centers: bool) -> 
 
 
 def capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
-    """cap * tanh(score / cap) of each."""
+    """Return cap * tanh(score / cap) of each score."""
     return (scores / cap).tanh_().mul_(cap)
 
 
 Likeliest: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Of each of S rows of logits the largest number, as float32, and where it is first, as int64. Not a number counts as
-larger than any."""
+"""The largest number (float32) and its first index (int64) of each of S rows of logits. NaN counts as the largest."""
 
 
 class Steps(Protocol):
-    """All tensors of a call are of one dtype and on one device; weights of norms may be float32 instead."""
+    """The ops. All tensors of a call have one dtype and one device; weights of norms may be float32 instead."""
 
     def is_invariant(self, dtype: torch.dtype) -> bool:
-        """Whether the bits of a row of this dtype depend on that row alone."""
+        """Return whether the bits of a row of this dtype depend on that row alone."""
 
     def norm(
         self,
@@ -123,11 +122,14 @@ class Steps(Protocol):
         delta_scale: float = 1.0,
         centers: bool = False,
     ) -> torch.Tensor:
-        """x [T, E] over its root mean square, computed in float32, times weight [E]. A delta [T, E] is first added to
-        x in place, so many times. A norm that centers takes the mean of x away before."""
+        """Return x [T, E] divided by its root mean square, computed in float32, times weight [E].
+
+        First adds delta [T, E] times delta_scale to x in place. With `centers`, subtracts the mean of x before the
+        norm.
+        """
 
     def norm_onto(self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-        """Adds the norm of delta [T, E] to x [T, E]."""
+        """Add the norm of delta [T, E] to x [T, E] in place."""
 
     def place(
         self,
@@ -138,30 +140,38 @@ class Steps(Protocol):
         slots: torch.Tensor,
         norms: HeadNorms | None = None,
     ) -> torch.Tensor:
-        """Of heads [T, H + 2 K, D], which are queries, keys and values, norms and rotates queries and keys; writes keys
-        and values to the pool at slots [T]; gives the queries [T, H, D]. `heads` is of no use afterwards."""
+        """Norm and rotate queries and keys of heads [T, H + 2 K, D], and write keys and values to the pool at slots
+        [T].
+
+        Returns the queries [T, H, D]. `heads` must not be used afterwards.
+        """
 
     def gate(self, gates_and_ups: torch.Tensor, activation: str = SILU) -> torch.Tensor:
-        """The activation of the first half of the columns [T, 2 I], times the second: [T, I]."""
+        """Return the activation of the first half of the columns [T, 2 I], times the second: [T, I]."""
 
     def cap(self, logits: torch.Tensor, cap: float) -> None:
-        """Makes of each of logits [S, vocab_size] cap * tanh(logit / cap), in place."""
+        """Replace logits [S, vocab_size] by cap * tanh(logit / cap), in place."""
 
     def likeliest(self, logits: torch.Tensor) -> Likeliest:
-        """Of logits [S, vocab_size]."""
+        """Return the maximum of each row of logits [S, vocab_size]."""
 
     def draw(self, logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-        """The tokens drawn, int64 [len(draws)], from rows of logits [S, vocab_size], of which `highest` [S], float32,
-        has the largest numbers. Of a row where that is not finite, any token. A draw depends on its own row alone, and
-        a token of -inf does not come."""
+        """Return the drawn tokens, int64 [len(draws)], from rows of logits [S, vocab_size].
+
+        `highest` [S], float32, holds the maximum of each row; a row without a finite maximum gets any token. A draw
+        depends on its own row alone, and never returns a token with logit -inf.
+        """
 
     def log_totals(self, logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Of each of these rows the logarithm of the sum of e^logit, float64 [len(rows)]; of logits and `highest` as in
-        `draw`, and as there each by itself. A row where that is not finite has not a number."""
+        """Return, for each of these rows, the logarithm of the sum of e^logit, float64 [len(rows)].
+
+        `logits` and `highest` are as in `draw`; each row is independent of the others. A row without a finite maximum
+        gets NaN.
+        """
 
 
 class TorchSteps:
-    """The steps on every device."""
+    """The torch backend, for every device."""
 
     def is_invariant(self, dtype: torch.dtype) -> bool:
         return False
@@ -202,7 +212,7 @@ class TorchSteps:
         return rotated[:, :num_heads]
 
     def rotate(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Heads [T, N, D] turned by the tables of their positions."""
+        """Rotate heads [T, N, D] by the tables of their positions."""
         return rotate(heads, *rotation)
 
     def gate(self, gates_and_ups: torch.Tensor, activation: str = SILU) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""The operations of a decoder layer between its products on CUDA, as kernels of Triton.
+"""Compute the ops of a decoder layer between its products on CUDA with Triton kernels.
 
-writes every number once. Of torch's each is several, whose starts alone would take a good part of a decode step.
+Each op is one kernel that reads and writes every number once. torch needs several kernels for each, whose launches
+alone take a good part of a decode step.
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,9 @@ from engine.model.rope import Rotation
 from engine.model.steps import HeadNorms, TorchSteps
 from serving_core.differences import GELU_TANH, SILU
 
-COLUMNS: Final = 2048  # that a program looks at together
+COLUMNS: Final = 2048  # that a program handles at once
 NUM_WARPS: Final = 8
-LARGEST_BIT: Final = 29  # of weights up to 1 as float32
+LARGEST_BIT: Final = 29  # highest bit of float32 weights up to 1
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -32,8 +33,10 @@ def find_edges(  # type: ignore[no-untyped-def]
     HIGHEST: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Of one row the largest number such that all weights from it on have as much mass as is needed; 0 where nothing
-    is. Numbers of one sign are in the order of their bits, which are found one by one."""
+    """Find the largest number of one row such that all weights not below have the needed mass; 0 if none is needed.
+
+    Positive floats are ordered like their bits, which are determined one by one.
+    """
     row = tl.program_id(0).to(tl.int64)
     need = tl.load(needed + row)
     edge = 0
@@ -44,7 +47,7 @@ def find_edges(  # type: ignore[no-untyped-def]
             for start in range(0, num_columns, COLUMNS):
                 columns = start + tl.arange(0, COLUMNS)
                 weight = tl.load(weights + row * row_stride + columns, mask=columns < num_columns, other=0.0)
-                weight = tl.where(weight <= 1, weight, 1.0)  # of a row that is to fail, what is no number
+                weight = tl.where(weight <= 1, weight, 1.0)  # NaN in a row that fails anyway
                 is_above = weight.to(tl.int32, bitcast=True) >= tried
                 masses += tl.where(is_above, (weight * MASS).to(tl.int64), 0)
             edge = tl.where(tl.sum(masses, 0) >= need, tried, edge)
@@ -52,7 +55,7 @@ def find_edges(  # type: ignore[no-untyped-def]
 
 
 def least_in_nuclei(weights: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
-    """As LeastInNuclei."""
+    """Compute LeastInNuclei."""
     edges = torch.empty_like(needed, dtype=torch.float32)
     with torch.cuda.device(weights.device):
         find_edges[(len(weights),)](
@@ -75,13 +78,13 @@ COLUMNS_OF_A_WARP: Final = 512
 MOST_WARPS: Final = 16
 HEADS: Final = 16  # of a program
 GATES: Final = 1024  # of a program
-FEWEST_UNSORTED: Final = 4  # rows: of fewer, a whole device sorts the weights sooner than a program each looks through
+FEWEST_UNSORTED: Final = 4  # rows: for fewer, sorting on the whole device is faster than one program for each
 ROOT_2_OVER_PI: Final = 0.7978845608028654
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def normed(x, weight, num_columns, eps, CENTERS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows x [R, C], float32, of which num_columns are not padding, which is 0."""
+    """Return the norm of rows x [R, C], float32, of which num_columns columns are not zero padding."""
     if CENTERS:
         x = x - (tl.sum(x, 1) / num_columns)[:, None]
         x = tl.where(tl.arange(0, x.shape[1])[None, :] < num_columns, x, 0.0)
@@ -104,7 +107,7 @@ def norm_rows(  # type: ignore[no-untyped-def]
     CENTERS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Adds delta to one row of x, if there is one, and writes its norm to outputs."""
+    """Add delta, if given, to one row of x, and write its norm to outputs."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = columns < num_columns
@@ -128,7 +131,7 @@ def norm_rows(  # type: ignore[no-untyped-def]
 def add_norm(  # type: ignore[no-untyped-def]
     x, delta, weight, x_stride, delta_stride, num_columns, eps, COLUMNS: tl.constexpr
 ) -> None:
-    """Adds the norm of one row of delta to that of x."""
+    """Add the norm of one row of delta to x."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = columns < num_columns
@@ -165,8 +168,10 @@ def place_heads(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ) -> None:
-    """HEADS heads of one token, which are queries, keys and values: each to its place, the first two normed and turned.
-    A number is turned with the one that is half a head apart."""
+    """Place HEADS heads (queries, keys and values) of one token; queries and keys are normed and rotated.
+
+    Each element is rotated with the one half a head apart.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     columns = tl.arange(0, PADDED_DIM)[None, :]
@@ -200,7 +205,7 @@ def place_heads(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def head_weights(query_weight, key_weight, columns, is_query, is_column):  # type: ignore[no-untyped-def]
-    """Of the norm of each head."""
+    """Return the weights of each head's norm."""
     of_queries = tl.load(query_weight + columns, mask=is_column, other=0.0).to(tl.float32)
     of_keys = tl.load(key_weight + columns, mask=is_column, other=0.0).to(tl.float32)
     return tl.where(is_query, of_queries, of_keys)
@@ -216,7 +221,7 @@ def gate_rows(  # type: ignore[no-untyped-def]
     ROOT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """COLUMNS of one row: the activation of gates times ups."""
+    """Compute COLUMNS of one row: the activation of gates times ups."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < num_columns
@@ -234,7 +239,7 @@ def gate_rows(  # type: ignore[no-untyped-def]
 
 
 class TritonSteps(TorchSteps):
-    """Rounds where torch does. The bits of a row do not depend on the other rows."""
+    """The Triton backend. Rounds where torch does. The bits of a row do not depend on the other rows."""
 
     def is_invariant(self, dtype: torch.dtype) -> bool:
         return dtype in DTYPES
@@ -343,12 +348,12 @@ class TritonSteps(TorchSteps):
 
 
 def _are_rows(x: torch.Tensor, delta: torch.Tensor | None) -> bool:
-    """Whether both are rows that a program holds, and there are any."""
+    """Return whether x and delta are non-empty rows that fit a program."""
     are_rows = all(each.dim() == 2 and each.stride(1) == 1 for each in (x, delta) if each is not None)
     return are_rows and len(x) > 0 and x.shape[1] <= LARGEST_ROW
 
 
 def _columns(num_columns: int) -> dict[str, int]:
-    """How many a program holds, in how many warps."""
+    """Return the padded number of columns of a program, and its warps."""
     columns = triton.next_power_of_2(num_columns)
     return {"COLUMNS": columns, "num_warps": min(max(1, columns // COLUMNS_OF_A_WARP), MOST_WARPS)}
