@@ -1,6 +1,6 @@
-"""A decode step as one program of the compiled kernels.
+"""Run a decode step as one program of the compiled kernels.
 
-Between its modules a decoder would return to Python, and wake and join its threads, eight times a layer.
+Module by module, a decoder would return to Python, and wake and join its threads, eight times per layer.
 """
 
 import ctypes
@@ -31,15 +31,16 @@ from engine.quantization.quantized_linear import QuantizedMatrix
 from serving_core.rope_config import Rope
 
 MOST_ROWS: Final = 64
-OPERATIONS_PER_LAYER: Final = 15  # seven at most, and four products of at most two
-OPERATIONS_AFTER: Final = 5  # a norm, the head, a cap and the search for the likeliest tokens
+OPERATIONS_PER_LAYER: Final = 15  # at most seven, and four products of at most two each
+OPERATIONS_AFTER: Final = 5  # a norm, the head, a cap and the search for the maxima
 
 Recordable: TypeAlias = DenseMatrix | QuantizedMatrix
 
 
 def is_recordable(decoder: LlamaDecoder, attention: NativeAttention) -> bool:
-    """Whether a decoder's parts are native kernels for the pool's own dtype, all on one rank, and every step does the
-    same."""
+    """Return whether a decoder consists of native kernels for the pool's own dtype, on a single rank, with the same
+    operations in every step.
+    """
     pool = attention.pool
     if not decoder.is_whole or decoder.has_experts or not isinstance(decoder.steps, NativeSteps):
         return False
@@ -51,28 +52,30 @@ def is_recordable(decoder: LlamaDecoder, attention: NativeAttention) -> bool:
 
 
 class NativeDecodePlan(NamedTuple):
-    """What of a run can be made before its tokens are known. By window, and by rope."""
+    """The parts of a run that can be prepared before its tokens are known, by window and by rope."""
 
     attention: Mapping[int | None, NativePlan]
     rotations: Mapping[Rope | None, Rotation]
 
 
 class NativeDecode:
-    """Steps of at most MOST_ROWS tokens that are all wanted: one of each request, or with candidates behind it. The
-    number of threads is torch's."""
+    """Steps of at most MOST_ROWS tokens, all with wanted logits: one of each request, or more with draft tokens. Uses
+    torch's number of threads.
+    """
 
     def __init__(self, decoder: LlamaDecoder, attention: NativeAttention) -> None:
-        """Takes what is recordable."""
+        """Record a decoder that is_recordable."""
         assert isinstance(decoder.steps, NativeSteps)
         layout = attention.pool.layout
         self._decoder, self._attention, self._steps = decoder, attention, decoder.steps
         self._buffers = _Buffers(decoder, attention)
-        self._plans = {window: ctypes.c_void_p() for window in decoder.windows}  # where a run finds their addresses
+        # Where a run finds the plans' addresses
+        self._plans = {window: ctypes.c_void_p() for window in decoder.windows}
         self._program = NativeProgram(OPERATIONS_PER_LAYER * layout.num_layers + OPERATIONS_AFTER, MOST_ROWS)
         self._record()
 
     def matches(self, batch: ForwardBatch) -> bool:
-        """At most MOST_ROWS tokens, which are all wanted and of the model alone."""
+        """Return whether the batch has at most MOST_ROWS tokens, all with wanted logits and without adapters."""
         return not batch.adapted_rows and len(batch.logit_rows) == len(batch.token_ids) <= MOST_ROWS
 
     def plan(self, batch: ForwardBatch) -> NativeDecodePlan:
@@ -88,8 +91,9 @@ class NativeDecode:
         on_taken: Callable[[], None] | None = None,
         plan: NativeDecodePlan | None = None,
     ) -> torch.Tensor:
-        """[T, vocab_size], good until the next run. Raises IndexError, and writes nothing, when a slot is not in the
-        pool."""
+        """Compute the batch; return the logits [T, vocab_size], valid until the next run. Raises IndexError, and writes
+        nothing, if a slot is outside the pool.
+        """
         num_rows, buffers, decoder = len(batch.token_ids), self._buffers, self._decoder
         plan = plan or self.plan(batch)
         assert decoder.embed_tokens is not None
@@ -107,7 +111,7 @@ class NativeDecode:
         return buffers.logits[:num_rows]
 
     def close(self) -> None:
-        """Nothing: no group waits for it."""
+        """Do nothing: no group waits for this program."""
 
     def likeliest(self, num_rows: int) -> Likeliest:
         highest, tokens = self._buffers.likeliest
@@ -126,7 +130,9 @@ class NativeDecode:
         self._steps.record_search(self._program, buffers.logits, *buffers.likeliest)
 
     def _record_layer(self, layer: DecoderLayer, delta: torch.Tensor | None) -> torch.Tensor | None:
-        """What is still to be added to x before the layer is `delta`, and behind it what this gives."""
+        """Record a layer. `delta` is still to be added to x before it; the returned delta is still to be added after
+        it.
+        """
         buffers = self._buffers
         if isinstance(layer, PostNormLayer):
             self._record_attention(layer.self_attn, self._record_reading(layer.input_layernorm))
@@ -172,7 +178,7 @@ class NativeDecode:
         self._record_product(mlp.down_proj.matrix, buffers.gated, buffers.delta)
 
     def _record_reading(self, norm: RMSNorm | None) -> torch.Tensor:
-        """x, or what its norm gives where there is one."""
+        """Record the norm, if given; return x or the norm's output."""
         if norm is None:
             return self._buffers.x
         self._record_norm(norm, None)
@@ -193,7 +199,7 @@ class NativeDecode:
 
 
 class _Buffers:
-    """Activations of MOST_ROWS tokens, and what a run is told of them."""
+    """Activations of MOST_ROWS tokens, and the inputs of a run."""
 
     def __init__(self, decoder: LlamaDecoder, attention: NativeAttention) -> None:
         layout, head = attention.pool.layout, decoder.head

@@ -1,7 +1,7 @@
-"""Routing to experts and the sum of their outputs on CPUs, by the compiled functions of engine/native/experts.c if they
-are there.
+"""Route tokens to experts and sum the experts' outputs on CPUs, with the compiled functions of engine/native/experts.c
+if built.
 
-They are the same for all CPUs; SPLITSERVE_NATIVE=off leaves them out too.
+The functions are the same for all CPUs; SPLITSERVE_NATIVE=off disables them too.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ class ExpertsLibrary:
     """The functions of the compiled library."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError when the file cannot be loaded or is of another version."""
+        """Load the file. Raises OSError if it cannot be loaded or has another version."""
         library = ctypes.CDLL(str(path))
         pointer, int32 = ctypes.c_void_p, ctypes.c_int32
         self.route = library.experts_route
@@ -36,18 +36,18 @@ class ExpertsLibrary:
 
 
 def experts_library() -> ExpertsLibrary | None:
-    """The functions of this installation's library, if they are there."""
+    """Return the functions of this installation's library, if built."""
     return native_library.load(ExpertsLibrary)
 
 
 def choose_dispatch(device: torch.device) -> Dispatch:
-    """The fastest one for a device. Raises UnknownVariant."""
+    """Return the fastest dispatch for a device. Raises UnknownVariant."""
     library = experts_library() if device.type == "cpu" and native_library.wanted_variants() else None
     return TorchDispatch() if library is None else NativeDispatch(library)
 
 
 class NativeDispatch:
-    """Of float32 and bfloat16; of other dtypes torch's."""
+    """Native dispatch for float32 and bfloat16; torch's for other dtypes."""
 
     def __init__(self, library: ExpertsLibrary) -> None:
         self._library = library

@@ -1,10 +1,10 @@
-"""The compiled kernels of engine/native, if the package was built where a C compiler is.
+"""Load the compiled kernels of engine/native, if the package was built where a C compiler is.
 
-All are in one library: attention (declared here), products with quantized weights (linear_library.py), with others
-(dense_linear.py) and with many matrices (grouped.py), what experts add to them (dispatch.py), the steps between
-products (steps.py), programs of these (program.py) and the sums of several ranks (engine/shared_sums.py).
+One library has all kernels: attention (declared here), products with quantized weights (linear_library.py), with dense
+and grouped weights (linear.py), routing to experts (dispatch.py), the ops between products (steps.py), programs of
+these (program.py) and sums over ranks (engine/shared_sums.py).
 
-Which variant runs is decided when the process starts: the best that this CPU has, or what the environment variable
+The variant is chosen when the process starts: the best that this CPU supports, or the one that the environment variable
 SPLITSERVE_NATIVE names (one of VARIANTS, or "off").
 """
 
@@ -65,7 +65,7 @@ class NativeLibrary:
     """The functions of the compiled library."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError when the file cannot be loaded or is of another version."""
+        """Load the file. Raises OSError if it cannot be loaded or has another version."""
         library = ctypes.CDLL(str(path))
         pointer, int64 = ctypes.c_void_p, ctypes.c_int64
         self._native_kernel = library.attention_kernel
@@ -92,15 +92,16 @@ class NativeLibrary:
             raise OSError(f"{path.name} is of another version: install the package again")
 
     def kernel(self, variant: str, pool_dtype: str, query_dtype: str) -> int | None:
-        """The address of what computes this; None where the CPU or the variant cannot."""
+        """Return the address of the kernel for these dtypes; None if the CPU or the variant does not support it."""
         address: int | None = self._native_kernel(variant.encode(), ELEMENTS[pool_dtype], ELEMENTS[query_dtype])
         return address
 
 
 @functools.cache
 def load(functions: Callable[[Path], F]) -> F | None:
-    """The functions of the library that a class declares, given its path; None, with a line in the log, where it was
-    not built or does not fit."""
+    """Return the library's functions that a class declares, given its path; None, with a line in the log, if it was not
+    built or does not match.
+    """
     path = library_path()
     if path is None:
         logger.info("the native kernels were not built: there was no C compiler when the package was installed")
@@ -113,27 +114,29 @@ def load(functions: Callable[[Path], F]) -> F | None:
 
 
 def library_path() -> Path | None:
-    """The library's file, if it was built."""
+    """Return the library's file, if it was built."""
     folder = Path(__file__).parent
     paths = (folder / (_FILE_STEM + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES)
     return next((path for path in paths if path.exists()), None)
 
 
 def native_library() -> NativeLibrary | None:
-    """The attention kernels of this installation, if they are there."""
+    """Return this installation's attention kernels, if built."""
     return load(NativeLibrary)
 
 
 class Kernels(Protocol):
-    """A class to `load` whose kernels go by their variant."""
+    """A class for `load` whose kernels are selected by variant."""
 
     def kernel(self, variant: str) -> int | None:
-        """The address of a variant; None where the CPU does not have it."""
+        """Return the address of a variant; None if the CPU does not support it."""
 
 
 def best_variant(kernels: Kernels | None, variant_of: Mapping[str, str]) -> str | None:
-    """The variant that computes here, by the kernels' own name for each of VARIANTS; None where nothing native does.
-    Raises UnknownVariant."""
+    """Return the variant to use here, under the kernels' own name for each of VARIANTS; None without native kernels.
+
+    Raises UnknownVariant.
+    """
     for wanted in wanted_variants():
         if kernels is not None and kernels.kernel(variant_of[wanted]) is not None:
             return variant_of[wanted]
@@ -141,11 +144,11 @@ def best_variant(kernels: Kernels | None, variant_of: Mapping[str, str]) -> str 
 
 
 class UnknownVariant(SettingsError, ValueError):
-    """SPLITSERVE_NATIVE names no variant."""
+    """SPLITSERVE_NATIVE names an unknown variant."""
 
 
 def wanted_variants() -> tuple[str, ...]:
-    """Those of VARIANTS that may be used here, best first. Raises UnknownVariant."""
+    """Return the allowed VARIANTS, best first. Raises UnknownVariant."""
     name = os.environ.get(ENVIRONMENT, "")
     if name == OFF:
         return ()

@@ -1,6 +1,6 @@
-"""Products with dense and grouped weights on a CPU by the compiled kernels of engine/native.
+"""Multiply by dense and grouped weights on a CPU with the compiled kernels of engine/native.
 
-As with the attention kernels, SPLITSERVE_NATIVE names the variant that runs; without it the best of this CPU does.
+As with the attention kernels, SPLITSERVE_NATIVE names the variant; without it the best for this CPU is used.
 """
 
 import ctypes
@@ -20,14 +20,14 @@ from engine.quantization.quantized_linear import QuantizedMatrix
 
 VERSION: Final = 3  # DENSE_VERSION in native/dense.h
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
-VARIANTS: Final = {  # that are faster than torch where they run
+VARIANTS: Final = {  # variants that are faster than torch where supported
     torch.float32: ("amx", "avx512_bf16", "avx512"),
     torch.bfloat16: ("amx", "avx512_bf16", "avx512", "avx2"),
 }
 OUTPUTS: Final = 16  # of a vector of weights, as in native/dense.h
-PANEL_OUTPUTS: Final = 64  # of a panel of weights; the last one may have fewer
+PANEL_OUTPUTS: Final = 64  # of a panel of weights; the last panel may have fewer
 WORD_BYTES: Final = 4
-SLICE_OUTPUTS: Final = 16 * PANEL_OUTPUTS  # that a thread packs at a time: panels are by themselves
+SLICE_OUTPUTS: Final = 16 * PANEL_OUTPUTS  # packed by a thread at a time: panels are independent
 
 
 class Matrix(ctypes.Structure):
@@ -47,7 +47,7 @@ class DenseLibrary:
     """The functions of the compiled library."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError when the file cannot be loaded or is of another version."""
+        """Load the file. Raises OSError if it cannot be loaded or has another version."""
         library = ctypes.CDLL(str(path))
         pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         self._kernel = library.dense_kernel
@@ -70,18 +70,18 @@ class DenseLibrary:
             raise OSError(f"{path.name} is of another version: install the package again")
 
     def kernel(self, variant: str, dtype: torch.dtype) -> int | None:
-        """The address of a variant for a dtype of ELEMENTS; None where the CPU does not have it."""
+        """Return the address of a variant for a dtype of ELEMENTS; None if the CPU does not support it."""
         address: int | None = self._kernel(variant.encode(), ELEMENTS[dtype])
         return address
 
 
 def dense_library() -> DenseLibrary | None:
-    """The products of this installation's library, if they are there."""
+    """Return the products of this installation's library, if built."""
     return native_library.load(DenseLibrary)
 
 
 def best_variant(dtype: torch.dtype) -> str | None:
-    """What computes products with weights of a dtype here; None where nothing native does. Raises UnknownVariant."""
+    """Return the variant for products with weights of a dtype; None without native kernels. Raises UnknownVariant."""
     library = dense_library()
     for name in native_library.wanted_variants():
         if library is not None and name in VARIANTS.get(dtype, ()) and library.kernel(name, dtype) is not None:
@@ -90,14 +90,14 @@ def best_variant(dtype: torch.dtype) -> str | None:
 
 
 class DenseMatrix:
-    """float32 or bfloat16 weights [num_outputs, num_inputs] on a CPU, packed as native/dense.h says.
+    """float32 or bfloat16 weights [num_outputs, num_inputs] on a CPU, packed as native/dense.h describes.
 
-    Sums are of float32. A row's outputs depend on that row alone, to the bit, whatever rows are with it and however
-    many threads compute.
+    Sums are float32. Batch-invariant: the bits of a row's outputs depend on that row alone, not on other rows or the
+    number of threads.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """Copies the weights. Raises ValueError where `best_variant` is None."""
+        """Copy the weights. Raises ValueError if `best_variant` is None."""
         library, variant = dense_library(), best_variant(weight.dtype)
         if library is None or variant is None:
             raise ValueError(f"there is no kernel for {weight.dtype} weights here")
@@ -118,7 +118,7 @@ class DenseMatrix:
 
     @property
     def address(self) -> int:
-        """Where the compiled functions find what it is; good for as long as it is there."""
+        """Return the address of the matrix for compiled functions. Valid while this object lives."""
         return self._address
 
     @property
@@ -126,7 +126,9 @@ class DenseMatrix:
         return self._weights.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The weights of these outputs [T], int64: [T, num_inputs]. Raises IndexError when there is not one of them."""
+        """Return the weights of outputs [T] int64: [T, num_inputs]. Raises IndexError for an output that does not
+        exist.
+        """
         outputs = outputs.contiguous()
         assert outputs.dtype == torch.int64
         found = torch.empty((len(outputs), self.num_inputs), dtype=self.dtype)
@@ -136,7 +138,7 @@ class DenseMatrix:
         return found
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, num_inputs] -> [T, num_outputs], both of the weights' dtype"""
+        """Multiply x [T, num_inputs] -> [T, num_outputs], both of the weights' dtype."""
         assert (x.dtype, x.shape[1]) == (self.dtype, self.num_inputs)
         if x.stride(1) != 1:
             x = x.contiguous()
@@ -146,18 +148,20 @@ class DenseMatrix:
         return outputs
 
     def record(self, program: NativeProgram, x: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Adds the product of the rows of x to a program; both are of the weights' dtype, and contiguous."""
+        """Append the product of the rows of x to a program; x and outputs have the weights' dtype and are
+        contiguous.
+        """
         row_bytes = self.num_inputs * x.itemsize
         program.add(self._library.add, self._address, x.data_ptr(), row_bytes, outputs.data_ptr())
 
 
 def _padded(num_outputs: int) -> int:
-    """With those that fill the last vector."""
+    """Return the number of outputs padded to whole vectors."""
     return -(-num_outputs // OUTPUTS) * OUTPUTS
 
 
 def _packed(library: DenseLibrary, weight: torch.Tensor) -> torch.Tensor:
-    """[panels, words of inputs, outputs of the panel] in bytes, zeros where there is no weight."""
+    """Return [panels, words of inputs, outputs of the panel] as bytes, with zero padding."""
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     num_outputs, num_inputs = weight.shape
@@ -174,7 +178,7 @@ def _packed(library: DenseLibrary, weight: torch.Tensor) -> torch.Tensor:
         pack(0)
         return packed
     with ThreadPoolExecutor(torch.get_num_threads(), "packing") as packers:
-        deque(packers.map(pack, range(0, num_outputs, SLICE_OUTPUTS)), maxlen=0)  # raises what they raised
+        deque(packers.map(pack, range(0, num_outputs, SLICE_OUTPUTS)), maxlen=0)  # raises the packers' errors
     return packed
 
 
@@ -182,7 +186,7 @@ class GroupedLibrary:
     """The functions of the compiled library."""
 
     def __init__(self, path: Path) -> None:
-        """Raises AttributeError when the file is of an older version."""
+        """Load the file. Raises AttributeError if it has an older version."""
         library = ctypes.CDLL(str(path))
         pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         self.dense = library.dense_multiply_groups
@@ -194,20 +198,25 @@ class GroupedLibrary:
 
 
 class GroupedProduct:
-    """Of matrices of one shape and kind. A row's outputs have the bits that its matrix gives for it alone."""
+    """A product of groups of rows, each with a matrix of its own; all matrices have one shape and kind.
+
+    A row's outputs have the bits of a separate product of that row with its matrix.
+    """
 
     def __init__(self, library: GroupedLibrary, matrices: Sequence[DenseMatrix | QuantizedMatrix]) -> None:
         self._library = library
-        self._matrices = matrices  # whose addresses these are
+        self._matrices = matrices  # keeps the matrices at these addresses alive
         self._addresses = (ctypes.c_void_p * len(matrices))(*(matrix.address for matrix in matrices))
         self._dense_dtype: Final = matrices[0].dtype if isinstance(matrices[0], DenseMatrix) else None
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Whether rows of it can be multiplied."""
+        """Return whether rows of this dtype can be multiplied."""
         return dtype in ELEMENTS if self._dense_dtype is None else dtype == self._dense_dtype
 
     def __call__(self, x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """x [T, num_inputs] -> [T, num_outputs]; starts [matrices + 1] int32 are those of their rows, and T."""
+        """Multiply x [T, num_inputs] -> [T, num_outputs]; starts [matrices + 1] int32 are the first rows of the
+        matrices, then T.
+        """
         first = self._matrices[0]
         assert x.is_contiguous(), "rows behind each other"
         assert (x.shape[1], starts.dtype) == (first.num_inputs, torch.int32)
@@ -224,7 +233,7 @@ class GroupedProduct:
 
 
 def grouped_product(matrices: Sequence[object]) -> GroupedProduct | None:
-    """One for these, where kernels compute with all of them in the same way; else None."""
+    """Return the grouped product of these matrices if kernels support it; else None."""
     library = native_library.load(GroupedLibrary)
     dense = [matrix for matrix in matrices if isinstance(matrix, DenseMatrix)]
     quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix) and matrix.is_recordable]

@@ -1,6 +1,6 @@
-"""The compiled products with quantized weights of engine/native/linear*.c, if they were built where a C compiler is.
+"""Load the compiled products with quantized weights of engine/native/linear*.c, if built.
 
-As with the attention kernels, SPLITSERVE_NATIVE names the variant that runs; without it the best of this CPU does.
+As with the attention kernels, SPLITSERVE_NATIVE names the variant; without it the best for this CPU is used.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ class LinearLibrary:
     """The functions of the compiled library."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError when the file cannot be loaded or is of another version."""
+        """Load the file. Raises OSError if it cannot be loaded or has another version."""
         library = ctypes.CDLL(str(path))
         pointer, int32 = ctypes.c_void_p, ctypes.c_int32
         self._kernel = library.linear_kernel
@@ -64,16 +64,16 @@ class LinearLibrary:
             raise OSError(f"{path.name} is of another version: install the package again")
 
     def kernel(self, variant: str) -> int | None:
-        """The address of a variant of VARIANTS; None where the CPU does not have it."""
+        """Return the address of one of VARIANTS; None if the CPU does not support it."""
         address: int | None = self._kernel(variant.encode())
         return address
 
 
 def linear_library() -> LinearLibrary | None:
-    """The products of this installation's library, if they are there."""
+    """Return the products of this installation's library, if built."""
     return native_library.load(LinearLibrary)
 
 
 def best_variant() -> str | None:
-    """What computes products here; None where nothing native does. Raises UnknownVariant."""
+    """Return the variant for products; None without native kernels. Raises UnknownVariant."""
     return native_library.best_variant(linear_library(), _VARIANT_OF)

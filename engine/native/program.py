@@ -1,4 +1,4 @@
-"""Programs: operations of the compiled kernels that run in one call, by threads that start once."""
+"""Run programs: operations of the compiled kernels in one call, with threads that start once."""
 
 import ctypes
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class ProgramLibrary:
     """The functions of the compiled library."""
 
     def __init__(self, path: Path) -> None:
-        """Raises AttributeError when the file is of an older version."""
+        """Load the file. Raises AttributeError if it has an older version."""
         library = ctypes.CDLL(str(path))
         pointer, int32 = ctypes.c_void_p, ctypes.c_int32
         self.num_bytes = library.program_bytes
@@ -32,18 +32,18 @@ class ProgramLibrary:
 
 
 def program_library() -> ProgramLibrary | None:
-    """The programs of this installation's library, if they are there."""
+    """Return the programs of this installation's library, if built."""
     return native_library.load(ProgramLibrary)
 
 
 class NativeProgram:
-    """Operations in a row over the same rows; each begins when the one before is complete.
+    """A sequence of operations on the same rows; each begins when the one before is complete.
 
-    Whoever adds an operation sees to it that the memory it names outlives the program.
+    The caller that appends an operation must keep the memory that it uses alive as long as the program.
     """
 
     def __init__(self, capacity: int, most_rows: int) -> None:
-        """Empty. Raises ValueError where the native kernels are not there."""
+        """Create an empty program. Raises ValueError without native kernels."""
         library = program_library()
         if library is None:
             raise ValueError("the native kernels are not there")
@@ -55,12 +55,12 @@ class NativeProgram:
         library.start(self._address, capacity)
 
     def add(self, function: Callable[..., int], *arguments: Any) -> None:
-        """Calls a function of the library that adds operations to the program it is given first."""
+        """Call a library function that appends operations to the program, its first argument."""
         if function(self._address, *arguments):
             raise ValueError("the program is full")
 
     def scratch(self, num_bytes: int) -> torch.Tensor:
-        """Memory that one operation may fill for the next; it is the same for all."""
+        """Return memory that one operation may fill for the next; all calls share it."""
         for memory in self._scratch:
             if memory.nbytes >= num_bytes:
                 return memory
@@ -68,8 +68,10 @@ class NativeProgram:
         return self._scratch[-1]
 
     def run(self, num_rows: int) -> bool:
-        """Computes all operations for so many rows, by torch's number of threads. Gives False when one of them cannot
-        begin; then nothing is computed."""
+        """Run all operations for num_rows rows, with torch's number of threads.
+
+        Returns False, with nothing computed, if an operation cannot begin.
+        """
         assert 0 < num_rows <= self.most_rows
         failed: int = self._library.run(self._address, *threads(), num_rows)
         return failed == 0

@@ -1,6 +1,6 @@
-"""The steps between a decoder's products on CPUs, by the compiled kernels of engine/native/steps*.c if they are there.
+"""Compute the ops between a decoder's products on CPUs with the compiled kernels of engine/native/steps*.c, if built.
 
-As with the attention kernels, SPLITSERVE_NATIVE names the variant that runs; without it the best of this CPU does.
+As with the attention kernels, SPLITSERVE_NATIVE names the variant; without it the best for this CPU is used.
 """
 
 import ctypes
@@ -104,7 +104,7 @@ class StepLibrary:
     """The functions of the compiled library."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError when the file cannot be loaded or is of another version."""
+        """Load the file. Raises OSError if it cannot be loaded or has another version."""
         library = ctypes.CDLL(str(path))
         pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         run: list[Any] = [pointer, pointer, int32]
@@ -148,29 +148,30 @@ class StepLibrary:
             raise OSError(f"{path.name} is of another version: install the package again")
 
     def kernel(self, variant: str) -> int | None:
-        """The address of a variant of VARIANTS; None where the CPU does not have it."""
+        """Return the address of one of VARIANTS; None if the CPU does not support it."""
         address: int | None = self._kernel(variant.encode())
         return address
 
 
 def step_library() -> StepLibrary | None:
-    """The steps of this installation's library, if they are there."""
+    """Return the ops of this installation's library, if built."""
     return native_library.load(StepLibrary)
 
 
 def best_variant() -> str | None:
-    """What computes steps here; None where nothing native does. Raises UnknownVariant."""
+    """Return the variant for ops; None without native kernels. Raises UnknownVariant."""
     return native_library.best_variant(step_library(), _VARIANT_OF)
 
 
 class NativeSteps:
-    """Steps on a CPU: of float32 and bfloat16 by one call each, of other dtypes by torch. Rounds where torch does.
+    """The native CPU backend: float32 and bfloat16 with one call each, other dtypes with torch. Rounds where torch
+    does.
 
-    The bits of a row depend neither on the other rows nor on the number of threads, which is torch's.
+    The bits of a row depend neither on the other rows nor on torch's number of threads.
     """
 
     def __init__(self, variant: str) -> None:
-        """Takes one of VARIANTS. Raises ValueError when it is not there."""
+        """Use one of VARIANTS. Raises ValueError if it is unavailable."""
         library = step_library()
         kernel = None if library is None else library.kernel(variant)
         if library is None or kernel is None:
@@ -216,7 +217,7 @@ class NativeSteps:
         slots: torch.Tensor,
         norms: HeadNorms | None = None,
     ) -> torch.Tensor:
-        """Raises IndexError, and writes nothing, when a slot is not in the pool."""
+        """Place as Steps.place. Raises IndexError, and writes nothing, if a slot is outside the pool."""
         element, num_kv_heads = ELEMENTS.get(heads.dtype), pool.layout.num_kv_heads
         num_rows, num_all_heads, head_dim = heads.shape
         is_usual = heads.dtype == pool.compute_dtype and heads.stride() == (num_all_heads * head_dim, head_dim, 1)
@@ -296,7 +297,7 @@ class NativeSteps:
     def _drawn(
         self, logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens, and the masses of all that stayed."""
+        """Return the tokens, and the masses of all tokens that stayed."""
         num_columns, num_draws = logits.shape[1], len(draws)
         tokens, masses = torch.empty(num_draws, dtype=torch.int64), torch.empty(num_draws, dtype=torch.float64)
         parallel, num_threads = threads_for(num_draws * num_columns)
@@ -321,8 +322,10 @@ class NativeSteps:
         return tokens, masses
 
     def _take_scratch(self, num_bytes: int) -> torch.Tensor:
-        """What the last call left, if that is enough: to touch new memory takes longer than to draw from a row. No
-        other thread gets it until it is given back."""
+        """Return the memory of the last call if large enough, since touching new memory takes longer than a draw.
+
+        No other thread gets it until it is given back.
+        """
         scratch, self._scratch = self._scratch, torch.empty(0, dtype=torch.uint8)
         return scratch if len(scratch) >= num_bytes else torch.empty(num_bytes, dtype=torch.uint8)
 
@@ -337,20 +340,20 @@ class NativeSteps:
         delta_scale: float = 1.0,
         centers: bool = False,
     ) -> None:
-        """Adds `norm` to a program, of rows of float32 or bfloat16. The output may be x itself."""
+        """Append `norm` to a program, for float32 or bfloat16 rows. The output may be x itself."""
         self._record(program, _norm(x, weight, eps, output, delta, delta_scale, centers))
 
     def record_norm_onto(
         self, program: NativeProgram, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> None:
-        """Adds `norm_onto` to a program, of rows of float32 or bfloat16."""
+        """Append `norm_onto` to a program, for float32 or bfloat16 rows."""
         self._record(program, _norm(delta, weight, eps, x, increases=True))
 
     def _record(self, program: NativeProgram, norm: Norm) -> None:
         program.add(self._library.add_norm, self._kernel, ctypes.addressof(norm))
 
     def record_sum(self, program: NativeProgram, x: torch.Tensor, delta: torch.Tensor) -> None:
-        """Adds to a program that delta is added to x, both rows in contiguous tensors of float32 or bfloat16."""
+        """Append x += delta to a program, for contiguous float32 or bfloat16 rows."""
         kind = (ELEMENTS[x.dtype], x.shape[1])
         program.add(self._library.add_sum, self._kernel, *kind, x.data_ptr(), delta.data_ptr())
 
@@ -364,8 +367,9 @@ class NativeSteps:
         slots: torch.Tensor,
         norms: HeadNorms | None,
     ) -> None:
-        """Adds to a program what `place` does with a pool that is not quantized. A run does nothing when one of its
-        slots is not in the pool."""
+        """Append `place` to a program, for an unquantized pool. A run does nothing if one of its slots is outside the
+        pool.
+        """
         placement = _placement(heads, rotation, pool, layer, slots, norms)
         num_slots = pool.num_blocks * pool.layout.block_size
         program.add(self._library.add_place, self._kernel, ctypes.addressof(placement), num_slots)
@@ -373,7 +377,7 @@ class NativeSteps:
     def record_gate(
         self, program: NativeProgram, gates_and_ups: torch.Tensor, output: torch.Tensor, activation: str = SILU
     ) -> None:
-        """Adds `gate` to a program, of rows in contiguous tensors of float32 or bfloat16."""
+        """Append `gate` to a program, for contiguous float32 or bfloat16 rows."""
         program.add(
             self._library.add_gate,
             self._kernel,
@@ -386,7 +390,7 @@ class NativeSteps:
         )
 
     def record_cap(self, program: NativeProgram, logits: torch.Tensor, cap: float) -> None:
-        """Adds `cap` to a program, of rows in a contiguous tensor of float32 or bfloat16."""
+        """Append `cap` to a program, for contiguous float32 or bfloat16 rows."""
         kind = (ELEMENTS[logits.dtype], logits.shape[1])
         program.add(
             self._library.add_cap, self._kernel, *kind, logits.data_ptr(), logits.shape[1] * logits.itemsize, cap
@@ -395,15 +399,14 @@ class NativeSteps:
     def record_search(
         self, program: NativeProgram, logits: torch.Tensor, highest: torch.Tensor, tokens: torch.Tensor
     ) -> None:
-        """Adds to a program what `likeliest` finds in rows of a contiguous tensor of float32 or bfloat16: float32 and
-        int64 of each."""
+        """Append `likeliest` to a program, for contiguous float32 or bfloat16 rows; results are float32 and int64."""
         kind, stride = (ELEMENTS[logits.dtype], logits.shape[1]), logits.shape[1] * logits.itemsize
         where = logits.data_ptr(), stride, highest.data_ptr(), tokens.data_ptr()
         program.add(self._library.add_search, self._kernel, *kind, *where)
 
 
 def _are_usual(x: torch.Tensor, delta: torch.Tensor | None) -> bool:
-    """Whether they are rows that the kernels take."""
+    """Return whether the kernels support these rows."""
     return x.dtype in ELEMENTS and x.stride(1) == 1 and (delta is None or delta.stride(1) == 1)
 
 
@@ -444,7 +447,7 @@ def _placement(
     slots: torch.Tensor,
     norms: HeadNorms | None,
 ) -> Placement:
-    """Of contiguous heads [T, H + 2 K, D]. A quantized pool is not written to."""
+    """Describe the placement of contiguous heads [T, H + 2 K, D]. A quantized pool is not written."""
     num_kv_heads, (_, num_all_heads, head_dim) = pool.layout.num_kv_heads, heads.shape
     element = ELEMENTS[heads.dtype]
     placement = Placement(element, element, num_all_heads - 2 * num_kv_heads, num_kv_heads, head_dim)

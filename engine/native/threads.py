@@ -1,4 +1,4 @@
-"""The threads that compiled kernels compute with: torch's own."""
+"""Share torch's threads with the compiled kernels."""
 
 import ctypes
 import functools
@@ -7,25 +7,25 @@ from typing import Final
 
 import torch
 
-_SHARED_ELEMENTS: Final = 2**14  # fewer are done sooner than another thread is woken
+_SHARED_ELEMENTS: Final = 2**14  # fewer are done sooner than another thread wakes up
 
 
 def threads() -> tuple[int | None, int]:
-    """What runs threads, and how many: torch's."""
+    """Return the function that runs torch's threads, and their number."""
     num_threads = torch.get_num_threads()
     return (parallel_function(), num_threads) if num_threads > 1 else (None, 1)
 
 
 def threads_for(num_elements: int) -> tuple[int | None, int]:
-    """As many as are worth it."""
+    """Return the function that runs threads, and as many threads as num_elements elements are worth."""
     return threads() if num_elements >= _SHARED_ELEMENTS else (None, 1)
 
 
 @functools.cache
 def parallel_function() -> int | None:
-    """The address of GOMP_parallel in the OpenMP runtime that torch computes with; None where there is none.
+    """Return the address of GOMP_parallel in the OpenMP runtime that torch uses; None without one.
 
-    One more pool of threads would compete with torch's, whose threads spin for a while after each operation.
+    A second pool of threads would compete with torch's, whose threads spin for a while after each operation.
     """
     for path in _loaded_openmp():
         try:
@@ -37,7 +37,7 @@ def parallel_function() -> int | None:
 
 
 def _loaded_openmp() -> list[str]:
-    """Files of OpenMP runtimes in this process, torch's own first."""
+    """Return the files of OpenMP runtimes in this process, torch's own first."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

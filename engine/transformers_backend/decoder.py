@@ -1,15 +1,14 @@
-"""A decoder that transformers computes, over our KV pool and with our attention.
+"""Wrap a decoder that transformers computes, with SplitServe's KV pool and attention.
 
-before them, or a window of it. Anything else is refused.
+Attention: models call a function registered in transformers' attention and mask interfaces. No mask is ever made: a
+Sight takes its place, which is derived from the model's mask function; only causal attention and sliding windows are
+supported. The current step is a context variable, since not every model passes its caller's arguments on.
 
-The pool has the vectors alone, as the one key head of a cache without values. Attention is over them: queries are
-brought to their width by the matrices that would make keys, and what is attended becomes values afterwards.
+Latent KV: a layer computes the keys and values of all heads from one vector per token. The pool holds only the vectors,
+as the single key head of a cache without values. Queries are transformed to the vectors' width by the matrices that
+would make keys, and the attention output is transformed to values afterwards.
 
-their interface of masks. No mask is ever made: in its place goes what tokens see.
-
-Whose step it is stands in a context variable, since not every model hands down what its caller says.
-
-divide them stay.
+Quantization: linear modules compute with quantized weights; the hooks by which ranks divide the modules stay.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,22 +37,25 @@ from serving_core.settings import INPUT_BITS, WEIGHT_BITS
 from serving_core.sharding import Extent, Shard
 
 MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Takes a batch's index, a head's, and positions of queries and keys; says which see which."""
+"""Takes the indices of a batch and a head, and positions of queries and keys; returns which queries attend to which
+keys.
+"""
 
-POSITIONS = (0, 1, 2, 3, 7, 64, 1000, 8191, 8192, 2**20)  # of queries, to try a mask at
-NEAR = (-1000, -64, -2, -1, 0, 1, 2, 63, 64)  # distances to keys, likewise
+POSITIONS = (0, 1, 2, 3, 7, 64, 1000, 8191, 8192, 2**20)  # query positions at which a mask is tried
+NEAR = (-1000, -64, -2, -1, 0, 1, 2, 63, 64)  # distances to keys at which a mask is tried
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What takes the place of a mask: a token sees itself and the tokens before it, or the last `window` of them."""
+    """A replacement of a mask: a token attends to itself and the tokens before it, or to the last `window` of them."""
 
     window: int | None
 
 
 def sight_of(mask_function: MaskFunction, window: int | None) -> Sight:
-    """What a mask function lets tokens see, tried out at some positions. A window can only be this one. Raises
-    ModelError for any other mask."""
+    """Return the sight of a mask function, tried at some positions; a window must equal `window`. Raises ModelError for
+    any other mask.
+    """
     queries, keys = _pairs(window)
     sees = mask_function(0, 0, queries, keys)
     distances = queries - keys
@@ -65,7 +67,7 @@ def sight_of(mask_function: MaskFunction, window: int | None) -> Sight:
 
 @lru_cache(maxsize=16)
 def _pairs(window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of queries and keys that tell masks apart."""
+    """Return positions of queries and keys that distinguish masks."""
     edges = () if window is None else (window - 1, window, window + 1, 2 * window)
     positions = {*POSITIONS, *edges}
     pairs = [
@@ -78,39 +80,43 @@ def _pairs(window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     return queries, keys
 
 
-EXPAND = "expand_kv"  # what layers of transformers make keys and values with
+EXPAND = "expand_kv"  # the module with which transformers' layers make keys and values
 
 
 class Expansion(NamedTuple):
-    """The matrices of H heads that make keys and values of latents of width L. Beside its L numbers a latent has those
-    that are rotated, which are the end of each head's key as they are."""
+    """The matrices of H heads that make keys and values of latents of width L.
 
-    keys: torch.Tensor  # [H, width of what is not rotated, L]
+    Beside its L numbers a latent has the rotated ones, which end each head's key unchanged.
+    """
+
+    keys: torch.Tensor  # [H, width without rotation, L]
     values: torch.Tensor  # [H, width of V, L]
 
     def of(self, heads: slice) -> "Expansion":
-        """That of some heads."""
+        """Return the expansion of some heads."""
         return Expansion(self.keys[heads], self.values[heads])
 
     def absorbed(self, queries: torch.Tensor) -> torch.Tensor:
-        """Queries [T, H, D] as [T, H, width of a token's vector], whose products with vectors are those with keys."""
+        """Return queries [T, H, D] as [T, H, width of a token's vector], whose products with vectors equal those with
+        keys.
+        """
         plain, rotated = queries.tensor_split((self.keys.shape[1],), dim=2)
         return torch.cat((torch.einsum("thd,hdl->thl", plain, self.keys), rotated), dim=2)
 
     def expanded(self, attended: torch.Tensor) -> torch.Tensor:
-        """Sums of vectors [T, H, width of one] as those of values [T, H, width of V]."""
+        """Return sums of vectors [T, H, width of a vector] as sums of values [T, H, width of V]."""
         return torch.einsum("thl,hvl->thv", attended[..., : self.values.shape[2]], self.values)
 
 
 class Latents:
-    """In place of what a layer expands latents with."""
+    """A replacement of the module with which a layer expands latents."""
 
     def __init__(self, layer: Any, name: str) -> None:
-        """`name` is that of the attention that is asked for latents; any other gets keys and values."""
+        """Wrap the layer's module. Only the attention named `name` gets latents; any other gets keys and values."""
         self._layer, self._name = layer, name
 
     def __call__(self, latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One key head [1, 1, T, width of a token's vector], and values of no width."""
+        """Return one key head [1, 1, T, width of a token's vector], and values of width 0."""
         if self._layer.config._attn_implementation != self._name:
             expanded: tuple[torch.Tensor, torch.Tensor] = type(self._layer).expand_kv(self._layer, latents, rotated)
             return expanded
@@ -119,7 +125,7 @@ class Latents:
 
     @property
     def expansion(self) -> Expansion:
-        """Of the heads that the layer has here."""
+        """Return the expansion of the layer's heads on this rank."""
         widths = self._layer.qk_nope_head_dim, self._layer.v_head_dim
         weight = self._layer.kv_b_proj.weight
         keys, values = weight.view(-1, sum(widths), weight.shape[1]).split(widths, dim=1)
@@ -127,8 +133,9 @@ class Latents:
 
 
 def keep_latents(model: nn.Module, name: str) -> None:
-    """Has the model's layers ask the attention of this name for latents. Raises ModelError where they are not known to
-    have any."""
+    """Make the model's layers call the attention of this name with latents. Raises ModelError for layers not known to
+    have latents.
+    """
     layers: list[Any] = [module for module in model.modules() if hasattr(module, EXPAND)]
     if not layers or any(layer.kv_b_proj.bias is not None for layer in layers):
         raise ModelError(f"latent KV as {type(model).__name__} has it is not supported")
@@ -137,13 +144,13 @@ def keep_latents(model: nn.Module, name: str) -> None:
 
 
 def expansion_of(layer: nn.Module) -> Expansion | None:
-    """What expands the latents that a layer asks attention for; None if it asks for keys and values."""
+    """Return the expansion of the latents with which a layer calls attention; None for keys and values."""
     latents = getattr(layer, EXPAND, None)
     return latents.expansion if isinstance(latents, Latents) else None
 
 
 NAME: Final = "splitserve_paged"
-WITHOUT_EFFECT: Final = (  # on attention: what else layers are told, and what only backends of transformers read
+WITHOUT_EFFECT: Final = (  # arguments that only transformers' own backends read
     "cache_position",
     "is_causal",
     "output_attentions",
@@ -157,8 +164,11 @@ WITHOUT_EFFECT: Final = (  # on attention: what else layers are told, and what o
 
 
 class Call(NamedTuple):
-    """What one layer asks for: T tokens, H heads, K key heads. Scores are capped at softcap, and a sink of each head
-    takes part in the sum of their weights. Of latents keys are the vectors of tokens, and values are of no width."""
+    """The attention call of one layer: T tokens, H heads, K key heads.
+
+    Scores are capped at softcap, and each head's sink takes part in the sum of its weights. With latents, keys are the
+    tokens' vectors, and values have width 0.
+    """
 
     layer: int
     queries: torch.Tensor  # [T, H, D]
@@ -172,26 +182,26 @@ class Call(NamedTuple):
 
     @property
     def is_scored(self) -> bool:
-        """Whether scores are more than scaled products."""
+        """Return whether scores are more than scaled products."""
         return self.softcap is not None or self.sinks is not None
 
     @property
     def is_unusual(self) -> bool:
-        """Whether not every backend can."""
+        """Return whether only some backends support the call."""
         return self.is_scored or self.keys.shape[2] != self.values.shape[2]
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
-        """[T, H, width of V]"""
+        """Return [T, H, width of V]."""
         width = self.values.shape[2] if self.expansion is None else self.expansion.values.shape[1]
         return self.queries.shape[0], self.queries.shape[1], width
 
 
 class Step(Protocol):
-    """What a model computes at the moment."""
+    """The step that a model computes at the moment."""
 
     def attend(self, call: Call) -> torch.Tensor:
-        """The attention output [T, H, width of V]."""
+        """Return the attention output [T, H, width of V]."""
 
 
 _step: ContextVar[Step] = ContextVar("step")
@@ -199,7 +209,7 @@ _step: ContextVar[Step] = ContextVar("step")
 
 @contextmanager
 def answering(step: Step) -> Iterator[None]:
-    """What models of this thread ask for within it goes to this step."""
+    """Direct the attention calls of this thread's models to `step` within the context."""
     token = _step.set(step)
     try:
         yield
@@ -220,7 +230,7 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Takes [1, heads, T, width], gives [1, T, heads, width] and no weights."""
+    """Attend for transformers: take [1, heads, T, width], return [1, T, heads, width] and no weights."""
     asked = sorted(name for name, value in others.items() if value is not None and name not in WITHOUT_EFFECT)
     if dropout:
         asked.append("dropout")
@@ -249,11 +259,11 @@ AttentionInterface.register(NAME, _attend)
 AttentionMaskInterface.register(NAME, _see)
 
 
-EXPERTS: Final = 3  # dimensions of the weights of several in one
+EXPERTS: Final = 3  # dimensions of stacked experts' weights
 
 
 def check_quantizable(model: Any, quantization: str) -> None:
-    """Raises ModelError for a model most of whose weights would stay as they are."""
+    """Raise ModelError for a model most of whose weights would stay unquantized."""
     name = type(model).__name__
     if any(parameter.ndim == EXPERTS for parameter in model.parameters()):
         raise ModelError(f"--quantization {quantization}: transformers computes {name}, with experts as they are")
@@ -262,8 +272,11 @@ def check_quantizable(model: Any, quantization: str) -> None:
 
 
 def quantize_model(model: Any, quantization: str) -> int:
-    """Has the linear modules of a filled model, but for the head and for what expands latents, compute with quantized
-    weights, and lets go of their own. Gives the bytes that these take."""
+    """Quantize the linear modules of a filled model, except the head and the expansion of latents, and free the
+    originals.
+
+    Returns the bytes of the quantized weights.
+    """
     num_bytes = 0
     for module in _linear_modules(model):
         matrix = quantized_matrix(module.weight.detach(), WEIGHT_BITS[quantization])
@@ -291,9 +304,9 @@ class _Product:
         return outputs.view(*x.shape[:-1], outputs.shape[1])
 
 
-EAGER: Final = "eager"  # transformers' own attention, step by step
+EAGER: Final = "eager"  # name of transformers' own attention
 MOST_CHARACTERS: Final = 300
-UNCOMPUTABLE: Final = (  # what models raise
+UNCOMPUTABLE: Final = (  # errors that models raise
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -316,9 +329,10 @@ class TransformersDecoder:
         layout: KVLayout,
         pipeline: Pipeline | None,
     ) -> None:
-        """Tries the model out, whose layers the ranks of `group` compute. `layout` is that of the rank's pool. Raises
-        ModelError unless each of its layers asks once, and in order, for attention over keys and values as they lie
-        there."""
+        """Try the model, whose layers the ranks of `group` compute. `layout` is that of the rank's pool.
+
+        Raises ModelError unless each layer calls attention once, in order, with keys and values that match the layout.
+        """
         self._model: Any = model
         self._group = group
         self._shard = shard
@@ -327,15 +341,17 @@ class TransformersDecoder:
         if handover is not None:
             handover.is_on = True
         self._is_divided: Final = _is_divided(asked, layout, shard)
-        """Whether each rank's model asks for the attention of that rank's heads; else of all."""
+        """Whether each rank's model calls attention with that rank's heads instead of all heads."""
         self.needs_portable: Final = any(call.is_unusual for call in asked)
-        """Whether only the portable attention computes what it asks for."""
+        """Whether only the portable attention supports the model's calls."""
 
     def __call__(
         self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None
     ) -> torch.Tensor | None:
-        """Writes the batch's keys and values into the pool. Gives the logits [S, vocab_size] of the wanted rows on
-        rank 0 of the last stage, None on the others."""
+        """Compute a batch and write its keys and values into the pool.
+
+        Returns the logits [S, vocab_size] of the wanted rows on rank 0 of the last stage, None on the others.
+        """
         step: Step = _Paged(batch, attention, on_layer)
         if not self._is_divided:
             step = _Divided(step, self._group, self._shard)
@@ -343,7 +359,7 @@ class TransformersDecoder:
             return self._logits(batch.token_ids, batch.positions, batch.logit_rows)
 
     def eager(self, token_ids: torch.Tensor) -> torch.Tensor | None:
-        """The logits [T, vocab_size] of one text by transformers' own attention, on rank 0."""
+        """Return the logits [T, vocab_size] of one text with transformers' own attention, on rank 0."""
         rows = torch.arange(len(token_ids), device=token_ids.device)
         self._model.config._attn_implementation = EAGER
         try:
@@ -353,7 +369,7 @@ class TransformersDecoder:
 
     @property
     def module(self) -> Any:
-        """The model of transformers."""
+        """Return transformers' model."""
         return self._model
 
     def _logits(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
@@ -361,7 +377,8 @@ class TransformersDecoder:
         logits = self._model(
             input_ids=token_ids,
             position_ids=positions.unsqueeze(0),
-            # With one it takes no jump in the positions for the beginning of another text. It hides nothing.
+            # With a mask, transformers does not take a jump in the positions for the beginning of another text. It
+            # hides nothing.
             attention_mask=torch.ones_like(token_ids),
             use_cache=False,
             logits_to_keep=rows,
@@ -384,13 +401,13 @@ class TransformersDecoder:
 
 
 def in_a_line(error: Exception) -> str:
-    """What an error says, in a line that is not too long."""
+    """Return an error's text as one line of limited length."""
     said = " ".join(str(error).split())
     return said if len(said) <= MOST_CHARACTERS else f"{said[:MOST_CHARACTERS]}..."
 
 
 class _Trial:
-    """Notes what is asked for."""
+    """Records the attention calls of a trial."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -416,7 +433,7 @@ class _Paged:
             self._plans[window] = attention.plan(self._batch, window)
         attend = self._scored(call) if call.is_scored else attention.attend
         queries = call.queries if call.expansion is None else call.expansion.absorbed(call.queries)
-        # Backends scale by the width of a head. (Not to be done where it changes nothing: it rounds.)
+        # Backends scale by the width of a head. (Skipped where it changes nothing, since it rounds.)
         factor = call.scaling * queries.shape[2] ** 0.5
         queries = queries if abs(factor - 1) < 1e-9 else queries * factor
         attended = attend(queries, call.layer, self._plans[window])
@@ -436,7 +453,7 @@ class _Paged:
 
 
 class _Divided:
-    """Attention of all heads, of which each rank computes its own."""
+    """Attention of all heads, divided over the ranks."""
 
     def __init__(self, step: Step, group: RankGroup, shard: Shard) -> None:
         self._step = step
@@ -462,7 +479,9 @@ def _heads(shard: Shard) -> tuple[Extent, Extent]:
 
 
 def _is_divided(calls: list[Call], layout: KVLayout, shard: Shard) -> bool:
-    """Whether the calls are for the heads of the rank's own layout; else for all. Raises ModelError for others."""
+    """Return whether the calls are for the heads of the rank's own layout rather than for all. Raises ModelError for
+    others.
+    """
     if not calls:
         raise ModelError("a model that does its attention itself, past transformers' interface, is not supported")
     if [call.layer for call in calls] != list(layout.layers):

@@ -1,14 +1,12 @@
 """Load a model of transformers, divide it over ranks, and verify it against transformers' own attention.
 
-steps beside another, against the whole text at once.
+Loading reads only this rank's parts of the checkpoint's tensors, and never runs code from the folder.
 
-Windows are made narrow for it, so that a short text is longer than they are.
+Division follows the model's own tp_plan; modules that neither the plan nor this module names are computed whole on
+every rank. Divided parameters hold the rank's part alone; hooks do the sums and gathers, over this node's own group.
 
-they are divided. What neither it nor we name, every rank computes whole.
-
-Divided parameters hold the rank's part alone; sums and gathers are hooks, over our own group.
-
-tied weights and buffers. No code from the folder is ever run.
+Verification computes one text in chunks and steps beside another text, and compares the logits with those of the whole
+text at once. Sliding windows are narrowed for it, so that a short text exceeds them.
 """
 
 import logging
@@ -73,14 +71,15 @@ logger = logging.getLogger(__name__)
 NUM_TOKENS: Final = 70
 NARROW_WINDOW: Final = 20
 CUTS: Final = (0, 5, 33, 34, 35, 68, 69)
-LARGEST_DIFFERENCE: Final = 1e-3  # of logits, as a part of how they spread
-COARSE_DIFFERENCE: Final = 0.1  # in 16 bits
-QUANTIZED_DIFFERENCE: Final = 0.25  # with keys and values in 8 bits
+LARGEST_DIFFERENCE: Final = 1e-3  # of logits, relative to their spread
+COARSE_DIFFERENCE: Final = 0.1  # with 16 bits
+QUANTIZED_DIFFERENCE: Final = 0.25  # with 8-bit keys and values
 
 
 def check_staged(config: ModelConfig) -> None:
-    """To be called before anything is loaded. Raises ModelError for what no test tries in stages, where nothing can be
-    compared."""
+    """Raise ModelError for an architecture that no test computes in stages, where verification is impossible. Call
+    before loading.
+    """
     if not _is_tried(config):
         raise ModelError(f"{config.architecture} was not tried in stages; --no-verify-model serves it nevertheless")
 
@@ -89,8 +88,11 @@ def check_staged(config: ModelConfig) -> None:
 def check_model(
     model: TransformersDecoder, attention: Attention, group: RankGroup, config: ModelConfig, max_model_len: int
 ) -> None:
-    """To be called on all ranks, before anything is in the pool. Raises ModelError where the two differ. Does nothing
-    for what the tests try: architectures in one version of transformers."""
+    """Raise ModelError if the model differs from transformers' own attention. Call on all ranks, before the pool holds
+    data.
+
+    Does nothing for architectures that the tests cover with this version of transformers.
+    """
     if _is_tried(config):
         return
     layout = attention.pool.layout
@@ -116,7 +118,7 @@ def _is_tried(config: ModelConfig) -> bool:
 
 
 def _in_parts(model: TransformersDecoder, attention: Attention, token_ids: list[int]) -> torch.Tensor | None:
-    """The logits of all tokens, computed in parts, each beside a part of the same text backwards."""
+    """Return the logits of all tokens, computed in parts, each beside a part of the reversed text."""
     pool, logits = attention.pool, []
     num_blocks = pool.layout.num_blocks_for(len(token_ids))
     blocks, others = range(num_blocks - 1, -1, -1), range(num_blocks, 2 * num_blocks)
@@ -133,14 +135,14 @@ def _in_parts(model: TransformersDecoder, attention: Attention, token_ids: list[
 
 
 def _verdict(expected: torch.Tensor, found: torch.Tensor, attention: Attention) -> str:
-    """Empty where they agree."""
+    """Return the difference in words; empty if the logits agree."""
     expected, found = expected.float(), found.float()
     spread = expected - expected.mean(-1, keepdim=True)
     differences = (expected - found).norm(dim=-1) / spread.norm(dim=-1).clamp_min(1e-6)
     is_quantized = attention.pool.layout.is_quantized
     if attention.pool.compute_dtype == torch.float32 and not is_quantized:
         limit, difference = LARGEST_DIFFERENCE, float(differences.max())
-    else:  # single tokens may be far off: a router took another expert
+    else:  # single tokens may differ: a router chose another expert
         limit, difference = QUANTIZED_DIFFERENCE if is_quantized else COARSE_DIFFERENCE, float(differences.median())
     if difference <= limit:  # not so for NaN
         return ""
@@ -149,7 +151,7 @@ def _verdict(expected: torch.Tensor, found: torch.Tensor, attention: Attention) 
 
 @contextmanager
 def _narrow(module: Any, window: int) -> Iterator[None]:
-    """Makes sliding windows narrow for a while."""
+    """Narrow the sliding windows within the context."""
     holders = [module.config, *module.modules()]
     wide = [(holder, holder.sliding_window) for holder in holders if _window_of(holder) is not None]
     try:
@@ -166,7 +168,7 @@ def _window_of(holder: Any) -> int | None:
     return window if isinstance(window, int) else None
 
 
-# Of a matrix [outputs, inputs]: which dimension is divided.
+# Divided dimension of a matrix [outputs, inputs].
 DIVIDED: Final = {
     "colwise": -2,
     "colwise_gather_output": -2,
@@ -174,27 +176,29 @@ DIVIDED: Final = {
     "rowwise": -1,
     "rowwise_split_input": -1,
 }
-WHOLE: Final = ("embedding_rowwise", "mla_kv_a_proj", "replicated_with_grad_allreduce")  # on every rank
-SUMMED: Final = ("moe_tp_experts", "rowwise", "rowwise_split_input")  # outputs are parts of a sum
-BESIDE_PLANS: Final[Mapping[str, Mapping[str, str]]] = {  # what plans leave out, of attention that they divide
+# Styles of modules that are whole on every rank
+WHOLE: Final = ("embedding_rowwise", "mla_kv_a_proj", "replicated_with_grad_allreduce")
+# Styles of modules whose outputs are parts of a sum
+SUMMED: Final = ("moe_tp_experts", "rowwise", "rowwise_split_input")
+BESIDE_PLANS: Final[Mapping[str, Mapping[str, str]]] = {  # modules of divided attention that plans omit
     "CohereForCausalLM": {f"model.layers.*.self_attn.{name}.weight": "colwise" for name in ("q_norm", "k_norm")},
     "Glm4MoeLiteForCausalLM": {"model.layers.*.self_attn.q_proj": "colwise"},
 }
-PACKED: Final = 2  # matrices, one below the other
+PACKED: Final = 2  # matrices in one, stacked
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a parameter that a rank holds: of each of `parts` equal runs of one dimension a share."""
+    """The part of a parameter that a rank holds: a share of each of `parts` equal runs of one dimension."""
 
-    dim: int  # from the end
+    dim: int  # counted from the end
     total: int
     parts: int
     rank: int
     size: int
 
     def runs(self, total: int, parts: int) -> list[range]:
-        """Those held of a dimension of this length that has so many of the parts."""
+        """Return the held runs of a dimension of length `total` with `parts` parts."""
         length = total // parts
         share = share_of(length, self.rank, self.size)
         return [range(part * length + share.start, part * length + share.stop) for part in range(parts)]
@@ -205,10 +209,11 @@ class Cut:
 
 
 def divide(model: Any, group: RankGroup, num_heads: int) -> dict[str, Cut]:
-    """Makes this rank's part of a model that is on the meta device, of whose `num_heads` KV heads, or of those that
-    latents stand for, all ranks are to have equally many. Gives what it holds of each parameter that is divided, by its
-    name. Raises ModelError for a plan that asks for more than we can, or SettingsError for ranks whose parts would not
-    be equal."""
+    """Reduce a model on the meta device to this rank's part; return the cut of each divided parameter, by name.
+
+    All ranks get equally many of the `num_heads` KV heads (or of the heads that latents stand for). Raises ModelError
+    for a plan with unsupported styles, or SettingsError for unequal parts.
+    """
     plan: Mapping[str, str] = model.tp_plan if group.size > 1 else {}
     plan = plan and {**plan, **BESIDE_PLANS.get(type(model).__name__, {})}
     if plan and num_heads % group.size:
@@ -231,7 +236,7 @@ def divide(model: Any, group: RankGroup, num_heads: int) -> dict[str, Cut]:
 
 
 def leave_biases(model: nn.Module, cuts: Mapping[str, Cut], rank: int) -> None:
-    """To be called once the model is filled: of a sum over ranks only rank 0 adds the bias."""
+    """Let only rank 0 add the bias of sums over ranks. Call once the model is filled."""
     for name, cut in cuts.items():
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
@@ -240,12 +245,12 @@ def leave_biases(model: nn.Module, cuts: Mapping[str, Cut], rank: int) -> None:
 
 
 def _pattern(path: str) -> str:
-    """A path as plans spell it, with stars for numbers."""
+    """Return a path as plans spell it, with stars for numbers."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
 def _divide_module(module: nn.Module, style: str, group: RankGroup) -> dict[str, Cut]:
-    """What is held of its parameters."""
+    """Divide a module; return the cuts of its parameters."""
     if style in SUMMED:
         module.register_forward_hook(_Sum(group))
     if style in WHOLE or style == "moe_tp_experts":
@@ -264,7 +269,7 @@ def _divide_module(module: nn.Module, style: str, group: RankGroup) -> dict[str,
 
 
 def _cut(module: nn.Module, name: str, style: str, group: RankGroup) -> Cut:
-    """Replaces a parameter by one of the size that the rank holds."""
+    """Replace a parameter by one of the size that the rank holds."""
     whole = getattr(module, name)
     if style not in DIVIDED:
         raise ModelError(f"the model's tp_plan divides {name} by {style!r}, which is not supported")
@@ -288,7 +293,7 @@ class _Sum:
 
 
 class _Gather:
-    """Makes outputs whole, of `total` columns."""
+    """Gathers outputs of `total` columns."""
 
     def __init__(self, group: RankGroup, total: int) -> None:
         self._group, self._total = group, total
@@ -311,13 +316,13 @@ class _Split:
         return (inputs[0][..., self._held], *inputs[1:])
 
 
-TAKEN_FOR: Final = {"MinistralForCausalLM": "MistralForCausalLM"}  # by transformers, where there are layer_types
+TAKEN_FOR: Final = {"MinistralForCausalLM": "MistralForCausalLM"}  # transformers' choice where there are layer_types
 UNREADABLE: Final = (
     *UNCOMPUTABLE,
     ImportError,
     OSError,
     StrictDataclassError,
-)  # what transformers raises of a config.json
+)  # errors that transformers raises for a config.json
 
 
 def load_transformers(
@@ -333,10 +338,13 @@ def load_transformers(
     *,
     shows_progress: bool = True,
 ) -> tuple[TransformersDecoder, int]:
-    """One rank's part of a model and the bytes of its weights. `layout` is that of the rank's pool, `group` are the
-    ranks that compute the same layers, `pipeline` leads to other stages, if there are any; `shows_progress`: as
-    LoadProgress has it. Raises ModelError with one sentence for what transformers does not know, and where the model
-    does not do what our attention and our cache can; SettingsError for ranks that cannot divide it."""
+    """Load one rank's part of a model; return it and the bytes of its weights.
+
+    `layout` is that of the rank's pool, `group` the ranks that compute the same layers, `pipeline` the connection to
+    other stages, if any; `shows_progress`: as in LoadProgress. Raises ModelError with one sentence for a model that
+    transformers does not know, or that the attention or the cache does not support; SettingsError if the ranks cannot
+    divide it.
+    """
     if pipeline is not None and settings.verify_model:
         check_staged(config)
     disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -372,7 +380,7 @@ def load_transformers(
 
 
 def _build(theirs: PreTrainedConfig, config: ModelConfig, dtype: torch.dtype) -> Any:
-    """The whole model, on the meta device."""
+    """Build the whole model on the meta device."""
     theirs.dtype, theirs._attn_implementation = dtype, NAME
     model_class = _class_of(theirs, config.architecture)
     try:
@@ -404,7 +412,7 @@ def _read_config(folder: Path, config: ModelConfig, max_model_len: int) -> PreTr
 
 
 def _check_rotation(theirs: PreTrainedConfig, max_model_len: int) -> None:
-    """Raises ModelError where the rotation of a token would depend on the longest text in its batch."""
+    """Raise ModelError if a token's rotation depends on the longest text in its batch."""
     rope = getattr(theirs, "rope_parameters", None) or {}
     kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
     for kind in kinds:
@@ -429,23 +437,23 @@ def _class_of(theirs: PreTrainedConfig, architecture: str) -> Any:
 
 
 class _Stored:
-    """What this rank holds of a tensor, in place of the slice of a file that transformers reads, in any thread."""
+    """This rank's part of a tensor, in place of the file slice that transformers reads, from any thread."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, lock: Lock, dim: int, runs: list[range] | None) -> None:
-        """Of one dimension these runs; None: all."""
+        """Hold these runs of dimension `dim`; None: all."""
         self._checkpoint, self._name, self._lock = checkpoint, name, lock
         self._dim, self._runs = dim, runs
         self._part = whole_tensor(name, checkpoint.describe(name)[0], FLOATS)
-        self.progress: LoadProgress | None = None  # that hears of its bytes when they are read
+        self.progress: LoadProgress | None = None  # told of the bytes when they are read
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in the file."""
+        """Return the tensor's bytes in the file."""
         of_all = self._checkpoint.stored_bytes(self._part)
         return of_all if self._runs is None else of_all * sum(map(len, self._runs)) // self._part.shape[self._dim]
 
     def __getitem__(self, key: EllipsisType) -> torch.Tensor:
-        """A copy of it."""
+        """Return a copy of this rank's part."""
         with self._lock:
             self._checkpoint.check(self._part)
             if self._runs is None:
@@ -465,7 +473,7 @@ class _Stored:
 def _stored(
     model: PreTrainedModel, checkpoint: Checkpoint, names: dict[str, Any], cuts: Mapping[str, Cut]
 ) -> "dict[str, _Stored]":
-    """All tensors of the checkpoint, less what other ranks hold. `names` are those of the whole model."""
+    """Return all tensors of the checkpoint, reduced to this rank's parts. `names` are those of the whole model."""
     lock = Lock()
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
@@ -486,7 +494,7 @@ def _stored(
                 raise ModelError(f"{target} is made of other tensors in a way that ranks cannot divide")
             parts = 1  # each part is a tensor of its own
         total = shape[cut.dim] if len(shape) >= -cut.dim else 0
-        is_as_said = total * cut.parts == cut.total * parts  # else it is of another shape, and refused later
+        is_as_said = total * cut.parts == cut.total * parts  # else the tensor has another shape, and is refused later
         stored[name] = _Stored(checkpoint, name, lock, cut.dim, cut.runs(total, parts) if is_as_said else None)
     return stored
 

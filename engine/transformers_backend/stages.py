@@ -1,8 +1,9 @@
-"""One stage of a model of transformers: some layers of its one list of layers, the embeddings where it is the first
-stage, the head where it is the last.
+"""Reduce a model of transformers to one pipeline stage: some layers of its list of layers, the embeddings in the first
+stage, the head in the last.
 
-The model's own code runs on every stage. Layers of other stages give what they get, and embeddings zeros; in place of
-that the stage's first layer takes what the stage before sends, and what its last one gives goes to the stage behind.
+The model's own code runs on every stage. Layers of other stages return their input, and embeddings of other stages
+return zeros. The stage's first layer replaces its input by the tensor from the stage before, and the output of its last
+layer goes to the next stage.
 """
 
 from collections.abc import Callable
@@ -15,11 +16,11 @@ from engine.pipeline import Pipeline
 from serving_core.errors import ModelError
 from serving_core.sharding import Shard
 
-VECTORS: Final = 3  # dimensions of what goes from layer to layer: [1, T, E]
+VECTORS: Final = 3  # dimensions of the tensor between layers: [1, T, E]
 
 
 class Handover:
-    """What a stage takes and gives. At first neither, so that a model can be tried out."""
+    """The input and output of a stage. At first neither is connected, so that a model can be tried."""
 
     def __init__(self, model: nn.Module, shard: Shard, pipeline: Pipeline) -> None:
         self.is_on = False
@@ -52,8 +53,9 @@ class Handover:
 
 
 def keep_stage(model: Any, shard: Shard) -> None:
-    """Takes from a model on the meta device what other stages compute. Raises ModelError for one that cannot be
-    divided so."""
+    """Remove from a model on the meta device what other stages compute. Raises ModelError for a model that cannot be
+    divided into stages.
+    """
     layers = _layers(model, shard.layers.total)
     emptied = [layer for number, layer in enumerate(layers) if number not in shard.layers.held]
     for layer in emptied:
@@ -70,7 +72,7 @@ def keep_stage(model: Any, shard: Shard) -> None:
         if isinstance(module, nn.Embedding) and module not in inside and not is_wanted:
             _empty(module, _Zeros(module.embedding_dim, model.dtype))
             emptied.append(module)
-    for module in model.modules():  # some initialize what is in them
+    for module in model.modules():  # some modules initialize the modules in them
         if set(module.children()) & set(emptied) and not (module._parameters or module._buffers):
             module._is_hf_initialized = True
     kept = model.state_dict().keys()
@@ -79,7 +81,7 @@ def keep_stage(model: Any, shard: Shard) -> None:
 
 
 def _layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
-    """The outermost list of so many."""
+    """Return the outermost list of num_layers modules."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
@@ -87,11 +89,11 @@ def _layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
 
 
 def _empty(module: Any, forward: Callable[..., torch.Tensor]) -> None:
-    """Leaves its attributes alone, which the model may read, and has it compute this."""
+    """Remove a module's contents and replace its computation, but keep its attributes, which the model may read."""
     for held in (module._modules, module._parameters, module._buffers):
         held.clear()
     module.forward = forward
-    module._is_hf_initialized = True  # there is nothing to be initialized
+    module._is_hf_initialized = True  # nothing is left to initialize
 
 
 def _pass_on(vectors: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
@@ -99,7 +101,7 @@ def _pass_on(vectors: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
 
 
 class _Zeros:
-    """In place of the vectors of tokens or positions."""
+    """A replacement of token or position embeddings that returns zeros."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         self._width, self._dtype = width, dtype

@@ -1,8 +1,8 @@
-"""Architectures of which tests compare the answers with those of transformers' `generate` (docs/models.md)."""
+"""List the architectures whose outputs tests compare with transformers' `generate` (docs/models.md)."""
 
 from typing import Final
 
-TRIED_WITH: Final = "5.23.0"  # this version of transformers
+TRIED_WITH: Final = "5.23.0"  # version of transformers
 TRIED: Final = frozenset(
     (
         "ApertusForCausalLM",
