@@ -1,8 +1,9 @@
-"""LoRA adapters (arXiv 2106.09685) as PEFT stores them: adapter_config.json and adapter_model.safetensors. What a node
-could not compute exactly as they mean it is refused before anything is loaded. Torch-free.
+"""Read LoRA adapters (arXiv 2106.09685) in PEFT's format: adapter_config.json and adapter_model.safetensors.
+Torch-free.
 
-Of the config, what is set and known neither to be harmless nor to be computed here is refused by name: DoRA, modules
-saved whole, patterns of ranks and scales, and whatever later versions of PEFT bring.
+An adapter that a node could not compute exactly is refused before anything is loaded. A config setting that is set, and
+is known neither to be harmless nor to be supported, is refused by name: DoRA, modules saved whole, patterns of ranks
+and scales, and settings of later versions of PEFT.
 """
 
 import hashlib
@@ -21,40 +22,41 @@ from serving_core.stored_tensors import FLOATS, StoredTensor, file_tensors
 CONFIG_FILE: Final = "adapter_config.json"
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
 MOST_RANK: Final = 512
-PREFIX, MODEL = "base_model.model.", "model."  # of names of tensors: PEFT's, and a decoder's own before its layers
-# Before the layers, as PEFT names a model: with its head, without one, and with what sees pictures.
+PREFIX, MODEL = "base_model.model.", "model."  # prefixes of tensor names: PEFT's, and a decoder's own before its layers
+# Prefixes before the layers in PEFT: of a model with a head, without one, and of a multimodal model.
 ROOTS: Final = (MODEL, "", *(root for root, ours in TEXT_ROOTS.items() if ours == MODEL))
-DOWN, UP = "lora_A", "lora_B"  # the halves of an adapter, from the inputs to the rank and from there to the outputs
+DOWN, UP = "lora_A", "lora_B"  # the halves of an adapter: from the inputs to the rank, and from the rank to the outputs
 
 _READ: Final = ("bias", "init_lora_weights", "lora_alpha", "peft_type", "r", "use_rslora")
-# Of training, of where the base model was, or told by the tensors themselves.
+# Settings of training, of the base model's location, or implied by the tensors.
 _HARMLESS: Final = (
     *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
     *("exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout"),
     *("lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "revision"),
     *("runtime_config", "target_modules", "task_type"),
 )
-_HARMLESS_BEGINNINGS: Final = (None, True, False, "gaussian", "eva", "orthogonal")  # others change the base model too
+# Other values change the base model too
+_HARMLESS_BEGINNINGS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """An adapter that fits a model: to the outputs of its projections it adds scale * up(down(inputs))."""
+    """An adapter that fits a model: it adds scale * up(down(inputs)) to the outputs of its projections."""
 
     name: str
     file: Path
     rank: int
     scale: float
-    projections: frozenset[str]  # that it changes, called as those of a decoder alone
+    projections: frozenset[str]  # changed projections, under the names of a plain decoder
     root: str  # one of ROOTS
     num_elements: int
 
     def tensor_name(self, projection: str, half: str) -> str:
-        """Of one half of what is added to a projection."""
+        """Return the tensor's name of one half of a projection's addition."""
         return _tensor_name(self.root, projection, half)
 
     def digest(self) -> str:
-        """SHA-256 of all that answers depend on: the scale, and the whole file. Raises ModelError."""
+        """Return the SHA-256 of the scale and the whole file, on which outputs depend. Raises ModelError."""
         hasher = hashlib.sha256(f"{self.scale!r} ".encode())
         try:
             with self.file.open("rb") as stream:
@@ -64,13 +66,14 @@ class StoredAdapter:
 
 
 def read_adapters(given: Sequence[str], config: ModelConfig) -> list[StoredAdapter]:
-    """Those of --lora NAME=FOLDER, of which only headers are read. Raises SettingsError, or ModelError, which names the
-    adapter."""
+    """Return the adapters of --lora NAME=FOLDER, reading only headers. Raises SettingsError, or ModelError, which names
+    the adapter.
+    """
     return [_read_named(name, folder, config) for name, folder in parse_adapters(given).items()]
 
 
 def adapter_facts(adapters: Iterable[StoredAdapter]) -> dict[str, str]:
-    """What they add to a node's fingerprint."""
+    """Return the adapters' additions to a node's fingerprint."""
     return {adapter_key(adapter.name): adapter.digest() for adapter in adapters}
 
 
@@ -111,7 +114,7 @@ def _rank_and_scale(fields: JsonFields) -> tuple[int, float]:
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of each projection that an adapter may change: not those of experts."""
+    """Return the outputs and inputs of each projection that an adapter may change; experts are excluded."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, neurons = config.hidden_size, config.intermediate_size
     attention = {
@@ -138,14 +141,14 @@ def _tensor_name(root: str, projection: str, half: str) -> str:
 
 
 def _root(stored: Iterable[str]) -> str:
-    """Where the file has its layers; as in most models if it has none."""
+    """Return the prefix of the layers in the file; the usual one if the file has none."""
     return next((root for root in ROOTS for name in stored if name.startswith(f"{PREFIX}{root}layers.")), MODEL)
 
 
 def _projections(
     file: Path, stored: Mapping[str, StoredTensor], root: str, rank: int, shapes: Mapping[str, tuple[int, int]]
 ) -> frozenset[str]:
-    """Those that the file changes, with both halves."""
+    """Return the projections that the file changes, each with both halves."""
     wanted = {_tensor_name(root, projection, half): projection for projection in shapes for half in (DOWN, UP)}
     if unknown := sorted(stored.keys() - wanted.keys()):
         raise ModelError(f"{file} holds {unknown[0]:.200}, which is not LoRA of a projection in the model's layers")
@@ -171,7 +174,7 @@ def _check(file: Path, stored: Mapping[str, StoredTensor], name: str, shape: tup
 
 
 def _check_layers(fields: JsonFields, projections: frozenset[str], shapes: Iterable[str]) -> None:
-    """Refuses an adapter for a model with fewer layers, of which nothing else tells."""
+    """Refuse an adapter for a model with fewer layers, which no other check detects."""
     targets = fields.raw("target_modules")
     if not isinstance(targets, list) or fields.raw("layers_to_transform") is not None or fields.raw("exclude_modules"):
         return

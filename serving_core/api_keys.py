@@ -1,4 +1,4 @@
-"""A file of API keys: on each line NAME KEY, or a key alone."""
+"""Read a file of API keys: each line is NAME KEY, or a key alone."""
 
 import re
 from pathlib import Path
@@ -7,14 +7,17 @@ from typing import Final
 from serving_core.errors import SettingsError
 from serving_core.flags import is_secret
 
-MAX_KEYS: Final = 1024  # each call is compared with all
+MAX_KEYS: Final = 1024  # each call is compared with all keys
 MAX_FILE_BYTES: Final = 2**20
 _NAME: Final = re.compile(r"[\w.@-]{1,64}")
 
 
 def read_api_keys(path: Path) -> dict[str, str]:
-    """The names of those who hold the keys, by key; empty for a key without one. Blank lines and those that begin with
-    # say nothing. Raises SettingsError, which tells no key."""
+    """Return the holders' names by key; empty for a key without a name. Blank lines and lines that begin with # are
+    skipped.
+
+    Raises SettingsError, whose text holds no key.
+    """
     holders: dict[str, str] = {}
     for number, line in enumerate(_text_in(path).splitlines(), start=1):
         words = line.split()

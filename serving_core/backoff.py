@@ -1,11 +1,11 @@
-"""Pauses that grow while the same trouble comes back. Pure: times come in."""
+"""Compute pauses that grow while the same failure recurs. Pure: times come in."""
 
 import math
 from typing import Final
 
 
 class Backoff:
-    """Each pause is twice the one before, up to the longest. After calm_s without trouble they begin anew."""
+    """Pauses that double up to the longest one. After calm_s without a failure they start over."""
 
     def __init__(self, *, first_s: float, longest_s: float, calm_s: float) -> None:
         self._first_s, self._longest_s, self._calm_s = first_s, longest_s, calm_s
@@ -13,14 +13,14 @@ class Backoff:
         self._last_s = -math.inf
 
     def next_s(self, now: float) -> float:
-        """The pause after trouble that has come now."""
+        """Return the pause after a failure at time `now`."""
         is_first = now - self._last_s > self._calm_s
         self._pause_s = self._first_s if is_first else min(2 * self._pause_s, self._longest_s)
         self._last_s = now
         return self._pause_s
 
 
-# ---- How often to say what stays true. Pure: times come in ----
+# ---- How often to repeat a persistent condition. Pure: times come in ----
 
 FIRST_PAUSE_S: Final = 5.0
 LONGEST_PAUSE_S: Final = 300.0
@@ -28,14 +28,16 @@ MAX_SENTENCES: Final = 16  # remembered
 
 
 class Reminder:
-    """Says when to repeat what stays true: at once, then after a pause that doubles each time."""
+    """Decides when to repeat a statement that stays true: at once, then after pauses that double."""
 
     def __init__(self, first_pause_s: float = FIRST_PAUSE_S) -> None:
         self._first_pause_s = first_pause_s
-        self._said: dict[str, tuple[float, float]] = {}  # sentence to when it is due again, and the pause after that
+        self._said: dict[str, tuple[float, float]] = {}  # when a sentence is due again, and the pause after that
 
     def is_due(self, sentence: str, now: float) -> bool:
-        """Whether to say it now. Each sentence has pauses of its own, so two that take turns are not always news."""
+        """Return whether to state the sentence now. Each sentence has its own pauses, so that alternating sentences are
+        not always new.
+        """
         due_s, pause_s = self._said.pop(sentence, (now, self._first_pause_s))
         is_due = now >= due_s
         self._said[sentence] = (now + pause_s, min(2 * pause_s, LONGEST_PAUSE_S)) if is_due else (due_s, pause_s)
@@ -44,5 +46,5 @@ class Reminder:
         return is_due
 
     def forget(self) -> None:
-        """Nothing of it is true any more."""
+        """Forget all sentences, since none is true any more."""
         self._said.clear()

@@ -1,4 +1,4 @@
-"""gRPC options of every channel and server here. What each one prevents is in the comments beside it."""
+"""Define the gRPC options of every channel and server. The comments tell what each option prevents."""
 
 from typing import Final
 
@@ -12,8 +12,10 @@ Option = tuple[str, int | str]
 
 
 def _keepalive(time_s: int, timeout_s: int) -> tuple[Option, ...]:
-    """Detects a hung process or a cut link within the sum. ping_timeout_ms is the one that bounds detection:
-    keepalive_timeout_ms alone leaves a stopped peer undetected for a minute."""
+    """Return options that detect a hung process or a cut link within the sum of both times.
+
+    ping_timeout_ms bounds the detection: keepalive_timeout_ms alone leaves a stopped peer undetected for a minute.
+    """
     return (
         ("grpc.keepalive_time_ms", 1000 * time_s),
         ("grpc.keepalive_timeout_ms", 1000 * timeout_s),
@@ -22,19 +24,21 @@ def _keepalive(time_s: int, timeout_s: int) -> tuple[Option, ...]:
     )
 
 
-# Heartbeats and their acknowledgements find what stands still much earlier, and know how slow the other side is: this
-# ends connections that hang beside them.
+# Heartbeats and their acknowledgements detect a hang much earlier, and adapt to a slow peer; these pings end other
+# connections that hang.
 _IN_FLEET: Final = _keepalive(10, 20)
 
-# Not for clients: a server that is too busy to shake hands at once would be one that does not answer, deadline or not.
+# Not for clients: they would count a server that is too busy for a prompt handshake as not answering, whatever their
+# deadline.
 _WITHOUT_CALLS: Final[Option] = ("grpc.keepalive_permit_without_calls", 1)
 
-# Clients are far away: the network, or a process of a busy machine, may stand still for some seconds. An answer under
-# way is worth more than to know soon that nobody reads it, and to ask again for one costs more than to wait a little.
+# Clients are far away: the network, or a process of a busy machine, may pause for some seconds. Continuing a stream
+# matters
+# more than detecting a lost client early, and repeating a request costs more than waiting a little.
 _TO_CLIENTS: Final = _keepalive(10, 10)
 _TO_SERVERS: Final = _keepalive(2, 6)
 
-# Whatever the environment says of proxies, which are for what is far away.
+# Ignores proxies in the environment, which are meant for remote hosts.
 NO_PROXY: Final[Option] = ("grpc.enable_http_proxy", 0)
 
 _CALLS: Final[tuple[Option, ...]] = (("grpc.max_receive_message_length", 16 * 2**20), ("grpc.enable_retries", 1))
@@ -51,16 +55,16 @@ SERVER_OPTIONS: Final[tuple[Option, ...]] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_concurrent_streams", 4096),
-    # Beyond 1000 calls that wait for this process gRPC would drop some, as a CANCELLED without a reason.
+    # Beyond 1000 calls that wait for this process gRPC would drop some, as CANCELLED without a reason.
     ("grpc.server.max_pending_requests", 4096),
     ("grpc.server.max_pending_requests_hard_limit", 8192),
-    # Whoever connects speaks HTTP/2 soon, and has a call now and then, or makes room for others.
+    # A connection must soon speak HTTP/2 and have a call now and then, or make room for others.
     ("grpc.server_handshake_timeout_ms", 5000),
     ("grpc.max_connection_idle_ms", 60_000),
     (_SHARES_PORT, 0),  # a port in use is an error, not a second server that shares it
 )
 
-# Between processes of one coordinator, which trust each other: a batch has what is bounded elsewhere.
+# Between processes of one coordinator, which trust each other: other limits bound the size of a batch.
 LOCAL_OPTIONS: Final[tuple[Option, ...]] = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -71,20 +75,25 @@ MAX_CONNECTION_AGE_S: Final = 3600.0
 
 
 def public_options(max_connections: int, *, longest_call_s: float, shares_port: bool = False) -> tuple[Option, ...]:
-    """Of the server that clients dial. A connection that has become old takes no more calls, and those under way end
-    before it does. Servers of this user may share a port, if they all say so."""
+    """Return the options of the server that clients dial.
+
+    An old connection takes no more calls and closes after the running ones. Servers of this user may share a port if
+    all of them set `shares_port`.
+    """
     return (
         *{**dict(SERVER_OPTIONS), **dict(_TO_CLIENTS), _SHARES_PORT: int(shares_port)}.items(),
         ("grpc.max_receive_message_length", 4 * 2**20),
-        ("grpc.max_allowed_incoming_connections", max_connections),  # further ones are closed at once
+        ("grpc.max_allowed_incoming_connections", max_connections),  # further connections are closed at once
         ("grpc.max_connection_age_ms", round(1000 * MAX_CONNECTION_AGE_S)),
         ("grpc.max_connection_age_grace_ms", round(1000 * longest_call_s)),
     )
 
 
 def fleet_options(max_connections: int) -> tuple[Option, ...]:
-    """Of the server that nodes dial, each for as long as it lives. Prompts travel inside the fleet as token ids: a
-    public request of 4 MiB may become a larger command."""
+    """Return the options of the server that nodes dial, each for its lifetime.
+
+    Prompts travel inside the fleet as token ids: a public request of 4 MiB may become a larger command.
+    """
     return (
         *SERVER_OPTIONS,
         ("grpc.max_receive_message_length", 16 * 2**20),
@@ -93,7 +102,7 @@ def fleet_options(max_connections: int) -> tuple[Option, ...]:
 
 
 def listen(server: grpc.aio.Server, host: str, port: int, tls: grpc.ServerCredentials | None = None) -> int:
-    """Has the server listen there, and gives the port; 0 takes a free one. Raises SettingsError."""
+    """Let the server listen on the address and return the port; 0 takes a free one. Raises SettingsError."""
     address = f"{before_port(host)}:{port}"
     try:
         return server.add_secure_port(address, tls) if tls else server.add_insecure_port(address)
@@ -103,16 +112,16 @@ def listen(server: grpc.aio.Server, host: str, port: int, tls: grpc.ServerCreden
 
 
 def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
-    """For a channel over TLS; where no CA is named, gRPC's own count. Raises TlsError."""
+    """Return the credentials of a channel over TLS; without a CA, gRPC's own CAs apply. Raises TlsError."""
     pems = read_tls(files)
     return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
 
 
-# ---- what gRPC's words for a connection that did not come about mean, where TLS is in question ----
+# ---- meaning of gRPC's texts for failed connections, as far as TLS is concerned ----
 
 _LEAVES: Final = "what listens there hangs up in the handshake: it may ask for a certificate of its CA (--tls-cert)"
-_HUNG_UP: Final = ("Socket closed", "Connection reset", "Broken pipe")  # which of them is a matter of moments
-_OVER_TLS: Final = (  # the first that fits counts
+_HUNG_UP: Final = ("Socket closed", "Connection reset", "Broken pipe")  # temporary failures
+_OVER_TLS: Final = (  # the first match counts
     ("certificate has expired", "the certificate that is shown there has expired"),
     ("CERTIFICATE_VERIFY_FAILED", "the certificate that is shown there is of no CA that is known here: see --tls-ca"),
     ("Hostname Verification", "the certificate that is shown there is for other names than the one that was dialled"),
@@ -124,5 +133,5 @@ _IN_THE_OPEN: Final = tuple((words, _HANGS_UP) for words in _HUNG_UP)
 
 
 def why_no_handshake(details: str, *, over_tls: bool) -> str | None:
-    """What is wrong with whoever was dialled; None where it is not a matter of TLS."""
+    """Return what is wrong with the dialed peer; None if TLS is not the cause."""
     return next((what for words, what in (_OVER_TLS if over_tls else _IN_THE_OPEN) if words in details), None)

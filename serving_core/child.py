@@ -1,7 +1,7 @@
-"""Becomes another program that dies with its parent: `python -m serving_core.child PARENT_PID PROGRAM [ARGUMENT ...]`.
+"""Become another program that dies with its parent: `python -m serving_core.child PARENT_PID PROGRAM [ARGUMENT ...]`.
 
-A wrapper program rather than a hook between fork and exec: the launcher has gRPC's threads, and forking Python
-code under threads may deadlock.
+A wrapper program instead of a hook between fork and exec: the launcher has gRPC's threads, and forking Python code
+under threads may deadlock.
 """
 
 import ctypes
@@ -10,18 +10,19 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>; kept over exec
-READ_BY_PYTHON = ("PYTHON", "LC_", "LD_", "MALLOC_", "GLIBC_")  # beginnings of names
+READ_BY_PYTHON = ("PYTHON", "LC_", "LD_", "MALLOC_", "GLIBC_")  # prefixes of names
 READ_BY_ALL = {"HOME", "LANG", "PATH", "TZ"}
 
 
 def bare_environment() -> dict[str, str]:
-    """Return the variables that Python and the C library read: the environment of a helper that is told all else, and
-    that is to hold no secret, not even in /proc."""
+    """Return the variables that Python and the C library read: the environment of a helper that must hold no secret,
+    not even in /proc.
+    """
     return {name: value for name, value in os.environ.items() if name in READ_BY_ALL or name.startswith(READ_BY_PYTHON)}
 
 
 def die_with(parent: int) -> bool:
-    """Have Linux kill this process when its parent ends. Return whether that is still the one expected."""
+    """Have Linux kill this process when its parent ends; return whether that is still the expected parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent

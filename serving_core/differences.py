@@ -1,6 +1,6 @@
-"""Where decoders of other families differ from Llama's, mixtures of experts among them. Torch-free.
+"""Describe how decoders of other families differ from Llama's, including mixtures of experts. Torch-free.
 
-A family is described here, from its config.json. A setting of config.json that the description does not cover is never
+A family is described by functions that read its config.json. A setting that the description does not cover is never
 ignored: the transformers backend computes such a model, or it is refused.
 """
 
@@ -34,35 +34,36 @@ QWEN_NAMES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a layer, gated feed-forwards of which each token takes a few; and what they are called in the
-    checkpoint."""
+    """The experts of a layer, gated feed-forwards of which each token takes a few, and their names in the
+    checkpoint.
+    """
 
     num_experts: int
-    num_chosen: int  # by each token
-    intermediate_size: int  # of one
-    is_normalized: bool  # whether the weights of those chosen sum up to 1
-    shared_size: int = 0  # of one more, which all tokens take under a gate of its own; 0: there is none
-    dense_layers: tuple[int, ...] = ()  # those with a feed-forward instead
+    num_chosen: int  # experts of each token
+    intermediate_size: int  # of one expert
+    is_normalized: bool  # whether the weights of the chosen experts sum to 1
+    shared_size: int = 0  # of a shared expert, which all tokens take under its own gate; 0: none
+    dense_layers: tuple[int, ...] = ()  # layers with a feed-forward instead of experts
     module: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     @property
     def active_size(self) -> int:
-        """Neurons that a token takes."""
+        """Return the number of neurons that a token uses."""
         return self.num_chosen * self.intermediate_size + self.shared_size
 
     @property
     def num_gates(self) -> int:
-        """Numbers that are worked out of a token to choose among them, and to weigh the shared one."""
+        """Return the number of gate logits of a token, including the shared expert's."""
         return self.num_experts + bool(self.shared_size)
 
     def share_taken(self, num_tokens: float) -> float:
-        """Of a layer's experts the share that so many tokens take, if each takes its own at random."""
+        """Return the expected fraction of a layer's experts that num_tokens tokens use, if each chooses at random."""
         return float(1 - (1 - self.num_chosen / self.num_experts) ** num_tokens)
 
 
 def mixtral_experts(config: JsonFields) -> Experts:
-    """Raises ModelError, as do the others."""
+    """Return Mixtral's experts. Raises ModelError, as do the other readers."""
     size = config.integer("intermediate_size")
     return Experts(*_numbers(config), size, True, module="block_sparse_moe", projections=("w1", "w3", "w2"))
 
@@ -86,10 +87,10 @@ def qwen_experts(config: JsonFields, num_layers: int, *, has_shared: bool) -> Ex
 
 
 def _numbers(config: JsonFields) -> tuple[int, int]:
-    """Of experts, and of those that a token takes."""
+    """Return the numbers of experts, and of experts per token."""
     if config.raw("quantization_config") is not None:
         raise ModelError("a quantization_config is not supported for mixtures of experts; --quantization int8 is")
-    config = config.renamed({"num_experts": "num_local_experts"})  # which name it is differs by family and version
+    config = config.renamed({"num_experts": "num_local_experts"})  # the name differs by family and version
     num_experts, num_chosen = config.integer("num_experts"), config.integer("num_experts_per_tok")
     if num_experts > MOST_EXPERTS:
         raise config.error("num_experts", f"at most {MOST_EXPERTS}")
@@ -98,56 +99,57 @@ def _numbers(config: JsonFields) -> tuple[int, int]:
     return num_experts, num_chosen
 
 
-SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"  # what becomes of gates, by the names of transformers
-SWISH: Final = "swish"  # another name of the first
+SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"  # activations of gates, by transformers' names
+SWISH: Final = "swish"  # another name of silu
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What a decoder does otherwise, from its tokens to its logits. The defaults are Llama's."""
+    """The differences of a decoder from Llama's, from its tokens to its logits. The defaults are Llama's."""
 
-    embedding_scale: float = 1.0  # how many times the vectors of tokens go in
-    rounds_embedding_scale: bool = False  # to the dtype that is computed in
-    centers_norms: bool = False  # norms take the mean away first
-    norm_offset: float = 0.0  # what is added to the stored weights of norms, in float32
-    is_parallel: bool = False  # attention and feed-forward read the same, and both are added
+    embedding_scale: float = 1.0  # factor of the tokens' embeddings
+    rounds_embedding_scale: bool = False  # rounds the factor to the compute dtype
+    centers_norms: bool = False  # norms subtract the mean first
+    norm_offset: float = 0.0  # added to the stored weights of norms, in float32
+    is_parallel: bool = False  # attention and feed-forward read the same input, and both are added
     norms_inputs: bool = True  # norms stand before attention and feed-forward
     norms_outputs: bool = False  # norms stand behind them
-    norms_projections: bool = False  # all queries of a token are normed as one, and all its keys
+    norms_projections: bool = False  # one norm over all queries of a token, and one over all its keys
     is_fused: bool = False  # one stored tensor holds queries, keys and values, another one gates and ups
-    rotary_dim: int | None = None  # elements of a head that are rotated, its first ones; None: all
-    rotates_neighbours: bool = False  # elements of a pair are next to each other
+    rotary_dim: int | None = None  # leading elements of a head that are rotated; None: all
+    rotates_neighbours: bool = False  # the elements of a pair are adjacent
     unrotated_layers: tuple[int, ...] = ()
-    sliding_rope: Rope | None = None  # of layers with a window, where these rotate in another way
-    score_scale: float | None = None  # of queries times keys; None: one over the root of head_dim
+    sliding_rope: Rope | None = None  # of layers with a window, if they rotate differently
+    score_scale: float | None = None  # factor of query-key products; None: 1 / sqrt(head_dim)
     score_softcap: float | None = None  # scores become cap * tanh(score / cap)
     activation: str = SILU  # of gates
-    residual_scale: float = 1.0  # how many times what attention and feed-forward give is added
+    residual_scale: float = 1.0  # factor of the outputs of attention and feed-forward
     logit_scale: float = 1.0
-    logit_softcap: float | None = None  # likewise
-    experts: Experts | None = None  # in place of a feed-forward
+    logit_softcap: float | None = None  # logits become cap * tanh(logit / cap)
+    experts: Experts | None = None  # instead of a feed-forward
 
     @property
     def rearranges(self) -> bool:
-        """Whether projections are stored in another way than they are computed."""
+        """Return whether projections are stored in another form than they are computed in."""
         return self.is_fused or self.rotary_dim is not None or self.rotates_neighbours
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models of one architecture of transformers, and the names in its config.json beside those that all have."""
+    """Models of one transformers architecture, and the names in its config.json beyond the common ones."""
 
     model_type: str
     read: Callable[[JsonFields, int, int], Differences]  # of config.json, head_dim and the number of layers
-    names: tuple[str, ...] = ()  # that are read
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of transformers that are not Llama's
-    presumed: Mapping[str, Any] = field(default_factory=dict)  # names, and the one value that they may have
-    eps_name: str = "rms_norm_eps"  # what a norm adds
+    names: tuple[str, ...] = ()  # names that it reads
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' defaults that differ from Llama's
+    presumed: Mapping[str, Any] = field(default_factory=dict)  # names, and the only value that each may have
+    eps_name: str = "rms_norm_eps"  # setting of the norms' epsilon
 
 
 def check_names(config: JsonFields, architecture: str) -> None:
-    """Raises ModelError where config.json of one of FAMILIES says what its description does not know. What is null or
-    false is off."""
+    """Raise ModelError if the config.json of one of FAMILIES has a setting that its description does not know. Null and
+    false count as off.
+    """
     family = FAMILIES[architecture]
     known = {*LLAMAS_NAMES, *NAMES_WITHOUT_EFFECT, *family.names, family.eps_name}
     for name in config.names:
@@ -157,12 +159,12 @@ def check_names(config: JsonFields, architecture: str) -> None:
 
 
 def eps_name(architecture: str) -> str:
-    """Under which name a config.json has what norms add."""
+    """Return the config.json name of the norms' epsilon."""
     return FAMILIES[architecture].eps_name if architecture in FAMILIES else "rms_norm_eps"
 
 
 def read_layer_types(config: JsonFields, usual: list[bool]) -> list[bool]:
-    """Which layers have a window, as layer_types says; where it is missing, those that usually do."""
+    """Return which layers have a window, from layer_types; `usual` if it is missing."""
     layer_types, num_layers = config.raw("layer_types"), len(usual)
     if layer_types is None:
         return usual
@@ -188,7 +190,7 @@ def _cohere2(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
 
 
 def _gemma(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
-    """Here "gelu" means its approximation, too."""
+    """Read Gemma's differences. Here "gelu" means its approximation, too."""
     return _with_gelu(config, "hidden_act", ("gelu", GELU_TANH))
 
 
@@ -211,7 +213,7 @@ def _with_four_norms(config: JsonFields) -> Differences:
 
 
 def _with_gelu(config: JsonFields, name: str, known: tuple[str, ...]) -> Differences:
-    """What all of Gemma have."""
+    """Return the differences common to all Gemma models."""
     if config.text(name) not in known:
         raise ModelError(f"{name} {config.text(name)!r:.80} is not supported; supported is {' and '.join(known)}")
     scale = config.integer("hidden_size") ** 0.5
@@ -272,7 +274,7 @@ def _smollm3(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
     return Differences(unrotated_layers=tuple(layer for layer in range(num_layers) if not rotated[layer]))
 
 
-LLAMAS_NAMES: Final = (  # that the native decoder reads of all models
+LLAMAS_NAMES: Final = (  # read by the native decoder for all models
     "architectures",
     "bos_token_id",
     "dtype",
@@ -294,7 +296,8 @@ LLAMAS_NAMES: Final = (  # that the native decoder reads of all models
     "torch_dtype",
     "vocab_size",
 )
-NAMES_WITHOUT_EFFECT: Final = (  # on what is computed: of training, of files, of transformers itself
+# Settings of training, of files, of transformers itself, without effect on the computation
+NAMES_WITHOUT_EFFECT: Final = (
     "_attn_implementation_autoset",
     "_name_or_path",
     "attention_dropout",

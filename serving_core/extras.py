@@ -1,4 +1,6 @@
-"""What an installation may lack: the base one is the coordinator and the clients, the rest are the package's extras."""
+"""Check which optional packages are installed: the base installation has the coordinator and the clients, the package's
+extras the rest.
+"""
 
 import functools
 import importlib.util
@@ -7,7 +9,7 @@ from typing import Final, ParamSpec, TypeVar
 
 from serving_core.errors import SettingsError
 
-# Of each extra in pyproject.toml that is not for developers alone: what it brings, by the names of imports.
+# Modules that each extra of pyproject.toml brings, except for extras only for developers.
 MODULES: Final = {
     "node": ("torch", "gguf", "numpy", "safetensors", "xxhash", "zmq"),
     "bench": ("matplotlib",),
@@ -16,7 +18,7 @@ MODULES: Final = {
     "ray": ("ray",),
 }
 
-TRITON: Final = "triton"  # which torch for CUDA brings
+TRITON: Final = "triton"  # part of torch for CUDA
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,7 +29,7 @@ class MissingExtra(SettingsError):
 
 
 def require(*extras: str) -> None:
-    """Raises MissingExtra, which says how to get them, unless these extras are installed. Imports nothing."""
+    """Raise MissingExtra, which tells how to install them, unless these extras are installed. Imports nothing."""
     for module in (module for extra in extras for module in MODULES[extra]):
         if not is_installed(module):
             raise MissingExtra(
@@ -36,15 +38,15 @@ def require(*extras: str) -> None:
 
 
 def is_installed(module: str) -> bool:
-    """Whether it can be imported. Imports nothing but the packages that it is in."""
+    """Return whether a module can be imported. Imports only its parent packages."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # one of those
+    except ModuleNotFoundError:  # of a parent package
         return False
 
 
 def needs(*extras: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function check first that these extras are installed."""
+    """Decorate a function to check first that these extras are installed."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

@@ -1,17 +1,17 @@
-"""What SPLITSERVE_FAILPOINTS can say: rules with semicolons between them, POINT=ACTION for each time that the process
-comes to the point, POINT:N=ACTION for the Nth time alone.
+"""Parse and run SPLITSERVE_FAILPOINTS: rules separated by semicolons, POINT=ACTION for each time that the process
+reaches the point, POINT:N=ACTION for the Nth time only.
 
     kill        SIGKILL to the process itself
     raise       FailpointReached is raised, as by a bug
-    sleep:S     nothing of the process goes on for S seconds; at `step`, its engine alone
+    sleep:S     the whole process pauses for S seconds; at `step`, only its engine
 
-    step        a step is about to be computed
-    sent        a message with blocks has been given to the transport
-    arrived     a message for blocks that were granted has come, nothing of it is looked at yet
-    commit      every block of a channel is verified, and its sender does not know it yet
-    release     a transfer has ended at its sender, which still has the blocks
-    before.KIND, after.KIND     a message between node and coordinator is about to leave, or has left
-    on.KIND                     it has come, and nothing is done about it yet
+    step        before a step is computed
+    sent        after a message with blocks is given to the transport
+    arrived     after a message for reserved blocks has come, before it is examined
+    commit      after every block of a channel is verified, before its sender knows
+    release     after a transfer has ended at its sender, which still holds the blocks
+    before.KIND, after.KIND     before or after a message between node and coordinator is sent
+    on.KIND                     after it has come, before it is processed
 
 KIND is a message's name in protos/fleet.proto, once the node is attached: `after.reserved`, `on.migrate`.
 """
@@ -58,17 +58,17 @@ POINTS: Final = (
 
 
 class FailpointReached(Exception):
-    """Raised where a rule wants it."""
+    """Raised by a rule with the action `raise`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is to happen at one point."""
+    """The action of one point."""
 
     point: str
     action: str
     sleep_s: float = 0.0
-    at: int | None = None  # which time; each one where it is None
+    at: int | None = None  # the occurrence that triggers it; None: every one
     count: Iterator[int] = field(default_factory=lambda: itertools.count(1), compare=False)
 
 
@@ -76,7 +76,7 @@ class Failpoints:
     """The rules of one process."""
 
     def __init__(self, text: str, variable: str) -> None:
-        """Raises SettingsError."""
+        """Parse the rules. Raises SettingsError."""
         self._rules: defaultdict[str, list[Rule]] = defaultdict(list)
         for part in filter(None, map(str.strip, text.split(";"))):
             rule = parse_rule(part, variable)
@@ -84,7 +84,7 @@ class Failpoints:
         logger.warning("%s is set: %s", variable, text)
 
     def act(self, point: str, message: Any) -> None:
-        """Does what the rules want at this point."""
+        """Run the actions of the rules for this point."""
         name = point if message is None else f"{point}.{_kind(message)}"
         for rule in self._rules.get(name, ()):
             number = next(rule.count)
@@ -94,7 +94,7 @@ class Failpoints:
 
 
 def parse_rule(text: str, variable: str) -> Rule:
-    """One rule. Raises SettingsError; `variable` is where the text is from."""
+    """Parse one rule. Raises SettingsError; `variable` is the source of the text."""
 
     def refuse(why: str) -> NoReturn:
         raise SettingsError(f"{variable} has {text!r}: {why}")
@@ -116,7 +116,7 @@ def parse_rule(text: str, variable: str) -> Rule:
 
 
 def _seconds(text: str) -> float | None:
-    """None where it is no number of seconds that a rule may name."""
+    """Return the seconds that a rule names; None if invalid."""
     try:
         seconds = float(text)
     except ValueError:

@@ -1,5 +1,8 @@
-"""Moments of a hand-over and of a move at which tests have a process die, fail or stand still. Nothing happens at any
-of them, and nothing of it is imported, unless SPLITSERVE_FAILPOINTS is set: failpoint_actions.py has its words."""
+"""Mark moments of a KV transfer and a migration at which tests kill, fail or pause a process.
+
+Without SPLITSERVE_FAILPOINTS the marks do nothing, and no further code is imported. failpoint_actions.py defines its
+syntax.
+"""
 
 import os
 from collections.abc import Callable
@@ -11,14 +14,13 @@ _act: Callable[[str, Any], None] | None = None
 
 
 def reach(point: str, message: Any = None) -> None:
-    """The process is at this point; with a message between node and coordinator, at POINT.KIND."""
+    """Mark that the process is at this point; with a message between node and coordinator, at POINT.KIND."""
     if _act is not None:
         _act(point, message)
 
 
 def arm() -> None:
-    """Lets this process act at the points that its environment names. Raises SettingsError for words that it does not
-    know."""
+    """Arm the failpoints that the environment names. Raises SettingsError for unknown words."""
     global _act
     if text := os.environ.get(ENVIRONMENT):
         from serving_core.failpoint_actions import Failpoints

@@ -1,8 +1,8 @@
-"""Suspect a peer by how long it has been silent, given how its heartbeats came before. Pure.
+"""Suspect a peer by the length of its silence, relative to its earlier heartbeats. Pure.
 
-A silence that is long for one machine is normal for another, so the limit is learnt, as in accrual detectors
-(Hayashibara et al., SRDS 2004). Load comes in bursts, which a normal distribution does not foresee: the limit is a
-multiple of the longest recent gap. Detectors read an `AwakeClock`, so that no process blames others for its own delay.
+A silence that is long for one machine is normal for another, so the limit is learned, as in accrual detectors
+(Hayashibara et al., SRDS 2004). Load is bursty, which a normal distribution does not predict: the limit is a multiple
+of the longest recent gap. Detectors read an `AwakeClock`, so that no process blames others for its own delay.
 """
 
 import math
@@ -10,13 +10,16 @@ from collections import deque
 from typing import Final
 
 NUM_GAPS: Final = 64  # between heartbeats, of which the longest counts
-MAX_GROWTH: Final = 4.0  # a peer may be silent for so many times its longest recent gap
-MAX_PATIENCE: Final = 5.0  # the limit is at most so many times the configured one
+MAX_GROWTH: Final = 4.0  # limit of the silence, in multiples of the longest recent gap
+MAX_PATIENCE: Final = 5.0  # limit of the silence, in multiples of the configured one
 
 
 class AwakeClock:
-    """The time during which this process ran. Told the time often, it leaves out what is beyond `max_lag_s` of a gap:
-    the process was stopped, starved or suspended with its machine."""
+    """The time during which this process ran.
+
+    The owner notes the time often; the part of a gap beyond `max_lag_s` is left out: the process was stopped, starved
+    or suspended with its machine.
+    """
 
     def __init__(self, max_lag_s: float) -> None:
         self._max_lag_s = max_lag_s
@@ -24,14 +27,14 @@ class AwakeClock:
         self._left_out_s = 0.0
 
     def note(self, now: float) -> float:
-        """The process runs now. Return the seconds since the call before."""
+        """Note that the process runs now. Return the seconds since the last call."""
         gap_s = max(0.0, now - self._noted_s)
         self._left_out_s += max(0.0, gap_s - self._max_lag_s)
         self._noted_s = now
         return gap_s
 
     def read(self, now: float) -> float:
-        """Return `now` less what was left out."""
+        """Return `now` less the time left out."""
         return now - self._left_out_s
 
 
@@ -39,20 +42,20 @@ class FailureDetector:
     """One peer that sends heartbeats. All times are those of one AwakeClock."""
 
     def __init__(self, timeout_s: float, now: float) -> None:
-        """`timeout_s`: the limit on the silence of a peer whose heartbeats are regular."""
+        """Start at `now`. `timeout_s` limits the silence of a peer with regular heartbeats."""
         self._timeout_s = timeout_s
         self._last_s = now
         self._gaps_s: deque[float] = deque(maxlen=NUM_GAPS)
 
     def heard(self, now: float, *, learns: bool = True) -> None:
-        """A heartbeat has come, of which the limit is to learn. A gap beyond the limit counts as the limit."""
+        """Note a heartbeat; with `learns`, its gap changes the limit. A gap beyond the limit counts as the limit."""
         if learns:
             self._gaps_s.append(min(max(0.0, now - self._last_s), self.limit_s))
         self._last_s = now
 
     @property
     def longest_gap_s(self) -> float:
-        """Return the longest of the recent gaps between two heartbeats, 0 before there is one."""
+        """Return the longest of the recent gaps between two heartbeats; 0 before the first gap."""
         return max(self._gaps_s, default=0.0)
 
     @property
@@ -62,7 +65,7 @@ class FailureDetector:
         return min(max(self._timeout_s, learnt_s), MAX_PATIENCE * self._timeout_s)
 
     def why_suspected(self, now: float) -> str | None:
-        """Return why the peer counts as lost, in words; None while it does not."""
+        """Return why the peer counts as lost, in words; None if it does not."""
         silent_s, limit_s = now - self._last_s, self.limit_s
         if silent_s <= limit_s:
             return None

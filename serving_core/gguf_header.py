@@ -1,10 +1,11 @@
-"""Read the headers of GGUF files: metadata, and where each tensor lies, over one file or the several of a split model.
+"""Read the headers of GGUF files: metadata, and the place of each tensor, over one file or the several of a split
+model.
 
-The reader is strict, and our own because others believe what a file says of its own lengths and counts: here each
-length is checked against the bytes that are there before anything is allocated, and a header fits MOST_HEADER_BYTES.
+The reader is strict, since other readers trust the lengths and counts in a file: this one checks each length against
+the remaining bytes before it allocates anything, and limits a header to MOST_HEADER_BYTES.
 
-The parts of a split model are NAME-00001-of-00003.gguf and so on. The first part has the metadata of the model, the
-others which part they are; each part's header lists its own tensors.
+The parts of a split model are NAME-00001-of-00003.gguf and so on. The first part has the model's metadata, the others
+only their part number; each part's header lists its own tensors.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
 MOST_HEADER_BYTES: Final = 64 * 2**20
 USUAL_HEADER_BYTES: Final = 8 * 2**20  # read first: a few hundred thousand tokens and merges
-MOST_ENTRIES: Final = 2**16  # pairs of metadata, and tensors
+MOST_ENTRIES: Final = 2**16  # metadata pairs, and tensors
 MOST_ELEMENTS: Final = 2**22  # of all arrays together
 MOST_NAME_BYTES: Final = 256
 MOST_DIMENSIONS: Final = 4
@@ -46,14 +47,14 @@ LITTLE_ENDIAN: Final = {code: struct.Struct(f"<{code}") for code in NUMBERS.valu
 
 
 class TensorType(NamedTuple):
-    """How elements are stored: in blocks of so many, of so many bytes."""
+    """A storage format: blocks of `block` elements, each of a fixed number of bytes."""
 
     name: str
     block: int
     block_bytes: int
 
 
-# What the gguf package turns into floats, by its number in the file.
+# Formats that the gguf package converts to floats, by their number in the file.
 TENSOR_TYPES: Final = {
     0: TensorType("F32", 1, 4),
     1: TensorType("F16", 1, 2),
@@ -92,7 +93,7 @@ class GgufTensor:
     shape: tuple[int, ...]
     type_id: int
     start: int
-    part: int = 0  # which of the model's files it is in
+    part: int = 0  # index of the file that holds it
 
     @property
     def type(self) -> TensorType:
@@ -107,7 +108,7 @@ class GgufTensor:
         return self.start + self.num_bytes
 
     def slices(self) -> Iterator["GgufTensor"]:
-        """Those along its first dimension, one after the other; it must have two or more."""
+        """Yield the slices along the first dimension. The tensor must have at least two dimensions."""
         shape, size_bytes = self.shape[1:], self.num_bytes // self.shape[0]
         for index in range(self.shape[0]):
             yield GgufTensor(shape, self.type_id, self.start + index * size_bytes, self.part)
@@ -115,16 +116,18 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What stands before the tensors' data. Arrays of numbers are `array`s, all other values plain Python ones."""
+    """The header of a file. Arrays of numbers are `array`s, all other values plain Python values."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
-    content: bytes  # the header as it stands in the file
+    content: bytes  # the header's bytes
 
 
 def read_header(stream: BinaryIO, name: str) -> GgufHeader:
-    """Reads the header of a file, which may be open at any place; `name` is what it is called. Raises ModelError unless
-    all of it is whole, known and lies within the file."""
+    """Read the header of a file at any position; `name` is the file's name in errors.
+
+    Raises ModelError unless the header is complete, known and within the file.
+    """
     size_bytes = stream.seek(0, os.SEEK_END)
     most_bytes = min(size_bytes, MOST_HEADER_BYTES)
     for num_bytes in sorted({min(most_bytes, USUAL_HEADER_BYTES), most_bytes}):
@@ -138,7 +141,7 @@ def read_header(stream: BinaryIO, name: str) -> GgufHeader:
 
 
 class _Broken(Exception):
-    """What is wrong with a file."""
+    """A defect of a file."""
 
 
 class _Cursor:
@@ -151,7 +154,7 @@ class _Cursor:
         self._elements_left = MOST_ELEMENTS
 
     def check(self, num_bytes: int) -> None:
-        """Raises _Broken unless so many bytes are left."""
+        """Raise _Broken unless num_bytes bytes are left."""
         if num_bytes > len(self.data) - self.at:
             limit = "the file has" if self._is_all else "a header may have"
             raise _Broken(f"its header needs {self.at + num_bytes} bytes or more, and {limit} {len(self.data)}")
@@ -168,7 +171,7 @@ class _Cursor:
         return text
 
     def texts(self, count: int) -> list[str]:
-        """So many texts; there may be hundreds of thousands, so the steps of one are written out."""
+        """Read `count` texts, with inlined steps, as there may be hundreds of thousands."""
         self.check(count * LENGTH.size)
         data, at, end, found = self.data, self.at, len(self.data), list[str]()
         read_length, size = LENGTH.unpack_from, LENGTH.size
@@ -267,7 +270,7 @@ def _alignment(metadata: dict[str, Any]) -> int:
 
 
 def _tensor(cursor: _Cursor, name: str, alignment: int) -> GgufTensor:
-    """As it is described: its start counts from that of all data."""
+    """Read a tensor's description; its start counts from that of all data."""
     num_dimensions = cursor.number("I")
     if not 1 <= num_dimensions <= MOST_DIMENSIONS:
         raise _Broken(f"{name} has {num_dimensions} dimensions, not 1 to {MOST_DIMENSIONS}")
@@ -297,26 +300,28 @@ PART_NAME: Final = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5
 MOST_PARTS: Final = 256
 ROPE_FACTORS: Final = "rope_freqs.weight"
 MOST_ROPE_BYTES: Final = 2**16
-OF_A_PART: Final = ("split.", "general.alignment")  # may differ from what the first part says
+OF_A_PART: Final = ("split.", "general.alignment")  # keys that may differ from the first part's
 
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """What all parts say together."""
+    """The combined contents of all parts' headers."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
-    headers: tuple[bytes, ...]  # of each part, as it stands in the file
-    rope_factors: bytes  # the data of the one tensor that config comes from; none where there is none
+    headers: tuple[bytes, ...]  # bytes of each part's header
+    rope_factors: bytes  # the data of the only tensor that the config uses; empty without one
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all bytes that config and tokenizer come from."""
+        """Return the SHA-256 of all bytes that config and tokenizer come from."""
         return hashlib.sha256(b"".join(self.headers) + self.rope_factors).hexdigest()
 
 
 def parts_of(file: Path) -> list[Path]:
-    """The files of a model by the name of its first, which alone need be there. Raises ModelError for another part."""
+    """Return the files of a model, given its first part; the others need not exist. Raises ModelError for another
+    part.
+    """
     if (said := PART_NAME.fullmatch(file.name)) is None:
         return [file]
     name, number, count = said["name"], int(said["number"]), int(said["count"])
@@ -329,14 +334,14 @@ def parts_of(file: Path) -> list[Path]:
 
 
 def model_name(file: Path) -> str:
-    """What a model is called by the name of its file, or of its first part."""
+    """Return a model's name, from the name of its file or first part."""
     said = PART_NAME.fullmatch(file.name)
     return said["name"] if said else file.stem
 
 
 @contextmanager
 def open_parts(files: Sequence[Path]) -> Iterator[list[BufferedReader]]:
-    """Raises ModelError for one that cannot be opened, or not be read meanwhile."""
+    """Open the files. Raises ModelError for one that cannot be opened, or not be read within the context."""
     try:
         with ExitStack() as opened:
             yield [opened.enter_context(file.open("rb")) for file in files]
@@ -345,8 +350,9 @@ def open_parts(files: Sequence[Path]) -> Iterator[list[BufferedReader]]:
 
 
 def read_model(streams: Sequence[BinaryIO], names: Sequence[str]) -> GgufModel:
-    """Reads the headers of all parts; `names` is what the files are called. Raises ModelError unless they belong
-    together and are whole."""
+    """Read the headers of all parts; `names` are the files' names in errors. Raises ModelError unless the parts are
+    complete and belong together.
+    """
     headers, tensors = list[GgufHeader](), dict[str, GgufTensor]()
     for number, (stream, name) in enumerate(zip(streams, names, strict=True)):
         headers.append(header := read_header(stream, name))

@@ -1,9 +1,9 @@
-"""Read the tensors of a model folder made of a GGUF file, under the names of a Hugging Face checkpoint.
+"""Read the tensors of a model folder made of a GGUF file, under the names of a Hugging Face checkpoint. Torch-free.
 
 A GGUF file has all experts of a layer in one tensor for each projection; a checkpoint has a tensor for each expert.
 
-Such a folder has what the file's header says, as splitserve.gguf.folder writes it, and a link to the file, or to each
-of its parts, whose weights stay where they are. Torch-free.
+Such a folder has the contents of the file's header, as splitserve.gguf.folder writes them, and a link to the file, or
+to each of its parts, whose weights stay in their place.
 """
 
 import functools
@@ -33,7 +33,7 @@ IN_LAYER: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-NORMS_OF_OUTPUTS: Final = {  # where attention and feed-forward have norms before and behind them
+NORMS_OF_OUTPUTS: Final = {  # of models with norms before and behind attention and feed-forward
     "ffn_norm": "pre_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -46,12 +46,12 @@ GATES_AND_SHARED: Final = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 EXPERT_COUNT: Final = "expert_count"
-STACKED: Final = "_exps"  # ends the name of a tensor of all experts of a layer
-ONE_ROW: Final = "ffn_gate_inp_shexp"  # is a vector in files
+STACKED: Final = "_exps"  # suffix of a tensor of all experts of a layer
+ONE_ROW: Final = "ffn_gate_inp_shexp"  # a vector in files
 
 
 class Names(NamedTuple):
-    """Of the modules in a layer, by llama.cpp's names; those of experts have a place for the expert's number."""
+    """The modules of a layer by llama.cpp's names; experts' names have a placeholder for the expert's number."""
 
     modules: Mapping[str, str]
     of_experts: Mapping[str, str] = {}
@@ -81,12 +81,13 @@ NAMES: Final = {
     "olmoe": MIXTURE,
     "qwen2moe": MIXTURE,
     "qwen3moe": MIXTURE,
-}  # of others PLAIN, and MIXTRAL of Llama's with experts
+}  # other architectures use PLAIN, and Llama with experts uses MIXTRAL
 
 
 def checkpoint_tensors(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
-    """The tensors of a file by their names in a checkpoint. One that is not known there, or is there twice, gets a name
-    that no checkpoint has."""
+    """Return the tensors of a file by their checkpoint names. An unknown or duplicate tensor gets a name that no
+    checkpoint has.
+    """
     architecture = metadata.get("general.architecture")
     num_experts = metadata.get(f"{architecture}.{EXPERT_COUNT}", 0)
     names = MIXTRAL if architecture == "llama" and num_experts else NAMES.get(str(architecture), PLAIN)
@@ -100,7 +101,7 @@ def checkpoint_tensors(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTe
 def _of_checkpoint(
     name: str, tensor: GgufTensor, names: Names, num_experts: object
 ) -> Iterator[tuple[str, GgufTensor]]:
-    """What a tensor, or each part of it, is called."""
+    """Yield the checkpoint name of a tensor, or of each part of it."""
     module, _, attribute = name.rpartition(".")
     found: list[tuple[str, GgufTensor]] = []
     match module.split("."):
@@ -129,7 +130,7 @@ def _of_layer(path: list[str], tensor: GgufTensor, names: Names, num_experts: ob
 
 
 LINK: Final = "model.gguf"
-SOURCE: Final = "model.gguf.source"  # the digest of what the folder was made of
+SOURCE: Final = "model.gguf.source"  # file with the digest of the folder's source
 
 GEMMAS: Final = ("gemma", "gemma2", "gemma3")
 INTERLEAVED: Final = (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
@@ -137,7 +138,7 @@ Identity = tuple[int, ...]
 
 
 class GgufWeights:
-    """The tensors by name, and their bytes as they are stored. To be had from `gguf_weights`."""
+    """The tensors by name, and access to their stored bytes. Created by `gguf_weights`."""
 
     def __init__(self, folder: Path) -> None:
         self._links: Final = links_of(folder)
@@ -153,20 +154,22 @@ class GgufWeights:
         self.tensors: Final = checkpoint_tensors(model.metadata, weights)
 
     def is_interleaved(self, name: str) -> bool:
-        """Whether the rows of each head alternate between its halves, as llama.cpp rotates Llama's."""
+        """Return whether the rows of each head alternate between its halves, as llama.cpp rotates Llama's."""
         return self._architecture == "llama" and name.endswith(INTERLEAVED)
 
     def addend(self, name: str) -> float:
-        """What was added to a tensor when it was written: to Gemma's norms what a decoder of it adds by itself."""
+        """Return the number that was added to a tensor when it was written: to Gemma's norms, whose decoder adds it by
+        itself.
+        """
         return 1.0 if self._architecture in GEMMAS and name.endswith("norm.weight") else 0.0
 
     def file_of(self, name: str) -> Path:
-        """What the tensor is read from."""
+        """Return the file of a tensor."""
         return self._links[self.tensors[name].part]
 
     @contextmanager
     def open(self) -> Iterator[list[BufferedReader]]:
-        """The files, to read tensors from. Raises ModelError when one is no longer that whose header was read."""
+        """Open the files to read tensors from. Raises ModelError if a file has changed since its header was read."""
         with open_parts(self._links) as streams:
             for link, stream, identity in zip(self._links, streams, self._identities, strict=True):
                 if _identity(os.fstat(stream.fileno())) != identity:
@@ -175,7 +178,9 @@ class GgufWeights:
 
 
 def gguf_weights(folder: Path) -> GgufWeights:
-    """Raises ModelError when a file is gone, broken or another than the folder was made of."""
+    """Return the tensors of a folder. Raises ModelError if a file is missing, broken or different from the folder's
+    source.
+    """
     try:
         identities = tuple(_identity(link.stat()) for link in links_of(folder))
     except OSError as error:
@@ -183,18 +188,18 @@ def gguf_weights(folder: Path) -> GgufWeights:
     return _read(folder, identities)
 
 
-@functools.lru_cache(maxsize=1)  # a process asks several times, and a vocabulary takes a tenth of a second to skip
+@functools.lru_cache(maxsize=1)  # called several times per process, and skipping a vocabulary takes a tenth of a second
 def _read(folder: Path, identities: tuple[Identity, ...]) -> GgufWeights:
     return GgufWeights(folder)
 
 
 def link_name(part: int) -> str:
-    """What the link to a part, counted from 0, is called in a folder."""
+    """Return the name of the link to a part, counted from 0, in a folder."""
     return LINK if part == 0 else f"{LINK}.{part + 1}"
 
 
 def links_of(folder: Path) -> list[Path]:
-    """The links to all parts: the first always, and those that follow it."""
+    """Return the links to all parts: always the first, and the existing ones after it."""
     links = (folder / link_name(part) for part in range(MOST_PARTS))
     return [folder / LINK, *itertools.takewhile(Path.is_symlink, itertools.islice(links, 1, None))]
 

@@ -1,7 +1,7 @@
-"""Set what gRPC reads from the environment when it is imported. Whoever starts a process imports this before gRPC.
+"""Set the environment variables that gRPC reads when it is imported. A process must import this module before gRPC.
 
-With gRPC's fork support a process that is started from one with gRPC channels reads from their sockets between fork and
-exec: messages of live streams are lost, and many such children die of SIGSEGV.
+With gRPC's fork support, a process started from one with gRPC channels reads from their sockets between fork and exec:
+messages of live streams are lost, and many such children die of SIGSEGV.
 """
 
 import os
@@ -9,7 +9,7 @@ from typing import Final
 
 GRPC_ENVIRONMENT: Final = {
     "GRPC_ENABLE_FORK_SUPPORT": "0",
-    "GRPC_VERBOSITY": "NONE",  # it tells of each connection that idled away; what matters is in our own logs
+    "GRPC_VERBOSITY": "NONE",  # it logs each idle connection's end; SplitServe's own logs cover failures
 }
 
 for _name, _value in GRPC_ENVIRONMENT.items():

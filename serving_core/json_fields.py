@@ -1,4 +1,4 @@
-"""Typed reading of the JSON files of a model folder."""
+"""Read the JSON files of a model folder with type checks."""
 
 import json
 import re
@@ -13,7 +13,7 @@ LARGEST_INTEGER = 2**31 - 1
 
 
 def read_json_object(path: Path) -> "JsonFields":
-    """The JSON object in a file. Raises ModelError when the file is missing, broken or holds something else."""
+    """Return the JSON object in a file. Raises ModelError if the file is missing, broken or holds another value."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -26,8 +26,11 @@ def read_json_object(path: Path) -> "JsonFields":
 
 
 class JsonFields:
-    """A JSON object whose values are checked as they are read. A null counts as missing, and the default holds;
-    without a default a missing value raises ModelError, as does a value of the wrong kind or out of range."""
+    """A JSON object whose values are checked as they are read.
+
+    A null counts as missing, and the default applies; without a default a missing value raises ModelError, as does a
+    value of the wrong kind or out of range.
+    """
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
         self._values = values
@@ -41,16 +44,16 @@ class JsonFields:
         return list(self._values)
 
     def raw(self, name: str) -> Any:
-        """The value as it stands, None when it is missing."""
+        """Return the unchecked value, None if it is missing."""
         return self._values.get(name)
 
     def renamed(self, other_names: Mapping[str, str]) -> "JsonFields":
-        """The same object, in which a name that is missing is read by its other name."""
+        """Return the object with missing names read by their other names."""
         found = {name: self.raw(other) for name, other in other_names.items() if self.raw(name) is None}
         return JsonFields(self._values | found, self._where)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "JsonFields":
-        """The same object, in which names that are missing have these values."""
+        """Return the object with these values for missing names."""
         return JsonFields({**defaults, **self._values}, self._where)
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
@@ -63,12 +66,12 @@ class JsonFields:
         value = self._present(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, "a number")
-        if not minimum <= value <= sys.float_info.max:  # nor a whole number that no float holds
+        if not minimum <= value <= sys.float_info.max:  # also rejects an integer beyond every float
             raise self.error(name, f"a finite number of at least {minimum}")
         return float(value)
 
     def positive(self, name: str, default: float | None = None) -> float:
-        """A number above 0."""
+        """Return a number above 0."""
         value = self.number(name, default)
         if value == 0:
             raise self.error(name, "above 0")
@@ -87,7 +90,7 @@ class JsonFields:
         return value
 
     def nested(self, name: str) -> "JsonFields | None":
-        """An object within this one, None when it is missing."""
+        """Return an object within this one, None if it is missing."""
         value = self._values.get(name)
         if value is None:
             return None
@@ -96,11 +99,11 @@ class JsonFields:
         return JsonFields(value, f"{name} in {self._where}")
 
     def error(self, name: str, expected: str) -> ModelError:
-        """What to raise about a value that is not as expected."""
+        """Return the error for an unexpected value."""
         return ModelError(f"{name} in {self._where} must be {expected}, not {self._values.get(name)!r:.80}")
 
     def unsupported(self, name: str) -> ModelError:
-        """What to raise about a value that asks for what we do not do."""
+        """Return the error for a value that requires something unsupported."""
         return ModelError(f"{name:.80} in {self._where} is not supported: it is {self._values.get(name)!r:.80}")
 
     def _present(self, name: str, default: Any) -> Any:
@@ -112,16 +115,17 @@ class JsonFields:
         return value
 
 
-# ---- JSON in one line, whatever its reader takes for the end of a line ----
+# ---- JSON in one line, for any reader's definition of a line ----
 
-# U+0085, U+2028 and U+2029 end lines for `str.splitlines` and httpx, and half of a surrogate pair is no UTF-8. Within
-# JSON they stand in strings alone, where each may be an escape. The control characters below U+0020 always are.
+# U+0085, U+2028 and U+2029 end lines for `str.splitlines` and httpx, and a lone surrogate is invalid UTF-8. In JSON
+# they occur only in strings, where each may be an escape. Control characters below U+0020 are always escaped.
 _ESCAPED: Final = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 
 
 def json_line(value: Any) -> str:
-    """Return JSON without blanks that can be encoded and has no end of a line in it. Raises ValueError for a number
-    that JSON does not know."""
+    """Return JSON without blanks that can be encoded and has no line end in it. Raises ValueError for a number that
+    JSON does not allow.
+    """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     if text.isascii():
         return text

@@ -1,4 +1,4 @@
-"""How far the load of a model's weights has come: in the log, or as a bar where people read the log in a terminal."""
+"""Show the progress of loading a model's weights: in the log, or as a bar in a terminal."""
 
 import logging
 import re
@@ -12,8 +12,8 @@ from serving_core.units import size_of
 
 logger = logging.getLogger(__name__)
 
-LOG_SHARE: Final = 0.05  # of the weights, between two lines, which are
-LOG_EVERY_S: Final = 1.0  # apart at least
+LOG_SHARE: Final = 0.05  # of the weights, between two log lines,
+LOG_EVERY_S: Final = 1.0  # which are at least this far apart
 _PROGRESS: Final = re.compile(r"loading weights: (\d+% of [\d.]+ \w+)|(weights loaded) in ")
 
 
@@ -24,11 +24,12 @@ def progress_in(event: str) -> str:
 
 
 class LoadProgress:
-    """The load of some tensors, a context: logs their size and number, the progress, and how long the load took."""
+    """The load of some tensors, a context manager: logs their size and number, the progress, and the duration."""
 
     def __init__(self, num_bytes: int, num_tensors: int, *, is_shown: bool = True) -> None:
-        """`num_bytes` are those to be read. Without `is_shown` the progress is not logged: one rank shows that of all
-        of its node."""
+        """Prepare to load num_bytes bytes. Without `is_shown` the progress is not logged: one rank shows that of its
+        whole node.
+        """
         self._num_bytes = num_bytes
         self._num_tensors = num_tensors
         self._is_shown = is_shown
@@ -51,7 +52,7 @@ class LoadProgress:
             logger.info("weights loaded in %.1f s", time.monotonic() - self._begun_s)
 
     def add(self, num_bytes: int) -> None:
-        """So many bytes more are loaded."""
+        """Add num_bytes loaded bytes."""
         self._num_loaded += num_bytes
         if self._bar is not None:
             self._bar.update(num_bytes)

@@ -1,9 +1,9 @@
-"""The margin that a decision leaves for the errors of its prediction. Pure.
+"""Learn the safety margin for the errors of a prediction. Pure.
 
-A prediction of seconds is an expectation: half of what is planned to end exactly on a deadline ends after it. So each
-kind of prediction has a Margin, which learns from that kind's own errors, and decisions use the predicted seconds times
-its factor: a high quantile of actual / predicted over the latest predictions. The factor grows within some samples when
-a machine becomes slower or less even, and shrinks when those samples have left the window.
+A predicted time is an expectation: half of the work planned to end exactly on a deadline ends after it. So each kind of
+prediction has a Margin, which learns from that kind's own errors, and decisions multiply the predicted seconds by its
+factor: a high quantile of actual / predicted over the latest predictions. The factor grows within some samples when a
+machine becomes slower or less even, and shrinks when those samples have left the window.
 """
 
 from collections import deque
@@ -11,9 +11,9 @@ from typing import Final
 
 QUANTILE: Final = 0.97
 WINDOW: Final = 64  # predictions
-NUM_PRIOR: Final = 32  # samples that the window begins with, so that of the first ones a rare one is known as such
+NUM_PRIOR: Final = 32  # samples at the start of the window, so that a rare sample among the first ones counts as rare
 PRIOR_FACTOR: Final = 1.1
-MAX_FACTOR: Final = 2.0  # with more nothing would be planned from which to learn
+MAX_FACTOR: Final = 2.0  # with a larger factor nothing would be planned to learn from
 
 
 class Margin:
@@ -22,17 +22,19 @@ class Margin:
     def __init__(self, prior_factor: float = PRIOR_FACTOR, quantile: float = QUANTILE) -> None:
         self._quantile = quantile
         self._ratios: deque[float] = deque([prior_factor] * NUM_PRIOR, maxlen=WINDOW)
-        self._factor: float | None = prior_factor  # None: to be worked out anew
+        self._factor: float | None = prior_factor  # None: to be recomputed
 
     def note(self, predicted_s: float, actual_s: float) -> None:
-        """Take in what became of a prediction; one of no time says nothing."""
+        """Add the outcome of a prediction; a prediction of 0 s is ignored."""
         if predicted_s > 0:
             self._ratios.append(actual_s / predicted_s)
             self._factor = None
 
     @property
     def factor(self) -> float:
-        """Return the factor from a prediction to the seconds that it rarely exceeds, from 1 to MAX_FACTOR."""
+        """Return the factor, from 1 to MAX_FACTOR, such that actual times rarely exceed the predicted seconds times the
+        factor.
+        """
         if self._factor is None:
             ordered = sorted(self._ratios)
             self._factor = min(MAX_FACTOR, max(1.0, ordered[int(self._quantile * len(ordered))]))

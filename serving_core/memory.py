@@ -1,4 +1,4 @@
-"""How much memory this process takes, and may still take. Torch-free."""
+"""Measure how much memory this process uses, and may still use. Torch-free."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +11,13 @@ from serving_core.descriptors import NONE_LEFT
 CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 CGROUPS_OF_SELF: Final = Path("/proc/self/cgroup")
 
-# Of a cgroup: its limit, what it uses, and which of that the kernel gives back on demand.
+# Files of a cgroup: its limit, its usage, and the part of it that the kernel reclaims on demand.
 _V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2: Final = ("memory.max", "memory.current", "inactive_file")
 
 
 class _NodeRequest:
-    """The memory of this process that is in RAM."""
+    """The resident memory of this process."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -26,7 +26,7 @@ class _NodeRequest:
     def num_bytes(self) -> int:
         try:
             self._num_bytes = self._process.memory_info().rss
-        except OSError as error:  # the system tells it in a file
+        except OSError as error:  # the system reports it in a file
             if error.errno not in NONE_LEFT:
                 raise
         return self._num_bytes
@@ -36,25 +36,25 @@ _node_request: Final = _NodeRequest()
 
 
 def resident_bytes() -> int:
-    """Bytes that this process takes; while it has no descriptor left to look with, those of the last look."""
+    """Return the resident bytes of this process; the last measurement if no file descriptor is left."""
     return _node_request.num_bytes()
 
 
 def available_bytes() -> int:
-    """Bytes that are free for this process: the machine's, or what a limit of its cgroups leaves."""
+    """Return the bytes available to this process: the machine's, or what a limit of its cgroups leaves."""
     available: int = psutil.virtual_memory().available
     return min([available, *cgroup_rooms(CGROUP_ROOT, CGROUPS_OF_SELF)])
 
 
 def cgroup_rooms(root: Path, cgroups_of_self: Path) -> Iterator[int]:
-    """What each memory limit on this process leaves, in bytes; nothing where there is none, as off Linux."""
+    """Yield the bytes that each memory limit on this process leaves; none without limits, as off Linux."""
     lines = cgroups_of_self.read_text().splitlines() if cgroups_of_self.exists() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         top, names = (root / "memory", _V1) if controllers else (root, _V2)
-        folder = top / path.lstrip("/")  # a container sees its own folder as the top one, and may not see this path
+        folder = top / path.lstrip("/")  # a container sees its own folder as the root, and may not see this path
         for place in [folder, *folder.parents]:
             if place.is_relative_to(top) and (place / names[0]).exists():
                 yield from _room(place, *names)

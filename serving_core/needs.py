@@ -1,5 +1,6 @@
-"""What an engine needs, from its settings and the headers of its model's files: so that it can be told before anything
-is loaded. Torch-free."""
+"""Compute what an engine needs from its settings and the headers of its model's files, before anything is loaded.
+Torch-free.
+"""
 
 import math
 from dataclasses import dataclass
@@ -15,34 +16,34 @@ from serving_core.sharding import check_num_ranks, check_pp_size, check_tp_size,
 from serving_core.stored_quantization import FP8, FP8_SCALES, check_quantization
 from serving_core.stored_tensors import StoredTensor, stored_tensors
 
-MOST_INVARIANT_RANKS: Final = 2  # whose sum does not depend on the order
-HOST_POOL_BYTES: Final = 512 * 2**20  # where the size of the pool is not given
+MOST_INVARIANT_RANKS: Final = 2  # a sum of two does not depend on the order
+HOST_POOL_BYTES: Final = 512 * 2**20  # if no size of the pool is given
 PACKED_BYTES: Final = 4  # of the integers that hold quantized weights
-INTEGER_BYTES: Final = {"I8": 1, "U8": 1}  # of others
+INTEGER_BYTES: Final = {"I8": 1, "U8": 1}  # of other integer dtypes
 TIED_HEAD: Final = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Memory of all ranks of one node together. The weights take at least so much, the pool once it is full."""
+    """Memory of all ranks of one node together: the least for the weights, and that of the full pool."""
 
     weight_bytes: int
     pool_bytes: int
 
 
 def compute_dtype(settings: EngineSettings, config: ModelConfig) -> str:
-    """The dtype computed in: the one asked for, or the model's own."""
+    """Return the dtype to compute in: the requested one, or the model's own."""
     return config.dtype if settings.dtype == "auto" else settings.dtype
 
 
 def model_layout(settings: EngineSettings, config: ModelConfig) -> KVLayout:
-    """The KV cache of all ranks together."""
+    """Return the KV layout of all ranks together."""
     dtype = compute_dtype(settings, config) if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
     return config.kv_layout(settings.block_size, dtype)
 
 
 def check_settings(settings: EngineSettings, config: ModelConfig, tp_size: int) -> None:
-    """Raises SettingsError where this model cannot be served with these settings by stages of so many ranks."""
+    """Raise SettingsError if stages of tp_size ranks cannot serve this model with these settings."""
     check_num_ranks(tp_size, settings.pipeline_parallel_size)
     check_pp_size(config, settings.pipeline_parallel_size)
     limit = config.max_position_embeddings
@@ -65,8 +66,11 @@ def check_settings(settings: EngineSettings, config: ModelConfig, tp_size: int) 
 
 
 def num_blocks_for(settings: EngineSettings, layout: KVLayout, tp_size: int, device_bytes: int = 0) -> int:
-    """Blocks in the pool of every rank, given the whole model's layout: as many as fit where they are largest.
-    `device_bytes` is what a CUDA device has left for a pool whose size is not given. Raises SettingsError."""
+    """Return the blocks in the pool of every rank, given the whole model's layout: as many as fit on the rank with the
+    largest.
+
+    `device_bytes` is what a CUDA device has left for a pool without a given size. Raises SettingsError.
+    """
     if settings.num_kv_blocks:
         return settings.num_kv_blocks
     block_bytes = max(rank.block_bytes for rank in _rank_layouts(settings, layout, tp_size))
@@ -78,7 +82,7 @@ def num_blocks_for(settings: EngineSettings, layout: KVLayout, tp_size: int, dev
 
 
 def check_model(settings: EngineSettings) -> None:
-    """Raises ModelError or SettingsError for what can be told without torch: it takes a second to be there."""
+    """Raise ModelError or SettingsError for problems that can be found without torch, whose import takes a second."""
     if not settings.model:
         raise SettingsError("no model folder was given")
     config = read_model_config(Path(settings.model), settings.model_impl, settings.runner)
@@ -87,7 +91,7 @@ def check_model(settings: EngineSettings) -> None:
 
 
 def needs_of(settings: EngineSettings, config: ModelConfig) -> Needs:
-    """What a node of these settings needs. Raises ModelError when the files are not whole, or SettingsError."""
+    """Return what a node with these settings needs. Raises ModelError if the files are incomplete, or SettingsError."""
     tp_size, layout = settings.tensor_parallel_size, model_layout(settings, config)
     rank_layouts = _rank_layouts(settings, layout, tp_size)
     pool_bytes = num_blocks_for(settings, layout, tp_size) * sum(rank.block_bytes for rank in rank_layouts)

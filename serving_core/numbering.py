@@ -1,6 +1,6 @@
-"""Number the messages of a stream, and notice a lost, repeated or overtaken one. Pure.
+"""Number the messages of a stream, and detect a lost, repeated or reordered one. Pure.
 
-A connection that lives does not prove that each message has come: a process that shares its sockets may have read some.
+A live connection does not prove that each message has arrived: a process that shares its sockets may have read some.
 """
 
 from typing import Protocol
@@ -9,7 +9,7 @@ from serving_core.errors import SplitServeError
 
 
 class MessageLost(SplitServeError):
-    """A message of a stream has not come: what its sender believes of the other side no longer holds."""
+    """A message of a stream was lost: the sender's assumptions about the other side no longer hold."""
 
 
 class _Message(Protocol):
@@ -24,12 +24,12 @@ class Numbering:
         self._num_received = 0
 
     def stamp(self, message: _Message) -> None:
-        """Number a message that is sent next."""
+        """Number the next message to send."""
         self._num_sent += 1
         message.number = self._num_sent
 
     def check(self, message: _Message) -> None:
-        """Take the number of a received message. Raises MessageLost unless it follows the one before."""
+        """Check the number of a received message. Raises MessageLost unless it follows the one before."""
         expected, number = self._num_received + 1, message.number
         if number == expected + 1:
             raise MessageLost(f"message {expected} was lost on the way")

@@ -1,4 +1,4 @@
-"""Hosts and ports: whether a process can listen on those it is told, asked before it does, and who can reach them."""
+"""Check hosts and ports: whether a process can listen on them, and who can reach them."""
 
 import errno
 import ipaddress
@@ -14,18 +14,20 @@ from serving_core.errors import SettingsError
 ANY, ANY_OF_IPV4 = "::", "0.0.0.0"
 EVERY_ADDRESS: Final = (ANY, ANY_OF_IPV4)
 
-# What bind raises for an address that this machine does not have.
+# Errors of bind for an address that this machine does not have.
 _NOT_OURS: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def before_port(host: str) -> str:
-    """A host as it stands before a port: an IPv6 address in brackets."""
+    """Return a host in the form before a port: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def listened_on(host: str) -> str:
-    """A host as sockets take it, without brackets. `::` is every address of this machine: those of IPv4 too, and they
-    alone where its kernel has no IPv6."""
+    """Return a host in the form for sockets, without brackets.
+
+    `::` stands for every address of this machine, IPv4 included, or IPv4 alone where the kernel lacks IPv6.
+    """
     host = host.strip("[]")
     return ANY_OF_IPV4 if host == ANY and not _has_ipv6() else host
 
@@ -39,7 +41,7 @@ def _has_ipv6() -> bool:
 
 
 class Port(NamedTuple):
-    """A port to be listened on and the flag that names it; 0 is any free one, and a negative one none."""
+    """A port to listen on and the flag that names it; 0 is any free port, and a negative one none."""
 
     flag: str
     host: str
@@ -47,8 +49,10 @@ class Port(NamedTuple):
 
 
 def check_ports(ports: Sequence[Port]) -> None:
-    """Raises SettingsError, with the flag and the value, for the first port that cannot be listened on. Nobody holds
-    the ports afterwards: what listens must still expect a refusal."""
+    """Raise SettingsError, with the flag and the value, for the first port that cannot be listened on.
+
+    The ports are not held afterwards: listening may still fail.
+    """
     with ExitStack() as held:
         for index, port in enumerate(ports):
             if port.port > 0:
@@ -56,7 +60,7 @@ def check_ports(ports: Sequence[Port]) -> None:
 
 
 def _hold(port: Port, earlier: Sequence[Port], held: ExitStack) -> None:
-    """Listens on every address of the host, as gRPC does; it is enough when one of them is this machine's."""
+    """Listen on every address of the host, as gRPC does; one address of this machine suffices."""
     num_held = 0
     for family, address in _addresses(port):
         dualstack = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
@@ -73,7 +77,7 @@ def _hold(port: Port, earlier: Sequence[Port], held: ExitStack) -> None:
 def _addresses(port: Port) -> list[tuple[socket.AddressFamily, Any]]:
     try:
         found = socket.getaddrinfo(listened_on(port.host), port.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError):  # a name that stands for no address, or cannot
+    except (OSError, UnicodeError):  # a name without an address, or an invalid one
         return []
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
@@ -87,8 +91,10 @@ def _why(error: OSError, port: Port, earlier: Sequence[Port]) -> str:
 
 
 def listening_sockets(host: str, port: int, *, shares_port: bool, backlog: int) -> list[socket.socket]:
-    """Sockets that listen on every address of the host, all at one port; 0 takes a free one. Others of this user may
-    share it, if they say so too. Raises SettingsError."""
+    """Return sockets that listen on every address of the host, all at one port; 0 takes a free one.
+
+    With `shares_port`, other processes of this user may share the port if they set it too. Raises SettingsError.
+    """
     found: list[socket.socket] = []
     for family, (address, *others) in _addresses(Port("", host, port)):
         number = found[0].getsockname()[1] if found else port
@@ -107,18 +113,21 @@ def listening_sockets(host: str, port: int, *, shares_port: bool, backlog: int) 
 
 
 class SharedPort:
-    """A port that processes of one owner listen on together, each with SO_REUSEPORT. Its lock ends with the owner's
-    process; no other owner gets the port meanwhile, even while none of the processes lives. Linux only."""
+    """A port on which processes of one owner listen together, each with SO_REUSEPORT. Linux only.
+
+    The lock ends with the owner's process; until then no other owner gets the port, even while none of the processes
+    lives.
+    """
 
     def __init__(self, port: Port) -> None:
-        """0 takes a free one. Raises SettingsError."""
+        """Lock the port; 0 takes a free one. Raises SettingsError."""
         family, address = _addresses(port)[0]
         self._sockets: list[socket.socket] = [socket.socket(family)]
         holder = self._sockets[0]
         try:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            holder.bind(address)  # and does not listen: connections go to those who do
+            holder.bind(address)  # does not listen: connections go to the processes that do
             self.number: int = holder.getsockname()[1]
             self._sockets.append(_lock(self.number))
         except OSError as error:
@@ -126,13 +135,15 @@ class SharedPort:
             raise SettingsError(f"{port.flag} {port.port} {_why(error, port, ())}") from error
 
     def close(self) -> None:
-        """Gives it up."""
+        """Release the port."""
         for each in self._sockets:
             each.close()
 
 
 def _lock(number: int) -> socket.socket:
-    """A name that one process of this network namespace can have at a time. Raises OSError where another one has it."""
+    """Bind a name that only one process of this network namespace can have at a time. Raises OSError if another process
+    has it.
+    """
     lock = socket.socket(socket.AF_UNIX)
     try:
         lock.bind(f"\0splitserve/port/{number}")
@@ -142,11 +153,11 @@ def _lock(number: int) -> socket.socket:
     return lock
 
 
-# ---- Who can reach an address, and what it takes to listen there: fail closed ----
+# ---- Who can reach an address, and the conditions for listening there: fail closed ----
 
 
 def check_exposure(host: str, secret_name: str, secret: str) -> None:
-    """Raises SettingsError for an address off loopback that no secret protects."""
+    """Raise SettingsError for an address off loopback that no secret protects."""
     if not secret and not is_loopback(host):
         raise SettingsError(
             f"{host} is not a loopback address: serving there needs a secret, SPLITSERVE_{secret_name.upper()}"
@@ -154,7 +165,7 @@ def check_exposure(host: str, secret_name: str, secret: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address. Names other than localhost count as reachable."""
+    """Return whether only this machine can reach the address. Names other than localhost count as reachable."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -162,7 +173,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_on_this_machine(host: str) -> bool:
-    """Whether it is a loopback address, or one that an interface of this machine has."""
+    """Return whether the address is loopback, or belongs to an interface of this machine."""
     if is_loopback(host):
         return True
     try:

@@ -1,4 +1,4 @@
-"""A process of a cluster, from its first line of log to its exit code."""
+"""Run a process of a cluster, from its first log line to its exit code."""
 
 import ctypes
 import os
@@ -22,13 +22,13 @@ PR_SET_NAME: Final = 15  # <linux/prctl.h>
 
 
 def ending_signals() -> list[signal.Signals]:
-    """What a process is to end by: SIGTERM, SIGINT, and SIGHUP unless it was told to ignore that, as nohup does."""
+    """Return the signals that end a process: SIGTERM, SIGINT, and SIGHUP unless it is ignored, as with nohup."""
     can_hang_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if can_hang_up else [])]
 
 
 def check_folder() -> None:
-    """Raises SettingsError where the folder that this process runs in was removed: some libraries do not load there."""
+    """Raise SettingsError if this process's working folder was removed: some libraries do not load there."""
     try:
         os.getcwd()
     except FileNotFoundError as error:
@@ -36,12 +36,14 @@ def check_folder() -> None:
 
 
 def run_process(role: str, name: str, log: LogSettings, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs main on an event loop, with as many files open as the system allows. Where the process cannot start or is
-    refused, one sentence goes to stderr and it exits with code 2."""
+    """Run main on an event loop, with the limit of open files raised.
+
+    If the process cannot start or is refused, one sentence goes to stderr, and the exit code is 2.
+    """
     configure_logging(role, name, log)
     _name_process(name)
     raise_limit()
-    end_at_once()  # as SIGTERM does, until main handles both: what loads awaits nothing, and could not be cancelled
+    end_at_once()  # as SIGTERM does, until main handles both: loading awaits nothing, so it could not be cancelled
     try:
         check_folder()
         check_threads()
@@ -53,19 +55,19 @@ def run_process(role: str, name: str, log: LogSettings, main: Callable[[], Corou
 
 
 def _name_process(name: str) -> None:
-    """Have `top` and `ps -o comm` show the name, of which Linux keeps 15 bytes."""
+    """Set the name that `top` and `ps -o comm` show, of which Linux keeps 15 bytes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
-# The threads that processes need, with those of libraries: some abort the process where they cannot start one, without
-# a word of why. Limits on processes count them, those of a user and those of a container.
+# Threads that a process needs, including libraries' threads: some libraries abort the process without an explanation if
+# they cannot start a thread. Limits of a user's and a container's processes count threads.
 
 FEWEST: Final = 12  # of a process of a cluster, on two CPUs
 
 
 def check_threads(num_processes: int = 1) -> None:
-    """Raises SettingsError where the system does not let so many processes of a cluster have their threads."""
+    """Raise SettingsError if the system does not allow the threads of num_processes processes of a cluster."""
     needed = FEWEST * num_processes
     if (num := num_startable(needed)) < needed:
         those = "a process needs" if num_processes == 1 else f"{num_processes} processes need"
@@ -76,7 +78,7 @@ def check_threads(num_processes: int = 1) -> None:
 
 
 def num_startable(most: int) -> int:
-    """How many threads, up to so many, can be had now beside all that there are: found out by starting them."""
+    """Return how many threads, at most `most`, can be started now, by starting them."""
     done = threading.Event()
     threads = []
     with suppress(RuntimeError):

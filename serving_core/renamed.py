@@ -1,7 +1,8 @@
-"""The names that scripts may have from an earlier version: flags, environment variables, YAML keys and metrics.
+"""Map the names of flags, environment variables, YAML keys and metrics of an earlier version to the current ones.
 
-An old name works until the next release. A flag, a variable or a key under its old name is taken with a warning; a
-metric is exposed under both names."""
+An old name works until the next release. A flag, a variable or a key under its old name is accepted with a warning; a
+metric is exposed under both names.
+"""
 
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Final

@@ -1,4 +1,4 @@
-"""How a model turns positions into rotations: the closed family of rotary embeddings we know. Torch-free."""
+"""Describe the supported rotary embeddings, and read them from a config.json. Torch-free."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from serving_core.json_fields import JsonFields
 
 DEFAULT_THETA = 10_000.0
 LONGROPE = "longrope"
-FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers
+FULL, SLIDING = "full_attention", "sliding_attention"  # layer types
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True, slots=True)
 class FactorRope:
-    """Each pair slowed by a factor of its own: what a GGUF file has in place of the parameters of Llama 3.1's."""
+    """Rotary embedding with a factor that slows each pair: a GGUF file's form of Llama 3.1's parameters."""
 
     theta: float
     factors: tuple[float, ...]
@@ -62,28 +62,30 @@ Rope = DefaultRope | LinearRope | YarnRope | Llama3Rope | FactorRope
 
 
 def rope_kind(config: JsonFields) -> str:
-    """The name of its kind."""
+    """Return the name of the kind of rotary embedding."""
     rope = _rope_fields(config)
     return rope.text("rope_type", rope.text("type", "default"))
 
 
 def original_context(config: JsonFields, max_position_embeddings: int) -> int:
-    """How many tokens a model was trained with before its context was extended."""
+    """Return the context length, in tokens, of training before the context was extended."""
     of_rope = _rope_fields(config).integer("original_max_position_embeddings", max_position_embeddings)
     return config.integer("original_max_position_embeddings", of_rope)
 
 
 def rotary_share(config: JsonFields) -> float:
-    """How much of a head is rotated."""
+    """Return the fraction of a head that is rotated."""
     return _rope_fields(config).number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
 
 
 def read_rope(
     config: JsonFields, max_position_embeddings: int, *, may_be_partial: bool = False, layer_type: str | None = None
 ) -> Rope:
-    """The rotary embedding that a config.json asks for, in the spelling of transformers 4 (rope_theta, rope_scaling)
-    or 5 (rope_parameters): in all layers, or where they differ in those of a type. Raises ModelError for kinds we do
-    not know."""
+    """Return the rotary embedding of a config.json, in the format of transformers 4 (rope_theta, rope_scaling) or 5
+    (rope_parameters).
+
+    With `layer_type`, that of the layers of this type where types differ. Raises ModelError for unknown kinds.
+    """
     if layer_type is not None:
         config = _of_layers(config, layer_type)
     rope = _rope_fields(config)
@@ -110,7 +112,7 @@ def _rope_fields(config: JsonFields) -> JsonFields:
 
 
 def _of_layers(config: JsonFields, layer_type: str) -> JsonFields:
-    """What a config.json of Gemma 3 says of the layers of a type, as if it were of all."""
+    """Return a Gemma 3 config.json with the settings of one layer type as those of all layers."""
     by_type = config.nested("rope_parameters") or JsonFields({}, "rope_parameters")
     scaling = config.raw("rope_scaling")
     if by_type.names and scaling is not None:
@@ -155,7 +157,7 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def _read_factors(rope: JsonFields, theta: float, num_pairs: int) -> FactorRope:
-    """A longrope that is one and the same for short and for long texts."""
+    """Return a longrope whose factors are the same for short and long texts."""
     factors = rope.raw("long_factor")
     if rope.raw("short_factor") != factors or rope.number("attention_factor", 0.0) != 1.0:
         raise ModelError("a longrope that depends on how long a text is, is not supported")

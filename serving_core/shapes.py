@@ -1,5 +1,6 @@
-"""What a node does. A role is a preset of a shape, and a shape says which work a node is given; what it has been given
-it does, whatever its shape has become."""
+"""Define a node's limits of prefill and decode. A role is a preset of a shape. A shape restricts new work; a node
+completes work it already has, even if its shape changes.
+"""
 
 from dataclasses import dataclass
 from typing import Final
@@ -13,11 +14,11 @@ ROLES: Final = (PREFILL, DECODE, BOTH)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How much of what one node is to do."""
+    """The limits of one node's work."""
 
-    prompt_tokens: int  # most tokens of prompts in one step; 0: it is given no prompt to read
-    slots: int  # most answers at a time; 0: it is given none to write
-    takes_handovers: bool  # whether it is given answers to prompts that other nodes read
+    prompt_tokens: int  # most prompt tokens in one step; 0: no prefill
+    slots: int  # running slots; 0: no decode
+    takes_handovers: bool  # whether the node decodes requests that other nodes prefill
 
     @property
     def reads(self) -> bool:
@@ -29,7 +30,7 @@ class Shape:
 
 
 def common(one: Shape, other: Shape) -> Shape:
-    """What both shapes allow; it may be nothing."""
+    """Return the shape that both shapes allow, possibly an empty one."""
     return Shape(
         min(one.prompt_tokens, other.prompt_tokens),
         min(one.slots, other.slots),
@@ -38,7 +39,7 @@ def common(one: Shape, other: Shape) -> Shape:
 
 
 def preset(role: str, *, max_num_batched_tokens: int, max_num_seqs: int) -> Shape:
-    """The shape of a role on a node with these limits. Raises RequestError for an unknown role."""
+    """Return the shape of a role on a node with these limits. Raises RequestError for an unknown role."""
     match role:
         case "prefill":
             return Shape(max_num_batched_tokens, 0, False)
@@ -50,14 +51,14 @@ def preset(role: str, *, max_num_batched_tokens: int, max_num_seqs: int) -> Shap
 
 
 def role_of(shape: Shape) -> str:
-    """The role that a shape amounts to."""
+    """Return the role of a shape."""
     if shape.reads and shape.writes:
         return BOTH
     return PREFILL if shape.reads else DECODE
 
 
 def check_shape(shape: Shape, *, max_num_batched_tokens: int, max_num_seqs: int) -> None:
-    """Raises RequestError unless a node with these limits can take the shape."""
+    """Raise RequestError unless a node with these limits supports the shape."""
     for name, value, limit_name, limit in (
         ("prompt_tokens", shape.prompt_tokens, "max_num_batched_tokens", max_num_batched_tokens),
         ("slots", shape.slots, "max_num_seqs", max_num_seqs),

@@ -1,5 +1,7 @@
-"""A folder for the sockets of this process and its children, below that for temporary files. What a process leaves that
-was killed goes when the next one makes its own."""
+"""Create a folder for the sockets of this process and its children, below the folder for temporary files.
+
+The folder of a killed process is removed when the next process creates its own.
+"""
 
 import fcntl
 import os
@@ -13,21 +15,22 @@ from typing import Final, Self
 
 from serving_core.errors import SettingsError
 
-LONGEST_PATH: Final = 107 if sys.platform == "linux" else 103  # that a socket may have
+LONGEST_PATH: Final = 107 if sys.platform == "linux" else 103  # of a socket
 PREFIX: Final = "splitserve-sockets-"
 
 
 def fits(path: Path) -> bool:
-    """Whether a socket can have this path."""
+    """Return whether a socket can have this path."""
     return len(os.fsencode(path)) <= LONGEST_PATH
 
 
 class SocketFolder:
-    """Nobody else's, and locked while its process lives. It has its lock before its name, so that nobody takes it for
-    one that was left. As a context it is there from the beginning to the end."""
+    """A private folder, locked while its process lives. It is locked before it gets its name, so that no process takes
+    it for an abandoned one. As a context manager, it exists within the context.
+    """
 
     def __init__(self) -> None:
-        """Says where it will be. Raises SettingsError where no folder for temporary files can be written to."""
+        """Choose the path. Raises SettingsError if no folder for temporary files is writable."""
         try:
             self._root = Path(tempfile.gettempdir())
         except FileNotFoundError as error:
@@ -38,11 +41,11 @@ class SocketFolder:
         self._lock: int | None = None
 
     def make(self) -> None:
-        """Makes it, and removes those that were left."""
+        """Create the folder, and remove abandoned ones."""
         _sweep(self._root)
         nameless = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=self._root))
         self._lock = os.open(nameless, os.O_RDONLY | os.O_DIRECTORY)
-        with suppress(OSError):  # where a file system knows no locks, nobody takes it for one that was left either
+        with suppress(OSError):  # without locks in the file system, no process takes it for an abandoned one either
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         nameless.rename(self.path)
 
@@ -54,7 +57,7 @@ class SocketFolder:
         self.remove()
 
     def remove(self) -> None:
-        """Removes it, if it was made and nobody who cleans up has done so."""
+        """Remove the folder, if it was created and still exists."""
         if self._lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -63,7 +66,7 @@ class SocketFolder:
 
 def _sweep(root: Path) -> None:
     for folder in root.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # it is another user's, or has gone
+        with suppress(OSError):  # it belongs to another user, or is gone
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if os.fstat(lock).st_uid == os.getuid():

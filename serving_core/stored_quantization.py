@@ -1,5 +1,7 @@
-"""Which quantized checkpoints can be read: the quantization_config of config.json; and what goes with --quantization.
-Torch-free."""
+"""Decide which quantized checkpoints are supported, from quantization_config of config.json, and together with
+--quantization.
+Torch-free.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,37 +10,37 @@ from typing import Final
 from serving_core.errors import ModelError, SettingsError
 from serving_core.json_fields import JsonFields
 
-WHOLE: Final = -1  # as a group_size: one group of all inputs
+WHOLE: Final = -1  # a group_size: one group of all inputs
 
 
-FP8: Final = "F8_E4M3"  # as safetensors files call it
+FP8: Final = "F8_E4M3"  # the name in safetensors files
 FP8_SCALES: Final = (  # tensors beside fp8 weights
     "weight_scale",
     "weight_scale_inv",
     "input_scale",
-    "activation_scale",  # what transformers calls the one before
+    "activation_scale",  # transformers' name of the one before
 )
 MOST_BLOCK: Final = 2**16
 
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """How the weights of a checkpoint are stored."""
+    """The storage format of a checkpoint's weights."""
 
     method: str  # gptq, awq, w8a8 or fp8
     bits: int
     group_size: int  # inputs that share a scale; WHOLE: all
-    zeros_start_at_one: bool = False  # a stored zero of 0 means 1: what GPTQ's first format does
-    block: tuple[int, int] | None = None  # outputs and inputs that share a scale of fp8; None: whole outputs, or all
+    zeros_start_at_one: bool = False  # a stored zero of 0 means 1, as in GPTQ's first format
+    block: tuple[int, int] | None = None  # outputs and inputs that share an fp8 scale; None: whole outputs, or all
 
     @property
     def become_floats(self) -> bool:
-        """Whether weights are floats again once they are read."""
+        """Return whether weights are converted to floats when they are loaded."""
         return self.method == "fp8"
 
 
 def check_quantization(quantization: str, stored: StoredQuantization | None) -> None:
-    """Raises SettingsError when weights that are computed with as they are stored are to be quantized once more."""
+    """Raise SettingsError if weights that stay in their stored format are to be quantized again."""
     if stored is not None and not stored.become_floats and quantization != "none":
         raise SettingsError(
             f"--quantization {quantization}: the weights are stored as {quantization_name('none', stored)} already"
@@ -46,14 +48,18 @@ def check_quantization(quantization: str, stored: StoredQuantization | None) -> 
 
 
 def quantization_name(quantization: str, stored: StoredQuantization | None) -> str:
-    """What the weights are, in a word: a value of --quantization, or how they are stored, such as gptq-int4."""
+    """Return the weights' quantization in a word: a value of --quantization, or the stored format, such as
+    gptq-int4.
+    """
     if stored is None or quantization != "none":
         return quantization
     return f"{stored.method}-int{stored.bits}" if stored.method in ("gptq", "awq") else stored.method
 
 
 def read_stored_quantization(config: JsonFields) -> StoredQuantization | None:
-    """None for weights that are stored as floats. Raises ModelError, naming the setting, for what cannot be read."""
+    """Return the stored format; None for weights stored as floats. Raises ModelError, which names the setting, for an
+    unsupported format.
+    """
     fields = config.nested("quantization_config")
     if fields is None:
         return None
@@ -133,7 +139,7 @@ def _check_scheme(scheme: JsonFields, **supported: tuple[object, ...]) -> None:
 
 
 def _check(fields: JsonFields, name: str, supported: tuple[object, ...]) -> None:
-    """A value that is missing is the first of those that are supported."""
+    """Raise ModelError unless a value is one of those supported. A missing value counts as the first of them."""
     if (value := fields.raw(name)) is not None and value not in supported:
         raise _unsupported(name, value, ", ".join(map(str, supported)))
 
@@ -145,7 +151,7 @@ def _check_names(fields: JsonFields, known: tuple[str, ...]) -> None:
 
 
 def _block(fields: JsonFields, name: str) -> tuple[int, int] | None:
-    """Outputs and inputs; None when it is missing."""
+    """Return outputs and inputs of a block; None if the setting is missing."""
     value = fields.raw(name)
     if value is None:
         return None
@@ -168,7 +174,7 @@ def _unsupported(name: str, value: object, supported: str) -> ModelError:
     return ModelError(f"{name} {value!r} of a quantization_config is not supported; supported are {supported}")
 
 
-# What says nothing about the weights, or only which modules are stored as floats: the tensors say that.
+# Settings without effect on the weights, or that only tell which modules are stored as floats, as the tensors do.
 _KEPT: Final = ("ignore", "ignored_layers", "modules_to_not_convert", "global_compression_ratio", "version")
 _READERS: Final[dict[str, Callable[[JsonFields], StoredQuantization]]] = {
     "gptq": _gptq,

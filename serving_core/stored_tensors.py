@@ -1,4 +1,4 @@
-"""Which tensors are in the files of a model's weights, by what their headers say. Torch-free."""
+"""List the tensors in the files of a model's weights, from their headers. Torch-free."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ FLOATS: Final = ("F32", "F16", "BF16")
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as the header of its file describes it; of a GGUF file as what it is read as, F32."""
+    """A tensor as its file's header describes it; a GGUF tensor has the dtype F32, to which it is converted."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -33,8 +33,10 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a model folder by name, from the headers of its files. Raises ModelError when a file is missing,
-    broken or cut short, or lacks a tensor that the index says it has."""
+    """Return the tensors of a model folder by name, from the headers of its files.
+
+    Raises ModelError if a file is missing, broken or cut short, or lacks a tensor that the index lists.
+    """
     if is_gguf(folder):
         return {name: StoredTensor(tensor.shape, "F32") for name, tensor in gguf_weights(folder).tensors.items()}
     stored = {file.name: file_tensors(file) for file in weight_files(folder)}
@@ -46,7 +48,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def file_tensors(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file by name, from its header. Raises ModelError when it is broken or cut short."""
+    """Return the tensors of one file by name, from its header. Raises ModelError if the file is broken or cut short."""
     try:
         with safe_open(file, framework="numpy") as header:
             slices = {name: header.get_slice(name) for name in header.keys()}  # noqa: SIM118  it is no mapping
@@ -56,7 +58,7 @@ def file_tensors(file: Path) -> dict[str, StoredTensor]:
 
 
 def tensor_places(file: Path) -> dict[str, range]:
-    """The bytes of each tensor of a safetensors file that has been opened as one."""
+    """Return the bytes of each tensor of a safetensors file. Requires that the file has been opened as a valid one."""
     with file.open("rb") as stream:
         first = read_header_bytes(stream)
         header = json.loads(stream.read(first - LENGTH_BYTES))

@@ -1,4 +1,4 @@
-"""Waiting for the first of several things."""
+"""Wait for the first of several coroutines."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,7 +6,7 @@ from typing import Any
 
 
 async def first_to_end(*parts: Coroutine[Any, Any, object]) -> None:
-    """Runs the parts side by side until one ends; cancels the others; raises what the ended one raised."""
+    """Run the parts concurrently until one ends; cancel the others; raise the exception of the ended one."""
     tasks = [asyncio.create_task(part) for part in parts]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
