@@ -91,6 +91,7 @@ check: setup check-protos
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.words
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from coordinator.api.generation import Generation
 from coordinator.api.validation import AnswerPlan
-from coordinator.control.instructions import Embedded, Emit, End, Instruction, MoveEnded, Send
+from coordinator.control.instructions import Embedded, Emit, End, Instruction, MigrationEnded, Send
 from coordinator.control.load import Prompt
 from coordinator.control.migration import check_target
 from coordinator.control.nodes import Kinds, LossCause, Node, Registry
@@ -459,8 +459,8 @@ class Dispatcher:
                         answer.generation.embedding = embedding
                 case End() as end:
                     work.extend(self._end(end))
-                case MoveEnded() as move:
-                    self._journal.moved(move)
+                case MigrationEnded() as migration:
+                    self._journal.migrated(migration)
 
     def _emit(
         self, answer_id: str, tokens: list[fleet_pb2.SampledToken], num_cached_tokens: int | None
@@ -470,8 +470,8 @@ class Dispatcher:
             return []
         try:
             answer.add(tokens, num_cached_tokens)
-        except RequestError as slow_reader:
-            return self._fail(answer.generation, slow_reader)
+        except RequestError as slow_prefill_node:
+            return self._fail(answer.generation, slow_prefill_node)
         if answer.matched_stop is None:
             return []
         return self._tracker.finish(answer_id, inference_pb2.FINISH_REASON_STOP, time.monotonic())

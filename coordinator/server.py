@@ -85,7 +85,7 @@ class CoordinatorServer:
             max_restarts=settings.max_restarts,
             keep_after_s=settings.keep_after_s,
             node_wait_s=settings.node_wait_s,
-            lends=settings.kv_lending,
+            fetches=settings.remote_prefix_fetch,
             policy=POLICIES[settings.policy],
             admits_late=settings.admission == ADMIT_ALL,
             max_queue_wait_s=settings.max_queue_wait_s,

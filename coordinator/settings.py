@@ -10,8 +10,8 @@ from coordinator.control.placement.policies import AUTO as AUTO_POLICY
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.roles import AUTO, FIXED
 from coordinator.control.slo import parse_slo_classes
-from coordinator.control.transfer_costs import AUTO as LEND_AUTO
-from coordinator.control.transfer_costs import LENDS
+from coordinator.control.transfer_costs import AUTO as FETCH_AUTO
+from coordinator.control.transfer_costs import PREFIX_FETCHES
 from coordinator.text.answer_format import AUTO as AUTO_FORMAT
 from coordinator.text.answer_format import CALL_FORMATS, REASONING_FORMATS
 from coordinator.text.rendering import BadField, read_kwargs
@@ -151,11 +151,11 @@ class CoordinatorSettings:
         "seconds (auto); the seconds alone (sum); never or always two nodes; or a baseline to compare with.",
         choices=tuple(POLICIES),
     )
-    kv_lending: str = flag(
-        LEND_AUTO,
+    remote_prefix_fetch: str = flag(
+        FETCH_AUTO,
         "When a prefill node fetches blocks of a prompt from another node's prefix cache: where measured faster "
         "than computing them (auto), always or never.",
-        choices=LENDS,
+        choices=PREFIX_FETCHES,
     )
     admission: str = flag(
         ADMIT_ALL,

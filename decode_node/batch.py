@@ -21,7 +21,7 @@ from typing import Final
 
 from serving_core.costs import StepCosts
 from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, Stage
+from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
 from serving_core.requests import Work
 
 STRETCH: Final = 1.3  # times the tightest TPOT that a full step may take: some sequences are ahead, some soon end
@@ -37,7 +37,7 @@ def slots_in_time(running: Sequence[NodeRequest], costs: StepCosts) -> float:
     if not tpots_s:
         return math.inf
     weights = costs.weights
-    num_cached = sum(each.num_computed for each in running if each.stage is Stage.WRITING) / len(running)
+    num_cached = sum(each.num_computed for each in running if each.stage is RequestState.RUNNING) / len(running)
     kept_s = [tpot_s for tpot_s in tpots_s if weights.num_answers_within(tpot_s, num_cached)]
     return weights.num_answers_within(STRETCH * min(kept_s), num_cached) if kept_s else math.inf
 
@@ -71,8 +71,12 @@ class Writing:
         """Return one token for each running sequence that has or gets a block for it, oldest first."""
         works: list[Work] = []
         taken: set[NodeRequest] = set()
-        for node_request in self._node_requests.in_stage(Stage.WRITING):
-            if node_request.stage is Stage.WRITING and not node_request.is_ending and self._hold(node_request, taken):
+        for node_request in self._node_requests.in_stage(RequestState.RUNNING):
+            if (
+                node_request.stage is RequestState.RUNNING
+                and not node_request.is_ending
+                and self._hold(node_request, taken)
+            ):
                 taken.add(node_request)
                 works.append(node_request.work(node_request.num_to_compute))
         return works
@@ -83,12 +87,12 @@ class Writing:
         Requests in `taken` are already in the step and are not preempted.
         """
         num_missing = self._leases.num_missing(node_request, node_request.num_computed + node_request.num_to_compute)
-        if not num_missing and not node_request.is_annexing:
+        if not num_missing and not node_request.is_distributed:
             return True
         if node_request.hosts:
             if self._fit(node_request, node_request.num_to_compute) >= node_request.num_to_compute:
                 return True
-            if node_request.is_annexing or num_missing <= self._leases.num_free:
+            if node_request.is_distributed or num_missing <= self._leases.num_free:
                 return False
         while num_missing > self._leases.num_free:
             if any(each.is_revoked for each in self._node_requests):
@@ -120,17 +124,17 @@ class Writing:
 
     def give_way(self, node_request: NodeRequest) -> None:
         """Preempt a request that `can_give_way`; the blocks of a credit come free later."""
-        if node_request.stage is Stage.GRANTED:
+        if node_request.stage is RequestState.RECEIVING_KV:
             node_request.is_revoked = True
             self._revoke(node_request)
             return
-        if node_request.stage is Stage.READ:
+        if node_request.stage is RequestState.PREFILLED:
             node_request.num_evictions += 1
             self.num_evictions += 1
         else:
             self.num_preemptions += 1
         self._leases.give_back(node_request)
-        self._node_requests.enter(node_request, Stage.QUEUED)
+        self._node_requests.enter(node_request, RequestState.WAITING)
 
     def _take_from(self, node_request: NodeRequest, num_blocks: int) -> None:
         """Take blocks from a request.
@@ -145,27 +149,30 @@ class Writing:
             self.give_way(node_request)
             return
         self._leases.trim(node_request, num_blocks)
-        self._node_requests.enter(node_request, Stage.READING)
+        self._node_requests.enter(node_request, RequestState.PREFILLING)
 
     def take_over(self, node_request: NodeRequest) -> None:
         """Decode a prompt here that was prefilled for another node."""
-        assert node_request.stage is Stage.READ
+        assert node_request.stage is RequestState.PREFILLED
         node_request.hands_over = node_request.is_kept = False
-        self._node_requests.enter(node_request, Stage.WRITING)
+        self._node_requests.enter(node_request, RequestState.RUNNING)
 
 
 def _may_finish(node_request: NodeRequest) -> bool:
     """Return whether a request needs nothing but steps of this node to finish."""
-    return node_request.stage in (Stage.WRITING, Stage.READING, Stage.QUEUED) and not node_request.hands_over
+    return (
+        node_request.stage in (RequestState.RUNNING, RequestState.PREFILLING, RequestState.WAITING)
+        and not node_request.hands_over
+    )
 
 
 def can_give_way(node_request: NodeRequest) -> bool:
     """Return whether the blocks of a request can be taken, at once or, for a credit, soon."""
     match node_request.stage:
-        case Stage.WRITING | Stage.READING:
+        case RequestState.RUNNING | RequestState.PREFILLING:
             return not node_request.is_busy
-        case Stage.READ:
+        case RequestState.PREFILLED:
             return not node_request.is_busy and node_request.num_evictions < MAX_EVICTIONS
-        case Stage.GRANTED:  # a credit whose sender aborted is cancelled soon
+        case RequestState.RECEIVING_KV:  # a credit whose sender aborted is cancelled soon
             return node_request.is_receiving and not node_request.is_revoked
     return False

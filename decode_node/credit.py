@@ -17,7 +17,7 @@ from typing import Final
 from serving_core import reasons
 from serving_core.errors import RequestError
 from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, Stage
+from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
 
 SHARED_BLOCKS: Final = 4  # a request does not wait for fewer shared blocks in transfer
 
@@ -41,7 +41,7 @@ class Credit:
                 reasons.PROMPT_TOO_LONG,
                 f"prompt and max_tokens need {num_blocks} KV blocks, the decode node has {self._leases.num_blocks}",
             )
-        waiting = self._node_requests.in_stage(Stage.AWAITING)
+        waiting = self._node_requests.in_stage(RequestState.WAITING_FOR_BLOCKS)
         if sum(not each.is_to_share for each in waiting) >= self._max_num_queued:  # sharers have running slots
             raise RequestError(reasons.QUEUE_FULL, f"the decode queue holds its {self._max_num_queued} requests")
 
@@ -50,7 +50,7 @@ class Credit:
         num_to_hold, num_cacheable = _tokens_to_hold(node_request), _num_cacheable(node_request)
         if not self._leases.take(node_request, num_to_hold, num_cacheable=num_cacheable, num_spare=num_spare):
             return False
-        self._node_requests.enter(node_request, Stage.GRANTED)
+        self._node_requests.enter(node_request, RequestState.RECEIVING_KV)
         return True
 
     def num_to_hold(self, node_request: NodeRequest) -> int:
@@ -71,7 +71,7 @@ class Credit:
         token_ids, num_cacheable = node_request.request.token_ids, _num_cacheable(node_request)
         num_held = self._leases.num_held_tokens(node_request, num_cacheable)
         end = num_held + SHARED_BLOCKS * self._leases.block_size
-        for other in self._node_requests.in_stage(Stage.GRANTED) if end <= num_cacheable else ():
+        for other in self._node_requests.in_stage(RequestState.RECEIVING_KV) if end <= num_cacheable else ():
             others = other.request.token_ids
             if (
                 token_ids[num_held:end] == others[num_held:end]  # most prompts already differ at the first token
@@ -107,8 +107,8 @@ class Credit:
 
         `token_ids` follow the known tokens; the next step computes the last one. `made` is as in Leases.copied.
         """
-        assert node_request.stage is Stage.GRANTED
-        self._node_requests.enter(node_request, Stage.WRITING)
+        assert node_request.stage is RequestState.RECEIVING_KV
+        self._node_requests.enter(node_request, RequestState.RUNNING)
         node_request.request.token_ids += token_ids
         node_request.num_computed = len(node_request.request.token_ids) - 1
         self._leases.copied(node_request, made)
@@ -119,7 +119,7 @@ class Credit:
         """Release a credit without KV; the request waits again."""
         self._leases.give_back(node_request)
         node_request.is_revoked = False
-        self._node_requests.enter(node_request, Stage.AWAITING)
+        self._node_requests.enter(node_request, RequestState.WAITING_FOR_BLOCKS)
         node_request.waiting_since_s = now
 
 

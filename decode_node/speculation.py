@@ -34,7 +34,7 @@ from typing import Final, Protocol
 
 from serving_core.blocks import BlockAllocator, BlockLease
 from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, Stage
+from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
 from serving_core.requests import DraftWork, Share, Work
 
 SHORTEST: Final = 3  # matching tokens; fewer predict little
@@ -309,13 +309,13 @@ class Drafts:
         The caller must call `drafted` or `failed` afterwards, unless the list is empty.
         """
         self._let_go()
-        self._num_answers = num_answers = self._node_requests.count(Stage.WRITING)
-        if not num_answers or self._node_requests.count(Stage.READING) or not self.may_open(num_answers):
+        self._num_answers = num_answers = self._node_requests.count(RequestState.RUNNING)
+        if not num_answers or self._node_requests.count(RequestState.PREFILLING) or not self.may_open(num_answers):
             return []
         least_probability = self._least_probability(num_answers)
         works: list[DraftWork] = []
         num_to_read, room = MOST_READ, self._most_rows - num_answers
-        for node_request in self._node_requests.in_stage(Stage.WRITING):
+        for node_request in self._node_requests.in_stage(RequestState.RUNNING):
             work = self._work(node_request, least_probability, num_to_read, room)
             if work is not None:
                 works.append(work)
@@ -396,7 +396,7 @@ class Drafts:
     ) -> DraftWork | None:
         request = node_request.request
         most = min(room, self._num_candidates, request.sampling.max_tokens - request.num_output_tokens - 1)
-        if node_request.move is not None or node_request.hosts or node_request.is_ending:
+        if node_request.migration is not None or node_request.hosts or node_request.is_ending:
             return None  # it has no draft tokens
         if most <= 0 or node_request.num_to_compute != 1:
             return None
@@ -549,7 +549,11 @@ class Speculation:
 
     def extend(self, works: list[Work]) -> list[Work]:
         """Return the planned step with draft tokens where they are worth their time."""
-        if not self._num_candidates or self._node_requests.count(Stage.READING) or not self._source.opens(len(works)):
+        if (
+            not self._num_candidates
+            or self._node_requests.count(RequestState.PREFILLING)
+            or not self._source.opens(len(works))
+        ):
             return works
         extended, room = [], self._most_rows - len(works)
         for work in works:
@@ -583,7 +587,7 @@ class Speculation:
         """Return the draft tokens of one sequence, at most `room`."""
         node_request, request = self._node_requests.of(work.request), work.request
         most = min(room, self._num_candidates, request.sampling.max_tokens - request.num_output_tokens - 1)
-        if most <= 0 or work.num_tokens != 1 or node_request.move is not None or node_request.hosts:
+        if most <= 0 or work.num_tokens != 1 or node_request.migration is not None or node_request.hosts:
             return []
         candidates = self._source.candidates(node_request, most)
         if candidates:

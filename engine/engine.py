@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 
 from engine.acceptance import sample_with_candidates
-from engine.attention.annexed import AnnexedAttention
 from engine.attention.backends import choose_attention, invariant_attentions
+from engine.attention.distributed import DistributedAttention
 from engine.attention.native import NativeAttention
 from engine.attention.paged import Attention
 from engine.attention.partial import TILE_KEYS, PartialAttention
@@ -255,8 +255,8 @@ class Engine:
         assert self.group.rank == LEADER, "the other ranks follow"
         self.clock.lap(HAND_OVER)
         with self._stream.step(on_layer) as layers:
-            if any(work.request.annexes for work in works):
-                logits: Logits | None = Logits(self._step_with_annexes(works, layers.on_queued))
+            if any(work.request.remote_kvs for work in works):
+                logits: Logits | None = Logits(self._step_with_remote_kvs(works, layers.on_queued))
             else:
                 logits = self._step([work.share for work in works], layers.on_queued)
             assert logits is not None, "rank 0 has them"
@@ -267,7 +267,7 @@ class Engine:
         return tokens
 
     @property
-    def takes_annexes(self) -> bool:
+    def holds_remote_kv(self) -> bool:
         """Return whether requests may use distributed KV and get the same bits as without it."""
         decoder, whole_tiles = self.model, TILE_KEYS % self.layout.block_size == 0
         if not isinstance(decoder, LlamaDecoder) or not isinstance(self.attention, NativeAttention):
@@ -277,35 +277,35 @@ class Engine:
     def partial_attention(self) -> PartialAttention:
         """Return partial attention over this node's pool for requests of other nodes.
 
-        It may run beside the steps of this engine. Requires `takes_annexes`.
+        It may run beside the steps of this engine. Requires `holds_remote_kv`.
         """
         assert isinstance(self.attention, NativeAttention)
         return PartialAttention(self.attention)
 
-    def _step_with_annexes(self, works: Sequence[Work], on_layer: OnLayer | None) -> torch.Tensor:
+    def _step_with_remote_kvs(self, works: Sequence[Work], on_layer: OnLayer | None) -> torch.Tensor:
         """Compute each request with distributed KV by itself, so that a failed KV holder fails that request alone.
 
         A step waits at most once for a silent KV holder.
         """
         silent: set[str] = set()
-        annexed = iter([self._with_annexes(work, silent) for work in works if work.request.annexes])
-        plain = [work.share for work in works if not work.request.annexes]
+        is_remote = iter([self._with_remote_kvs(work, silent) for work in works if work.request.remote_kvs])
+        plain = [work.share for work in works if not work.request.remote_kvs]
         logits = self._step(plain, on_layer) if plain else None
         num_rows = [each.num_scored + each.samples for each in plain]
         rest = iter(() if logits is None else torch.split(logits.rows, num_rows))
-        return torch.cat([next(annexed if work.request.annexes else rest) for work in works])
+        return torch.cat([next(is_remote if work.request.remote_kvs else rest) for work in works])
 
-    def _with_annexes(self, work: Work, silent: set[str]) -> torch.Tensor:
+    def _with_remote_kvs(self, work: Work, silent: set[str]) -> torch.Tensor:
         """Compute one request with distributed KV; add the addresses of KV holders that do not answer to `silent`."""
         batch, request = self._batch([work.share]), work.request
         assert isinstance(self.attention, NativeAttention)
         try:
-            if lost := silent.intersection(annex.address for annex in request.annexes):
+            if lost := silent.intersection(remote_kv.address for remote_kv in request.remote_kvs):
                 raise TimeoutError(f"{lost.pop()} does not answer")
-            logits = self.model(batch, AnnexedAttention(self.attention, request.annexes), None)
+            logits = self.model(batch, DistributedAttention(self.attention, request.remote_kvs), None)
         except OSError as error:
-            silent.update(annex.address for annex in request.annexes if annex.is_silent)
-            request.annex_error = str(error) or type(error).__name__
+            silent.update(remote_kv.address for remote_kv in request.remote_kvs if remote_kv.is_silent)
+            request.remote_kv_error = str(error) or type(error).__name__
             return torch.zeros((len(batch.logit_rows), self.config.vocab_size), dtype=self.pool.compute_dtype)
         assert logits is not None
         return logits

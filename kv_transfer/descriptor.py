@@ -65,7 +65,7 @@ def host_of(endpoint: str) -> str | None:
     return None if scheme == "ipc" else place.rpartition(":")[0]
 
 
-def annex_address_of(kv_transport: str, kv_bind: str) -> tuple[str, int]:
+def holder_address_of(kv_transport: str, kv_bind: str) -> tuple[str, int]:
     """Return host and port at which a node serves distributed KV.
 
     The port is MAX_TP above the port of `kv_bind`, behind the ports of all possible ranks, or 0 (any free port) if
@@ -76,7 +76,7 @@ def annex_address_of(kv_transport: str, kv_bind: str) -> tuple[str, int]:
     if host is None or port in ("*", "0"):
         return host or "127.0.0.1", 0
     if (number := int(port) + MAX_TP) > MAX_PORT:
-        raise SettingsError(f"--kv-bind {kv_bind}: annexes take the port {MAX_TP} above, {number}, over {MAX_PORT}")
+        raise SettingsError(f"--kv-bind {kv_bind}: remote KV take the port {MAX_TP} above, {number}, over {MAX_PORT}")
     return host, number
 
 

@@ -12,7 +12,7 @@ class TransferError(SplitServeError):
     """Report a descriptor, message or layout that the KV transfer cannot accept."""
 
 
-class AnnexRecalled(TransferError):
+class RemoteKVRecalled(TransferError):
     """Report that a KV holder recalls blocks of distributed KV."""
 
 

@@ -22,7 +22,7 @@ from serving_core import reasons
 from serving_core.costs import StepCosts, StepLoad
 from serving_core.errors import RequestError
 from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, Stage
+from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
 from serving_core.requests import MEAN, Work
 
 MAX_SCORED_TOKENS: Final = 256  # in one step: the logits of all of them are in memory at once
@@ -77,7 +77,7 @@ class Reading:
                 reasons.PROMPT_TOO_LONG,
                 f"the prompt needs {num_blocks} KV blocks, the prefill node has {self._leases.num_blocks}",
             )
-        if self._node_requests.count(Stage.QUEUED) >= self._max_num_queued:
+        if self._node_requests.count(RequestState.WAITING) >= self._max_num_queued:
             raise RequestError(reasons.QUEUE_FULL, f"the prefill queue holds its {self._max_num_queued} requests")
 
     def plan(
@@ -93,13 +93,17 @@ class Reading:
         `start` allocates the blocks of a prompt; if blocks are short, younger prompts without blocks wait too. Prompts
         for which `may_start` is false are passed over. The caller must call `took` when the step is done.
         """
-        prompts = [each for each in self._node_requests.in_stage(Stage.QUEUED, Stage.READING) if not each.is_ending]
+        prompts = [
+            each
+            for each in self._node_requests.in_stage(RequestState.WAITING, RequestState.PREFILLING)
+            if not each.is_ending
+        ]
         self._slack.begin(answers, prompts, now)
         step = _Step(budget, least_shared=max(self._leases.block_size, int(budget * SHARED)))
         for node_request in self._order.of(prompts, now, lambda: self._slack.pace(budget)):
             if step.budget == 0 or step.num_passable == 0:
                 break
-            if node_request.stage is Stage.READING or self._starts(node_request, step, may_start, start):
+            if node_request.stage is RequestState.PREFILLING or self._starts(node_request, step, may_start, start):
                 self._add_chunk(node_request, step)
         self._order.took(step.works)
         return step.works
@@ -205,21 +209,23 @@ class Reading:
     @property
     def oldest_age(self) -> float:
         """Return the age of the oldest prompt on the node; inf if there is none."""
-        return next((each.age for each in self._node_requests.in_stage(Stage.QUEUED, Stage.READING)), math.inf)
+        return next(
+            (each.age for each in self._node_requests.in_stage(RequestState.WAITING, RequestState.PREFILLING)), math.inf
+        )
 
     @property
     def num_waiting_tokens(self) -> int:
         """Return the prompt tokens still to be computed, as far as known before a prompt starts."""
         return sum(
             each.num_to_compute if each.lease is not None else each.num_to_compute - self._num_held(each)
-            for each in self._node_requests.in_stage(Stage.QUEUED, Stage.READING)
+            for each in self._node_requests.in_stage(RequestState.WAITING, RequestState.PREFILLING)
         )
 
     def _num_held(self, node_request: NodeRequest) -> int:
         return self._leases.num_held_tokens(node_request, num_cacheable(node_request))
 
     def _begin(self, node_request: NodeRequest) -> None:
-        self._node_requests.enter(node_request, Stage.READING)
+        self._node_requests.enter(node_request, RequestState.PREFILLING)
         node_request.has_looked = False
         self.count(node_request)
 

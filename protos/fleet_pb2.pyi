@@ -16,7 +16,7 @@ class Attempt(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class NodeEvent(_message.Message):
-    __slots__ = ("hello", "heartbeat", "first_token", "reserved", "transferred", "committed", "step_tokens", "failed", "cancelled", "cache_changed", "revoked", "move_failed", "taken", "embedded", "borrowing", "borrowed", "progress", "number", "num_blocks_free")
+    __slots__ = ("hello", "heartbeat", "first_token", "reserved", "transferred", "committed", "step_tokens", "failed", "cancelled", "cache_changed", "revoked", "migration_failed", "taken", "embedded", "prefix_fetch_begun", "prefix_fetch_ended", "progress", "number", "num_blocks_free")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -28,11 +28,11 @@ class NodeEvent(_message.Message):
     CANCELLED_FIELD_NUMBER: _ClassVar[int]
     CACHE_CHANGED_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
-    MOVE_FAILED_FIELD_NUMBER: _ClassVar[int]
+    MIGRATION_FAILED_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     EMBEDDED_FIELD_NUMBER: _ClassVar[int]
-    BORROWING_FIELD_NUMBER: _ClassVar[int]
-    BORROWED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FETCH_BEGUN_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FETCH_ENDED_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
@@ -47,18 +47,18 @@ class NodeEvent(_message.Message):
     cancelled: Cancelled
     cache_changed: CacheChanged
     revoked: Revoked
-    move_failed: MoveFailed
+    migration_failed: MigrationFailed
     taken: Taken
     embedded: Embedded
-    borrowing: Borrowing
-    borrowed: Borrowed
+    prefix_fetch_begun: PrefixFetchBegun
+    prefix_fetch_ended: PrefixFetchEnded
     progress: Progress
     number: int
     num_blocks_free: int
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., transferred: _Optional[_Union[Transferred, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., step_tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., cancelled: _Optional[_Union[Cancelled, _Mapping]] = ..., cache_changed: _Optional[_Union[CacheChanged, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., move_failed: _Optional[_Union[MoveFailed, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., embedded: _Optional[_Union[Embedded, _Mapping]] = ..., borrowing: _Optional[_Union[Borrowing, _Mapping]] = ..., borrowed: _Optional[_Union[Borrowed, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., number: _Optional[int] = ..., num_blocks_free: _Optional[int] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., transferred: _Optional[_Union[Transferred, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., step_tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., cancelled: _Optional[_Union[Cancelled, _Mapping]] = ..., cache_changed: _Optional[_Union[CacheChanged, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., migration_failed: _Optional[_Union[MigrationFailed, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., embedded: _Optional[_Union[Embedded, _Mapping]] = ..., prefix_fetch_begun: _Optional[_Union[PrefixFetchBegun, _Mapping]] = ..., prefix_fetch_ended: _Optional[_Union[PrefixFetchEnded, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., number: _Optional[int] = ..., num_blocks_free: _Optional[int] = ...) -> None: ...
 
 class NodeCommand(_message.Message):
-    __slots__ = ("welcome", "refusal", "reserve", "prefill", "deliver", "cancel", "reshape", "migrate", "keep", "begun", "lend", "heartbeat_ack", "attempt", "number")
+    __slots__ = ("welcome", "refusal", "reserve", "prefill", "deliver", "cancel", "reshape", "migrate", "keep", "begun", "send_prefix", "heartbeat_ack", "attempt", "number")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
@@ -69,7 +69,7 @@ class NodeCommand(_message.Message):
     MIGRATE_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
-    LEND_FIELD_NUMBER: _ClassVar[int]
+    SEND_PREFIX_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_ACK_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -83,14 +83,14 @@ class NodeCommand(_message.Message):
     migrate: Migrate
     keep: Keep
     begun: Begun
-    lend: Lend
+    send_prefix: SendPrefix
     heartbeat_ack: HeartbeatAck
     attempt: Attempt
     number: int
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., deliver: _Optional[_Union[Deliver, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reshape: _Optional[_Union[Reshape, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., lend: _Optional[_Union[Lend, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., deliver: _Optional[_Union[Deliver, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reshape: _Optional[_Union[Reshape, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., send_prefix: _Optional[_Union[SendPrefix, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("node", "num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_queued", "tp_size", "session", "max_num_batched_tokens", "shape", "home", "kv_keys", "pp_size", "num_tier_blocks", "annexes", "starved_share")
+    __slots__ = ("node", "num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_queued", "tp_size", "session", "max_num_batched_tokens", "shape", "home", "kv_keys", "pp_size", "num_tier_blocks", "remote_kvs", "starved_share")
     NODE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -105,7 +105,7 @@ class Hello(_message.Message):
     KV_KEYS_FIELD_NUMBER: _ClassVar[int]
     PP_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_TIER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    ANNEXES_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_KVS_FIELD_NUMBER: _ClassVar[int]
     STARVED_SHARE_FIELD_NUMBER: _ClassVar[int]
     node: _inference_pb2.NodeInfo
     num_blocks: int
@@ -121,11 +121,11 @@ class Hello(_message.Message):
     kv_keys: _containers.RepeatedScalarFieldContainer[bytes]
     pp_size: int
     num_tier_blocks: int
-    annexes: AnnexOffer
+    remote_kvs: HolderOffer
     starved_share: float
-    def __init__(self, node: _Optional[_Union[_inference_pb2.NodeInfo, _Mapping]] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_queued: _Optional[int] = ..., tp_size: _Optional[int] = ..., session: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., shape: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., home: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., kv_keys: _Optional[_Iterable[bytes]] = ..., pp_size: _Optional[int] = ..., num_tier_blocks: _Optional[int] = ..., annexes: _Optional[_Union[AnnexOffer, _Mapping]] = ..., starved_share: _Optional[float] = ...) -> None: ...
+    def __init__(self, node: _Optional[_Union[_inference_pb2.NodeInfo, _Mapping]] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_queued: _Optional[int] = ..., tp_size: _Optional[int] = ..., session: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., shape: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., home: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., kv_keys: _Optional[_Iterable[bytes]] = ..., pp_size: _Optional[int] = ..., num_tier_blocks: _Optional[int] = ..., remote_kvs: _Optional[_Union[HolderOffer, _Mapping]] = ..., starved_share: _Optional[float] = ...) -> None: ...
 
-class AnnexHost(_message.Message):
+class KVHolder(_message.Message):
     __slots__ = ("address", "key")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -133,13 +133,13 @@ class AnnexHost(_message.Message):
     key: bytes
     def __init__(self, address: _Optional[str] = ..., key: _Optional[bytes] = ...) -> None: ...
 
-class AnnexOffer(_message.Message):
+class HolderOffer(_message.Message):
     __slots__ = ("host", "num_tokens")
     HOST_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    host: AnnexHost
+    host: KVHolder
     num_tokens: int
-    def __init__(self, host: _Optional[_Union[AnnexHost, _Mapping]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, host: _Optional[_Union[KVHolder, _Mapping]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("load", "step_age_s")
@@ -221,7 +221,7 @@ class Committed(_message.Message):
     next_index: int
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., num_bytes: _Optional[int] = ..., num_bytes_saved: _Optional[int] = ..., next_index: _Optional[int] = ...) -> None: ...
 
-class MoveFailed(_message.Message):
+class MigrationFailed(_message.Message):
     __slots__ = ("attempt", "reason", "message")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -261,7 +261,7 @@ class SampledToken(_message.Message):
     num_accepted: int
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[_inference_pb2.TopLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., num_proposed: _Optional[int] = ..., num_accepted: _Optional[int] = ...) -> None: ...
 
-class Borrowing(_message.Message):
+class PrefixFetchBegun(_message.Message):
     __slots__ = ("attempt", "descriptor")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
@@ -269,7 +269,7 @@ class Borrowing(_message.Message):
     descriptor: bytes
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., descriptor: _Optional[bytes] = ...) -> None: ...
 
-class Borrowed(_message.Message):
+class PrefixFetchEnded(_message.Message):
     __slots__ = ("attempt", "num_blocks", "num_bytes", "seconds")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -330,7 +330,7 @@ class HeartbeatAck(_message.Message):
     def __init__(self) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("attempt", "token_ids", "num_prompt_tokens", "sampling_params", "cache_salt", "age", "due", "priority", "adapter", "grammar", "is_suspect", "pooling", "borrow", "hosts", "asker")
+    __slots__ = ("attempt", "token_ids", "num_prompt_tokens", "sampling_params", "cache_salt", "age", "due", "priority", "adapter", "grammar", "is_suspect", "pooling", "fetch_prefix", "hosts", "asker")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -343,7 +343,7 @@ class Job(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     IS_SUSPECT_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
-    BORROW_FIELD_NUMBER: _ClassVar[int]
+    FETCH_PREFIX_FIELD_NUMBER: _ClassVar[int]
     HOSTS_FIELD_NUMBER: _ClassVar[int]
     ASKER_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
@@ -358,12 +358,12 @@ class Job(_message.Message):
     grammar: str
     is_suspect: bool
     pooling: Pooling
-    borrow: Borrow
-    hosts: _containers.RepeatedCompositeFieldContainer[AnnexHost]
+    fetch_prefix: FetchPrefix
+    hosts: _containers.RepeatedCompositeFieldContainer[KVHolder]
     asker: str
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., age: _Optional[int] = ..., due: _Optional[_Union[Due, _Mapping]] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., grammar: _Optional[str] = ..., is_suspect: _Optional[bool] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., borrow: _Optional[_Union[Borrow, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[AnnexHost, _Mapping]]] = ..., asker: _Optional[str] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., age: _Optional[int] = ..., due: _Optional[_Union[Due, _Mapping]] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., grammar: _Optional[str] = ..., is_suspect: _Optional[bool] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., fetch_prefix: _Optional[_Union[FetchPrefix, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[KVHolder, _Mapping]]] = ..., asker: _Optional[str] = ...) -> None: ...
 
-class Borrow(_message.Message):
+class FetchPrefix(_message.Message):
     __slots__ = ("epoch", "num_tokens", "tp_size", "pp_size", "sender_keys", "patience_s")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -440,12 +440,12 @@ class Cancel(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
 
 class Reshape(_message.Message):
-    __slots__ = ("shape", "is_loan")
+    __slots__ = ("shape", "is_prefix_fetch")
     SHAPE_FIELD_NUMBER: _ClassVar[int]
-    IS_LOAN_FIELD_NUMBER: _ClassVar[int]
+    IS_PREFIX_FETCH_FIELD_NUMBER: _ClassVar[int]
     shape: _inference_pb2.Shape
-    is_loan: bool
-    def __init__(self, shape: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., is_loan: _Optional[bool] = ...) -> None: ...
+    is_prefix_fetch: bool
+    def __init__(self, shape: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., is_prefix_fetch: _Optional[bool] = ...) -> None: ...
 
 class Migrate(_message.Message):
     __slots__ = ("attempt", "descriptor")
@@ -467,7 +467,7 @@ class Begun(_message.Message):
     attempt: Attempt
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
 
-class Lend(_message.Message):
+class SendPrefix(_message.Message):
     __slots__ = ("attempt", "descriptor", "token_ids", "cache_salt", "adapter")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]

@@ -44,12 +44,22 @@ COMMANDS: Final = (
     "migrate",
     "keep",
     "begun",
-    "lend",
+    "send_prefix",
     "heartbeat_ack",
 )
 EVENTS: Final = (
     *("heartbeat", "first_token", "reserved", "transferred", "committed", "step_tokens", "embedded"),
-    *("failed", "cancelled", "cache_changed", "revoked", "move_failed", "taken", "borrowing", "borrowed", "progress"),
+    *(
+        "failed",
+        "cancelled",
+        "cache_changed",
+        "revoked",
+        "move_failed",
+        "taken",
+        "prefix_fetch_begun",
+        "prefix_fetch_ended",
+        "progress",
+    ),
 )
 POINTS: Final = (
     *("step", "sent", "arrived", "commit", "release"),

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 from serving_core.blocks import BlockAllocator, BlockLease
 from serving_core.layout import KVLayout
-from serving_core.node_requests import NodeRequest, Stage
+from serving_core.node_requests import NodeRequest, RequestState
 from serving_core.prefix import CHUNK, EITHER, GRAFT, MAX_MAKERS, ORIGIN_BYTES, STEP, BlockNames, num_alike
 
 
-class Loan(NamedTuple):
+class PrefixFetch(NamedTuple):
     """Blocks of a remote prefix fetch: the first ones are in the pool, the others are still to come from another
     node.
     """
@@ -30,8 +30,8 @@ class Leases:
         self._layout = layout
         self._origin = origin
         self._of_chunk, self._of_step = (origin + (EITHER if is_history_free else kind) for kind in (CHUNK, STEP))
-        self.on_annexes_left: Callable[[Sequence[Any]], None] | None = None
-        """Called with the annexes of a request that has given its blocks back."""
+        self.on_remote_kv_left: Callable[[Sequence[Any]], None] | None = None
+        """Called with the remote KV of a request that has given its blocks back."""
         self._makers = [*dict.fromkeys((self._of_chunk, self._of_step)), GRAFT]
 
     @property
@@ -84,20 +84,20 @@ class Leases:
     def num_missing(self, node_request: NodeRequest, num_tokens: int) -> int:
         """Return how many blocks the lease lacks for num_tokens tokens in all."""
         assert node_request.lease is not None
-        num_held = node_request.num_annexed_blocks + len(node_request.lease.block_ids)
+        num_held = node_request.num_remote_blocks + len(node_request.lease.block_ids)
         num_missing = self._layout.num_blocks_for(num_tokens) - num_held
         return num_missing if num_missing > 0 else 0
 
     def num_tokens_held(self, node_request: NodeRequest) -> int:
-        """Return how many tokens the request has blocks for, on this node and in annexes."""
+        """Return how many tokens the request has blocks for, on this node and in remote KV."""
         assert node_request.lease is not None
-        return (node_request.num_annexed_blocks + len(node_request.lease.block_ids)) * self._layout.block_size
+        return (node_request.num_remote_blocks + len(node_request.lease.block_ids)) * self._layout.block_size
 
     def shed(self, node_request: NodeRequest, num_blocks: int) -> None:
-        """Release the leading blocks, which an annex now holds."""
+        """Release the leading blocks, which remote KV now holds."""
         assert node_request.lease is not None
         node_request.lease.shed(num_blocks)
-        node_request.num_annexed_blocks += num_blocks
+        node_request.num_remote_blocks += num_blocks
 
     def trim(self, node_request: NodeRequest, num_blocks: int) -> None:
         """Release the last blocks of a request that publishes none; their tokens no longer count as computed."""
@@ -163,7 +163,9 @@ class Leases:
 
     def _own_maker(self, node_request: NodeRequest) -> bytes:
         """Return the numerics id of what this node computes for the request in its present state."""
-        return self._of_chunk if node_request.stage in (Stage.READING, Stage.READ) else self._of_step
+        return (
+            self._of_chunk if node_request.stage in (RequestState.PREFILLING, RequestState.PREFILLED) else self._of_step
+        )
 
     def _know(self, makers: Sequence[bytes]) -> bool:
         """Search for blocks of these numerics ids from now on; return whether there is room for them."""
@@ -190,10 +192,10 @@ class Leases:
             node_request.lease.release()
             node_request.lease = None
             node_request.names.begin([], [])
-            node_request.num_computed = node_request.num_annexed_blocks = 0
-            if node_request.request.annexes and self.on_annexes_left is not None:
-                self.on_annexes_left(node_request.request.annexes)
-                node_request.request.annexes, node_request.request.annex_error = (), ""
+            node_request.num_computed = node_request.num_remote_blocks = 0
+            if node_request.request.remote_kvs and self.on_remote_kv_left is not None:
+                self.on_remote_kv_left(node_request.request.remote_kvs)
+                node_request.request.remote_kvs, node_request.request.remote_kv_error = (), ""
 
     def num_cached_tokens(self, node_request: NodeRequest) -> int:
         """Return the tokens whose KV was cached when the request first got blocks."""
@@ -221,38 +223,41 @@ class Leases:
         """Return the hashes of the leading full blocks of num_tokens of these tokens for which `is_held` is true."""
         return names.find(token_ids, self._full_blocks(num_tokens), self._makers, is_held)[0]
 
-    def lend(self, names: BlockNames, token_ids: Sequence[int]) -> tuple[BlockLease, list[bytes]]:
+    def send_prefix(self, names: BlockNames, token_ids: Sequence[int]) -> tuple[BlockLease, list[bytes]]:
         """Lease the leading full blocks of these tokens that the pool has, for a remote prefix fetch; return the lease
         and their numerics ids.
         """
         found, makers = self._find_named(names, token_ids, len(token_ids))
         return self._allocator.allocate(len(found), found), makers
 
-    def begin_loan(self, node_request: NodeRequest, num_tokens: int) -> Loan:
+    def begin_prefix_fetch(self, node_request: NodeRequest, num_tokens: int) -> PrefixFetch:
         """Lease blocks for the leading full blocks of num_tokens tokens: the cached ones, and empty ones for a remote
         prefix fetch.
 
         Raises OutOfBlocks.
         """
         names, makers = self._find(node_request, num_tokens)
-        return Loan(self._allocator.allocate(self._full_blocks(num_tokens), names), names, makers)
+        return PrefixFetch(self._allocator.allocate(self._full_blocks(num_tokens), names), names, makers)
 
-    def lent(self, node_request: NodeRequest, loan: Loan, num_blocks: int, made: Sequence[tuple[bytes, int]]) -> None:
+    def lent(
+        self, node_request: NodeRequest, prefix_fetch: PrefixFetch, num_blocks: int, made: Sequence[tuple[bytes, int]]
+    ) -> None:
         """Record that num_blocks leading blocks of a remote prefix fetch have arrived; `made` is as for `copied`.
 
         The prompt then finds them in the pool, unless it has begun without them.
         """
         names = node_request.names.of_others()
-        names.begin(list(loan.names), list(loan.makers))
+        names.begin(list(prefix_fetch.names), list(prefix_fetch.makers))
         names.add(
-            node_request.request.token_ids, *self._makers_there(loan.makers, num_blocks, made)[len(loan.makers) :]
+            node_request.request.token_ids,
+            *self._makers_there(prefix_fetch.makers, num_blocks, made)[len(prefix_fetch.makers) :],
         )
-        loan.lease.publish(names.names)
+        prefix_fetch.lease.publish(names.names)
 
     def _find(self, node_request: NodeRequest, num_tokens: int) -> tuple[list[bytes], list[bytes]]:
         """Return hashes and numerics ids of the leading full blocks of num_tokens tokens that the pool holds.
 
-        Returns none if some blocks are to go to annexes. For a migrating request, returns only blocks with the bits
+        Returns none if some blocks are to go to remote KV. For a migrating request, returns only blocks with the bits
         that its tokens were generated from.
         """
         if node_request.hosts:

@@ -16,7 +16,7 @@ _V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_
 _V2: Final = ("memory.max", "memory.current", "inactive_file")
 
 
-class _NodeRequest:
+class _Rss:
     """The resident memory of this process."""
 
     def __init__(self) -> None:
@@ -32,12 +32,12 @@ class _NodeRequest:
         return self._num_bytes
 
 
-_node_request: Final = _NodeRequest()
+_rss: Final = _Rss()
 
 
 def resident_bytes() -> int:
-    """Return the resident bytes of this process; the last measurement if no file descriptor is left."""
-    return _node_request.num_bytes()
+    """Return the bytes that this process has in memory (RSS) , or the last measurement if no file descriptor is left."""
+    return _rss.num_bytes()
 
 
 def available_bytes() -> int:

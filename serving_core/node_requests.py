@@ -2,25 +2,24 @@
 
 A prompt that this node prefills, for itself or for a decode node:
 
-    QUEUED ──blocks──> READING ──the last chunk──> WRITING
+    WAITING ──blocks──> PREFILLING ──the last chunk──> RUNNING
        ▲                  │ │
-       └────preempted─────┘ └──another node decodes──> READ ──sent──> gone
+       └────preempted─────┘ └──another node decodes──> PREFILLED ──sent──> gone
 
 A prompt that another node prefills, or a request that migrates to this node:
 
-    AWAITING ──credit──> GRANTED ──all of its KV is here──> WRITING ──the last token──> gone
+    WAITING_FOR_BLOCKS ──credit──> RECEIVING_KV ──all of its KV is here──> RUNNING ──the last token──> gone
         ▲                   │
         └──────revoked──────┘
 
 A request that migrates to another node continues to decode while its full blocks are sent, and freezes for the rest:
 
-    WRITING ──only the rest is unsent──> STOPPED ──cancelled: the other node continues──> gone
+    RUNNING ──only the rest is unsent──> FROZEN ──cancelled: the other node continues──> gone
         ▲                                     │
         └─────────migration given up──────────┘
 
-A preempted request in WRITING becomes a prompt again: QUEUED. So does a request in READ that is not yet sent. A request
-in READ that this node is to decode after all enters WRITING as soon as a running slot is free.
-"""
+A preempted request in RUNNING becomes a prompt again: WAITING. So does a request in PREFILLED that is not yet sent. A
+request in PREFILLED that this node is to decode after all enters RUNNING as soon as a running slot is free."""
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
@@ -47,20 +46,20 @@ class Attempt(Protocol):
     def epoch(self) -> int: ...
 
 
-class Stage(IntEnum):
+class RequestState(IntEnum):
     """State of a request on its node. An integer, since lists are indexed by it."""
 
-    QUEUED = auto()  # waits for prefill on this node; has no blocks
-    READING = auto()  # is prefilled, in chunks
-    READ = auto()  # prefill is complete; another node waits for its KV
-    AWAITING = auto()  # another node prefills it; no blocks here yet
-    GRANTED = auto()  # blocks are leased, the KV transfer is under way
-    WRITING = auto()  # decodes one token per step
-    STOPPED = auto()  # frozen for the last part of a migration; only a command of the coordinator resumes or ends it
+    WAITING = auto()  # waits for prefill on this node; has no blocks
+    PREFILLING = auto()  # is prefilled, in chunks
+    PREFILLED = auto()  # prefill is complete; another node waits for its KV
+    WAITING_FOR_BLOCKS = auto()  # another node prefills it; no blocks here yet
+    RECEIVING_KV = auto()  # blocks are leased, the KV transfer is under way
+    RUNNING = auto()  # decodes one token per step
+    FROZEN = auto()  # frozen for the last part of a migration; only a command of the coordinator resumes or ends it
 
 
 @dataclass(slots=True)
-class Move:
+class Migration:
     """The migration of a running request to another node."""
 
     num_blocks: int  # that the other node has reserved
@@ -94,7 +93,7 @@ class NodeRequest:
     request: Request
     age: int  # the coordinator's number of the request: the lower number goes first on every node
     names: BlockNames  # block hashes of the full blocks of the lease, once there is one
-    stage: Stage  # only `NodeRequests.enter` changes it
+    stage: RequestState  # only `NodeRequests.enter` changes it
     waiting_since_s: float  # for credit, or for a transfer descriptor
     hands_over: bool = False  # this node prefills it, another node decodes it
     is_kept: bool = False  # it was prefilled for another node, but this node is to decode it after all
@@ -104,7 +103,7 @@ class NodeRequest:
     priority: int = 0  # among prompts: lower values are prefilled earlier
     num_ahead: int = 0  # tokens by which a migrating request may grow until it is here; 0: it is a prompt
     comes_whole: bool = False  # transfers all blocks, whatever this node holds of the migrating request
-    move: Move | None = None
+    migration: Migration | None = None
     lease: BlockLease | None = None
     num_computed: int = 0  # tokens whose KV is in the pool
     num_cached_blocks: int = 0  # leading blocks that were cached when it got its blocks
@@ -132,8 +131,8 @@ class NodeRequest:
     offer: Offer | None = None  # until it is accepted or declined
     has_looked: bool = False  # KV sources have been searched since it was queued
     hosts: tuple[Host, ...] = ()  # if it exceeds the pool: nodes that may hold its oldest blocks
-    num_annexed_blocks: int = 0  # blocks that KV holders hold; the lease has the blocks behind them
-    is_annexing: bool = False  # some blocks are on their way to a KV holder
+    num_remote_blocks: int = 0  # blocks that KV holders hold; the lease has the blocks behind them
+    is_distributed: bool = False  # some blocks are on their way to a KV holder
     waited_s: float = 0.0  # seconds it has waited for a KV holder to have free blocks
     has_recalled: bool = False  # distributed KV of younger requests was recalled from this node for it
     longest_step_s: float = 0.0  # of the steps that have computed some of it
@@ -167,7 +166,7 @@ class NodeRequest:
     @property
     def is_busy(self) -> bool:
         """Return whether a step or a transfer still uses the blocks."""
-        return self.in_step or self.is_sending or self.is_receiving or self.is_annexing
+        return self.in_step or self.is_sending or self.is_receiving or self.is_distributed
 
     @property
     def num_to_compute(self) -> int:
@@ -185,7 +184,7 @@ class NodeRequest:
     @property
     def is_arriving(self) -> bool:
         """Return whether the request is migrating to this node."""
-        return self.num_ahead > 0 and self.stage in (Stage.AWAITING, Stage.GRANTED)
+        return self.num_ahead > 0 and self.stage in (RequestState.WAITING_FOR_BLOCKS, RequestState.RECEIVING_KV)
 
     @property
     def behind(self) -> bytes:
@@ -204,7 +203,12 @@ class NodeRequest:
         A prefilled prompt waits only for KV that is prefilled too and arriving. Of two migrating requests, which
         continue meanwhile, one also waits for KV that is about to arrive.
         """
-        if other.stage is not Stage.GRANTED or not other.is_receiving or other.is_revoked or other.is_ending:
+        if (
+            other.stage is not RequestState.RECEIVING_KV
+            or not other.is_receiving
+            or other.is_revoked
+            or other.is_ending
+        ):
             return False
         return not self.is_ready or (other.is_ready and (other.is_coming or (self.is_arriving and other.is_arriving)))
 
@@ -217,8 +221,8 @@ class NodeRequest:
         """Return the request's part of a step that computes num_tokens more tokens."""
         assert self.lease is not None
         block_ids = self.lease.block_ids
-        if self.num_annexed_blocks:  # the entries in place of distributed blocks are not read
-            block_ids = [0] * self.num_annexed_blocks + block_ids
+        if self.num_remote_blocks:  # the entries in place of distributed blocks are not read
+            block_ids = [0] * self.num_remote_blocks + block_ids
         return Work(self.request, self.num_computed, num_tokens, block_ids)
 
 
@@ -228,7 +232,7 @@ class NodeRequests:
     def __init__(self) -> None:
         self._by_key: dict[Key, NodeRequest] = {}
         self._by_age: list[NodeRequest] = []
-        self._by_stage: list[list[NodeRequest]] = [[] for _ in range(max(Stage) + 1)]  # by age too
+        self._by_stage: list[list[NodeRequest]] = [[] for _ in range(max(RequestState) + 1)]  # by age too
 
     def __len__(self) -> int:
         return len(self._by_age)
@@ -250,7 +254,7 @@ class NodeRequests:
         self._by_age.remove(node_request)
         self._by_stage[node_request.stage].remove(node_request)
 
-    def enter(self, node_request: NodeRequest, stage: Stage) -> None:
+    def enter(self, node_request: NodeRequest, stage: RequestState) -> None:
         """Set the state of a request."""
         self._by_stage[node_request.stage].remove(node_request)
         node_request.stage = stage
@@ -262,19 +266,19 @@ class NodeRequests:
     def of(self, request: Request) -> NodeRequest:
         return self._by_key[request.request_id, request.epoch]
 
-    def in_stage(self, *stages: Stage) -> Iterator[NodeRequest]:
+    def in_stage(self, *stages: RequestState) -> Iterator[NodeRequest]:
         """Iterate over the requests now in these states, oldest first, even if they change state meanwhile."""
         there = list(filter(None, map(self._by_stage.__getitem__, stages)))
         if len(there) > 1:
             return merge(*map(list, there), key=_order)
         return iter(list(there[0]) if there else ())
 
-    def count(self, *stages: Stage) -> int:
+    def count(self, *stages: RequestState) -> int:
         return sum(map(len, map(self._by_stage.__getitem__, stages)))
 
     def check_integrity(self) -> None:
         """Check that every request is listed under its state."""
-        for stage in Stage:
+        for stage in RequestState:
             assert self._by_stage[stage] == [each for each in self._by_age if each.stage is stage], stage
 
 

@@ -10,11 +10,22 @@ from typing import Final
 ENV_PREFIX: Final = "SPLITSERVE_"
 FLAGS: Final = {
     "doors": "api_server_count",
+    "kv_annexes": "distributed_kv",
+    "kv_lending": "remote_prefix_fetch",
     "seats": "slots",
     "ticket_timeout_s": "descriptor_timeout_s",
     "ticket_ttl_s": "reservation_ttl_s",
 }
-METRICS: Final = {"api_server_calls": "door_calls", "api_server_cpu_seconds": "door_cpu_seconds"}  # new: old
+METRICS: Final = {  # new: old
+    "api_server_calls": "door_calls",
+    "api_server_cpu_seconds": "door_cpu_seconds",
+    "migration_pause_seconds": "move_pause_seconds",
+    "migrations": "moves",
+    "prefix_fetch_seconds": "loan_seconds",
+    "prefix_fetches": "loans",
+    "remote_kvs": "annexes",
+    "remote_kvs_recalled": "annexes_recalled",
+}
 
 Warn = Callable[[str], object]
 

@@ -86,8 +86,8 @@ class Request:
     guide: Guide | None = None  # set where tokens are sampled and the request has a grammar
     pooling: Pooling | None = None  # the output is the embedding of the prompt; None: tokens
     pooled: Any = None  # the engine's own state: the sum so far of a mean
-    annexes: Sequence[Any] = ()  # KV holders of its oldest blocks (engine/attention/annexed.py)
-    annex_error: str = ""  # why an annex failed: the step's result for the request is invalid
+    remote_kvs: Sequence[Any] = ()  # KV holders of its oldest blocks (engine/attention/distributed.py)
+    remote_kv_error: str = ""  # why remote KV failed: the step's result for the request is invalid
 
     @property
     def num_output_tokens(self) -> int:

@@ -8,7 +8,7 @@ from protos import convert, fleet_pb2
 from serving_core import reasons
 from serving_core.adapter_names import adapter_key
 from serving_core.errors import RequestError
-from serving_core.node_requests import Host, NodeRequest, NodeRequests, Offer, Stage
+from serving_core.node_requests import Host, NodeRequest, NodeRequests, Offer, RequestState
 from serving_core.prefix import BlockNames, root_name
 from serving_core.requests import Guide
 
@@ -24,14 +24,14 @@ class Arrivals:
         fingerprint: Mapping[str, str],
         block_size: int,
         *,
-        takes_annexes: bool,
+        holds_remote_kv: bool,
     ) -> None:
         self._node_requests = node_requests
         self._reading = reading
         self._credit = credit
         self._fingerprint = fingerprint
         self._block_size = block_size
-        self._takes_annexes = takes_annexes
+        self._holds_remote_kv = holds_remote_kv
 
     def take_in(
         self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None, guide: Guide | None = None
@@ -49,7 +49,7 @@ class Arrivals:
         if self._node_requests.find(request) is not None:
             message = f"attempt {request.epoch} of the request was announced twice"
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, message)
-        hosts = tuple(Host(each.address, each.key) for each in job.hosts) if self._takes_annexes else ()
+        hosts = tuple(Host(each.address, each.key) for each in job.hosts) if self._holds_remote_kv else ()
         num_ahead = 0
         if reserve is not None:
             num_to_come = request.sampling.max_tokens - request.num_output_tokens
@@ -61,7 +61,7 @@ class Arrivals:
             request,
             job.age,
             BlockNames(root_name(self._fingerprint, request.cache_salt, request.adapter), self._block_size),
-            Stage.QUEUED if is_read_here else Stage.AWAITING,
+            RequestState.WAITING if is_read_here else RequestState.WAITING_FOR_BLOCKS,
             now,
             due=convert.due_from_wire(job.due, now) if job.HasField("due") else None,
             priority=job.priority,
@@ -71,11 +71,11 @@ class Arrivals:
             num_ahead=num_ahead,
             comes_whole=reserve is not None and reserve.is_whole,
             hosts=hosts,
-            offer=_offer(job.borrow) if is_read_here and job.HasField("borrow") else None,
+            offer=_offer(job.fetch_prefix) if is_read_here and job.HasField("fetch_prefix") else None,
         )
         self._node_requests.add(node_request)
 
 
-def _offer(borrow: fleet_pb2.Borrow) -> Offer:
-    source_tp, source_pp = max(1, borrow.tp_size), max(1, borrow.pp_size)
-    return Offer(borrow.epoch, borrow.num_tokens, source_tp, source_pp, borrow.patience_s)
+def _offer(fetch_prefix: fleet_pb2.FetchPrefix) -> Offer:
+    source_tp, source_pp = max(1, fetch_prefix.tp_size), max(1, fetch_prefix.pp_size)
+    return Offer(fetch_prefix.epoch, fetch_prefix.num_tokens, source_tp, source_pp, fetch_prefix.patience_s)

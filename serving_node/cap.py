@@ -10,7 +10,7 @@ from collections.abc import Collection
 from decode_node.batch import Writing, can_give_way
 from prefill_node.reading import Reading, num_cacheable
 from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, Stage
+from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
 
 
 class Cap:
@@ -62,5 +62,5 @@ def num_blocks_of(node_request: NodeRequest) -> int:
 
 def _yields(node_request: NodeRequest, older: NodeRequest) -> bool:
     """Return whether an outgoing prompt is idle and younger than `older`."""
-    is_idle = node_request.stage is Stage.READ and not node_request.is_busy and not node_request.is_ending
+    is_idle = node_request.stage is RequestState.PREFILLED and not node_request.is_busy and not node_request.is_ending
     return is_idle and node_request.age > older.age

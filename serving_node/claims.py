@@ -18,7 +18,7 @@ from typing import Final
 from decode_node.batch import can_give_way
 from serving_core.blocks import BlockAllocator, BlockLease
 from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, Stage
+from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
 
 MOST_PARTS: Final = 3, 4  # of a pool: the share that distributed KV of other nodes may take
 
@@ -60,7 +60,7 @@ class Hosting:
         self._blocks_each = tile_tokens // block_size
         self._most_blocks = most_hosted_tokens(allocator.num_blocks, block_size, tile_tokens) // block_size
         self._on_recalled = on_recalled
-        self._annexes: dict[int, _Hosted] = {}
+        self._remote_kvs: dict[int, _Hosted] = {}
         self.num_recalled = 0
 
     @property
@@ -70,22 +70,22 @@ class Hosting:
 
     @property
     def held(self) -> dict[int, BlockLease]:
-        """Return the leases of blocks that hold KV of other nodes' requests, by the number of the annex."""
-        return {number: each.lease for number, each in self._annexes.items()}
+        """Return the leases of blocks that hold KV of other nodes' requests, by the number of the remote KV."""
+        return {number: each.lease for number, each in self._remote_kvs.items()}
 
     @property
     def num_blocks(self) -> int:
         """Return the blocks that hold KV of other nodes."""
-        return sum(each.num_blocks for each in self._annexes.values())
+        return sum(each.num_blocks for each in self._remote_kvs.values())
 
     def num_firm(self, age: float) -> int:
         """Return the blocks that are not recalled for a request of this age."""
-        return sum(each.num_blocks for each in self._annexes.values() if each.age <= age)
+        return sum(each.num_blocks for each in self._remote_kvs.values() if each.age <= age)
 
     @property
     def is_recalling(self) -> bool:
         """Return whether recalled blocks are about to come free."""
-        return any(each.is_recalled for each in self._annexes.values())
+        return any(each.is_recalled for each in self._remote_kvs.values())
 
     @property
     def may_grow(self) -> bool:
@@ -101,19 +101,19 @@ class Hosting:
 
         `age` is that of the remote request.
         """
-        assert number not in self._annexes
+        assert number not in self._remote_kvs
         room = min(self._most_blocks - self.num_blocks, self._allocator.num_free) - num_spare
         num_tiles = min(most_tiles, room // self._blocks_each) if self._blocks_each else 0
         if num_tiles <= 0:
             return []
         lease = self._allocator.allocate(num_tiles * self._blocks_each)
-        self._annexes[number] = _Hosted(lease, age)
+        self._remote_kvs[number] = _Hosted(lease, age)
         return list(lease.block_ids)
 
     def recall(self) -> None:
         """Recall the blocks of the youngest remote request, which begins again; the blocks come free soon."""
-        youngest = max(each.age for each in self._annexes.values())
-        for number, each in self._annexes.items():
+        youngest = max(each.age for each in self._remote_kvs.values())
+        for number, each in self._remote_kvs.items():
             if each.age == youngest:
                 each.is_recalled = True
                 self.num_recalled += 1
@@ -121,11 +121,11 @@ class Hosting:
 
     def release(self, number: int) -> None:
         """Release the blocks of a remote request, if it got any."""
-        if (hosted := self._annexes.pop(number, None)) is not None:
+        if (hosted := self._remote_kvs.pop(number, None)) is not None:
             hosted.lease.release()
 
 
-LAPSE_S: Final = 2.0  # after the last question and a step: a few times RETRY_S of annexing.py
+LAPSE_S: Final = 2.0  # after the last question and a step: a few times RETRY_S of distributed_kv.py
 MOST_STEP_S: Final = 30.0  # limit of the step time that a claim waits for
 HOLD_S: Final = 5.0  # after which younger requests are preempted
 
@@ -204,7 +204,7 @@ class Claim:
         return node_request.age > self.age
 
     def _gives_way(self, node_request: NodeRequest) -> bool:
-        loses_nothing = node_request.stage is Stage.GRANTED and not node_request.is_coming
+        loses_nothing = node_request.stage is RequestState.RECEIVING_KV and not node_request.is_coming
         return (loses_nothing or self._is_due) and can_give_way(node_request)
 
     def _makes_up(self, leaves: Callable[[NodeRequest], bool]) -> bool:

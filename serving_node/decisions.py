@@ -57,7 +57,7 @@ class FinishSend:
 
 
 @dataclass(frozen=True, slots=True)
-class Borrow:
+class FetchPrefix:
     """Open these blocks, except the cached ones, to the node that offers them; report `granted`, then `received`."""
 
     offer: Offer
@@ -66,7 +66,7 @@ class Borrow:
 
 
 @dataclass(frozen=True, slots=True)
-class Lend:
+class SendPrefix:
     """Send these final blocks and the tail by the descriptor; report `sent` at the end."""
 
     epoch: int
@@ -106,7 +106,7 @@ class CancelLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenAnnex:
+class OpenRemoteKV:
     """Put leading blocks of the request, in whole tiles, on a KV holder with room; report `opened`."""
 
     node_request: NodeRequest
@@ -115,17 +115,17 @@ class OpenAnnex:
 
 
 @dataclass(frozen=True, slots=True)
-class RecallAnnex:
+class RecallRemoteKV:
     """Recall the blocks that hold another node's KV; `hosted` follows."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class CloseAnnexes:
+class CloseRemoteKV:
     """Close connections to KV holders that are not needed any more."""
 
-    annexes: Sequence[Any]
+    remote_kvs: Sequence[Any]
 
 
 Decision = (
@@ -135,13 +135,13 @@ Decision = (
     | Send
     | SendMore
     | FinishSend
-    | Borrow
-    | Lend
+    | FetchPrefix
+    | SendPrefix
     | CancelTransfer
     | Spill
     | Load
     | CancelLoad
-    | OpenAnnex
-    | RecallAnnex
-    | CloseAnnexes
+    | OpenRemoteKV
+    | RecallRemoteKV
+    | CloseRemoteKV
 )

@@ -13,7 +13,7 @@ from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from protos import inference_pb2
 from serving_core.figures import Figure, Values, counter, gauge, histogram
-from serving_core.node_requests import NodeRequests, Stage
+from serving_core.node_requests import NodeRequests, RequestState
 from serving_node.streak import StepCounts
 
 
@@ -60,7 +60,7 @@ class NodeExposition:
 
     def _requests(self, load: inference_pb2.NodeLoad) -> Iterator[Figure]:
         node_requests = self._node.node_requests
-        stages: dict[str, float] = {stage.name.lower(): node_requests.count(stage) for stage in Stage}
+        stages: dict[str, float] = {stage.name.lower(): node_requests.count(stage) for stage in RequestState}
         yield gauge("stage_requests", "Requests on the node, by what they wait for or do.", self._by("stage", stages))
         yield gauge("waiting_tokens", "Tokens that wait to be computed.", self._one(load.num_waiting_tokens))
         yield gauge("draining", "1 while the node takes no more requests.", self._one(load.state == "draining"))
@@ -100,9 +100,11 @@ class NodeExposition:
         yield gauge("kv_blocks", "KV blocks, by state.", self._by("state", {**states, "free": num_free}))
         yield gauge("kv_blocks_leaked", "In use, but by no request: always 0.", self._one(load.num_blocks_leaked))
         yield gauge("kv_blocks_hosted", "In use by other nodes' requests.", self._one(load.num_blocks_hosted))
-        yield counter("annexes", "Runs of blocks that requests have had on other nodes.", self._one(load.num_annexes))
+        yield counter(
+            "remote_kvs", "Runs of blocks that requests have had on other nodes.", self._one(load.num_annexes)
+        )
         help = "Runs of blocks of other nodes' requests that were taken back for older ones."
-        yield counter("annexes_recalled", help, self._one(load.num_annexes_recalled))
+        yield counter("remote_kvs_recalled", help, self._one(load.num_annexes_recalled))
         if load.HasField("tier"):
             yield from self._second_tier(load.tier)
 
@@ -115,8 +117,8 @@ class NodeExposition:
         lost: dict[str, float] = {"damaged": tier.num_damaged, "late": tier.num_late, "unwritten": tier.num_unwritten}
         help = "Reads that ended at a damaged block, or were given up, and blocks that could not be written in time."
         yield counter("kv_tier_failures", help, self._by("kind", lost))
-        moved: dict[str, float] = {"read": tier.read_bytes, "write": tier.written_bytes}
-        yield counter("kv_tier_transfer_bytes", "KV that was read back, and written.", self._by("direction", moved))
+        migrated: dict[str, float] = {"read": tier.read_bytes, "write": tier.written_bytes}
+        yield counter("kv_tier_transfer_bytes", "KV that was read back, and written.", self._by("direction", migrated))
         seconds: dict[str, float] = {"read": tier.read_s, "write": tier.write_s}
         help = "Seconds that prompts waited for it, and that the first process wrote."
         yield counter("kv_tier_transfer_seconds", help, self._by("direction", seconds))

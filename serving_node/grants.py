@@ -6,7 +6,7 @@ from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.results import TransferError, TransferFailed
 from serving_core import reasons
 from serving_core.layout import KVLayout
-from serving_node.decisions import Borrow, Receive
+from serving_node.decisions import FetchPrefix, Receive
 from serving_node.ranks.transfers import NodeTransfers
 
 
@@ -52,7 +52,7 @@ class Grants:
             node_request.behind,
         )
 
-    def borrow(self, decision: Borrow) -> None:
+    def fetch_prefix(self, decision: FetchPrefix) -> None:
         """Open blocks for a remote prefix fetch."""
         offer = decision.offer
         self._open(

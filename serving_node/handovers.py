@@ -17,11 +17,11 @@ from protos import fleet_pb2
 from protos.convert import attempt_of, from_tail, to_tail
 from serving_core import reasons
 from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, Stage
+from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
 from serving_node.decisions import CancelTransfer, FinishSend, Receive, Send
 from serving_node.outputs import Endings
 
-MAY_WAIT: Final = (Stage.AWAITING, Stage.READ, Stage.STOPPED)
+MAY_WAIT: Final = (RequestState.WAITING_FOR_BLOCKS, RequestState.PREFILLED, RequestState.FROZEN)
 
 
 class HandOvers:
@@ -144,23 +144,31 @@ class HandOvers:
         for node_request in self._waiting():
             if now < self._deadline_s(node_request):
                 continue
-            if node_request.stage is Stage.AWAITING and node_request.is_to_share:
+            if node_request.stage is RequestState.WAITING_FOR_BLOCKS and node_request.is_to_share:
                 self._credit.wait_no_more(node_request, now)
-            elif node_request.stage is Stage.AWAITING:
+            elif node_request.stage is RequestState.WAITING_FOR_BLOCKS:
                 timeout_s = self._credit_timeout_s
                 message = f"the decode node had no room for the request within {timeout_s} s"
                 self._endings.fail(node_request, reasons.QUEUE_FULL, message)
             else:
-                what = "descriptor" if node_request.stage is Stage.READ else "word on an answer that has stopped"
+                what = (
+                    "descriptor"
+                    if node_request.stage is RequestState.PREFILLED
+                    else "word on an answer that has stopped"
+                )
                 message = f"no {what} came within {self._descriptor_timeout_s} s"
                 self._endings.fail(node_request, reasons.TRANSFER_FAILED, message)
 
     def note_read(self, node_requests: Iterable[NodeRequest], now: float) -> None:
         """Enter the next state for prompts of other nodes whose tokens are all computed."""
         for node_request in node_requests:
-            if node_request.stage is not Stage.READING or not node_request.tail or node_request.num_to_compute:
+            if (
+                node_request.stage is not RequestState.PREFILLING
+                or not node_request.tail
+                or node_request.num_to_compute
+            ):
                 continue
-            self._node_requests.enter(node_request, Stage.READ)
+            self._node_requests.enter(node_request, RequestState.PREFILLED)
             node_request.waiting_since_s = now
             if node_request.is_sending and node_request.is_outgoing and not node_request.is_ending:
                 self.finish_send(node_request)
@@ -170,7 +178,7 @@ class HandOvers:
         node_request.is_sending = True
         self._under_way[node_request.request.epoch] = node_request
         self._endings.decide(Send(node_request, self._leases.final_blocks(node_request)))
-        if node_request.stage is Stage.READ:
+        if node_request.stage is RequestState.PREFILLED:
             self.finish_send(node_request)
 
     def finish_send(self, node_request: NodeRequest) -> None:
@@ -206,7 +214,7 @@ class HandOvers:
         return [each for each in self._node_requests.in_stage(*MAY_WAIT) if _is_waiting(each)]
 
     def _deadline_s(self, node_request: NodeRequest) -> float:
-        is_awaiting = node_request.stage is Stage.AWAITING
+        is_awaiting = node_request.stage is RequestState.WAITING_FOR_BLOCKS
         timeout_s = self._credit_timeout_s if is_awaiting else self._descriptor_timeout_s
         return node_request.waiting_since_s + timeout_s
 
@@ -215,4 +223,4 @@ def _is_waiting(node_request: NodeRequest) -> bool:
     """Return whether a request waits for another node under a deadline."""
     if node_request.is_ending or node_request.is_sending:
         return False
-    return node_request.is_outgoing or node_request.stage is not Stage.READ
+    return node_request.is_outgoing or node_request.stage is not RequestState.PREFILLED

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from decode_node.batch import Writing
 from decode_node.credit import Credit
 from decode_node.speculation import DraftModel, Speculation
-from kv_transfer.annexes.wire import Asker
+from kv_transfer.distributed_kv.wire import Asker
 from kv_transfer.results import Received, Sent, TransferFailed
 from prefill_node.reading import Reading
 from protos import convert, fleet_pb2, inference_pb2
@@ -20,17 +20,17 @@ from serving_core.costs import StepCosts, StepLoad, StepRates
 from serving_core.errors import RequestError
 from serving_core.layout import KVLayout
 from serving_core.leases import Leases
-from serving_core.node_requests import Key, NodeRequest, NodeRequests, Stage
+from serving_core.node_requests import Key, NodeRequest, NodeRequests, RequestState
 from serving_core.requests import Guide, SampledToken, Work, would_end
 from serving_core.shapes import Shape, check_shape, role_of
-from serving_node.annexing import Annexing, Opened
 from serving_node.arrivals import Arrivals
 from serving_node.claims import Claim, Hosting
-from serving_node.decisions import Beat, Decision, RecallAnnex
+from serving_node.decisions import Beat, Decision, RecallRemoteKV
+from serving_node.distributed_kv import DistributedKV, Opened
 from serving_node.handovers import HandOvers
-from serving_node.moves import Moves
+from serving_node.migrations import Migrations
 from serving_node.outputs import Answers, CacheReport, Endings
-from serving_node.peer_fetch import Borrowings, Lending
+from serving_node.peer_fetch import PrefixFetchesHere, PrefixSends
 from serving_node.room import Room
 from serving_node.second_tier import NO_TIER, SecondTier, TierPlan
 from serving_node.streak import StepCounts, Streaks, works_ahead
@@ -83,15 +83,19 @@ class NodeLogic:
         self._endings = Endings(node_requests, leases)
         self.hosting = Hosting(allocator, layout.block_size, limits.tile_tokens, self._recall)
         self._claim = claim = Claim(node_requests, leases, self.hosting)
-        self._annexing = annexing = Annexing(node_requests, leases, self._endings, claim, limits.tile_tokens)
-        self._reading = Reading(node_requests, leases, costs, max_num_queued=limits.max_num_queued, fit=annexing.fit)
+        self._distributed_kv = distributed_kv = DistributedKV(
+            node_requests, leases, self._endings, claim, limits.tile_tokens
+        )
+        self._reading = Reading(
+            node_requests, leases, costs, max_num_queued=limits.max_num_queued, fit=distributed_kv.fit
+        )
         self._tier = SecondTier(tier, allocator, leases, self._reading, costs, block_bytes)
         self._cache_report = CacheReport(allocator, self._tier.index, leases.makers, self._endings.tell)
         self._answers = Answers(node_requests, leases, self._endings, self._cache_report, eos_token_ids)
         self._credit = Credit(node_requests, leases, max_num_queued=limits.max_num_queued)
-        takes_annexes = limits.tile_tokens > 0
+        holds_remote_kv = limits.tile_tokens > 0
         self._arrivals = Arrivals(
-            node_requests, self._reading, self._credit, fingerprint, layout.block_size, takes_annexes=takes_annexes
+            node_requests, self._reading, self._credit, fingerprint, layout.block_size, holds_remote_kv=holds_remote_kv
         )
         self._hand_overs = HandOvers(
             node_requests,
@@ -104,10 +108,10 @@ class NodeLogic:
             descriptor_timeout_s=limits.descriptor_timeout_s,
             on_committed=self._cache_report.tell,
         )
-        self._moves = Moves(node_requests, leases, self._hand_overs, self._endings)
-        self._borrowings = Borrowings(leases, self._reading, self._endings, block_bytes)
-        self._lending = Lending(leases, self._tier, self._endings, fingerprint)
-        self._writing = Writing(node_requests, leases, self._hand_overs.revoke, annexing.fit)
+        self._migrations = Migrations(node_requests, leases, self._hand_overs, self._endings)
+        self._prefix_fetches = PrefixFetchesHere(leases, self._reading, self._endings, block_bytes)
+        self._prefix_sends = PrefixSends(leases, self._tier, self._endings, fingerprint)
+        self._writing = Writing(node_requests, leases, self._hand_overs.revoke, distributed_kv.fit)
         num_candidates = limits.num_speculative_tokens if is_history_free else 0
         self.speculation = Speculation(
             node_requests, leases, eos_token_ids, num_candidates, limits.max_num_batched_tokens, limits.draft_model
@@ -160,8 +164,8 @@ class NodeLogic:
         The holder is (request id, epoch), or a kind of holder and a number.
         """
         others = {
-            "remote prefix fetch": self._borrowings.held,
-            "remote prefix fetch of another node": self._lending.held,
+            "remote prefix fetch": self._prefix_fetches.held,
+            "remote prefix fetch of another node": self._prefix_sends.held,
             "distributed KV": self.hosting.held,
             "KV offload": self._tier.held,
         }
@@ -182,7 +186,12 @@ class NodeLogic:
     @property
     def wake_at_s(self) -> float | None:
         """Return when the next `tick` is due, or None."""
-        others = (self._tier.wake_at_s, self._borrowings.wake_at_s, self._annexing.wake_at_s, self._claim.wake_at_s)
+        others = (
+            self._tier.wake_at_s,
+            self._prefix_fetches.wake_at_s,
+            self._distributed_kv.wake_at_s,
+            self._claim.wake_at_s,
+        )
         wakes = (self._hand_overs.wake_at_s, *others)
         return min((at_s for at_s in wakes if at_s is not None), default=None)
 
@@ -200,7 +209,9 @@ class NodeLogic:
         load.role = role_of(self._shape)
         load.shape.CopyFrom(convert.shape_to_wire(self._shape))
         load.state = "draining" if self.is_draining else "ready"
-        load.num_running = self._node_requests.count(Stage.READING, Stage.READ, Stage.WRITING, Stage.STOPPED)
+        load.num_running = self._node_requests.count(
+            RequestState.PREFILLING, RequestState.PREFILLED, RequestState.RUNNING, RequestState.FROZEN
+        )
         load.num_waiting = len(self._node_requests) - load.num_running
         load.num_waiting_tokens = self._reading.num_waiting_tokens
         load.num_blocks = self._allocator.num_blocks
@@ -208,14 +219,14 @@ class NodeLogic:
         load.num_blocks_cached = self._allocator.num_cached
         load.num_blocks_leaked = self._allocator.num_leaked([lease for _, lease in self.leases])
         load.num_blocks_hosted, load.num_annexes_recalled = self.hosting.num_blocks, self.hosting.num_recalled
-        load.num_annexes = self._annexing.num_opened
+        load.num_annexes = self._distributed_kv.num_opened
         load.step_tokens.extend(self.steps.tokens.counts)
         load.num_step_tokens = self.steps.num_prompt_tokens + self.steps.num_answer_tokens
         load.num_preemptions = self._writing.num_preemptions
         load.num_prompt_tokens = self._reading.num_prompt_tokens
         load.num_cached_tokens = self._reading.num_cached_tokens
-        load.num_kv_bytes = self._hand_overs.num_kv_bytes + self._moves.num_kv_bytes
-        load.num_transfers_failed = self._hand_overs.num_failed + self._moves.num_failed
+        load.num_kv_bytes = self._hand_overs.num_kv_bytes + self._migrations.num_kv_bytes
+        load.num_transfers_failed = self._hand_overs.num_failed + self._migrations.num_failed
         load.prefill_tokens_per_s = self._rates.prefill_tokens_per_s
         load.lone_step_s = self._rates.lone_step_s
         load.step_s = self._rates.decode_step_s or load.step_s
@@ -236,8 +247,8 @@ class NodeLogic:
         for node_request in list(self._node_requests):
             self._tier.cancel(node_request)
             self._endings.end(node_request)
-        self._borrowings.detached()
-        self._lending.detached()
+        self._prefix_fetches.detached()
+        self._prefix_sends.detached()
 
     def handle(self, command: fleet_pb2.NodeCommand, now: float, guide: Guide | None = None) -> None:
         """Carry out a command of the coordinator.
@@ -252,11 +263,11 @@ class NodeLogic:
             case "deliver":
                 self._hand_overs.deliver(command.deliver)
             case "migrate":
-                self._moves.migrate(command.migrate)
+                self._migrations.migrate(command.migrate)
             case "keep":
-                self._moves.keep(command.keep)
-            case "lend":
-                self._lending.lend(command.lend, self._room.num_awaited(), now)
+                self._migrations.keep(command.keep)
+            case "send_prefix":
+                self._prefix_sends.send_prefix(command.send_prefix, self._room.num_awaited(), now)
             case "begun":
                 self._begun(command.begun.attempt, now)
             case "cancel":
@@ -276,7 +287,7 @@ class NodeLogic:
             self.refuse(command.attempt, error)
         else:
             self._take(shape)
-            if not command.reshape.is_loan:
+            if not command.reshape.is_prefix_fetch:
                 self._home = shape
         self._endings.decide(Beat())
 
@@ -310,7 +321,7 @@ class NodeLogic:
         cancelled = fleet_pb2.Cancelled(attempt=attempt)
         node_request = self._node_requests.find(attempt)
         if node_request is None:
-            if not self._borrowings.cancel(attempt):
+            if not self._prefix_fetches.cancel(attempt):
                 self._endings.tell(cancelled=cancelled)
             return
         if node_request.ending == {}:  # the ending would report nothing
@@ -356,7 +367,7 @@ class NodeLogic:
         Another node may have enough blocks. KV of younger requests is recalled instead. Returns whether a request
         failed.
         """
-        node_request = self._room.stranded(self._annexing.makes_room_for)
+        node_request = self._room.stranded(self._distributed_kv.makes_room_for)
         if node_request is None or self._room.recall(node_request):
             return False
         message = f"{self.hosting.num_blocks} blocks of this node hold parts of other nodes' requests: too few are left"
@@ -391,7 +402,7 @@ class NodeLogic:
         if is_full and chunks:
             works.pop()  # an older prompt must not wait for ever-changing sequences
         works += chunks
-        self._hand_overs.note_read(self._node_requests.in_stage(Stage.READING), now)
+        self._hand_overs.note_read(self._node_requests.in_stage(RequestState.PREFILLING), now)
         return self.speculation.extend(works)
 
     def _holds_up(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
@@ -402,7 +413,7 @@ class NodeLogic:
         if node_request.hosts:
             return False
         is_read_back = self._tier.holds_up(node_request, num_spare, now)
-        return is_read_back or self._borrowings.holds_up(node_request, num_spare, now)
+        return is_read_back or self._prefix_fetches.holds_up(node_request, num_spare, now)
 
     def _start(self, node_request: NodeRequest) -> bool:
         if not self._room.start(node_request):
@@ -435,7 +446,7 @@ class NodeLogic:
         node_requests = [self._node_requests.of(work.request) for work in works]
         sampled = iter(tokens)
         taken_by = [(node_request, work.take(sampled)) for node_request, work in zip(node_requests, works, strict=True)]
-        given = [(each, [] if each.request.annex_error else taken) for each, taken in taken_by]
+        given = [(each, [] if each.request.remote_kv_error else taken) for each, taken in taken_by]
         self._count_step(node_requests, works, [len(taken) for _, taken in given], step_s, now)
         for work, (node_request, taken) in zip(works, given, strict=True):
             self._advance(node_request, work, goes_on, is_good=not (taken and taken[-1].error))
@@ -452,19 +463,24 @@ class NodeLogic:
         for node_request in ended:
             self._endings.end(node_request)
         for node_request in node_requests:
-            if self._annexing.is_recalled(node_request):
+            if self._distributed_kv.is_recalled(node_request):
                 self._writing.give_way(node_request)
-            self._annexing.check(node_request, now, step_s)
+            self._distributed_kv.check(node_request, now, step_s)
         for node_request, taken in given:
             if taken:
                 self._answers.end_without_token(node_request, taken[-1], now)
-        self._moves.note_written(node_request for node_request, taken in given if taken and taken[-1].is_token)
+        self._migrations.note_written(node_request for node_request, taken in given if taken and taken[-1].is_token)
         self._settle_step(node_requests)
 
     def _tell_progress(self, node_requests: Sequence[NodeRequest]) -> None:
         """Report the remaining tokens of prompts with deadlines, by which the coordinator plans."""
         for each in node_requests:
-            if each.stage is Stage.READING and each.due is not None and each.num_to_compute and not each.is_ending:
+            if (
+                each.stage is RequestState.PREFILLING
+                and each.due is not None
+                and each.num_to_compute
+                and not each.is_ending
+            ):
                 progress = fleet_pb2.Progress(attempt=convert.attempt_of(each.request), num_left=each.num_to_compute)
                 self._endings.tell(progress=progress)
 
@@ -511,8 +527,8 @@ class NodeLogic:
 
     def granted(self, epoch: int, descriptor: bytes) -> None:
         """Report the descriptor of a `Receive` or `Borrow`, for which every rank is ready."""
-        if epoch in self._borrowings:
-            self._borrowings.granted(epoch, descriptor)
+        if epoch in self._prefix_fetches:
+            self._prefix_fetches.granted(epoch, descriptor)
         else:
             self._hand_overs.granted(epoch, descriptor)
 
@@ -522,22 +538,22 @@ class NodeLogic:
 
     def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
         """Record the end of a `Receive` or `Borrow`."""
-        if epoch in self._borrowings:
-            self._borrowings.received(epoch, result, now)
+        if epoch in self._prefix_fetches:
+            self._prefix_fetches.received(epoch, result, now)
         else:
             self._hand_overs.received(epoch, result, now)
         self._grant()
 
     def caught_up(self, epoch: int) -> None:
         """Note that all ready blocks of a `Send` have left."""
-        self._moves.caught_up(epoch)
+        self._migrations.caught_up(epoch)
 
     def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
         """Record the end of a `Send` or `Lend`."""
-        if epoch in self._lending:
-            self._lending.sent(epoch, result)
+        if epoch in self._prefix_sends:
+            self._prefix_sends.sent(epoch, result)
         else:
-            transfers = self._moves if epoch in self._moves else self._hand_overs
+            transfers = self._migrations if epoch in self._migrations else self._hand_overs
             transfers.sent(epoch, result, now)
         self._grant()
 
@@ -550,9 +566,9 @@ class NodeLogic:
         """Record that these KV offload slots hold nothing, because blocks of a `Spill` could not be copied."""
         self._tier.lost(slots)
 
-    def opened(self, node_request: NodeRequest, annex: Opened | None, now: float) -> None:
-        """Record the end of an `OpenAnnex`. `annex` is None if no KV holder had room."""
-        self._annexing.opened(node_request, annex, now)
+    def opened(self, node_request: NodeRequest, remote_kv: Opened | None, now: float) -> None:
+        """Record the end of an `OpenRemoteKV`. `remote KV` is None if no KV holder had room."""
+        self._distributed_kv.opened(node_request, remote_kv, now)
         self._grant()
 
     def host(self, number: int, most_tiles: int, asker: Asker, now: float) -> list[int]:
@@ -579,14 +595,14 @@ class NodeLogic:
         is_first = age <= self._claim.age
         block_ids = self.hosting.lease(number, most_tiles, age, num_spare=0 if is_first else self.hosting.blocks_each)
         while not block_ids and is_first and self.hosting.may_grow:
-            if (younger := self._annexing.youngest_held_up(age)) is None:
+            if (younger := self._distributed_kv.youngest_held_up(age)) is None:
                 break
             self._writing.give_way(younger)
             block_ids = self.hosting.lease(number, most_tiles, age)
         return block_ids
 
     def _recall(self, number: int) -> None:
-        self._endings.decide(RecallAnnex(number))
+        self._endings.decide(RecallRemoteKV(number))
 
     def hosted(self, number: int) -> None:
         """Release the blocks of another node's request."""
@@ -597,8 +613,8 @@ class NodeLogic:
         """End waits that have passed their deadline."""
         self._hand_overs.tick(now)
         self._tier.tick(now)
-        self._borrowings.tick(now)
-        self._annexing.tick(now)
+        self._prefix_fetches.tick(now)
+        self._distributed_kv.tick(now)
         self._claim.tick(now)
         self._grant()
 
@@ -617,7 +633,7 @@ def _load_of(node_requests: Sequence[NodeRequest], works: Sequence[Work]) -> Ste
     """Return the load of a step with these requests and their scheduled tokens."""
     load = StepLoad()
     for node_request, work in zip(node_requests, works, strict=True):
-        if node_request.stage is Stage.WRITING:
+        if node_request.stage is RequestState.RUNNING:
             load.num_answers += 1
             load.num_cached += work.start
         else:

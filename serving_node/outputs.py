@@ -11,7 +11,7 @@ from protos import convert, fleet_pb2
 from protos.convert import attempt_of
 from serving_core.blocks import BlockAllocator
 from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, Stage
+from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
 from serving_core.prefix import hint_of
 from serving_core.requests import SampledToken, finish_reason
 from serving_core.tiers import TierIndex
@@ -181,8 +181,8 @@ class Answers:
             self._endings.tell(first_token=first_token)
         elif not node_request.is_ending:
             convert.tell_token(step_tokens.tokens.add(), request, token, reason)
-        if node_request.stage is not Stage.WRITING and not node_request.hands_over:
-            self._node_requests.enter(node_request, Stage.WRITING)
+        if node_request.stage is not RequestState.RUNNING and not node_request.hands_over:
+            self._node_requests.enter(node_request, RequestState.RUNNING)
         elif node_request.hands_over and reason is None:
             node_request.tail = [token.token_id]
         return reason is not None

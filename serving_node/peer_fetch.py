@@ -22,29 +22,29 @@ from protos import fleet_pb2
 from protos.convert import MAX_MADE, attempt_of, from_tail, to_tail
 from serving_core import reasons
 from serving_core.blocks import BlockLease
-from serving_core.leases import Leases, Loan
+from serving_core.leases import Leases, PrefixFetch
 from serving_core.node_requests import NodeRequest, Offer
 from serving_core.prefix import BlockNames, root_name
-from serving_node.decisions import Borrow, CancelTransfer, Lend
+from serving_node.decisions import CancelTransfer, FetchPrefix, SendPrefix
 from serving_node.outputs import Endings
 from serving_node.second_tier import SecondTier
 
-MAX_LOANS: Final = 16  # at a time
+MAX_PREFIX_FETCHES: Final = 16  # at a time
 
 
 @dataclass(slots=True)
-class _Borrowing:
+class _PrefixFetch:
     """Hold one fetch to this node."""
 
     node_request: NodeRequest
     offer: Offer
-    loan: Loan
+    prefix_fetch: PrefixFetch
     started_s: float
     is_over: bool = False  # no request waits for the fetch; its blocks may still be written
     cancelled: fleet_pb2.Attempt | None = None  # by the coordinator, which waits for the acknowledgement
 
 
-class Borrowings:
+class PrefixFetchesHere:
     """Track remote prefix fetches to this node."""
 
     def __init__(self, leases: Leases, reading: Reading, endings: Endings, block_bytes: int) -> None:
@@ -56,7 +56,7 @@ class Borrowings:
         self._reading = reading
         self._endings = endings
         self._block_bytes = block_bytes
-        self._under_way: dict[int, _Borrowing] = {}  # by epoch
+        self._under_way: dict[int, _PrefixFetch] = {}  # by epoch
 
     def __contains__(self, epoch: int) -> bool:
         """Return whether the transfer of this epoch is a fetch to this node."""
@@ -65,7 +65,7 @@ class Borrowings:
     @property
     def held(self) -> dict[int, BlockLease]:
         """Return the leases of blocks that are being fetched from other nodes, by epoch."""
-        return {epoch: each.loan.lease for epoch, each in self._under_way.items()}
+        return {epoch: each.prefix_fetch.lease for epoch, each in self._under_way.items()}
 
     @property
     def wake_at_s(self) -> float | None:
@@ -87,7 +87,7 @@ class Borrowings:
         num_tokens = min(offer.num_tokens, num_cacheable(node_request))
         num_missing = num_tokens - self._leases.num_held_tokens(node_request, num_tokens)
         is_known = offer.epoch in self._under_way
-        if num_missing < self._leases.block_size or len(self._under_way) >= MAX_LOANS or is_known:
+        if num_missing < self._leases.block_size or len(self._under_way) >= MAX_PREFIX_FETCHES or is_known:
             node_request.offer = None
             return False
         self._begin(node_request, offer, num_tokens, now)
@@ -95,85 +95,85 @@ class Borrowings:
 
     def granted(self, epoch: int, descriptor: bytes) -> None:
         """Report the descriptor by which the source may send; every rank is ready."""
-        borrowing = self._under_way[epoch]
-        if borrowing.node_request.is_ending:
-            self._give_up(borrowing)
-        elif not borrowing.is_over:
-            wire = attempt_of(borrowing.node_request.request)
-            self._endings.tell(borrowing=fleet_pb2.Borrowing(attempt=wire, descriptor=descriptor))
+        prefix_fetch_begun = self._under_way[epoch]
+        if prefix_fetch_begun.node_request.is_ending:
+            self._give_up(prefix_fetch_begun)
+        elif not prefix_fetch_begun.is_over:
+            wire = attempt_of(prefix_fetch_begun.node_request.request)
+            self._endings.tell(prefix_fetch_begun=fleet_pb2.PrefixFetchBegun(attempt=wire, descriptor=descriptor))
 
     def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
         """Record the end of a fetch: its blocks are not written any more."""
-        borrowing = self._under_way.pop(epoch)
-        num_blocks = self._adopt(borrowing, result) if isinstance(result, Received) else 0
-        borrowing.loan.lease.release()
-        self._let_start(borrowing)
+        prefix_fetch_begun = self._under_way.pop(epoch)
+        num_blocks = self._adopt(prefix_fetch_begun, result) if isinstance(result, Received) else 0
+        prefix_fetch_begun.prefix_fetch.lease.release()
+        self._let_start(prefix_fetch_begun)
         self._endings.tell(
-            borrowed=fleet_pb2.Borrowed(
-                attempt=attempt_of(borrowing.node_request.request),
+            prefix_fetch_ended=fleet_pb2.PrefixFetchEnded(
+                attempt=attempt_of(prefix_fetch_begun.node_request.request),
                 num_blocks=num_blocks,
                 num_bytes=num_blocks * self._block_bytes,
-                seconds=now - borrowing.started_s,
+                seconds=now - prefix_fetch_begun.started_s,
             )
         )
-        if borrowing.cancelled is not None:
-            self._endings.tell(cancelled=fleet_pb2.Cancelled(attempt=borrowing.cancelled))
+        if prefix_fetch_begun.cancelled is not None:
+            self._endings.tell(cancelled=fleet_pb2.Cancelled(attempt=prefix_fetch_begun.cancelled))
 
     def cancel(self, attempt: fleet_pb2.Attempt) -> bool:
         """Cancel a fetch whose source sends nothing. Return False if the attempt is no fetch."""
-        borrowing = self._under_way.get(attempt.epoch)
-        if borrowing is None:
+        prefix_fetch_begun = self._under_way.get(attempt.epoch)
+        if prefix_fetch_begun is None:
             return False
-        borrowing.cancelled = attempt
-        self._give_up(borrowing)
+        prefix_fetch_begun.cancelled = attempt
+        self._give_up(prefix_fetch_begun)
         return True
 
     def detached(self) -> None:
         """Give up all fetches: the coordinator is gone."""
-        for borrowing in list(self._under_way.values()):
-            self._give_up(borrowing)
+        for prefix_fetch_begun in list(self._under_way.values()):
+            self._give_up(prefix_fetch_begun)
 
     def tick(self, now: float) -> None:
         """Give up fetches that have passed their deadline."""
-        for borrowing in list(self._under_way.values()):
-            if now >= _late_at_s(borrowing):
-                self._give_up(borrowing)
+        for prefix_fetch_begun in list(self._under_way.values()):
+            if now >= _late_at_s(prefix_fetch_begun):
+                self._give_up(prefix_fetch_begun)
 
     def _begin(self, node_request: NodeRequest, offer: Offer, num_tokens: int, now: float) -> None:
-        loan = self._leases.begin_loan(node_request, num_tokens)
-        self._under_way[offer.epoch] = _Borrowing(node_request, offer, loan, now)
+        prefix_fetch = self._leases.begin_prefix_fetch(node_request, num_tokens)
+        self._under_way[offer.epoch] = _PrefixFetch(node_request, offer, prefix_fetch, now)
         node_request.is_loading = True
-        self._endings.decide(Borrow(offer, loan.lease.block_ids, loan.lease.num_cached))
+        self._endings.decide(FetchPrefix(offer, prefix_fetch.lease.block_ids, prefix_fetch.lease.num_cached))
 
-    def _adopt(self, borrowing: _Borrowing, received: Received) -> int:
+    def _adopt(self, prefix_fetch_begun: _PrefixFetch, received: Received) -> int:
         """Put received blocks into the prefix cache, and return their number; 0 if they do not match the fetch."""
-        loan = borrowing.loan
+        prefix_fetch = prefix_fetch_begun.prefix_fetch
         try:
             token_ids, made = from_tail(received.tail)
         except ValueError:
             return 0
         num_blocks = sum(num_made for _, num_made in made)
-        num_new = num_blocks - len(loan.names)
-        is_odd = token_ids or num_blocks > len(loan.lease.block_ids) or num_new < 0
+        num_new = num_blocks - len(prefix_fetch.names)
+        is_odd = token_ids or num_blocks > len(prefix_fetch.lease.block_ids) or num_new < 0
         if is_odd or received.num_bytes < num_new * self._block_bytes:
             return 0
-        self._leases.lent(borrowing.node_request, loan, num_blocks, made)
+        self._leases.lent(prefix_fetch_begun.node_request, prefix_fetch, num_blocks, made)
         return num_new
 
-    def _give_up(self, borrowing: _Borrowing) -> None:
-        if not borrowing.is_over:
-            borrowing.is_over = True
-            self._let_start(borrowing)
-            self._endings.decide(CancelTransfer(borrowing.offer.epoch))
+    def _give_up(self, prefix_fetch_begun: _PrefixFetch) -> None:
+        if not prefix_fetch_begun.is_over:
+            prefix_fetch_begun.is_over = True
+            self._let_start(prefix_fetch_begun)
+            self._endings.decide(CancelTransfer(prefix_fetch_begun.offer.epoch))
 
-    def _let_start(self, borrowing: _Borrowing) -> None:
-        node_request = borrowing.node_request
-        if node_request.offer is borrowing.offer:
+    def _let_start(self, prefix_fetch_begun: _PrefixFetch) -> None:
+        node_request = prefix_fetch_begun.node_request
+        if node_request.offer is prefix_fetch_begun.offer:
             node_request.is_loading, node_request.offer = False, None
 
 
-def _late_at_s(borrowing: _Borrowing) -> float:
-    return borrowing.started_s + borrowing.offer.patience_s
+def _late_at_s(prefix_fetch_begun: _PrefixFetch) -> float:
+    return prefix_fetch_begun.started_s + prefix_fetch_begun.offer.patience_s
 
 
 MAX_LENT: Final = 64  # at a time
@@ -182,13 +182,13 @@ MAX_LENT: Final = 64  # at a time
 class _Asked(NamedTuple):
     """Hold a fetch that another node has asked for."""
 
-    lend: fleet_pb2.Lend
+    send_prefix: fleet_pb2.SendPrefix
     descriptor: TransferDescriptor
     names: BlockNames
     token_ids: list[int]  # tokens of the blocks that the other node has reserved
 
 
-class Lending:
+class PrefixSends:
     """Track remote prefix fetches from this node by other nodes."""
 
     def __init__(self, leases: Leases, tier: SecondTier, endings: Endings, fingerprint: Mapping[str, str]) -> None:
@@ -208,18 +208,18 @@ class Lending:
         """Return the leases of blocks that other nodes fetch, by epoch."""
         return {epoch: lease for epoch, (_, lease) in self._under_way.items()}
 
-    def lend(self, lend: fleet_pb2.Lend, num_spare: int, now: float) -> None:
+    def send_prefix(self, send_prefix: fleet_pb2.SendPrefix, num_spare: int, now: float) -> None:
         """Begin to send cached blocks by the descriptor of the fetching node.
 
         Reading back from KV offload for the fetch leaves `num_spare` blocks free.
         """
-        epoch = lend.attempt.epoch
+        epoch = send_prefix.attempt.epoch
         if epoch in self._under_way or epoch in self._awaited:
             return
         try:
-            asked = self._asked(lend)
+            asked = self._asked(send_prefix)
         except TransferError as error:
-            self._fail(lend.attempt, str(error))
+            self._fail(send_prefix.attempt, str(error))
             return
         self._awaited[epoch] = asked
         num_known, on_end = asked.descriptor.num_cached_blocks, partial(self._send, asked)
@@ -239,35 +239,37 @@ class Lending:
         for epoch in self._under_way:
             self._endings.decide(CancelTransfer(epoch))
 
-    def _asked(self, lend: fleet_pb2.Lend) -> _Asked:
+    def _asked(self, send_prefix: fleet_pb2.SendPrefix) -> _Asked:
         """Return the checked fetch. Raises TransferError if nothing can be sent."""
         if len(self._under_way) + len(self._awaited) >= MAX_LENT:
-            raise TransferError(f"{MAX_LENT} loans are under way, the limit")
+            raise TransferError(f"{MAX_LENT} prefix fetches are under way, the limit")
         descriptor, epoch, block_size = (
-            TransferDescriptor.decode(lend.descriptor),
-            lend.attempt.epoch,
+            TransferDescriptor.decode(send_prefix.descriptor),
+            send_prefix.attempt.epoch,
             self._leases.block_size,
         )
         if descriptor.epoch != epoch:
-            raise TransferError(f"the descriptor is for epoch {descriptor.epoch}, and the loan's is {epoch}")
-        names = BlockNames(root_name(self._fingerprint, lend.cache_salt, lend.adapter), block_size)
-        token_ids = list(lend.token_ids[: descriptor.num_blocks * block_size])
-        return _Asked(lend, descriptor, names, token_ids)
+            raise TransferError(f"the descriptor is for epoch {descriptor.epoch}, and the prefix fetch's is {epoch}")
+        names = BlockNames(root_name(self._fingerprint, send_prefix.cache_salt, send_prefix.adapter), block_size)
+        token_ids = list(send_prefix.token_ids[: descriptor.num_blocks * block_size])
+        return _Asked(send_prefix, descriptor, names, token_ids)
 
     def _send(self, asked: _Asked) -> None:
         """Send the cached blocks; blocks of KV offload are read back by now."""
-        epoch = asked.lend.attempt.epoch
+        epoch = asked.send_prefix.attempt.epoch
         if self._awaited.get(epoch) is not asked:
             return  # the coordinator is gone
         del self._awaited[epoch]
-        lease, makers = self._leases.lend(asked.names, asked.token_ids)
+        lease, makers = self._leases.send_prefix(asked.names, asked.token_ids)
         makers = _tellable(makers)
         if len(makers) <= asked.descriptor.num_cached_blocks:
             lease.release()
-            self._fail(asked.lend.attempt, "the node holds no more of the tokens than the other one")
+            self._fail(asked.send_prefix.attempt, "the node holds no more of the tokens than the other one")
             return
-        self._under_way[epoch] = asked.lend.attempt, lease
-        self._endings.decide(Lend(epoch, asked.lend.descriptor, lease.block_ids[: len(makers)], to_tail([], makers)))
+        self._under_way[epoch] = asked.send_prefix.attempt, lease
+        self._endings.decide(
+            SendPrefix(epoch, asked.send_prefix.descriptor, lease.block_ids[: len(makers)], to_tail([], makers))
+        )
 
     def _fail(self, attempt: fleet_pb2.Attempt, message: str) -> None:
         self._endings.tell(failed=fleet_pb2.Failed(attempt=attempt, reason=reasons.TRANSFER_FAILED, message=message))

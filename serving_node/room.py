@@ -21,14 +21,14 @@ from prefill_node.order import due_s
 from prefill_node.reading import Reading
 from serving_core.costs import StepCosts
 from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, Stage
+from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
 from serving_node.cap import Cap, num_blocks_of
 from serving_node.claims import Claim, Hosting
 
-HOLDING: Final = (Stage.WRITING, Stage.GRANTED, Stage.READING)
-SLOTED: Final = (Stage.WRITING, Stage.GRANTED, Stage.STOPPED)
-WITHOUT: Final = (Stage.QUEUED, Stage.AWAITING)
-LACKING: Final = (*WITHOUT, Stage.READING, Stage.READ, Stage.WRITING)
+HOLDING: Final = (RequestState.RUNNING, RequestState.RECEIVING_KV, RequestState.PREFILLING)
+SLOTED: Final = (RequestState.RUNNING, RequestState.RECEIVING_KV, RequestState.FROZEN)
+WITHOUT: Final = (RequestState.WAITING, RequestState.WAITING_FOR_BLOCKS)
+LACKING: Final = (*WITHOUT, RequestState.PREFILLING, RequestState.PREFILLED, RequestState.RUNNING)
 
 
 def credit_order(node_request: NodeRequest) -> tuple[int, int, int]:
@@ -81,7 +81,7 @@ class Room:
         if self.num_running() >= self.num_slots and not self._unready_grants():  # however many requests wait
             return
         leaves_enough = self._claim.gate(self._credit.num_to_hold)
-        for node_request in sorted(self._node_requests.in_stage(Stage.AWAITING), key=credit_order):
+        for node_request in sorted(self._node_requests.in_stage(RequestState.WAITING_FOR_BLOCKS), key=credit_order):
             if node_request.is_ending or self._is_behind(node_request.age) or not leaves_enough(node_request):
                 continue
             num_promised, num_promised_slots = self._promised_before(node_request)
@@ -100,10 +100,10 @@ class Room:
     def _promised_before(self, node_request: NodeRequest) -> tuple[int, int]:
         """Return the blocks and running slots that older prompts of this node need."""
         num_blocks, num_slots, is_head = 0, 0, True
-        for each in self._node_requests.in_stage(Stage.QUEUED, Stage.READING):
+        for each in self._node_requests.in_stage(RequestState.WAITING, RequestState.PREFILLING):
             if each.age > node_request.age:
                 break
-            if each.stage is Stage.READING:
+            if each.stage is RequestState.PREFILLING:
                 if self._lacks_growth(each):
                     num_blocks += self._leases.num_missing(each, each.num_computed + each.num_to_compute)
             elif not each.is_ending and (is_head or each.has_first_token) and not self._cap.holds_back(each):
@@ -122,17 +122,17 @@ class Room:
         The revoked request may be prefilled much later.
         """
         unready = self._unready_grants()
-        if unready and not any(each.is_revoked for each in self._node_requests.in_stage(Stage.GRANTED)):
+        if unready and not any(each.is_revoked for each in self._node_requests.in_stage(RequestState.RECEIVING_KV)):
             self._writing.give_way(max(unready, key=credit_order))
 
     def _unready_grants(self) -> list[NodeRequest]:
         """Return the requests with credit whose KV has not begun to arrive and that are not known to be prefilled."""
-        granted = self._node_requests.in_stage(Stage.GRANTED)
+        granted = self._node_requests.in_stage(RequestState.RECEIVING_KV)
         return [each for each in granted if can_give_way(each) and not each.is_ready and not each.is_coming]
 
     def num_running(self) -> int:
         """Return the sequences that decode here or will as soon as their KV is complete; each needs more blocks."""
-        being_read = self._node_requests.in_stage(Stage.READING)
+        being_read = self._node_requests.in_stage(RequestState.PREFILLING)
         return self._node_requests.count(*SLOTED) + sum([not each.hands_over for each in being_read])
 
     def num_awaited(self) -> int:
@@ -142,7 +142,7 @@ class Room:
         """
         without = self._node_requests.in_stage(*WITHOUT)
         needed = [
-            self._reading.num_needed(each) if each.stage is Stage.QUEUED else self._credit.num_to_hold(each)
+            self._reading.num_needed(each) if each.stage is RequestState.WAITING else self._credit.num_to_hold(each)
             for each in without
         ]
         return sum(needed) + self.num_running()
@@ -153,14 +153,14 @@ class Room:
         Returns whether any request started.
         """
         num_older, has_running = 0, False
-        if not any(each.is_kept for each in self._node_requests.in_stage(Stage.READ)):
+        if not any(each.is_kept for each in self._node_requests.in_stage(RequestState.PREFILLED)):
             return False
-        for node_request in self._node_requests.in_stage(*WITHOUT, Stage.READ):
+        for node_request in self._node_requests.in_stage(*WITHOUT, RequestState.PREFILLED):
             if node_request.is_ending or node_request.is_outgoing:
                 continue
             if self.num_running() + num_older >= self.num_slots:
                 break
-            if node_request.stage is Stage.READ:
+            if node_request.stage is RequestState.PREFILLED:
                 self._writing.take_over(node_request)
                 has_running = True
             else:
@@ -195,9 +195,9 @@ class Room:
     @property
     def may_start_any(self) -> bool:
         """Return whether a queued prompt might start if it had blocks."""
-        if not self._node_requests.count(Stage.QUEUED):
+        if not self._node_requests.count(RequestState.WAITING):
             return False
-        return self._has_free_slot or not all(map(_needs_slot, self._node_requests.in_stage(Stage.QUEUED)))
+        return self._has_free_slot or not all(map(_needs_slot, self._node_requests.in_stage(RequestState.WAITING)))
 
     @property
     def _has_free_slot(self) -> bool:
@@ -230,7 +230,7 @@ class Room:
             if node_request.age > held_back_from:
                 break
             if not self._lacks_room(node_request) or (
-                node_request.stage is Stage.AWAITING and not node_request.is_ready
+                node_request.stage is RequestState.WAITING_FOR_BLOCKS and not node_request.is_ready
             ):
                 continue
             if victim := self._youngest_behind(node_request):
@@ -277,19 +277,19 @@ class Room:
 
     def _num_blocks_of(self, node_request: NodeRequest) -> int:
         """Return the blocks that a request needs to continue, including the blocks it has."""
-        if node_request.stage is Stage.QUEUED:
+        if node_request.stage is RequestState.WAITING:
             return self._reading.num_needed(node_request)
-        if node_request.stage is Stage.AWAITING:
+        if node_request.stage is RequestState.WAITING_FOR_BLOCKS:
             return self._credit.num_to_hold(node_request)
         return num_blocks_of(node_request) + 1
 
     def _lacks_room(self, node_request: NodeRequest) -> bool:
         """Return whether a request could continue if others were preempted."""
-        if node_request.stage is Stage.READ:
+        if node_request.stage is RequestState.PREFILLED:
             return node_request.is_kept
-        if node_request.stage is Stage.AWAITING:
+        if node_request.stage is RequestState.WAITING_FOR_BLOCKS:
             return not node_request.is_to_share
-        return not (node_request.stage is Stage.QUEUED and self._cap.holds_back(node_request))
+        return not (node_request.stage is RequestState.WAITING and self._cap.holds_back(node_request))
 
     def _waits(self, node_request: NodeRequest) -> bool:
         """Return whether a request has no blocks to begin or to continue."""
@@ -300,7 +300,7 @@ class Room:
 
         Other prompts have all of their blocks from the start.
         """
-        is_growing = node_request.stage in (Stage.WRITING, Stage.READING)
+        is_growing = node_request.stage in (RequestState.RUNNING, RequestState.PREFILLING)
         return is_growing and self._leases.num_missing(node_request, node_request.num_computed + 1) > 0
 
     def _youngest_behind(self, node_request: NodeRequest) -> NodeRequest | None:
@@ -309,7 +309,7 @@ class Room:
         for each in reversed(list(self._node_requests)):
             if each is node_request:
                 return None
-            if each.stage in HOLDING or (each.stage is Stage.READ and not needs_slot):
+            if each.stage in HOLDING or (each.stage is RequestState.PREFILLED and not needs_slot):
                 return each
         return None
 
@@ -327,22 +327,22 @@ class Room:
         return not preferred.is_ending and preferred.age < age
 
     def _running(self) -> list[NodeRequest]:
-        being_read = [each for each in self._node_requests.in_stage(Stage.READING) if not each.hands_over]
+        being_read = [each for each in self._node_requests.in_stage(RequestState.PREFILLING) if not each.hands_over]
         return [*self._node_requests.in_stage(*SLOTED), *being_read]
 
 
 def _needs_slot(node_request: NodeRequest) -> bool:
     """Return whether a request needs a running slot, which it does not have, to start or to continue."""
-    return not node_request.hands_over or (node_request.is_kept and node_request.stage is Stage.READ)
+    return not node_request.hands_over or (node_request.is_kept and node_request.stage is RequestState.PREFILLED)
 
 
 def _lets_go_soon(node_request: NodeRequest) -> bool:
     """Return whether a request's blocks come free without another request or a step of this node."""
-    if node_request.stage is Stage.GRANTED and not node_request.is_receiving:
+    if node_request.stage is RequestState.RECEIVING_KV and not node_request.is_receiving:
         return True  # its sender aborted, and it is cancelled soon
-    if node_request.stage is Stage.STOPPED:
+    if node_request.stage is RequestState.FROZEN:
         return True  # the coordinator decides soon whether it goes or stays
-    if node_request.is_annexing:
+    if node_request.is_distributed:
         return True
     if node_request.is_loading:
         return True  # its blocks arrive, or it starts without them

@@ -14,8 +14,8 @@ from engine.cache.tier_store import TierStore
 from engine.drafting import Drafter
 from engine.engine import Engine
 from engine.stepper import StepClock
-from kv_transfer.annexes.annex import Annex
-from kv_transfer.annexes.wire import Asker
+from kv_transfer.distributed_kv.remote_kv import RemoteKV
+from kv_transfer.distributed_kv.wire import Asker
 from kv_transfer.ends.receiver import Alarm, KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.results import Received, Sent, TransferFailed
@@ -29,24 +29,23 @@ from serving_core.node_requests import Key, NodeRequest, NodeRequests
 from serving_core.requests import Guide
 from serving_core.shapes import preset
 from serving_core.waiting import first_to_end
-from serving_node.annex_ends import AnnexEnds, tile_tokens
 from serving_node.claims import most_hosted_tokens
 from serving_node.compiling import Compiling
 from serving_node.decisions import (
     Beat,
-    Borrow,
     CancelLoad,
     CancelTransfer,
-    CloseAnnexes,
+    CloseRemoteKV,
     Decision,
+    FetchPrefix,
     FinishSend,
-    Lend,
     Load,
-    OpenAnnex,
-    RecallAnnex,
+    OpenRemoteKV,
+    RecallRemoteKV,
     Receive,
     Send,
     SendMore,
+    SendPrefix,
     Spill,
     Tell,
 )
@@ -57,6 +56,7 @@ from serving_node.logic import Limits, NodeLogic
 from serving_node.ranks.leading import Followers
 from serving_node.ranks.tiers import NodeTier
 from serving_node.ranks.transfers import NodeTransfers
+from serving_node.remote_kv_ends import RemoteKVEnds, tile_tokens
 from serving_node.reports import new_incarnation, node_info, rank_loads
 from serving_node.second_tier import NO_TIER, TierPlan
 from serving_node.settings import OFF, NodeSettings
@@ -142,9 +142,9 @@ class NodeRunner:
             pp_size=self._pp_size,
             ttl_s=settings.reservation_ttl_s,
         )
-        self._annexes: AnnexEnds | None = None
+        self._remote_kvs: RemoteKVEnds | None = None
         if limits.tile_tokens:
-            self._annexes = AnnexEnds(settings, engine, self._host, self._hosted, self._opened)
+            self._remote_kvs = RemoteKVEnds(settings, engine, self._host, self._hosted, self._opened)
         self._compiling = Compiling(engine.grammars, self._pass_on, self._refuse)
         self._stepping = Stepping(
             engine,
@@ -178,7 +178,7 @@ class NodeRunner:
             home=convert.shape_to_wire(self._logic.home),
             kv_keys=self._transfers.keys,
             num_tier_blocks=self._num_tier_blocks,
-            annexes=self._annex_offer(),
+            remote_kvs=self._remote_kv_offer(),
         )
 
     @property
@@ -192,7 +192,7 @@ class NodeRunner:
         return fleet_pb2.Heartbeat(load=load, step_age_s=self.step_age_s)
 
     def handle(self, command: fleet_pb2.NodeCommand) -> None:
-        self._transfers.admit([*command.reserve.sender_keys, *_job_of(command).borrow.sender_keys])
+        self._transfers.admit([*command.reserve.sender_keys, *_job_of(command).fetch_prefix.sender_keys])
         self._compiling.take(command)
         if not self._compiling.is_idle:
             self._idle.clear()
@@ -357,15 +357,15 @@ class NodeRunner:
 
     # ---- distributed KV ----
 
-    def _annex_offer(self) -> fleet_pb2.AnnexOffer | None:
-        if self._annexes is None:
+    def _remote_kv_offer(self) -> fleet_pb2.HolderOffer | None:
+        if self._remote_kvs is None:
             return None
         most = most_hosted_tokens(self._engine.num_blocks, self._engine.layout.block_size, self._limits.tile_tokens)
-        host = fleet_pb2.AnnexHost(address=self._annexes.address, key=self._annexes.key)
-        return fleet_pb2.AnnexOffer(host=host, num_tokens=most)
+        host = fleet_pb2.KVHolder(address=self._remote_kvs.address, key=self._remote_kvs.key)
+        return fleet_pb2.HolderOffer(host=host, num_tokens=most)
 
-    def _opened(self, node_request: NodeRequest, annex: Annex | None) -> None:
-        self._logic.opened(node_request, annex, time.monotonic())
+    def _opened(self, node_request: NodeRequest, remote_kv: RemoteKV | None) -> None:
+        self._logic.opened(node_request, remote_kv, time.monotonic())
         self._carry_out()
 
     def _host(self, number: int, most_tiles: int, asker: Asker) -> list[int]:
@@ -380,8 +380,8 @@ class NodeRunner:
 
     async def close(self) -> None:
         """Close both ends of distributed KV."""
-        if self._annexes is not None:
-            await asyncio.to_thread(self._annexes.close)
+        if self._remote_kvs is not None:
+            await asyncio.to_thread(self._remote_kvs.close)
 
     # ---- decisions ----
 
@@ -414,15 +414,15 @@ class NodeRunner:
                 self._link.send(heartbeat=self.heartbeat())
             case Receive():
                 self._grants.receive(decision)
-            case Borrow():
-                self._grants.borrow(decision)
-            case Send() | SendMore() | FinishSend() | Lend() | CancelTransfer():
+            case FetchPrefix():
+                self._grants.fetch_prefix(decision)
+            case Send() | SendMore() | FinishSend() | SendPrefix() | CancelTransfer():
                 self._transfers.carry_out(decision)
             case Spill() | Load() | CancelLoad():
                 self._tier.carry_out(decision)
-            case OpenAnnex() | RecallAnnex() | CloseAnnexes():
-                assert self._annexes is not None, "a node without tiles"
-                self._annexes.carry_out(decision)
+            case OpenRemoteKV() | RecallRemoteKV() | CloseRemoteKV():
+                assert self._remote_kvs is not None, "a node without tiles"
+                self._remote_kvs.carry_out(decision)
 
     def _tick(self) -> None:
         self._logic.tick(time.monotonic())

@@ -97,7 +97,7 @@ class NodeSettings:
         "Send KV blocks through shared memory to nodes of the same machine that allow it too (zmq); otherwise "
         "over --kv-bind.",
     )
-    kv_annexes: bool = flag(
+    distributed_kv: bool = flag(
         False,
         "Distributed KV: keep the oldest blocks of requests that are longer than a node's pool in other nodes' pools.",
     )

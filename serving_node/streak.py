@@ -16,7 +16,7 @@ from prefill_node.reading import Reading
 from serving_core.costs import StepLoad, StepRates
 from serving_core.figures import BATCH, Histogram
 from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, Stage
+from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
 from serving_core.requests import Request, Work
 from serving_node.room import Room
 
@@ -45,7 +45,7 @@ class StepCounts:
         self.num_answer_tokens += num_answer_tokens
 
 
-WAITING: Final = (Stage.QUEUED, Stage.READING)
+WAITING: Final = (RequestState.WAITING, RequestState.PREFILLING)
 
 
 @dataclass(slots=True, eq=False)
@@ -155,12 +155,12 @@ class Streaks:
             return False
         self._grant()
         self._is_calm = is_calm(self._node_requests)
-        has_prompts = bool(self._node_requests.count(Stage.READING)) or self._room.may_start_any
+        has_prompts = bool(self._node_requests.count(RequestState.PREFILLING)) or self._room.may_start_any
         return has_prompts or not self._is_of_all(streak)
 
     def _is_of_all(self, streak: Streak) -> bool:
         """Return whether the streak holds all running sequences."""
-        return self._node_requests.count(Stage.WRITING) == len(streak.node_requests)
+        return self._node_requests.count(RequestState.RUNNING) == len(streak.node_requests)
 
 
 def is_calm(node_requests: NodeRequests) -> bool:
@@ -170,7 +170,7 @@ def is_calm(node_requests: NodeRequests) -> bool:
     """
     if node_requests.count(*WAITING):
         return False
-    if any(not each.is_to_share for each in node_requests.in_stage(Stage.AWAITING)):
+    if any(not each.is_to_share for each in node_requests.in_stage(RequestState.WAITING_FOR_BLOCKS)):
         return False
     return not any(each.is_kept or each.ending is not None or each.is_sending for each in node_requests)
 
@@ -215,7 +215,12 @@ def _num_steps(node_request: NodeRequest, eos_token_ids: Sequence[int]) -> int:
     """Return the number of steps that do not end the sequence."""
     request, sampling = node_request.request, node_request.request.sampling
     may_end = bool(sampling.stop_token_ids) or (bool(eos_token_ids) and not sampling.ignore_eos)
-    if node_request.stage is not Stage.WRITING or node_request.num_to_compute != 1 or may_end or node_request.hosts:
+    if (
+        node_request.stage is not RequestState.RUNNING
+        or node_request.num_to_compute != 1
+        or may_end
+        or node_request.hosts
+    ):
         return 0
     return sampling.max_tokens - request.num_output_tokens - 1
 
@@ -226,13 +231,13 @@ def works_ahead(works: Sequence[Work], node_requests: NodeRequests, leases: Leas
     The list is empty if the running step is not a decode step of all sequences, if a sequence is at its last token or
     may have blocks on other nodes, or if blocks are short.
     """
-    if len(works) != node_requests.count(Stage.WRITING) or not is_calm(node_requests):
+    if len(works) != node_requests.count(RequestState.RUNNING) or not is_calm(node_requests):
         return []
     at_work = [node_requests.of(work.request) for work in works]
     for work, node_request in zip(works, at_work, strict=True):
         request = work.request
         if (
-            node_request.stage is not Stage.WRITING
+            node_request.stage is not RequestState.RUNNING
             or work.num_tokens != 1
             or work.candidates
             or not node_request.in_step

@@ -123,8 +123,10 @@ def revoked(attempt):
     return fleet_pb2.NodeEvent(revoked=fleet_pb2.Revoked(attempt=attempt))
 
 
-def move_failed(attempt, reason="TRANSFER_FAILED", message="what happened"):
-    return fleet_pb2.NodeEvent(move_failed=fleet_pb2.MoveFailed(attempt=attempt, reason=reason, message=message))
+def migration_failed(attempt, reason="TRANSFER_FAILED", message="what happened"):
+    return fleet_pb2.NodeEvent(
+        migration_failed=fleet_pb2.MigrationFailed(attempt=attempt, reason=reason, message=message)
+    )
 
 
 def taken(attempt):

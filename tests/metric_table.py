@@ -15,8 +15,9 @@ from coordinator.api_server_link import ApiServerLink, api_server_figures
 from decode_node.speculation import SpeculationCounts
 from engine.stepper import StepClock
 from protos import inference_pb2
-from serving_core.figures import BATCH, Histogram, families
+from serving_core.figures import BATCH, PREFIX, Histogram, families
 from serving_core.node_requests import NodeRequests
+from serving_core.renamed import METRICS
 from serving_node.exposition import NodeExposition
 from serving_node.streak import StepCounts
 from tests import fleet_events as events
@@ -64,15 +65,20 @@ def full_name(metric: Metric) -> str:
 
 def table() -> str:
     """The part of the page between the marks."""
-    told = [metric for metric in coordinator_metrics() if not metric.name.startswith(OF_PROCESS)]
+    told = [metric for metric in _named_now(coordinator_metrics()) if not metric.name.startswith(OF_PROCESS)]
     own = [metric for metric in told if not metric.name.startswith("vllm:")]
     aliases = [metric for metric in told if metric.name.startswith("vllm:")]
     parts = [
         ("The coordinator, at `/metrics` of its HTTP port:", own),
-        ("Each node with `--metrics-port`:", node_metrics()),
+        ("Each node with `--metrics-port`:", _named_now(node_metrics())),
         ("The coordinator under vLLM's names, with `model_name` and `engine` beside what stands here:", aliases),
     ]
     return "\n".join(line for title, metrics in parts for line in ("", title, "", *_lines(metrics))) + "\n\n"
+
+
+def _named_now(metrics: Iterable[Metric]) -> list[Metric]:
+    """Return the metrics without those under the names of the release before."""
+    return [metric for metric in metrics if metric.name.removeprefix(PREFIX) not in METRICS.values()]
 
 
 def _lines(metrics: Iterable[Metric]) -> Iterable[str]:

@@ -17,7 +17,7 @@ from coordinator.api.http.counting import HttpCounts
 from coordinator.api.sheds import Sheds
 from coordinator.api.statuses import CODES
 from coordinator.control.attempt_events import RESTART_REASONS
-from coordinator.control.instructions import MoveOutcome
+from coordinator.control.instructions import MigrationOutcome
 from coordinator.control.metrics import LENT, NOT_LENT, Metrics
 from coordinator.control.nodes import DRAINED, LossCause, Node, Registry, has_path, num_kinds
 from coordinator.control.outcomes import FINISH_REASONS
@@ -97,8 +97,10 @@ def _times(metrics: Metrics) -> Iterator[Figure]:
     ):
         yield figure(name, help, observed, name)
     help = "From the last token before a running answer moved to the first one after it."
-    yield figure("move_pause_seconds", help, metrics.move_pause)
-    yield figure("loan_seconds", "From a node's room for blocks to the end of the loan.", metrics.loan)
+    yield figure("migration_pause_seconds", help, metrics.migration_pause)
+    yield figure(
+        "prefix_fetch_seconds", "From a node's room for blocks to the end of the prefix fetch.", metrics.prefix_fetch
+    )
     for phase, observed in metrics.phases.items():
         help = f"Part of an answer's time: {phase.value.replace('_', ' ')}."
         yield figure(f"request_{phase.value}_seconds", help, observed, *filter(None, [VLLM_PHASES.get(phase)]))
@@ -127,7 +129,9 @@ def _totals(metrics: Metrics) -> Iterator[Figure]:
     yield total("generation_tokens", "Of answers.", metrics.num_generated_tokens, "generation_tokens")
     yield total("kv_transferred_bytes", "KV that travelled between nodes.", metrics.num_kv_bytes)
     yield total("kv_saved_bytes", "KV that decode nodes held already.", metrics.num_kv_bytes_saved)
-    yield total("moved_kv_bytes", "Of the KV that travelled, that of answers that moved.", metrics.num_moved_kv_bytes)
+    yield total(
+        "moved_kv_bytes", "Of the KV that travelled, that of answers that moved.", metrics.num_migrated_kv_bytes
+    )
     yield total("proposed_tokens", "Candidates that were computed for answers that have ended.", metrics.num_proposed)
     yield total("accepted_tokens", "Of those, the ones that became tokens.", metrics.num_accepted)
     yield total("blocks_lent", "Of prompts, that came from other nodes which held them.", metrics.num_blocks_lent)
@@ -139,9 +143,15 @@ def _totals(metrics: Metrics) -> Iterator[Figure]:
     finish_reasons, failures = FINISH_REASONS.values(), metrics.transfers_failed
     help = "Answers that ended well."
     yield totals("requests_finished", help, "finished_reason", finish_reasons, metrics.finished)
-    yield totals("loans", "Loans of blocks to nodes that read.", "outcome", (LENT, NOT_LENT), metrics.loans)
-    outcomes = [outcome.value for outcome in MoveOutcome]
-    yield totals("moves", "Moves of running answers to other nodes.", "outcome", outcomes, metrics.moves)
+    yield totals(
+        "prefix_fetches",
+        "Prefix fetches of blocks to nodes that read.",
+        "outcome",
+        (LENT, NOT_LENT),
+        metrics.prefix_fetches,
+    )
+    outcomes = [outcome.value for outcome in MigrationOutcome]
+    yield totals("migrations", "Moves of running answers to other nodes.", "outcome", outcomes, metrics.migrations)
     yield totals("requests_failed", "Answers that ended with an error.", "reason", CODES, metrics.failed)
     yield totals("requests_refused", "Requests that did not begin.", "reason", CODES, metrics.refused)
     yield totals("transfers_failed", "Transfers of KV that failed.", "reason", RESTART_REASONS, failures)

@@ -143,7 +143,7 @@ class _Held(NamedTuple):
     until_s: float  # when SHARE of the time until its first token is due has passed
     age: int
     request: TrackedRequest
-    reads_s: float  # seconds that its prefill takes
+    prefill_s: float  # seconds that its prefill takes
     first_s: float  # when its first token is due
     begins_s: float  # when it was expected to begin
 
@@ -186,7 +186,7 @@ class Holding:
             return False
         until_s = request.timeline.start_s + SHARE * (due.first_s - request.timeline.start_s)
         begins_s = now + placed.wait_s
-        held = _Held(request.priority, until_s, request.age, request, placed.reads_s, due.first_s, begins_s)
+        held = _Held(request.priority, until_s, request.age, request, placed.prefill_s, due.first_s, begins_s)
         if _is_over(held, placed.begins_s, now) or placed.begins_s == inf:
             return False
         spare_s = (self._margin.factor - 1) * (until_s - now) if until_s < inf else 0.0
@@ -196,18 +196,17 @@ class Holding:
         request.note_held(now)
         return True
 
-    def urgent(self, placed: Placed, num_readers: int, now: float) -> TrackedRequest | None:
+    def urgent(self, placed: Placed, num_prefill_nodes: int, now: float) -> TrackedRequest | None:
         """Return the request that must begin although it would make others late; None where all can wait longer.
 
-        `placed` is the placement of the first request, and `num_readers` the number of prefill nodes. Where a request
-        can wait no longer, the first one of its priority in the queue begins.
-        """
-        has_work = placed.begins_s - placed.reads_s > LOOKS_EVERY_S
+        `placed` is the placement of the first request, and `num_prefill_nodes` the number of prefill nodes. Where a
+        request can wait no longer, the first one of its priority in the queue begins."""
+        has_work = placed.begins_s - placed.prefill_s > LOOKS_EVERY_S
         begins_s, first = 0.0, None
         for held in self._held:
             if first is None or first.priority < held.priority:
                 first = held
-            begins_s += held.reads_s / num_readers
+            begins_s += held.prefill_s / num_prefill_nodes
             if _is_over(held, 0.0 if has_work else begins_s, now):
                 return first.request
         return None
@@ -301,7 +300,7 @@ class Admission:
         due = self.planned_due(request)
         if due is None or request.output or due.first_s == inf:
             return False
-        return now + placed.least_read_s + self._kept_s(request, placed.least_read_s, now) > due.first_s
+        return now + placed.least_prefill_s + self._kept_s(request, placed.least_prefill_s, now) > due.first_s
 
     def arrives(self, request: TrackedRequest, now: float) -> None:
         """Note whether a new request comes back at its retry-after time."""
@@ -325,20 +324,20 @@ class Admission:
     def predict(self, request: TrackedRequest, placed: Placed, now: float) -> None:
         """Record when the first token of a request that begins now is expected, if that is known and in time."""
         is_timely = placed.is_timely and not request.num_restarts and not self.is_hopeless(request, placed, now)
-        is_new = placed.least_read_s > 0 and not request.output
+        is_new = placed.least_prefill_s > 0 and not request.output
         request.predicted_first_s = now + placed.begins_s if is_timely and is_new else None
 
     def expectation(self, request: TrackedRequest, placed: Placed, step_s: float, now: float) -> Expectation:
         """Return the predictions for a new request that begins now. `step_s` is the decode step of its node with the
         request."""
         due, planned = request.due, self.planned_due(request)
-        is_known = placed.least_read_s > 0 and placed.begins_s < inf
+        is_known = placed.least_prefill_s > 0 and placed.begins_s < inf
         margin_s = 0.0
         if due is not None and planned is not None and planned.first_s < inf:
             margin_s = due.first_s - planned.first_s
         return Expectation(
             expected_ttft_s=now + placed.begins_s - request.timeline.start_s if is_known else 0.0,
-            expected_prefill_s=placed.reads_s if is_known else 0.0,
+            expected_prefill_s=placed.prefill_s if is_known else 0.0,
             ttft_margin_s=margin_s,
             expected_tpot_s=step_s,
             deferred_s=0.0 if request.held_since_s is None else now - request.held_since_s,
@@ -346,7 +345,7 @@ class Admission:
 
     def first_token(self, request: TrackedRequest, num_waiting: int, now: float) -> None:
         """Learn from the first token of a request, while `num_waiting` other requests wait for theirs."""
-        self._queue.moved(num_waiting, now)
+        self._queue.migrated(num_waiting, now)
         self._learn(request, now)
 
     def refused_late(self, request: TrackedRequest, now: float) -> None:
@@ -397,7 +396,7 @@ class _Queue:
     def __init__(self) -> None:
         self._times_s: deque[float] = deque(maxlen=NUM_FIRST_TOKENS)
 
-    def moved(self, num_waiting: int, now: float) -> None:
+    def migrated(self, num_waiting: int, now: float) -> None:
         """Record a first token. While no other requests wait, the rate is that of arrivals, and the record is
         dropped."""
         if num_waiting:

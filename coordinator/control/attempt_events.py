@@ -1,14 +1,14 @@
 """Handle what nodes report about the current attempt of a request. Pure.
 
 Reports about migrations and remote prefix fetches are handled in coordinator/control/migration.py and
-coordinator/control/lending.py.
+coordinator/control/prefix_fetch.py.
 """
 
 from typing import Any, Final
 
 from coordinator.control.instructions import Embedded, Instruction, Send
 from coordinator.control.live import LiveAnswers
-from coordinator.control.migration import Moves
+from coordinator.control.migration import Migrations
 from coordinator.control.nodes import Node
 from coordinator.control.outcomes import (
     MAX_MESSAGE_CHARS,
@@ -32,9 +32,9 @@ RESTART_REASONS: Final = (reasons.TRANSFER_FAILED, reasons.KV_CHECKSUM_MISMATCH)
 class AttemptEvents:
     """Apply the events of current attempts, in any order of arrival."""
 
-    def __init__(self, live: LiveAnswers, moves: Moves) -> None:
+    def __init__(self, live: LiveAnswers, migrations: Migrations) -> None:
         self._live = live
-        self._moves = moves
+        self._migrations = migrations
 
     def handle(self, request: TrackedRequest, node: Node, kind: str, body: Any, now: float) -> list[Instruction]:
         """Handle an event of a node that has a part in the current attempt."""
@@ -51,8 +51,8 @@ class AttemptEvents:
                 return self._on_embedded(request, body, now)
             case "transferred" | "committed":
                 return self._on_committed(request, node, body, now)
-            case "move_failed":
-                return self._moves.on_source_failed(request, body, now)
+            case "migration_failed":
+                return self._migrations.on_source_failed(request, body, now)
             case "failed":
                 return self._on_failed(request, node, body, now)
             case "cancelled":
@@ -87,7 +87,7 @@ class AttemptEvents:
                 return []
         if request.timeline.phase is not Phase.DECODE:
             request.timeline.enter(Phase.DECODE, now, ago_s=step_s)
-            self._live.handover.moved(attempt, now - step_s, now)
+            self._live.handover.migrated(attempt, now - step_s, now)
         return [] if num_early else self._live.emit(request, token, now)
 
     def lose_part(
@@ -172,7 +172,7 @@ class AttemptEvents:
             request.attempt.let_go(node)
             self._live.ledger.let_go(request.request_id, node)
         elif isinstance(event, fleet_pb2.Committed) and request.count_kv(event):
-            self._live.metrics.kv_moved(event.num_bytes, event.num_bytes_saved)
+            self._live.metrics.kv_migrated(event.num_bytes, event.num_bytes_saved)
         request.attempt.is_committed = True
         if request.timeline.phase in (Phase.CREDIT_WAIT, Phase.TRANSFER):
             request.timeline.enter(Phase.DECODE_QUEUE, now)

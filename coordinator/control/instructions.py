@@ -40,22 +40,22 @@ class End(NamedTuple):
     ended_s: float
 
 
-class MoveOutcome(Enum):
+class MigrationOutcome(Enum):
     """How a migration ended; the values are labels of a metric."""
 
-    MOVED = "moved"
+    MIGRATED = "migrated"
     REFUSED = "refused"  # the target had no room or was lost; the source was not told
     FAILED = "failed"  # the KV did not arrive; the source decodes on
     ENDED = "ended"  # the request ended first, or was restarted on other nodes
 
 
-class MoveEnded(NamedTuple):
+class MigrationEnded(NamedTuple):
     """Record the end of a migration, once for each. Nothing is to be sent."""
 
     request_id: str
     source: Node
     target: Node
-    outcome: MoveOutcome
+    outcome: MigrationOutcome
     started_s: float  # when the target was asked
     ended_s: float
     num_kv_bytes: int = 0
@@ -65,4 +65,4 @@ class MoveEnded(NamedTuple):
         return self.ended_s - self.started_s
 
 
-Instruction = Send | Emit | Embedded | End | MoveEnded
+Instruction = Send | Emit | Embedded | End | MigrationEnded

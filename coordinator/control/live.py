@@ -11,16 +11,16 @@ from math import inf
 from typing import Final, NamedTuple
 
 from coordinator.control.admission import Admission, Holding, Pace
-from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, MoveOutcome, Send
+from coordinator.control.instructions import Emit, End, Instruction, MigrationEnded, MigrationOutcome, Send
 from coordinator.control.lives import Lives
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import Node, Registry, has_path
 from coordinator.control.outcomes import completion, too_late, with_expectation, with_progress
 from coordinator.control.placement.lateness import step_s
+from coordinator.control.placement.no_choice import best_decode_node, best_prefill_node
 from coordinator.control.placement.policy import Coming, Placed, Policy, Wanted
-from coordinator.control.placement.readers import best_reader, best_writer
-from coordinator.control.request import Attempt, Move, MoveStage, Releases, TrackedRequest
+from coordinator.control.request import Attempt, Migration, MigrationStage, Releases, TrackedRequest
 from coordinator.control.roles import Demand, Ended
 from coordinator.control.timeline import Phase
 from coordinator.control.transfer_costs import Handover
@@ -54,14 +54,14 @@ class LiveAnswers:
         first_epoch: int,
         max_restarts: int,
         node_wait_s: float,
-        lends: str,
+        fetches: str,
         policy: Policy,
         admission: Admission,
     ) -> None:
         self.registry = registry
         self.ledger = ledger
         self.metrics = metrics
-        self.handover = Handover(lends)
+        self.handover = Handover(fetches)
         self.lives = Lives()
         self._coming = Pace()  # of new requests that have a limit on their first token
         self._tokens_coming = Pace()  # prompt tokens that these have to compute
@@ -146,8 +146,8 @@ class LiveAnswers:
             try:
                 placed = self._place(request, now)
                 if not (placed.is_timely or self._is_idle(placed)):
-                    num_readers = sum(node.usable.reads for node in self.registry.nodes if node.is_ready)
-                    if (urgent := self.holding.urgent(placed, num_readers, now)) is None:
+                    num_prefill_nodes = sum(node.usable.reads for node in self.registry.nodes if node.is_ready)
+                    if (urgent := self.holding.urgent(placed, num_prefill_nodes, now)) is None:
                         break
                     if urgent is not request:
                         request = urgent
@@ -275,7 +275,7 @@ class LiveAnswers:
     def _expect(self, request: TrackedRequest, placed: Placed, now: float) -> None:
         """Record the prediction for a request with an SLO that no node has had."""
         if self._is_new(request) and request.expectation is None and request.pooling is None:
-            each_s = step_s(placed.writer, self.ledger, 1, len(request.prompt))
+            each_s = step_s(placed.decode_node, self.ledger, 1, len(request.prompt))
             request.expectation = self.admission.expectation(request, placed, each_s, now)
 
     def _check_limits(self, request: TrackedRequest, placed: Placed, now: float) -> None:
@@ -291,7 +291,7 @@ class LiveAnswers:
 
     def _is_idle(self, placed: Placed) -> bool:
         """Return whether the nodes of a placement have nothing to do."""
-        return self.ledger.is_idle(placed.reader) and self.ledger.is_idle(placed.writer)
+        return self.ledger.is_idle(placed.prefill_node) and self.ledger.is_idle(placed.decode_node)
 
     def elsewhere(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """Restart a request on ready nodes without counting a restart; where there are none, it stays."""
@@ -363,7 +363,7 @@ class LiveAnswers:
             placed = self._place(request, now)
         except RequestError:
             placed = None
-        if placed is not None and not request.full_nodes & {placed.reader, placed.writer}:
+        if placed is not None and not request.full_nodes & {placed.prefill_node, placed.decode_node}:
             return instructions + self._try_on(request, placed, now)
         request.full_nodes.clear()
         request.asks_again_s = now + ASK_AGAIN_S
@@ -388,9 +388,9 @@ class LiveAnswers:
         )
         there = self.registry.nodes, self.ledger, wanted, self.handover.costs(now)
         if request.pooling is not None:
-            placed = best_reader(*there)
+            placed = best_prefill_node(*there)
         else:
-            placed = best_writer(*there) or self._policy.place(*there, now)
+            placed = best_decode_node(*there) or self._policy.place(*there, now)
         self._num_placed = 1 + (self._num_placed if now == self._moment else 0)
         self._moment = now
         return placed
@@ -407,20 +407,20 @@ class LiveAnswers:
 
     def _num_to_compute(self, prompt: Prompt, placed: Placed) -> int:
         """Return the prompt tokens that the prefill node must compute: neither cached, being computed nor fetched."""
-        num_lent = 0 if placed.loan is None else placed.loan.num_lent
-        return prompt.tokens_to_compute(placed.reader, self.ledger.marks_read(placed.reader)) - num_lent
+        num_fetched = 0 if placed.prefix_fetch is None else placed.prefix_fetch.num_fetched
+        return prompt.tokens_to_compute(placed.prefill_node, self.ledger.marks_read(placed.prefill_node)) - num_fetched
 
     def _try_on(
         self, request: TrackedRequest, placed: Placed, now: float, *, since_s: float | None = None
     ) -> list[Instruction]:
         """Start an attempt on these nodes. The timeline records the placement at `since_s`, or at `now` without it."""
         self.holding.begins(request)
-        prefill, decode, prompt = placed.reader, placed.writer, request.known
-        epoch, loan = self.next_epoch(), placed.loan
-        if loan is not None:
-            loan = replace(loan, epoch=self.next_epoch())
+        prefill, decode, prompt = placed.prefill_node, placed.decode_node, request.known
+        epoch, prefix_fetch = self.next_epoch(), placed.prefix_fetch
+        if prefix_fetch is not None:
+            prefix_fetch = replace(prefix_fetch, epoch=self.next_epoch())
         hosts = self.registry.hosts_of(decode) if request.max_tokens > decode.pool_tokens else ()
-        request.attempt = Attempt(epoch, prefill, decode, len(request.output), now, loan, hosts)
+        request.attempt = Attempt(epoch, prefill, decode, len(request.output), now, prefix_fetch, hosts)
         request.timeline.placed(now if since_s is None else since_s, prefill.name, decode.name, begins=True)
         self.admission.predict(request, placed, now)
         self._expect(request, placed, now)
@@ -454,8 +454,8 @@ class LiveAnswers:
         if is_first:
             self.num_without_token -= 1
             self.admission.first_token(request, self.num_without_token, now)
-        if request.move is not None:
-            self._note_pause(request, request.move, tokens, gap_s, now)
+        if request.migration is not None:
+            self._note_pause(request, request.migration, tokens, gap_s, now)
         self.ledger.tokens_came(request.request_id, attempt.decode, len(tokens))
         emit = Emit(request.request_id, tokens, request.num_cached_tokens if is_first else None)
         if not finish_reason:
@@ -476,7 +476,7 @@ class LiveAnswers:
         """
         about = token.attempt
         request = self._requests.get(about.request_id)
-        if request is None or request.is_waiting or request.move is not None:
+        if request is None or request.is_waiting or request.migration is not None:
             return None
         if token.finish_reason or token.num_proposed:
             return None
@@ -502,7 +502,7 @@ class LiveAnswers:
     def takes_row(self, node: Node, row: TokenRow) -> TrackedRequest | None:
         """Return the request of a row if `emit_row` is enough for the row; else None."""
         request = self.on(node, row.attempt)
-        if request is None or request.move is not None or request.timeline.phase is not Phase.DECODE:
+        if request is None or request.migration is not None or request.timeline.phase is not Phase.DECODE:
             return None
         attempt = request.attempt
         is_next = row.first_index == len(request.output) and not attempt.early
@@ -516,17 +516,22 @@ class LiveAnswers:
         self.ledger.tokens_came(request.request_id, request.attempt.decode, len(token_ids))
 
     def _note_pause(
-        self, request: TrackedRequest, move: Move, tokens: list[fleet_pb2.SampledToken], gap_s: float, now: float
+        self,
+        request: TrackedRequest,
+        migration: Migration,
+        tokens: list[fleet_pb2.SampledToken],
+        gap_s: float,
+        now: float,
     ) -> None:
         """Record the pause of a migration once: the gap before the first token of the target."""
-        if move.stage is not MoveStage.MOVED or move.has_resumed:
+        if migration.stage is not MigrationStage.MIGRATED or migration.has_resumed:
             return
-        if tokens[-1].index >= move.next_index:
-            move.has_resumed = True
-            pause_s = gap_s if tokens[0].index == move.next_index else 0.0
+        if tokens[-1].index >= migration.next_index:
+            migration.has_resumed = True
+            pause_s = gap_s if tokens[0].index == migration.next_index else 0.0
             request.move_pause_s += pause_s
-            self.metrics.move_pause.observe(pause_s)
-            request.settle_move(now)
+            self.metrics.migration_pause.observe(pause_s)
+            request.settle_migration(now)
 
     def end(
         self, request: TrackedRequest, outcome: inference_pb2.Complete | RequestError, now: float
@@ -559,8 +564,10 @@ class LiveAnswers:
         attempt = request.attempt
         holders, is_settled = list(attempt.holders()), attempt.is_lent or attempt.has_first_token
         instructions = [self.cancel(request, node, attempt.epoch, now) for node in holders]
-        if attempt.loan is not None and not is_settled and attempt.prefill in holders:  # else its blocks stay reserved
-            instructions.append(self.cancel(request, attempt.prefill, attempt.loan.epoch, now))
+        if (
+            attempt.prefix_fetch is not None and not is_settled and attempt.prefill in holders
+        ):  # else its blocks stay reserved
+            instructions.append(self.cancel(request, attempt.prefill, attempt.prefix_fetch.epoch, now))
         attempt.prefill_holds = attempt.decode_holds = False
         return instructions
 
@@ -570,16 +577,18 @@ class LiveAnswers:
     def _let_go(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """Cancel the current attempt, and a migration that is under way."""
         instructions = self.release(request, now)
-        move, request.move = request.move, None
-        if move is not None and move.is_under_way:
-            instructions.append(self.cancel(request, move.target, move.epoch, now))
-            instructions.append(move_ended(request, move, MoveOutcome.ENDED, now))
+        migration, request.migration = request.migration, None
+        if migration is not None and migration.is_under_way:
+            instructions.append(self.cancel(request, migration.target, migration.epoch, now))
+            instructions.append(migration_ended(request, migration, MigrationOutcome.ENDED, now))
         self.ledger.end(request.request_id)
         return instructions
 
 
-def move_ended(
-    request: TrackedRequest, move: Move, outcome: MoveOutcome, now: float, num_kv_bytes: int = 0
-) -> MoveEnded:
+def migration_ended(
+    request: TrackedRequest, migration: Migration, outcome: MigrationOutcome, now: float, num_kv_bytes: int = 0
+) -> MigrationEnded:
     """Return the record of a migration for the request log."""
-    return MoveEnded(request.request_id, move.source, move.target, outcome, move.started_s, now, num_kv_bytes)
+    return MigrationEnded(
+        request.request_id, migration.source, migration.target, outcome, migration.started_s, now, num_kv_bytes
+    )

@@ -64,8 +64,8 @@ def life_of(request: TrackedRequest, now: float, end: str = "", number: int = 0)
             phase=mark.phase.value,
             begin_s=mark.at_s - timeline.start_s,
             end_s=end_s - timeline.start_s,
-            prefill_node=mark.reader,
-            decode_node=mark.writer,
+            prefill_node=mark.prefill_node,
+            decode_node=mark.decode_node,
         )
         for mark, end_s in timeline.spans(now)
     ]

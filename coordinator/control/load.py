@@ -229,9 +229,8 @@ class Owed(NamedTuple):
 
     `num_to_compute` tokens of the prompt are to be prefilled here. `is_written`: the sequence is decoded here and holds
     `tokens_held` tokens of the pool, with the marks `held`. `num_output` tokens have come, and `num_left` more are
-    expected, at least 1. `is_to_come`: it has no token yet, and another node prefills it. `reader` is the node that
-    still has to prefill the prompt.
-    """
+    expected, at least 1. `is_to_come`: it has no token yet, and another node prefills it. `prefill node` is the node
+    that still has to prefill the prompt."""
 
     num_to_compute: int
     tokens_held: int
@@ -241,7 +240,7 @@ class Owed(NamedTuple):
     num_output: int
     num_left: int
     is_to_come: bool
-    reader: Node | None
+    prefill_node: Node | None
 
 
 class Running(NamedTuple):
@@ -269,7 +268,7 @@ class _Request:
         return max(1, self.most_output - self.num_output)
 
     @property
-    def reader(self) -> Node | None:
+    def prefill_node(self) -> Node | None:
         """Return the node that still has to prefill the prompt."""
         return next((node for node, part in self.parts.items() if part.tokens_to_compute), None)
 
@@ -371,7 +370,7 @@ class Ledger:
                 request.num_output,
                 request.num_left,
                 part.is_to_come,
-                node if part.tokens_to_compute else request.reader,
+                node if part.tokens_to_compute else request.prefill_node,
             )
 
     def most_left(self, now: float) -> Mapping[Node, int]:

@@ -27,7 +27,7 @@ class Metrics:
         self.itl = Histogram()
         self.tpot = Histogram()
         self.e2e = Histogram()
-        self.move_pause = Histogram()
+        self.migration_pause = Histogram()
         self.phases = {phase: Histogram() for phase in Phase}
         self.inference = Histogram()  # the time of a request without its prefill queue
         self.prompt_lengths, self.answer_lengths = Histogram(TOKENS), Histogram(TOKENS)
@@ -41,17 +41,17 @@ class Metrics:
         self.num_generated_tokens = 0
         self.num_kv_bytes = 0
         self.num_kv_bytes_saved = 0
-        self.num_moved_kv_bytes = 0
+        self.num_migrated_kv_bytes = 0
         self.num_proposed = 0
         self.num_accepted = 0
         self.num_blocks_lent = 0
         self.num_lent_kv_bytes = 0
-        self.loan = Histogram()
+        self.prefix_fetch = Histogram()
         self.num_restarts = 0
         self.node_losses = Counter[str]()  # by LossCause
         self.num_kept = 0
-        self.moves = Counter[str]()  # by outcome
-        self.loans = Counter[str]()  # by outcome
+        self.migrations = Counter[str]()  # by outcome
+        self.prefix_fetches = Counter[str]()  # by outcome
         # By reason.
         self.finished = Counter[str]()
         self.failed = Counter[str]()
@@ -76,17 +76,17 @@ class Metrics:
         if num_tokens > 1:
             self.itl.observe(0.0, num_tokens - 1)
 
-    def kv_moved(self, num_bytes: int, num_bytes_saved: int) -> None:
+    def kv_migrated(self, num_bytes: int, num_bytes_saved: int) -> None:
         """Count a complete KV transfer."""
         self.num_kv_bytes += num_bytes
         self.num_kv_bytes_saved += num_bytes_saved
 
-    def borrowed(self, num_blocks: int, num_bytes: int, seconds: float) -> None:
+    def prefix_fetch_ended(self, num_blocks: int, num_bytes: int, seconds: float) -> None:
         """Count a remote prefix fetch that has ended."""
         self.num_blocks_lent += num_blocks
         self.num_lent_kv_bytes += num_bytes
-        self.loans[LENT if num_blocks else NOT_LENT] += 1
-        self.loan.observe(seconds)
+        self.prefix_fetches[LENT if num_blocks else NOT_LENT] += 1
+        self.prefix_fetch.observe(seconds)
 
     def answered(self, finish_reason: str, complete: inference_pb2.Complete) -> None:
         """Count a request that has ended. An aborted request contributes no times."""

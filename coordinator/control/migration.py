@@ -13,8 +13,8 @@ failed, and a Committed that crosses the Cancel to its target is ignored. Until 
 source: its end, the loss of the source and its failures are handled as if there were no migration.
 
 A drained node: prompts without a token restart on other nodes, KV transfers under way finish, and running requests
-migrate, MAX_DRAIN_MOVES at a time, to the node with most room. A request that no other node has room for stays until
-one has. A node that stops decoding only keeps its prompts.
+migrate, MAX_DRAIN_MIGRATIONS at a time, to the node with most room. A request that no other node has room for stays
+until one has. A node that stops decoding only keeps its prompts.
 
 A full node: where a prefilled prompt has waited for blocks for WAIT_S, the youngest running request migrates.
 
@@ -31,13 +31,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from coordinator.control.instructions import Instruction, MoveOutcome, Send
-from coordinator.control.live import LiveAnswers, move_ended
+from coordinator.control.instructions import Instruction, MigrationOutcome, Send
+from coordinator.control.live import LiveAnswers, migration_ended
 from coordinator.control.load import Ledger
 from coordinator.control.nodes import PARTS, Node, does, fitting, has_path
 from coordinator.control.placement.lateness import Lateness, spared, step_s
 from coordinator.control.placement.policy import Coming, Wanted
-from coordinator.control.request import Move, MoveStage, Releases, TrackedRequest, tell_sender
+from coordinator.control.request import Migration, MigrationStage, Releases, TrackedRequest, tell_sender
 from coordinator.control.timeline import Phase
 from protos import fleet_pb2
 from serving_core import reasons
@@ -51,11 +51,11 @@ MIN_TOKENS_LEFT: Final = 8  # a request that is about to end finishes sooner whe
 RESERVE_TIMEOUT_S: Final = 5.0  # for the target's blocks, while the source decodes on
 
 
-def may_move(request: TrackedRequest, now: float, *, rest_s: float) -> bool:
+def may_migrate(request: TrackedRequest, now: float, *, rest_s: float) -> bool:
     """Return whether the request is decoding and its last migration ended at least `rest_s` seconds ago."""
     if request.timeline.phase is not Phase.DECODE or request.num_tokens_left < MIN_TOKENS_LEFT:
         return False
-    return request.move is None and (request.moved_s is None or now - request.moved_s >= rest_s)
+    return request.migration is None and (request.migrated_s is None or now - request.migrated_s >= rest_s)
 
 
 def roomiest(request: TrackedRequest, nodes: Iterable[Node], ledger: Ledger) -> Node | None:
@@ -78,51 +78,59 @@ def roomiest(request: TrackedRequest, nodes: Iterable[Node], ledger: Ledger) -> 
     return min(able, key=lambda node: (-free(node), node.name), default=None)
 
 
-class Moves:
+class Migrations:
     """Start migrations and follow each one to its end."""
 
     def __init__(self, live: LiveAnswers) -> None:
         self._live = live
 
     def begin(self, request: TrackedRequest, target: Node, now: float) -> list[Instruction]:
-        """Start the migration of a request for which `may_move` is true."""
+        """Start the migration of a request for which `may_migrate` is true."""
         attempt = request.attempt
-        move = Move(self._live.next_epoch(), attempt.decode, attempt.epoch, target, now, is_whole=_is_whole(request))
-        request.move = move
-        self._live.ledger.write(request.request_id, target, _num_tokens_needed(request), _marks_shared(request, move))
-        reserve = fleet_pb2.Reserve(
-            job=request.job(move.epoch, request.known, now),
-            num_tokens_ahead=_num_tokens_ahead(request),
-            is_whole=move.is_whole,
+        migration = Migration(
+            self._live.next_epoch(), attempt.decode, attempt.epoch, target, now, is_whole=_is_whole(request)
         )
-        tell_sender(reserve, move.source)
+        request.migration = migration
+        self._live.ledger.write(
+            request.request_id, target, _num_tokens_needed(request), _marks_shared(request, migration)
+        )
+        reserve = fleet_pb2.Reserve(
+            job=request.job(migration.epoch, request.known, now),
+            num_tokens_ahead=_num_tokens_ahead(request),
+            is_whole=migration.is_whole,
+        )
+        tell_sender(reserve, migration.source)
         return [Send(target, fleet_pb2.NodeCommand(reserve=reserve, attempt=reserve.job.attempt))]
 
     def find(self, node: Node, attempt: fleet_pb2.Attempt) -> TrackedRequest | None:
         """Return the request in whose migration this attempt of the node takes part, beside the current attempt."""
         request = self._live.find(attempt.request_id)
-        move = request.move if request is not None else None
-        if move is None:
+        migration = request.migration if request is not None else None
+        if migration is None:
             return None
-        other = (move.source, move.source_epoch) if move.stage is MoveStage.MOVED else (move.target, move.epoch)
+        other = (
+            (migration.source, migration.source_epoch)
+            if migration.stage is MigrationStage.MIGRATED
+            else (migration.target, migration.epoch)
+        )
         return request if other == (node, attempt.epoch) else None
 
     def handle(self, request: TrackedRequest, kind: str, event: object, now: float) -> list[Instruction]:
         """Handle an event about a request that `find` has returned."""
-        move = _move_of(request)
-        match kind, move.stage:
+        migration = _migration_of(request)
+        match kind, migration.stage:
             case (("failed" | "cancelled"), _):
                 return self._let_go(request, now)
-            case "reserved", MoveStage.RESERVING:
+            case "reserved", MigrationStage.RESERVING:
                 assert isinstance(event, fleet_pb2.Reserved)
-                move.stage = MoveStage.MOVING
+                migration.stage = MigrationStage.MOVING
                 about = _source_attempt(request)
                 migrate = fleet_pb2.Migrate(attempt=about, descriptor=event.descriptor)
-                return [Send(move.source, fleet_pb2.NodeCommand(migrate=migrate, attempt=about))]
-            case "committed", MoveStage.MOVING:
+                return [Send(migration.source, fleet_pb2.NodeCommand(migrate=migrate, attempt=about))]
+            case "committed", MigrationStage.MOVING:
                 assert isinstance(event, fleet_pb2.Committed)
                 return self._switch(request, event, now)
-            case "revoked", _ if move.is_under_way:
+            case "revoked", _ if migration.is_under_way:
                 return self._give_up(request, now)
             case _:
                 return []
@@ -130,90 +138,92 @@ class Moves:
     def find_told_before(self, node: Node, token: fleet_pb2.SampledToken) -> TrackedRequest | None:
         """Return the request of a token that the source sampled before the request migrated away from it."""
         request = self._live.find(token.attempt.request_id)
-        move = request.move if request is not None else None
-        if move is None or move.stage is not MoveStage.MOVED or token.index >= move.next_index:
+        migration = request.migration if request is not None else None
+        if migration is None or migration.stage is not MigrationStage.MIGRATED or token.index >= migration.next_index:
             return None
-        return request if (node, token.attempt.epoch) == (move.source, move.source_epoch) else None
+        return request if (node, token.attempt.epoch) == (migration.source, migration.source_epoch) else None
 
-    def on_source_failed(self, request: TrackedRequest, event: fleet_pb2.MoveFailed, now: float) -> list[Instruction]:
+    def on_source_failed(
+        self, request: TrackedRequest, event: fleet_pb2.MigrationFailed, now: float
+    ) -> list[Instruction]:
         """Handle that the source cannot send. It may have stopped decoding, and then waits for Keep or Cancel."""
-        request.moves_whole |= event.reason == reasons.PAIRING_MISMATCH
-        is_moving = request.move is not None and request.move.stage is MoveStage.MOVING
-        return self._give_up(request, now) if is_moving else []
+        request.migrations_whole |= event.reason == reasons.PAIRING_MISMATCH
+        is_migrating = request.migration is not None and request.migration.stage is MigrationStage.MOVING
+        return self._give_up(request, now) if is_migrating else []
 
     def _give_up(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """Abandon a migration: the target drops its part, and then the source is told to go on."""
-        move = _move_of(request)
-        instructions = [self._live.cancel(request, move.target, move.epoch, now), *self._off(request, now)]
-        if move.stage is MoveStage.MOVING:
-            move.stage = MoveStage.ABANDONED
+        migration = _migration_of(request)
+        instructions = [self._live.cancel(request, migration.target, migration.epoch, now), *self._off(request, now)]
+        if migration.stage is MigrationStage.MOVING:
+            migration.stage = MigrationStage.ABANDONED
         else:
-            request.end_move(now)
+            request.end_migration(now)
         return instructions
 
     def lose(self, request: TrackedRequest, node: Node, now: float) -> list[Instruction]:
         """Handle the loss of a node that may have a part in the migration, beside its part in the current attempt."""
-        move = request.move
-        if move is None:
+        migration = request.migration
+        if migration is None:
             return []
-        other = move.source if move.stage is MoveStage.MOVED else move.target
+        other = migration.source if migration.stage is MigrationStage.MIGRATED else migration.target
         return self._let_go(request, now) if node is other else []
 
-    def tick(self, request: TrackedRequest, move: Move, now: float) -> list[Instruction]:
+    def tick(self, request: TrackedRequest, migration: Migration, now: float) -> list[Instruction]:
         """Abandon a migration whose target has not reserved blocks within RESERVE_TIMEOUT_S."""
-        is_late = move.stage is MoveStage.RESERVING and now - move.started_s >= RESERVE_TIMEOUT_S
+        is_late = migration.stage is MigrationStage.RESERVING and now - migration.started_s >= RESERVE_TIMEOUT_S
         return self._give_up(request, now) if is_late else []
 
     def _let_go(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """Handle that the node beside the current attempt's holds nothing any more."""
-        move = _move_of(request)
-        if move.stage is MoveStage.MOVED:
+        migration = _migration_of(request)
+        if migration.stage is MigrationStage.MIGRATED:
             return self._source_let_go(request, now)
-        instructions = self._off(request, now) if move.is_under_way else []
-        request.end_move(now)
-        return instructions if move.stage is MoveStage.RESERVING else [*instructions, keep(request)]
+        instructions = self._off(request, now) if migration.is_under_way else []
+        request.end_migration(now)
+        return instructions if migration.stage is MigrationStage.RESERVING else [*instructions, keep(request)]
 
     def _source_let_go(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        move = _move_of(request)
-        if len(request.output) < move.next_index:
-            error = RequestError(reasons.WORKER_LOST, f"the {move.source.kind} was lost")
-            return self._live.restart(request, move.source, error, now)
-        move.source_holds = False
-        request.settle_move(now)
+        migration = _migration_of(request)
+        if len(request.output) < migration.next_index:
+            error = RequestError(reasons.WORKER_LOST, f"the {migration.source.kind} was lost")
+            return self._live.restart(request, migration.source, error, now)
+        migration.source_holds = False
+        request.settle_migration(now)
         return []
 
     def _switch(self, request: TrackedRequest, event: fleet_pb2.Committed, now: float) -> list[Instruction]:
         """Make the target's attempt the current one."""
-        move, live = _move_of(request), self._live
+        migration, live = _migration_of(request), self._live
         instructions = live.release(request, now)
         request.attempt = replace(
             request.attempt,
-            epoch=move.epoch,
-            decode=move.target,
+            epoch=migration.epoch,
+            decode=migration.target,
             prefill_holds=False,
             decode_holds=True,
             is_committed=True,
             has_counted_kv=True,
         )
-        move.stage, move.next_index = MoveStage.MOVED, event.next_index
-        request.timeline.placed(now, request.attempt.prefill.name, move.target.name)
-        live.ledger.let_go(request.request_id, move.source)
+        migration.stage, migration.next_index = MigrationStage.MIGRATED, event.next_index
+        request.timeline.placed(now, request.attempt.prefill.name, migration.target.name)
+        live.ledger.let_go(request.request_id, migration.source)
         live.ledger.let_go(request.request_id, request.attempt.prefill)
-        live.ledger.write(request.request_id, move.target, len(request.known), _marks_shared(request, move))
+        live.ledger.write(request.request_id, migration.target, len(request.known), _marks_shared(request, migration))
         request.num_moves += 1
         request.num_kv_bytes += event.num_bytes
         request.num_kv_bytes_saved += event.num_bytes_saved
-        request.num_moved_kv_bytes += event.num_bytes
-        live.metrics.kv_moved(event.num_bytes, event.num_bytes_saved)
-        return [*instructions, move_ended(request, move, MoveOutcome.MOVED, now, event.num_bytes)]
+        request.num_migrated_kv_bytes += event.num_bytes
+        live.metrics.kv_migrated(event.num_bytes, event.num_bytes_saved)
+        return [*instructions, migration_ended(request, migration, MigrationOutcome.MIGRATED, now, event.num_bytes)]
 
     def _off(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """Record, once, that the migration will not happen."""
-        move = _move_of(request)
-        self._live.ledger.let_go(request.request_id, move.target)
-        is_refused = move.stage is MoveStage.RESERVING
-        outcome = MoveOutcome.REFUSED if is_refused else MoveOutcome.FAILED
-        return [move_ended(request, move, outcome, now)]
+        migration = _migration_of(request)
+        self._live.ledger.let_go(request.request_id, migration.target)
+        is_refused = migration.stage is MigrationStage.RESERVING
+        outcome = MigrationOutcome.REFUSED if is_refused else MigrationOutcome.FAILED
+        return [migration_ended(request, migration, outcome, now)]
 
 
 def keep(request: TrackedRequest) -> Instruction:
@@ -230,28 +240,28 @@ def _num_tokens_needed(request: TrackedRequest) -> int:
 def _is_whole(request: TrackedRequest) -> bool:
     """Return whether all blocks of a request travel, whatever its target has cached."""
     makers = request.attempt.decode.makers
-    return request.moves_whole or not all(maker == GRAFT or tells_bits(maker) for maker in makers)
+    return request.migrations_whole or not all(maker == GRAFT or tells_bits(maker) for maker in makers)
 
 
-def _marks_shared(request: TrackedRequest, move: Move) -> Sequence[int]:
+def _marks_shared(request: TrackedRequest, migration: Migration) -> Sequence[int]:
     """Return the marks of the blocks that the target may share between this request and others."""
-    return () if move.is_whole else request.prompt.marks_shared(move.target.block_size)
+    return () if migration.is_whole else request.prompt.marks_shared(migration.target.block_size)
 
 
 def _num_tokens_ahead(request: TrackedRequest) -> int:
     return min(NUM_TOKENS_AHEAD, request.num_tokens_left)
 
 
-def _move_of(request: TrackedRequest) -> Move:
-    assert request.move is not None
-    return request.move
+def _migration_of(request: TrackedRequest) -> Migration:
+    assert request.migration is not None
+    return request.migration
 
 
 def _source_attempt(request: TrackedRequest) -> fleet_pb2.Attempt:
-    return fleet_pb2.Attempt(request_id=request.request_id, epoch=_move_of(request).source_epoch)
+    return fleet_pb2.Attempt(request_id=request.request_id, epoch=_migration_of(request).source_epoch)
 
 
-MAX_DRAIN_MOVES: Final = 4  # migrations under way from one node to another
+MAX_DRAIN_MIGRATIONS: Final = 4  # migrations under way from one node to another
 RETRY_S: Final = 1.0  # between two migrations of one request
 
 
@@ -293,12 +303,14 @@ def leaving_drained(
     """
     leaves = {node for node in nodes if not (node.is_ready and does(node, DECODE))}
     requests = list(requests) if leaves else []
-    under_way = Counter((request.move.source, request.move.target) for request in requests if request.move)
+    under_way = Counter(
+        (request.migration.source, request.migration.target) for request in requests if request.migration
+    )
     for request in requests:
         source = request.attempt.decode
-        if source not in leaves or not may_move(request, now, rest_s=RETRY_S):
+        if source not in leaves or not may_migrate(request, now, rest_s=RETRY_S):
             continue
-        free = [node for node in nodes if node is not source and under_way[source, node] < MAX_DRAIN_MOVES]
+        free = [node for node in nodes if node is not source and under_way[source, node] < MAX_DRAIN_MIGRATIONS]
         target = roomiest(request, free, ledger)
         if target is not None:
             under_way[source, target] += 1
@@ -306,8 +318,8 @@ def leaving_drained(
 
 
 def _has_part(node: Node, request: TrackedRequest) -> bool:
-    move = request.move
-    is_target = move is not None and move.is_under_way and move.target is node
+    migration = request.migration
+    is_target = migration is not None and migration.is_under_way and migration.target is node
     return is_target or any(node is holder for holder in request.attempt.holders())
 
 
@@ -326,9 +338,9 @@ def leaving_full(
     full = {request.attempt.decode for request in requests if _waits(request, now)}
     if not full:
         return
-    busy = moving(requests)
+    busy = migrating(requests)
     for source in [node for node in nodes if node in full and node not in busy]:
-        running = [each for each in requests if each.attempt.decode is source and may_move(each, now, rest_s=REST_S)]
+        running = [each for each in requests if each.attempt.decode is source and may_migrate(each, now, rest_s=REST_S)]
         youngest = max(running, key=lambda each: each.age, default=None)
         if youngest is None:
             continue
@@ -339,9 +351,14 @@ def leaving_full(
             yield youngest, target
 
 
-def moving(requests: Iterable[TrackedRequest]) -> set[Node]:
+def migrating(requests: Iterable[TrackedRequest]) -> set[Node]:
     """Return the sources and targets of all migrations under way."""
-    return {node for request in requests if request.move for node in (request.move.source, request.move.target)}
+    return {
+        node
+        for request in requests
+        if request.migration
+        for node in (request.migration.source, request.migration.target)
+    }
 
 
 def _waits(request: TrackedRequest, now: float) -> bool:
@@ -360,7 +377,7 @@ def leaving_late(
     if not ledger.has_limits or len(nodes) < 2:
         return
     requests = list(requests)
-    busy = moving(requests)
+    busy = migrating(requests)
     for source in nodes:
         if source in busy:
             continue
@@ -391,7 +408,7 @@ class _Look:
             for each in requests
             if each.attempt.decode is source and (due := each.due) is not None and due.tpot_s < now_s
             if not self._is_in_time(each, due, now_s)
-            if may_move(each, self.now, rest_s=REST_S)
+            if may_migrate(each, self.now, rest_s=REST_S)
         ]
         return [each for each, due in sorted(late, key=lambda pair: -pair[1].token_s(len(pair[0].output)))]
 

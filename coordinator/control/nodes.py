@@ -364,7 +364,7 @@ class Registry:
 
     def _reckon_reaches(self) -> None:
         for node in self.nodes:
-            node.set_reach(node.pool_tokens + sum(host.hello.annexes.num_tokens for host in self.hosts_of(node)))
+            node.set_reach(node.pool_tokens + sum(host.hello.remote_kvs.num_tokens for host in self.hosts_of(node)))
 
     def hosts_of(self, node: Node) -> list[Node]:
         """Return the KV holders that a node's requests may use, the one with most free blocks first.
@@ -372,12 +372,12 @@ class Registry:
         Only a node that does both prefill and decode has KV holders, and only nodes whose outputs are bit-identical to
         its own.
         """
-        if not node.hello.HasField("annexes") or not (node.shape.reads and node.shape.writes):
+        if not node.hello.HasField("remote_kvs") or not (node.shape.reads and node.shape.writes):
             return []
 
         def is_host(other: Node) -> bool:
             is_alike = other.traits == node.traits and other.block_size == node.block_size
-            return other is not node and other.is_ready and is_alike and other.hello.HasField("annexes")
+            return other is not node and other.is_ready and is_alike and other.hello.HasField("remote_kvs")
 
         return sorted(filter(is_host, self.nodes), key=lambda host: (-host.load.num_blocks_free, host.name))
 
@@ -461,14 +461,14 @@ def _check_hello(hello: fleet_pb2.Hello) -> None:
         raise RequestError(BAD_PARAM, f"tp_size of node {info.name} is {hello.tp_size}, the limit is {MAX_TP_SIZE}")
     if (num_ranks := max(1, hello.tp_size) * hello.pp_size) > MAX_TP_SIZE:
         raise RequestError(BAD_PARAM, f"node {info.name} has {num_ranks} ranks, the limit is {MAX_TP_SIZE}")
-    annexes = hello.annexes
-    if len(annexes.host.key) not in (0, KV_KEY_BYTES) or len(annexes.host.address) > MAX_NAME_CHARS:
+    remote_kvs = hello.remote_kvs
+    if len(remote_kvs.host.key) not in (0, KV_KEY_BYTES) or len(remote_kvs.host.address) > MAX_NAME_CHARS:
         raise RequestError(
-            BAD_PARAM, f"what node {info.name} says of annexes is no address and a key of {KV_KEY_BYTES} bytes"
+            BAD_PARAM, f"what node {info.name} says of remote KV is no address and a key of {KV_KEY_BYTES} bytes"
         )
-    if annexes.num_tokens > hello.num_blocks * hello.block_size:
+    if remote_kvs.num_tokens > hello.num_blocks * hello.block_size:
         raise RequestError(
-            BAD_PARAM, f"node {info.name} would hold {annexes.num_tokens} tokens for others, over its pool"
+            BAD_PARAM, f"node {info.name} would hold {remote_kvs.num_tokens} tokens for others, over its pool"
         )
     if len(hello.kv_keys) > MAX_TP_SIZE or any(len(key) != KV_KEY_BYTES for key in hello.kv_keys):
         raise RequestError(BAD_PARAM, f"node {info.name} must have {MAX_TP_SIZE} keys of {KV_KEY_BYTES} bytes at most")

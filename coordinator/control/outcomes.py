@@ -49,7 +49,7 @@ def completion(
         timeline=timeline,
         kv_bytes=min(request.num_kv_bytes, MAX_BYTES),
         kv_bytes_saved=min(request.num_kv_bytes_saved, MAX_BYTES),
-        moved_kv_bytes=min(request.num_moved_kv_bytes, MAX_BYTES),
+        moved_kv_bytes=min(request.num_migrated_kv_bytes, MAX_BYTES),
         lent_kv_bytes=min(request.lent_kv_bytes, MAX_BYTES),
         attainment=attainment(request),
         resumed_tokens=request.num_resumed,

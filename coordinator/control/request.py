@@ -42,27 +42,27 @@ def tell_sender(reserve: fleet_pb2.Reserve, sender: Node) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
-    """Describe a remote prefix fetch: `lender` sends the blocks of the first `num_tokens` tokens to the prefill node.
+class PrefixFetch:
+    """Describe a remote prefix fetch: `source` sends the blocks of the first `num_tokens` tokens to the prefill node.
 
-    The prefill node lacks `num_lent` of these tokens. It waits at most `patience_s` seconds and computes the tokens
+    The prefill node lacks `num_fetched` of these tokens. It waits at most `patience_s` seconds and computes the tokens
     that have not arrived by then.
     """
 
-    lender: Node
+    source: Node
     num_tokens: int
-    num_lent: int
+    num_fetched: int
     patience_s: float
     epoch: int = 0  # of the fetch's KV transfer, set with the attempt
 
-    def to_wire(self) -> fleet_pb2.Borrow:
-        lender = self.lender
-        return fleet_pb2.Borrow(
+    def to_wire(self) -> fleet_pb2.FetchPrefix:
+        source = self.source
+        return fleet_pb2.FetchPrefix(
             epoch=self.epoch,
             num_tokens=self.num_tokens,
-            tp_size=lender.tp_size,
-            pp_size=lender.pp_size,
-            sender_keys=lender.hello.kv_keys,
+            tp_size=source.tp_size,
+            pp_size=source.pp_size,
+            sender_keys=source.hello.kv_keys,
             patience_s=self.patience_s,
         )
 
@@ -79,7 +79,7 @@ class Attempt:
     decode: Node
     first_index: int  # index of the token that the prefill node samples
     started_s: float
-    loan: Loan | None = None  # remote prefix fetch, until its end
+    prefix_fetch: PrefixFetch | None = None  # remote prefix fetch, until its end
     hosts: Sequence[Node] = ()  # KV holders of a request that is longer than the pool
     granted_s: float | None = None  # when the decode node gave credit
     revoked_s: float | None = None  # when the decode node last revoked the credit
@@ -146,17 +146,17 @@ class Attempt:
             yield self.decode
 
 
-class MoveStage(Enum):
+class MigrationStage(Enum):
     """The stage of a migration, as the coordinator knows it."""
 
     RESERVING = auto()  # the target was asked for blocks; the source knows nothing
     MOVING = auto()  # the source has the transfer descriptor
     ABANDONED = auto()  # the target was told to drop its part: then the source gets Keep
-    MOVED = auto()  # the target decodes; tokens of the source may still be on their way
+    MIGRATED = auto()  # the target decodes; tokens of the source may still be on their way
 
 
 @dataclass(slots=True, eq=False)
-class Move:
+class Migration:
     """Keep the state of a migration; until `stage` is MOVED, the current attempt is the source's."""
 
     epoch: int  # epoch of the attempt on the target
@@ -165,14 +165,14 @@ class Move:
     target: Node
     started_s: float
     is_whole: bool  # all blocks travel, also those that the target has cached
-    stage: MoveStage = MoveStage.RESERVING
+    stage: MigrationStage = MigrationStage.RESERVING
     next_index: int = 0  # index of the target's first token
     source_holds: bool = True
     has_resumed: bool = False  # whether the target has sent a token
 
     @property
     def is_under_way(self) -> bool:
-        return self.stage in (MoveStage.RESERVING, MoveStage.MOVING)
+        return self.stage in (MigrationStage.RESERVING, MigrationStage.MOVING)
 
 
 class Death(NamedTuple):
@@ -208,13 +208,13 @@ class TrackedRequest:
     lent_kv_bytes: int = 0  # by remote prefix fetches, over all attempts; not in num_kv_bytes
     loan_s: float = 0.0  # seconds that the remote prefix fetches took
     num_moves: int = 0
-    num_moved_kv_bytes: int = 0  # those of num_kv_bytes that migrations transferred
+    num_migrated_kv_bytes: int = 0  # those of num_kv_bytes that migrations transferred
     num_proposed: int = 0  # draft tokens that nodes have verified
     num_accepted: int = 0  # draft tokens accepted
     move_pause_s: float = 0.0  # from the last token before a migration to the first one after, summed over all
-    move: Move | None = None
-    moved_s: float | None = None  # when the last migration ended, whatever its outcome
-    moves_whole: bool = False  # its node's blocks have another numerics id than a target's
+    migration: Migration | None = None
+    migrated_s: float | None = None  # when the last migration ended, whatever its outcome
+    migrations_whole: bool = False  # its node's blocks have another numerics id than a target's
     deaths: list[Death] = field(default_factory=list)  # in a row, without progress of the request between them
     avoid: list[Node] = field(default_factory=list)  # nodes that have failed the request, chosen last
     full_nodes: set[Node] = field(default_factory=set)  # those of `avoid` that had no room
@@ -321,14 +321,14 @@ class TrackedRequest:
         """
         return self.attempt.is_taken or not self.deaths
 
-    def end_move(self, now: float) -> None:
+    def end_migration(self, now: float) -> None:
         """End the migration, whatever its outcome: no node will report about it again."""
-        self.move, self.moved_s = None, now
+        self.migration, self.migrated_s = None, now
 
-    def settle_move(self, now: float) -> None:
+    def settle_migration(self, now: float) -> None:
         """End the migration once the source holds nothing and the target has sent a token."""
-        if self.move is not None and self.move.has_resumed and not self.move.source_holds:
-            self.end_move(now)
+        if self.migration is not None and self.migration.has_resumed and not self.migration.source_holds:
+            self.end_migration(now)
 
     def job(self, epoch: int, prompt: Prompt, now: float) -> fleet_pb2.Job:
         """Return the Job that describes an attempt with this prompt to a node. Deadlines count from `now`, in
@@ -364,7 +364,7 @@ class TrackedRequest:
         if attempt.is_local:
             to_decode.reserve.local_prefill = True
             self._offer(to_decode.reserve.job)
-            to_decode.reserve.job.hosts.extend([node.hello.annexes.host for node in attempt.hosts])
+            to_decode.reserve.job.hosts.extend([node.hello.remote_kvs.host for node in attempt.hosts])
             yield attempt.decode, to_decode
             return
         tell_sender(to_decode.reserve, attempt.prefill)
@@ -374,8 +374,8 @@ class TrackedRequest:
         yield attempt.prefill, to_prefill
 
     def _offer(self, job: fleet_pb2.Job) -> None:
-        if self.attempt.loan is not None:
-            job.borrow.CopyFrom(self.attempt.loan.to_wire())
+        if self.attempt.prefix_fetch is not None:
+            job.fetch_prefix.CopyFrom(self.attempt.prefix_fetch.to_wire())
 
     def count_kv(self, event: fleet_pb2.Committed) -> bool:
         """Add the bytes that the current attempt's KV transfer has moved and saved.

@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from coordinator.control.instructions import End, MoveEnded, MoveOutcome
+from coordinator.control.instructions import End, MigrationEnded, MigrationOutcome
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import LossCause, Node
 from coordinator.control.outcomes import FINISH_REASONS, MAX_MESSAGE_CHARS
@@ -14,7 +14,7 @@ from serving_core import reasons
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
 
-MAX_MOVES: Final = 64  # kept for one call, whose end has their number
+MAX_MIGRATIONS: Final = 64  # kept for one call, whose end has their number
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ class CallRecord:
     num_answers: int = 1
     sampling: SamplingParams | None = None  # of the first sequence; the others differ in the seed alone
     answers: list[AnswerRecord] = field(default_factory=list)  # sequences that have ended
-    moves: list[MoveEnded] = field(default_factory=list)
+    migrations: list[MigrationEnded] = field(default_factory=list)
     failure: str = ""  # reason of the refusal or of the error; empty for a good end
     number: int = 0  # number of the call at its API server process
 
-    def moved(self, move: MoveEnded) -> None:
+    def migrated(self, migration: MigrationEnded) -> None:
         """Record a migration of one of the sequences, whatever its outcome."""
-        if len(self.moves) < MAX_MOVES:
-            self.moves.append(move)
+        if len(self.migrations) < MAX_MIGRATIONS:
+            self.migrations.append(migration)
 
 
 def answer_index(answer_id: str) -> tuple[str, int]:
@@ -101,23 +101,23 @@ class Journal:
             fields = {"index": index, "finish_reason": finish_reason, **_figures(outcome)}
             self._write(logging.INFO, "request finished", request_id, fields)
 
-    def moved(self, move: MoveEnded) -> None:
+    def migrated(self, migration: MigrationEnded) -> None:
         """Log and count a migration, whatever its outcome."""
-        self._metrics.moves[move.outcome.value] += 1
-        self._metrics.num_moved_kv_bytes += move.num_kv_bytes
-        request_id, index = answer_index(move.request_id)
+        self._metrics.migrations[migration.outcome.value] += 1
+        self._metrics.num_migrated_kv_bytes += migration.num_kv_bytes
+        request_id, index = answer_index(migration.request_id)
         if (record := self._records.get(request_id)) is not None:
-            record.moved(move)
+            record.migrated(migration)
         fields = {
             "index": index,
-            "outcome": move.outcome.value,
-            "from_node": move.source.name,
-            "to_node": move.target.name,
-            "seconds": round(move.seconds, 6),
-            "kv_bytes": move.num_kv_bytes,
+            "outcome": migration.outcome.value,
+            "from_node": migration.source.name,
+            "to_node": migration.target.name,
+            "seconds": round(migration.seconds, 6),
+            "kv_bytes": migration.num_kv_bytes,
         }
-        level = logging.WARNING if move.outcome is MoveOutcome.FAILED else logging.INFO
-        event = "answer moved" if move.outcome is MoveOutcome.MOVED else "answer not moved"
+        level = logging.WARNING if migration.outcome is MigrationOutcome.FAILED else logging.INFO
+        event = "answer moved" if migration.outcome is MigrationOutcome.MIGRATED else "answer not moved"
         self._write(level, event, request_id, fields)
 
     def refused(self, record: CallRecord, error: RequestError) -> None:
@@ -158,7 +158,7 @@ def _figures(complete: inference_pb2.Complete) -> dict[str, Any]:
         "decode_node": timeline.decode_node,
         "restarts": timeline.num_restarts,
         "kv_bytes": complete.kv_bytes,
-        **(_moves(complete) if timeline.num_moves else {}),
+        **(_migrations(complete) if timeline.num_moves else {}),
         **({"resumed_tokens": complete.resumed_tokens} if complete.resumed_tokens else {}),
         **(_candidates(complete) if complete.proposed_tokens else {}),
         **{name: round(getattr(timeline, name), 6) for name in SECONDS},
@@ -169,10 +169,10 @@ def _candidates(complete: inference_pb2.Complete) -> dict[str, Any]:
     return {"proposed_tokens": complete.proposed_tokens, "accepted_tokens": complete.accepted_tokens}
 
 
-def _moves(complete: inference_pb2.Complete) -> dict[str, Any]:
+def _migrations(complete: inference_pb2.Complete) -> dict[str, Any]:
     timeline = complete.timeline
     pause_s = round(timeline.move_pause_s, 6)
-    return {"moves": timeline.num_moves, "move_pause_s": pause_s, "moved_kv_bytes": complete.moved_kv_bytes}
+    return {"migrations": timeline.num_moves, "move_pause_s": pause_s, "moved_kv_bytes": complete.moved_kv_bytes}
 
 
 def _write(level: int, event: str, record: CallRecord, fields: dict[str, Any]) -> None:

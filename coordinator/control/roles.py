@@ -221,12 +221,12 @@ ROOMY: Final = 0.6
 
 
 class Pressure(Enum):
-    """The role that the fleet lacks: prefill (READING, NO_READER), decode (WRITING, NO_WRITER), or none."""
+    """The role that the fleet lacks: prefill (READING, NO_PREFILL_NODE), decode (WRITING, NO_DECODE_NODE), or none."""
 
     READING = auto()
     WRITING = auto()
-    NO_READER = auto()
-    NO_WRITER = auto()
+    NO_PREFILL_NODE = auto()
+    NO_DECODE_NODE = auto()
     NONE = auto()
 
 
@@ -249,53 +249,53 @@ class PressureGauge:
         return seen, now - self._since_s
 
     def _look(self, nodes: Collection[Node], now: float) -> Pressure | None:
-        readers = [node for node in nodes if node.usable.reads]
-        writers = [node for node in nodes if node.usable.writes]
-        if writers and not readers:
-            return Pressure.NO_READER
-        if readers and not writers and not self._embeds:
-            return Pressure.NO_WRITER
-        rate = sum(node.load.prefill_tokens_per_s for node in readers)
-        if not rate or not writers:
+        prefill_nodes = [node for node in nodes if node.usable.reads]
+        decode_nodes = [node for node in nodes if node.usable.writes]
+        if decode_nodes and not prefill_nodes:
+            return Pressure.NO_PREFILL_NODE
+        if prefill_nodes and not decode_nodes and not self._embeds:
+            return Pressure.NO_DECODE_NODE
+        rate = sum(node.load.prefill_tokens_per_s for node in prefill_nodes)
+        if not rate or not decode_nodes:
             return None
-        queue_s = sum(self._ledger.of(node).tokens_to_compute for node in readers) / rate
-        taken = self._taken(writers)
-        if queue_s >= min(LONG_QUEUE_S, LONG_PART * self._usual_left_s(readers, now)) and taken < FULL:
+        queue_s = sum(self._ledger.of(node).tokens_to_compute for node in prefill_nodes) / rate
+        taken = self._taken(decode_nodes)
+        if queue_s >= min(LONG_QUEUE_S, LONG_PART * self._usual_left_s(prefill_nodes, now)) and taken < FULL:
             return Pressure.READING
         if taken >= FULL and queue_s <= SHORT_QUEUE_S:
             return Pressure.WRITING
-        is_calm = queue_s <= SHORT_QUEUE_S and self._taken([node for node in writers if node.home.writes]) <= ROOMY
+        is_calm = queue_s <= SHORT_QUEUE_S and self._taken([node for node in decode_nodes if node.home.writes]) <= ROOMY
         return Pressure.NONE if is_calm else None
 
-    def _taken(self, writers: Collection[Node]) -> float:
+    def _taken(self, decode_nodes: Collection[Node]) -> float:
         """Return the share of the running slots or pools of these decode nodes that all running sequences take, the
         larger.
 
         Sequences whose prompts are still to be prefilled are left out: with more prefill nodes they would take nothing
         here.
         """
-        if not writers:
+        if not decode_nodes:
             return math.inf
         num_answers, num_tokens, num_held = self._ledger.running()
         return max(
-            num_answers / sum(node.usable.slots for node in writers),
-            num_held / sum(node.pool_tokens for node in writers),
-            num_answers / self._num_in_time(writers, num_tokens / num_answers) if num_answers else 0.0,
+            num_answers / sum(node.usable.slots for node in decode_nodes),
+            num_held / sum(node.pool_tokens for node in decode_nodes),
+            num_answers / self._num_in_time(decode_nodes, num_tokens / num_answers) if num_answers else 0.0,
         )
 
-    def _num_in_time(self, writers: Collection[Node], num_cached: float) -> float:
+    def _num_in_time(self, decode_nodes: Collection[Node], num_cached: float) -> float:
         """Return how many sequences of `num_cached` tokens these decode nodes can serve within the median SLO on TPOT.
 
         Return inf without SLOs, or where no sequence could attain them.
         """
-        tpots_s = [each.due.tpot_s for node in writers for each in self._ledger.owed(node) if each.is_written]
+        tpots_s = [each.due.tpot_s for node in decode_nodes for each in self._ledger.owed(node) if each.is_written]
         limit_s = median([each for each in tpots_s if each < math.inf] or [math.inf])
-        slots = [node.step_weights.num_answers_within(limit_s, num_cached) for node in writers]
+        slots = [node.step_weights.num_answers_within(limit_s, num_cached) for node in decode_nodes]
         return EVEN * sum(slots) or math.inf
 
-    def _usual_left_s(self, readers: Collection[Node], now: float) -> float:
+    def _usual_left_s(self, prefill_nodes: Collection[Node], now: float) -> float:
         """Return the median of the seconds until the first tokens of waiting prompts are due; inf without SLOs."""
-        owed = [each for node in readers for each in self._ledger.owed(node) if each.num_to_compute]
+        owed = [each for node in prefill_nodes for each in self._ledger.owed(node) if each.num_to_compute]
         dues_s = [due_s for each in owed if (due_s := each.due.token_s(each.num_output)) < math.inf]
         return median(dues_s) - now if dues_s else math.inf
 
@@ -366,7 +366,7 @@ class Roles:
     def _ask(self, node: Node, shape: Shape, now: float) -> Send:
         node.asked = shape
         self._asked_s[node] = now
-        reshape = fleet_pb2.Reshape(shape=shape_to_wire(shape), is_loan=shape != node.home)
+        reshape = fleet_pb2.Reshape(shape=shape_to_wire(shape), is_prefix_fetch=shape != node.home)
         return Send(node, fleet_pb2.NodeCommand(reshape=reshape))
 
     def _check_others(self, node: Node, shape: Shape) -> None:
@@ -395,7 +395,7 @@ class Roles:
         match pressure:
             case Pressure.NONE:
                 lasts_s, rests_s = CALM_S, self._stay_s
-            case Pressure.NO_READER | Pressure.NO_WRITER:
+            case Pressure.NO_PREFILL_NODE | Pressure.NO_DECODE_NODE:
                 lasts_s = rests_s = LACKS_S
             case _:
                 lasts_s, rests_s = LASTS_S, REST_S
@@ -416,7 +416,7 @@ class Roles:
         if pressure is Pressure.NONE:
             away = [node for node in ready if node.shape != node.home]
             return (away[0], away[0].home) if away and self._may_go_home(away[0]) else None
-        is_to_read = pressure in (Pressure.READING, Pressure.NO_READER)
+        is_to_read = pressure in (Pressure.READING, Pressure.NO_PREFILL_NODE)
         lent, least = (DECODE, self._part_taken) if is_to_read else (PREFILL, self._num_to_compute)
         able = [node for node in ready if node.role == lent]
         if not able:

@@ -30,8 +30,8 @@ class Mark(NamedTuple):
 
     at_s: float
     phase: Phase
-    reader: str = ""
-    writer: str = ""
+    prefill_node: str = ""
+    decode_node: str = ""
     attempt: int = 0  # number of the attempt, from 1; the last one's while no node has the request
 
 
@@ -61,10 +61,10 @@ class Timeline:
         self.phase, self._entered_s = phase, at_s
         self._mark(self._marks[-1]._replace(at_s=at_s, phase=phase))
 
-    def placed(self, now: float, reader: str = "", writer: str = "", *, begins: bool = False) -> None:
+    def placed(self, now: float, prefill_node: str = "", decode_node: str = "", *, begins: bool = False) -> None:
         """Record the nodes that have the request from now on; empty names for none. `begins`: with a new attempt."""
         self._num_attempts += begins
-        self._mark(Mark(now, self.phase, reader, writer, self._num_attempts))
+        self._mark(Mark(now, self.phase, prefill_node, decode_node, self._num_attempts))
 
     def failed(self, reason: str) -> None:
         """Record why the last attempt failed."""

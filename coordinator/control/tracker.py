@@ -29,14 +29,12 @@ from typing import Any
 from coordinator.control.admission import Admission
 from coordinator.control.attempt_events import AttemptEvents
 from coordinator.control.instructions import End, Instruction, Send
-from coordinator.control.lending import EVENTS as LOAN_EVENTS
-from coordinator.control.lending import Lending
 from coordinator.control.live import LiveAnswers, TokenRow
 from coordinator.control.lives import Lives
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
 from coordinator.control.migration import (
-    Moves,
+    Migrations,
     keep,
     leaving_drained,
     leaving_full,
@@ -48,6 +46,8 @@ from coordinator.control.nodes import DRAINED, Node, Registry
 from coordinator.control.outcomes import completion, ended_before, with_progress
 from coordinator.control.placement.policies import AUTO, POLICIES
 from coordinator.control.placement.policy import Policy
+from coordinator.control.prefix_fetch import EVENTS as PREFIX_FETCH_EVENTS
+from coordinator.control.prefix_fetch import PrefixSends
 from coordinator.control.request import NOTHING, SoFar, TrackedRequest, at_work
 from coordinator.control.slo import Slo
 from coordinator.control.timeline import Phase, Timeline
@@ -72,7 +72,7 @@ class Tracker:
         max_restarts: int,
         keep_after_s: float,
         node_wait_s: float = 0.0,
-        lends: str = NEVER,
+        fetches: str = NEVER,
         policy: Policy = POLICIES[AUTO],
         admits_late: bool = True,
         max_queue_wait_s: float = 0.0,
@@ -94,13 +94,13 @@ class Tracker:
             first_epoch=first_epoch,
             max_restarts=max_restarts,
             node_wait_s=node_wait_s,
-            lends=lends,
+            fetches=fetches,
             policy=policy,
             admission=Admission(admits_late=admits_late, max_queue_wait_s=max_queue_wait_s),
         )
-        self._moves = Moves(self._live)
-        self._lending = Lending(self._live)
-        self._attempt_events = AttemptEvents(self._live, self._moves)
+        self._migrations = Migrations(self._live)
+        self._prefix_sends = PrefixSends(self._live)
+        self._attempt_events = AttemptEvents(self._live, self._migrations)
         self._max_live, self._max_live_per_asker = max_live, max_live_per_asker
         self._keep_after_s = keep_after_s
         self._age = 0  # requests admitted since the start
@@ -220,15 +220,15 @@ class Tracker:
         if kind == "step_tokens":
             return self.step_tokens(node, body, now)
         was_asked = kind in ("failed", "cancelled") and self._live.releases.settle(node, body.attempt.epoch)
-        if kind == "failed" and (borrower := self._lending.find(node, body.attempt)) is not None:
-            return self._lending.lost(borrower, now)
-        if (moving := self._moves.find(node, body.attempt)) is not None:
-            return [*self._moves.handle(moving, kind, body, now), *self._relocate(now)]
+        if kind == "failed" and (borrower := self._prefix_sends.find(node, body.attempt)) is not None:
+            return self._prefix_sends.lost(borrower, now)
+        if (migrating := self._migrations.find(node, body.attempt)) is not None:
+            return [*self._migrations.handle(migrating, kind, body, now), *self._relocate(now)]
         request = self._live.on(node, body.attempt)
         if request is None or was_asked:
             return []
-        if kind in LOAN_EVENTS:
-            return self._lending.handle(request, node, kind, body, now)
+        if kind in PREFIX_FETCH_EVENTS:
+            return self._prefix_sends.handle(request, node, kind, body, now)
         return self._attempt_events.handle(request, node, kind, body, now)
 
     def step_tokens(self, node: Node, event: fleet_pb2.StepTokens, now: float) -> list[Instruction]:
@@ -242,7 +242,7 @@ class Tracker:
                 continue
             request = live.on(node, token.attempt)
             if request is None or node is not request.attempt.decode:
-                request = self._moves.find_told_before(node, token)
+                request = self._migrations.find_told_before(node, token)
             if request is not None:
                 instructions += self._attempt_events.step_token(request, token, step_s, now)
         return instructions
@@ -270,8 +270,8 @@ class Tracker:
         self._live.releases.lose(node)
         instructions: list[Instruction] = []
         for request in self._live:
-            instructions += self._moves.lose(request, node, now)
-            instructions += self._lending.lose(request, node, now)
+            instructions += self._migrations.lose(request, node, now)
+            instructions += self._prefix_sends.lose(request, node, now)
             if request in self._live and node in (request.attempt.prefill, request.attempt.decode):
                 instructions += self._attempt_events.lose_part(request, node, error, now, is_loss=True)
         return instructions
@@ -309,8 +309,8 @@ class Tracker:
             if request.is_waiting:
                 waiting.append(request)
                 continue
-            if request.move is not None:
-                instructions += self._moves.tick(request, request.move, now)
+            if request.migration is not None:
+                instructions += self._migrations.tick(request, request.migration, now)
             if (since_s := request.attempt.waits_since_s) is not None and now - since_s >= self._keep_after_s:
                 instructions += self._keep(request, now)
         instructions += self._live.retry(waiting, now)
@@ -321,18 +321,22 @@ class Tracker:
     def _keep(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """Let the prefill node decode a prompt whose decode node has had no room for too long, if the prefill node has
         room."""
-        attempt, reader = request.attempt, request.attempt.prefill
-        if self._ledger.of(reader).num_answers >= reader.hello.max_num_seqs:  # the request would wait there as well
+        attempt, prefill_node = request.attempt, request.attempt.prefill
+        if (
+            self._ledger.of(prefill_node).num_answers >= prefill_node.hello.max_num_seqs
+        ):  # the request would wait there as well
             return []
-        if not reader.is_ready or request.max_tokens > min(reader.max_request_tokens, reader.pool_tokens):
+        if not prefill_node.is_ready or request.max_tokens > min(
+            prefill_node.max_request_tokens, prefill_node.pool_tokens
+        ):
             return []
         cancel = self._live.cancel(request, attempt.decode, attempt.epoch, now)
         self._ledger.let_go(request.request_id, attempt.decode)
-        marks = request.prompt.marks_shared(reader.block_size)
-        self._ledger.write(request.request_id, reader, len(request.known), marks)
-        attempt.decode = reader
+        marks = request.prompt.marks_shared(prefill_node.block_size)
+        self._ledger.write(request.request_id, prefill_node, len(request.known), marks)
+        attempt.decode = prefill_node
         attempt.decode_holds = attempt.is_committed = True
-        request.timeline.placed(now, reader.name, reader.name)
+        request.timeline.placed(now, prefill_node.name, prefill_node.name)
         request.timeline.enter(Phase.DECODE_QUEUE, now)
         self._metrics.num_kept += 1
         return [cancel, keep(request)]
@@ -345,5 +349,5 @@ class Tracker:
         to_relieve = partial(leaving_late, coming=live.coming(now))
         for departures in (leaving_drained, leaving_full, to_relieve):
             for request, target in departures(live, nodes, self._ledger, now):
-                instructions += self._moves.begin(request, target, now)
+                instructions += self._migrations.begin(request, target, now)
         return instructions

@@ -11,11 +11,11 @@ from coordinator.control.request import Attempt
 AUTO: Final = "auto"
 ALWAYS: Final = "always"
 NEVER: Final = "never"
-LENDS: Final = (AUTO, ALWAYS, NEVER)
+PREFIX_FETCHES: Final = (AUTO, ALWAYS, NEVER)
 
-MAX_LOANS: Final = 7  # samples kept for a pair of nodes
-MIN_LOANS: Final = 3
-MAX_LOAN_AGE_S: Final = 120.0
+MAX_PREFIX_FETCHES: Final = 7  # samples kept for a pair of nodes
+MIN_PREFIX_FETCHES: Final = 3
+MAX_PREFIX_FETCH_AGE_S: Final = 120.0
 UNMEASURED_S: Final = 0.01  # assumed duration of a fetch between nodes without samples
 LEAST_PATIENCE_S: Final = 0.25
 PATIENCE_S: Final = 10.0  # with ALWAYS, where costs are not compared
@@ -33,10 +33,10 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class LoanCosts:
+class PrefixFetchCosts:
     """Estimate remote prefix fetches between pairs of nodes from recent ones."""
 
-    lends: str = NEVER
+    fetches: str = NEVER
     samples: Mapping[Pair, Sequence[Sample]] = field(default_factory=dict)
 
     def seconds(self, pair: Pair, num_tokens: int) -> float:
@@ -45,51 +45,50 @@ class LoanCosts:
         A longer fetch than a measured one counts in proportion and a shorter one as long as that: the estimate is never
         below a measurement.
         """
-        if self.lends == ALWAYS:
+        if self.fetches == ALWAYS:
             return 0.0
         known = self.samples.get(pair, ())
-        if len(known) < MIN_LOANS:
+        if len(known) < MIN_PREFIX_FETCHES:
             return UNMEASURED_S
         return median(each.seconds * max(1.0, num_tokens / each.num_tokens) for each in known)
 
     def is_worth(self, pair: Pair, num_tokens: int, computed_s: float) -> bool:
         """Return whether to fetch `num_tokens` tokens that would take `computed_s` seconds to compute."""
-        if self.lends == NEVER or num_tokens <= 0:
+        if self.fetches == NEVER or num_tokens <= 0:
             return False
-        return self.lends == ALWAYS or self.seconds(pair, num_tokens) < computed_s
+        return self.fetches == ALWAYS or self.seconds(pair, num_tokens) < computed_s
 
     def patience_s(self, computed_s: float) -> float:
         """Return how long, in seconds, to wait for a fetch."""
-        return PATIENCE_S if self.lends == ALWAYS else max(LEAST_PATIENCE_S, computed_s)
+        return PATIENCE_S if self.fetches == ALWAYS else max(LEAST_PATIENCE_S, computed_s)
 
 
-class Loans:
+class PrefixFetches:
     """Measure remote prefix fetches as they happen.
 
-    Samples expire, and fewer than MIN_LOANS samples count as none: otherwise a few slow fetches, as when connections
-    are made, would stop all fetches, and no later one could show that they have become faster.
-    """
+    Samples expire, and fewer than MIN_PREFIX_FETCHES samples count as none: otherwise a few slow fetches, as when
+    connections are made, would stop all fetches, and no later one could show that they have become faster."""
 
-    def __init__(self, lends: str = NEVER) -> None:
-        """Start without samples. `lends`: one of LENDS."""
-        self._lends = lends
+    def __init__(self, fetches: str = NEVER) -> None:
+        """Start without samples. `lends`: one of PREFIX_FETCHES."""
+        self._fetches = fetches
         self._samples: dict[Pair, deque[Sample]] = {}
 
     def ended(self, pair: Pair, num_tokens: int, seconds: float, now: float) -> None:
         """Record a fetch of `num_tokens` tokens, which have come in this time or should have."""
         if num_tokens > 0:
             self._drop_old(now)
-            samples = self._samples.setdefault(pair, deque(maxlen=MAX_LOANS))
+            samples = self._samples.setdefault(pair, deque(maxlen=MAX_PREFIX_FETCHES))
             samples.append(Sample(now, num_tokens, max(0.0, seconds)))
 
-    def costs(self, now: float) -> LoanCosts:
+    def costs(self, now: float) -> PrefixFetchCosts:
         """Return the present estimates. Use them at once: they change with the samples."""
         self._drop_old(now)
-        return LoanCosts(self._lends, self._samples)
+        return PrefixFetchCosts(self._fetches, self._samples)
 
     def _drop_old(self, now: float) -> None:
         for pair, samples in list(self._samples.items()):
-            while samples and now - samples[0].at_s > MAX_LOAN_AGE_S:
+            while samples and now - samples[0].at_s > MAX_PREFIX_FETCH_AGE_S:
                 samples.popleft()
             if not samples:
                 del self._samples[pair]
@@ -104,14 +103,13 @@ MIN_HANDOVERS: Final = 3
 class HandoverCosts:
     """Estimates from recent requests: medians, in seconds.
 
-    `credit_s` is the wait for credit, from the start of the attempt. `move_s` is the time from the first token, or the
-    credit if that is later, to the first decode step: transfer and decode queue. `loans` estimates remote prefix
-    fetches.
-    """
+    `credit_s` is the wait for credit, from the start of the attempt. `transfer_s` is the time from the first token, or
+    the credit if that is later, to the first decode step: transfer and decode queue. `prefix fetches` estimates remote
+    prefix fetches."""
 
     credit_s: float = 0.0
-    move_s: float = 0.0
-    loans: LoanCosts = field(default_factory=LoanCosts)
+    transfer_s: float = 0.0
+    prefix_fetches: PrefixFetchCosts = field(default_factory=PrefixFetchCosts)
 
 
 class Handover:
@@ -121,23 +119,25 @@ class Handover:
     connections are made, would keep requests away, and no later transfer could show that they have become faster.
     """
 
-    def __init__(self, lends: str = NEVER) -> None:
-        """Start without samples. `lends`: one of LENDS, when to use remote prefix fetches."""
-        self._credits, self._moves = _Samples(), _Samples()
-        self.loans = Loans(lends)
+    def __init__(self, fetches: str = NEVER) -> None:
+        """Start without samples. `lends`: one of PREFIX_FETCHES, when to use remote prefix fetches."""
+        self._credits, self._migrations = _Samples(), _Samples()
+        self.prefix_fetches = PrefixFetches(fetches)
 
     def granted(self, attempt: Attempt, now: float) -> None:
         """Record that the decode node has given credit to the attempt now."""
         self._credits.add(now - attempt.started_s, now)
 
-    def moved(self, attempt: Attempt, step_start_s: float, now: float) -> None:
+    def migrated(self, attempt: Attempt, step_start_s: float, now: float) -> None:
         """Record that the first decode step of the attempt began at `step_start_s`."""
         if attempt.is_local or attempt.granted_s is None or attempt.first_token_s is None:
             return
-        self._moves.add(step_start_s - max(attempt.granted_s, attempt.first_token_s), now)
+        self._migrations.add(step_start_s - max(attempt.granted_s, attempt.first_token_s), now)
 
     def costs(self, now: float) -> HandoverCosts:
-        return HandoverCosts(self._credits.median_s(now), self._moves.median_s(now), self.loans.costs(now))
+        return HandoverCosts(
+            self._credits.median_s(now), self._migrations.median_s(now), self.prefix_fetches.costs(now)
+        )
 
 
 class _Samples:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-from coordinator.control.instructions import MoveEnded, MoveOutcome
+from coordinator.control.instructions import MigrationEnded, MigrationOutcome
 from coordinator.control.outcomes import FINISH_REASONS
 from coordinator.control.request_log import AnswerRecord, CallRecord, answer_index
 from coordinator.control.timeline import Mark, Phase
@@ -78,7 +78,7 @@ def _answer_spans(call: CallRecord, answer: AnswerRecord, begun_s: float) -> Ite
         if end_s > begun_s
     ]
     about = {"splitserve.answer": answer.index}
-    for (number, has_nodes), group in groupby(stays, key=lambda stay: (stay[0].attempt, bool(stay[0].reader))):
+    for (number, has_nodes), group in groupby(stays, key=lambda stay: (stay[0].attempt, bool(stay[0].prefill_node))):
         found = list(group)
         if has_nodes:
             yield _attempt_span(call, answer, number, found)
@@ -88,38 +88,38 @@ def _answer_spans(call: CallRecord, answer: AnswerRecord, begun_s: float) -> Ite
 
 def _attempt_span(call: CallRecord, answer: AnswerRecord, number: int, stays: Sequence[Stay]) -> SpanRecord:
     first, start_s, end_s = stays[0][0], stays[0][0].at_s, stays[-1][1]
-    moves = [
-        _move_span(move)
-        for move in call.moves
-        if answer_index(move.request_id)[1] == answer.index and start_s <= move.started_s <= end_s
+    migrations = [
+        _move_span(migration)
+        for migration in call.migrations
+        if answer_index(migration.request_id)[1] == answer.index and start_s <= migration.started_s <= end_s
     ]
     attributes: dict[str, Attribute] = {
         "splitserve.answer": answer.index,
         "splitserve.attempt": number,
-        "splitserve.prefill_node": first.reader,
-        "splitserve.decode_node": first.writer,
+        "splitserve.prefill_node": first.prefill_node,
+        "splitserve.decode_node": first.decode_node,
     }
-    children = (*(_phase_span(*stay) for stay in stays), *moves)
+    children = (*(_phase_span(*stay) for stay in stays), *migrations)
     return SpanRecord("attempt", start_s, end_s, attributes, answer.timeline.failures.get(number, ""), children)
 
 
 def _phase_span(mark: Mark, end_s: float) -> SpanRecord:
     if mark.phase in TRAVELS:
-        attributes = {"splitserve.from_node": mark.reader, "splitserve.to_node": mark.writer}
+        attributes = {"splitserve.from_node": mark.prefill_node, "splitserve.to_node": mark.decode_node}
     else:
-        attributes = {"splitserve.node": mark.reader if mark.phase in READS else mark.writer}
+        attributes = {"splitserve.node": mark.prefill_node if mark.phase in READS else mark.decode_node}
     return SpanRecord(NAMES[mark.phase], mark.at_s, end_s, attributes)
 
 
-def _move_span(move: MoveEnded) -> SpanRecord:
+def _move_span(migration: MigrationEnded) -> SpanRecord:
     attributes = {
-        "splitserve.from_node": move.source.name,
-        "splitserve.to_node": move.target.name,
-        "splitserve.outcome": move.outcome.value,
-        "splitserve.kv_bytes": move.num_kv_bytes,
+        "splitserve.from_node": migration.source.name,
+        "splitserve.to_node": migration.target.name,
+        "splitserve.outcome": migration.outcome.value,
+        "splitserve.kv_bytes": migration.num_kv_bytes,
     }
-    failure = move.outcome.value if move.outcome is MoveOutcome.FAILED else ""
-    return SpanRecord("move", move.started_s, move.ended_s, attributes, failure)
+    failure = migration.outcome.value if migration.outcome is MigrationOutcome.FAILED else ""
+    return SpanRecord("migration", migration.started_s, migration.ended_s, attributes, failure)
 
 
 # ---- the call ----

@@ -1,4 +1,4 @@
-"""Compute attention over some of a request's keys, and the parts common to all nodes of distributed KV (annexed.py)."""
+"""Compute attention over some of a request's keys, and the parts common to all nodes of distributed KV (remote.py)."""
 
 from collections.abc import Sequence
 from typing import Any, Final

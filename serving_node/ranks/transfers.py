@@ -17,7 +17,7 @@ from prefill_node.outgoing import Outgoing
 from protos import ranks_pb2
 from serving_core.layout import KVLayout
 from serving_core.requests import OnLayer, Share, Work
-from serving_node.decisions import CancelTransfer, FinishSend, Lend, Send, SendMore
+from serving_node.decisions import CancelTransfer, FinishSend, Send, SendMore, SendPrefix
 from serving_node.ranks.leading import Followers, Leader
 
 OnGranted = Callable[[int], None]
@@ -84,7 +84,7 @@ class NodeTransfers:
         if (new := self._listener.allow(keys)) and self._followers:
             self._followers.send(admit=ranks_pb2.Admit(keys=new))
 
-    def carry_out(self, decision: Send | SendMore | FinishSend | Lend | CancelTransfer) -> None:
+    def carry_out(self, decision: Send | SendMore | FinishSend | SendPrefix | CancelTransfer) -> None:
         """Carry out a decision about outgoing transfers."""
         match decision:
             case Send(node_request=node_request, block_ids=block_ids):
@@ -93,7 +93,7 @@ class NodeTransfers:
                 self.send_more(node_request.request.epoch, block_ids)
             case FinishSend(node_request=node_request, block_ids=block_ids, tail=tail):
                 self.finish(node_request.request.epoch, block_ids, tail)
-            case Lend(epoch=epoch, descriptor=descriptor, block_ids=block_ids, tail=tail):
+            case SendPrefix(epoch=epoch, descriptor=descriptor, block_ids=block_ids, tail=tail):
                 self.send(epoch, descriptor, block_ids)
                 self.finish(epoch, block_ids, tail)
             case CancelTransfer(epoch=epoch):

@@ -26,7 +26,7 @@ from splitserve_bench.serve.records import Outcome, PlannedRequest
 from splitserve_bench.simulate.fleet import FleetSize, simulate
 from splitserve_bench.simulate.profile import Profile
 
-SIMULATED_FLAGS: Final = frozenset({"policy", "admission", "roles", "kv_lending"})
+SIMULATED_FLAGS: Final = frozenset({"policy", "admission", "roles", "remote_prefix_fetch"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ fleet_options = options_of(
     node_count("prefill", "Prefill nodes."),
     node_count("decode", "Decode nodes."),
     node_count("both", "Nodes that do both."),
-    *map(coordinator_option, ("roles", "policy", "admission", "kv_lending")),
+    *map(coordinator_option, ("roles", "policy", "admission", "remote_prefix_fetch")),
     click.option(
         "--nodes-per-machine",
         default=2,
@@ -128,7 +128,7 @@ def simulate_command(
     roles: str,
     policy: str,
     admission: str,
-    kv_lending: str,
+    remote_prefix_fetch: str,
     nodes_per_machine: int,
     request_rates: tuple[float, ...],
     **flags: Any,
@@ -139,7 +139,7 @@ def simulate_command(
     from splitserve_bench.simulate.fleet import FleetSize
     from splitserve_bench.simulate.profile import read_profile
 
-    size = FleetSize(prefill, decode, both, roles, policy, admission, kv_lending, nodes_per_machine)
+    size = FleetSize(prefill, decode, both, roles, policy, admission, remote_prefix_fetch, nodes_per_machine)
     size.check()
     if len(request_rates) > 1 and (flags["result_filename"] or flags["plots"]):
         raise SettingsError("--result-filename and --plots are of one load: give one --request-rate with them")

@@ -9,7 +9,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Final, Protocol, cast
 
-from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, Send
+from coordinator.control.instructions import Emit, End, Instruction, MigrationEnded, Send
 from coordinator.control.live import TokenRow
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
@@ -63,7 +63,7 @@ class SimulatedCoordinator:
             max_restarts=settings.max_restarts,
             keep_after_s=settings.keep_after_s,
             node_wait_s=settings.node_wait_s,
-            lends=settings.kv_lending,
+            fetches=settings.remote_prefix_fetch,
             policy=POLICIES[settings.policy],
             admits_late=settings.admission == ADMIT_ALL,
             max_queue_wait_s=settings.max_queue_wait_s,
@@ -186,5 +186,5 @@ class SimulatedCoordinator:
                         attachment.commands.send(command)
                 case End(request_id, outcome):
                     self._clients.ended(request_id, outcome)
-                case MoveEnded(outcome=outcome):
-                    self.metrics.moves[outcome.value] += 1
+                case MigrationEnded(outcome=outcome):
+                    self.metrics.migrations[outcome.value] += 1

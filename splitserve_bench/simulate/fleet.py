@@ -12,7 +12,7 @@ from coordinator.control.load import Prompt
 from coordinator.control.placement.policies import AUTO
 from coordinator.control.roles import FIXED
 from coordinator.control.slo import MS, Slo
-from coordinator.control.transfer_costs import AUTO as LEND_AUTO
+from coordinator.control.transfer_costs import AUTO as FETCH_AUTO
 from coordinator.settings import ADMIT_ALL, CoordinatorSettings
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError, SettingsError
@@ -189,22 +189,22 @@ class FleetSize:
     roles: str = FIXED
     policy: str = AUTO
     admission: str = ADMIT_ALL
-    kv_lending: str = LEND_AUTO
+    remote_prefix_fetch: str = FETCH_AUTO
     nodes_per_machine: int = NODES_PER_MACHINE
 
     def __str__(self) -> str:
         counts = {"P": self.prefill, "D": self.decode, "B": self.both}
         name = "+".join(f"{count}{letter}" for letter, count in counts.items() if count)
         others = ((self.roles, FIXED), (self.policy, AUTO), (self.admission, ADMIT_ALL))
-        lending = [] if self.kv_lending == LEND_AUTO else [f"lending_{self.kv_lending}"]
+        prefix_sends = [] if self.remote_prefix_fetch == FETCH_AUTO else [f"lending_{self.remote_prefix_fetch}"]
         shared = [] if self.nodes_per_machine == NODES_PER_MACHINE else [f"{self.nodes_per_machine}_a_machine"]
-        return "-".join([name, *(value for value, usual in others if value != usual), *lending, *shared])
+        return "-".join([name, *(value for value, usual in others if value != usual), *prefix_sends, *shared])
 
     @property
     def settings(self) -> CoordinatorSettings:
         """Of the fleet's coordinator."""
         return CoordinatorSettings(
-            roles=self.roles, policy=self.policy, admission=self.admission, kv_lending=self.kv_lending
+            roles=self.roles, policy=self.policy, admission=self.admission, remote_prefix_fetch=self.remote_prefix_fetch
         )
 
     def check(self) -> None:

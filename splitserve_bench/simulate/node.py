@@ -23,16 +23,16 @@ from serving_core.requests import SampledToken, Work
 from serving_core.shapes import preset, role_of
 from serving_node.decisions import (
     Beat,
-    Borrow,
     CancelLoad,
     CancelTransfer,
     Decision,
+    FetchPrefix,
     FinishSend,
-    Lend,
     Load,
     Receive,
     Send,
     SendMore,
+    SendPrefix,
     Spill,
     Tell,
 )
@@ -360,9 +360,9 @@ class SimulatedNode:
                 self._transfers.ready(self, node_request.request.epoch, len(block_ids), since_s=self._agenda.now)
             case FinishSend(node_request=node_request, block_ids=block_ids, tail=tail):
                 self._transfers.finish(self, node_request.request.epoch, len(block_ids), tail)
-            case Borrow(offer=offer, block_ids=block_ids, num_cached=num_cached):
+            case FetchPrefix(offer=offer, block_ids=block_ids, num_cached=num_cached):
                 self._open(offer.epoch, len(block_ids), num_cached, offer.num_tokens)
-            case Lend(epoch=epoch, descriptor=descriptor, block_ids=block_ids, tail=tail):
+            case SendPrefix(epoch=epoch, descriptor=descriptor, block_ids=block_ids, tail=tail):
                 self._transfers.send(self, epoch, descriptor, len(block_ids))
                 self._transfers.finish(self, epoch, len(block_ids), tail)
             case CancelTransfer(epoch=epoch):

@@ -112,6 +112,6 @@ def start(cluster: Cluster, name: str, **options: Any) -> Child:
 
 def move_socket(path: Path) -> str:
     """Moves the file of a bound socket away from where dialers look for it; its address from now on."""
-    moved = path.with_name(f"{path.name}.moved")
-    os.rename(path, moved)
-    return f"ipc://{moved}"
+    migrated = path.with_name(f"{path.name}.moved")
+    os.rename(path, migrated)
+    return f"ipc://{migrated}"

@@ -261,11 +261,11 @@ async def leave(scene: Scene) -> None:
     for number, each in enumerate(asked[12:]):
         await each.stream.tokens(1 + 20 * (number % 2))
         each.stream.cancel()
-    moving = [scene.load.ask([rng.randrange(256)] * 30, 400) for _ in range(8)]
-    for each in moving:
+    migrating = [scene.load.ask([rng.randrange(256)] * 30, 400) for _ in range(8)]
+    for each in migrating:
         await each.stream.tokens(10)
     draining = asyncio.create_task(_drain(scene, "decode-0"))
-    for each in moving:
+    for each in migrating:
         await asyncio.sleep(0.01)
         each.stream.cancel()
     await draining

@@ -40,8 +40,8 @@ from coordinator.text.answer_format import READERS, AnswerFormat
 from coordinator.text.rendering import Renderer
 from coordinator.text.tokenizer import read_tokenizer
 from kv_transfer import wire
-from kv_transfer.annexes.wire import MAX_BYTES, hear, hear_payload
 from kv_transfer.descriptor import TransferDescriptor
+from kv_transfer.distributed_kv.wire import MAX_BYTES, hear, hear_payload
 from kv_transfer.results import TransferError
 from kv_transfer.shared_memory import notes
 from kv_transfer.transports.dist_stream import DistAddress, pack_key, pack_sizes, unpack_key, unpack_message
@@ -130,7 +130,7 @@ def transfer_header(data: bytes) -> None:
 
 
 @refuses(TransferError)
-def annex_messages(data: bytes) -> None:
+def remote_kv_messages(data: bytes) -> None:
     """By lengths that the header announces, as far as the receiver would have them."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -315,7 +315,7 @@ def node_command(data: bytes) -> None:
         convert.job_to_wire(convert.request_from_wire(job))
         convert.due_from_wire(job.due, 0.0)
     convert.shape_from_wire(command.reshape.shape)
-    for packed in filter(None, (command.deliver.descriptor, command.lend.descriptor)):
+    for packed in filter(None, (command.deliver.descriptor, command.send_prefix.descriptor)):
         TransferDescriptor.decode(packed)
 
 

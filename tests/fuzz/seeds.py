@@ -8,8 +8,8 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from kv_transfer.annexes.wire import Kind, tell
 from kv_transfer.descriptor import TransferDescriptor
+from kv_transfer.distributed_kv.wire import Kind, tell
 from protos import fleet_pb2
 from protos.convert import shape_to_wire
 from serving_core.shapes import Shape
@@ -42,12 +42,12 @@ def commands() -> Iterator[bytes]:
         {"reserve": fleet_pb2.Reserve(job=job, local_prefill=True)},
         {"reshape": fleet_pb2.Reshape(shape=shape_to_wire(Shape(5, 2, takes_handovers=True)))},
         {"deliver": fleet_pb2.Deliver(descriptor=descriptor)},
-        {"lend": fleet_pb2.Lend(descriptor=descriptor, token_ids=[1, 2])},
+        {"send_prefix": fleet_pb2.SendPrefix(descriptor=descriptor, token_ids=[1, 2])},
     ):
         yield fleet_pb2.NodeCommand(**command).SerializeToString()
 
 
-def annex_talk() -> Iterator[bytes]:
+def remote_kv_talk() -> Iterator[bytes]:
     for told in ([(Kind.OPEN, b"k" * 32)], [(Kind.PUT, b"blocks"), (Kind.ASK, b"query"), (Kind.PARTIALS, b"")]):
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -64,7 +64,7 @@ SEEDS: Final[dict[str, Callable[[], Iterator[bytes]]]] = {
     "descriptor": descriptors,
     "hello": hellos,
     "node_command": commands,
-    "annex_messages": annex_talk,
+    "remote_kv_messages": remote_kv_talk,
     "gzip_body": lambda: (gzip.compress(b'{"prompt": "a"}', mtime=0) for _ in range(1)),
     "batch_file": bodies({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "\ud800", "seed": math.nan}}),
     "chat_body": bodies({"model": "m", "messages": MESSAGES}, {"messages": MESSAGES, "max_tokens": 5, "n": 2}),

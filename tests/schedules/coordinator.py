@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from coordinator.control.live import NUM_EPOCHS
 from coordinator.control.load import NOTHING, Ledger
 from coordinator.control.metrics import Metrics
-from coordinator.control.migration import may_move, roomiest
+from coordinator.control.migration import may_migrate, roomiest
 from coordinator.control.nodes import Registry
 from coordinator.control.request_log import Journal
 from coordinator.control.roles import Roles
@@ -28,10 +28,10 @@ class _Tracker(Tracker):
     def move_some(self, now, nodes, ledger):
         """Yields what lets each running answer that can move."""
         for request in self._live:
-            if may_move(request, now, rest_s=0.0):
+            if may_migrate(request, now, rest_s=0.0):
                 others = [node for node in nodes if node is not request.attempt.decode]
                 if (target := roomiest(request, others, ledger)) is not None:
-                    yield self._moves.begin(request, target, now)
+                    yield self._migrations.begin(request, target, now)
 
     def begin_some_again(self, now):
         """Yields what lets each prompt without a token begin again."""
@@ -191,7 +191,7 @@ class SimulatedCoordinator:
         """What has happened in this life."""
         metrics = self.metrics
         counts = {"restarted": metrics.num_restarts, "kept": metrics.num_kept}
-        counts |= {f"move {outcome}": count for outcome, count in metrics.moves.items()}
+        counts |= {f"move {outcome}": count for outcome, count in metrics.migrations.items()}
         counts |= {f"loan {outcome}": count for outcome, count in metrics.loans.items()}
         return Counter(counts | {"whole": metrics.finished["length"], "failed": metrics.failed.total()})
 

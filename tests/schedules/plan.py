@@ -22,7 +22,7 @@ ROLES = ("prefill", "decode", "both")
 PATIENCE_S = 300.0  # of most clients: longer than anything may take, so that a deadline hides nothing
 FAULTS = {
     "kill": 3, "reset": 3, "block": 2, "pause": 2, "pause_coordinator": 1, "restart_coordinator": 1,
-    "noise": 6, "reset_data": 2, "block_data": 2, "move": 8, "begin_again": 3, "drain": 3, "reshape": 2,
+    "noise": 6, "reset_data": 2, "block_data": 2, "migration": 8, "begin_again": 3, "drain": 3, "reshape": 2,
     "leave": 4, "abort": 1, "fail_step": 1, "stall_step": 1, "break_off": 6, "spoil": 4,
 }  # fmt: skip
 """By how often they come."""
@@ -154,6 +154,6 @@ def _fault(random, kinds, nodes, asks):
     lasts_s = dict.fromkeys(("pause", "pause_coordinator", "block", "block_data", "stall_step"), long_s)
     lasts_s |= {"kill": short_s, "restart_coordinator": short_s, "noise": 2 * short_s}
     lasts_s |= {"break_off": random.choice([0.0, short_s])}
-    lasts_s |= {"move": 2 * short_s, "begin_again": short_s / 2, "drain": 2 * short_s}
+    lasts_s |= {"migration": 2 * short_s, "begin_again": short_s / 2, "drain": 2 * short_s}
     first_s = ask.at_s if name in ("leave", "abort", "break_off") else 0.0  # what is asked later cannot be given up
     return Fault(first_s + random.random() * FAULTS_S, name, arguments.get(name, ()), lasts_s.get(name, 0.0))

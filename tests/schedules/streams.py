@@ -174,5 +174,5 @@ def _short(message):
         tokens = [f"{each.attempt.request_id}@{each.attempt.epoch}[{each.index}]" for each in body.tokens]
         return f"step_tokens {' '.join(tokens)}"
     about = body.job.attempt if kind in ("reserve", "prefill") else getattr(body, "attempt", None)
-    more = f" {body.reason}: {body.message}" if kind in ("failed", "move_failed", "refusal") else ""
+    more = f" {body.reason}: {body.message}" if kind in ("failed", "migration_failed", "refusal") else ""
     return f"{kind} {about.request_id}@{about.epoch}{more}" if about is not None else f"{kind}{more}"

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.control.instructions import Emit
 from coordinator.control.live import LiveAnswers
-from coordinator.control.migration import Moves
+from coordinator.control.migration import Migrations
 from coordinator.control.request import Attempt
 from decode_node.credit import Credit
 from kv_transfer.payload import HostPayload
@@ -51,13 +51,13 @@ def commit_without_checksum(monkeypatch):
 
 def double_token_at_migration(monkeypatch):
     """When an answer has moved, its last token goes out once more."""
-    switch = Moves._switch
+    switch = Migrations._switch
 
     def switch_with_a_token(self, request, event, now):
         last = fleet_pb2.SampledToken(token_id=request.output[-1])
         return [Emit(request.request_id, [last]), *switch(self, request, event, now)]
 
-    monkeypatch.setattr(Moves, "_switch", switch_with_a_token)
+    monkeypatch.setattr(Migrations, "_switch", switch_with_a_token)
 
 
 def cancel_lost_between_halves(monkeypatch):

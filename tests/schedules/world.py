@@ -216,7 +216,7 @@ class World:
     def _reshape_it(self, name, role, seconds):
         self._at_coordinator(lambda: self.coordinator.dispatcher.set_shape(name, role))
 
-    def _move_it(self, seconds):
+    def _migration_it(self, seconds):
         self._again_and_again(lambda: self.coordinator.move_some(), seconds)
 
     def _begin_again_it(self, seconds):

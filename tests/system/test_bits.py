@@ -26,7 +26,7 @@ HISTORIES = [
     "chunks of 512",
     "second turn of a chat",
     "split",
-    "moved",
+    "migrated",
     "node killed",
     "colocated",
     "other threads",

@@ -11,7 +11,7 @@ from tests.tiny_models import write_tiny_model
 
 BLOCK_SIZE = 8
 GREEDY = {"temperature": 0, "ignore_eos": True}
-ALWAYS = {"kv_lending": "always"}
+ALWAYS = {"remote_prefix_fetch": "always"}
 CASES = {
     "one rank each": {},
     "two ranks read, one writes": {"prefill": {"tensor_parallel_size": 2}},
@@ -79,7 +79,7 @@ async def test_what_the_writers_pool_gave_up_is_lent_too(start_cluster, model):
 
 @pytest.mark.nightly
 async def test_never_means_never(start_cluster, model):
-    cluster = start_cluster(model, coordinator={"kv_lending": "never"}, node={"num_kv_blocks": 100})
+    cluster = start_cluster(model, coordinator={"remote_prefix_fetch": "never"}, node={"num_kv_blocks": 100})
     chat = _prompt(1, 60)
     async with cluster.connect() as stub:
         answer = await ask(stub, chat, max_tokens=30, **GREEDY)
@@ -97,13 +97,13 @@ async def test_a_lender_that_dies_or_stands_still(start_cluster, model, struck):
     reference, chat = Reference(model), _prompt(1, 100)
     async with cluster.connect() as stub:
         answer = await ask(stub, chat, max_tokens=30, **GREEDY)
-        lender = cluster.children[answer.complete.timeline.decode_node]
+        source = cluster.children[answer.complete.timeline.decode_node]
         if "kill" in struck:
-            cluster.expect_end(lender.name)
+            cluster.expect_end(source.name)
         chat = [*chat, *answer.token_ids, *_prompt(9, 20)]
         again = await ask(stub, chat, max_tokens=20, **GREEDY)
     assert again.token_ids == reference.greedy(chat, 20, eos_token_id=-1)
     if "kill" in struck:
         assert again.complete.lent_kv_bytes == 0
-        assert not lender.is_running
+        assert not source.is_running
     cluster.stop()

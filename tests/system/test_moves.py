@@ -106,7 +106,7 @@ async def test_all_roles_change_under_load(start_cluster, tmp_path, capsys):
         "answers": len(load.asked),
         "live at a flip, at least": min(num_live),
         "gave way": sum(each.num_preemptions for each in cluster.loads().values()),
-        "moved": sum(each.num_moves for each in timelines),
+        "migrated": sum(each.num_moves for each in timelines),
         "from one node to another": {" -> ".join(pair): count for pair, count in sorted(pairs.items())},
     }
     with capsys.disabled():
@@ -147,8 +147,8 @@ async def test_an_answer_that_moves_keeps_its_bits(
 
     async with cluster.connect() as stub, AsyncClient(cluster.target) as client, asyncio.timeout(DEADLINE_S):
         stayed = await stream(stub, salted("stays"), timeout=DEADLINE_S).complete(DEADLINE_S)
-        moving = stream(stub, salted("moves"), timeout=DEADLINE_S)
-        await moving.tokens(20)
+        migrating = stream(stub, salted("migrations"), timeout=DEADLINE_S)
+        await migrating.tokens(20)
         names = cluster.names
         for number in range(num_moves):
             (at,) = await _until(lambda: _writers(cluster))
@@ -156,16 +156,16 @@ async def test_an_answer_that_moves_keeps_its_bits(
             await client.set_role(other, "both")
             await client.set_role(at, "prefill")
             await _until(lambda away=at: away not in _writers(cluster))
-            num_tokens = len(moving.answer.token_ids)
-            await moving.tokens(min(num_tokens + 20, question["max_tokens"]))
-            assert not moving.has_ended, f"the answer ended before move {number + 1}"
-        moved = await moving.complete(DEADLINE_S)
+            num_tokens = len(migrating.answer.token_ids)
+            await migrating.tokens(min(num_tokens + 20, question["max_tokens"]))
+            assert not migrating.has_ended, f"the answer ended before move {number + 1}"
+        migrated = await migrating.complete(DEADLINE_S)
 
-    assert moved.complete.timeline.num_moves >= num_moves
-    assert moved.complete.timeline.num_restarts == 0
-    assert moved.complete.moved_kv_bytes > 0
-    assert moved.token_ids == stayed.token_ids
-    assert [each.logprob for each in moved.logprobs] == [each.logprob for each in stayed.logprobs]
+    assert migrated.complete.timeline.num_moves >= num_moves
+    assert migrated.complete.timeline.num_restarts == 0
+    assert migrated.complete.moved_kv_bytes > 0
+    assert migrated.token_ids == stayed.token_ids
+    assert [each.logprob for each in migrated.logprobs] == [each.logprob for each in stayed.logprobs]
     cluster.wait_all_free()
 
 
@@ -190,9 +190,9 @@ async def test_a_node_with_long_answers_drains_under_load(start_cluster, tmp_pat
     for question, answer in zip(questions, answers, strict=True):
         assert answer.token_ids == fake_answer(question["prompt"], 2000)
         assert answer.complete.timeline.num_restarts == 0
-    moved = [answer.complete for answer in answers if answer.complete.timeline.num_moves]
-    pauses_ms = sorted(round(1000 * each.timeline.move_pause_s, 1) for each in moved)
+    migrated = [answer.complete for answer in answers if answer.complete.timeline.num_moves]
+    pauses_ms = sorted(round(1000 * each.timeline.move_pause_s, 1) for each in migrated)
     with capsys.disabled():
-        sys.stdout.write(f"\n{len(moved)} answers moved away in {drained_s:.2f} s, pauses {pauses_ms} ms\n")
-    assert moved
+        sys.stdout.write(f"\n{len(migrated)} answers moved away in {drained_s:.2f} s, pauses {pauses_ms} ms\n")
+    assert migrated
     cluster.wait_all_free()

@@ -45,7 +45,7 @@ async def test_what_agents_begin_with_moves_once(start_cluster, tmp_path, capsys
     await asyncio.to_thread(wait_until, lambda: "decode-1" not in cluster.attached(), "it is lost", DEADLINE_S)
     async with cluster.connect() as stub, AsyncClient(cluster.target) as client, asyncio.timeout(DEADLINE_S):
         stayed = await _answers([stream(stub, each, timeout=DEADLINE_S) for each in _questions("stays")])
-        streams = [stream(stub, each, timeout=DEADLINE_S) for each in _questions("moves")]
+        streams = [stream(stub, each, timeout=DEADLINE_S) for each in _questions("migrations")]
         for answering in streams:
             await answering.tokens(20)
         target.send(signal.SIGCONT)
@@ -55,17 +55,17 @@ async def test_what_agents_begin_with_moves_once(start_cluster, tmp_path, capsys
         load = cluster.loads()["decode-1"]
         num_held = load.num_blocks - load.num_blocks_free
         num_blocks = sum(2005 + len(answering.answer.token_ids) for answering in streams) // BLOCK_SIZE
-        moved = await _answers(streams)
+        migrated = await _answers(streams)
     first = stayed[0].complete
     block_bytes = (first.kv_bytes + first.kv_bytes_saved) // 126  # of 2005 tokens
-    num_bytes = sum(each.complete.moved_kv_bytes for each in moved)
-    pauses_ms = sorted(round(1000 * each.complete.timeline.move_pause_s, 1) for each in moved)
+    num_bytes = sum(each.complete.moved_kv_bytes for each in migrated)
+    pauses_ms = sorted(round(1000 * each.complete.timeline.move_pause_s, 1) for each in migrated)
     with capsys.disabled():
         sys.stdout.write(f"\n{num_bytes} bytes moved, {num_held} blocks held of {num_blocks}, pauses {pauses_ms} ms\n")
-    assert all(each.complete.timeline.num_moves for each in moved)
+    assert all(each.complete.timeline.num_moves for each in migrated)
     assert num_held < num_blocks / 2
     assert num_bytes < block_bytes * num_blocks / 2
-    for disturbed, expected in zip(moved, stayed, strict=True):
+    for disturbed, expected in zip(migrated, stayed, strict=True):
         assert disturbed.complete.timeline.num_restarts == 0
         assert disturbed.token_ids == expected.token_ids
         assert [each.logprob for each in disturbed.logprobs] == [each.logprob for each in expected.logprobs]

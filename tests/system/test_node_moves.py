@@ -12,12 +12,12 @@ from serving_core.numbering import Numbering
 from tests.system.cluster import START_DEADLINE_S, Child
 from tests.system.oracle import Reference
 from tests.tiny_models import write_tiny_model
-from tests.unit.serving_node.runner_kit import Mover, by_name, job, make_request
+from tests.unit.serving_node.runner_kit import MigratingRequest, by_name, job, make_request
 
 pytestmark = pytest.mark.nightly
 
 ANSWER_DEADLINE_S = 240.0
-NUM_MOVES = 4
+NUM_MIGRATIONS = 4
 NUM_TOKENS, MOST_TOKENS = 400, 4000  # a busy machine may take long to move an answer, which goes on meanwhile
 
 
@@ -134,7 +134,7 @@ async def test_answers_swap_their_nodes_again_and_again(transport, x_size, y_siz
         for name, size in (("x", x_size), ("y", y_size))
     ]
     try:
-        movers = await swap(fleet, children)
+        all_migrating = await swap(fleet, children)
         for child in children:
             assert await asyncio.to_thread(child.stop) == 0, child.output()
     except (AssertionError, TimeoutError) as error:
@@ -146,33 +146,35 @@ async def test_answers_swap_their_nodes_again_and_again(transport, x_size, y_siz
                 child.kill()
         await server.stop(None)
     reference = Reference(model)
-    for mover in movers.values():
-        prompt = mover.request.token_ids[: mover.request.num_prompt_tokens]
-        expected = await asyncio.to_thread(reference.greedy, prompt, len(mover.answer), eos_token_id=-1)
-        assert [token.token_id for token in mover.answer] == expected
-        assert len(mover.next_indexes) == NUM_MOVES
-    assert [node.num_committed for node in fleet.nodes.values()] == [NUM_MOVES, NUM_MOVES]
+    for migrating in all_migrating.values():
+        prompt = migrating.request.token_ids[: migrating.request.num_prompt_tokens]
+        expected = await asyncio.to_thread(reference.greedy, prompt, len(migrating.answer), eos_token_id=-1)
+        assert [token.token_id for token in migrating.answer] == expected
+        assert len(migrating.next_indexes) == NUM_MIGRATIONS
+    assert [node.num_committed for node in fleet.nodes.values()] == [NUM_MIGRATIONS, NUM_MIGRATIONS]
 
 
 async def swap(fleet, children):
     nodes = x, y = list(fleet.nodes.values())
     assert all(child.is_running for child in children)
     await fleet.until(lambda: all(node.hello and node.load for node in nodes), START_DEADLINE_S)
-    movers = {}
+    all_migrating = {}
     for name, first, second in (("a", x, y), ("b", y, x)):
-        request = make_request(name, range(len(movers), 41), max_tokens=MOST_TOKENS)
-        movers[name] = Mover(first, second, request, num_moves=NUM_MOVES, num_ahead=MOST_TOKENS)
+        request = make_request(name, range(len(all_migrating), 41), max_tokens=MOST_TOKENS)
+        all_migrating[name] = MigratingRequest(first, second, request, num_moves=NUM_MIGRATIONS, num_ahead=MOST_TOKENS)
     for node in nodes:
-        node.on_event = by_name(node, movers, {})
-    x.local(movers["a"].request)
-    y.local(movers["b"].request)
-    await fleet.until(lambda: all(map(has_gone_on, movers.values())), ANSWER_DEADLINE_S)
-    for mover in movers.values():
-        mover.writer.cancel(mover.request)
+        node.on_event = by_name(node, all_migrating, {})
+    x.local(all_migrating["a"].request)
+    y.local(all_migrating["b"].request)
+    await fleet.until(lambda: all(map(has_gone_on, all_migrating.values())), ANSWER_DEADLINE_S)
+    for migrating in all_migrating.values():
+        migrating.writer.cancel(migrating.request)
     await fleet.until(lambda: fleet.is_free, ANSWER_DEADLINE_S)
-    return movers
+    return all_migrating
 
 
-def has_gone_on(mover):
+def has_gone_on(migrating):
     """After its last move."""
-    return len(mover.next_indexes) == NUM_MOVES and len(mover.answer) > max(NUM_TOKENS, mover.next_indexes[-1])
+    return len(migrating.next_indexes) == NUM_MIGRATIONS and len(migrating.answer) > max(
+        NUM_TOKENS, migrating.next_indexes[-1]
+    )

@@ -22,7 +22,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cluster(start_cluster, model):
     """Nothing is lent: what each node holds itself is counted (test_lending.py has the rest)."""
-    alone, sizes = {"kv_lending": "never"}, {"max_num_batched_tokens": 64}
+    alone, sizes = {"remote_prefix_fetch": "never"}, {"max_num_batched_tokens": 64}
     return start_cluster(model, node={"num_kv_blocks": 400}, prefill=sizes, coordinator=alone)
 
 

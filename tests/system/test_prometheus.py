@@ -25,7 +25,7 @@ DEADLINE_S = 120.0
 # What has nothing to show in a cluster where all is well: ratios without a divisor, and what is shown above 0.
 QUIET = (
     "splitserve_requests_failed_total",
-    "splitserve_move_pause_seconds_bucket",
+    "splitserve_migration_pause_seconds_bucket",
     "splitserve_transfer_failures_total",
     'rank!="0"',
 )

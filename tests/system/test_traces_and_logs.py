@@ -75,7 +75,7 @@ def cluster(_cluster):
 def check(root, cluster):
     """Children lie within their parents, and one phase follows the other."""
     for attempt in root.below("attempt"):
-        phases = [child for child in attempt.children if child.name != "move"]
+        phases = [child for child in attempt.children if child.name != "migration"]
         assert (phases[0].start_ns, phases[-1].end_ns) == (attempt.start_ns, attempt.end_ns)
         for before, after in itertools.pairwise(phases):
             assert before.end_ns == after.start_ns
@@ -140,23 +140,26 @@ async def test_every_phase_of_a_request_is_in_its_trace(cluster, receiver):
 
 async def test_a_drain_is_a_move_within_the_attempt(cluster, receiver):
     async with cluster.connect() as stub, grpc.aio.insecure_channel(cluster.target) as channel:
-        answering = stream(stub, request([5, 6], request_id="moves", max_tokens=800, **GREEDY))
+        answering = stream(stub, request([5, 6], request_id="migrations", max_tokens=800, **GREEDY))
         await answering.tokens(5)
-        source = await writer_of(cluster, "moves")
+        source = await writer_of(cluster, "migrations")
         admin = inference_pb2_grpc.AdminStub(channel)
         async for _ in admin.Drain(inference_pb2.DrainRequest(node=source), timeout=DEADLINE_S):
             pass
         answer = await answering.complete()
         await admin.SetRole(inference_pb2.SetRoleRequest(node=source, role="decode"), timeout=DEADLINE_S)
     assert answer.token_ids == fake_answer([5, 6], 800)
-    root = await trace_of(receiver, "moves")
+    root = await trace_of(receiver, "migrations")
     check(root, cluster)
     [attempt] = root.below("attempt")
-    [move] = attempt.below("move")
+    [migration] = attempt.below("migration")
     target = answer.complete.timeline.decode_node
     assert target != source
-    assert (move.attributes["splitserve.from_node"], move.attributes["splitserve.to_node"]) == (source, target)
-    assert move.attributes["splitserve.outcome"] == "moved"
+    assert (migration.attributes["splitserve.from_node"], migration.attributes["splitserve.to_node"]) == (
+        source,
+        target,
+    )
+    assert migration.attributes["splitserve.outcome"] == "migrated"
     assert [each.attributes["splitserve.node"] for each in attempt.below("decode")] == [source, target]
     assert root.attributes["splitserve.moves"] == 1
 

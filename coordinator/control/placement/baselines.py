@@ -36,20 +36,24 @@ class ByScore:
         self, nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: HandoverCosts, now: float
     ) -> Placed:
         """Return the placement, as Policy.place does."""
-        writers = candidates(nodes, DECODE, wanted.num_tokens)
+        decode_nodes = candidates(nodes, DECODE, wanted.num_tokens)
 
         def order(node: Node, score: Score) -> tuple[bool, tuple[float, ...], str]:
             return node in wanted.avoid, score(node, ledger, wanted.prompt), node.name
 
-        readers = candidates(nodes, PREFILL, len(wanted.prompt))
-        senders, takers = within_pools(readers, writers, wanted)
-        for reader in sorted(readers, key=lambda node: order(node, self._reading)):
-            others = takers if reader in senders else ()
-            able = [node for node in writers if node is reader or (node in others and node.usable.takes_handovers)]
-            if self._keeps and reader in able:
-                return Placed(reader, reader)
+        prefill_nodes = candidates(nodes, PREFILL, len(wanted.prompt))
+        senders, takers = within_pools(prefill_nodes, decode_nodes, wanted)
+        for prefill_node in sorted(prefill_nodes, key=lambda node: order(node, self._reading)):
+            others = takers if prefill_node in senders else ()
+            able = [
+                node
+                for node in decode_nodes
+                if node is prefill_node or (node in others and node.usable.takes_handovers)
+            ]
+            if self._keeps and prefill_node in able:
+                return Placed(prefill_node, prefill_node)
             if able:
-                return Placed(reader, min(able, key=lambda node: order(node, self._writing)))
+                return Placed(prefill_node, min(able, key=lambda node: order(node, self._writing)))
         message = "no node that writes answers takes those of prompts that other nodes read"
         raise RequestError(NO_DECODE_WORKER, message)
 

@@ -26,7 +26,7 @@ from serving_core.shapes import DECODE, PREFILL
 Pair = tuple[Node, Node]
 
 MOST_WEIGHED: Final = 9  # cheapest pairs for which violations are predicted
-MOST_READERS: Final = 2  # cheapest prefill nodes that are paired with decode nodes
+MOST_PREFILL_NODES: Final = 2  # cheapest prefill nodes that are paired with decode nodes
 
 
 class Cheapest:
@@ -44,18 +44,18 @@ class Cheapest:
         self, nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: HandoverCosts, now: float
     ) -> Placed:
         """Return the placement, as Policy.place does."""
-        readers = candidates(nodes, PREFILL, len(wanted.prompt))
-        writers = candidates(nodes, DECODE, wanted.num_tokens)
+        prefill_nodes = candidates(nodes, PREFILL, len(wanted.prompt))
+        decode_nodes = candidates(nodes, DECODE, wanted.num_tokens)
         costs = Costs(nodes, ledger, wanted.prompt, handover)
-        lateness = Lateness(ledger, wanted, now, costs.num_lent) if self._counts_late else None
+        lateness = Lateness(ledger, wanted, now, costs.num_fetched) if self._counts_late else None
         if lateness is None or not lateness.is_at_stake:
             weighing = _Weighing(costs, None, None, wanted.avoid)
         else:
-            least = spared(readers, ledger, now)
-            has_other = any(node is not least and not costs.writing(node).is_full for node in writers)
+            least = spared(prefill_nodes, ledger, now)
+            has_other = any(node is not least and not costs.writing(node).is_full for node in decode_nodes)
             weighing = _Weighing(costs, lateness, least if has_other else None, wanted.avoid)
-        alone = [(node, node) for node in set(readers).intersection(writers)]
-        two = list(_two(costs, wanted.avoid, *within_pools(readers, writers, wanted)))
+        alone = [(node, node) for node in set(prefill_nodes).intersection(decode_nodes)]
+        two = list(_two(costs, wanted.avoid, *within_pools(prefill_nodes, decode_nodes, wanted)))
         pairs = [*(two if self._may_be_two else ()), *(alone if self._may_be_alone else ())] or [*two, *alone]
         if not pairs:
             message = "no node that writes answers takes those of prompts that other nodes read"
@@ -63,12 +63,14 @@ class Cheapest:
         return weighing.placed(*weighing.best(pairs))
 
 
-def _two(costs: Costs, avoid: Collection[Node], readers: Sequence[Node], writers: Sequence[Node]) -> Iterator[Pair]:
+def _two(
+    costs: Costs, avoid: Collection[Node], prefill_nodes: Sequence[Node], decode_nodes: Sequence[Node]
+) -> Iterator[Pair]:
     """Yield each of the best prefill nodes with each of the best decode nodes.
 
     Several of each are tried: the best prefill node may be the only decode node, or have prompts that would be late.
     """
-    takers = [node for node in writers if node.usable.takes_handovers]
+    takers = [node for node in decode_nodes if node.usable.takes_handovers]
     if not takers:
         return
     credit_s = min(costs.writing(node).credit_s for node in takers)
@@ -79,8 +81,8 @@ def _two(costs: Costs, avoid: Collection[Node], readers: Sequence[Node], writers
         return node in avoid, is_second_choice, max(reading.own_s, credit_s) + reading.others_s, node.name
 
     best = nsmallest(MOST_WEIGHED, takers, lambda node: (node in avoid, costs.writing(node), node.name))
-    for reader in nsmallest(MOST_READERS, readers, by_seconds):
-        yield from ((reader, writer) for writer in best if writer is not reader)
+    for prefill_node in nsmallest(MOST_PREFILL_NODES, prefill_nodes, by_seconds):
+        yield from ((prefill_node, decode_node) for decode_node in best if decode_node is not prefill_node)
 
 
 class _Order(NamedTuple):
@@ -108,27 +110,31 @@ class _Weighing:
         self._nums_late: dict[Pair, int] = {}
         self._crowdings: dict[Pair, float] = {}
 
-    def placed(self, reader: Node, writer: Node) -> Placed:
+    def placed(self, prefill_node: Node, decode_node: Node) -> Placed:
         placed = Placed(
-            reader,
-            writer,
-            loan=self._costs.reading(reader).loan,
-            queue_s=self._costs.queue_s(reader),
-            is_full=self._costs.writing(writer).is_full,
+            prefill_node,
+            decode_node,
+            prefix_fetch=self._costs.reading(prefill_node).prefix_fetch,
+            queue_s=self._costs.queue_s(prefill_node),
+            is_full=self._costs.writing(decode_node).is_full,
         )
         if self._lateness is None:
             return placed
-        read, write = self._lateness.on(reader), self._lateness.on(writer)
-        num_late, crowding, wait_s = self._num_late(reader, writer), self._crowding(self._lateness, reader, writer), 0.0
+        read, write = self._lateness.on(prefill_node), self._lateness.on(decode_node)
+        num_late, crowding, wait_s = (
+            self._num_late(prefill_node, decode_node),
+            self._crowding(self._lateness, prefill_node, decode_node),
+            0.0,
+        )
         if num_late or crowding > 1:
             wait_s = max(read.reading_wait_s(), write.room_s or write.writing_wait_s())
         return placed._replace(
             num_late=num_late,
             crowding=crowding,
             wait_s=wait_s,
-            reads_s=read.own_reads_s,
+            prefill_s=read.own_reads_s,
             begins_s=math.inf if write.is_beyond else read.own_begins_s,
-            least_read_s=read.least_read_s,
+            least_prefill_s=read.least_prefill_s,
             num_late_beside=write.num_late_beside(read.own_begins_s) if crowding > 1 else 0,
         )
 
@@ -153,62 +159,62 @@ class _Weighing:
     def _bound(self, pair: Pair) -> _Order:
         """Return a lower bound of the pair's order: no violations, and all the time of the prefill node for the
         prompt."""
-        reader, writer = pair
-        writing = self._costs.writing(writer)
+        prefill_node, decode_node = pair
+        writing = self._costs.writing(decode_node)
         return _Order(
-            sum(node in self._avoid for node in {reader, writer}) if self._avoid else 0,
-            reader.usable.writes and not self._costs.are_known,
+            sum(node in self._avoid for node in {prefill_node, decode_node}) if self._avoid else 0,
+            prefill_node.usable.writes and not self._costs.are_known,
             0,
             writing.is_full,
-            self._costs.seconds(reader, writer),
-            0 if not reader.usable.writes else 1 if reader is writer else 2,
+            self._costs.seconds(prefill_node, decode_node),
+            0 if not prefill_node.usable.writes else 1 if prefill_node is decode_node else 2,
             writing.part,
-            (reader.name, writer.name),
+            (prefill_node.name, decode_node.name),
         )
 
-    def _harm(self, reader: Node, writer: Node) -> int:
+    def _harm(self, prefill_node: Node, decode_node: Node) -> int:
         """Return the predicted violations, requests to come included."""
-        num_late = self._num_late(reader, writer)
+        num_late = self._num_late(prefill_node, decode_node)
         if self._lateness is None:
             return num_late
-        read, write = self._lateness.on(reader), self._lateness.on(writer)
+        read, write = self._lateness.on(prefill_node), self._lateness.on(decode_node)
         if not num_late:
-            num_late = int(read.is_own_late or self._crowding(self._lateness, reader, writer) > 1)
-        if self._reads_beside(reader) and not read.is_own_late:
+            num_late = int(read.is_own_late or self._crowding(self._lateness, prefill_node, decode_node) > 1)
+        if self._reads_beside(prefill_node) and not read.is_own_late:
             num_late += read.lasting_begins_s > read.own_due_s
-        return num_late + (write.num_lost() if writer is self._spared else 0)
+        return num_late + (write.num_lost() if decode_node is self._spared else 0)
 
-    def _reads_beside(self, reader: Node) -> bool:
+    def _reads_beside(self, prefill_node: Node) -> bool:
         """Return whether the prompt would be prefilled beside sequences to come, while another node is spared those."""
-        return self._spared is not None and reader is not self._spared and reader.usable.writes
+        return self._spared is not None and prefill_node is not self._spared and prefill_node.usable.writes
 
-    def _crowding(self, lateness: Lateness, reader: Node, writer: Node) -> float:
-        pair = reader, writer
+    def _crowding(self, lateness: Lateness, prefill_node: Node, decode_node: Node) -> float:
+        pair = prefill_node, decode_node
         if pair not in self._crowdings:
-            self._crowdings[pair] = lateness.on(writer).crowding(lateness.on(reader).least_read_s)
+            self._crowdings[pair] = lateness.on(decode_node).crowding(lateness.on(prefill_node).least_prefill_s)
         return self._crowdings[pair]
 
-    def _num_late(self, reader: Node, writer: Node) -> int:
+    def _num_late(self, prefill_node: Node, decode_node: Node) -> int:
         if self._lateness is None:
             return 0
-        pair = reader, writer
+        pair = prefill_node, decode_node
         if pair not in self._nums_late:
-            self._nums_late[pair] = self._count_late(self._lateness, reader, writer)
+            self._nums_late[pair] = self._count_late(self._lateness, prefill_node, decode_node)
         return self._nums_late[pair]
 
-    def _count_late(self, lateness: Lateness, reader: Node, writer: Node) -> int:
-        write = lateness.on(writer)
-        waits_s = max(self._costs.writing(writer).credit_s, write.room_s)
-        if reader is writer:
+    def _count_late(self, lateness: Lateness, prefill_node: Node, decode_node: Node) -> int:
+        write = lateness.on(decode_node)
+        waits_s = max(self._costs.writing(decode_node).credit_s, write.room_s)
+        if prefill_node is decode_node:
             return write.alone(waits_s)
-        read = lateness.on(reader)
+        read = lateness.on(prefill_node)
         return read.reading + write.writing(waits_s, read.own_begins_s)
 
-    def _seconds(self, reader: Node, writer: Node) -> float:
+    def _seconds(self, prefill_node: Node, decode_node: Node) -> float:
         """Return the seconds of the pair, with the delay by sequences with an SLO on the prefill node."""
-        seconds = self._costs.seconds(reader, writer)
+        seconds = self._costs.seconds(prefill_node, decode_node)
         if self._lateness is None:
             return seconds
-        read = self._lateness.on(reader)
-        begins_s = read.lasting_begins_s if self._reads_beside(reader) else read.own_begins_s
-        return seconds + max(0.0, begins_s - self._costs.reading(reader).own_s)
+        read = self._lateness.on(prefill_node)
+        begins_s = read.lasting_begins_s if self._reads_beside(prefill_node) else read.own_begins_s
+        return seconds + max(0.0, begins_s - self._costs.reading(prefill_node).own_s)

@@ -30,22 +30,22 @@ from typing import Final, NamedTuple
 
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.nodes import Node
-from coordinator.control.request import Loan
+from coordinator.control.request import PrefixFetch
 from coordinator.control.transfer_costs import NEVER, HandoverCosts
 
 AGAIN: Final = 0.2
 
 
-class _Reading(NamedTuple):
+class _PrefillCost(NamedTuple):
     """Seconds until a node has prefilled the prompt, seconds that its sequences wait for that, and the remote prefix
     fetch."""
 
     own_s: float
     others_s: float
-    loan: Loan | None = None
+    prefix_fetch: PrefixFetch | None = None
 
 
-class _Writing(NamedTuple):
+class _DecodeCost(NamedTuple):
     """The state of a decode node for the sequence: whether it is full, the seconds of waiting for credit and until its
     own queued prompts are prefilled, and the share of its pool that would be taken."""
 
@@ -65,24 +65,24 @@ class Costs:
         self.are_known = bool(known)
         other_rate = median(known) if known else 1.0  # without any, costs compare tokens
         self._rate = {node: rate or other_rate for node, rate in rates.items()}
-        readers = [node for node in nodes if node.usable.reads]
-        self._num_queued = sum(ledger.of(node).tokens_to_compute for node in readers)
-        self._rates = sum(self._rate[node] for node in readers)
+        prefill_nodes = [node for node in nodes if node.usable.reads]
+        self._num_queued = sum(ledger.of(node).tokens_to_compute for node in prefill_nodes)
+        self._rates = sum(self._rate[node] for node in prefill_nodes)
         self._not_held: dict[Node, int] = {}
         self._to_compute: dict[Node, int] = {}
-        self._least_to_compute = min((self._tokens_to_compute(node) for node in readers), default=0)
+        self._least_to_compute = min((self._tokens_to_compute(node) for node in prefill_nodes), default=0)
         self._holder = self._find_holder(nodes)
-        self._readings: dict[Node, _Reading] = {}
-        self._writings: dict[Node, _Writing] = {}
+        self._readings: dict[Node, _PrefillCost] = {}
+        self._writings: dict[Node, _DecodeCost] = {}
 
-    def seconds(self, reader: Node, writer: Node) -> float:
-        reading, writing = self.reading(reader), self.writing(writer)
-        if reader is writer:
+    def seconds(self, prefill_node: Node, decode_node: Node) -> float:
+        reading, writing = self.reading(prefill_node), self.writing(decode_node)
+        if prefill_node is decode_node:
             return writing.credit_s + reading.own_s + reading.others_s
-        there_s = max(reading.own_s, writing.credit_s) + self._handover.move_s
+        there_s = max(reading.own_s, writing.credit_s) + self._handover.transfer_s
         return max(there_s, writing.backlog_s) + reading.others_s
 
-    def reading(self, node: Node) -> _Reading:
+    def reading(self, node: Node) -> _PrefillCost:
         """Return the cost of the prefill on a node. A half-computed queued prompt counts as a whole one."""
         if node not in self._readings:
             self._readings[node] = self._read(node)
@@ -92,30 +92,32 @@ class Costs:
         """Return the seconds of prompts that the node has to compute; 0 while no rate is known."""
         return self._ledger.of(node).tokens_to_compute / self._rate[node] if self.are_known else 0.0
 
-    def num_lent(self, node: Node) -> int:
+    def num_fetched(self, node: Node) -> int:
         """Return the tokens of the prompt that the node would fetch from another one; 0 for an unknown node."""
-        loan = self.reading(node).loan if node in self._rate and node.usable.reads else None
-        return 0 if loan is None else loan.num_lent
+        prefix_fetch = self.reading(node).prefix_fetch if node in self._rate and node.usable.reads else None
+        return 0 if prefix_fetch is None else prefix_fetch.num_fetched
 
-    def writing(self, node: Node) -> _Writing:
+    def writing(self, node: Node) -> _DecodeCost:
         """Return the state of a decode node. It is full if the request would have to wait for credit."""
         if node not in self._writings:
             self._writings[node] = self._write(node)
         return self._writings[node]
 
-    def _read(self, node: Node) -> _Reading:
-        num_own_tokens, loan = self._tokens_to_compute(node), self._loan(node)
+    def _read(self, node: Node) -> _PrefillCost:
+        num_own_tokens, prefix_fetch = self._tokens_to_compute(node), self._prefix_fetch(node)
         loan_s = 0.0
-        if loan is not None:
-            num_own_tokens -= loan.num_lent
-            loan_s = self._handover.loans.seconds((loan.lender.name, node.name), loan.num_lent)
+        if prefix_fetch is not None:
+            num_own_tokens -= prefix_fetch.num_fetched
+            loan_s = self._handover.prefix_fetches.seconds(
+                (prefix_fetch.source.name, node.name), prefix_fetch.num_fetched
+            )
         num_tokens = self._ledger.of(node).tokens_to_compute + num_own_tokens
         own_s = loan_s + num_tokens / self._rate[node]
         num_others = self._num_writing_within(node, own_s)
         if num_others:
             own_s += ceil(num_tokens / node.usable.prompt_tokens) * node.load.step_s
         num_again = max(0, num_own_tokens - self._least_to_compute)
-        return _Reading(own_s, (num_others * num_own_tokens + AGAIN * num_again) / self._rate[node], loan)
+        return _PrefillCost(own_s, (num_others * num_own_tokens + AGAIN * num_again) / self._rate[node], prefix_fetch)
 
     def _tokens_to_compute(self, node: Node) -> int:
         if node not in self._to_compute:
@@ -131,27 +133,29 @@ class Costs:
 
     def _find_holder(self, nodes: Sequence[Node]) -> Node | None:
         """Return the node that has most of the prompt cached; None where remote prefix fetches are off."""
-        if self._handover.loans.lends == NEVER or not self.are_known:
+        if self._handover.prefix_fetches.fetches == NEVER or not self.are_known:
             return None
         ready = [node for node in nodes if node.is_ready]
         return min(ready, key=lambda node: (self._tokens_not_held(node), node.name), default=None)
 
-    def _loan(self, node: Node) -> Loan | None:
+    def _prefix_fetch(self, node: Node) -> PrefixFetch | None:
         """Return the remote prefix fetch that is worth while for the node; None for none."""
         if self._holder is None or self._holder is node:
             return None
         num_left = self._tokens_not_held(self._holder)
-        num_lent = self._tokens_to_compute(node) - num_left
-        computed_s, loans = num_lent / self._rate[node], self._handover.loans
-        if not loans.is_worth((self._holder.name, node.name), num_lent, computed_s):
+        num_fetched = self._tokens_to_compute(node) - num_left
+        computed_s, prefix_fetches = num_fetched / self._rate[node], self._handover.prefix_fetches
+        if not prefix_fetches.is_worth((self._holder.name, node.name), num_fetched, computed_s):
             return None
-        return Loan(self._holder, len(self._prompt) - num_left, num_lent, loans.patience_s(computed_s))
+        return PrefixFetch(
+            self._holder, len(self._prompt) - num_left, num_fetched, prefix_fetches.patience_s(computed_s)
+        )
 
-    def _write(self, node: Node) -> _Writing:
+    def _write(self, node: Node) -> _DecodeCost:
         account, num_taken = self._ledger.of(node), self._ledger.tokens_taken(node) + len(self._prompt)
         num_shared = self._ledger.tokens_shared(node, self._prompt)
         is_full = node.usable.slots <= account.num_answers or num_taken - num_shared > node.pool_tokens
-        return _Writing(
+        return _DecodeCost(
             is_full,
             self._handover.credit_s if is_full else 0.0,
             account.tokens_to_compute / self._rate[node],

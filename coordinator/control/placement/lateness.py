@@ -106,11 +106,11 @@ class Lateness:
     """Predict violations for one request on any node."""
 
     def __init__(
-        self, ledger: Ledger, wanted: Wanted, now: float, num_lent: Callable[[Node], int] = lambda node: 0
+        self, ledger: Ledger, wanted: Wanted, now: float, num_fetched: Callable[[Node], int] = lambda node: 0
     ) -> None:
-        """Create a prediction at `now`. `num_lent` returns how many tokens of the prompt a node would fetch from
+        """Create a prediction at `now`. `num_fetched` returns how many tokens of the prompt a node would fetch from
         another one."""
-        self._ledger, self._wanted, self._now, self._num_lent = ledger, wanted, now, num_lent
+        self._ledger, self._wanted, self._now, self._num_fetched = ledger, wanted, now, num_fetched
         self._nodes: dict[Node, NodeLateness] = {}
 
     @property
@@ -122,17 +122,17 @@ class Lateness:
         """Return the prediction for the request on this node."""
         if node not in self._nodes:
             coming = self._ledger.marks_read(node)
-            num_tokens = self._wanted.prompt.tokens_to_compute(node, coming) - self._num_lent(node)
+            num_tokens = self._wanted.prompt.tokens_to_compute(node, coming) - self._num_fetched(node)
             self._nodes[node] = NodeLateness(node, self._ledger, self._wanted, num_tokens, self._now, self)
         return self._nodes[node]
 
     def begins_s(self, owed: Owed) -> float:
         """Return the seconds until a sequence begins: until its prompt is prefilled, wherever that happens."""
-        return 0.0 if owed.reader is None else self.on(owed.reader).read_s[id(owed.due)]
+        return 0.0 if owed.prefill_node is None else self.on(owed.prefill_node).read_s[id(owed.due)]
 
     def least_begins_s(self, owed: Owed) -> float:
         """Return the seconds until a sequence begins, if prompts got all of the prefill node's time."""
-        return 0.0 if owed.reader is None else self.on(owed.reader).least_read_by_s[id(owed.due)]
+        return 0.0 if owed.prefill_node is None else self.on(owed.prefill_node).least_read_by_s[id(owed.due)]
 
 
 class _Answer(NamedTuple):
@@ -203,7 +203,7 @@ class NodeLateness:
         return num_late + self._late_prompts([*self._jobs, self._own_job]) - self._num_late
 
     @cached_property
-    def least_read_s(self) -> float:
+    def least_prefill_s(self) -> float:
         """Return the seconds until the prompt is prefilled if prompts got all of the time.
 
         Prompts that are due earlier, and not late already, go first.
@@ -219,7 +219,7 @@ class NodeLateness:
     @property
     def is_own_late(self) -> bool:
         """Return whether the first token would be late even if prompts got all of the time."""
-        return self.least_read_s > self._own_job.due_s
+        return self.least_prefill_s > self._own_job.due_s
 
     def writing(self, waits_s: float, begins_s: float = 0.0) -> int:
         """Return the additional violations if the node decodes the sequence.

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple, Protocol
 
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.nodes import Node
-from coordinator.control.request import Loan
+from coordinator.control.request import PrefixFetch
 from coordinator.control.transfer_costs import HandoverCosts
 from serving_core.due import Due
 
@@ -55,27 +55,27 @@ class Placed(NamedTuple):
         crowding         a step of all sequences on the decode node, as a multiple of their tightest limit on TPOT
         wait_s           seconds until the first token would be in time and there is room, or until this request and
                          those before it have running slots, as far as that is known
-        reads_s          seconds of the prefill itself
+        prefill_s          seconds of the prefill itself
         begins_s         seconds until the prompt is prefilled; inf where no time is better
-        least_read_s     the same, if prompts got all of the prefill node's time
+        least_prefill_s     the same, if prompts got all of the prefill node's time
         num_late_beside  late sequences on a crowded decode node, with this one
-        loan             the remote prefix fetch
+        prefix fetch             the remote prefix fetch
         queue_s          seconds of work queued on the prefill node; 0 where its rate is unknown
         is_full          the sequence has to wait for others to end
 
     The fields from num_late to num_late_beside are predicted only where some request has an SLO.
     """
 
-    reader: Node
-    writer: Node
+    prefill_node: Node
+    decode_node: Node
     num_late: int = 0
     crowding: float = 0.0
     wait_s: float = 0.0
-    reads_s: float = 0.0
+    prefill_s: float = 0.0
     begins_s: float = 0.0
-    least_read_s: float = 0.0
+    least_prefill_s: float = 0.0
     num_late_beside: int = 0
-    loan: Loan | None = None
+    prefix_fetch: PrefixFetch | None = None
     queue_s: float = 0.0
     is_full: bool = False
 
@@ -96,11 +96,11 @@ class Policy(Protocol):
 
 
 def within_pools(
-    readers: Sequence[Node], writers: Sequence[Node], wanted: Wanted
+    prefill_nodes: Sequence[Node], decode_nodes: Sequence[Node], wanted: Wanted
 ) -> tuple[Sequence[Node], Sequence[Node]]:
     """Return the prefill nodes and the decode nodes whose own pools hold the request.
 
     A KV transfer goes from pool to pool, without KV holders.
     """
-    some_readers = [node for node in readers if len(wanted.prompt) <= node.pool_tokens]
-    return some_readers, [node for node in writers if wanted.num_tokens <= node.pool_tokens]
+    some_prefill_nodes = [node for node in prefill_nodes if len(wanted.prompt) <= node.pool_tokens]
+    return some_prefill_nodes, [node for node in decode_nodes if wanted.num_tokens <= node.pool_tokens]

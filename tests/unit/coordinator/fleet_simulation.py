@@ -10,7 +10,7 @@ from splitserve_bench.simulate.events import Agenda, ToyModel
 from splitserve_bench.simulate.fleet import Fleet, LoadClients
 from splitserve_bench.simulate.profile import NodeSizes
 
-MOVE_S = 0.03
+TRANSFER_S = 0.03
 STEP_S, STEP_PER_REQUEST_S = 0.02, 0.001
 NEVER_S = 1e6
 VOCAB_SIZE = 1000
@@ -31,7 +31,7 @@ class Rated:
         return 0.0
 
     def latency_s(self):
-        return MOVE_S
+        return TRANSFER_S
 
     def bytes_s(self, num_bytes):
         return 0.0

@@ -31,14 +31,14 @@ class Fleet:
         self.registry.heartbeat(node, told.heartbeat, 0.0)
         return node
 
-    def reads(self, node, num_tokens, due_in_s=math.inf, writer=None, tpot_s=math.inf):
+    def reads(self, node, num_tokens, due_in_s=math.inf, decode_node=None, tpot_s=math.inf):
         """One more prompt on the node, whose answer another one writes, or itself."""
         request_id = self._next()
         if due_in_s < math.inf:
             self.ledger.owe(request_id, Due(NOW + due_in_s, tpot_s), 0, 10)
         self.ledger.read(request_id, node, num_tokens)
-        if writer is not None:
-            self.ledger.write(request_id, writer, num_tokens)
+        if decode_node is not None:
+            self.ledger.write(request_id, decode_node, num_tokens)
 
     def writes(self, node, tpot_s=math.inf, num_output=1, ago_s=0.0, num_left=1000):
         """One more answer, which has had its first token so long ago, has so many now and may have so many more."""
@@ -64,6 +64,6 @@ class Fleet:
         wanted = Wanted(Prompt(TOKENS), num_all, due=due, coming=coming, num_ahead=num_ahead)
         return Lateness(self.ledger, wanted, NOW).on(node)
 
-    def place(self, due=None, policy="auto", move_s=0.001, num_tokens=10, coming=COMING):
+    def place(self, due=None, policy="auto", transfer_s=0.001, num_tokens=10, coming=COMING):
         wanted = Wanted(Prompt(TOKENS), len(TOKENS) + num_tokens, due=due, coming=coming)
-        return POLICIES[policy].place(self.registry.nodes, self.ledger, wanted, HandoverCosts(0.0, move_s), NOW)
+        return POLICIES[policy].place(self.registry.nodes, self.ledger, wanted, HandoverCosts(0.0, transfer_s), NOW)

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from random import Random
 
-from coordinator.control.instructions import Emit, End, MoveEnded, Send
+from coordinator.control.instructions import Emit, End, MigrationEnded, Send
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import Registry, has_path
@@ -95,8 +95,8 @@ class SimulatedNode:
         if held is None:
             self.events.append(events.failed(attempt, "TRANSFER_FAILED"))
             return
-        writers = [node for node in self.world.nodes if node is not self and node.writes(attempt)]
-        assert not writers, "two nodes write the same answer"
+        decode_nodes = [node for node in self.world.nodes if node is not self and node.writes(attempt)]
+        assert not decode_nodes, "two nodes write the same answer"
         if held.stage in ("read", "stopped"):
             held.position = max(held.position, held.first_index)
             held.stage = "writing"
@@ -133,7 +133,7 @@ class SimulatedNode:
             case "writing":
                 self.write(key, held)
             case "stopped" if held.descriptor:
-                self.finish_move(held)
+                self.finish_migration(held)
 
     def read(self, key, held):
         held.position = held.first_index
@@ -168,7 +168,7 @@ class SimulatedNode:
         self.events.append(events.revoked(held.job.attempt))
 
     def hand_over(self, key, held):
-        """The data plane: the writer commits, then the reader lets go; or nobody is there to write to."""
+        """The data plane: the decode node commits, then the prefill node lets go; or nobody is there to write to."""
         target, theirs = self.world.behind(held)
         if held.descriptor[1:3] in target.revoked:
             held.descriptor = None  # another one will come
@@ -179,14 +179,14 @@ class SimulatedNode:
             del self.held[key]
             self.events.append(events.transferred(held.job.attempt))
 
-    def finish_move(self, held):
+    def finish_migration(self, held):
         """The last block and the tail; the acknowledgement may be lost."""
         target, theirs = self.world.behind(held)
         arrived = theirs is not None and (theirs.stage, theirs.grant) == ("granted", held.descriptor[2])
         if arrived:
             target.commit(theirs, held.position)
         if not arrived or self.world.random.random() < 0.2:
-            self.events.append(events.move_failed(held.job.attempt))
+            self.events.append(events.migration_failed(held.job.attempt))
         held.descriptor = None
 
     def commit(self, held, position):
@@ -221,7 +221,7 @@ class World:
         self.submitted = {}  # id to (max_tokens, time of arrival)
         self.tokens = {}
         self.ends = {}
-        self.moves = Counter()  # by outcome
+        self.migrations = Counter()  # by outcome
         self.most_held = 0
 
     def carry_out(self, instructions):
@@ -239,8 +239,8 @@ class World:
                 case End(request_id, outcome):
                     assert request_id not in self.ends
                     self.ends[request_id] = (outcome, self.now)
-                case MoveEnded():
-                    self.moves[instruction.outcome.value] += 1
+                case MigrationEnded():
+                    self.migrations[instruction.outcome.value] += 1
 
     def behind(self, held):
         """The node that a descriptor leads to, and what it has of the attempt."""
@@ -297,13 +297,13 @@ class World:
                 node.fail(key, self.random.choice(FAILURES))
             else:
                 held.descriptor = None
-                node.events.append(events.move_failed(held.job.attempt))
+                node.events.append(events.migration_failed(held.job.attempt))
 
-        def is_moving(held):
+        def is_migrating(held):
             is_target = held.num_tokens_ahead and held.stage in ("awaiting", "granted")
             return is_target or (held.descriptor and held.stage in ("writing", "stopped"))
 
-        self._pick(is_moving, go_wrong)
+        self._pick(is_migrating, go_wrong)
 
     def lose(self):
         index = self.random.randrange(len(self.nodes))

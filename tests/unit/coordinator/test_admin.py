@@ -218,7 +218,7 @@ async def reserve_on_d1(c):
     return reserve.job.attempt
 
 
-async def move(c, attempt):
+async def migration(c, attempt):
     """The answer moves from d0, which gives one more token, to d1: its new attempt. d0 has yet to let go."""
     d0, d1 = c.nodes["d0"], c.nodes["d1"]
     target = await reserve_on_d1(c)
@@ -271,7 +271,7 @@ def test_a_drain_moves_the_answers_and_tells_what_is_left(tmp_path, caplog):
             draining = drain(c, "d0")
             assert await next_left(draining) == 1
             assert await states(c) == {"p0": "ready", "d0": "draining", "d1": "ready"}
-            target = await move(c, attempt)
+            target = await migration(c, attempt)
             await step(c.nodes["d1"], target, 3, TEXT[3:], events.LENGTH)
             complete = await rest_of(call)
             await c.nodes["d0"].answer_cancel(attempt)
@@ -339,7 +339,7 @@ def test_a_node_that_drains_itself_is_emptied_in_the_same_way(tmp_path, caplog):
             call, attempt = await write(c)
             await c.attach("d1")
             await c.nodes["d0"].send(events.heartbeat("draining"))
-            target = await move(c, attempt)
+            target = await migration(c, attempt)
             await c.nodes["d0"].answer_cancel(attempt)
             await c.nodes["d0"].hang_up()  # it has nothing to stay for
             await c.until_loads(lambda loads: all(node.name != "d0" for node in loads.nodes))
@@ -416,15 +416,15 @@ def test_a_move_has_a_line_and_its_answer_tells_of_it(tmp_path, caplog):
             call, attempt = await write(c)
             await c.attach("d1")
             await c.nodes["d0"].send(events.heartbeat("draining"))
-            target = await move(c, attempt)
+            target = await migration(c, attempt)
             await step(c.nodes["d1"], target, 3, TEXT[3:], events.LENGTH)
             await rest_of(call)
 
     run(scenario())
-    moved, finished = [record for record in caplog.records if record.name == "coordinator.control.request_log"]
-    assert (moved.getMessage(), moved.request_id) == ("answer moved", "r")
-    assert moved.fields.pop("seconds") > 0
-    assert moved.fields == {"index": 0, "outcome": "moved", "from_node": "d0", "to_node": "d1", "kv_bytes": 60}
+    migrated, finished = [record for record in caplog.records if record.name == "coordinator.control.request_log"]
+    assert (migrated.getMessage(), migrated.request_id) == ("answer moved", "r")
+    assert migrated.fields.pop("seconds") > 0
+    assert migrated.fields == {"index": 0, "outcome": "migrated", "from_node": "d0", "to_node": "d1", "kv_bytes": 60}
     assert finished.getMessage() == "request finished"
-    assert (finished.fields["moves"], finished.fields["moved_kv_bytes"]) == (1, 60)
+    assert (finished.fields["migrations"], finished.fields["moved_kv_bytes"]) == (1, 60)
     assert finished.fields["move_pause_s"] >= 0

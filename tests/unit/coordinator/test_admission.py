@@ -284,7 +284,7 @@ def test_whoever_comes_leaves_time_and_a_slot_for_those_who_were_told_to_come():
     """An answer ends each second, and whoever is refused comes back a second later. One that reads 3 s of 4, of which a
     tenth is spared, has no second left for another."""
     found, slo, node = admission(), Slo("", 4.0, None), Fleet().add("b0")
-    placed = Placed(node, node, least_read_s=3.0)
+    placed = Placed(node, node, least_prefill_s=3.0)
     for number in range(NUM_TAKEN):
         now = NOW + number
         found.ended(tracked(None), now)

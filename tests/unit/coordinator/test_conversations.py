@@ -140,8 +140,8 @@ def test_the_schema_of_calls_is_that_of_every_tool(calls, is_valid):
 def test_data_in_the_schema_of_a_tool_stays_as_it_is():
     data = {"const": {"$ref": "#/a"}, "default": [{"$ref": "#"}]}
     tool = {"properties": {"const": {"$ref": "#"}, "x": data}}
-    [moved] = calls_schema({"t": Tool(tool, False)}, is_parallel=True)["$defs"].values()
-    assert moved["properties"] == {"const": {"$ref": "#/$defs/0"}, "x": data}
+    [migrated] = calls_schema({"t": Tool(tool, False)}, is_parallel=True)["$defs"].values()
+    assert migrated["properties"] == {"const": {"$ref": "#/$defs/0"}, "x": data}
 
 
 def test_calls_and_results_in_the_conversation():

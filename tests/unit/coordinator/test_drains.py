@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.control.load import Prompt
-from coordinator.control.migration import MAX_DRAIN_MOVES, NUM_TOKENS_AHEAD, REST_S, WAIT_S, check_target
+from coordinator.control.migration import MAX_DRAIN_MIGRATIONS, NUM_TOKENS_AHEAD, REST_S, WAIT_S, check_target
 from serving_core.errors import RequestError
 from serving_core.prefix import GRAFT
 from tests import fleet_events as events
@@ -16,11 +16,11 @@ def write(world, request_id, node="d0", now=0.0, token_ids=PROMPT):
     """An answer that the node writes; its attempt."""
     assert world.submit(request_id, token_ids, max_tokens=MAX_TOKENS, now=now)[0] == f"reserve {node}"
     attempt = world.attempt
-    reader = world.reader
-    world.tell(reader, events.first_token(events.sampled(attempt, 0, 100)), now)
+    prefill_node = world.prefill_node
+    world.tell(prefill_node, events.first_token(events.sampled(attempt, 0, 100)), now)
     world.tell(node, events.reserved(attempt), now)
     world.tell(node, events.committed(attempt), now)
-    world.tell(reader, events.transferred(attempt), now)
+    world.tell(prefill_node, events.transferred(attempt), now)
     assert world.step(attempt, 1, node=node, now=now) == ["emit 1:101"]
     return attempt
 
@@ -43,22 +43,22 @@ def left_on(world, name):
     return world.tracker.num_left(world.registry.find(name))
 
 
-def move(world, target, source="d0", now=2.0):
+def migration(world, target, source="d0", now=2.0):
     """The answer of this target's attempt comes to d1."""
     assert world.tell("d1", events.reserved(target), now) == [f"migrate {source}"]
     return world.tell("d1", events.committed(target, next_index=2), now)
 
 
 def test_answers_leave_a_draining_node_a_few_at_a_time_and_the_next_when_one_has_gone():
-    world, attempts = written_on_d0(MAX_DRAIN_MOVES + 2)
-    assert left_on(world, "d0") == MAX_DRAIN_MOVES + 2
-    assert world.drain("d0", 1.0) == ["reserve d1"] * MAX_DRAIN_MOVES
-    targets = [job.attempt for job in world.jobs[-MAX_DRAIN_MOVES:]]
+    world, attempts = written_on_d0(MAX_DRAIN_MIGRATIONS + 2)
+    assert left_on(world, "d0") == MAX_DRAIN_MIGRATIONS + 2
+    assert world.drain("d0", 1.0) == ["reserve d1"] * MAX_DRAIN_MIGRATIONS
+    targets = [job.attempt for job in world.jobs[-MAX_DRAIN_MIGRATIONS:]]
     assert world.tick(1.1) == []
-    assert move(world, targets[0], now=1.2) == ["cancel d0", "moved"]
-    assert left_on(world, "d0") == MAX_DRAIN_MOVES + 2  # until it has answered
+    assert migration(world, targets[0], now=1.2) == ["cancel d0", "migrated"]
+    assert left_on(world, "d0") == MAX_DRAIN_MIGRATIONS + 2  # until it has answered
     assert world.tell("d0", events.cancelled(attempts[0]), 1.3) == []
-    assert left_on(world, "d0") == MAX_DRAIN_MOVES + 1
+    assert left_on(world, "d0") == MAX_DRAIN_MIGRATIONS + 1
     assert world.step(targets[0], 2, node="d1", now=1.3) == ["emit 2:102"]
     assert world.tick(1.4) == ["reserve d1"]
 
@@ -104,7 +104,7 @@ def test_what_answers_begin_with_alike_takes_room_once_where_names_tell_bits(kin
     num_common = 2 * 160 if num_leaving == 3 else 0
     assert world.ledger.tokens_taken(d1) == num_leaving * num_needed - num_common
     for job in world.jobs[-num_leaving:]:
-        assert move(world, job.attempt)[:2] == ["cancel d0", "moved"]
+        assert migration(world, job.attempt)[:2] == ["cancel d0", "migrated"]
     num_room_for_more = num_needed if num_leaving == 2 else 0  # which is taken at once
     assert world.ledger.tokens_taken(d1) == num_leaving * (161 + 2) - num_common + num_room_for_more
     world.ledger.check_integrity()
@@ -206,7 +206,7 @@ def test_the_youngest_running_answer_makes_place_for_one_that_waits():
     assert world.tick(10.0 + WAIT_S) == ["reserve d1"]
     assert world.attempt.request_id == "1/0"
     assert world.tick(12.0) == []  # one at a time
-    assert move(world, world.attempt, now=12.0) == ["cancel d0", "moved"]
+    assert migration(world, world.attempt, now=12.0) == ["cancel d0", "migrated"]
     target = world.jobs[-1].attempt
     world.tell("d0", events.cancelled(attempts[1]), 12.0)
     world.tell("d0", events.reserved(waiting), 12.0)
@@ -301,13 +301,13 @@ def test_a_prompt_that_is_not_read_yet_is_not_kept():
     assert world.tick(50.0) == []
 
 
-def test_a_reader_that_has_dropped_the_prompt_meanwhile_loses_it(waiting):
+def test_a_prefill_node_that_has_dropped_the_prompt_meanwhile_loses_it(waiting):
     waiting.tick(12.0)
     failed = events.failed(waiting.attempt, "TRANSFER_FAILED", "the node has nothing of this attempt")
     assert waiting.tell("p0", failed, 12.0) == ["reserve d0", "prefill p1"]
 
 
-def test_a_kept_answer_moves_on_once_a_writer_has_room(waiting):
+def test_a_kept_answer_moves_on_once_a_decode_node_has_room(waiting):
     waiting.tick(12.0)
     waiting.tell("p0", events.step_tokens(events.sampled(waiting.attempt, 1, 101)), 12.0)
     assert waiting.tick(12.0) == ["reserve d0"]

@@ -48,9 +48,9 @@ def test_one_node_reads_and_its_word_is_the_end():
 def test_the_node_with_less_to_read_is_taken_one_that_does_both_too():
     world = World(("p0", "b0", "d0"))
     world.embed("a/0", [1] * 50)
-    first = world.reader
+    first = world.prefill_node
     world.embed("b/0", [2] * 50)
-    assert {first, world.reader} == {"p0", "b0"}
+    assert {first, world.prefill_node} == {"p0", "b0"}
 
 
 def test_a_word_about_an_embedding_that_nobody_asked_for_does_nothing():
@@ -64,7 +64,7 @@ def test_a_word_about_an_embedding_that_nobody_asked_for_does_nothing():
 def test_another_node_reads_it_when_the_first_does_not(how):
     world = World(("p0", "p1"), embeds=True)
     world.embed()
-    one, other = (world.reader, "p1" if world.reader == "p0" else "p0")
+    one, other = (world.prefill_node, "p1" if world.prefill_node == "p0" else "p0")
     if how == "lost":
         assert world.lose(one) == [f"prefill {other}"]
     elif how == "full":

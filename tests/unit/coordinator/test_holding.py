@@ -122,7 +122,7 @@ def test_nodes_that_have_nothing_to_do_hold_nobody():
     assert submit(world, "r", slo(tpot_s=0.0151), token_ids=LONG_PROMPT) == ["reserve b0"]
 
 
-def test_a_reader_that_has_work_is_not_a_node_that_has_nothing_to_do():
+def test_a_prefill_node_that_has_work_is_not_a_node_that_has_nothing_to_do():
     world = World((), admits_late=False)
     for name in ("p0", "d0", "d1"):
         world.attach(name, num_blocks=10_000, max_model_len=100_000)
@@ -227,14 +227,14 @@ def test_who_can_wait_no_longer_goes_where_there_is_room_for_it():
 NO_SLOT = slo(tpot_s=1.0)  # which hundreds of answers keep, but none waits so long for a place and is in time
 
 
-def full_writer(*readers):
+def full_decode_node(*prefill_nodes):
     """d0 writes two answers, for which it has room, and these nodes read. Places become free in 4 s, 199 steps of
     20 ms: nobody is in time before, and nobody harms others who reads meanwhile."""
     world = World(())
-    for name in readers:
+    for name in prefill_nodes:
         world.attach(name, num_blocks=10_000, max_model_len=100_000)
     world.attach("d0", num_blocks=10_000, max_model_len=100_000, max_num_seqs=2)
-    for name in (*readers, "d0"):
+    for name in (*prefill_nodes, "d0"):
         learn(world, name)
     for index in range(2):
         assert submit(world, f"running-{index}", NO_SLOT) == ["reserve d0", "prefill p0"]
@@ -244,7 +244,7 @@ def full_writer(*readers):
 
 def test_they_go_early_enough_that_all_can_be_read():
     """Three prompts take half as long again as is expected, and there is a look every 0.25 s."""
-    world, ttft_s = full_writer("p0"), 7.0
+    world, ttft_s = full_decode_node("p0"), 7.0
     for name in "abc":
         assert submit(world, name, slo(ttft_s, tpot_s=1.0), token_ids=LONG_PROMPT) == []
     first_s = ttft_s - 1.5 * 3 * LONG_S - LOOKS_S
@@ -252,14 +252,14 @@ def test_they_go_early_enough_that_all_can_be_read():
     assert world.tick(first_s + 0.01) == ["reserve d0", "prefill p0"]
     attempt = world.attempt
     assert attempt.request_id == "a/0"
-    assert world.tick(ttft_s - 1.5 * 2 * LONG_S - LOOKS_S + 0.01) == [], "the reader has work"
+    assert world.tick(ttft_s - 1.5 * 2 * LONG_S - LOOKS_S + 0.01) == [], "the prefill node has work"
     world.first(attempt, now=3.8)
     assert world.tick(3.8) == ["reserve d0", "prefill p0"]
     assert world.attempt.request_id == "b/0"
 
 
 def test_two_nodes_that_are_ready_read_them_in_half_the_time():
-    world, ttft_s = full_writer("p0", "p1", "p2"), 5.0
+    world, ttft_s = full_decode_node("p0", "p1", "p2"), 5.0
     assert world.drain("p2", 0.0) == []
     for name in "abc":
         assert submit(world, name, slo(ttft_s, tpot_s=1.0), token_ids=LONG_PROMPT) == []

@@ -34,16 +34,16 @@ def accounts(ledger, nodes):
     return [ledger.of(node) for node in nodes]
 
 
-def test_a_prompt_is_the_readers_until_its_first_token_and_the_answer_grows_where_it_is_written(ledger, nodes):
-    reader, writer, _ = nodes
-    ledger.read("r", reader, 70)
-    ledger.write("r", writer, 100)
+def test_a_prompt_is_the_prefill_nodes_until_its_first_token_and_the_answer_grows_where_it_is_written(ledger, nodes):
+    prefill_node, decode_node, _ = nodes
+    ledger.read("r", prefill_node, 70)
+    ledger.write("r", decode_node, 100)
     assert accounts(ledger, nodes) == [Account(70, 0, 0, 0), Account(0, 100, 1, 1), Account()]
     ledger.first_token("r", 0.0)
-    ledger.tokens_came("r", writer, 3)
+    ledger.tokens_came("r", decode_node, 3)
     assert accounts(ledger, nodes) == [Account(tokens_outgoing=100), Account(0, 103, 1, 0), Account()]
     assert ledger.running() == (1, 103, 103)
-    ledger.let_go("r", reader)
+    ledger.let_go("r", prefill_node)
     assert accounts(ledger, nodes) == [Account(), Account(0, 103, 1, 0), Account()]
     ledger.end("r")
     assert accounts(ledger, nodes) == [Account()] * 3
@@ -51,8 +51,8 @@ def test_a_prompt_is_the_readers_until_its_first_token_and_the_answer_grows_wher
 
 def test_unread_are_answers_whose_prompts_the_node_that_writes_them_has_to_read(ledger, nodes):
     both, other, _ = nodes
-    for name, reader in (("own", both), ("elsewhere", other)):
-        ledger.read(name, reader, 70)
+    for name, prefill_node in (("own", both), ("elsewhere", other)):
+        ledger.read(name, prefill_node, 70)
         ledger.write(name, both, 100)
     assert (ledger.of(both).num_unread, ledger.of(other).num_unread) == (1, 0)
     ledger.first_token("own", 0.0)
@@ -62,19 +62,19 @@ def test_unread_are_answers_whose_prompts_the_node_that_writes_them_has_to_read(
 def test_what_an_answer_will_have_is_guessed_again_when_it_has_that(ledger, nodes):
     """Of a hundred answers 85 had 20 tokens and the others 2,000: three of four have no more than 20, but one that has
     more is one of the long ones. What is allowed is the most."""
-    writer = nodes[0]
+    decode_node = nodes[0]
     for length in [20] * 85 + [2000] * 15:
         ledger.lengths.ended(length)
     ledger.owe("r", Due(1.0, 0.1), 0, 500)
-    ledger.write("r", writer, 100)
-    assert ledger.most_left(0.0)[writer] == 20
-    ledger.tokens_came("r", writer, 19)
-    assert ledger.most_left(1.0)[writer] == 1
-    ledger.tokens_came("r", writer, 1)
-    assert ledger.most_left(2.0)[writer] == 20  # fewer than 16 came as far: as many again
+    ledger.write("r", decode_node, 100)
+    assert ledger.most_left(0.0)[decode_node] == 20
+    ledger.tokens_came("r", decode_node, 19)
+    assert ledger.most_left(1.0)[decode_node] == 1
+    ledger.tokens_came("r", decode_node, 1)
+    assert ledger.most_left(2.0)[decode_node] == 20  # fewer than 16 came as far: as many again
     ledger.lengths.ended(2000)
-    ledger.tokens_came("r", writer, 20)
-    assert ledger.most_left(3.0)[writer] == 460
+    ledger.tokens_came("r", decode_node, 20)
+    assert ledger.most_left(3.0)[decode_node] == 460
     ledger.end("r")
     assert not ledger.most_left(3.0), "at once"
 
@@ -104,21 +104,21 @@ def test_an_answer_that_is_to_be_written_elsewhere_counts_on_both_nodes_until_on
 
 
 def test_a_prompt_that_is_answered_where_it_was_read_is_not_held_for_another_node(ledger, nodes):
-    reader, writer, _ = nodes
-    ledger.read("r", reader, 70)
-    ledger.write("r", writer, 100)
+    prefill_node, decode_node, _ = nodes
+    ledger.read("r", prefill_node, 70)
+    ledger.write("r", decode_node, 100)
     ledger.first_token("r", 0.0)
-    ledger.let_go("r", writer)
-    ledger.write("r", reader, 101)
+    ledger.let_go("r", decode_node)
+    ledger.write("r", prefill_node, 101)
     assert accounts(ledger, nodes) == [Account(0, 101, 1, 0), Account(), Account()]
 
 
 def test_of_a_pool_what_goes_to_other_nodes_takes_half_at_most(ledger, nodes):
-    node, writer, _ = nodes
+    node, decode_node, _ = nodes
     assert node.pool_tokens == 1600
     for request_id, num_tokens, num_taken in (("r", 500, 500), ("s", 290, 790), ("t", 100, 800)):
         ledger.read(request_id, node, num_tokens)
-        ledger.write(request_id, writer, num_tokens)
+        ledger.write(request_id, decode_node, num_tokens)
         ledger.first_token(request_id, 0.0)
         assert ledger.tokens_taken(node) == num_taken
     ledger.write("own", node, 10)
@@ -153,11 +153,11 @@ def test_what_answers_begin_with_alike_the_pool_holds_once(ledger, nodes):
 
 
 def test_what_is_read_for_another_node_shares_with_the_answers_beside_it(ledger, nodes):
-    node, writer, _ = nodes
+    node, decode_node, _ = nodes
     write_alike(ledger, node, 2)
     prompt = alike(7)
     ledger.read("r", node, 40, prompt.marks(16))
-    ledger.write("r", writer, len(prompt), prompt.marks(16))
+    ledger.write("r", decode_node, len(prompt), prompt.marks(16))
     assert ledger.tokens_taken(node) == 400
     ledger.first_token("r", 0.0)
     assert ledger.tokens_taken(node) == 440
@@ -235,7 +235,7 @@ class Plain:
         ledger.read(request_id, node, number, marks_of(number))
         ledger.write(request_id, other, number + 64, marks_of(number))
 
-    def move(self, ledger, request_id, node, _, number):
+    def migration(self, ledger, request_id, node, _, number):
         if self.has(request_id) and request_id in self.begun:
             self.writes[request_id, node] = number
             for table in (self.outgoing, self.held_marks):
@@ -275,28 +275,28 @@ class Plain:
         ledger.end(request_id)
 
     def account(self, node):
-        reads = [number for (_, reader), number in self.reads.items() if reader is node]
+        reads = [number for (_, prefill_node), number in self.reads.items() if prefill_node is node]
         writes = {key: number for key, number in self.writes.items() if key[1] is node}
         num_to_come = sum(key[0] not in self.begun and key not in self.reads for key in writes)
         num_unread = sum(self.reads.get(key, 0) > 0 for key in writes)
         return Account(sum(reads), sum(writes.values()), len(writes), num_to_come, self.sent(node), num_unread)
 
     def sent(self, node):
-        return sum(number for (_, reader), number in self.outgoing.items() if reader is node)
+        return sum(number for (_, prefill_node), number in self.outgoing.items() if prefill_node is node)
 
     def held(self, node):
         """The marks of those that hold blocks of a node, by request."""
         return {request_id: marks for (request_id, holder), marks in self.held_marks.items() if holder is node}
 
     def taken(self, node):
-        num_written = sum(number for (_, writer), number in self.writes.items() if writer is node)
+        num_written = sum(number for (_, decode_node), number in self.writes.items() if decode_node is node)
         return num_written + min(self.sent(node) - num_repeated([*self.held(node).values()]), 800)
 
     def alone(self, node):
         """By due: tokens that no other request holds there."""
         held = self.held(node)
-        for (request_id, writer), number in self.writes.items():
-            if writer is node:
+        for (request_id, decode_node), number in self.writes.items():
+            if decode_node is node:
                 others = {mark for other, marks in held.items() if other != request_id for mark in marks}
                 yield self.dues[request_id], number - 16 * len(others.intersection(held.get(request_id, ())))
 
@@ -314,7 +314,7 @@ class Plain:
 
 
 ACTIONS = st.tuples(
-    st.sampled_from(["begin", "begin", "first_token", "tokens_came", "move", "let_go", "end"]),
+    st.sampled_from(["begin", "begin", "first_token", "tokens_came", "migration", "let_go", "end"]),
     st.sampled_from("rstuv"),
     st.integers(0, 2),
     st.integers(0, 2),
@@ -335,7 +335,7 @@ def test_accounts_are_the_sums_of_what_was_told(actions):
             assert ledger.tokens_taken(node) == plain.taken(node)
             alone = [(each.due, ledger.tokens_alone(node, each)) for each in ledger.owed(node) if each.is_written]
             assert sorted(alone, key=id_of_due) == sorted(plain.alone(node), key=id_of_due)
-            read = [marks for (_, reader), marks in plain.read_marks.items() if reader is node]
+            read = [marks for (_, prefill_node), marks in plain.read_marks.items() if prefill_node is node]
             assert all((mark in ledger.marks_read(node)) == any(mark in each for each in read) for mark in range(1, 4))
 
 

@@ -12,7 +12,7 @@ from coordinator.control.timeline import MAX_MARKS, Phase, Timeline
 from serving_core.errors import RequestError
 from serving_core.reasons import WORKER_LOST
 from tests import fleet_events as events
-from tests.unit.coordinator.tracker_kit import MovingWorld, World
+from tests.unit.coordinator.tracker_kit import MigratingWorld, World
 
 LIMITS = {"chat": "ttft:500", "batch": "priority:10"}
 
@@ -77,8 +77,8 @@ def test_a_life_tells_phase_by_phase_where_an_answer_was():
 
 
 def test_a_move_is_two_spans_on_two_nodes():
-    world = MovingWorld()
-    world.move()
+    world = MigratingWorld()
+    world.migration()
     world.end()
     [life] = told(world, 10.0).ended
     decodes = [span for span in spans(life) if span[0] == "decode"]
@@ -152,8 +152,8 @@ def test_a_timeline_without_end_keeps_its_beginning_and_its_last_span():
         timeline.placed(float(number), f"p{number}", "d0")
     told = list(timeline.spans(1000.0))
     assert len(told) == MAX_MARKS
-    assert told[0][0].reader == "p1" or told[0][0].reader == ""
-    assert (told[-1][0].reader, told[-1][1]) == ("p999", 1000.0)
+    assert told[0][0].prefill_node == "p1" or told[0][0].prefill_node == ""
+    assert (told[-1][0].prefill_node, told[-1][1]) == ("p999", 1000.0)
     assert [end_s for _, end_s in told[:-1]] == [mark.at_s for mark, _ in told[1:]]
 
 

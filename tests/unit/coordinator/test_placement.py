@@ -49,7 +49,7 @@ def assign(ledger, node, num_to_compute, num_held=0):
 
 def placed(registry, ledger, handover=FREE, avoid=(), num_tokens=110):
     placed = place(registry, ledger, Wanted(Prompt(TOKENS), num_tokens, avoid), handover)
-    return f"{placed.reader.name} {placed.writer.name}"
+    return f"{placed.prefill_node.name} {placed.decode_node.name}"
 
 
 def place(registry, ledger, wanted, handover=FREE):
@@ -103,7 +103,7 @@ def test_a_change_that_was_asked_for_counts_at_once_where_it_takes_work_away(reg
     assert placed(registry, ledger) == "d0 d0"
 
 
-def test_where_no_other_node_can_read_a_prompt_its_writer_does(registry, ledger):
+def test_where_no_other_node_can_read_a_prompt_its_decode_node_does(registry, ledger):
     admit(registry, "b0")
     assert placed(registry, ledger) == "b0 b0"
     p0 = admit(registry, "p0", state="draining", rate=1e6)
@@ -118,7 +118,7 @@ def test_where_no_other_node_can_read_a_prompt_its_writer_does(registry, ledger)
 
 def test_a_prompt_goes_where_it_is_read_first(registry, ledger):
     b0, b1 = admit(registry, "b0"), admit(registry, "b1", rate=500.0)
-    slow = HandoverCosts(move_s=10.0)
+    slow = HandoverCosts(transfer_s=10.0)
     assert placed(registry, ledger, slow) == "b0 b0"  # 0.1 s against 0.2 s
     assign(ledger, b0, 90, 90)  # 0.19 s, and 0.1 s for the other: in all 0.29 s
     assert placed(registry, ledger, slow) == "b1 b1"
@@ -134,7 +134,7 @@ def test_without_any_rate_tokens_are_compared(registry, ledger):
 
 
 @pytest.mark.parametrize(
-    ("queued", "waiting", "writing", "move_s", "chosen"),
+    ("queued", "waiting", "writing", "transfer_s", "chosen"),
     [
         (0, 0, 0, 0.01, "b0 b0"),  # 0.11 s against 0.1 s
         (0, 0, 1, 0.09, "p0 b0"),  # 0.19 s against 0.11 s with the step of the other, which waits 0.1 s
@@ -146,7 +146,7 @@ def test_without_any_rate_tokens_are_compared(registry, ledger):
     ],
 )
 def test_a_pair_or_one_node_whatever_adds_the_fewest_seconds(
-    registry, ledger, queued, waiting, writing, move_s, chosen
+    registry, ledger, queued, waiting, writing, transfer_s, chosen
 ):
     """The prompt has 100 tokens, both nodes compute 1000 a second, and a step takes 0.01 s."""
     p0, b0 = admit(registry, "p0"), admit(registry, "b0", step_s=0.01)
@@ -156,7 +156,7 @@ def test_a_pair_or_one_node_whatever_adds_the_fewest_seconds(
         assign(ledger, b0, waiting, waiting)
     for _ in range(writing):
         assign(ledger, b0, 0, 10)
-    assert placed(registry, ledger, handover=HandoverCosts(move_s=move_s)) == chosen
+    assert placed(registry, ledger, handover=HandoverCosts(transfer_s=transfer_s)) == chosen
 
 
 def test_a_node_that_writes_reads_for_another_one_where_that_disturbs_less(registry, ledger):
@@ -167,8 +167,8 @@ def test_a_node_that_writes_reads_for_another_one_where_that_disturbs_less(regis
     for _ in range(5):
         assign(ledger, b1, 0, 10)
     # b1 alone 0.1 s + 0.5 s; b2 for b1 0.1 s + 0.1 s
-    assert placed(registry, ledger, HandoverCosts(move_s=0.01)) == "b2 b1"
-    assert placed(registry, ledger, HandoverCosts(move_s=0.5)) == "b1 b1"
+    assert placed(registry, ledger, HandoverCosts(transfer_s=0.01)) == "b2 b1"
+    assert placed(registry, ledger, HandoverCosts(transfer_s=0.5)) == "b1 b1"
 
 
 def test_fewer_tokens_a_step_cost_more_steps_of_the_answers(registry, ledger):
@@ -176,7 +176,7 @@ def test_fewer_tokens_a_step_cost_more_steps_of_the_answers(registry, ledger):
     b1 = admit(registry, "b1", step_s=0.01)
     for node in (b0, b1):
         assign(ledger, node, 0, 10)
-    assert placed(registry, ledger, HandoverCosts(move_s=10.0)) == "b1 b1"  # one step more, not ten
+    assert placed(registry, ledger, HandoverCosts(transfer_s=10.0)) == "b1 b1"  # one step more, not ten
 
 
 @pytest.mark.parametrize(("num_queued", "chosen"), [(8, "b0 b0"), (10, "p0 b0")])
@@ -190,25 +190,25 @@ def test_of_the_answers_to_come_those_count_that_come_in_the_meantime(registry, 
 
 
 @pytest.mark.parametrize(
-    ("num_held_p", "num_held_b", "move_s", "chosen"),
+    ("num_held_p", "num_held_b", "transfer_s", "chosen"),
     [(6, 0, 0.115, "p0 b0"), (6, 0, 0.116, "b0 b0"), (6, 6, 0.01, "b0 b0"), (3, 6, 0.0, "b0 b0")],
 )
-def test_what_a_node_holds_it_need_not_compute(registry, ledger, num_held_p, num_held_b, move_s, chosen):
+def test_what_a_node_holds_it_need_not_compute(registry, ledger, num_held_p, num_held_b, transfer_s, chosen):
     """With all six blocks there are 4 tokens to compute: 0.004 s; and whoever computes the other 96 again pays for a
     fifth of them once more."""
     for name, num_held in (("p0", num_held_p), ("b0", num_held_b)):
         registry.cache_changed(admit(registry, name), events.cache_changed(HINTS[:num_held]).cache_changed)
-    assert placed(registry, ledger, handover=HandoverCosts(move_s=move_s)) == chosen
+    assert placed(registry, ledger, handover=HandoverCosts(transfer_s=transfer_s)) == chosen
 
 
 def test_an_unknown_rate_is_that_of_the_others_and_without_any_nodes_that_only_read_come_first(registry, ledger):
     admit(registry, "p0", rate=0.0)
     b0 = admit(registry, "b0", rate=0.0)
-    assert placed(registry, ledger, handover=HandoverCosts(move_s=100.0)) == "p0 b0"
+    assert placed(registry, ledger, handover=HandoverCosts(transfer_s=100.0)) == "p0 b0"
     registry.heartbeat(b0, events.heartbeat(prefill_tokens_per_s=1000.0).heartbeat, 0.0)
     assign(ledger, b0, 0, 1)
-    assert placed(registry, ledger, handover=HandoverCosts(move_s=0.09)) == "p0 b0"  # 0.19 s against 0.2 s
-    assert placed(registry, ledger, handover=HandoverCosts(move_s=0.11)) == "b0 b0"
+    assert placed(registry, ledger, handover=HandoverCosts(transfer_s=0.09)) == "p0 b0"  # 0.19 s against 0.2 s
+    assert placed(registry, ledger, handover=HandoverCosts(transfer_s=0.11)) == "b0 b0"
 
 
 @pytest.mark.parametrize(("queued", "chosen"), [(0, "p0 b0"), (500, "p0 b0"), (550, "p0 b0"), (700, "b0 b0")])
@@ -258,7 +258,7 @@ def test_a_prompt_fills_a_pool_by_what_is_not_held_there_for_others(registry, le
     assert is_full(Prompt(TOKENS))
 
 
-def test_of_writers_that_cost_the_same_one_is_taken_that_holds_the_beginning_for_others(registry, ledger):
+def test_of_decode_nodes_that_cost_the_same_one_is_taken_that_holds_the_beginning_for_others(registry, ledger):
     """Whether it has said so yet or not; what it has said is not counted once more."""
     for name in ("p0", "d0", "d1"):
         registry.cache_changed(admit(registry, name), events.cache_changed([1]).cache_changed)
@@ -272,7 +272,7 @@ def test_of_writers_that_cost_the_same_one_is_taken_that_holds_the_beginning_for
 
 def test_a_full_node_is_the_last_choice(registry, ledger):
     b0, _ = admit(registry, "b0"), admit(registry, "b1", rate=1.0)
-    slow = HandoverCosts(move_s=1000.0)
+    slow = HandoverCosts(transfer_s=1000.0)
     assert placed(registry, ledger, slow) == "b0 b0"
     assign(ledger, b0, 0, b0.pool_tokens - len(TOKENS))
     assert placed(registry, ledger, slow) == "b0 b0"
@@ -309,10 +309,10 @@ NODES = st.fixed_dictionaries(
 @given(
     described=st.lists(NODES, max_size=6),
     num_tokens=st.integers(100, 180),
-    move_s=st.floats(0, 1),
+    transfer_s=st.floats(0, 1),
     credit_s=st.sampled_from([0.0, 0.5, 5.0]),
 )
-def test_the_choice_is_as_good_as_the_best_of_all_pairs(described, num_tokens, move_s, credit_s):
+def test_the_choice_is_as_good_as_the_best_of_all_pairs(described, num_tokens, transfer_s, credit_s):
     registry, ledger = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9), Ledger()
     avoid = []
     for index, node in enumerate(described):
@@ -325,19 +325,19 @@ def test_the_choice_is_as_good_as_the_best_of_all_pairs(described, num_tokens, m
         avoid += [admitted] if node["avoided"] else []
     able = [node for node in registry.nodes if node.is_ready]
     pairs = [
-        (reader, writer)
-        for reader in able
-        for writer in able
-        if reader.shape.reads and writer.shape.writes
-        if len(TOKENS) <= reader.max_request_tokens and num_tokens <= writer.max_request_tokens
+        (prefill_node, decode_node)
+        for prefill_node in able
+        for decode_node in able
+        if prefill_node.shape.reads and decode_node.shape.writes
+        if len(TOKENS) <= prefill_node.max_request_tokens and num_tokens <= decode_node.max_request_tokens
     ]
-    handover, wanted = HandoverCosts(credit_s, move_s), Wanted(Prompt(TOKENS), num_tokens, avoid)
+    handover, wanted = HandoverCosts(credit_s, transfer_s), Wanted(Prompt(TOKENS), num_tokens, avoid)
     if not pairs:
         with pytest.raises(RequestError):
             place(registry, ledger, wanted, handover)
         return
     placed = place(registry, ledger, wanted, handover)
-    chosen = placed.reader, placed.writer
+    chosen = placed.prefill_node, placed.decode_node
     assert chosen in pairs
     costs = Costs(registry.nodes, ledger, Prompt(TOKENS), handover)
 

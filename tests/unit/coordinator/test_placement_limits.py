@@ -22,7 +22,7 @@ def fleet():
 
 
 def names(placed):
-    return f"{placed.reader.name} {placed.writer.name}"
+    return f"{placed.prefill_node.name} {placed.decode_node.name}"
 
 
 def test_a_prompt_is_late_behind_others_that_are_due_before(fleet):
@@ -71,8 +71,8 @@ def test_an_answer_minds_nobody_who_has_ended_when_it_begins(fleet):
 def test_answers_to_come_begin_when_their_prompts_are_read(fleet):
     """One after the other: 110 ms, then 310 ms. Each is written alone, in nine steps of 12 ms."""
     p0, d0 = fleet.add("p0"), fleet.add("d0")
-    fleet.reads(p0, 100, due_in_s=1.0, writer=d0, tpot_s=0.0128)
-    fleet.reads(p0, 300, due_in_s=2.0, writer=d0, tpot_s=0.0128)
+    fleet.reads(p0, 100, due_in_s=1.0, decode_node=d0, tpot_s=0.0128)
+    fleet.reads(p0, 300, due_in_s=2.0, decode_node=d0, tpot_s=0.0128)
     assert fleet.late(d0, Due(tpot_s=0.0128)).writing(0.0, begins_s=0.22) == 0
     assert fleet.late(d0, Due(tpot_s=0.0128)).writing(0.0, begins_s=0.15) == 2
 
@@ -91,7 +91,7 @@ def test_beside_answers_a_prompt_gets_what_they_are_ahead_and_then_a_share(fleet
 def test_beside_answers_to_come_a_prompt_gets_all_of_the_time_until_they_begin(fleet):
     """Another node reads 50 tokens in 60 ms; then an answer of 24 ms in steps of 12 ms leaves half of the time."""
     p0, b0 = fleet.add("p0"), fleet.add("b0")
-    fleet.reads(p0, 50, due_in_s=1.0, writer=b0, tpot_s=0.024)
+    fleet.reads(p0, 50, due_in_s=1.0, decode_node=b0, tpot_s=0.024)
     bank_s = 0.060 + 0.024 - 0.012
     assert fleet.late(b0).own_begins_s == pytest.approx(bank_s + (0.110 - bank_s) / 0.5)
 
@@ -216,7 +216,7 @@ def test_an_answer_that_ends_makes_room_by_what_no_other_one_holds(fleet):
 def test_prompts_without_limits_that_wait_are_in_no_step(fleet):
     b0 = fleet.add("b0")
     for _ in range(30):
-        fleet.reads(b0, 100, writer=b0)
+        fleet.reads(b0, 100, decode_node=b0)
     assert step_s(b0, fleet.ledger) == 0.0
     assert fleet.place(Due(NOW + 2, 0.05)).is_timely
     fleet.writes(b0)
@@ -233,7 +233,7 @@ def test_to_make_an_answer_late_is_no_merit_where_prompts_gain_by_it(fleet):
     own = Due(NOW + 9, 1.0)
     assert fleet.late(b0, own, num_tokens=600).writing(0.0, 0.1) == 1
     placed = fleet.place(own, num_tokens=600)
-    assert (placed.reader, placed.writer, placed.is_timely) == (p0, d1, True)
+    assert (placed.prefill_node, placed.decode_node, placed.is_timely) == (p0, d1, True)
 
 
 @pytest.mark.parametrize("due_in_s", [None, -0.01, 50.0])
@@ -242,7 +242,7 @@ def test_a_prompt_that_is_overdue_takes_nothing_of_what_answers_are_ahead(fleet,
     b0 = fleet.add("b0")
     fleet.writes(b0, 0.024, num_output=200, ago_s=1.0)
     if due_in_s is not None:
-        fleet.reads(b0, 100, due_in_s=due_in_s, writer=b0, tpot_s=1.0)
+        fleet.reads(b0, 100, due_in_s=due_in_s, decode_node=b0, tpot_s=1.0)
     assert fleet.place(Due(NOW + 0.2, 0.1)).is_timely
 
 
@@ -291,7 +291,9 @@ def test_what_a_node_would_be_lent_it_need_not_read_beside_answers_either(fleet)
     b0, b1 = fleet.add("b0"), fleet.add("b1")
     fleet.writes(b1, 0.024)  # prompts get half of its time
     wanted = Wanted(Prompt(TOKENS), 110, due=Due(NOW + 1))
-    whole, lent = (Lateness(fleet.ledger, wanted, NOW, num_lent).on(b1) for num_lent in (lambda _: 0, lambda _: 90))
+    whole, lent = (
+        Lateness(fleet.ledger, wanted, NOW, num_fetched).on(b1) for num_fetched in (lambda _: 0, lambda _: 90)
+    )
     assert lent.own_begins_s < whole.own_begins_s / 5
     assert Lateness(fleet.ledger, wanted, NOW, lambda node: 90 * (node is b1)).on(b0).own_begins_s == pytest.approx(
         0.11
@@ -415,26 +417,26 @@ def test_nobody_has_fewer_late_than_the_chosen_pair(nodes, due):
         return
     own = Due(NOW + due[0], due[1]) if due else None
 
-    def num_late(reader, writer):
+    def num_late(prefill_node, decode_node):
         on = Lateness(fleet.ledger, Wanted(Prompt(TOKENS), 110, due=own), NOW).on
-        if reader is writer:
-            return on(reader).alone(0.0)
-        return on(reader).reading + on(writer).writing(0.0, on(reader).own_begins_s)
+        if prefill_node is decode_node:
+            return on(prefill_node).alone(0.0)
+        return on(prefill_node).reading + on(decode_node).writing(0.0, on(prefill_node).own_begins_s)
 
-    writers = {writer for _, writer in pairs}
-    least = spared([node for node in able if node.shape.reads], fleet.ledger, NOW) if len(writers) > 1 else None
+    decode_nodes = {decode_node for _, decode_node in pairs}
+    least = spared([node for node in able if node.shape.reads], fleet.ledger, NOW) if len(decode_nodes) > 1 else None
 
-    def harm(reader, writer):
+    def harm(prefill_node, decode_node):
         """One at least where the request itself is late however much time its prompt gets, or too many answers are."""
         on = Lateness(fleet.ledger, Wanted(Prompt(TOKENS), 110, due=own, coming=COMING), NOW).on
-        is_too_many = on(reader).is_own_late or on(writer).crowding(on(reader).least_read_s) > 1
-        num_lost = on(writer).num_lost() if writer is least else 0
-        return (num_late(reader, writer) or int(is_too_many)) + num_lost
+        is_too_many = on(prefill_node).is_own_late or on(decode_node).crowding(on(prefill_node).least_prefill_s) > 1
+        num_lost = on(decode_node).num_lost() if decode_node is least else 0
+        return (num_late(prefill_node, decode_node) or int(is_too_many)) + num_lost
 
     placed = fleet.place(own)
-    assert placed.num_late == num_late(placed.reader, placed.writer)
+    assert placed.num_late == num_late(placed.prefill_node, placed.decode_node)
     if fleet.ledger.has_limits or own is not None:
-        assert harm(placed.reader, placed.writer) == min(harm(*pair) for pair in pairs)
+        assert harm(placed.prefill_node, placed.decode_node) == min(harm(*pair) for pair in pairs)
 
 
 BEGINS_S = 0.11  # when the 100 tokens are read, where nothing else is to be

@@ -25,55 +25,55 @@ def take(world, job=None):
     """The node that reads says that it has the prompt, which it was asked to."""
     job = job or world.jobs[-1]
     assert job.is_suspect
-    world.tell(reader(world), events.taken(job.attempt))
+    world.tell(prefill_node(world), events.taken(job.attempt))
 
 
-def reader(world):
+def prefill_node(world):
     """The node that reads the prompt of the last attempt."""
-    return world.reader
+    return world.prefill_node
 
 
-def writer(world):
+def decode_node(world):
     return next(name for name in ("d0", "d1", "d2") if world.account(name)[2])
 
 
 def write(world, num_tokens, first=0):
     """So many tokens from this one on: the first of the node that reads, the others of the one that writes."""
-    attempt, name = world.attempt, writer(world)
-    world.tell(reader(world), events.first_token(events.sampled(attempt, first, 1)))
-    world.tell(reader(world), events.transferred(attempt))
+    attempt, name = world.attempt, decode_node(world)
+    world.tell(prefill_node(world), events.first_token(events.sampled(attempt, first, 1)))
+    world.tell(prefill_node(world), events.transferred(attempt))
     for index in range(first + 1, first + num_tokens):
         world.tell(name, events.step_tokens(events.sampled(attempt, index, 1)))
 
 
-def test_a_prompt_that_kills_its_readers_gets_no_third_one(world):
+def test_a_prompt_that_kills_its_prefill_nodes_gets_no_third_one(world):
     world.submit()
     assert not world.jobs[-1].is_suspect
-    assert die(world, reader(world))[-1].startswith("prefill")
+    assert die(world, prefill_node(world))[-1].startswith("prefill")
     take(world)
-    ended = die(world, reader(world))
+    ended = die(world, prefill_node(world))
     assert ended == ["cancel d0", "end ENGINE_ERROR"]
     assert str(world.outcome) == TWICE + "the prefill node was lost"
     assert world.outcome.metadata == {"phase": "prefill_queue", "tokens_emitted": "0"}
 
 
 @pytest.mark.parametrize("num_more", [1, NUM_TOKENS_FURTHER])
-def test_a_token_that_kills_its_writers_gets_no_third_one(world, num_more):
+def test_a_token_that_kills_its_decode_nodes_gets_no_third_one(world, num_more):
     """What the node had written before it died may not have been heard of: then the next one comes a little further."""
     world.submit(max_tokens=100)
     write(world, 20)
-    assert die(world, writer(world))[-1].startswith("prefill")
+    assert die(world, decode_node(world))[-1].startswith("prefill")
     write(world, num_more, first=20)
-    assert die(world, writer(world))[-1] == "end ENGINE_ERROR"
+    assert die(world, decode_node(world))[-1] == "end ENGINE_ERROR"
     assert world.outcome.metadata["tokens_emitted"] == str(20 + num_more)
 
 
 def test_an_answer_that_has_come_further_is_not_to_blame(world):
     world.submit(max_tokens=100)
     write(world, 20)
-    die(world, writer(world))
+    die(world, decode_node(world))
     write(world, NUM_TOKENS_FURTHER + 1, first=20)
-    assert die(world, writer(world))[-1].startswith("prefill")
+    assert die(world, decode_node(world))[-1].startswith("prefill")
     assert world.outcome is None
 
 
@@ -85,7 +85,7 @@ def test_prompts_that_were_not_yet_read_are_not_to_blame():
     world.attach("p1")
     assert die(world, "p0").count("prefill p1") == 3
     world.attach("p2")
-    for job in world.jobs[-6::2]:  # of each request, one for the reader and one for the writer
+    for job in world.jobs[-6::2]:  # of each request, one for the prefill node and one for the decode node
         if job.is_suspect:
             take(world, job)
     told = die(world, "p1")
@@ -96,11 +96,11 @@ def test_prompts_that_were_not_yet_read_are_not_to_blame():
 def test_a_prompt_is_not_to_blame_for_a_node_that_it_never_reached(world):
     """Nodes that die together: the second one was gone when the prompt was sent to it."""
     world.submit()
-    assert die(world, reader(world))[-1].startswith("prefill")
-    assert die(world, reader(world))[-1].startswith("prefill")
+    assert die(world, prefill_node(world))[-1].startswith("prefill")
+    assert die(world, prefill_node(world))[-1].startswith("prefill")
     assert world.outcome is None
     take(world)
-    assert die(world, reader(world))[-1] == "end ENGINE_ERROR"
+    assert die(world, prefill_node(world))[-1] == "end ENGINE_ERROR"
 
 
 def test_nodes_that_do_not_compute_it_do_not_count(world):
@@ -108,7 +108,7 @@ def test_nodes_that_do_not_compute_it_do_not_count(world):
     assert die(world, "d0")[-1].startswith("prefill")  # waits for the KV
     assert die(world, "d1")[-1].startswith("prefill")
     write(world, 1)
-    assert die(world, reader(world)) == []  # has handed it over
+    assert die(world, prefill_node(world)) == []  # has handed it over
     assert world.outcome is None
 
 
@@ -120,40 +120,40 @@ def test_what_is_no_death_does_not_count(world, why):
     world.submit()
     for _ in range(2):
         has_died = why != "lost otherwise"
-        assert world.lose(reader(world), 12.0, has_died=has_died)[-1].startswith("prefill")
+        assert world.lose(prefill_node(world), 12.0, has_died=has_died)[-1].startswith("prefill")
     assert world.outcome is None
 
 
 def test_a_node_that_attaches_again_has_not_died(world):
     world.submit()
-    lives = world.registry.find(reader(world)).session
-    die(world, reader(world))
+    lives = world.registry.find(prefill_node(world)).session
+    die(world, prefill_node(world))
     take(world)
     world.tracker.attached_again(lives)
-    assert die(world, reader(world))[-1].startswith("prefill")
+    assert die(world, prefill_node(world))[-1].startswith("prefill")
     take(world)
-    assert die(world, reader(world))[-1] == "end ENGINE_ERROR"
+    assert die(world, prefill_node(world))[-1] == "end ENGINE_ERROR"
 
 
 def test_a_node_that_attaches_again_has_failed_all_the_same(world):
     world.submit()
-    failed = reader(world)
+    failed = prefill_node(world)
     world.tell(failed, events.failed(world.attempt, "STEP_FAILED"))
     take(world)
     lives = world.registry.find(failed).session
     die(world, failed)
     world.tracker.attached_again(lives)
-    assert die(world, reader(world))[-1] == "end ENGINE_ERROR"
+    assert die(world, prefill_node(world))[-1] == "end ENGINE_ERROR"
     assert str(world.outcome) == TWICE + "what happened; the prefill node was lost"
 
 
 def test_after_the_end_nothing_is_held(world):
     world.submit()
     attempts = [world.attempt]
-    die(world, reader(world))
+    die(world, prefill_node(world))
     attempts.append(world.attempt)
     take(world)
-    die(world, reader(world))
+    die(world, prefill_node(world))
     for attempt in attempts:
         world.tell("d0", events.cancelled(attempt))
     assert world.tracker.num_open == 0

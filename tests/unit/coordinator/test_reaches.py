@@ -29,8 +29,8 @@ def registry():
 def admit(registry, name, role="both", *, num_tokens=112, **fields):
     hello = events.hello(name, role, **{"num_blocks": 10, "max_model_len": 400, **fields}).hello
     if num_tokens:
-        host = fleet_pb2.AnnexHost(address=f"{name}:1", key=KEY)
-        hello.annexes.CopyFrom(fleet_pb2.AnnexOffer(host=host, num_tokens=num_tokens))
+        host = fleet_pb2.KVHolder(address=f"{name}:1", key=KEY)
+        hello.remote_kvs.CopyFrom(fleet_pb2.HolderOffer(host=host, num_tokens=num_tokens))
     return registry.admit(hello, 0.0)
 
 
@@ -103,8 +103,8 @@ def test_who_is_no_host(registry, other):
 def test_a_long_request_is_read_and_written_by_one_node(registry):
     nodes = [admit(registry, "a"), admit(registry, "b"), admit(registry, "p", "prefill", num_tokens=0, num_blocks=100)]
     placed = place(registry, 100, 200)
-    assert placed.reader is placed.writer
-    assert placed.writer in nodes[:2]
+    assert placed.prefill_node is placed.decode_node
+    assert placed.decode_node in nodes[:2]
     with pytest.raises(RequestError, match="can hold 300 tokens"):
         place(registry, 100, 300)
 
@@ -142,20 +142,20 @@ def test_no_policy_divides_a_long_request(registry, policy, num_prompt, num_toke
     ledger.write("answer", nodes[0], 100)
     ledger.read("prompt", nodes[1], 50)
     placed = place(registry, num_prompt, num_tokens, policy, ledger)
-    assert placed.reader is placed.writer
+    assert placed.prefill_node is placed.decode_node
 
 
 @pytest.mark.parametrize("offer", [{"num_tokens": POOL + 1}, {"host": {"address": "a:1", "key": b"short"}}])
 def test_an_offer_that_cannot_be(registry, offer):
     hello = events.hello("a", "both", num_blocks=10).hello
-    hello.annexes.CopyFrom(fleet_pb2.AnnexOffer(**offer))
+    hello.remote_kvs.CopyFrom(fleet_pb2.HolderOffer(**offer))
     with pytest.raises(RequestError):
         registry.admit(hello, 0.0)
 
 
 @pytest.fixture
 def world():
-    """Readers of 32 tokens, and writers of 160."""
+    """Readers of 32 tokens, and decode nodes of 160."""
     world = World((), max_restarts=3, node_wait_s=5.0)
     for name in ("p0", "d0", "d1", "d2"):
         world.attach(name, num_blocks=2 if name == "p0" else 10)
@@ -172,7 +172,7 @@ def write(world, num_prompt, num_tokens):
         world.step(attempt, index)
 
 
-def test_an_answer_that_has_outgrown_the_readers_is_read_by_who_writes_it(world):
+def test_an_answer_that_has_outgrown_the_prefill_nodes_is_read_by_who_writes_it(world):
     write(world, 30, 3)
     world.submit("another/0", max_tokens=2)  # on d1, so that d2 has most room
     assert world.lose("d0", 1.0) == ["reserve d2"]
@@ -184,12 +184,12 @@ def test_an_answer_that_has_outgrown_the_readers_is_read_by_who_writes_it(world)
     assert world.outcome.timeline.num_restarts == 1
 
 
-def test_an_answer_that_a_reader_can_hold_is_read_there(world):
+def test_an_answer_that_a_prefill_node_can_hold_is_read_there(world):
     write(world, 30, 2)
     assert world.lose("d0", 1.0) == ["reserve d1", "prefill p0"]
 
 
-def test_an_answer_waits_for_readers_where_there_is_none(world):
+def test_an_answer_waits_for_prefill_nodes_where_there_is_none(world):
     write(world, 30, 3)
     world.lose("p0")
     assert world.lose("d0", 1.0) == []
@@ -197,7 +197,7 @@ def test_an_answer_waits_for_readers_where_there_is_none(world):
     assert world.tick(2.0) == ["reserve d1", "prefill p1"]
 
 
-def test_what_no_node_can_hold_has_no_reader():
+def test_what_no_node_can_hold_has_no_prefill_node():
     world = World((), max_restarts=3)
     for name, num_blocks in (("p0", 2), ("d0", 10), ("d1", 4)):
         world.attach(name, num_blocks=num_blocks)

@@ -209,7 +209,7 @@ def test_nobody_takes_a_name_from_a_live_process(happenings):
         hello(""),
         hello("a/b"),
         hello("x" * 200),
-        hello("d0", "writer", shape=Shape(0, 1, takes_handovers=True)),
+        hello("d0", "decode_node", shape=Shape(0, 1, takes_handovers=True)),
         hello("d0", num_blocks=0),
         hello("d0", shape=Shape(0, 0, takes_handovers=False)),
         hello("d0", shape=Shape(0, 65, takes_handovers=True)),

@@ -37,7 +37,7 @@ def world():
 
 @pytest.fixture
 def known(world):
-    """Both readers have told of some block."""
+    """Both prefill nodes have told of some block."""
     for name in ("p0", "p1"):
         world.holds(name, events.block_hints([5] * 16))
     return world
@@ -100,45 +100,45 @@ def taken(world, name="d0"):
 
 
 @pytest.fixture
-def writer():
-    """One reader and one writer, which have told of some block."""
+def decode_node():
+    """One prefill node and one decode node, which have told of some block."""
     world = World(("p0", "d0"), keep_after_s=2.0)
     for name in ("p0", "d0"):
         world.holds(name, events.block_hints([5] * 16))
     return world
 
 
-def test_what_answers_begin_with_alike_a_writer_holds_once(writer):
+def test_what_answers_begin_with_alike_a_decode_node_holds_once(decode_node):
     """All but the last eight tokens of each."""
     for number in range(3):
-        writer.submit(f"{number}/0", token_ids=TOKENS)
-    assert (taken(writer), writer.account("d0")[1]) == (40 + 2 * 8, 3 * 40)
+        decode_node.submit(f"{number}/0", token_ids=TOKENS)
+    assert (taken(decode_node), decode_node.account("d0")[1]) == (40 + 2 * 8, 3 * 40)
     for number, told in enumerate(({"cache_salt": "tenant"}, {"adapter": "sql"}), 3):
-        writer.submit(f"{number}/0", token_ids=TOKENS, **told)
-    assert taken(writer) == 56 + 2 * 40
+        decode_node.submit(f"{number}/0", token_ids=TOKENS, **told)
+    assert taken(decode_node) == 56 + 2 * 40
     for number in range(5):
-        writer.tracker.finish(f"{number}/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
-    assert taken(writer) == 0
-    writer.ledger.check_integrity()
+        decode_node.tracker.finish(f"{number}/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
+    assert taken(decode_node) == 0
+    decode_node.ledger.check_integrity()
 
 
-def test_of_a_prompt_of_which_every_token_is_computed_nothing_is_held_with_others(writer):
-    writer.submit("0/0", token_ids=TOKENS)
-    d0, scored = writer.registry.find("d0"), Prompt(TOKENS, is_read_whole=True)
-    assert writer.ledger.tokens_shared(d0, Prompt(TOKENS)) == 32
-    assert writer.ledger.tokens_shared(d0, scored) == 0
+def test_of_a_prompt_of_which_every_token_is_computed_nothing_is_held_with_others(decode_node):
+    decode_node.submit("0/0", token_ids=TOKENS)
+    d0, scored = decode_node.registry.find("d0"), Prompt(TOKENS, is_read_whole=True)
+    assert decode_node.ledger.tokens_shared(d0, Prompt(TOKENS)) == 32
+    assert decode_node.ledger.tokens_shared(d0, scored) == 0
     times = {"arrived_s": 0.0, "deadline_s": 100.0, "now": 0.0}
-    writer.short(writer.tracker.submit("1/0", scored, SamplingParams(max_tokens=5), **times))
-    assert taken(writer) == 2 * 40
+    decode_node.short(decode_node.tracker.submit("1/0", scored, SamplingParams(max_tokens=5), **times))
+    assert taken(decode_node) == 2 * 40
 
 
-def test_what_is_kept_is_held_once_where_it_was_read(writer):
+def test_what_is_kept_is_held_once_where_it_was_read(decode_node):
     for number in range(2):
-        writer.submit(f"{number}/0", token_ids=TOKENS)
-        writer.first(writer.attempt)
-    assert taken(writer, "p0") == 40 + 8, "for the other node"
-    assert writer.tick(2.0) == ["cancel d0", "keep p0"] * 2
-    assert (taken(writer, "p0"), taken(writer)) == (41 + 9, 0)
+        decode_node.submit(f"{number}/0", token_ids=TOKENS)
+        decode_node.first(decode_node.attempt)
+    assert taken(decode_node, "p0") == 40 + 8, "for the other node"
+    assert decode_node.tick(2.0) == ["cancel d0", "keep p0"] * 2
+    assert (taken(decode_node, "p0"), taken(decode_node)) == (41 + 9, 0)
 
 
 def test_one_node_does_not_get_all_that_begins_alike(known):

@@ -43,7 +43,7 @@ class World:
         self.now = 0.0
         self.deaf = set()
         self.told = []
-        self.loans = []  # of what was told, whether it was for a while
+        self.prefix_fetches = []  # of what was told, whether it was for a while
         for name in names:
             self.attach(name)
 
@@ -67,7 +67,7 @@ class World:
         for send in sends:
             shape = shape_from_wire(send.command.reshape.shape)
             self.told.append((self.now, send.node.name, shape))
-            self.loans.append(send.command.reshape.is_loan)
+            self.prefix_fetches.append(send.command.reshape.is_prefix_fetch)
             if send.node.name not in self.deaf:
                 self.beat(send.node, shape=shape_to_wire(shape))
         return shape
@@ -138,7 +138,7 @@ def test_a_node_that_is_lost_before_it_confirms_is_forgotten():
     ("names", "name", "to", "reason", "message"),
     [
         ("p0 d0", "x" * 200, "both", "NODE_NOT_FOUND", f"no node '{'x' * 80}' is attached"),
-        ("p0 d0", "p0", "writer", "BAD_PARAM", "a role is prefill, decode or both, not 'writer'"),
+        ("p0 d0", "p0", "decode_node", "BAD_PARAM", "a role is prefill, decode or both, not 'decode node'"),
         ("p0 d0", "p0", Shape(513, 0, False), "BAD_PARAM", "prompt_tokens of a shape is 513, the node's"),
         ("p0 d0", "p0", Shape(0, 9, False), "BAD_PARAM", "slots of a shape is 9, the node's max_num_seqs is 8"),
         ("p0 d0", "p0", Shape(0, 0, False), "BAD_PARAM", "a shape needs prompt_tokens or slots above 0"),
@@ -164,7 +164,7 @@ def test_a_node_that_was_drained_is_given_work_again_with_its_role_though_others
     world.registry.drain(world.node("p0"))
     assert not world.node("p0").is_ready
     with pytest.raises(RequestError):
-        world.ask("p0", "writer")
+        world.ask("p0", "decode_node")
     assert not world.node("p0").is_ready
     world.registry.lose(world.node("p1"))
     assert world.ask("p0", "decode").writes  # it read nothing any more
@@ -250,7 +250,7 @@ def write_alike(world, name, count, num_tokens=480, tpot_s=math.inf):
         world.ledger.first_token(request_id, 0.0)
 
 
-def test_the_writer_with_more_room_helps_to_read_however_much_its_answers_share():
+def test_the_decode_node_with_more_room_helps_to_read_however_much_its_answers_share():
     world = World("p0", "d0", "d1", policy=AUTO)
     write_alike(world, "d0", 1, num_tokens=700)
     write_alike(world, "d1", 2)  # 496 in all
@@ -267,7 +267,7 @@ def test_steps_read_what_answers_share_for_each_of_them():
 
 
 @pytest.mark.parametrize(("is_told", "flips"), [(True, []), (False, [("p0", BOTH)])])
-def test_writers_are_not_full_of_what_their_answers_begin_with_alike(is_told, flips):
+def test_decode_nodes_are_not_full_of_what_their_answers_begin_with_alike(is_told, flips):
     """Of 1600 tokens four hold 480 each, in all of which they are alike but for the last ones: 510 in all."""
     world = World("p0", "p1", "d0", policy=AUTO)
     write_alike(world, "d0", 4)
@@ -287,7 +287,7 @@ def test_a_prefill_node_does_not_go_home_while_the_others_would_be_nearly_full_w
     assert world.wait(100.0) == [("p0", PREFILL)]
 
 
-def test_answers_whose_prompts_wait_do_not_make_writers_full():
+def test_answers_whose_prompts_wait_do_not_make_decode_nodes_full():
     world = World("p0", "d0", policy=AUTO)
     for number in range(20):
         world.ledger.read(f"{number}", world.node("p0"), 1000)
@@ -297,7 +297,7 @@ def test_answers_whose_prompts_wait_do_not_make_writers_full():
 
 @pytest.mark.parametrize(("queued", "writing"), [(900, 5), (100, 7), (5000, 8)])
 def test_between_the_limits_nothing_changes(queued, writing):
-    """A queue of 0.9 s; writers that are nearly full; readers and writers that are both full."""
+    """A queue of 0.9 s; decode nodes that are nearly full; prefill nodes and decode nodes that are both full."""
     world = World("p0", "p1", "d0", "d1", policy=AUTO)
     world.queue("p0", queued)
     world.queue("p1", queued)
@@ -316,7 +316,7 @@ def test_half_of_the_time_until_first_tokens_are_due_is_a_long_queue():
         assert world.wait(LASTS_S + 0.5) == flips
 
 
-def test_writers_are_full_with_as_many_answers_as_keep_their_limits():
+def test_decode_nodes_are_full_with_as_many_answers_as_keep_their_limits():
     """Steps of 10 ms and 2 ms for each answer: of 31 ms ten keep their limit, and six of them come and go."""
     for count, flips in ((5, []), (6, [("p0", BOTH)])):
         world = World("p0", "p1", "d0", policy=AUTO)
@@ -384,7 +384,7 @@ def test_what_an_operator_makes_of_a_node_that_is_lent_is_its_home_though_it_is_
     waiting = world.queue("p0", 5000)
     assert world.wait(LASTS_S + TICK_S) == [("d0", BOTH)]
     assert world.ask("d0", "both") == BOTH
-    assert world.loans == [True, False]
+    assert world.prefix_fetches == [True, False]
     world.ledger.end(waiting)
     assert world.wait(100.0) == []
 
@@ -394,7 +394,7 @@ def test_a_coordinator_that_has_begun_anew_sends_home_whom_the_one_before_it_has
     home = Shape(0, 4, takes_handovers=True)
     world.attach("d1", shape=BOTH, home=home)
     assert world.wait(100.0) == [("d1", home)]
-    assert world.loans == [False]
+    assert world.prefix_fetches == [False]
 
 
 def test_a_node_does_not_go_home_while_it_is_the_last_that_reads():

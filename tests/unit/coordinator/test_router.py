@@ -31,7 +31,7 @@ def choose(nodes, ledger, role, prompt, num_tokens, avoid=()):
     other = admit(others, "d" if role == "prefill" else "p", num_blocks=1000)
     wanted = Wanted(prompt, num_tokens, avoid)
     placed = POLICIES["auto"].place([*nodes, other], ledger, wanted, HandoverCosts(), now=0.0)
-    return placed.reader if role == "prefill" else placed.writer
+    return placed.prefill_node if role == "prefill" else placed.decode_node
 
 
 def report(registry, node, hints):

@@ -184,7 +184,7 @@ def due(job):
     return {field.name: value for field, value in job.due.ListFields()}
 
 
-def writer_of(world, request_id):
+def decode_node_of(world, request_id):
     [request] = [each for each in world.tracker.newest(10) if each.request_id == request_id]
     return request.attempt.decode.name
 
@@ -237,7 +237,7 @@ def test_of_requests_to_come_those_count_whose_first_token_could_be_late(slo, pe
     assert [coming.per_s for coming in policy.told] == pytest.approx([0.0, 0.0, per_s / 2])
 
 
-def test_both_nodes_get_what_is_left_and_the_writer_hears_of_the_first_token(world):
+def test_both_nodes_get_what_is_left_and_the_decode_node_hears_of_the_first_token(world):
     world.submit(now=10.0, slo=SLO)
     assert [due(job) for job in world.jobs] == [{"ttft_left_s": 5.0, "tpot_s": 2.0}] * 2
     assert world.first(world.attempt, now=12.0) == ["emit 0:100", "begun d0"]
@@ -257,13 +257,13 @@ def test_the_time_before_an_attempt_is_no_wait_for_blocks():
     world = World(policy=policy, max_restarts=2)
     for name in ("a/0", "b/0", "c/0"):
         world.submit(name, now=20.0, preparing_s=8.0)
-        world.tell(writer_of(world, name), events.reserved(world.attempt), 21.0)
+        world.tell(decode_node_of(world, name), events.reserved(world.attempt), 21.0)
     world.submit("d/0", now=21.0)
     assert policy.handover.credit_s == 1.0
 
 
 @pytest.mark.parametrize("is_committed", [False, True])
-def test_a_writer_hears_of_the_first_token_as_long_as_it_lacks_the_kv(world, is_committed):
+def test_a_decode_node_hears_of_the_first_token_as_long_as_it_lacks_the_kv(world, is_committed):
     world.submit()
     attempt = world.attempt
     world.tell("d0", events.reserved(attempt))
@@ -273,7 +273,7 @@ def test_a_writer_hears_of_the_first_token_as_long_as_it_lacks_the_kv(world, is_
 
 
 @pytest.mark.parametrize("slo", [None, Slo("", 5.0, None, 10)])
-def test_a_writer_that_has_granted_no_blocks_or_takes_them_back_hears_that_the_prompt_is_read(world, slo):
+def test_a_decode_node_that_has_granted_no_blocks_or_takes_them_back_hears_that_the_prompt_is_read(world, slo):
     world.submit(slo=slo)
     attempt = world.attempt
     world.tell("d0", events.reserved(attempt))
@@ -303,7 +303,7 @@ def test_another_attempt_has_the_same_deadlines(world):
     assert [due(job) for job in world.jobs[2:]] == [{"ttft_left_s": -1.0, "tpot_s": 2.0}] * 2
     token = events.sampled(world.attempt, 0, 100)
     assert world.tell("p1", events.first_token(token), 17.0)[0] == "emit 0:100"
-    world.lose(world.reader, now=20.0)
+    world.lose(world.prefill_node, now=20.0)
     assert [due(job) for job in world.jobs[4:]] == [{"tpot_s": 2.0, "since_first_s": 3.0}] * len(world.jobs[4:])
 
 

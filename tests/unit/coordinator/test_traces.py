@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from coordinator.control.request_log import MAX_MOVES, AnswerRecord, CallRecord, answer_index
+from coordinator.control.request_log import MAX_MIGRATIONS, AnswerRecord, CallRecord, answer_index
 from coordinator.control.timeline import MAX_MARKS, Mark, Phase, Timeline
 from coordinator.traces import export
 from coordinator.traces.spans import call_span
@@ -22,7 +22,7 @@ from tests import fleet_events as events
 from tests.otlp_receiver import AT_ONCE, DEADLINE_S, receiving
 from tests.scripted_nodes import begin_to_write, cluster, read_all, refusal_of, run, step
 from tests.unit.coordinator.http_kit import plain_client, url_of
-from tests.unit.coordinator.tracker_kit import MovingWorld, World
+from tests.unit.coordinator.tracker_kit import MigratingWorld, World
 
 pytestmark = pytest.mark.usefixtures("programs_here")
 
@@ -34,8 +34,8 @@ def record(world, **known):
     end = world.end_of_answer
     answer = AnswerRecord(answer_index(end.request_id)[1], end.outcome, end.timeline, end.ended_s)
     call = CallRecord("r", operation="chat", model="m", answers=[answer], **known)
-    for move in world.moves:
-        call.moved(move)
+    for migration in world.migrations:
+        call.migrated(migration)
     return call
 
 
@@ -50,8 +50,8 @@ def phase(name, start_s, end_s, **about):
     return (name, start_s, end_s, about)
 
 
-def attempt(number, start_s, end_s, reader, writer, *below, answer=0):
-    about = {"answer": answer, "attempt": number, "prefill_node": reader, "decode_node": writer}
+def attempt(number, start_s, end_s, prefill_node, decode_node, *below, answer=0):
+    about = {"answer": answer, "attempt": number, "prefill_node": prefill_node, "decode_node": decode_node}
     return ("attempt", start_s, end_s, about, *below)
 
 
@@ -167,7 +167,7 @@ def test_a_wait_for_nodes_is_nobodys_attempt():
 
 
 def test_a_move_is_part_of_its_attempt():
-    world = MovingWorld()
+    world = MigratingWorld()
     world.migrate()
     world.commit(now=4.0, num_bytes=50)
     world.step(world.source, 2, now=4.5)
@@ -176,28 +176,28 @@ def test_a_move_is_part_of_its_attempt():
     assert [told(child) for child in only.children][-3:] == [
         phase("decode", 0.0, 4.0, node="d0"),
         phase("decode", 4.0, 9.0, node="d1"),
-        phase("move", 1.0, 4.0, from_node="d0", to_node="d1", outcome="moved", kv_bytes=50),
+        phase("migration", 1.0, 4.0, from_node="d0", to_node="d1", outcome="migrated", kv_bytes=50),
     ]
 
 
 def test_a_move_that_fails_says_so():
-    world = MovingWorld()
+    world = MigratingWorld()
     world.migrate()
     world.tell("d1", events.failed(world.target, "TRANSFER_FAILED"), 3.0)
     world.step(world.source, 2, events.LENGTH, now=5.0)
     [_, only] = call_span(record(world, begun_s=0.0), 5.0).children
-    [move] = [span for span in only.children if span.name == "move"]
-    assert (move.start_s, move.end_s, move.failure) == (1.0, 3.0, "failed")
+    [migration] = [span for span in only.children if span.name == "migration"]
+    assert (migration.start_s, migration.end_s, migration.failure) == (1.0, 3.0, "failed")
 
 
-@pytest.mark.parametrize("failure", ["", "SLOW_READER"])
+@pytest.mark.parametrize("failure", ["", "SLOW_PREFILL_NODE"])
 def test_an_answer_that_fails_is_the_failure_of_its_call(failure):
     world = World()
     world.submit(now=0.0)
     world.first(world.attempt, now=2.0)
-    world.short(world.tracker.fail("r/0", RequestError("SLOW_READER", "it reads nothing"), 3.0))
+    world.short(world.tracker.fail("r/0", RequestError("SLOW_PREFILL_NODE", "it reads nothing"), 3.0))
     root = call_span(record(world, begun_s=0.0, failure=failure), 3.0)
-    assert root.failure == "SLOW_READER"
+    assert root.failure == "SLOW_PREFILL_NODE"
     assert root.attributes["gen_ai.response.finish_reasons"] == ["error"]
     assert root.attributes["gen_ai.usage.output_tokens"] == 1
 
@@ -223,13 +223,13 @@ def test_what_is_kept_of_a_long_life_is_bounded():
     assert spans[0] == (Mark(0.0, Phase.PREFILL_QUEUE), 1.0)
     assert spans[-1][1] == 1000.0
     assert all(end_s == following[0].at_s for (_, end_s), following in itertools.pairwise(spans))
-    world = MovingWorld()
+    world = MigratingWorld()
     world.migrate()
     world.commit()
     call = CallRecord("r")
     for _ in range(1000):
-        call.moved(world.moves[0])
-    assert len(call.moves) == MAX_MOVES
+        call.migrated(world.migrations[0])
+    assert len(call.migrations) == MAX_MIGRATIONS
 
 
 # ---- served ----

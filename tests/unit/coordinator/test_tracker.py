@@ -48,7 +48,7 @@ def test_a_prompt_that_is_read_is_held_until_its_node_has_let_go(world, how):
     world.first(attempt)
     world.tell("d0", events.committed(attempt))
     assert world.outgoing("p0") == 3
-    reader = world.registry.find("p0")
+    prefill_node = world.registry.find("p0")
     match how:
         case "sent":
             assert world.tell("p0", events.transferred(attempt)) == []
@@ -56,7 +56,7 @@ def test_a_prompt_that_is_read_is_held_until_its_node_has_let_go(world, how):
             assert world.lose("p0") == []
         case "failed":
             assert world.tell("p0", events.failed(attempt, "TRANSFER_FAILED")) == []
-    assert world.ledger.of(reader).tokens_outgoing == 0
+    assert world.ledger.of(prefill_node).tokens_outgoing == 0
 
 
 def test_a_descriptor_that_is_there_before_the_first_token_leaves_no_credit_wait(world):
@@ -177,8 +177,8 @@ def test_a_decode_node_lost_moves_the_request_and_the_stream_goes_on(world):
 def test_a_failed_transfer_moves_the_request_away_from_both_ends(world, reason, reporter):
     world.submit()
     other = "d0" if reporter == "p0" else "p0"
-    moved = world.tell(reporter, events.failed(world.attempt, reason))
-    assert moved == [f"cancel {other}", "reserve d1", "prefill p1"]
+    migrated = world.tell(reporter, events.failed(world.attempt, reason))
+    assert migrated == [f"cancel {other}", "reserve d1", "prefill p1"]
 
 
 @pytest.mark.parametrize(
@@ -215,10 +215,10 @@ def test_all_requests_survive_a_node_whose_steps_fail():
     world, num_failed = World(max_live=100), 0
     for number in range(20):
         world.submit(f"r/{number}")
-        if world.reader == "p0":
+        if world.prefill_node == "p0":
             world.tell("p0", events.failed(world.attempt, "STEP_FAILED"))
             num_failed += 1
-        assert world.reader == "p1"
+        assert world.prefill_node == "p1"
         last = events.first_token(events.sampled(world.attempt, 0, 7, events.STOP))
         assert world.tell("p1", last)[-1] == "end complete"
     assert num_failed == 20, "what fails at once has always the least to do"
@@ -481,7 +481,7 @@ def test_prompts_go_where_fewer_tokens_wait_to_be_computed(mixed):
     assert mixed.submit("d/0") == ["reserve b1"]
 
 
-def test_the_writer_reads_when_the_last_other_reader_is_lost_and_no_more_when_there_is_one():
+def test_the_decode_node_reads_when_the_last_other_prefill_node_is_lost_and_no_more_when_there_is_one():
     world = World(nodes=("p0", "b0"))
     assert world.submit("a/0") == ["reserve b0", "prefill p0"]  # no rate is known yet
     old = world.attempt

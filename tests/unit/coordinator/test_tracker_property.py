@@ -18,8 +18,8 @@ from tests.effort import effort, few
 from tests.unit.coordinator.protocol_world import World, token_of
 
 OFTEN = ("submit", "deliver_command", "deliver_event", "step")
-MOVES = ("drain", "drain", "drain", "revoke", "spoil")
-RARE = ("fail", "lose", "abort", "wait", *MOVES)
+MIGRATIONS = ("drain", "drain", "drain", "revoke", "spoil")
+RARE = ("fail", "lose", "abort", "wait", *MIGRATIONS)
 REFUSALS = (reasons.WOULD_BE_LATE, reasons.NO_PREFILL_WORKER, reasons.NO_DECODE_WORKER)  # of what was held
 
 
@@ -31,7 +31,7 @@ def play(seed, trouble):
     return world
 
 
-@pytest.mark.parametrize("trouble", few([(), MOVES, RARE], RARE), ids=["no trouble", "moves", "everything"])
+@pytest.mark.parametrize("trouble", few([(), MIGRATIONS, RARE], RARE), ids=["no trouble", "migrations", "everything"])
 @given(seed=st.integers(0, 2**32))
 def test_every_request_ends_once_with_the_right_tokens_and_nothing_is_held(trouble, seed):
     world = play(seed, trouble)
@@ -53,13 +53,15 @@ def test_every_request_ends_once_with_the_right_tokens_and_nothing_is_held(troub
 
 
 def test_moves_of_every_outcome_and_requests_that_are_held_are_among_them():
-    moves, num_kept, num_held = Counter(), 0, 0
+    migrations, num_kept, num_held = Counter(), 0, 0
     for seed in range(effort(30, 60, 60)):
-        world = play(seed, RARE if seed % 2 else MOVES)
-        moves += world.moves
+        world = play(seed, RARE if seed % 2 else MIGRATIONS)
+        migrations += world.migrations
         num_kept += world.metrics.num_kept
         num_held += world.most_held
-    assert min(moves[outcome] for outcome in ("moved", "refused", "failed", "ended")) >= effort(5, 10, 10), moves
+    assert min(migrations[outcome] for outcome in ("migrated", "refused", "failed", "ended")) >= effort(5, 10, 10), (
+        migrations
+    )
     assert num_kept >= effort(2, 5, 5)
     assert num_held >= effort(3, 6, 6)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from coordinator.control.instructions import Embedded, Emit, End, MoveEnded, Send
+from coordinator.control.instructions import Embedded, Emit, End, MigrationEnded, Send
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import Registry
@@ -41,7 +41,7 @@ class World:
         self.ledger = Ledger()
         self.tracker = Tracker(self.registry, self.ledger, self.metrics, **{**defaults, **settings})
         self.outcome = self.end_of_answer = None
-        self.moves = []
+        self.migrations = []
         self.jobs = []
         self.prefill_tp_size = None
         self.is_local = None
@@ -110,7 +110,7 @@ class World:
                 body = getattr(command, kind)
                 self.jobs += [body.job] if kind in ("reserve", "prefill") else []
                 if kind == "prefill":
-                    self.reader = node.name
+                    self.prefill_node = node.name
                 if kind in ("migrate", "deliver"):
                     self.descriptor = body.descriptor
                 if kind == "reserve":
@@ -122,8 +122,8 @@ class World:
                 return "emit " + " ".join(f"{token.index}:{token.token_id}" for token in tokens)
             case Embedded(_, embedding):
                 return f"embedded {embedding.decode()}"
-            case MoveEnded():
-                self.moves.append(instruction)
+            case MigrationEnded():
+                self.migrations.append(instruction)
                 return instruction.outcome.value
             case End(_, outcome):
                 self.outcome, self.end_of_answer = outcome, instruction
@@ -138,7 +138,7 @@ class World:
         return self.tell(node, events.step_tokens(token, step_s=step_s), now)
 
 
-class MovingWorld(World):
+class MigratingWorld(World):
     """A World with one answer that d0 writes."""
 
     def __init__(self, nodes=("p0", "p1", "d0", "d1"), source=None, **settings):
@@ -169,10 +169,10 @@ class MovingWorld(World):
     def commit(self, next_index=3, now=4.0, **num_bytes):
         return self.tell("d1", events.committed(self.target, next_index=next_index, **num_bytes), now)
 
-    def move(self):
+    def migration(self):
         self.migrate()
         assert self.step(self.source, 2, now=3.0) == ["emit 2:102"]
-        assert self.commit() == ["cancel d0", "moved"]
+        assert self.commit() == ["cancel d0", "migrated"]
 
     def end(self, index=3, node="d1"):
         """The last token comes from this node, and nothing is left anywhere once d0 and d1 have answered."""

@@ -6,7 +6,7 @@ import pytest
 
 from decode_node.batch import STRETCH, slots_in_time
 from serving_core.due import Due
-from serving_core.node_requests import Stage
+from serving_core.node_requests import RequestState
 from tests.unit.serving_node.node_requests_kit import House
 from tests.unit.serving_node.slack_kit import ExactCosts
 
@@ -20,7 +20,7 @@ def running(*tpots_s, num_cached=0):
         house.add(
             f"r{index}",
             index,
-            Stage.WRITING,
+            RequestState.RUNNING,
             max(1, num_cached),
             num_computed=num_cached,
             due=None if tpot_s is None else Due(tpot_s=tpot_s),

@@ -1,10 +1,10 @@
 """Who gives way to an answer that needs a block."""
 
 import pytest
-from tests.unit.serving_node.node_requests_kit import House
 
 from decode_node.batch import MAX_EVICTIONS, Writing
-from serving_core.node_requests import Stage
+from serving_core.node_requests import RequestState
+from tests.unit.serving_node.node_requests_kit import House
 
 
 def make(num_blocks=4):
@@ -14,7 +14,7 @@ def make(num_blocks=4):
 
 def needs_a_block(house, age=1):
     """An answer whose two blocks are full."""
-    node_request = house.add("needs", age, Stage.WRITING, 8, num_computed=8)
+    node_request = house.add("needs", age, RequestState.RUNNING, 8, num_computed=8)
     node_request.request.token_ids.append(0)
     return node_request
 
@@ -25,16 +25,16 @@ def rest_is_held(house):
 
 # stage, facts, and where it stands afterwards; None: it does not give way
 CASES = [
-    (Stage.WRITING, {}, Stage.QUEUED),
-    (Stage.READING, {}, Stage.QUEUED),
-    (Stage.READING, {"hands_over": True}, Stage.QUEUED),
-    (Stage.READING, {"hands_over": True, "is_sending": True}, None),
-    (Stage.READ, {"hands_over": True}, Stage.QUEUED),
-    (Stage.READ, {"hands_over": True, "num_evictions": MAX_EVICTIONS - 1}, Stage.QUEUED),
-    (Stage.READ, {"hands_over": True, "num_evictions": MAX_EVICTIONS}, None),
-    (Stage.READ, {"hands_over": True, "is_sending": True}, None),
-    (Stage.GRANTED, {"source_tp": 1, "is_receiving": True}, Stage.GRANTED),
-    (Stage.GRANTED, {"source_tp": 1}, None),  # aborted, and about to be cancelled
+    (RequestState.RUNNING, {}, RequestState.WAITING),
+    (RequestState.PREFILLING, {}, RequestState.WAITING),
+    (RequestState.PREFILLING, {"hands_over": True}, RequestState.WAITING),
+    (RequestState.PREFILLING, {"hands_over": True, "is_sending": True}, None),
+    (RequestState.PREFILLED, {"hands_over": True}, RequestState.WAITING),
+    (RequestState.PREFILLED, {"hands_over": True, "num_evictions": MAX_EVICTIONS - 1}, RequestState.WAITING),
+    (RequestState.PREFILLED, {"hands_over": True, "num_evictions": MAX_EVICTIONS}, None),
+    (RequestState.PREFILLED, {"hands_over": True, "is_sending": True}, None),
+    (RequestState.RECEIVING_KV, {"source_tp": 1, "is_receiving": True}, RequestState.RECEIVING_KV),
+    (RequestState.RECEIVING_KV, {"source_tp": 1}, None),  # aborted, and about to be cancelled
 ]
 
 
@@ -44,11 +44,13 @@ def test_what_a_younger_request_gives(stage, facts, then):
     needs = needs_a_block(house)
     younger = house.add("younger", 2, stage, 8, num_computed=8, **facts)
     works = writing.plan()
-    if then is Stage.QUEUED:
+    if then is RequestState.WAITING:
         assert works[0].request is needs.request
         assert younger.lease is None
         assert younger.num_computed == 0
-        assert (writing.num_preemptions, writing.num_evictions) == ((0, 1) if stage is Stage.READ else (1, 0))
+        assert (writing.num_preemptions, writing.num_evictions) == (
+            (0, 1) if stage is RequestState.PREFILLED else (1, 0)
+        )
     else:
         assert [work.request for work in works] == []
         assert younger.lease is not None
@@ -56,15 +58,15 @@ def test_what_a_younger_request_gives(stage, facts, then):
         assert younger.is_revoked == bool(then)
         assert writing.num_preemptions == writing.num_evictions == 0
     assert younger.stage is (then or stage)
-    assert needs.stage is Stage.WRITING
+    assert needs.stage is RequestState.RUNNING
     house.allocator.check_integrity()
 
 
 def test_no_more_is_taken_while_a_grant_is_being_taken_back():
     house, writing, revoked = make(8)
     needs_a_block(house)
-    grant = house.add("grant", 9, Stage.GRANTED, 4, source_tp=1, is_receiving=True)
-    other = house.add("other", 8, Stage.GRANTED, 4, source_tp=1, is_receiving=True)
+    grant = house.add("grant", 9, RequestState.RECEIVING_KV, 4, source_tp=1, is_receiving=True)
+    other = house.add("other", 8, RequestState.RECEIVING_KV, 4, source_tp=1, is_receiving=True)
     rest_is_held(house)
     assert writing.plan() == writing.plan() == []
     assert revoked == [grant]
@@ -74,36 +76,36 @@ def test_no_more_is_taken_while_a_grant_is_being_taken_back():
 def test_one_that_has_its_place_in_the_step_keeps_it():
     """The younger one is behind in the order, but what is older than it in want of a block comes before it."""
     house, writing, _ = make(8)
-    first = house.add("first", 1, Stage.WRITING, 7, num_computed=6)
+    first = house.add("first", 1, RequestState.RUNNING, 7, num_computed=6)
     second = needs_a_block(house, age=2)
-    third = house.add("third", 3, Stage.WRITING, 7, num_computed=6)
+    third = house.add("third", 3, RequestState.RUNNING, 7, num_computed=6)
     rest_is_held(house)
     assert [work.request for work in writing.plan()] == [first.request, second.request]
-    assert third.stage is Stage.QUEUED
+    assert third.stage is RequestState.WAITING
 
 
 def test_the_oldest_does_not_give_way_and_the_youngest_gives_way_itself():
     house, writing, _ = make(6)
-    oldest = house.add("oldest", 1, Stage.WRITING, 7, num_computed=6)
+    oldest = house.add("oldest", 1, RequestState.RUNNING, 7, num_computed=6)
     youngest = needs_a_block(house, age=2)
     rest_is_held(house)
     assert [work.request for work in writing.plan()] == [oldest.request]
-    assert youngest.stage is Stage.QUEUED
+    assert youngest.stage is RequestState.WAITING
     assert writing.num_preemptions == 1
 
 
 def test_an_answer_that_has_no_younger_and_is_the_oldest_waits():
     house, writing, revoked = make(6)
-    read = house.add("read", 1, Stage.READ, 8, num_computed=8, hands_over=True)
+    read = house.add("read", 1, RequestState.PREFILLED, 8, num_computed=8, hands_over=True)
     needs = needs_a_block(house, age=2)
     rest_is_held(house)
     assert writing.plan() == []
-    assert needs.stage is Stage.WRITING
-    assert read.stage is Stage.READ
+    assert needs.stage is RequestState.RUNNING
+    assert read.stage is RequestState.PREFILLED
     assert not revoked
 
 
 def test_what_is_ending_is_not_in_the_step():
     house, writing, _ = make(6)
-    house.add("ends", 1, Stage.WRITING, 7, num_computed=6, ending={})
+    house.add("ends", 1, RequestState.RUNNING, 7, num_computed=6, ending={})
     assert writing.plan() == []

@@ -64,4 +64,4 @@ def test_its_figures_are_those_of_the_code():
     (policy,) = named("cpu", "NetworkPolicy", "splitserve-node")["spec"]["ingress"]
     (ports,) = policy["ports"]
     assert f"({ports['port']}, one more" in PAGE
-    assert f"{ports['endPort']} of `--kv-annexes`" in PAGE
+    assert f"{ports['endPort']} of `--distributed-kv`" in PAGE

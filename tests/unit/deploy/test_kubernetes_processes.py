@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.api.http.access import OPEN_PATHS
 from coordinator.settings import CoordinatorSettings, check_settings
-from kv_transfer.descriptor import annex_address_of
+from kv_transfer.descriptor import holder_address_of
 from serving_core.flags import secrets_of
 from serving_node.exposure import check_network
 from serving_node.health import FOLLOWER_STATES, node_states
@@ -121,7 +121,7 @@ def test_the_network_lets_in_who_is_expected(variant, tmp_path, monkeypatch):
     else:
         (ports,) = to_node["ports"]
         flags = node(variant, tmp_path, monkeypatch)
-        _, last = annex_address_of(flags["kv_transport"], flags["kv_bind"])
+        _, last = holder_address_of(flags["kv_transport"], flags["kv_bind"])
         assert (ports["port"], ports["endPort"]) == (urlsplit(flags["kv_bind"]).port, last)
     to_fleet, to_public = allowed("coordinator")
     flags = coordinator(variant, tmp_path / "again", monkeypatch)

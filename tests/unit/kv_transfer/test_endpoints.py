@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from kv_transfer.descriptor import annex_address_of, endpoint_of, host_of
+from kv_transfer.descriptor import endpoint_of, holder_address_of, host_of
 from serving_core.errors import SettingsError
 
 ENTRIES = [(name, entry) for name, entries in psutil.net_if_addrs().items() for entry in entries]
@@ -104,16 +104,16 @@ def test_a_port_that_there_is_not_is_refused(transport, scheme):
         ("zmq", "", ("127.0.0.1", 0)),
     ],
 )
-def test_annexes_have_a_port_that_no_rank_has(transport, bind, address):
-    assert annex_address_of(transport, bind) == address
+def test_remote_kvs_have_a_port_that_no_rank_has(transport, bind, address):
+    assert holder_address_of(transport, bind) == address
 
 
-def test_a_port_of_annexes_that_there_is_not():
-    assert annex_address_of("zmq", "tcp://10.0.0.1:65471") == ("10.0.0.1", 65535)
+def test_a_port_of_remote_kvs_that_there_is_not():
+    assert holder_address_of("zmq", "tcp://10.0.0.1:65471") == ("10.0.0.1", 65535)
     with pytest.raises(
         SettingsError, match=r"--kv-bind tcp://10\.0\.0\.1:65472: .* the port 64 above, 65536, over 65535"
     ):
-        annex_address_of("zmq", "tcp://10.0.0.1:65472")
+        holder_address_of("zmq", "tcp://10.0.0.1:65472")
 
 
 def test_the_host_that_others_reach():

@@ -4,7 +4,6 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from tests.unit.kv_transfer.channels_kit import SOURCE_IDS, TARGET_IDS, check_pools, nodes_of, sliced
 
 from kv_transfer.descriptor import Channel
 from kv_transfer.ends.receiver import KVReceiver, Received, ReceivingChannel
@@ -14,6 +13,7 @@ from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from kv_transfer.wire import decode, encode
 from serving_core.layout import KVLayout, Widths
 from tests.effort import few, pairwise
+from tests.unit.kv_transfer.channels_kit import SOURCE_IDS, TARGET_IDS, check_pools, nodes_of, sliced
 from tests.unit.kv_transfer.fabric_kinds import FABRIC_KINDS
 from tests.unit.kv_transfer.torch_dist_kit import CPU, bytes_of, tensor_store
 from tests.unit.kv_transfer.transfer_kit import (

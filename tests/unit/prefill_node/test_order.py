@@ -6,13 +6,13 @@ from itertools import combinations, permutations
 from random import Random
 
 import pytest
-from tests.unit.serving_node.node_requests_kit import House
 
 from prefill_node import order
 from prefill_node.order import Order, Pace, timely
 from serving_core.costs import StepCosts
 from serving_core.due import Due
-from serving_core.node_requests import Stage
+from serving_core.node_requests import RequestState
+from tests.unit.serving_node.node_requests_kit import House
 
 TOKEN_S = 0.5
 
@@ -104,7 +104,7 @@ class Prompts:
         self.by_name = {}
         self.pace = Pace(0.0, 1000, 1.0)
 
-    def add(self, name, first_s=None, *, length=4, stage=Stage.QUEUED, **fields):
+    def add(self, name, first_s=None, *, length=4, stage=RequestState.WAITING, **fields):
         node_request = self.house.add(name, len(self.by_name), stage, length, hands_over=True, **fields)
         node_request.due = None if first_s is None else Due(first_s)
         self.by_name[name] = node_request
@@ -160,7 +160,7 @@ def test_those_in_time_come_before_those_without_a_limit_and_those_that_are_late
 
 
 def test_what_is_computed_already_does_not_count(prompts):
-    prompts.add("begun", 1.0, length=10, stage=Stage.READING, num_computed=8)
+    prompts.add("begun", 1.0, length=10, stage=RequestState.PREFILLING, num_computed=8)
     assert prompts.names() == ["begun"]
     prompts.add("free")
     prompts.add("new", 3.0)

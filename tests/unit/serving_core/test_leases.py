@@ -5,7 +5,7 @@ import pytest
 from serving_core.blocks import BlockAllocator
 from serving_core.layout import KVLayout
 from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, Stage
+from serving_core.node_requests import NodeRequest, RequestState
 from serving_core.prefix import CHUNK, EITHER, GRAFT, MAX_MAKERS, STEP, BlockNames, child_name
 from serving_core.requests import Request, SamplingParams
 
@@ -24,7 +24,7 @@ class House:
         self.allocator = BlockAllocator(400, caching=caching)
         self.leases = Leases(self.allocator, LAYOUT, HERE, is_history_free=is_history_free)
 
-    def take(self, num_tokens, stage=Stage.READING):
+    def take(self, num_tokens, stage=RequestState.PREFILLING):
         request = Request("r", 1, TOKENS[:num_tokens], num_tokens, SamplingParams(max_tokens=40))
         node_request = NodeRequest(request, 1, BlockNames(ROOT, 4), stage, 0.0)
         assert self.leases.take(node_request, 40, num_cacheable=num_tokens, num_spare=0)
@@ -34,14 +34,14 @@ class House:
         """As many steps as it takes, of one token for an answer."""
         node_request.stage = stage
         while node_request.num_computed < until:
-            node_request.num_computed = until if stage is Stage.READING else node_request.num_computed + 1
+            node_request.num_computed = until if stage is RequestState.PREFILLING else node_request.num_computed + 1
             node_request.request.token_ids = TOKENS[: max(until, node_request.num_computed)]
             self.leases.publish(node_request)
 
     def copy(self, node_request, num_tokens, made):
         node_request.num_computed = num_tokens
         self.leases.copied(node_request, made)
-        node_request.stage = Stage.WRITING
+        node_request.stage = RequestState.RUNNING
         self.leases.publish(node_request)
 
     def found(self, num_tokens=40):
@@ -59,9 +59,9 @@ def house():
 
 def test_a_block_is_of_steps_if_only_its_last_token_is(house):
     node_request = house.take(11)
-    house.compute(node_request, Stage.READING, 11)
+    house.compute(node_request, RequestState.PREFILLING, 11)
     assert house.leases.makers_of(node_request) == [READ_HERE] * 3  # the third is not full yet
-    house.compute(node_request, Stage.WRITING, 20)
+    house.compute(node_request, RequestState.RUNNING, 20)
     expected = [READ_HERE, READ_HERE, WRITTEN_HERE, WRITTEN_HERE, WRITTEN_HERE]
     assert node_request.names.makers == house.leases.makers_of(node_request) == house.found() == expected
     name = ROOT
@@ -74,18 +74,18 @@ def test_where_bits_have_no_history_blocks_of_steps_are_called_like_those_of_chu
     house = House(is_history_free=True)
     assert house.leases.makers == [HERE + EITHER, GRAFT]
     read = house.take(20)
-    house.compute(read, Stage.READING, 20)
+    house.compute(read, RequestState.PREFILLING, 20)
     written = house.take(4)
-    house.compute(written, Stage.WRITING, 21)
+    house.compute(written, RequestState.RUNNING, 21)
     assert written.names.names == read.names.names
     assert house.leases.makers_of(written) == [HERE + EITHER] * 6
 
 
 def test_what_reads_on_behind_an_answer_is_called_after_it(house):
-    house.compute(house.take(8), Stage.WRITING, 16)
+    house.compute(house.take(8), RequestState.RUNNING, 16)
     again = house.take(24)
     assert again.num_computed == 16
-    house.compute(again, Stage.READING, 24)
+    house.compute(again, RequestState.PREFILLING, 24)
     assert house.found() == [WRITTEN_HERE] * 4 + [READ_HERE] * 2
 
 
@@ -107,11 +107,11 @@ def test_copies_behind_the_same_blocks_keep_their_names(house):
 
 
 def test_copies_behind_other_blocks_are_grafts_and_are_found_again(house):
-    house.compute(house.take(8), Stage.READING, 8)
+    house.compute(house.take(8), RequestState.PREFILLING, 8)
     node_request = house.take(18)
     house.copy(node_request, 18, [(READ_THERE, 5)])
     assert house.found() == [READ_HERE] * 2 + [GRAFT] * 2
-    house.compute(node_request, Stage.WRITING, 24)
+    house.compute(node_request, RequestState.RUNNING, 24)
     assert house.found() == [READ_HERE] * 2 + [GRAFT] * 3 + [WRITTEN_HERE]  # part of the fifth has come with the copies
 
 
@@ -120,7 +120,7 @@ def test_what_another_kind_of_node_began_has_no_one_maker(house, origin, maker):
     node_request = house.take(6)
     house.copy(node_request, 6, [(origin + CHUNK, 2)])
     assert house.leases.makers_of(node_request)[1] == maker
-    house.compute(node_request, Stage.WRITING, 12)
+    house.compute(node_request, RequestState.RUNNING, 12)
     assert house.found() == [origin + CHUNK, maker, WRITTEN_HERE]
 
 
@@ -145,14 +145,14 @@ def test_what_is_given_back_and_read_again_is_called_anew(house):
     house.copy(node_request, 6, [(READ_THERE, 2)])
     house.leases.give_back(node_request)
     assert house.leases.take(node_request, 40, num_cacheable=4, num_spare=0)
-    house.compute(node_request, Stage.READING, 8)
+    house.compute(node_request, RequestState.PREFILLING, 8)
     assert node_request.names.makers == [READ_THERE, READ_HERE]
 
 
 def test_without_caching_nothing_has_a_name():
     house = House(caching=False)
     node_request = house.take(8)
-    house.compute(node_request, Stage.READING, 9)
+    house.compute(node_request, RequestState.PREFILLING, 9)
     assert house.leases.makers_of(node_request) == []
     house.copy(house.take(12), 12, [(READ_THERE, 3)])
     assert house.found() == []

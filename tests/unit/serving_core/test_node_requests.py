@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving_core.node_requests import NodeRequest, NodeRequests, Stage
+from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
 from serving_core.prefix import BlockNames
 from serving_core.requests import Request, SamplingParams
 
@@ -18,10 +18,10 @@ def node_request(age, stage):
     return NodeRequest(request, age, BlockNames(bytes(32), 4), stage, 0.0)
 
 
-moves = st.lists(st.tuples(st.integers(0, 9), st.sampled_from([None, *Stage])), max_size=60)
+moves = st.lists(st.tuples(st.integers(0, 9), st.sampled_from([None, *RequestState])), max_size=60)
 
 
-@given(moves, st.lists(st.sampled_from(Stage), unique=True))
+@given(moves, st.lists(st.sampled_from(RequestState), unique=True))
 def test_those_in_some_stages_are_all_that_say_so_oldest_first(moves, stages):
     """An age and a stage: one of that age comes, goes there if it is here already, or goes altogether."""
     node_requests, here = NodeRequests(), {}
@@ -43,20 +43,20 @@ def test_those_in_some_stages_are_all_that_say_so_oldest_first(moves, stages):
 def test_who_moves_on_meanwhile_is_still_among_them():
     node_requests = NodeRequests()
     for age in range(3):
-        node_requests.add(node_request(age, Stage.QUEUED if age else Stage.READING))
-    for stages in ([Stage.QUEUED], [Stage.QUEUED, Stage.READING]):
+        node_requests.add(node_request(age, RequestState.WAITING if age else RequestState.PREFILLING))
+    for stages in ([RequestState.WAITING], [RequestState.WAITING, RequestState.PREFILLING]):
         seen = []
         for each in node_requests.in_stage(*stages):
-            node_requests.enter(each, Stage.WRITING)
+            node_requests.enter(each, RequestState.RUNNING)
             seen.append(each.age)
         assert seen == list(range(3 - len(seen), 3))
         for each in list(node_requests):
-            node_requests.enter(each, Stage.QUEUED if each.age else Stage.READING)
+            node_requests.enter(each, RequestState.WAITING if each.age else RequestState.PREFILLING)
 
 
 def test_a_stage_that_was_changed_behind_its_back_is_found():
     node_requests = NodeRequests()
-    node_requests.add(node_request(1, Stage.QUEUED))
-    next(iter(node_requests)).stage = Stage.READING
+    node_requests.add(node_request(1, RequestState.WAITING))
+    next(iter(node_requests)).stage = RequestState.PREFILLING
     with pytest.raises(AssertionError):
         node_requests.check_integrity()

@@ -18,7 +18,7 @@ MOST_ROUNDS = 6000
 
 
 @dataclass(eq=False)
-class Moving:
+class Migrating:
     """An answer's way from its writer to another node."""
 
     epoch: int  # of the attempt there
@@ -45,9 +45,9 @@ class Ask:
     is_reserved: bool = False
     is_committed: bool = False
     is_to_be_kept: bool = False  # where it is read, once the writer has let go
-    moving: Moving | None = None
+    migrating: Migrating | None = None
     num_moves: int = 0
-    moves_whole: bool = False  # as a target held other blocks than its writer
+    migrations_whole: bool = False  # as a target held other blocks than its writer
     is_cancelled: bool = False
 
     @property
@@ -62,7 +62,7 @@ class Ask:
 class Fleet:
     """Nodes, channels, and what the coordinator knows."""
 
-    def __init__(self, seed, num_nodes=2, *, num_blocks=9, faults=0.0, moves=0.0, keeps=0.0, **limits):
+    def __init__(self, seed, num_nodes=2, *, num_blocks=9, faults=0.0, migrations=0.0, keeps=0.0, **limits):
         self.random = Random(seed)
         self.channels = {}  # by descriptor
         limits = {"credit_timeout_s": 1e9, "descriptor_timeout_s": 1e9} | limits
@@ -70,12 +70,12 @@ class Fleet:
         self.nodes = [
             FleetNode(self, f"n{index}-", num_blocks, origin=origins[index], **limits) for index in range(num_nodes)
         ]
-        self.faults, self.moves, self.keeps = faults, moves, keeps  # how likely in a round
+        self.faults, self.migrations, self.keeps = faults, migrations, keeps  # how likely in a round
         self.to_come = []
         self.asks = {}  # live ones, by the epoch of their attempt
         self.all = []
-        self.moving = {}  # asks on their way, by the epoch of the attempt there
-        self.moved = {}  # by the epoch that they had before: their tokens, and how many of them were the old node's
+        self.migrating = {}  # asks on their way, by the epoch of the attempt there
+        self.migrated = {}  # by the epoch that they had before: their tokens, and how many of them were the old node's
         self.held = set()  # (node, epoch): the coordinator believes that the node has something of the attempt
         self.cancels = []  # (node, epoch) that have not been answered
         self.lost = set()  # (node, epoch) of before a broken stream: what is still said of them is of no interest
@@ -85,7 +85,7 @@ class Fleet:
         self.num_revoked = 0
         self.num_kept = 0
         self.num_shared = 0  # grants behind another one, whose blocks were found
-        self.num_moves_off = 0
+        self.num_migrations_off = 0
         self.num_unlike = 0  # moves to nodes that held other blocks of the same tokens
         self.num_held_there = 0  # blocks of answers that moved which the node had that they came to
         self._num_epochs = 0
@@ -166,17 +166,17 @@ class Fleet:
                 (7, lambda channel=channel: self._end_send(channel)),
             ]
         self.random.shuffle(actions)
-        has_moved = False
+        has_migrated = False
         for kind, action in actions:
             if hurries or self.random.random() < self._pace[kind]:
-                has_moved |= bool(action())
+                has_migrated |= bool(action())
         if self.faults:
             self._trouble()
-        if self.asks and self.random.random() < self.moves:
-            self._move(self.random.choice(list(self.asks.values())))
+        if self.asks and self.random.random() < self.migrations:
+            self._migration(self.random.choice(list(self.asks.values())))
         if self.asks and self.random.random() < self.keeps:
             self._keep_where_read(self.random.choice(list(self.asks.values())))
-        return has_moved
+        return has_migrated
 
     def _fails(self, factor=1.0):
         return self.random.random() < self.faults * factor
@@ -309,26 +309,26 @@ class Fleet:
         for ask in list(self.asks.values()):
             if node in (ask.reader, ask.writer) or self._lacks_tokens_of(node, ask):
                 self._again(ask)
-            elif ask.moving is not None and node is ask.moving.target:
+            elif ask.migrating is not None and node is ask.migrating.target:
                 self._stays(ask)
 
     def _lacks_tokens_of(self, node, ask):
         """Whether tokens of a node that it has moved away from were on their way, and are lost."""
-        ends = [end for old, tokens, end in self.moved.values() if old is node and tokens is ask.tokens]
+        ends = [end for old, tokens, end in self.migrated.values() if old is node and tokens is ask.tokens]
         return any(index not in ask.tokens for end in ends for index in range(ask.first_index, end))
 
     def _give_up(self, ask):
         del self.asks[ask.epoch]
         for node in {ask.reader: None, ask.writer: None}:
             self._cancel(node, ask, ask.epoch)
-        self._forget_move(ask)
+        self._forget_migration(ask)
 
-    def _forget_move(self, ask):
-        moving, ask.moving = ask.moving, None
-        if moving is not None:
-            del self.moving[moving.epoch]
-            if not moving.is_off:
-                self._cancel(moving.target, ask, moving.epoch)
+    def _forget_migration(self, ask):
+        migrating, ask.migrating = ask.migrating, None
+        if migrating is not None:
+            del self.migrating[migrating.epoch]
+            if not migrating.is_off:
+                self._cancel(migrating.target, ask, migrating.epoch)
 
     def _cancel(self, node, ask, epoch):
         if (node, epoch) in self.held and (node, epoch) not in self.cancels:
@@ -345,30 +345,30 @@ class Fleet:
 
     # ---- moves, and prompts that are kept ----
 
-    def _move(self, ask):
+    def _migration(self, ask):
         """Asks another node for room for an answer that is being written."""
-        if ask.moving is not None or not ask.is_written or ask.is_over:
+        if ask.migrating is not None or not ask.is_written or ask.is_over:
             return
         self._num_epochs += 1
         target = self.random.choice([node for node in self.nodes if node is not ask.writer])
-        ask.moving = Moving(self._num_epochs, target)
-        self.moving[self._num_epochs] = ask
+        ask.migrating = Migrating(self._num_epochs, target)
+        self.migrating[self._num_epochs] = ask
         job, num_ahead = self._job(ask, self._num_epochs), self.random.choice([1, 3, 9])
         sizes = {"prefill_tp_size": 1, "num_tokens_ahead": num_ahead}
-        reserve = fleet_pb2.Reserve(job=job, is_whole=ask.moves_whole, **sizes)
+        reserve = fleet_pb2.Reserve(job=job, is_whole=ask.migrations_whole, **sizes)
         self._tell(target, self._num_epochs, reserve=reserve)
 
-    def _move_is_off(self, ask):
+    def _migration_is_off(self, ask):
         """The target is to let go first."""
-        self.num_moves_off += not ask.moving.is_off
-        if not ask.moving.is_off:
-            ask.moving.is_off = True
-            self._cancel(ask.moving.target, ask, ask.moving.epoch)
+        self.num_migrations_off += not ask.migrating.is_off
+        if not ask.migrating.is_off:
+            ask.migrating.is_off = True
+            self._cancel(ask.migrating.target, ask, ask.migrating.epoch)
 
     def _stays(self, ask):
         """The target has let go."""
-        ask.moving.is_off = True
-        self._forget_move(ask)
+        ask.migrating.is_off = True
+        self._forget_migration(ask)
         self._tell(ask.writer, ask.epoch, keep=fleet_pb2.Keep(attempt=self._wire(ask)))
 
     def _keep_where_read(self, ask):
@@ -407,7 +407,7 @@ class Fleet:
                 self.held.discard((node, epoch))
                 self._has_let_go(node, epoch)
             elif (node, epoch) not in self.held and (node, epoch) in self.asked_in_vain:
-                assert kind in ("failed", "move_failed")
+                assert kind in ("failed", "migration_failed")
             else:
                 assert (node, epoch) in self.held, f"{kind} of what {node.name} has let go"
                 getattr(self, f"_{kind}")(node, epoch, body)
@@ -418,10 +418,10 @@ class Fleet:
         assert (node, epoch) in self.held, f"a token of what {node.name} has let go"
         if token.finish_reason:
             self.held.discard((node, epoch))
-        ask = self.asks.get(epoch) or self._ask_that_moved(node, token)
+        ask = self.asks.get(epoch) or self._ask_that_migrated(node, token)
         if ask is None:
             return
-        assert epoch in self.moved or node is (ask.reader if is_first else ask.writer)
+        assert epoch in self.migrated or node is (ask.reader if is_first else ask.writer)
         assert token.index not in ask.tokens, "a token came twice"
         assert is_first == (token.index == ask.first_index)
         ask.tokens[token.index] = token.token_id
@@ -441,13 +441,13 @@ class Fleet:
     def _finish(self, ask):
         """A node that still has something of it lets go by itself, but for one that waits for KV that will not come."""
         del self.asks[ask.epoch]
-        self._forget_move(ask)
+        self._forget_migration(ask)
         if len(ask.tokens) == 1:
             self._cancel(ask.writer, ask, ask.epoch)
 
-    def _ask_that_moved(self, node, token):
+    def _ask_that_migrated(self, node, token):
         """Of tokens that the node had told, or was telling, when the answer went on elsewhere."""
-        old, tokens, end = self.moved.get(token.attempt.epoch, (None, None, 0))
+        old, tokens, end = self.migrated.get(token.attempt.epoch, (None, None, 0))
         assert old is None or (old is node and token.index < end), "a token of a node that had stopped"
         return next((ask for ask in self.asks.values() if ask.tokens is tokens), None)
 
@@ -456,13 +456,13 @@ class Fleet:
         ask = self.asks.get(epoch)
         if ask is not None and ask.is_to_be_kept and node is ask.writer:
             self._is_kept(ask)
-        elif epoch in self.moving:
-            self._stays(self.moving[epoch])
+        elif epoch in self.migrating:
+            self._stays(self.migrating[epoch])
 
     def _reserved(self, node, epoch, reserved):
         ask = self.asks.get(epoch)
-        if epoch in self.moving and not self.moving[epoch].moving.is_off:
-            ask = self.moving[epoch]
+        if epoch in self.migrating and not self.migrating[epoch].migrating.is_off:
+            ask = self.migrating[epoch]
             migrate = fleet_pb2.Migrate(attempt=self._wire(ask), descriptor=reserved.descriptor)
             self._tell(ask.writer, ask.epoch, migrate=migrate)
         elif ask is not None and not ask.is_to_be_kept:
@@ -478,35 +478,35 @@ class Fleet:
             ask.is_reserved = False
             if ask.tokens:
                 self._tell_begun(ask)
-        elif epoch in self.moving:
-            self._move_is_off(self.moving[epoch])
+        elif epoch in self.migrating:
+            self._migration_is_off(self.migrating[epoch])
 
-    def _move_failed(self, node, epoch, failed):
+    def _migration_failed(self, node, epoch, failed):
         ask = self.asks.get(epoch)
         if failed.reason == reasons.PAIRING_MISMATCH:
             self.num_unlike += 1
             if ask is not None:
-                ask.moves_whole = True
-        if ask is not None and ask.moving is not None:
-            self._move_is_off(ask)
+                ask.migrations_whole = True
+        if ask is not None and ask.migrating is not None:
+            self._migration_is_off(ask)
 
     def _committed(self, node, epoch, committed):
-        if epoch in self.moving:
-            if not self.moving[epoch].moving.is_off:
+        if epoch in self.migrating:
+            if not self.migrating[epoch].migrating.is_off:
                 self.num_held_there += committed.num_bytes_saved // BLOCK_BYTES
-                self._has_moved(self.moving.pop(epoch), committed.next_index)
+                self._has_migrated(self.migrating.pop(epoch), committed.next_index)
         elif ask := self.asks.get(epoch):
             assert node is ask.writer
             assert ask.is_reserved
             assert committed.next_index == ask.first_index + 1
             ask.is_committed = True
 
-    def _has_moved(self, ask, next_index):
+    def _has_migrated(self, ask, next_index):
         """The tokens up to the next one are the old node's, and may still come; it is to let go."""
         old, epoch = ask.writer, ask.epoch
-        self.moved[epoch] = (old, ask.tokens, next_index)
-        self.asks[ask.moving.epoch] = self.asks.pop(epoch)
-        ask.epoch, ask.writer, ask.moving = ask.moving.epoch, ask.moving.target, None
+        self.migrated[epoch] = (old, ask.tokens, next_index)
+        self.asks[ask.migrating.epoch] = self.asks.pop(epoch)
+        ask.epoch, ask.writer, ask.migrating = ask.migrating.epoch, ask.migrating.target, None
         ask.is_committed = True
         ask.num_moves += 1
         self._cancel(old, ask, epoch)
@@ -519,7 +519,7 @@ class Fleet:
         self.held.remove((node, epoch))
         self.failed.add((node, epoch))
         ask = self.asks.get(epoch)
-        if epoch in self.moving or (ask is not None and ask.is_to_be_kept and node is ask.writer):
+        if epoch in self.migrating or (ask is not None and ask.is_to_be_kept and node is ask.writer):
             self._has_let_go(node, epoch)
         elif ask is not None:
             self._again(ask)

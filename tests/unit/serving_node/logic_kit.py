@@ -12,21 +12,21 @@ from protos import convert, fleet_pb2, inference_pb2
 from serving_core.blocks import BlockAllocator
 from serving_core.costs import StepCosts, StepRates
 from serving_core.layout import KVLayout
-from serving_core.node_requests import Stage
+from serving_core.node_requests import RequestState
 from serving_core.prefix import hint_of
 from serving_core.requests import NO_TOKEN, Request, SampledToken, SamplingParams
 from serving_core.shapes import preset
 from serving_node.decisions import (
     Beat,
-    Borrow,
     CancelLoad,
     CancelTransfer,
+    FetchPrefix,
     FinishSend,
-    Lend,
     Load,
     Receive,
     Send,
     SendMore,
+    SendPrefix,
     Spill,
     Tell,
 )
@@ -123,8 +123,8 @@ class Node:
         self.events = []
         self.opened = {}  # by epoch
         self.sending = {}
-        self.borrowing = {}
-        self.lending = {}
+        self.prefix_fetch_begun = {}
+        self.prefix_sends = {}
         self.cancelled = []  # epochs of transfers that are to end
         self.works = []  # of the step that runs
         self.hints = set()  # blocks that the coordinator believes to be here
@@ -180,9 +180,9 @@ class Node:
         self.logic.handle(fleet_pb2.NodeCommand(**command), self.now)
         self.settle()
 
-    def reshape(self, prompt_tokens, slots, takes_handovers=False, is_loan=False):
+    def reshape(self, prompt_tokens, slots, takes_handovers=False, is_prefix_fetch=False):
         shape = inference_pb2.Shape(prompt_tokens=prompt_tokens, slots=slots, takes_handovers=takes_handovers)
-        self.handle(reshape=fleet_pb2.Reshape(shape=shape, is_loan=is_loan))
+        self.handle(reshape=fleet_pb2.Reshape(shape=shape, is_prefix_fetch=is_prefix_fetch))
 
     def detached(self):
         self.logic.detached()
@@ -202,7 +202,7 @@ class Node:
         priority=0,
         adapter="",
         pooling=None,
-        borrow=None,
+        fetch_prefix=None,
         **sampling,
     ):
         """All begin alike, and have nothing to share unless they are given the same salt."""
@@ -219,8 +219,8 @@ class Node:
             pooling=pooling,
         )
         wire = convert.job_to_wire(request, self._num_requests if age is None else age, due, priority)
-        if borrow is not None:
-            wire.borrow.CopyFrom(borrow)
+        if fetch_prefix is not None:
+            wire.fetch_prefix.CopyFrom(fetch_prefix)
         return request, wire
 
     # ---- steps ----
@@ -238,7 +238,9 @@ class Node:
         assert len({work.request.request_id for work in self.works}) == len(self.works)
         shares = [(work.request.request_id, work.start, work.num_tokens) for work in self.works]
         writing = [
-            node_request.request for node_request in self.logic.node_requests if node_request.stage is Stage.WRITING
+            node_request.request
+            for node_request in self.logic.node_requests
+            if node_request.stage is RequestState.RUNNING
         ]
         self.sampled = self.kv.step(self.works, writing)
         self.check()
@@ -425,8 +427,8 @@ class Node:
                 assert not sending.is_finished
                 assert block_ids[: len(sending.block_ids)] == sending.block_ids
                 sending.block_ids, sending.is_finished, sending.tail = list(block_ids), True, tail
-            case Borrow() | Lend():
-                self._do_loan(decision)
+            case FetchPrefix() | SendPrefix():
+                self._do_prefix_fetch(decision)
             case CancelTransfer(epoch=epoch):
                 self.cancelled.append(epoch)
             case Spill() | Load() | CancelLoad():
@@ -449,18 +451,18 @@ class Node:
         if self.grants_at_once:
             self.logic.granted(epoch, descriptor)
 
-    def _do_loan(self, decision):
-        if isinstance(decision, Lend):
-            self.lending[decision.epoch] = decision
+    def _do_prefix_fetch(self, decision):
+        if isinstance(decision, SendPrefix):
+            self.prefix_sends[decision.epoch] = decision
         else:
             self._open_to_lender(decision.offer.epoch, decision)
 
-    def _open_to_lender(self, epoch, borrow):
-        self.borrowing[epoch] = borrow
-        num_blocks = len(borrow.block_ids)
-        self.kv.spoil(borrow.block_ids, range(borrow.num_cached * BLOCK_SIZE, num_blocks * BLOCK_SIZE))
+    def _open_to_lender(self, epoch, fetch_prefix):
+        self.prefix_fetch_begun[epoch] = fetch_prefix
+        num_blocks = len(fetch_prefix.block_ids)
+        self.kv.spoil(fetch_prefix.block_ids, range(fetch_prefix.num_cached * BLOCK_SIZE, num_blocks * BLOCK_SIZE))
         descriptor = a_descriptor(
-            num_blocks, num_cached=borrow.num_cached, num_tokens=num_blocks * BLOCK_SIZE, epoch=epoch
+            num_blocks, num_cached=fetch_prefix.num_cached, num_tokens=num_blocks * BLOCK_SIZE, epoch=epoch
         )
         self.logic.granted(epoch, descriptor)
 
@@ -532,8 +534,8 @@ class Node:
         assert self.logic.is_idle
         assert not self.opened
         assert not self.sending
-        assert not self.borrowing
-        assert not self.lending
+        assert not self.prefix_fetch_begun
+        assert not self.prefix_sends
         assert self.num_free == self.allocator.num_blocks
         assert self.logic.wake_at_s is None
         load = self.load

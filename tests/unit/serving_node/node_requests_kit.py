@@ -5,7 +5,7 @@ from itertools import count
 from serving_core.blocks import BlockAllocator
 from serving_core.layout import KVLayout
 from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, Stage
+from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
 from serving_core.prefix import BlockNames
 from serving_core.requests import Request, SamplingParams
 
@@ -27,7 +27,7 @@ class House:
         request = Request(name, next(self._epochs), list(range(num_tokens)), num_tokens, SamplingParams(max_tokens=9))
         names = BlockNames((salt or name).encode().ljust(32), LAYOUT.block_size)
         node_request = NodeRequest(request, age, names, stage, 0.0, **facts)
-        if holds and stage not in (Stage.QUEUED, Stage.AWAITING):
+        if holds and stage not in (RequestState.WAITING, RequestState.WAITING_FOR_BLOCKS):
             assert self.leases.take(node_request, num_tokens, num_cacheable=0, num_spare=0)
         node_request.num_computed = num_computed
         self.node_requests.add(node_request)

@@ -292,7 +292,7 @@ def carry_descriptors(writer, reader):
     writer.on_event = on_event
 
 
-class Mover:
+class MigratingRequest:
     """What a coordinator does with one answer that moves back and forth between two nodes."""
 
     def __init__(self, writer, other, request, *, num_moves, num_ahead=8, num_between=3):
@@ -308,7 +308,7 @@ class Mover:
 
     def hear(self, node, event):
         kind = event.WhichOneof("event")
-        assert kind not in ("failed", "move_failed", "revoked"), event
+        assert kind not in ("failed", "migration_failed", "revoked"), event
         if kind in ("first_token", "step_tokens"):
             for token in [event.first_token.token] if kind == "first_token" else event.step_tokens.tokens:
                 assert token.index not in self.tokens, "a token was told twice"
@@ -319,7 +319,7 @@ class Mover:
         elif kind == "reserved":
             self.writer.migrate(self.request, event.reserved.descriptor)
         elif kind == "committed":
-            self._has_moved(node, event.committed.next_index)
+            self._has_migrated(node, event.committed.next_index)
 
     def _move_in_time(self):
         if self._to_be is not None or len(self.next_indexes) == self.num_moves:
@@ -330,7 +330,7 @@ class Mover:
             self._to_be = replace(self.request, epoch=_next_epoch(), token_ids=[*prompt, *known])
             self.other.reserve(self._to_be, ahead=self.num_ahead)
 
-    def _has_moved(self, node, next_index):
+    def _has_migrated(self, node, next_index):
         assert node is self.other
         self.next_indexes.append(next_index)
         self.writer.cancel(self.request)
@@ -338,19 +338,19 @@ class Mover:
         self.writer, self.other = self.other, self.writer
 
 
-def by_name(node, movers, readers):
+def by_name(node, all_migrating, readers):
     """Each mover hears of its own answer alone; descriptors of other requests go to their readers."""
 
     def on_event(event):
         kind = event.WhichOneof("event")
         if kind == "step_tokens":
             for token in event.step_tokens.tokens:
-                if mover := movers.get(token.attempt.request_id):
-                    mover.hear(node, fleet_pb2.NodeEvent(step_tokens=fleet_pb2.StepTokens(tokens=[token])))
+                if migrating := all_migrating.get(token.attempt.request_id):
+                    migrating.hear(node, fleet_pb2.NodeEvent(step_tokens=fleet_pb2.StepTokens(tokens=[token])))
         elif kind != "cache_changed":
             name = getattr(event, kind).attempt.request_id
-            if name in movers:
-                movers[name].hear(node, event)
+            if name in all_migrating:
+                all_migrating[name].hear(node, event)
             elif kind == "reserved":
                 deliver = fleet_pb2.Deliver(attempt=event.reserved.attempt, descriptor=event.reserved.descriptor)
                 readers[name].handle(deliver=deliver)

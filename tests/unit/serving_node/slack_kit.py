@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from protos import convert, fleet_pb2
 from serving_core.blocks import BlockAllocator
 from serving_core.costs import StepCosts, StepLoad, StepRates, StepWeights
-from serving_core.node_requests import Stage
+from serving_core.node_requests import RequestState
 from serving_core.requests import Request, SampledToken, SamplingParams
 from serving_core.shapes import preset
 from serving_node.decisions import Tell
@@ -106,7 +106,7 @@ class Clocked:
         works = self.logic.plan(self.now)
         assert works, "the node stands still"
         node_requests = {each.request.request_id: each for each in self.logic.node_requests}
-        answers = [work for work in works if node_requests[work.request.request_id].stage is Stage.WRITING]
+        answers = [work for work in works if node_requests[work.request.request_id].stage is RequestState.RUNNING]
         bare, whole = (StepLoad(len(answers), sum(work.start for work in answers)) for _ in range(2))
         for work in works[len(answers) :]:
             whole.add_chunk(work.start, work.num_tokens)

@@ -1,13 +1,13 @@
 """How much of a pool of 16 blocks prompts for other nodes may hold: together 8, or as much as one of them needs."""
 
 import pytest
-from tests.unit.serving_node.node_requests_kit import LAYOUT, House
 
 from decode_node.batch import MAX_EVICTIONS, Writing
 from prefill_node.reading import Reading
 from serving_core.costs import StepCosts
-from serving_core.node_requests import Stage
+from serving_core.node_requests import RequestState
 from serving_node.cap import Cap
+from tests.unit.serving_node.node_requests_kit import LAYOUT, House
 
 BLOCK = LAYOUT.block_size
 
@@ -21,10 +21,10 @@ class Pool(House):
         writing = Writing(self.node_requests, self.leases, revoke=lambda _: None)
         self.cap = Cap(self.node_requests, self.leases, reading, writing)
         if has_answer:
-            self.add("answer", 1, Stage.WRITING, 1)
-        self.waiting = self.add("waiting", age, Stage.QUEUED, num_waiting_blocks * BLOCK, hands_over=True)
+            self.add("answer", 1, RequestState.RUNNING, 1)
+        self.waiting = self.add("waiting", age, RequestState.WAITING, num_waiting_blocks * BLOCK, hands_over=True)
 
-    def hold(self, num_blocks, age=3, stage=Stage.READING, **facts):
+    def hold(self, num_blocks, age=3, stage=RequestState.PREFILLING, **facts):
         return self.add(f"{age}", age, stage, num_blocks * BLOCK, hands_over=True, **facts)
 
 
@@ -49,22 +49,22 @@ def test_what_is_read_counts_together_with_what_waits(num_waiting, num_held, hol
 )
 def test_what_only_waits_and_is_younger_does_not_count(age, facts, holds_back):
     pool = Pool()
-    pool.hold(5, age, Stage.READ, **facts)
+    pool.hold(5, age, RequestState.PREFILLED, **facts)
     assert pool.cap.holds_back(pool.waiting) == holds_back
 
 
 def test_what_is_answered_here_is_not_held_back():
     pool = Pool()
     pool.hold(5)
-    own = pool.add("own", 9, Stage.QUEUED, 16)
-    kept = pool.add("kept", 9, Stage.QUEUED, 16, hands_over=True, is_kept=True)
+    own = pool.add("own", 9, RequestState.WAITING, 16)
+    kept = pool.add("kept", 9, RequestState.WAITING, 16, hands_over=True, is_kept=True)
     assert not pool.cap.holds_back(own)
     assert not pool.cap.holds_back(kept)
 
 
 def test_a_node_without_answers_has_all_of_its_pool_for_other_nodes():
     pool = Pool(has_answer=False)
-    read = pool.hold(5, stage=Stage.READ)
+    read = pool.hold(5, stage=RequestState.PREFILLED)
     assert not pool.cap.holds_back(pool.waiting)
     pool.cap.make_room(pool.waiting)
     assert read.lease is not None
@@ -73,10 +73,10 @@ def test_a_node_without_answers_has_all_of_its_pool_for_other_nodes():
 @pytest.mark.parametrize(("nums_held", "nums_left"), [((2, 2), (2, 2)), ((3, 2), (3, 0)), ((5, 2), (0, 0))])
 def test_room_is_made_by_the_youngest_and_no_more_than_is_needed(nums_held, nums_left):
     pool = Pool()
-    read = [pool.hold(num, age, Stage.READ) for age, num in enumerate(nums_held, 3)]
+    read = [pool.hold(num, age, RequestState.PREFILLED) for age, num in enumerate(nums_held, 3)]
     pool.cap.make_room(pool.waiting)
     assert tuple(len(each.lease.block_ids) if each.lease else 0 for each in read) == nums_left
-    assert [each.stage for each in read if each.lease is None] == [Stage.QUEUED] * nums_left.count(0)
+    assert [each.stage for each in read if each.lease is None] == [RequestState.WAITING] * nums_left.count(0)
 
 
 class SharingPool(Pool):
@@ -90,7 +90,7 @@ class SharingPool(Pool):
     def tokens(self, age):
         return [*range(4 * BLOCK), *[100 + age] * BLOCK]
 
-    def hold_alike(self, age, stage=Stage.READING, **facts):
+    def hold_alike(self, age, stage=RequestState.PREFILLING, **facts):
         each = self.add(f"{age}", age, stage, 5 * BLOCK, hands_over=True, holds=False, salt="common", **facts)
         each.request.token_ids = self.tokens(age)
         assert self.leases.take(each, 5 * BLOCK, num_cacheable=4 * BLOCK, num_spare=0)
@@ -115,7 +115,7 @@ def test_what_several_begin_with_counts_once(num_alike, num_others, holds_back):
 def test_what_it_would_share_with_those_that_give_way_counts_as_its_own():
     """The answer and the younger ones hold what it begins with, and the firm one none of it."""
     pool = SharingPool()
-    pool.hold_alike(10, Stage.READ)
+    pool.hold_alike(10, RequestState.PREFILLED)
     pool.hold(3, age=30)
     assert not pool.cap.holds_back(pool.waiting)
     pool.hold(1, age=31)
@@ -124,7 +124,7 @@ def test_what_it_would_share_with_those_that_give_way_counts_as_its_own():
 
 def test_of_those_that_share_as_many_give_way_as_free_too_much():
     pool = SharingPool()
-    first, second, third = (pool.hold_alike(age, Stage.READ) for age in (10, 11, 12))
+    first, second, third = (pool.hold_alike(age, RequestState.PREFILLED) for age in (10, 11, 12))
     pool.hold(2, age=9)
     pool.cap.make_room(pool.waiting)
     assert [each.lease is not None for each in (first, second, third)] == [True, False, False]
@@ -132,12 +132,12 @@ def test_of_those_that_share_as_many_give_way_as_free_too_much():
 
 def test_what_cannot_give_way_does_not_and_others_do():
     pool = Pool()
-    idle = pool.hold(2, 3, Stage.READ)
+    idle = pool.hold(2, 3, RequestState.PREFILLED)
     firm = [
-        pool.hold(2, 1, Stage.READ),  # an older one
-        pool.hold(1, 4, Stage.READ, is_sending=True),
-        pool.hold(1, 5, Stage.READ, num_evictions=MAX_EVICTIONS),
-        pool.hold(1, 6, Stage.READING),
+        pool.hold(2, 1, RequestState.PREFILLED),  # an older one
+        pool.hold(1, 4, RequestState.PREFILLED, is_sending=True),
+        pool.hold(1, 5, RequestState.PREFILLED, num_evictions=MAX_EVICTIONS),
+        pool.hold(1, 6, RequestState.PREFILLING),
     ]
     pool.cap.make_room(pool.waiting)
     assert idle.lease is None

@@ -1,10 +1,10 @@
 """What the oldest request of another node that waits for a tile of four blocks holds back, of 16."""
 
 import pytest
-from tests.unit.serving_node.node_requests_kit import LAYOUT, House
 
-from serving_core.node_requests import Stage
+from serving_core.node_requests import RequestState
 from serving_node.claims import HOLD_S, LAPSE_S, Claim, Hosting
+from tests.unit.serving_node.node_requests_kit import LAYOUT, House
 
 
 class Node(House):
@@ -14,7 +14,7 @@ class Node(House):
         self.hosting = Hosting(self.allocator, LAYOUT.block_size, 4 * LAYOUT.block_size, self.recalled.append)
         self.claim = Claim(self.node_requests, self.leases, self.hosting)
 
-    def hold(self, name, age, num_blocks, stage=Stage.WRITING, **facts):
+    def hold(self, name, age, num_blocks, stage=RequestState.RUNNING, **facts):
         return self.add(name, age, stage, num_blocks * LAYOUT.block_size, **facts)
 
     def wait(self, age=5):
@@ -45,7 +45,7 @@ def test_nobody_gives_way_where_that_would_not_be_enough():
     node.wait()
     assert node.victims() == []
     assert node.claim.num_kept_from(9) == 0
-    node.node_requests.remove(node.node_requests.in_stage(Stage.WRITING).__next__())
+    node.node_requests.remove(node.node_requests.in_stage(RequestState.RUNNING).__next__())
     younger.is_sending = True  # it cannot
     assert node.victims() == []
 
@@ -63,7 +63,7 @@ def test_nobody_gives_way_to_one_that_has_what_it_asked_for():
 
 def test_while_a_grant_is_taken_back_nobody_else_gives_way():
     node = Node()
-    node.hold("granted", 6, 7, Stage.GRANTED, is_receiving=True, is_revoked=True)
+    node.hold("granted", 6, 7, RequestState.RECEIVING_KV, is_receiving=True, is_revoked=True)
     node.hold("younger", 7, 7)
     node.wait()
     assert node.victims() == []
@@ -74,7 +74,7 @@ def test_while_a_grant_is_taken_back_nobody_else_gives_way():
 )
 def test_grants_of_which_nothing_has_come_give_way_before_others(facts, gives_way):
     node = Node()
-    granted = node.hold("granted", 6, 14, Stage.GRANTED, **{"is_receiving": True, **facts})
+    granted = node.hold("granted", 6, 14, RequestState.RECEIVING_KV, **{"is_receiving": True, **facts})
     node.claim.put(5, 0.0, 0.0)
     assert node.victims() == [granted] * gives_way
 
@@ -84,7 +84,7 @@ def test_blocks_that_an_older_one_shares_do_not_come_free():
     older = node.hold("older", 4, 14, salt="alike")
     older.num_computed = 14 * LAYOUT.block_size
     node.leases.publish(older)
-    younger = node.add("younger", 6, Stage.QUEUED, 15 * LAYOUT.block_size, salt="alike")
+    younger = node.add("younger", 6, RequestState.WAITING, 15 * LAYOUT.block_size, salt="alike")
     assert node.leases.take(younger, 15 * LAYOUT.block_size, num_cacheable=14 * LAYOUT.block_size, num_spare=0)
     node.wait()
     assert node.claim.num_kept_from(9) == 0
@@ -100,7 +100,7 @@ def test_younger_ones_leave_a_tile_and_older_ones_nothing(age, num_kept):
     assert node.claim.num_kept_from(age) == num_kept
     for num_blocks in (2, 3):
         gate = node.claim.gate(lambda _, num_blocks=num_blocks: num_blocks)
-        assert gate(node.add(f"asks-{num_blocks}", age, Stage.QUEUED, 1)) == (num_blocks == 2 or not num_kept)
+        assert gate(node.add(f"asks-{num_blocks}", age, RequestState.WAITING, 1)) == (num_blocks == 2 or not num_kept)
 
 
 def test_the_oldest_has_the_claim_until_it_lapses():

@@ -5,7 +5,7 @@ import pytest
 
 from kv_transfer.descriptor import TransferDescriptor
 from serving_core import reasons
-from serving_core.node_requests import Stage
+from serving_core.node_requests import RequestState
 from serving_core.prefix import CHUNK, EITHER, GRAFT
 from tests.toy_kv import ELSEWHERE, HERE, answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of
@@ -235,7 +235,7 @@ def test_behind_other_blocks_it_does_not_go_on_elsewhere(what):
         "no caching": {"num_cached": 2, "behind": name},
     }
     node.migrate(request, **descriptors[what])
-    failed = node.event("a", "move_failed")
+    failed = node.event("a", "migration_failed")
     assert failed.reason == reasons.PAIRING_MISMATCH
     assert "other blocks" in failed.message
     assert request.epoch not in node.sending
@@ -250,7 +250,7 @@ def test_it_can_move_whole_after_that():
     node.keep(request)
     node.migrate(request)
     assert len(node.sending[request.epoch].block_ids) == 2
-    assert [each.stage for each in node.logic.node_requests] == [Stage.WRITING]
+    assert [each.stage for each in node.logic.node_requests] == [RequestState.RUNNING]
     node.caught_up(request)
     node.sent(request)
     node.cancel(request)

@@ -3,13 +3,13 @@
 import math
 
 import pytest
-from tests.unit.serving_node.node_requests_kit import House
 
 from serving_core.due import Due
-from serving_core.node_requests import Stage
+from serving_core.node_requests import RequestState
 from serving_node.room import credit_order
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import Node, prompt_of
+from tests.unit.serving_node.node_requests_kit import House
 
 SCARCE = {"slots": {"slots": 1}, "blocks": {"num_blocks": 6}}  # room for one prompt of 12 tokens
 
@@ -129,15 +129,15 @@ def test_the_order_of_credit():
         "limited": (20, limited),
         "limited and important": (21, {**limited, "priority": -1}),
         "read": (30, {"priority": 10, "has_first_token": True}),
-        "moves": (31, {"num_ahead": 3}),
+        "migrations": (31, {"num_ahead": 3}),
         "read too": (32, {"has_first_token": True}),
     }
     for name, (age, facts) in told.items():
-        house.add(name, age, Stage.AWAITING, 4, source_tp=1, **facts)
+        house.add(name, age, RequestState.WAITING_FOR_BLOCKS, 4, source_tp=1, **facts)
     names = [each.request.request_id for each in sorted(house.node_requests, key=credit_order)]
     expected = [
         "read",
-        "moves",
+        "migrations",
         "read too",
         "limited and important",
         "limited",
@@ -152,9 +152,9 @@ def test_the_order_of_credit():
 def test_an_answer_that_moves_here_gets_the_slot_of_a_prompt_that_nobody_has_read():
     node = Node(slots=1)
     batch = node.reserve("batch", 4, age=1)
-    moving = node.reserve("moving", prompt_of(6), num_prompt_tokens=4, age=2, ahead=2, max_tokens=8)
+    migrating = node.reserve("migrating", prompt_of(6), num_prompt_tokens=4, age=2, ahead=2, max_tokens=8)
     assert node.cancelled == [batch.epoch]
     node.receive_fails(batch)
-    assert node.words("moving") == ["reserved"]
-    node.arrive(moving)
+    assert node.words("migrating") == ["reserved"]
+    node.arrive(migrating)
     assert node.step()

@@ -61,8 +61,8 @@ def seen(fleet):
         failed=fleet.num_failures,
         cancelled=sum(each.is_cancelled for each in fleet.all),
         kept=fleet.num_kept,
-        moved=sum(each.num_moves for each in fleet.all),
-        moves_off=fleet.num_moves_off,
+        migrated=sum(each.num_moves for each in fleet.all),
+        migrations_off=fleet.num_migrations_off,
         copied=sum(any(maker[:-1] in {*ORIGINS} - {node.origin} for maker in node.makers) for node in fleet.nodes),
         grafted=sum(GRAFT in node.makers for node in fleet.nodes),
     )
@@ -90,12 +90,14 @@ def test_answers_move_and_stay_and_everyone_gets_theirs(order):
     """Without a failure, but for moves that come to nothing."""
     total = Counter()
     for seed in range(effort(40, 40, 80)):
-        fleet = make_fleet(seed, moves=0.3, keeps=0.1)
+        fleet = make_fleet(seed, migrations=0.3, keeps=0.1)
         load(fleet, 14, seed, order)
         fleet.run()
         fleet.check_end()
         total += seen(fleet)
-    assert min(total["moved"], total["moves_off"], total["kept"], total["revoked"], total["preempted"]) > 10, total
+    assert min(total["migrated"], total["migrations_off"], total["kept"], total["revoked"], total["preempted"]) > 10, (
+        total
+    )
     assert not total["failed"]
 
 
@@ -104,12 +106,12 @@ def test_who_begins_alike_gets_the_same_answers(faults):
     """Where nothing fails, nobody is told of a failure, not even by time."""
     total = Counter()
     for seed in range(16 if faults else effort(4, 8, 16)):
-        fleet = make_fleet(seed, faults=faults, moves=0.3, num_blocks=20, slots=4, caching=True)
+        fleet = make_fleet(seed, faults=faults, migrations=0.3, num_blocks=20, slots=4, caching=True)
         load(fleet, 14, seed, ORDERS[seed % 3], ask_alike)
         fleet.run()
         fleet.check_end()
         total += seen(fleet) + Counter(shared=fleet.num_shared)
-    assert min(total[what] for what in ("shared", "revoked", "copied", "moved")) > 2, total
+    assert min(total[what] for what in ("shared", "revoked", "copied", "migrated")) > 2, total
     assert bool(total["failed"]) == bool(faults)
 
 
@@ -119,12 +121,12 @@ def test_what_answers_that_move_begin_with_is_not_sent_to_who_holds_it(faults):
     total = Counter()
     for seed in range(effort(5, 12, 24)):
         sizes = {"num_blocks": 20, "slots": 4, "caching": True, "is_history_free": True}
-        fleet = make_fleet(seed, faults=faults, moves=0.5, **sizes)
+        fleet = make_fleet(seed, faults=faults, migrations=0.5, **sizes)
         load(fleet, 14, seed, ORDERS[seed % 3], ask_alike)
         fleet.run()
         fleet.check_end()
         total += seen(fleet) + Counter(held=fleet.num_held_there, unlike=fleet.num_unlike)
-    assert min(total[what] for what in ("moved", "held", "unlike", "grafted")) > effort(0, 2, 4), total
+    assert min(total[what] for what in ("migrated", "held", "unlike", "grafted")) > effort(0, 2, 4), total
     assert bool(total["failed"]) == bool(faults)
 
 
@@ -133,7 +135,7 @@ def test_everyone_gets_their_answer_or_an_end_whatever_fails(faults):
     """Transfers and steps fail, users cancel, streams to nodes break; what failed is tried again, as old as it was."""
     total, num_seeds = Counter(), effort(20, 60, 120)
     for seed in range(num_seeds):
-        fleet = make_fleet(seed, faults=faults, moves=0.2 * (seed % 2), keeps=0.05 * (seed % 2))
+        fleet = make_fleet(seed, faults=faults, migrations=0.2 * (seed % 2), keeps=0.05 * (seed % 2))
         load(fleet, 14, seed, ORDERS[seed % 3])
         fleet.run()
         fleet.check_end()
@@ -146,7 +148,7 @@ def test_answers_with_candidates_are_the_same(faults):
     """They move, are put back and fail like all others. Of three kinds of tokens one is easily guessed."""
     total, num_seeds = Counter(), effort(6, 20, 40)
     for seed in range(num_seeds):
-        fleet = make_fleet(seed, faults=faults, moves=0.3, keeps=0.1, candidates=4, is_history_free=True, slots=3)
+        fleet = make_fleet(seed, faults=faults, migrations=0.3, keeps=0.1, candidates=4, is_history_free=True, slots=3)
         load(fleet, 14, seed, ORDERS[seed % 3])
         fleet.run()
         fleet.check_end()
@@ -155,7 +157,7 @@ def test_answers_with_candidates_are_the_same(faults):
             counts = node.logic.speculation.counts
             total["came"] += counts.num_accepted
             total["missed"] += counts.num_proposed - counts.num_accepted
-    happened = ("came", "missed", "moved", "moves_off", "preempted")
+    happened = ("came", "missed", "migrated", "migrations_off", "preempted")
     assert min(total[what] for what in happened) > num_seeds / 4, f"too little happened: {total}"
 
 
@@ -180,7 +182,7 @@ def test_whoever_reads_and_whoever_writes(kind):
 @pytest.mark.parametrize("first_seed", few(range(0, 16, 2)))
 def test_the_oldest_finishes_though_younger_ones_come_without_end(first_seed, priorities):
     for seed in range(first_seed, first_seed + 2):
-        chances = {"moves": 0.1, "keeps": 0.05} if seed % 2 else {}
+        chances = {"migrations": 0.1, "keeps": 0.05} if seed % 2 else {}
         fleet, random, ages = make_fleet(seed, **chances), Random(seed), count(2)
         for _ in range(8):
             ask(fleet, random, next(ages), priorities)

@@ -3,7 +3,7 @@
 import pytest
 
 from serving_core import reasons
-from serving_core.node_requests import Stage
+from serving_core.node_requests import RequestState
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import Node, prompt_of
 
@@ -33,7 +33,7 @@ def test_in_every_stage(num_steps, in_step):
         node.begin()
     node.keep(request)
     if num_steps == 3:
-        assert stage(node) is Stage.WRITING
+        assert stage(node) is RequestState.RUNNING
     node.end()
     check_answered(node)
 
@@ -47,7 +47,7 @@ def test_it_waits_for_no_descriptor_any_more():
     assert node.logic.wake_at_s is not None
     node.keep(request)
     assert node.logic.wake_at_s is None
-    assert stage(node) is Stage.READ
+    assert stage(node) is RequestState.PREFILLED
     node.deliver(request)
     assert request.epoch not in node.sending
     check_answered(node)
@@ -64,10 +64,10 @@ def test_a_kept_prompt_gets_the_next_slot_before_younger_ones_and_after_older_on
     node.local("own and younger", 4, age=8)
     node.cancel(busy)
     assert node.words("older") == ["reserved"]
-    assert stage(node, "kept") is Stage.READ
+    assert stage(node, "kept") is RequestState.PREFILLED
     node.cancel(older)
     node.receive_fails(older)
-    assert stage(node, "kept") is Stage.WRITING
+    assert stage(node, "kept") is RequestState.RUNNING
     assert node.words("younger") == []
     node.steps()
     assert node.tokens("kept") == answer_of(prompt_of(13), 4)
@@ -86,7 +86,7 @@ def test_one_that_was_evicted_is_read_again_and_goes_on_behind_its_first_token(c
     assert node.step() == [("old", 7, 1), ("a", 0, 13)]
     rest = node.allocator.allocate(2)
     assert node.step() == [("old", 8, 1)]
-    assert stage(node) is Stage.QUEUED
+    assert stage(node) is RequestState.WAITING
     node.keep(request)
     rest.release()
     check_answered(node)
@@ -99,7 +99,7 @@ def test_one_that_is_wholly_cached_is_written_without_a_step_in_between():
     assert node.step() == [("old", 11, 1), ("a", 4, 4)]
     rest = node.allocator.allocate(node.num_free)
     assert node.step() == [("old", 12, 1)]
-    assert stage(node) is Stage.QUEUED
+    assert stage(node) is RequestState.WAITING
     node.keep(request)
     rest.release()
     assert node.step() == [("a", 8, 1)]
@@ -116,7 +116,7 @@ def test_while_a_void_transfer_is_still_ending(how):
     node.deliver(request, b"the next one")
     node.keep(request)
     assert node.cancelled == [request.epoch]
-    assert stage(node) is Stage.WRITING
+    assert stage(node) is RequestState.RUNNING
     node.step()
     if how == "in time":
         node.sent(request)
@@ -149,7 +149,7 @@ def test_what_is_finished_while_its_void_transfer_is_still_ending_is_not_sent():
     node.keep(request)
     for _ in range(5):
         node.step()
-    assert stage(node) is Stage.READ
+    assert stage(node) is RequestState.PREFILLED
     assert not node.sending[request.epoch].is_finished
     node.send_fails(request)
     node.steps()

@@ -6,10 +6,10 @@ from kv_transfer.wire import MAX_TAIL_BYTES
 from protos import convert, fleet_pb2
 from serving_core import reasons
 from serving_core.prefix import CHUNK
-from serving_node.moves import MAX_TAIL_TOKENS
+from serving_node.migrations import MAX_TAIL_TOKENS
 from tests.toy_kv import ELSEWHERE
 from tests.unit.serving_node.logic_kit import Node, prompt_of
-from tests.unit.serving_node.test_logic_moves import ANSWER, PROMPT, node_request
+from tests.unit.serving_node.test_logic_migrations import ANSWER, PROMPT, node_request
 
 
 def test_it_goes_on_behind_the_tokens_that_came_with_it():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving_core.node_requests import Stage
+from serving_core.node_requests import RequestState
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of
 
@@ -160,8 +160,8 @@ def test_who_gets_credit_beside_the_first_one(what):
     elif what == "little in common":
         second = node.reserve("r2", [*COMMON[:15], *[2 - token for token in COMMON[15:]]], salt="one")
     elif what == "all that is to come":
-        moves = {"num_prompt_tokens": 20, "ahead": 2, "is_whole": True}
-        second = node.reserve("r2", alike(2), salt="one", max_tokens=8, **moves)
+        migrations = {"num_prompt_tokens": 20, "ahead": 2, "is_whole": True}
+        second = node.reserve("r2", alike(2), salt="one", max_tokens=8, **migrations)
     else:
         second = reserve(node, 2, salt="two" if what == "another salt" else "one")
     assert node.opened.keys() == {first.epoch, second.epoch}
@@ -250,6 +250,9 @@ def test_steps_are_planned_ahead_while_prompts_only_wait_for_what_another_one_br
     node.writes("answer", 5, max_tokens=20, age=1)
     for number in (2, 3):
         reserve(node, number)
-    assert [each.stage for each in node.logic.node_requests][1:] == [Stage.GRANTED, Stage.AWAITING]
+    assert [each.stage for each in node.logic.node_requests][1:] == [
+        RequestState.RECEIVING_KV,
+        RequestState.WAITING_FOR_BLOCKS,
+    ]
     node.begin()
     assert node.logic.plan_ahead(node.works)

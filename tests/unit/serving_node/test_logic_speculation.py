@@ -144,7 +144,7 @@ def test_one_does_not_move_where_its_step_may_need_more_blocks_than_were_granted
     num_blocks = -(-(node_request.num_computed + 1) // BLOCK_SIZE)
     node.migrate(node_request.request, num_blocks=num_blocks, num_known=len(PROMPT))
     is_refused = node_request.num_computed + 1 + MOST > num_blocks * BLOCK_SIZE
-    assert ("move_failed" in node.words("a")) == is_refused
+    assert ("migration_failed" in node.words("a")) == is_refused
     assert is_refused
 
 

@@ -1,16 +1,16 @@
 """Who may start, and what is told of blocks and running slots, of requests that stand where a test puts them."""
 
 import pytest
-from tests.unit.serving_node.node_requests_kit import LAYOUT, House
 
 from decode_node.batch import Writing
 from decode_node.credit import Credit
 from prefill_node.reading import Reading
 from serving_core.costs import StepCosts
 from serving_core.due import Due
-from serving_core.node_requests import Host, Stage
+from serving_core.node_requests import Host, RequestState
 from serving_node.claims import Claim, Hosting
 from serving_node.room import Room
+from tests.unit.serving_node.node_requests_kit import LAYOUT, House
 from tests.unit.serving_node.slack_kit import ExactCosts
 
 TILE_BLOCKS = 4
@@ -34,7 +34,7 @@ class Node(House):
         self.room = Room(self.node_requests, self.leases, *parts, num_slots)
 
     def fill_slots(self):
-        return [self.add(f"answer-{age}", age, Stage.WRITING, 1) for age in (1, 2)]
+        return [self.add(f"answer-{age}", age, RequestState.RUNNING, 1) for age in (1, 2)]
 
     def granted(self):
         return [each.request.request_id for each in self.room.grant()]
@@ -47,17 +47,17 @@ class Node(House):
 def test_blocks_that_are_awaited_and_one_for_each_answer():
     node = Node()
     node.fill_slots()
-    node.add("granted", 3, Stage.GRANTED, 5)
-    node.add("read", 4, Stage.READING, 5)
-    node.add("outgoing", 5, Stage.READING, 5, hands_over=True)
+    node.add("granted", 3, RequestState.RECEIVING_KV, 5)
+    node.add("read", 4, RequestState.PREFILLING, 5)
+    node.add("outgoing", 5, RequestState.PREFILLING, 5, hands_over=True)
     assert node.room.num_awaited() == node.room.num_running() == 4
-    node.add("queued", 6, Stage.QUEUED, 8)  # 9 tokens
+    node.add("queued", 6, RequestState.WAITING, 8)  # 9 tokens
     assert node.room.num_awaited() == 4 + 3
-    node.add("awaiting", 7, Stage.AWAITING, 8, num_ahead=5)  # 13
+    node.add("awaiting", 7, RequestState.WAITING_FOR_BLOCKS, 8, num_ahead=5)  # 13
     assert node.room.num_awaited() == 4 + 3 + 4
-    node.add("queued for another", 8, Stage.QUEUED, 8, hands_over=True)  # 8
+    node.add("queued for another", 8, RequestState.WAITING, 8, hands_over=True)  # 8
     assert node.room.num_awaited() == 4 + 3 + 4 + 2
-    node.add("stopped", 9, Stage.STOPPED, 1)
+    node.add("stopped", 9, RequestState.FROZEN, 1)
     assert node.room.num_running() == 5
 
 
@@ -76,7 +76,7 @@ def test_whether_any_prompt_might_start(has_slot, facts, may_start):
     if not has_slot:
         node.fill_slots()
     if facts is not None:
-        queued = node.add("queued", 9, Stage.QUEUED, 5, **facts)
+        queued = node.add("queued", 9, RequestState.WAITING, 5, **facts)
         assert node.may_start(queued) == [may_start]
     assert node.room.may_start_any == may_start
 
@@ -84,9 +84,9 @@ def test_whether_any_prompt_might_start(has_slot, facts, may_start):
 def test_a_prompt_of_many_that_needs_no_slot_might_start():
     node = Node()
     node.fill_slots()
-    node.add("own", 8, Stage.QUEUED, 5)
+    node.add("own", 8, RequestState.WAITING, 5)
     assert not node.room.may_start_any
-    node.add("outgoing", 9, Stage.QUEUED, 5, hands_over=True)
+    node.add("outgoing", 9, RequestState.WAITING, 5, hands_over=True)
     assert node.room.may_start_any
 
 
@@ -94,7 +94,7 @@ def test_a_prompt_of_many_that_needs_no_slot_might_start():
 def test_a_prompt_whose_blocks_come_from_elsewhere_waits_for_them(hands_over):
     node = Node(num_slots=3)
     node.fill_slots()
-    queued, asked = node.add("queued", 9, Stage.QUEUED, 5, hands_over=hands_over), []
+    queued, asked = node.add("queued", 9, RequestState.WAITING, 5, hands_over=hands_over), []
     gate = node.room.gate(lambda *given: asked.append(given) or True)
     assert not gate(queued)
     assert asked == [(queued, 2)]  # a block for each answer is to be left
@@ -105,10 +105,10 @@ def test_no_more_are_to_be_answered_than_can_be_in_time(num_answers, may_start):
     """A step takes 10 ms, and 2 for each answer: with three of them 16, which the limit allows, stretched."""
     node = Node(num_slots=8, costs=ExactCosts((0.010, 0.002, 0.0, 0.0, 0.0, 0.0)))
     for age in range(num_answers):
-        node.add(f"answer-{age}", age, Stage.WRITING, 1, due=Due(tpot_s=0.0125))
-    node.add("answered elsewhere", 7, Stage.READING, 5, hands_over=True, due=Due(tpot_s=0.012))
-    own = node.add("own", 8, Stage.QUEUED, 5)
-    outgoing = node.add("outgoing", 9, Stage.QUEUED, 5, hands_over=True)
+        node.add(f"answer-{age}", age, RequestState.RUNNING, 1, due=Due(tpot_s=0.0125))
+    node.add("answered elsewhere", 7, RequestState.PREFILLING, 5, hands_over=True, due=Due(tpot_s=0.012))
+    own = node.add("own", 8, RequestState.WAITING, 5)
+    outgoing = node.add("outgoing", 9, RequestState.WAITING, 5, hands_over=True)
     assert node.may_start(own, outgoing) == [may_start, True]
 
 
@@ -117,9 +117,9 @@ def test_a_prompt_waits_for_an_older_one_that_lacks_blocks_alone(num_slots, age,
     """Not for one that lacks a running slot too."""
     node = Node(num_slots=num_slots)
     node.fill_slots()
-    node.add("granted", 8, Stage.GRANTED, 1, is_receiving=True)
-    node.add("awaiting", age, Stage.AWAITING, 60, source_tp=1)
-    queued = node.add("queued", 5, Stage.QUEUED, 5, hands_over=True)
+    node.add("granted", 8, RequestState.RECEIVING_KV, 1, is_receiving=True)
+    node.add("awaiting", age, RequestState.WAITING_FOR_BLOCKS, 60, source_tp=1)
+    queued = node.add("queued", 5, RequestState.WAITING, 5, hands_over=True)
     assert node.granted() == []
     assert node.may_start(queued) == [may_start]
 
@@ -131,9 +131,9 @@ def test_a_prompt_waits_for_an_older_one_that_lacks_blocks_alone(num_slots, age,
 def test_credit_leaves_what_an_older_prompt_is_to_begin_with(num_tokens, facts, is_granted):
     """Ten of 15 blocks that are free, beside four that are granted and one for the answer that is written."""
     node = Node(num_slots=4)
-    node.add("answer", 1, Stage.WRITING, 1)
-    node.add("older", 3, Stage.QUEUED, num_tokens, **facts)
-    node.add("awaiting", 5, Stage.AWAITING, 13, source_tp=1)
+    node.add("answer", 1, RequestState.RUNNING, 1)
+    node.add("older", 3, RequestState.WAITING, num_tokens, **facts)
+    node.add("awaiting", 5, RequestState.WAITING_FOR_BLOCKS, 13, source_tp=1)
     assert node.granted() == ["awaiting"] * is_granted
 
 
@@ -141,27 +141,27 @@ def test_credit_leaves_what_an_older_prompt_is_to_begin_with(num_tokens, facts, 
 def test_credit_leaves_what_those_need_that_share_what_others_bring(num_tokens, is_granted):
     """Of eleven blocks that are free five, one that they grow into, and one for the answer that is coming."""
     node = Node(num_slots=4)
-    node.add("ahead", 3, Stage.GRANTED, 20, salt="same", is_receiving=True)
-    node.add("behind", 4, Stage.AWAITING, 20, salt="same", source_tp=1)
-    node.add("awaiting", 5, Stage.AWAITING, num_tokens, source_tp=1)
+    node.add("ahead", 3, RequestState.RECEIVING_KV, 20, salt="same", is_receiving=True)
+    node.add("behind", 4, RequestState.WAITING_FOR_BLOCKS, 20, salt="same", source_tp=1)
+    node.add("awaiting", 5, RequestState.WAITING_FOR_BLOCKS, num_tokens, source_tp=1)
     assert node.granted() == ["awaiting"] * is_granted
 
 
 @pytest.mark.parametrize(("age", "num_tokens", "starts"), [(5, 15, True), (5, 16, False), (2, 16, True)])
 def test_a_prompt_that_starts_leaves_it_too_unless_it_is_older(age, num_tokens, starts):
     node = Node(num_slots=4)
-    node.add("ahead", 3, Stage.GRANTED, 20, salt="same", is_receiving=True)
-    node.add("behind", 4, Stage.AWAITING, 20, salt="same", source_tp=1)
+    node.add("ahead", 3, RequestState.RECEIVING_KV, 20, salt="same", is_receiving=True)
+    node.add("behind", 4, RequestState.WAITING_FOR_BLOCKS, 20, salt="same", source_tp=1)
     assert node.granted() == []
-    assert node.room.start(node.add("queued", age, Stage.QUEUED, num_tokens)) == starts
+    assert node.room.start(node.add("queued", age, RequestState.WAITING, num_tokens)) == starts
 
 
 @pytest.mark.parametrize("facts", [{}, {"is_receiving": True}, {"is_receiving": True, "is_coming": True}, READY])
 def test_a_grant_is_taken_back_for_one_that_is_ready_while_nothing_has_come(facts):
     """Nor from one whose sender gave it up, which is cancelled in a moment."""
     node = Node()
-    granted = node.add("granted", 3, Stage.GRANTED, 8, **facts)
-    node.add("ready", 5, Stage.AWAITING, 60, source_tp=1, has_first_token=True)
+    granted = node.add("granted", 3, RequestState.RECEIVING_KV, 8, **facts)
+    node.add("ready", 5, RequestState.WAITING_FOR_BLOCKS, 60, source_tp=1, has_first_token=True)
     assert node.granted() == []
     assert node.revoked == [granted] * (facts == {"is_receiving": True})
 
@@ -171,8 +171,8 @@ def test_nobody_gives_way_to_what_is_younger_than_a_claim(age, makes_way):
     """It may not start with what it would get."""
     node = Node()
     node.claim.put(4, now=0.0, step_s=0.0)
-    node.add("waiting", age, Stage.QUEUED, 60)
-    node.add("read", 9, Stage.READ, 40, hands_over=True)
+    node.add("waiting", age, RequestState.WAITING, 60)
+    node.add("read", 9, RequestState.PREFILLED, 40, hands_over=True)
     assert node.room.make_way() == makes_way
 
 
@@ -180,72 +180,72 @@ def test_nobody_gives_way_to_what_is_younger_than_a_claim(age, makes_way):
 def test_what_is_younger_than_a_claim_leaves_a_tile(num_tokens, age, may_start):
     """Nine blocks are free."""
     node = Node()
-    node.add("answer", 1, Stage.WRITING, 28)
+    node.add("answer", 1, RequestState.RUNNING, 28)
     node.claim.put(4, now=0.0, step_s=0.0)
-    queued = node.add("queued", age, Stage.QUEUED, num_tokens)  # and the first token of its answer
+    queued = node.add("queued", age, RequestState.WAITING, num_tokens)  # and the first token of its answer
     assert node.may_start(queued) == [may_start]
     node.node_requests.remove(queued)
-    node.add("awaiting", age, Stage.AWAITING, num_tokens, source_tp=1)
+    node.add("awaiting", age, RequestState.WAITING_FOR_BLOCKS, num_tokens, source_tp=1)
     assert node.granted() == ["awaiting"] * may_start
 
 
 @pytest.mark.parametrize(("age", "lacks", "is_granted"), [(3, True, False), (3, False, True), (9, True, True)])
 def test_a_prompt_with_hosts_that_lacks_blocks_comes_before_younger_grants(age, lacks, is_granted):
     node = Node()
-    node.add("growing", age, Stage.READING, 8, num_computed=8 if lacks else 7, hosts=HOSTS).request.token_ids += [
-        0
-    ] * 80
-    node.add("awaiting", 5, Stage.AWAITING, 5, source_tp=1)
+    node.add(
+        "growing", age, RequestState.PREFILLING, 8, num_computed=8 if lacks else 7, hosts=HOSTS
+    ).request.token_ids += [0] * 80
+    node.add("awaiting", 5, RequestState.WAITING_FOR_BLOCKS, 5, source_tp=1)
     assert node.granted() == ["awaiting"] * is_granted
 
 
 @pytest.mark.parametrize(
     ("num_hosted", "num_tokens", "is_stranded"), [(0, 64, False), (6, 39, False), (6, 40, True), (7, 39, True)]
 )
-@pytest.mark.parametrize("stage", [Stage.QUEUED, Stage.AWAITING])
+@pytest.mark.parametrize("stage", [RequestState.WAITING, RequestState.WAITING_FOR_BLOCKS])
 def test_what_needs_more_than_others_leave_is_stranded(stage, num_hosted, num_tokens, is_stranded):
     """Ten of 16 blocks are left beside six."""
     node = Node(tile_blocks=1)
     node.hosting.lease(1, num_hosted, age=9)
-    waiting = node.add("waiting", 5, stage, num_tokens, has_first_token=stage is Stage.AWAITING)
+    waiting = node.add("waiting", 5, stage, num_tokens, has_first_token=stage is RequestState.WAITING_FOR_BLOCKS)
     assert node.room.stranded(lambda _: False) is (waiting if is_stranded else None)
     assert node.room.stranded(lambda _: True) is None
 
 
 @pytest.mark.parametrize(("num_hosted", "is_stranded"), [(10, False), (11, True)])
-@pytest.mark.parametrize("stage", [Stage.WRITING, Stage.READING])
+@pytest.mark.parametrize("stage", [RequestState.RUNNING, RequestState.PREFILLING])
 def test_what_cannot_grow_by_a_block_beside_others_is_stranded(stage, num_hosted, is_stranded):
     node = Node(tile_blocks=1)
     node.hosting.lease(1, num_hosted, age=9)
-    hosts = HOSTS if stage is Stage.READING else ()
+    hosts = HOSTS if stage is RequestState.PREFILLING else ()
     grown = node.add("grown", 5, stage, 20, num_computed=20, hosts=hosts)
     grown.request.token_ids += [0] * 40 * bool(hosts)  # more than the pool holds
     assert node.room.stranded(lambda _: False) is (grown if is_stranded else None)
 
 
-@pytest.mark.parametrize("stage", [Stage.WRITING, Stage.READING])
+@pytest.mark.parametrize("stage", [RequestState.RUNNING, RequestState.PREFILLING])
 def test_a_younger_one_gives_its_blocks_to_an_older_one_that_has_none(stage):
     node = Node()
     younger = node.add("younger", 9, stage, 60)
-    node.add("youngest", 12, Stage.QUEUED, 8)  # which has none
-    node.add("older", 3, Stage.QUEUED, 8, hands_over=True)
+    node.add("youngest", 12, RequestState.WAITING, 8)  # which has none
+    node.add("older", 3, RequestState.WAITING, 8, hands_over=True)
     assert node.room.make_way()
-    assert (younger.stage, younger.lease) == (Stage.QUEUED, None)
+    assert (younger.stage, younger.lease) == (RequestState.WAITING, None)
 
 
 @pytest.mark.parametrize("hands_over", [False, True])
 def test_what_starts_takes_blocks_from_what_is_read_where_it_is_for_another_node_too(hands_over):
     """Six of 16 blocks are another node's, of which half may be; there are enough for both."""
     node = Node()
-    node.add("answer", 1, Stage.WRITING, 1)
-    read = node.add("read", 9, Stage.READ, 24, hands_over=True)
-    assert node.room.start(node.add("older", 3, Stage.QUEUED, 11, hands_over=hands_over))
+    node.add("answer", 1, RequestState.RUNNING, 1)
+    read = node.add("read", 9, RequestState.PREFILLED, 24, hands_over=True)
+    assert node.room.start(node.add("older", 3, RequestState.WAITING, 11, hands_over=hands_over))
     assert (read.lease is None) == hands_over
 
 
 def test_a_kept_prompt_that_is_about_to_leave_gets_no_slot():
     node = Node()
-    kept = node.add("kept", 3, Stage.READ, 5, hands_over=True, is_kept=True, ending={})
+    kept = node.add("kept", 3, RequestState.PREFILLED, 5, hands_over=True, is_kept=True, ending={})
     assert not node.room.slot()
     kept.ending = None
     assert node.room.slot()
@@ -253,9 +253,9 @@ def test_a_kept_prompt_that_is_about_to_leave_gets_no_slot():
 
 def test_a_read_prompt_that_is_kept_gets_a_slot_and_not_blocks_of_what_has_none():
     node = Node(num_slots=1)
-    node.add("kept", 3, Stage.READ, 5, hands_over=True, is_kept=True)
-    granted = node.add("granted", 5, Stage.GRANTED, 5, is_receiving=True)
-    read = node.add("read", 9, Stage.READ, 5, hands_over=True)
+    node.add("kept", 3, RequestState.PREFILLED, 5, hands_over=True, is_kept=True)
+    granted = node.add("granted", 5, RequestState.RECEIVING_KV, 5, is_receiving=True)
+    read = node.add("read", 9, RequestState.PREFILLED, 5, hands_over=True)
     assert not node.room.make_way()  # the running slot comes free later
     assert node.revoked == [granted]
     assert read.lease is not None
@@ -264,43 +264,43 @@ def test_a_read_prompt_that_is_kept_gets_a_slot_and_not_blocks_of_what_has_none(
 @pytest.mark.parametrize(
     ("stage", "facts"),
     [
-        (Stage.WRITING, {"is_sending": True}),
-        (Stage.WRITING, {"ending": {}}),
-        (Stage.WRITING, {"is_annexing": True}),
-        (Stage.WRITING, {"is_loading": True}),
-        (Stage.GRANTED, {"is_receiving": True, "is_revoked": True}),
-        (Stage.GRANTED, {}),
-        (Stage.STOPPED, {}),
+        (RequestState.RUNNING, {"is_sending": True}),
+        (RequestState.RUNNING, {"ending": {}}),
+        (RequestState.RUNNING, {"is_distributed": True}),
+        (RequestState.RUNNING, {"is_loading": True}),
+        (RequestState.RECEIVING_KV, {"is_receiving": True, "is_revoked": True}),
+        (RequestState.RECEIVING_KV, {}),
+        (RequestState.FROZEN, {}),
     ],
 )
 def test_nobody_is_stranded_while_something_comes_free_anyway(stage, facts):
     node = Node()
     node.hosting.lease(1, 1, age=9)
-    waiting = node.add("waiting", 5, Stage.QUEUED, 60)
+    waiting = node.add("waiting", 5, RequestState.WAITING, 60)
     assert node.room.stranded(lambda _: False) is waiting
     node.add("going", 6, stage, 1, **facts)
     assert node.room.stranded(lambda _: False) is None
     assert not node.room.make_way()
 
 
-@pytest.mark.parametrize("stage", [Stage.QUEUED, Stage.READING])
+@pytest.mark.parametrize("stage", [RequestState.WAITING, RequestState.PREFILLING])
 def test_nobody_takes_what_others_gave_up_for_an_older_one(stage):
     """Until that has blocks: to begin with, or to go on with where it has hosts."""
     node = Node(num_slots=4)
     older = node.add("older", 3, stage, 8, num_computed=8, hosts=HOSTS)
     older.request.token_ids += [0] * 30
-    read = node.add("read", 9, Stage.READ, 40, hands_over=True)
+    read = node.add("read", 9, RequestState.PREFILLED, 40, hands_over=True)
     assert node.room.make_way()
     assert read.lease is None
-    younger = node.add("younger", 5, Stage.QUEUED, 1)
+    younger = node.add("younger", 5, RequestState.WAITING, 1)
     assert node.may_start(younger) == [False]
-    if stage is Stage.READING:
+    if stage is RequestState.PREFILLING:
         node.leases.grow(older, 1)
         assert node.may_start(younger) == [True]
         older.num_computed += 4  # what it lacks from now on nobody has given up for it
     else:
         assert node.room.start(older)
-        node.node_requests.enter(older, Stage.READING)
+        node.node_requests.enter(older, RequestState.PREFILLING)
         older.num_computed = 0
     assert node.may_start(younger) == [True]
 
@@ -308,8 +308,8 @@ def test_nobody_takes_what_others_gave_up_for_an_older_one(stage):
 def test_what_was_recalled_for_an_answer_is_granted_to_no_younger_one():
     node = Node(num_slots=4, tile_blocks=1)
     node.hosting.lease(1, 11, age=9)
-    older = node.add("older", 5, Stage.WRITING, 20, num_computed=20)
-    node.add("younger", 7, Stage.AWAITING, 5, source_tp=1)
+    older = node.add("older", 5, RequestState.RUNNING, 20, num_computed=20)
+    node.add("younger", 7, RequestState.WAITING_FOR_BLOCKS, 5, source_tp=1)
     assert node.room.recall(older)
     assert node.recalled == [1]
     node.hosting.release(1)
@@ -325,8 +325,8 @@ def test_what_was_recalled_for_an_answer_is_granted_to_no_younger_one():
 def test_what_others_gave_up_for_an_older_one_is_for_no_tiles(facts):
     """Unless that is about to leave."""
     node = Node(num_slots=4)
-    older = node.add("older", 3, Stage.QUEUED, 8)
-    node.add("read", 9, Stage.READ, 60, hands_over=True)
+    older = node.add("older", 3, RequestState.WAITING, 8)
+    node.add("read", 9, RequestState.PREFILLED, 60, hands_over=True)
     assert node.room.make_way()
     older.ending = facts.get("ending")
     assert [node.room.may_host(age) for age in (2, 4)] == [True, bool(facts)]

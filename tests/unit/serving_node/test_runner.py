@@ -266,15 +266,17 @@ async def test_refusals_are_told_at_once(tmp_path):
         await node.idle()
 
 
-async def test_a_prompt_whose_loan_fails_at_once_is_read_at_once(tmp_path):
+async def test_a_prompt_whose_prefix_fetch_fails_at_once_is_read_at_once(tmp_path):
     """No descriptor can be drawn for so many ranks, which shows while the step is planned that finds nothing else to
     do."""
     async with running(tmp_path) as node:
         asked = job(make_request("a", range(10)))
-        asked.borrow.CopyFrom(fleet_pb2.Borrow(epoch=7, num_tokens=8, tp_size=100, pp_size=1, patience_s=1e6))
+        asked.fetch_prefix.CopyFrom(
+            fleet_pb2.FetchPrefix(epoch=7, num_tokens=8, tp_size=100, pp_size=1, patience_s=1e6)
+        )
         node.handle(reserve=fleet_pb2.Reserve(job=asked, local_prefill=True))
         await node.idle()
-        assert node.kinds("a")[:2] == ["borrowed", "first_token"]
+        assert node.kinds("a")[:2] == ["prefix_fetch_ended", "first_token"]
 
 
 async def test_a_node_that_could_not_step_all_its_answers_does_not_start(tmp_path):
@@ -335,10 +337,10 @@ async def test_a_new_shape_is_confirmed_at_once_and_kept_for_the_next_hello(tmp_
         assert (beat.load.shape, beat.load.role) == (shape, "both")
         hello = node.node.hello()
         assert (hello.shape, hello.home, hello.node.role) == (shape, shape, "decode")  # what it has begun with
-        loan = inference_pb2.Shape(prompt_tokens=16, slots=5)
-        node.handle(reshape=fleet_pb2.Reshape(shape=loan, is_loan=True))
+        prefix_fetch = inference_pb2.Shape(prompt_tokens=16, slots=5)
+        node.handle(reshape=fleet_pb2.Reshape(shape=prefix_fetch, is_prefix_fetch=True))
         hello = node.node.hello()
-        assert (hello.shape, hello.home) == (loan, shape)
+        assert (hello.shape, hello.home) == (prefix_fetch, shape)
 
 
 async def test_a_shape_that_the_node_cannot_take_is_refused_and_the_node_goes_on(tmp_path):

@@ -11,7 +11,7 @@ from serving_core import reasons
 from tests.effort import few
 from tests.tiny_models import VOCAB_SIZE
 from tests.unit.serving_node.runner_kit import (
-    Mover,
+    MigratingRequest,
     answer_on_paper,
     by_name,
     carry_descriptors,
@@ -188,13 +188,13 @@ async def until_idle(*nodes):
 async def test_an_answer_moves_ten_times_and_every_token_is_told_once(tmp_path):
     async with fleet(tmp_path, "x", "y", num_blocks=128) as (x, y):
         request = make_request("a", PROMPT, max_tokens=160)
-        mover = Mover(x, y, request, num_moves=10)
+        migrating = MigratingRequest(x, y, request, num_moves=10)
         local(x, request)
-        await x.until(lambda: len(mover.tokens) == 160)
+        await x.until(lambda: len(migrating.tokens) == 160)
         await until_idle(x, y)
-        assert [token.token_id for token in mover.answer] == answer_on_paper(PROMPT, 160)
-        assert len(mover.next_indexes) == 10
-        assert mover.next_indexes == sorted(mover.next_indexes)
+        assert [token.token_id for token in migrating.answer] == answer_on_paper(PROMPT, 160)
+        assert len(migrating.next_indexes) == 10
+        assert migrating.next_indexes == sorted(migrating.next_indexes)
         assert x.kinds("a").count("committed") == y.kinds("a").count("committed") == 5
         assert x.load.num_kv_bytes == y.load.num_kv_bytes > 0
         assert x.load.num_transfers_failed == y.load.num_transfers_failed == 0
@@ -214,16 +214,16 @@ async def test_logits_after_a_move_are_the_undisturbed_ones_bit_for_bit(kind_and
         return make_request("a", PROMPT, max_tokens=70, logprobs=VOCAB_SIZE)
 
     async with running(tmp_path, **options) as node:
-        undisturbed = Mover(node, node, request := asked(), num_moves=0)
+        undisturbed = MigratingRequest(node, node, request := asked(), num_moves=0)
         local(node, request)
         await node.idle()
     async with fleet(tmp_path, "x", "y", **options) as (x, y):
-        mover = Mover(x, y, request := asked(), num_moves=4)
+        migrating = MigratingRequest(x, y, request := asked(), num_moves=4)
         local(x, request)
-        await x.until(lambda: len(mover.tokens) == 70)
+        await x.until(lambda: len(migrating.tokens) == 70)
         await until_idle(x, y)
-    assert len(mover.next_indexes) == 4
-    for disturbed, expected in zip(mover.answer, undisturbed.answer, strict=True):
+    assert len(migrating.next_indexes) == 4
+    for disturbed, expected in zip(migrating.answer, undisturbed.answer, strict=True):
         disturbed.ClearField("attempt")
         expected.ClearField("attempt")
         assert len(expected.top) == VOCAB_SIZE
@@ -233,24 +233,24 @@ async def test_logits_after_a_move_are_the_undisturbed_ones_bit_for_bit(kind_and
 async def test_both_ways_at_once_beside_a_hand_over_in_each(tmp_path):
     """Two answers that swap their nodes again and again, while prompts go both ways."""
     async with fleet(tmp_path, "x", "y", num_blocks=200, max_num_batched_tokens=64, max_num_seqs=8) as (x, y):
-        movers = {}
+        all_migrating = {}
         for name, first, second in (("a", x, y), ("b", y, x)):
-            request = make_request(name, [*PROMPT, len(movers)], max_tokens=120)
-            movers[name] = Mover(first, second, request, num_moves=6)
+            request = make_request(name, [*PROMPT, len(all_migrating)], max_tokens=120)
+            all_migrating[name] = MigratingRequest(first, second, request, num_moves=6)
         for node in (x, y):
-            node.on_event = by_name(node, movers, {"c": y, "d": x})
-        local(x, movers["a"].request)
-        local(y, movers["b"].request)
+            node.on_event = by_name(node, all_migrating, {"c": y, "d": x})
+        local(x, all_migrating["a"].request)
+        local(y, all_migrating["b"].request)
         for name, reader, writer in (("c", y, x), ("d", x, y)):
             request = make_request(name, [7, *PROMPT], max_tokens=9)
             reader.prefill(request)
             writer.reserve(request)
-        await x.until(lambda: all(len(mover.tokens) == 120 for mover in movers.values()))
+        await x.until(lambda: all(len(migrating.tokens) == 120 for migrating in all_migrating.values()))
         await until_idle(x, y)
-        for name, mover in movers.items():
-            prompt = mover.request.token_ids[: len(PROMPT) + 1]
-            assert [token.token_id for token in mover.answer] == answer_on_paper(prompt, 120), name
-            assert len(mover.next_indexes) == 6
+        for name, migrating in all_migrating.items():
+            prompt = migrating.request.token_ids[: len(PROMPT) + 1]
+            assert [token.token_id for token in migrating.answer] == answer_on_paper(prompt, 120), name
+            assert len(migrating.next_indexes) == 6
         told = [token for node in (x, y) for name in "cd" for _, token in node.of(name) if token is not None]
         assert sorted(told) == sorted(2 * answer_on_paper([7, *PROMPT], 9))
 
@@ -293,7 +293,7 @@ async def test_one_that_has_stopped_waits_for_the_word_and_then_goes_on(tmp_path
             await asyncio.sleep(0)  # turns of the loop in which the sender hears of that
         x.on_event = lambda event: y.cancel(there) if event.HasField("step_tokens") else None
         x.engine.open()
-        await x.until_told("a", "move_failed")
+        await x.until_told("a", "migration_failed")
         x.on_event = None
         await asyncio.sleep(0.05)
         assert len(x.engine.plans) == 2

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from engine.cache import tier_store
-from kv_transfer.annexes.annex import open_annex
-from kv_transfer.annexes.wire import Asker
+from kv_transfer.distributed_kv.remote_kv import open_remote_kv
+from kv_transfer.distributed_kv.wire import Asker
 from serving_core.costs import StepCosts
-from serving_core.node_requests import Stage
+from serving_core.node_requests import RequestState
 from serving_core.tiers import TierRates
 from serving_node import logic, second_tier
 from serving_node.second_tier import LOAD_DEADLINE_S, SecondTier, TierPlan
@@ -180,7 +180,7 @@ def test_a_prompt_that_cannot_start_yet_finds_once_that_reading_does_not_pay(mad
     ask(node, "a", prompt_of(20))
     ask(node, "b", prompt_of(20, first=1))
     node.local("c", prompt_of(20), salt="")
-    (tier,), (rates,), (node_request,) = made.tiers, made.rates, node.logic.node_requests.in_stage(Stage.QUEUED)
+    (tier,), (rates,), (node_request,) = made.tiers, made.rates, node.logic.node_requests.in_stage(RequestState.WAITING)
     rates.add([0], 1.0)
     before_s = rates.expected_s([0])
     assert not tier.holds_up(node_request, 0, node.now)
@@ -293,7 +293,7 @@ async def test_the_second_tier_has_copies_of_what_was_in_blocks_that_host_others
     engine = {"model": str(tiny_model), "device": "cpu", "dtype": "bfloat16"}
     sizes = {"num_blocks": MOST_BLOCKS, "num_tier_blocks": MOST_BLOCKS, "max_num_seqs": 4}
     prompt = [(7 * at * at + 3 * at) % 200 for at in range(900)]
-    async with running(tmp_path, engine=engine, **sizes, max_num_batched_tokens=512, kv_annexes=True) as node:
+    async with running(tmp_path, engine=engine, **sizes, max_num_batched_tokens=512, distributed_kv=True) as node:
         node.local("first", prompt, max_tokens=12)
         await node.idle()
         await asyncio.to_thread(_host_others, node)
@@ -314,10 +314,10 @@ def _host_others(node):
         num_blocks = num_tiles * 256 // layout.block_size
         return memoryview(random.bytes(keys * num_blocks)), memoryview(random.bytes(values * num_blocks))
 
-    offer, layout = node.node.hello().annexes.host, node.engine.layout
+    offer, layout = node.node.hello().remote_kvs.host, node.engine.layout
     sizes = node.engine.partial_attention()
     bytes_of = {"row_bytes": sizes.row_bytes, "partial_bytes": sizes.partial_bytes}
-    annex = open_annex(offer.address, offer.key, NUM_TILES, layout.layers, read, asker=Asker(0), **bytes_of)
-    assert annex is not None
-    assert annex.num_tiles == NUM_TILES
-    annex.close()
+    remote_kv = open_remote_kv(offer.address, offer.key, NUM_TILES, layout.layers, read, asker=Asker(0), **bytes_of)
+    assert remote_kv is not None
+    assert remote_kv.num_tiles == NUM_TILES
+    remote_kv.close()

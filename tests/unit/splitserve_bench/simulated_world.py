@@ -188,7 +188,7 @@ class World:
                 is_whole = outcome.num_output_tokens == planned.output_tokens
                 self.seen["whole" if is_whole else "cut"] += 1
             self.seen["failed"] += bool(outcome.error)
-        self.seen["moved"] += metrics.moves["moved"]
+        self.seen["migrated"] += metrics.migrations["migrated"]
 
     # ---- troubles ----
 

@@ -99,7 +99,7 @@ def test_what_is_promised(described, promise):
 
 
 GOOD = Played("crowd", "7 outputs at the same time", True, None)
-MISSED = Played("moved", "0 moves", False, None)
+MISSED = Played("migrated", "0 moves", False, None)
 BAD = Played("chunks of 16", "3 prompts cut", True, Difference(2, 17, is_token=False))
 
 

@@ -455,8 +455,8 @@ def test_a_device_without_such_kernels_makes_them_whole_in_each_step(folder):
     h100 = DEVICES["h100"]
     model = read_model_sizes(folder).stored_as("int8", "auto")
     steps = Roofline(model, h100, link_of("nvlink", h100), 1)
-    moved_bytes = 5 * (BODY + END) + 1000 * model.rank_token_bytes(1)
-    assert steps.answers_s(1, 1000) == pytest.approx(moved_bytes / (h100.bytes_per_s * MEMORY) + 8 * LAYER_S)
+    migrated_bytes = 5 * (BODY + END) + 1000 * model.rank_token_bytes(1)
+    assert steps.answers_s(1, 1000) == pytest.approx(migrated_bytes / (h100.bytes_per_s * MEMORY) + 8 * LAYER_S)
 
 
 def test_keys_and_values_in_8_bits_leave_room_for_twice_as_many(folder):

@@ -137,7 +137,7 @@ def chats(count, profile=PROFILE, size=SPLIT, every_s=20.0):
 
 def test_a_turn_is_lent_what_the_answer_before_has_left_where_that_is_faster_than_computing_it():
     """Four blocks that travel take 4 ms, and 64 tokens that are computed 64."""
-    (lent,), (computed,) = chats(1), chats(1, size=replace(SPLIT, kv_lending="never"))
+    (lent,), (computed,) = chats(1), chats(1, size=replace(SPLIT, remote_prefix_fetch="never"))
     assert computed.timeline["prefill_s"] == pytest.approx(chunk_s(180 - 96))
     assert lent.timeline["prefill_s"] == pytest.approx(chunk_s(180 - 160))
     loan_s = 2 * MESSAGE_S + 4 * BLOCK_S + LATENCY_S
@@ -146,7 +146,7 @@ def test_a_turn_is_lent_what_the_answer_before_has_left_where_that_is_faster_tha
     check_phases(lent)
 
 
-def test_loans_that_take_longer_than_computing_end_when_that_has_been_measured():
+def test_prefix_fetches_that_take_longer_than_computing_end_when_that_has_been_measured():
     """What is not there in time is computed after all: the least patience is 250 ms."""
     slow = replace(PROFILE, corridor=CorridorProfile(LATENCY_S, BLOCK_BYTES / 0.1))
     turns = chats(5, slow)

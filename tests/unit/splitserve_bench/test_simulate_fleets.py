@@ -83,7 +83,7 @@ def test_all_kinds_of_trouble_together():
         world = World(seed, troubles=TROUBLES * 2)
         world.run()
         seen += world.seen
-    names = ("cut", "lost", "flipped", "drained", "moved", "kept", "preempted", "restarted", "whole")
+    names = ("cut", "lost", "flipped", "drained", "migrated", "kept", "preempted", "restarted", "whole")
     assert min(seen[each] for each in names) > 10, seen
 
 

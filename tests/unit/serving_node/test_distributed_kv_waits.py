@@ -5,12 +5,12 @@ from random import Random
 import pytest
 
 from kv_transfer.results import TransferFailed
-from serving_core.node_requests import Stage
+from serving_core.node_requests import RequestState
 from serving_core.requests import MEAN, Pooling
-from serving_node.annexing import PATIENCE_S, RETRY_S
 from serving_node.claims import HOLD_S
-from tests.unit.serving_node.annex_kit import TILE, Fellows, LongNode
+from serving_node.distributed_kv import PATIENCE_S, RETRY_S
 from tests.unit.serving_node.logic_kit import LAYOUT
+from tests.unit.serving_node.remote_kv_kit import TILE, Fellows, LongNode
 
 
 class Refused(LongNode):
@@ -53,7 +53,7 @@ def test_an_older_answer_takes_no_more_of_a_long_request_than_it_lacks(num_tiles
         num_lost = max(num_lost, most - long.num_computed)
         node.refuse()
         assert node.compute()
-        assert long.num_annexed_blocks * LAYOUT.block_size == num_tiles * TILE
+        assert long.num_remote_blocks * LAYOUT.block_size == num_tiles * TILE
     assert "failed" not in node.told
     assert num_lost > 0
 
@@ -83,7 +83,7 @@ def test_an_older_long_answer_takes_a_block_of_a_younger_one_where_hosts_have_no
         node.compute()
         node.refuse()
     assert long.request.num_output_tokens == num_before + 3
-    assert younger.stage is Stage.QUEUED
+    assert younger.stage is RequestState.WAITING
 
 
 def test_hosts_are_asked_again_as_soon_as_a_step_is_done_that_was_running():
@@ -137,14 +137,14 @@ def test_blocks_that_come_free_are_not_granted_to_what_is_younger_than_a_prompt_
     while older in node.logic.node_requests:
         node.go_on()
     node.go_on()
-    assert younger.stage is Stage.AWAITING
+    assert younger.stage is RequestState.WAITING_FOR_BLOCKS
     assert len(long.lease.block_ids) == 8
     while long in node.logic.node_requests:
         node.tick(node.now + RETRY_S)
         if node.opening is not None:
             node.put(1)
         node.compute()
-    assert younger.stage is Stage.GRANTED
+    assert younger.stage is RequestState.RECEIVING_KV
 
 
 @pytest.mark.parametrize("step_s", [0.1, 6.0])
@@ -176,7 +176,7 @@ def test_a_grant_of_which_nothing_has_come_gives_way_at_once(has_begun, waits_s)
     node = Host()
     node.allocator.allocate(1)
     granted = [node.await_prompt(str(age), age, num_tokens=11) for age in (5, 6)]
-    assert [each.stage for each in granted] == [Stage.GRANTED] * 2
+    assert [each.stage for each in granted] == [RequestState.RECEIVING_KV] * 2
     for each in granted * has_begun:
         node.logic.coming(each.request.epoch)
     assert not node.asked()
@@ -189,7 +189,7 @@ def test_a_grant_of_which_nothing_has_come_gives_way_at_once(has_begun, waits_s)
     node.logic.received(granted[1].request.epoch, TransferFailed("TRANSFER_FAILED", "revoked"), node.now)
     node.take()
     assert len(node.asked()) == 4
-    assert granted[1].stage is Stage.AWAITING
+    assert granted[1].stage is RequestState.WAITING_FOR_BLOCKS
 
 
 def test_for_each_further_tile_nobody_waits_so_long_again():
@@ -207,7 +207,7 @@ def test_for_each_further_tile_nobody_waits_so_long_again():
             node.compute()
     assert given_s[0] >= HOLD_S
     assert given_s[1] < given_s[0] + HOLD_S
-    assert younger[0].stage is Stage.QUEUED
+    assert younger[0].stage is RequestState.WAITING
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
-from kv_transfer.annexes.wire import ASKER_BYTES, KEY_BYTES, Asker, Header, Kind, hear, hear_payload, tell
+from kv_transfer.distributed_kv.wire import ASKER_BYTES, KEY_BYTES, Asker, Header, Kind, hear, hear_payload, tell
 from kv_transfer.results import TransferError
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
 
 logger = logging.getLogger(__name__)
 
-MAX_ANNEXES: Final = 64  # at a time; more are refused
+MAX_REMOTE_KVS: Final = 64  # at a time; more are refused
 MAX_STRANGERS: Final = 64  # connections that have not shown the key; the oldest is closed for a new one
-IDLE_S: Final = 600.0  # after which an idle annex is closed
+IDLE_S: Final = 600.0  # after which an idle remote KV is closed
 MESSAGE_S: Final = 10.0
 ACCEPT_PAUSE_S: Final = 0.1  # after a connection that could not be accepted, such as without file descriptors
 MAX_ROWS: Final = 1024  # of queries in one message
@@ -45,7 +45,7 @@ class Pool(Protocol):
     def write(self, layer: int, block_ids: Sequence[int], keys: memoryview, values: memoryview) -> None: ...
 
 
-class AnnexHost:
+class KVHolder:
     """Serve tiles of other nodes' requests.
 
     `lease` takes a number, the most tiles and the asker, and returns the blocks of as many tiles as there is room for;
@@ -80,14 +80,16 @@ class AnnexHost:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             self._listener = socket.create_server((address.strip("[]"), port), family=family)
         except OSError as error:
-            raise SettingsError(f"cannot listen for annexes on {address}:{port}: {error.strerror or error}") from error
+            raise SettingsError(
+                f"cannot listen for remote KV on {address}:{port}: {error.strerror or error}"
+            ) from error
         self.address: Final = f"{address}:{self._listener.getsockname()[1]}"
         self._threads: list[threading.Thread] = []  # of the connections; used by the acceptor only
-        self._acceptor = threading.Thread(target=self._accept, name="annexes", daemon=True)
+        self._acceptor = threading.Thread(target=self._accept, name="remote_kvs", daemon=True)
         self._acceptor.start()
 
     def recall(self, number: int) -> None:
-        """End an annex whose blocks are needed, and tell its owner.
+        """End remote KV whose blocks are needed, and tell its owner.
 
         `release` follows as soon as no thread uses the blocks.
         """
@@ -97,7 +99,7 @@ class AnnexHost:
                 _shut(connection, socket.SHUT_RD)
 
     def close(self) -> None:
-        """End all annexes."""
+        """End all remote KV."""
         with self._lock:
             self._is_closed = True
             connections = list(self._connections.values())
@@ -115,7 +117,7 @@ class AnnexHost:
             except OSError as error:
                 if self._is_closed:
                     return
-                logger.warning("a connection for an annex was not accepted: %s", error)
+                logger.warning("a connection for remote KV was not accepted: %s", error)
                 time.sleep(ACCEPT_PAUSE_S)
                 continue
             with self._lock:
@@ -128,12 +130,12 @@ class AnnexHost:
                 number = self._num_opened
                 self._connections[number] = self._strangers[number] = connection
             thread = threading.Thread(
-                target=self._serve, args=(number, connection), name=f"annex-{number}", daemon=True
+                target=self._serve, args=(number, connection), name=f"remote KV-{number}", daemon=True
             )
             try:
                 thread.start()
             except RuntimeError as error:
-                logger.warning("there is no thread for an annex: %s", error)
+                logger.warning("there is no thread for remote KV: %s", error)
                 self._forget(number, connection)
                 continue
             self._threads = [each for each in self._threads if each.is_alive()] + [thread]
@@ -148,7 +150,7 @@ class AnnexHost:
             self._hold(number, connection)
         except (OSError, TransferError, RuntimeError) as error:
             if not self._is_closed and number not in self._recalled:
-                logger.warning("an annex is given up: %s", error or type(error).__name__)
+                logger.warning("remote KV is given up: %s", error or type(error).__name__)
         finally:
             self._release(number)
             if number in self._recalled:
@@ -167,7 +169,7 @@ class AnnexHost:
         if header is None:
             return
         if header.kind is not Kind.OPEN:
-            raise TransferError("the first message opens no annex")
+            raise TransferError("the first message opens no remote KV")
         payload = bytes(hear_payload(connection, header, KEY_BYTES + ASKER_BYTES))
         if not hmac.compare_digest(payload[:KEY_BYTES], self._key):
             raise TransferError("it was asked for with another key")
@@ -177,10 +179,10 @@ class AnnexHost:
 
     @contextlib.contextmanager
     def _known(self, number: int) -> Iterator[None]:
-        """Count an annex that has shown the key. Raises TransferError above MAX_ANNEXES."""
+        """Count remote KV that has shown the key. Raises TransferError above MAX_REMOTE_KVS."""
         with self._lock:
-            if self._num_known >= MAX_ANNEXES:
-                raise TransferError(f"there are {MAX_ANNEXES} annexes here, the most of a node")
+            if self._num_known >= MAX_REMOTE_KVS:
+                raise TransferError(f"there are {MAX_REMOTE_KVS} remote KV here, the most of a node")
             self._strangers.pop(number, None)
             self._num_known += 1
         try:

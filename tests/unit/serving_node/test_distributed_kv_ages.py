@@ -7,12 +7,12 @@ from random import Random
 import pytest
 
 from serving_core import reasons
-from serving_core.node_requests import Stage
-from serving_node.annexing import RETRY_S
+from serving_core.node_requests import RequestState
 from serving_node.claims import HOLD_S
+from serving_node.distributed_kv import RETRY_S
 from tests.effort import few
-from tests.unit.serving_node.annex_kit import Fellows, LongNode
 from tests.unit.serving_node.logic_kit import LAYOUT
+from tests.unit.serving_node.remote_kv_kit import Fellows, LongNode
 
 MOST_ROUNDS = 6000
 ASK_AGAIN_S = 1.0
@@ -65,8 +65,8 @@ class Load(Fellows):
     def num_held_before(self, node, age):
         """Blocks of the node that older requests of others have."""
         older = [each for other in self.nodes for each in other.logic.node_requests if each.age < age]
-        annexes = [annex for each in older for annex in each.request.annexes if annex.host is node]
-        return sum(len(annex.block_ids) for annex in annexes)
+        remote_kvs = [remote_kv for each in older for remote_kv in each.request.remote_kvs if remote_kv.host is node]
+        return sum(len(remote_kv.block_ids) for remote_kv in remote_kvs)
 
     def run(self):
         while self.ages:
@@ -160,15 +160,15 @@ def test_nobody_gives_tiles_up_in_vain_nor_for_a_younger_one(ages, num_tokens, n
 def test_whose_tiles_are_recalled_begins_again_and_has_the_whole_answer():
     node = LongNode()
     long = node.long(28, max_tokens=50)
-    while long.num_annexed_blocks < 4:
+    while long.num_remote_blocks < 4:
         if node.opening is not None:
             node.put(1)
         node.compute()
     num_tokens = len(long.request.token_ids)
-    recalled, kept = long.request.annexes
+    recalled, kept = long.request.remote_kvs
     recalled.is_recalled = True
     node.compute()
-    assert long.stage is Stage.QUEUED
+    assert long.stage is RequestState.WAITING
     assert node.closed == [recalled, kept]
     assert len(long.request.token_ids) == num_tokens  # what that step gave means nothing
     node.run()
@@ -209,7 +209,7 @@ def test_nobody_gives_way_to_one_whose_tiles_may_not_come():
         assert not node.host(3, age=6, is_again=True)
         node.tick(node.now + RETRY_S)
     node.compute()
-    assert younger.stage is Stage.WRITING
+    assert younger.stage is RequestState.RUNNING
 
 
 def test_nobody_waits_for_one_that_older_ones_leave_no_place():

@@ -23,7 +23,7 @@ from protos import fleet_pb2
 from protos.convert import attempt_of
 from serving_core import reasons
 from serving_core.leases import Leases
-from serving_core.node_requests import Move, NodeRequest, NodeRequests, Stage
+from serving_core.node_requests import Migration, NodeRequest, NodeRequests, RequestState
 from serving_node.decisions import CancelTransfer, Send, SendMore
 from serving_node.handovers import HandOvers
 from serving_node.outputs import Endings
@@ -31,7 +31,7 @@ from serving_node.outputs import Endings
 MAX_TAIL_TOKENS: Final = 512  # of 5 bytes each at most; leaves room for the numerics ids in a tail
 
 
-class Moves:
+class Migrations:
     """Track the migrations that leave one node."""
 
     def __init__(self, node_requests: NodeRequests, leases: Leases, hand_overs: HandOvers, endings: Endings) -> None:
@@ -54,7 +54,7 @@ class Moves:
             return
         try:
             descriptor = TransferDescriptor.decode(migrate.descriptor)
-            move = self._move(node_request, descriptor)
+            migration = self._migration(node_request, descriptor)
         except TransferError as error:
             self._fail(node_request, reasons.TRANSFER_FAILED, str(error))
             return
@@ -62,7 +62,7 @@ class Moves:
             message = "the answer was written behind other blocks than the other node has of its tokens"
             self._fail(node_request, reasons.PAIRING_MISMATCH, message)
             return
-        node_request.move, node_request.descriptor, node_request.is_sending = move, migrate.descriptor, True
+        node_request.migration, node_request.descriptor, node_request.is_sending = migration, migrate.descriptor, True
         self._under_way[node_request.request.epoch] = node_request
         self._endings.decide(Send(node_request, self._leases.final_blocks(node_request)))
         self._stop_if_due(node_request)
@@ -74,7 +74,7 @@ class Moves:
             return
         if node_request.hands_over:
             self._hand_overs.keep(node_request)
-        elif node_request.stage in (Stage.AWAITING, Stage.GRANTED):
+        elif node_request.stage in (RequestState.WAITING_FOR_BLOCKS, RequestState.RECEIVING_KV):
             self._endings.fail(node_request, reasons.PAIRING_MISMATCH, "what another node has the KV of cannot be kept")
         else:
             self._stay(node_request)
@@ -82,17 +82,17 @@ class Moves:
     def note_written(self, node_requests: Iterable[NodeRequest]) -> None:
         """Send the blocks that a finished step has filled; its tokens are already reported."""
         for node_request in node_requests:
-            if node_request.move is None or node_request.is_ending:
+            if node_request.migration is None or node_request.is_ending:
                 continue
             self._stop_if_due(node_request)
-            if node_request.stage is Stage.WRITING and node_request.num_computed % self._leases.block_size == 0:
+            if node_request.stage is RequestState.RUNNING and node_request.num_computed % self._leases.block_size == 0:
                 self._endings.decide(SendMore(node_request, self._leases.final_blocks(node_request)))
 
     def caught_up(self, epoch: int) -> None:
         """Note that all full blocks have left."""
         node_request = self._under_way.get(epoch)
-        if node_request is not None and node_request.move is not None and not node_request.is_ending:
-            node_request.move.has_caught_up = True
+        if node_request is not None and node_request.migration is not None and not node_request.is_ending:
+            node_request.migration.has_caught_up = True
             self._stop_if_due(node_request)
 
     def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
@@ -100,11 +100,11 @@ class Moves:
         node_request = self._under_way.pop(epoch)
         node_request.is_sending = False
         node_request.descriptor = b""
-        move, node_request.move = node_request.move, None
+        migration, node_request.migration = node_request.migration, None
         node_request.waiting_since_s = now
         if isinstance(result, Sent):
             self.num_kv_bytes += result.num_bytes
-        elif move is not None and not node_request.is_ending:
+        elif migration is not None and not node_request.is_ending:
             self.num_failed += 1
             self._fail(node_request, result.reason, result.message)
         self._endings.settle(node_request)
@@ -118,9 +118,9 @@ class Moves:
             self._endings.tell(failed=failed)
         return None if node_request is None or node_request.is_ending else node_request
 
-    def _move(self, node_request: NodeRequest, descriptor: TransferDescriptor) -> Move:
+    def _migration(self, node_request: NodeRequest, descriptor: TransferDescriptor) -> Migration:
         """Return the state of a new migration. Raises TransferError if the sequence cannot migrate."""
-        if node_request.stage is not Stage.WRITING:
+        if node_request.stage is not RequestState.RUNNING:
             raise TransferError("the answer is not being written now")
         if node_request.hosts:
             raise TransferError("the answer is longer than a pool, and stays")
@@ -134,34 +134,34 @@ class Moves:
         )
         if num_blocks > descriptor.num_blocks:
             raise TransferError(f"the answer has {num_blocks} blocks by now and {descriptor.num_blocks} were granted")
-        return Move(descriptor.num_blocks, descriptor.num_tokens)
+        return Migration(descriptor.num_blocks, descriptor.num_tokens)
 
     def _stop_if_due(self, node_request: NodeRequest) -> None:
-        move = node_request.move
-        if move is None or node_request.in_step or node_request.stage is not Stage.WRITING:
+        migration = node_request.migration
+        if migration is None or node_request.in_step or node_request.stage is not RequestState.RUNNING:
             return
-        if not move.has_caught_up and not self._is_at_limit(node_request, move):
+        if not migration.has_caught_up and not self._is_at_limit(node_request, migration):
             return
-        self._node_requests.enter(node_request, Stage.STOPPED)
-        node_request.tail = node_request.request.token_ids[move.num_tokens :]
+        self._node_requests.enter(node_request, RequestState.FROZEN)
+        node_request.tail = node_request.request.token_ids[migration.num_tokens :]
         self._hand_overs.finish_send(node_request)
 
     def _stay(self, node_request: NodeRequest) -> None:
-        if node_request.move is not None:
+        if node_request.migration is not None:
             self._endings.decide(CancelTransfer(node_request.request.epoch))
-        node_request.move = None
-        if node_request.stage is Stage.STOPPED:
-            self._node_requests.enter(node_request, Stage.WRITING)
+        node_request.migration = None
+        if node_request.stage is RequestState.FROZEN:
+            self._node_requests.enter(node_request, RequestState.RUNNING)
 
-    def _is_at_limit(self, node_request: NodeRequest, move: Move) -> bool:
+    def _is_at_limit(self, node_request: NodeRequest, migration: Migration) -> bool:
         """Return whether the other node could not take one more token."""
         num_blocks = self._leases.blocks_for(node_request.num_computed + 1)
-        num_unknown = len(node_request.request.token_ids) - move.num_tokens
-        return num_blocks > move.num_blocks or num_unknown == MAX_TAIL_TOKENS
+        num_unknown = len(node_request.request.token_ids) - migration.num_tokens
+        return num_blocks > migration.num_blocks or num_unknown == MAX_TAIL_TOKENS
 
     def _fail(self, node_request: NodeRequest, reason: str, message: str) -> None:
         wire = attempt_of(node_request.request)
-        self._endings.tell(move_failed=fleet_pb2.MoveFailed(attempt=wire, reason=reason, message=message))
+        self._endings.tell(migration_failed=fleet_pb2.MigrationFailed(attempt=wire, reason=reason, message=message))
 
 
 def _is_behind(node_request: NodeRequest, descriptor: TransferDescriptor) -> bool:

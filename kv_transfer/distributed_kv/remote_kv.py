@@ -5,8 +5,8 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from kv_transfer.annexes.wire import LEAST_S, MAX_BYTES, Asker, Kind, hear, hear_answer, tell
-from kv_transfer.results import AnnexRecalled, TransferError
+from kv_transfer.distributed_kv.wire import LEAST_S, MAX_BYTES, Asker, Kind, hear, hear_answer, tell
+from kv_transfer.results import RemoteKVRecalled, TransferError
 from serving_core.layout import KVLayout
 
 ROOM_S: Final = 3.0  # to connect and to learn whether there is room
@@ -14,10 +14,10 @@ PUT_S: Final = 10.0  # to send the tiles of one layer
 ANSWER_S: Final = 2.5  # for partials, for which a step waits; less than a step may take before it counts as stuck
 
 
-class Annex:
+class RemoteKV:
     """Hold whole tiles of a request in another node's pool.
 
-    Used by one thread at a time, closed by any thread. Every failure raises OSError and closes the annex.
+    Used by one thread at a time, closed by any thread. Every failure raises OSError and closes the remote KV.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Annex:
     def carry(self, layer: int, queries: memoryview, partials: memoryview) -> memoryview:
         """Return the partials [rows] of these query rows over all keys up to the holder's last one.
 
-        `partials` are those over the keys before; the first annex gets none.
+        `partials` are those over the keys before; the first remote KV gets none.
         """
         num_rows = len(queries) // self._row_bytes
         with self._closed_by_errors():
@@ -61,7 +61,7 @@ class Annex:
 
     @contextlib.contextmanager
     def _closed_by_errors(self) -> Iterator[None]:
-        """Close the annex if the body raises, so that a late reply is not taken for the next one."""
+        """Close the remote KV if the body raises, so that a late reply is not taken for the next one."""
         try:
             yield
         except OSError as error:
@@ -70,7 +70,7 @@ class Annex:
             self.close()
             raise
         except TransferError as error:
-            self.is_recalled |= isinstance(error, AnnexRecalled)
+            self.is_recalled |= isinstance(error, RemoteKVRecalled)
             self.close()
             raise ConnectionError(str(error)) from error
 
@@ -86,12 +86,12 @@ def _has_recalled(connection: socket.socket) -> bool:
 
 
 def most_tiles_of(layout: KVLayout, tile_tokens: int) -> int:
-    """Return the most tiles of one annex, since the tiles of each layer are sent in one message."""
+    """Return the most tiles of one remote KV, since the tiles of each layer are sent in one message."""
     tile_bytes = max(sum(layout.plane_bytes(layer)) for layer in layout.layers) * (tile_tokens // layout.block_size)
     return MAX_BYTES // tile_bytes
 
 
-def open_annex(
+def open_remote_kv(
     address: str,
     key: bytes,
     most_tiles: int,
@@ -101,7 +101,7 @@ def open_annex(
     asker: Asker,
     row_bytes: int,
     partial_bytes: int,
-) -> Annex | None:
+) -> RemoteKV | None:
     """Send as many tiles as the node has room for, at most `most_tiles`; return None without room.
 
     `read` returns keys and values of a layer's leading tiles. Raises OSError or TransferError.
@@ -124,4 +124,4 @@ def open_annex(
     except BaseException:
         connection.close()
         raise
-    return Annex(address, connection, header.number, row_bytes=row_bytes, partial_bytes=partial_bytes)
+    return RemoteKV(address, connection, header.number, row_bytes=row_bytes, partial_bytes=partial_bytes)

@@ -18,7 +18,7 @@ BLOCK_SIZE = 8
 POOL_TOKENS = 1024
 DTYPE = "float32"
 GREEDY = {"temperature": 0, "ignore_eos": True}
-NODE = {"num_kv_blocks": POOL_TOKENS // BLOCK_SIZE, "kv_annexes": True, "dtype": DTYPE}
+NODE = {"num_kv_blocks": POOL_TOKENS // BLOCK_SIZE, "distributed_kv": True, "dtype": DTYPE}
 FOUR = {"num_prefill": 0, "num_decode": 0, "num_both": 4, "node": NODE}
 
 
@@ -27,8 +27,8 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     write_tiny_model(folder, num_key_value_heads=2, max_position_embeddings=4096)
     node = EngineSettings(model=str(folder), num_kv_blocks=1, block_size=BLOCK_SIZE, dtype=DTYPE)
-    if not Engine(node).takes_annexes:
-        pytest.skip(f"the kernels of this CPU promise nothing for {DTYPE}, without which nodes refuse --kv-annexes")
+    if not Engine(node).holds_remote_kv:
+        pytest.skip(f"the kernels of this CPU promise nothing for {DTYPE}, without which nodes refuse --distributed-kv")
     return folder
 
 

@@ -9,23 +9,23 @@ import pytest
 
 from engine.attention.partial import TILE_KEYS
 from engine.engine import Engine
-from kv_transfer.annexes.wire import Asker
+from kv_transfer.distributed_kv.wire import Asker
 from protos import convert, fleet_pb2
 from serving_core.blocks import BlockAllocator
 from serving_core.errors import SettingsError
-from serving_core.node_requests import Host, Stage
+from serving_core.node_requests import Host, RequestState
 from serving_core.settings import EngineSettings
 from serving_core.tls_settings import TlsSettings
-from serving_node.annex_ends import AnnexEnds, tile_tokens
-from serving_node.annexing import PATIENCE_S, RETRY_S
 from serving_node.claims import HOLD_S, LAPSE_S, MOST_STEP_S, Hosting
-from serving_node.decisions import OpenAnnex
+from serving_node.decisions import OpenRemoteKV
+from serving_node.distributed_kv import PATIENCE_S, RETRY_S
 from serving_node.exposure import check_network
 from serving_node.link import LinkSettings
+from serving_node.remote_kv_ends import RemoteKVEnds, tile_tokens
 from serving_node.settings import NodeSettings
 from tests.tls_kit import authority, flags_of
-from tests.unit.serving_node.annex_kit import TILE, Fellows, LongNode
 from tests.unit.serving_node.logic_kit import LAYOUT
+from tests.unit.serving_node.remote_kv_kit import TILE, Fellows, LongNode
 from tests.unit.serving_node.runner_kit import DEADLINE_S
 
 
@@ -54,12 +54,12 @@ def test_it_holds_still_while_tiles_leave_and_others_go_on():
     short = node.ask("short", 2, 2, max_tokens=20)
     while node.opening is None:
         node.compute()
-    assert long.is_annexing
+    assert long.is_distributed
     num_long, num_short = len(long.request.token_ids), len(short.request.token_ids)
     assert node.compute() == 1
     assert [len(each.request.token_ids) for each in (long, short)] == [num_long, num_short + 1]
     assert node.put(2) >= 2
-    assert long.num_annexed_blocks == 4
+    assert long.num_remote_blocks == 4
     assert node.compute() == 2
 
 
@@ -98,7 +98,7 @@ def test_a_long_one_that_is_older_gets_room_from_those_that_are_read(is_kept):
     younger = [node.read_for_another(name, age, tokens) for name, age, tokens in (("a", 2, 18), ("b", 3, 5))]
     while node.compute():
         pass
-    assert [each.stage for each in younger] == [Stage.READ] * 2
+    assert [each.stage for each in younger] == [RequestState.PREFILLED] * 2
     long = node.long(46, max_tokens=2)
     node.compute()
     for each in younger * is_kept:
@@ -164,21 +164,21 @@ def test_nobody_gives_way_to_a_younger_one_nor_in_vain(age, num_hosted):
     assert not node.host(1, age=0)  # it may get room yet
     node.put(0)
     assert bool(node.host(1, age)) == bool(num_hosted)
-    assert (long.stage is Stage.QUEUED) == bool(num_hosted)
+    assert (long.stage is RequestState.WAITING) == bool(num_hosted)
     node.logic.hosting.release(2)
     assert len(node.host(9, age=2)) == 6 * num_hosted  # three quarters, or nothing
 
 
-def test_a_lost_annex_fails_the_attempt_and_its_token_is_not_told():
+def test_a_lost_remote_kv_fails_the_attempt_and_its_token_is_not_told():
     node = LongNode()
     long = node.long(28, max_tokens=50)
-    while not long.num_annexed_blocks:
+    while not long.num_remote_blocks:
         if node.opening is not None:
             node.put(1)
         node.compute()
-    assert long.stage is Stage.WRITING
+    assert long.stage is RequestState.RUNNING
     num_tokens, node.told = len(long.request.token_ids), []
-    long.request.annex_error = "it is gone"
+    long.request.remote_kv_error = "it is gone"
     node.compute()
     assert node.told == ["failed"]
     assert len(long.request.token_ids) == num_tokens
@@ -201,7 +201,7 @@ class BusyHost(LongNode):
 
     def go_on(self, beside=lambda: None):
         """One step of short ones that come and go, without end; and a tick, if one is due."""
-        while self.logic.node_requests.count(Stage.QUEUED) < 3:
+        while self.logic.node_requests.count(RequestState.WAITING) < 3:
             self._next_age += 1
             self.ask(f"short-{self._next_age}", self._next_age, 5, max_tokens=3)
         if (wake_at_s := self.logic.wake_at_s) is not None and self.now >= wake_at_s:
@@ -247,7 +247,7 @@ def test_nobody_waits_for_one_that_does_not_ask_any_more(step_s, waits_s):
     large = node.ask("large", 99, 17, max_tokens=1)  # it would leave less than a tile
     while node.compute():
         assert node.now < ends_s
-    assert large.stage is Stage.QUEUED
+    assert large.stage is RequestState.WAITING
     assert node.logic.wake_at_s == pytest.approx(ends_s)
     node.tick(ends_s)
     assert node.logic.wake_at_s is None
@@ -271,9 +271,9 @@ def test_what_another_node_reads_gets_no_credit_before_an_older_one_that_waits()
     younger, older = node.await_prompt("younger", 50, num_tokens=17), node.await_prompt("older", 0)
     while node.compute():
         pass
-    assert [older.stage, younger.stage] == [Stage.GRANTED, Stage.AWAITING]
+    assert [older.stage, younger.stage] == [RequestState.RECEIVING_KV, RequestState.WAITING_FOR_BLOCKS]
     node.tick(node.now + LAPSE_S)
-    assert younger.stage is Stage.GRANTED
+    assert younger.stage is RequestState.RECEIVING_KV
 
 
 def test_nobody_gives_way_to_what_may_not_start():
@@ -288,7 +288,7 @@ def test_nobody_gives_way_to_what_may_not_start():
     while node.compute():
         pass
     assert filling not in node.logic.node_requests
-    assert [waiting.stage, read.stage] == [Stage.QUEUED, Stage.READ]
+    assert [waiting.stage, read.stage] == [RequestState.WAITING, RequestState.PREFILLED]
     assert len(node.host(1, age=1)) == 4
 
 
@@ -302,7 +302,7 @@ def test_a_long_answer_gives_way_to_an_older_one_that_has_waited():
         node.tick(node.now + 0.5)
         node.compute(node.ask_for(1))
     assert node.now >= HOLD_S
-    assert younger.stage is Stage.QUEUED
+    assert younger.stage is RequestState.WAITING
     node.logic.hosted(node.num_asked)
     node.tick(node.now + LAPSE_S)
     while younger in node.logic.node_requests:
@@ -343,10 +343,10 @@ def test_a_younger_one_that_is_longer_than_this_pool_leaves_room_too():
         assert node.now < HOLD_S
         if node.opening is not None:
             node.put(1)
-        is_due = younger.num_annexed_blocks and node.now >= asked_s + RETRY_S
+        is_due = younger.num_remote_blocks and node.now >= asked_s + RETRY_S
         asked_s = node.now if is_due else asked_s
         node.compute(*[node.ask_for(1)] * bool(is_due))
-    assert younger.stage is Stage.WRITING
+    assert younger.stage is RequestState.RUNNING
 
 
 @pytest.mark.parametrize(("most", "given"), [(1, 1), (3, 3), (9, 3)])
@@ -364,38 +364,38 @@ def test_a_host_keeps_a_quarter_of_its_pool(most, given):
 
 
 def test_a_node_that_cannot_says_so():
-    engine = SimpleNamespace(takes_annexes=False)
+    engine = SimpleNamespace(holds_remote_kv=False)
     assert tile_tokens(NodeSettings(), engine) == 0
     with pytest.raises(SettingsError, match="compiled kernels"):
-        tile_tokens(NodeSettings(kv_annexes=True), engine)
+        tile_tokens(NodeSettings(distributed_kv=True), engine)
 
 
-def test_annexes_in_the_open_are_refused_beside_tls(tmp_path):
+def test_remote_kvs_in_the_open_are_refused_beside_tls(tmp_path):
     tls = TlsSettings(**flags_of(authority(tmp_path, "node"), "node"))
     fields = {"kv_bind": "tcp://192.0.2.1:1", "link": LinkSettings(fleet_secret="s", tls=tls)}
     check_network(NodeSettings(**fields))
     with pytest.raises(SettingsError, match="in the open"):
-        check_network(NodeSettings(**fields, kv_annexes=True))
+        check_network(NodeSettings(**fields, distributed_kv=True))
 
 
-# ---- both ends of annexes ----
+# ---- both ends of remote KV ----
 
 BLOCK_SIZE = 16
 
 
 @asynccontextmanager
-async def annex_ends(model):
-    """Both ends of annexes of a node, and what they have told it: what others ask for, and what was opened."""
+async def remote_kv_ends(model):
+    """Both ends of remote KV of a node, and what they have told it: what others ask for, and what was opened."""
     engine, told = (
         EngineSettings(model=str(model), device="cpu", dtype="bfloat16", block_size=BLOCK_SIZE, num_kv_blocks=64),
         [],
     )
-    ends = AnnexEnds(
-        NodeSettings(engine=engine, kv_annexes=True).resolved("decode", "cpu"),
+    ends = RemoteKVEnds(
+        NodeSettings(engine=engine, distributed_kv=True).resolved("decode", "cpu"),
         Engine(engine),
         lambda number, most_tiles, asker: told.append((most_tiles, asker)) or [],
         lambda number: None,
-        lambda node_request, annex: told.append(annex),
+        lambda node_request, remote_kv: told.append(remote_kv),
     )
     try:
         yield ends, told
@@ -410,15 +410,15 @@ async def until(condition):
 
 
 async def test_a_host_that_cannot_even_be_asked_has_no_room(tiny_model):
-    async with annex_ends(tiny_model) as (ends, told):
+    async with remote_kv_ends(tiny_model) as (ends, told):
         asker = SimpleNamespace(age=0, longest_step_s=0.0, hosts=(Host("127.0.0.1:99999", bytes(32)),))
-        ends.carry_out(OpenAnnex(asker, list(range(64)), is_again=False))
+        ends.carry_out(OpenRemoteKV(asker, list(range(64)), is_again=False))
         await until(lambda: told == [None])
 
 
 async def test_a_host_is_told_what_is_to_be_known_of_whoever_asks(tiny_model):
-    async with annex_ends(tiny_model) as (ends, told):
+    async with remote_kv_ends(tiny_model) as (ends, told):
         asker = SimpleNamespace(age=7, longest_step_s=5.5, hosts=(Host(ends.address, ends.key),))
-        ends.carry_out(OpenAnnex(asker, list(range(2 * TILE_KEYS // BLOCK_SIZE)), is_again=True))
+        ends.carry_out(OpenRemoteKV(asker, list(range(2 * TILE_KEYS // BLOCK_SIZE)), is_again=True))
         await until(lambda: len(told) == 2)
         assert told == [(2, Asker(7, True, 5.5)), None]

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_transfer.annexes.wire import Asker
+from kv_transfer.distributed_kv.wire import Asker
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core.blocks import BlockAllocator
 from serving_core.costs import StepCosts, StepRates
 from serving_core.requests import Request, SampledToken, SamplingParams
 from serving_core.shapes import preset
-from serving_node.annexing import RETRY_S
-from serving_node.decisions import CloseAnnexes, OpenAnnex, RecallAnnex, Tell
+from serving_node.decisions import CloseRemoteKV, OpenRemoteKV, RecallRemoteKV, Tell
+from serving_node.distributed_kv import RETRY_S
 from serving_node.logic import Limits, NodeLogic
 from tests.toy_kv import FINGERPRINT, HERE
 from tests.unit.serving_node.logic_kit import LAYOUT, prompt_of
@@ -20,7 +20,7 @@ TILE = 8  # tokens, two blocks
 
 @dataclass(eq=False)
 class Away:
-    """An annex. What it holds is known where there is a host."""
+    """remote KV. What it holds is known where there is a host."""
 
     num_tiles: int
     number: int = 0
@@ -32,7 +32,7 @@ class Away:
 class LongNode:
     """One whose pool of eight blocks holds 32 tokens. Nothing is computed, but where it would be is noted."""
 
-    HOSTS = (fleet_pb2.AnnexHost(address="host:1", key=bytes(32)),)
+    HOSTS = (fleet_pb2.KVHolder(address="host:1", key=bytes(32)),)
 
     def __init__(self, num_slots=8, tile=TILE, num_blocks=8):
         self.allocator, self.now = BlockAllocator(num_blocks), 0.0
@@ -51,7 +51,7 @@ class LongNode:
             costs=StepCosts(),
         )
         self.openings, self.closed, self.told = [], [], []
-        self.recalled = []  # numbers of annexes
+        self.recalled = []  # numbers of remote KV
         self.on_failed = lambda event: None
         self.num_asked = 0
 
@@ -87,11 +87,11 @@ class LongNode:
     def take(self):
         for decision in self.logic.take_decisions():
             match decision:
-                case OpenAnnex():
+                case OpenRemoteKV():
                     self.openings.append(decision)
-                case CloseAnnexes(annexes=annexes):
-                    self.closed += annexes
-                case RecallAnnex(number=number):
+                case CloseRemoteKV(remote_kvs=remote_kvs):
+                    self.closed += remote_kvs
+                case RecallRemoteKV(number=number):
                     self.recalled.append(number)
                 case Tell(event=event):
                     self.told += event
@@ -105,8 +105,8 @@ class LongNode:
         self.take()
         beside()
         for work in works:
-            if any(annex.is_recalled for annex in work.request.annexes):
-                work.request.annex_error = "recalled"
+            if any(remote_kv.is_recalled for remote_kv in work.request.remote_kvs):
+                work.request.remote_kv_error = "recalled"
             else:
                 self._put_kv(work)
         self.now += step_s
@@ -118,8 +118,8 @@ class LongNode:
         """All of it that was computed before lies where it was."""
         token_ids = work.request.token_ids
         node_request = self.logic.node_requests.of(work.request)
-        num_away, whose = node_request.num_annexed_blocks, work.request.request_id if node_request.hosts else ""
-        away = [(annex.host, block) for annex in work.request.annexes for block in annex.block_ids]
+        num_away, whose = node_request.num_remote_blocks, work.request.request_id if node_request.hosts else ""
+        away = [(remote_kv.host, block) for remote_kv in work.request.remote_kvs for block in remote_kv.block_ids]
         table = away[:num_away] + [(self, block) for block in work.block_ids[num_away:]]
         for at in range(work.start + work.num_tokens):
             (node, block), slot = table[at // LAYOUT.block_size], at % LAYOUT.block_size
@@ -138,8 +138,8 @@ class LongNode:
         self.opened(Away(num_tiles) if num_tiles else None)
         return num_ready
 
-    def opened(self, annex):
-        self.logic.opened(self.openings.pop(0).node_request, annex, self.now)
+    def opened(self, remote_kv):
+        self.logic.opened(self.openings.pop(0).node_request, remote_kv, self.now)
         self.take()
 
     def copy_to(self, host, block_ids):
@@ -166,7 +166,7 @@ class LongNode:
         self.take()
 
     def run(self, most=500):
-        """Every annex holds what it is asked to."""
+        """Every remote KV holds what it is asked to."""
         for _ in range(most):
             if self.opening is not None:
                 self.put(1)
@@ -216,10 +216,12 @@ class Fellows:
     def _settle(self):
         """Blocks that are let go or taken back are free at once. Whose these were learns of it when it asks next."""
         for node_request in [each for node in self.nodes for each in node.logic.node_requests]:
-            for annex in node_request.request.annexes:
-                annex.is_recalled |= annex.number in annex.host.recalled
+            for remote_kv in node_request.request.remote_kvs:
+                remote_kv.is_recalled |= remote_kv.number in remote_kv.host.recalled
         for node in self.nodes:
-            over = [(annex.host, annex.number) for annex in node.closed] + [(node, each) for each in node.recalled]
+            over = [(remote_kv.host, remote_kv.number) for remote_kv in node.closed] + [
+                (node, each) for each in node.recalled
+            ]
             node.closed, node.recalled = [], []
             for host, number in over:
                 host.logic.hosted(number)

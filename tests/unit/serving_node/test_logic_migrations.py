@@ -4,8 +4,8 @@ import pytest
 
 from protos import convert
 from serving_core import reasons
-from serving_core.node_requests import Stage
-from serving_node import moves
+from serving_core.node_requests import RequestState
+from serving_node import migrations
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of
 
@@ -100,7 +100,7 @@ def test_one_that_has_all_the_granted_blocks_full_stops_at_once():
 
 
 def test_it_stops_before_its_tail_is_too_long(monkeypatch):
-    monkeypatch.setattr(moves, "MAX_TAIL_TOKENS", 6)
+    monkeypatch.setattr(migrations, "MAX_TAIL_TOKENS", 6)
     node, request = writes()
     node.migrate(request)
     assert len(node.steps()) == 5
@@ -112,7 +112,7 @@ def test_once_sent_it_is_held_until_the_coordinator_has_had_its_say():
     node.migrate(request)
     node.caught_up(request)
     node.sent(request, num_bytes=3 * BLOCK_BYTES)
-    assert stage(node) is Stage.STOPPED
+    assert stage(node) is RequestState.FROZEN
     assert node.step() == []
     assert node.num_free == 16 - 3
     assert node.load.num_kv_bytes == 3 * BLOCK_BYTES
@@ -150,7 +150,7 @@ def goes(node, request, state):
             node.sent(request)
         elif state == "failed":
             node.send_fails(request)
-        assert stage(node) is Stage.STOPPED
+        assert stage(node) is RequestState.FROZEN
 
 
 STATES = ["sending", "in step", "stopped", "sent", "failed"]
@@ -222,7 +222,7 @@ def test_a_transfer_that_fails_before_the_stop_is_told_and_it_writes_on(state):
     node, request = writes()
     goes(node, request, state)
     node.send_fails(request, "WORKER_LOST", "gone")
-    failed = node.event("a", "move_failed")
+    failed = node.event("a", "migration_failed")
     assert (failed.attempt.epoch, failed.reason, failed.message) == (request.epoch, "WORKER_LOST", "gone")
     node.keep(request)
     node.end()
@@ -235,7 +235,7 @@ def test_a_transfer_that_fails_before_the_stop_is_told_and_it_writes_on(state):
 def test_a_transfer_that_fails_after_the_stop_is_told_and_it_waits():
     node, request = writes()
     goes(node, request, "failed")
-    assert node.words("a") == ["first_token", "move_failed"]
+    assert node.words("a") == ["first_token", "migration_failed"]
     assert node.step() == []
     node.keep(request)
     node.steps()
@@ -248,7 +248,7 @@ def test_one_that_is_kept_writes_on(state):
     node, request = writes()
     goes(node, request, state)
     node.keep(request)
-    assert stage(node) is Stage.WRITING
+    assert stage(node) is RequestState.RUNNING
     is_ending = state not in ("sent", "failed")
     assert node.cancelled == [request.epoch] * is_ending
     node.end()
@@ -256,7 +256,7 @@ def test_one_that_is_kept_writes_on(state):
     assert node.tokens("a") == ANSWER[: len(node.tokens("a"))]
     if is_ending:
         node.send_fails(request)
-    assert ("move_failed" in node.words("a")) == (state == "failed")
+    assert ("migration_failed" in node.words("a")) == (state == "failed")
     node.steps()
     assert node.tokens("a") == ANSWER
     assert node.load.num_transfers_failed == (state == "failed")
@@ -268,7 +268,7 @@ def test_one_that_was_kept_can_move_again_when_the_first_transfer_has_ended():
     goes(node, request, "stopped")
     node.keep(request)
     node.migrate(request)
-    assert node.event("a", "move_failed").message == "the transfer before this one has not ended"
+    assert node.event("a", "migration_failed").message == "the transfer before this one has not ended"
     node.caught_up(request)  # of the first
     node.send_fails(request)
     node.step()
@@ -305,9 +305,9 @@ def test_what_moves_is_not_preempted_and_does_not_preempt_itself():
     while node.step():
         pass
     assert node.load.num_preemptions == 0
-    assert {stage(node), stage(node, "old")} == {Stage.WRITING}, "both wait for a block"
+    assert {stage(node), stage(node, "old")} == {RequestState.RUNNING}, "both wait for a block"
     node.caught_up(request)
-    assert stage(node) is Stage.STOPPED
+    assert stage(node) is RequestState.FROZEN
     assert node.step() == []
     node.sent(request)
     node.cancel(request)
@@ -382,7 +382,7 @@ def test_nothing_is_taken_back_while_it_will_let_go(state):
 def test_a_descriptor_that_does_not_fit_is_told_and_it_writes_on(descriptor, message):
     node, request = writes()
     node.migrate(request, **descriptor)
-    failed = node.event("a", "move_failed")
+    failed = node.event("a", "migration_failed")
     assert failed.reason == reasons.TRANSFER_FAILED
     assert message in failed.message
     node.steps()
@@ -395,7 +395,7 @@ def test_the_step_that_runs_counts_for_what_it_needs():
     assert node_request(node).num_computed == 12
     node.begin()
     node.migrate(request, num_blocks=3)
-    assert node.event("a", "move_failed").message == "the answer has 4 blocks by now and 3 were granted"
+    assert node.event("a", "migration_failed").message == "the answer has 4 blocks by now and 3 were granted"
 
 
 @pytest.mark.parametrize("state", ["queued", "reading", "for another node", "stopped"])
@@ -407,7 +407,7 @@ def test_what_is_not_being_written_cannot_move(state):
     if state == "stopped":
         goes(node, request, "sent")
     node.migrate(request)
-    assert node.event("a", "move_failed").message == "the answer is not being written now"
+    assert node.event("a", "migration_failed").message == "the answer is not being written now"
     assert request.epoch not in node.sending
 
 

@@ -9,14 +9,14 @@ from typing import Final, TypeVar
 
 from engine.attention.partial import TILE_KEYS
 from engine.engine import Engine
-from kv_transfer.annexes.annex import Annex, most_tiles_of, open_annex
-from kv_transfer.annexes.host import AnnexHost
-from kv_transfer.annexes.wire import KEY_BYTES, Asker
-from kv_transfer.descriptor import annex_address_of
+from kv_transfer.descriptor import holder_address_of
+from kv_transfer.distributed_kv.holder import KVHolder
+from kv_transfer.distributed_kv.remote_kv import RemoteKV, most_tiles_of, open_remote_kv
+from kv_transfer.distributed_kv.wire import KEY_BYTES, Asker
 from kv_transfer.results import TransferError
 from serving_core.errors import SettingsError
 from serving_core.node_requests import NodeRequest
-from serving_node.decisions import CloseAnnexes, OpenAnnex, RecallAnnex
+from serving_node.decisions import CloseRemoteKV, OpenRemoteKV, RecallRemoteKV
 from serving_node.settings import NodeSettings
 
 logger = logging.getLogger(__name__)
@@ -29,17 +29,17 @@ T = TypeVar("T")
 
 def tile_tokens(settings: NodeSettings, engine: Engine) -> int:
     """Return the tokens of a tile; 0 without distributed KV. Raises SettingsError if it is set and not supported."""
-    if not settings.kv_annexes:
+    if not settings.distributed_kv:
         return 0
-    if not engine.takes_annexes:
+    if not engine.holds_remote_kv:
         raise SettingsError(
-            "--kv-annexes is for one rank of one stage that computes all with the compiled kernels, "
+            "--distributed-kv is for one rank of one stage that computes all with the compiled kernels, "
             "without windows, in blocks that divide 256 tokens (docs/limits.md)"
         )
     return TILE_KEYS
 
 
-class AnnexEnds:
+class RemoteKVEnds:
     """Connect the node's logic to KV holders and their clients.
 
     Created in the node's event loop, if there are tiles.
@@ -51,7 +51,7 @@ class AnnexEnds:
         engine: Engine,
         lease: Callable[[int, int, Asker], list[int]],
         release: Callable[[int], None],
-        on_opened: Callable[[NodeRequest, Annex | None], None],
+        on_opened: Callable[[NodeRequest, RemoteKV | None], None],
     ) -> None:
         """Listen for tiles of other nodes.
 
@@ -62,39 +62,39 @@ class AnnexEnds:
         self._blocks_each = TILE_KEYS // engine.layout.block_size
         self._most_tiles = most_tiles_of(engine.layout, TILE_KEYS)
         self._lease, self._release, self._on_opened = lease, release, on_opened
-        self._threads = ThreadPoolExecutor(MAX_OPENING, thread_name_prefix="annexes")
+        self._threads = ThreadPoolExecutor(MAX_OPENING, thread_name_prefix="remote_kvs")
         self.key: Final = secrets.token_bytes(KEY_BYTES)
         partials = engine.partial_attention()
         self._sizes = {"row_bytes": partials.row_bytes, "partial_bytes": partials.partial_bytes}
-        where = annex_address_of(settings.kv_transport, settings.kv_bind)
-        self._host = AnnexHost(*where, self.key, engine.pool, partials, self._leased, self._released, TILE_KEYS)
+        where = holder_address_of(settings.kv_transport, settings.kv_bind)
+        self._host = KVHolder(*where, self.key, engine.pool, partials, self._leased, self._released, TILE_KEYS)
 
     @property
     def address(self) -> str:
         return self._host.address
 
-    def carry_out(self, decision: OpenAnnex | RecallAnnex | CloseAnnexes) -> None:
+    def carry_out(self, decision: OpenRemoteKV | RecallRemoteKV | CloseRemoteKV) -> None:
         """Carry out a decision.
 
-        The result of OpenAnnex goes to `on_opened`; recalled blocks are returned by `release`.
+        The result of OpenRemoteKV goes to `on_opened`; recalled blocks are returned by `release`.
         """
         match decision:
-            case OpenAnnex():
+            case OpenRemoteKV():
                 self._begin(decision)
-            case RecallAnnex(number=number):
+            case RecallRemoteKV(number=number):
                 self._host.recall(number)
-            case CloseAnnexes(annexes=annexes):
-                for annex in annexes:
-                    annex.close()
+            case CloseRemoteKV(remote_kvs=remote_kvs):
+                for remote_kv in remote_kvs:
+                    remote_kv.close()
 
-    def _begin(self, decision: OpenAnnex) -> None:
+    def _begin(self, decision: OpenRemoteKV) -> None:
         opening = self._threads.submit(self._open, decision)
 
-        def report(ended: "Future[Annex | None]") -> None:
+        def report(ended: "Future[RemoteKV | None]") -> None:
             if error := ended.exception():
-                logger.error("an annex was not opened", exc_info=error)
-            annex = None if error else ended.result()
-            self._in_loop(lambda: self._on_opened(decision.node_request, annex))
+                logger.error("remote KV was not opened", exc_info=error)
+            remote_kv = None if error else ended.result()
+            self._in_loop(lambda: self._on_opened(decision.node_request, remote_kv))
 
         opening.add_done_callback(report)
 
@@ -103,7 +103,7 @@ class AnnexEnds:
         self._host.close()
         self._threads.shutdown(wait=True)
 
-    def _open(self, decision: OpenAnnex) -> Annex | None:
+    def _open(self, decision: OpenRemoteKV) -> RemoteKV | None:
         """Place tiles on the first host with room; None without such a host."""
         node_request, block_ids = decision.node_request, decision.block_ids
         asker = Asker(node_request.age, decision.is_again, node_request.longest_step_s)
@@ -114,7 +114,7 @@ class AnnexEnds:
         most_tiles = min(len(block_ids) // self._blocks_each, self._most_tiles)
         for host in node_request.hosts:
             try:
-                annex = open_annex(
+                remote_kv = open_remote_kv(
                     host.address,
                     host.key,
                     most_tiles,
@@ -126,8 +126,8 @@ class AnnexEnds:
             except (OSError, ValueError, TransferError) as error:
                 logger.warning("a node takes no blocks of a request: %s", error or type(error).__name__)
                 continue
-            if annex is not None:
-                return annex
+            if remote_kv is not None:
+                return remote_kv
         return None
 
     def _leased(self, number: int, most_tiles: int, asker: Asker) -> list[int]:
@@ -142,4 +142,4 @@ class AnnexEnds:
         try:
             self._loop.call_soon_threadsafe(function)
         except RuntimeError:  # the loop is closed, and the pool with it
-            logger.debug("an annex ends after its node")
+            logger.debug("remote KV ends after its node")

@@ -9,23 +9,23 @@ from protos import fleet_pb2, inference_pb2
 from serving_core.due import Due
 from serving_core.prefix import GRAFT
 from tests import fleet_events as events
-from tests.unit.coordinator.tracker_kit import MAX_TOKENS, PROMPT, MovingWorld, World
+from tests.unit.coordinator.tracker_kit import MAX_TOKENS, PROMPT, MigratingWorld, World
 
 
 @pytest.fixture
 def world():
-    return MovingWorld()
+    return MigratingWorld()
 
 
 def test_the_target_is_told_who_will_dial_it():
-    world = MovingWorld(nodes=("p0",), source={"kv_keys": [b"k" * 32]})
+    world = MigratingWorld(nodes=("p0",), source={"kv_keys": [b"k" * 32]})
     world.attach("d1")
     world.begin()
     assert list(world.reserve.sender_keys) == [b"k" * 32]
 
 
 def test_the_target_is_told_of_the_ranks_that_will_send():
-    world = MovingWorld(nodes=("p0",), source={"tp_size": 2, "pp_size": 3})
+    world = MigratingWorld(nodes=("p0",), source={"tp_size": 2, "pp_size": 3})
     world.attach("d1")
     world.begin()
     assert (world.reserve.prefill_tp_size, world.reserve.prefill_pp_size) == (2, 3)
@@ -42,7 +42,7 @@ def test_an_answer_moves_and_tells_what_it_has_cost(world):
     assert world.tell("d1", events.reserved(world.target, b"xyz"), 2.0) == ["migrate d0"]
     assert (world.attempt, world.descriptor) == (world.source, b"xyz")
     assert world.step(world.source, 2, now=3.0) == ["emit 2:102"]  # it writes on
-    assert world.commit(num_bytes=70, num_bytes_saved=30) == ["cancel d0", "moved"]
+    assert world.commit(num_bytes=70, num_bytes_saved=30) == ["cancel d0", "migrated"]
     assert (world.account("d0"), world.account("d1")) == ((0, 0, 0, 0), (0, 6, 1, 0))
     assert world.step(world.target, 3, now=4.5, node="d1") == ["emit 3:103"]
     assert world.tell("d0", events.cancelled(world.source), 5.0) == []
@@ -53,12 +53,12 @@ def test_an_answer_moves_and_tells_what_it_has_cost(world):
     assert (timeline.num_moves, timeline.move_pause_s, timeline.num_restarts) == (1, 1.5, 0)
     assert (timeline.prefill_node, timeline.decode_node) == ("p0", "d1")
     assert world.metrics.num_kv_bytes == 170
-    assert (sum(world.metrics.move_pause.counts), world.metrics.move_pause.sum) == (1, 1.5)
+    assert (sum(world.metrics.migration_pause.counts), world.metrics.migration_pause.sum) == (1, 1.5)
 
 
 def test_tokens_of_the_target_wait_for_the_last_ones_of_the_source(world):
     world.migrate()
-    assert world.commit(next_index=4) == ["cancel d0", "moved"]
+    assert world.commit(next_index=4) == ["cancel d0", "migrated"]
     assert world.step(world.target, 4, node="d1", now=5.0) == []
     assert world.step(world.source, 2, now=6.0) == ["emit 2:102"]
     assert world.step(world.source, 3, now=7.0) == ["emit 3:103 4:104"]
@@ -68,7 +68,7 @@ def test_tokens_of_the_target_wait_for_the_last_ones_of_the_source(world):
 
 
 def test_tokens_of_the_source_count_below_the_first_one_of_the_target_alone(world):
-    world.move()
+    world.migration()
     assert world.step(world.source, 3) == []
     assert world.step(world.source, 2) == []
     other = fleet_pb2.Attempt(request_id="r/0", epoch=world.source.epoch - 1)
@@ -86,14 +86,14 @@ def test_a_source_lost_before_its_last_tokens_came_is_missed(world):
 
 
 def test_a_source_lost_after_its_last_tokens_came_is_not_missed(world):
-    world.move()
+    world.migration()
     assert world.lose("d0") == []
     world.end()
 
 
 def test_a_target_lost_after_the_commit_is_a_lost_node(world):
     world.registry.admit(events.hello("d2", "decode").hello, 0.0)
-    world.move()
+    world.migration()
     assert world.lose("d1") == ["reserve d2", "prefill p0"]
     assert world.tell("d0", events.cancelled(world.source)) == []
 
@@ -101,7 +101,7 @@ def test_a_target_lost_after_the_commit_is_a_lost_node(world):
 def test_where_the_target_holds_other_blocks_than_the_source_it_moves_whole_the_next_time(world):
     world.migrate()
     assert not world.reserve.is_whole
-    mismatch = events.move_failed(world.source, "PAIRING_MISMATCH")
+    mismatch = events.migration_failed(world.source, "PAIRING_MISMATCH")
     assert world.tell("d0", mismatch, 3.0) == ["cancel d1", "failed"]
     assert world.tell("d1", events.cancelled(world.target), 3.0) == ["keep d0"]
     assert world.tick(3.0 + RETRY_S) == ["reserve d1"]
@@ -110,7 +110,7 @@ def test_where_the_target_holds_other_blocks_than_the_source_it_moves_whole_the_
 
 def test_after_another_failure_the_next_move_is_like_the_first(world):
     world.migrate()
-    world.tell("d0", events.move_failed(world.source), 3.0)
+    world.tell("d0", events.migration_failed(world.source), 3.0)
     world.tell("d1", events.cancelled(world.target), 3.0)
     assert world.tick(3.0 + RETRY_S) == ["reserve d1"]
     assert not world.reserve.is_whole
@@ -161,7 +161,7 @@ def test_a_target_lost_on_the_way_gives_the_answer_back(world):
 
 
 FAILURES = {
-    "the source cannot send": ("d0", lambda world: events.move_failed(world.source)),
+    "the source cannot send": ("d0", lambda world: events.migration_failed(world.source)),
     "the target takes its blocks back": ("d1", lambda world: events.revoked(world.target)),
 }
 
@@ -184,7 +184,7 @@ def test_the_source_goes_on_only_when_the_target_has_let_go(world, name, event, 
 
 def test_the_source_goes_on_when_the_target_that_was_to_let_go_is_lost(world):
     world.migrate()
-    world.tell("d0", events.move_failed(world.source))
+    world.tell("d0", events.migration_failed(world.source))
     assert world.lose("d1") == ["keep d0"]
 
 
@@ -204,12 +204,12 @@ def test_a_source_that_does_not_know_the_answer_it_is_to_keep_loses_it(world):
 
 STEPS = {
     "reserving": (lambda world: world.begin(), ["cancel d0", "cancel d1", "ended"]),
-    "moving": (lambda world: world.migrate(), ["cancel d0", "cancel d1", "ended"]),
+    "migrating": (lambda world: world.migrate(), ["cancel d0", "cancel d1", "ended"]),
     "abandoned": (
-        lambda world: (world.migrate(), world.tell("d0", events.move_failed(world.source))),
+        lambda world: (world.migrate(), world.tell("d0", events.migration_failed(world.source))),
         ["cancel d0"],
     ),
-    "moved": (lambda world: world.move(), ["cancel d1"]),
+    "migrated": (lambda world: world.migration(), ["cancel d1"]),
 }
 
 
@@ -228,7 +228,7 @@ def test_the_end_of_an_answer_ends_its_move_at_every_step(world, bring, said, ho
     assert world.commit(now=1001.0) == []
 
 
-@pytest.mark.parametrize("step", ["reserving", "moving"])
+@pytest.mark.parametrize("step", ["reserving", "migrating"])
 def test_the_last_token_of_the_source_ends_the_answer_and_the_move(world, step):
     STEPS[step][0](world)
     assert world.step(world.source, 2, events.LENGTH) == ["emit 2:102", "cancel d1", "ended", "end complete"]
@@ -237,7 +237,7 @@ def test_the_last_token_of_the_source_ends_the_answer_and_the_move(world, step):
     assert world.tracker.num_open == 0
 
 
-@pytest.mark.parametrize("step", ["reserving", "moving"])
+@pytest.mark.parametrize("step", ["reserving", "migrating"])
 def test_a_source_lost_is_a_lost_node_and_its_target_is_let_go(world, step):
     STEPS[step][0](world)
     assert world.lose("d0") == ["cancel d1", "ended", "reserve d1", "prefill p0"]
@@ -262,7 +262,7 @@ def test_a_prefill_node_that_has_not_said_that_it_let_go_is_asked_too():
     world.drain("d0", 1.0)
     target = world.attempt
     world.tell("d1", events.reserved(target))
-    assert world.tell("d1", events.committed(target, next_index=2)) == ["cancel p0", "cancel d0", "moved"]
+    assert world.tell("d1", events.committed(target, next_index=2)) == ["cancel p0", "cancel d0", "migrated"]
     assert world.tell("p0", events.transferred(source)) == []
 
 
@@ -278,7 +278,7 @@ def test_an_answer_moves_ten_times(world):
         assert world.tell(there, events.reserved(target), now) == [f"migrate {here}"]
         assert world.step(source, index, node=here, now=now) == [f"emit {index}:{100 + index}"]
         said = world.tell(there, events.committed(target, num_bytes=5, next_index=index + 1), now)
-        assert said == [f"cancel {here}", "moved"]
+        assert said == [f"cancel {here}", "migrated"]
         assert world.tell(here, events.cancelled(source), now) == []
         assert world.step(target, index + 1, node=there, now=now) == [f"emit {index + 1}:{101 + index}"]
         nodes, source, index = [there, here], target, index + 2
@@ -305,11 +305,11 @@ def write(world, request_id, tpot_s):
     """An answer that d0 writes, which has two tokens since 0.0 s; its attempt."""
     slo = None if tpot_s is None else Slo("", None, tpot_s)
     assert world.submit(request_id, max_tokens=MAX_TOKENS, slo=slo)[0] == "reserve d0"
-    attempt, reader = world.attempt, world.reader
-    world.tell(reader, events.first_token(events.sampled(attempt, 0, 100)))
+    attempt, prefill_node = world.attempt, world.prefill_node
+    world.tell(prefill_node, events.first_token(events.sampled(attempt, 0, 100)))
     world.tell("d0", events.reserved(attempt))
     world.tell("d0", events.committed(attempt))
-    world.tell(reader, events.transferred(attempt))
+    world.tell(prefill_node, events.transferred(attempt))
     assert world.step(attempt, 1) == ["emit 1:101"]
     return attempt
 
@@ -326,14 +326,14 @@ def written_on_d0(*tpots_s, weights=WEIGHTS):
     return world
 
 
-def moved_id(world):
+def migrated_id(world):
     return world.attempt.request_id
 
 
 def test_an_answer_whose_limit_is_shorter_than_a_step_moves():
     world = written_on_d0(0.024, 0.1, 0.1)  # 25 ms here, 15 ms there
     assert world.tick(0.03) == ["reserve d1"]
-    assert moved_id(world) == "0/0"
+    assert migrated_id(world) == "0/0"
     assert world.tick(0.05) == []  # one at a time
 
 
@@ -391,16 +391,16 @@ def written_on_b0(*tpots_s, num_left, ttft_s=10.0):
     return world
 
 
-@pytest.mark.parametrize(("num_left", "moved"), [(10, []), (150, []), (198, ["reserve b1"])])
-def test_nobody_moves_to_where_it_would_keep_prompts_waiting_for_longer_than_answers_there_do(num_left, moved):
-    assert written_on_b0(0.024, 0.1, 0.1, num_left=num_left).tick(0.03) == moved
+@pytest.mark.parametrize(("num_left", "migrated"), [(10, []), (150, []), (198, ["reserve b1"])])
+def test_nobody_moves_to_where_it_would_keep_prompts_waiting_for_longer_than_answers_there_do(num_left, migrated):
+    assert written_on_b0(0.024, 0.1, 0.1, num_left=num_left).tick(0.03) == migrated
 
 
-@pytest.mark.parametrize(("tpots_s", "moved"), [((0.024, 0.1, 0.1), []), ((0.024, 0.024, 0.024), ["reserve b1"])])
-def test_unless_more_are_late_here_than_prompts_would_be_there(tpots_s, moved):
+@pytest.mark.parametrize(("tpots_s", "migrated"), [((0.024, 0.1, 0.1), []), ((0.024, 0.024, 0.024), ["reserve b1"])])
+def test_unless_more_are_late_here_than_prompts_would_be_there(tpots_s, migrated):
     """Two steps more there, of 20 ms, of which answers of 24 ms leave a sixth to prompts, which need all: of prompts of
     100 ms 4 * 5 / 6 * 0.4 are late, one of 1.3."""
-    assert written_on_b0(*tpots_s, num_left=195).tick(0.03) == moved
+    assert written_on_b0(*tpots_s, num_left=195).tick(0.03) == migrated
 
 
 def test_prompts_to_come_that_cannot_be_late_do_not_count():
@@ -410,7 +410,7 @@ def test_prompts_to_come_that_cannot_be_late_do_not_count():
 def test_the_one_that_is_least_behind_goes_first():
     world = written_on_d0(0.020, 0.024, 0.1)
     assert world.tick(0.03) == ["reserve d1"]
-    assert moved_id(world) == "1/0"
+    assert migrated_id(world) == "1/0"
 
 
 def test_who_cannot_be_in_time_any_more_stays():

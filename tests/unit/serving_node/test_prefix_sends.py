@@ -22,10 +22,10 @@ NUM_HELD = len(CHAT) - 1  # the last token of an answer has no KV
 
 
 def a_borrow(num_tokens=NUM_HELD // BLOCK_SIZE * BLOCK_SIZE, epoch=EPOCH):
-    return fleet_pb2.Borrow(epoch=epoch, num_tokens=num_tokens, tp_size=1, pp_size=1, patience_s=PATIENCE_S)
+    return fleet_pb2.FetchPrefix(epoch=epoch, num_tokens=num_tokens, tp_size=1, pp_size=1, patience_s=PATIENCE_S)
 
 
-def lender(**options):
+def source(**options):
     """A node that has written an answer."""
     node = Node(origin=ORIGINS[0], **options)
     node.local("first", FIRST, salt="", max_tokens=9)
@@ -33,25 +33,25 @@ def lender(**options):
     return node
 
 
-def asked_to_borrow(node, prompt=NEXT, **borrow):
+def asked_to_borrow(node, prompt=NEXT, **fetch_prefix):
     """The next turn has come to a node that is to read it; it may lack blocks of others."""
-    node.prefill("next", prompt, salt="", borrow=a_borrow(**borrow))
+    node.prefill("next", prompt, salt="", fetch_prefix=a_borrow(**fetch_prefix))
     return node.begin()
 
 
 def asked_to_lend(node, reader, prompt=NEXT, epoch=EPOCH):
     attempt = fleet_pb2.Attempt(request_id="next", epoch=epoch)
-    descriptor = reader.event("next", "borrowing").descriptor
-    node.handle(lend=fleet_pb2.Lend(attempt=attempt, descriptor=descriptor, token_ids=prompt))
-    return node.lending.get(epoch)
+    descriptor = reader.event("next", "prefix_fetch_begun").descriptor
+    node.handle(send_prefix=fleet_pb2.SendPrefix(attempt=attempt, descriptor=descriptor, token_ids=prompt))
+    return node.prefix_sends.get(epoch)
 
 
 def send(node, reader):
-    """The lent blocks arrive, as they are in the lender's pool now. What the borrower is to hear of it."""
-    lend, borrow = node.lending.pop(EPOCH), reader.borrowing.pop(EPOCH)
-    new = slice(borrow.num_cached, len(lend.block_ids))
-    reader.kv.copy_from(node.kv, lend.block_ids[new], borrow.block_ids[new])
-    return Received(lend.tail, len(lend.block_ids[new]) * BLOCK_BYTES)
+    """The lent blocks arrive, as they are in the source's pool now. What the borrower is to hear of it."""
+    send_prefix, fetch_prefix = node.prefix_sends.pop(EPOCH), reader.prefix_fetch_begun.pop(EPOCH)
+    new = slice(fetch_prefix.num_cached, len(send_prefix.block_ids))
+    reader.kv.copy_from(node.kv, send_prefix.block_ids[new], fetch_prefix.block_ids[new])
+    return Received(send_prefix.tail, len(send_prefix.block_ids[new]) * BLOCK_BYTES)
 
 
 def carry(node, reader):
@@ -65,7 +65,7 @@ def carry(node, reader):
 
 def fails(node, message="lost on the way"):
     """What was under way to the node that borrows has ended."""
-    del node.borrowing[EPOCH]
+    del node.prefix_fetch_begun[EPOCH]
     node.logic.received(EPOCH, TransferFailed("TRANSFER_FAILED", message), node.now)
     node.settle()
 
@@ -81,14 +81,17 @@ def read_out(reader):
 
 @pytest.mark.parametrize("is_history_free", [True, False])
 def test_an_answers_blocks_are_read_nowhere_else_again(is_history_free):
-    node, reader = lender(is_history_free=is_history_free), Node(origin=ORIGINS[1], is_history_free=is_history_free)
+    node, reader = source(is_history_free=is_history_free), Node(origin=ORIGINS[1], is_history_free=is_history_free)
     assert asked_to_borrow(reader) == []
     assert reader.load.num_blocks_leaked == 0
     asked_to_lend(node, reader)
     assert node.load.num_blocks_leaked == 0
     assert node.num_free == node.allocator.num_blocks - NUM_HELD // BLOCK_SIZE  # nobody else can have them
     carry(node, reader)
-    assert (reader.event("next", "borrowed").num_blocks, reader.event("next", "borrowed").num_bytes) == (6, 600)
+    assert (
+        reader.event("next", "prefix_fetch_ended").num_blocks,
+        reader.event("next", "prefix_fetch_ended").num_bytes,
+    ) == (6, 600)
     assert set(node.allocator.blocks_by_name) == set(reader.allocator.blocks_by_name)  # under the same names
     assert read_out(reader) == [("next", 24, len(NEXT) - 24)]
     assert reader.event("next", "first_token").num_cached_tokens == 24
@@ -97,20 +100,20 @@ def test_an_answers_blocks_are_read_nowhere_else_again(is_history_free):
 
 
 def test_only_what_the_reader_lacks_travels():
-    node, reader = lender(), Node(origin=ORIGINS[1])
+    node, reader = source(), Node(origin=ORIGINS[1])
     reader.has_read("before", FIRST, salt="")
     asked_to_borrow(reader)
-    lend = asked_to_lend(node, reader)
-    assert (reader.borrowing[EPOCH].num_cached, len(lend.block_ids)) == (4, 6)
+    send_prefix = asked_to_lend(node, reader)
+    assert (reader.prefix_fetch_begun[EPOCH].num_cached, len(send_prefix.block_ids)) == (4, 6)
     carry(node, reader)  # behind blocks that this node has computed itself: copies that bear a name of their own
-    assert reader.event("next", "borrowed").num_blocks == 2
+    assert reader.event("next", "prefix_fetch_ended").num_blocks == 2
     shares = [share for step in reader.steps() for share in step]
     assert shares == [("next", 24, len(NEXT) - 24)]
     assert reader.tokens("next") == answer_of(NEXT, 1)
 
 
 def test_others_are_read_while_blocks_come():
-    node, reader = lender(), Node(origin=ORIGINS[1])
+    node, reader = source(), Node(origin=ORIGINS[1])
     asked_to_borrow(reader)
     reader.prefill("other", prompt_of(5))
     assert reader.step() == [("other", 0, 5)]
@@ -120,29 +123,30 @@ def test_others_are_read_while_blocks_come():
 
 
 def test_nothing_is_borrowed_into_blocks_that_an_older_one_waits_for():
-    """Loans of younger prompts, each of which begins before the last one ends, would keep it waiting for ever."""
+    """Prefix fetches of younger prompts, each of which begins before the last one ends, would keep it waiting for
+    ever."""
     reader = Node(num_blocks=12, origin=ORIGINS[1])
     reader.writes("writes", 12, max_tokens=4, age=1)
     older = reader.reserve("older", 33, age=2)  # 9 of 12 blocks, of which 8 are free
     for index in range(8):
         reader.prefill(
-            f"younger {index}", prompt_of(20, first=index), age=10 + index, borrow=a_borrow(16, 1000 + index)
+            f"younger {index}", prompt_of(20, first=index), age=10 + index, fetch_prefix=a_borrow(16, 1000 + index)
         )
         reader.step()
-        assert not reader.borrowing
+        assert not reader.prefix_fetch_begun
     assert reader.words("older") == ["reserved"]
     reader.arrive(older)
     reader.steps()
-    assert len(reader.borrowing) > 1, "now it is their turn"
+    assert len(reader.prefix_fetch_begun) > 1, "now it is their turn"
 
 
 def test_a_lender_that_needed_its_blocks_for_others_lends_what_is_left():
-    node, reader = lender(num_blocks=8), Node(origin=ORIGINS[1])
+    node, reader = source(num_blocks=8), Node(origin=ORIGINS[1])
     node.local("other", prompt_of(16, first=2), salt="", max_tokens=1)
     node.steps()
     asked_to_borrow(reader)
-    lend = asked_to_lend(node, reader)
-    num_left = len(lend.block_ids)
+    send_prefix = asked_to_lend(node, reader)
+    num_left = len(send_prefix.block_ids)
     assert 0 < num_left < 6
     carry(node, reader)
     assert read_out(reader) == [("next", num_left * BLOCK_SIZE, len(NEXT) - num_left * BLOCK_SIZE)]
@@ -158,7 +162,7 @@ def test_a_lender_that_has_nothing_says_so_and_the_prompt_is_computed():
     assert reader.cancelled == [EPOCH]
     assert read_before_the_end(reader) == [("next", 0, len(NEXT))]
     fails(reader)
-    assert reader.words("next")[-2:] == ["borrowed", "cancelled"]
+    assert reader.words("next")[-2:] == ["prefix_fetch_ended", "cancelled"]
     assert reader.event("next", "cancelled").attempt.epoch == EPOCH
 
 
@@ -180,14 +184,14 @@ def test_what_is_late_is_computed():
     assert reader.cancelled == [EPOCH]
     assert reader.step() == [("next", 0, len(NEXT))]
     fails(reader)
-    assert reader.event("next", "borrowed").num_blocks == 0
+    assert reader.event("next", "prefix_fetch_ended").num_blocks == 0
 
 
 @pytest.mark.parametrize("is_history_free", [True, False])
 def test_what_comes_after_patience_is_over_is_for_others_and_takes_nothing_from_a_prompt_that_has_begun(
     is_history_free,
 ):
-    node, reader = lender(is_history_free=is_history_free), Node(origin=ORIGINS[1], is_history_free=is_history_free)
+    node, reader = source(is_history_free=is_history_free), Node(origin=ORIGINS[1], is_history_free=is_history_free)
     asked_to_borrow(reader)
     asked_to_lend(node, reader)
     received = send(node, reader)
@@ -202,20 +206,20 @@ def test_what_comes_after_patience_is_over_is_for_others_and_takes_nothing_from_
 
 
 def test_a_tail_that_tells_of_more_than_came_is_not_believed():
-    node, reader = lender(), Node(origin=ORIGINS[1])
+    node, reader = source(), Node(origin=ORIGINS[1])
     asked_to_borrow(reader)
-    lend = asked_to_lend(node, reader)
-    for tail, num_bytes in ((lend.tail, 5 * BLOCK_BYTES), (b"\xff", 600)):
-        reader.borrowing.pop(EPOCH, None)
+    send_prefix = asked_to_lend(node, reader)
+    for tail, num_bytes in ((send_prefix.tail, 5 * BLOCK_BYTES), (b"\xff", 600)):
+        reader.prefix_fetch_begun.pop(EPOCH, None)
         if ("remote prefix fetch", EPOCH) in [holder for holder, _ in reader.logic.leases]:
             reader.logic.received(EPOCH, Received(tail, num_bytes), reader.now)
             reader.settle()
-    assert reader.event("next", "borrowed").num_blocks == 0
+    assert reader.event("next", "prefix_fetch_ended").num_blocks == 0
     assert read_out(reader) == [("next", 0, len(NEXT))]
 
 
 def test_a_prompt_that_is_cancelled_while_its_blocks_come():
-    node, reader = lender(), Node(origin=ORIGINS[1])
+    node, reader = source(), Node(origin=ORIGINS[1])
     asked_to_borrow(reader)
     asked_to_lend(node, reader)
     (node_request,) = reader.logic.node_requests
@@ -226,28 +230,28 @@ def test_a_prompt_that_is_cancelled_while_its_blocks_come():
 
 
 def test_what_is_there_meanwhile_is_not_asked_for():
-    reader = lender()
+    reader = source()
     assert asked_to_borrow(reader) == [("next", 24, len(NEXT) - 24)]
-    assert not reader.borrowing
+    assert not reader.prefix_fetch_begun
 
 
 def test_the_second_tier_comes_first():
     """Its blocks are nearer; what it lacks is not asked for where it holds as much."""
     tier = TierPlan(num_host=16, host_s=0.001, reads_always=True)
-    reader = lender(num_blocks=9, tier=tier)
+    reader = source(num_blocks=9, tier=tier)
     reader.local("other", prompt_of(35, first=2), salt="", max_tokens=1)
     reader.steps()
-    reader.prefill("next", NEXT, salt="", borrow=a_borrow())
+    reader.prefill("next", NEXT, salt="", fetch_prefix=a_borrow())
     assert reader.begin() == [("next", 24, len(NEXT) - 24)]
     assert reader.num_loads == 1
-    assert not reader.borrowing
+    assert not reader.prefix_fetch_begun
 
 
 def lender_with_a_tier(num_free=9, costs=None, **options):
     """Whose pool of 9 blocks has given up what it wrote, so that it lies in the second tier; of that pool so many are
     not in use."""
     tier = TierPlan(num_host=16, **{"host_s": 0.001, "reads_always": True, **options})
-    node = lender(num_blocks=9, tier=tier, costs=costs)
+    node = source(num_blocks=9, tier=tier, costs=costs)
     node.local("other", prompt_of(35, first=2), salt="", max_tokens=1)
     node.steps()
     node.loads_at_once = False
@@ -266,7 +270,7 @@ def test_what_lies_in_the_second_tier_is_lent_too():
     assert asked_to_lend(node, reader) is None  # told again
     (load_id,) = node.loads
     node.load_ends(load_id)
-    assert len(node.lending[EPOCH].block_ids) == 6
+    assert len(node.prefix_sends[EPOCH].block_ids) == 6
     carry(node, reader)
     assert read_out(reader) == [("next", 24, len(NEXT) - 24)]
     assert node.load.tier.num_hits == 6
@@ -282,7 +286,7 @@ def test_of_damaged_blocks_those_before_them_are_lent(num_good):
     (load_id,) = node.loads
     node.load_ends(load_id, num_good)
     if num_good:
-        assert len(node.lending[EPOCH].block_ids) == num_good
+        assert len(node.prefix_sends[EPOCH].block_ids) == num_good
         carry(node, reader)
         assert read_out(reader) == [("next", num_good * BLOCK_SIZE, len(NEXT) - num_good * BLOCK_SIZE)]
     else:
@@ -358,7 +362,7 @@ def test_a_coordinator_that_is_gone_ends_what_is_read_back_for_others():
     node.detached()
     (load_id,) = node.loads
     node.load_ends(load_id)
-    assert node.lending == {}
+    assert node.prefix_sends == {}
     node.check_empty()
 
 
@@ -367,7 +371,7 @@ def test_nothing_wrong_is_lent(seed):
     """Of chats in a pool and a tier too small for them, with reads that find a part."""
     rng = random.Random(seed)
     tier = TierPlan(rng.randint(0, 6), rng.randint(8, 24), 0.001, 0.001, reads_always=True)
-    node, chats, num_lent = Node(origin=ORIGINS[0], num_blocks=14, tier=tier), [], 0
+    node, chats, num_fetched = Node(origin=ORIGINS[0], num_blocks=14, tier=tier), [], 0
     for number in range(40):
         prompt, num_tokens = prompt_of(40, first=rng.randint(0, 2))[: rng.randint(6, 30)], rng.randint(1, 9)
         node.loads_at_once = True
@@ -380,25 +384,25 @@ def test_nothing_wrong_is_lent(seed):
         asked_to_lend(node, reader, text)
         for load_id, load in list(node.loads.items()):
             node.load_ends(load_id, rng.choice([None, None, rng.randint(0, len(load.slots))]))
-        if EPOCH in node.lending:
+        if EPOCH in node.prefix_sends:
             carry(node, reader)
-            num_lent += reader.event("next", "borrowed").num_blocks
+            num_fetched += reader.event("next", "prefix_fetch_ended").num_blocks
             reader.steps()
             assert reader.tokens("next") == answer_of(text, 1)
-    assert num_lent > 0
+    assert num_fetched > 0
     assert node.load.tier.num_hits > 0
     node.check_empty()
 
 
-def test_a_coordinator_that_is_gone_ends_loans():
-    node, reader = lender(), Node(origin=ORIGINS[1])
+def test_a_coordinator_that_is_gone_ends_prefix_fetches():
+    node, reader = source(), Node(origin=ORIGINS[1])
     asked_to_borrow(reader)
     asked_to_lend(node, reader)
     reader.detached()
     node.detached()
     assert reader.cancelled == node.cancelled == [EPOCH]
     fails(reader)
-    del node.lending[EPOCH]
+    del node.prefix_sends[EPOCH]
     node.logic.sent(EPOCH, TransferFailed("TRANSFER_FAILED", "cancelled"), node.now)
     node.settle()
     node.check_empty()
@@ -408,30 +412,30 @@ def test_a_coordinator_that_is_gone_ends_loans():
 @pytest.mark.parametrize(
     "descriptor", [b"odd", a_descriptor(6, num_tokens=24, epoch=EPOCH + 1)], ids=["odd", "of another epoch"]
 )
-def test_a_descriptor_that_is_not_the_loans_lends_nothing(descriptor):
-    node = lender()
+def test_a_descriptor_that_is_not_the_prefix_fetches_lends_nothing(descriptor):
+    node = source()
     attempt = fleet_pb2.Attempt(request_id="next", epoch=EPOCH)
-    node.handle(lend=fleet_pb2.Lend(attempt=attempt, descriptor=descriptor, token_ids=NEXT))
-    assert not node.lending
+    node.handle(send_prefix=fleet_pb2.SendPrefix(attempt=attempt, descriptor=descriptor, token_ids=NEXT))
+    assert not node.prefix_sends
     assert node.event("next", "failed").attempt == attempt
     node.check_empty()
 
 
 def test_other_salts_and_adapters_find_nothing():
-    node, reader = lender(), Node(origin=ORIGINS[1])
+    node, reader = source(), Node(origin=ORIGINS[1])
     asked_to_borrow(reader)
     attempt = fleet_pb2.Attempt(request_id="next", epoch=EPOCH)
-    descriptor = reader.event("next", "borrowing").descriptor
+    descriptor = reader.event("next", "prefix_fetch_begun").descriptor
     for other in ({"cache_salt": "b"}, {"adapter": "one"}):
-        node.handle(lend=fleet_pb2.Lend(attempt=attempt, descriptor=descriptor, token_ids=NEXT, **other))
-    assert not node.lending
+        node.handle(send_prefix=fleet_pb2.SendPrefix(attempt=attempt, descriptor=descriptor, token_ids=NEXT, **other))
+    assert not node.prefix_sends
 
 
 def test_runs_of_makers_that_a_tail_cannot_tell_are_not_lent(monkeypatch):
     monkeypatch.setattr("serving_node.peer_fetch.MAX_MADE", 1)
-    node, reader = lender(is_history_free=False), Node(origin=ORIGINS[1])
+    node, reader = source(is_history_free=False), Node(origin=ORIGINS[1])
     asked_to_borrow(reader)
     assert len(asked_to_lend(node, reader).block_ids) == 4  # of chunks; the steps' have another maker
-    assert len(convert.from_tail(node.lending[EPOCH].tail)[1]) == 1
+    assert len(convert.from_tail(node.prefix_sends[EPOCH].tail)[1]) == 1
     carry(node, reader)
     assert read_out(reader)[0][1] == 16

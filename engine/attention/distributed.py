@@ -29,8 +29,8 @@ from engine.forward_batch import ForwardBatch
 PART_ROWS: Final = 64  # rows of a chunk sent together: fewer leave nodes idle less, but make each computation smaller
 
 
-class Annex(Protocol):
-    """Whole tiles of one request on a KV holder, behind the tiles of the annex before it. All methods may raise
+class RemoteKV(Protocol):
+    """Whole tiles of one request on a KV holder, behind the tiles of the remote KV before it. All methods may raise
     OSError.
     """
 
@@ -43,7 +43,7 @@ class Annex(Protocol):
 
     @property
     def is_silent(self) -> bool:
-        """Return whether the annex failed because the KV holder did not answer in time."""
+        """Return whether the remote KV failed because the KV holder did not answer in time."""
 
     def ask(self, layer: int, query: memoryview) -> None:
         """Request the partials of this row, in the pool's compute dtype."""
@@ -52,11 +52,10 @@ class Annex(Protocol):
         """Return the partials [num_tiles, partial_floats] of the row requested in this layer, float32."""
 
     def carry(self, layer: int, queries: memoryview, partials: memoryview) -> memoryview:
-        """Return the partials [rows, partial_floats] of these rows over all keys up to the annex's last one.
+        """Return the partials [rows, partial_floats] of these rows over all keys up to the remote KV's last one.
 
-        `partials` are those over all keys before the annex; empty if there are none. Any thread may call this, one at a
-        time.
-        """
+        `partials` are those over all keys before the remote KV; empty if there are none. Any thread may call this, one
+        at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,37 +64,37 @@ class _RowPlan:
 
     own: NativePlan
     merging: NativePlan
-    annexed: npt.NDArray[np.float32]  # [tiles, partial_floats], where the kernel finds the annexes' partials
+    is_remote: npt.NDArray[np.float32]  # [tiles, partial_floats], where the kernel finds the remote KV' partials
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The plan of some rows of a chunk: the node's own keys, behind the keys of the annexes."""
+    """The plan of some rows of a chunk: the node's own keys, behind the keys of the remote KV."""
 
     first_row: int
     end_row: int
     native: NativePlan
-    annexed: npt.NDArray[np.float32]  # [rows, partial_floats], where the kernel finds the annexes' partials
+    is_remote: npt.NDArray[np.float32]  # [rows, partial_floats], where the kernel finds the remote KV' partials
 
 
-class AnnexedAttention:
-    """Attention for one request with annexes. The block table counts from token 0; its entries for annexed blocks are
+class DistributedAttention:
+    """Attention for one request with remote KV. The block table counts from token 0; its entries for remote blocks are
     not read.
     """
 
-    name = "annexed"
+    name = "is_remote"
 
-    def __init__(self, attention: NativeAttention, annexes: Sequence[Annex]) -> None:
-        assert annexes, "a request without annexes is like any other"
+    def __init__(self, attention: NativeAttention, remote_kvs: Sequence[RemoteKV]) -> None:
+        assert remote_kvs, "a request without remote KV is like any other"
         self._attention = attention
         self.pool = attention.pool
         self.score_scale, self.softcap = attention.score_scale, attention.softcap
-        self._annexes = annexes
-        self._num_tiles = sum(annex.num_tiles for annex in annexes)
+        self._remote_kvs = remote_kvs
+        self._num_tiles = sum(remote_kv.num_tiles for remote_kv in remote_kvs)
 
     def plan(self, batch: ForwardBatch, window: int | None) -> "_RowPlan | list[_Part]":
-        assert window is None, "an engine with windows takes no annexes"
-        assert len(batch.kv_lengths) == 1, "each request with annexes is computed by itself"
+        assert window is None, "an engine with windows takes no remote KV"
+        assert len(batch.kv_lengths) == 1, "each request with remote KV is computed by itself"
         length, num_rows = int(batch.kv_lengths[0]), batch.longest_query
         start = length - num_rows
         assert start >= self._num_tiles * TILE_KEYS, "rows are behind what has left"
@@ -111,50 +110,49 @@ class AnnexedAttention:
         return self._attend_parts(query, layer, plan)
 
     def _attend_row(self, query: torch.Tensor, layer: int, plan: _RowPlan) -> torch.Tensor:
-        for annex in self._annexes:
-            annex.ask(layer, _bytes_of(query))
+        for remote_kv in self._remote_kvs:
+            remote_kv.ask(layer, _bytes_of(query))
         self._attention.attend(query, layer, plan.own)
         at = 0
-        for annex in self._annexes:
-            partials = np.frombuffer(annex.answer(layer), np.float32).reshape(annex.num_tiles, -1)
-            plan.annexed[at : at + annex.num_tiles] = partials
-            at += annex.num_tiles
+        for remote_kv in self._remote_kvs:
+            partials = np.frombuffer(remote_kv.answer(layer), np.float32).reshape(remote_kv.num_tiles, -1)
+            plan.is_remote[at : at + remote_kv.num_tiles] = partials
+            at += remote_kv.num_tiles
         return self._attention.attend(query, layer, plan.merging)
 
     def _attend_parts(self, query: torch.Tensor, layer: int, parts: list[_Part]) -> torch.Tensor:
-        """Attend parts of a chunk: one thread per annex sends all parts to it in order, and this thread computes the
-        last stage.
-        """
+        """Attend parts of a chunk: one thread per remote KV sends all parts to it in order, and this thread computes
+        the last stage."""
         queries = [query[part.first_row : part.end_row] for part in parts]
         carried: list[Future[memoryview]] | None = None
         with ExitStack() as threads:
-            for annex in self._annexes:
-                thread = ThreadPoolExecutor(1, thread_name_prefix="annexed")
+            for remote_kv in self._remote_kvs:
+                thread = ThreadPoolExecutor(1, thread_name_prefix="is_remote")
                 threads.callback(thread.shutdown, cancel_futures=True)
                 before: Sequence[Future[memoryview] | None] = carried or [None] * len(parts)
                 carried = [
-                    thread.submit(_carry, annex, layer, rows, partials)
+                    thread.submit(_carry, remote_kv, layer, rows, partials)
                     for rows, partials in zip(queries, before, strict=True)
                 ]
             assert carried is not None
             outputs = []
             for part, rows, partials in zip(parts, queries, carried, strict=True):
-                part.annexed[:] = np.frombuffer(partials.result(), np.float32).reshape(part.annexed.shape)
+                part.is_remote[:] = np.frombuffer(partials.result(), np.float32).reshape(part.is_remote.shape)
                 outputs.append(self._attention.attend(rows, layer, part.native))
         return torch.cat(outputs)
 
     def _plan_row(self, block_tables: torch.Tensor, length: int) -> _RowPlan:
-        attention, num_annexed = self._attention, self._num_tiles
+        attention, num_remote = self._attention, self._num_tiles
         num_splits = -(-length // TILE_KEYS)
         partials = np.empty((num_splits, attention.num_partial_floats), np.float32)
         num_finished = np.zeros(1, np.int32)
-        own = splits_of_row(attention, num_annexed, length, num_splits)
+        own = splits_of_row(attention, num_remote, length, num_splits)
         merging = own[-1:].copy()
         merging["first_key"] = merging["end_key"]
         own_plan, merging_plan = (
             plan_of(attention, block_tables, units, partials, num_finished) for units in (own, merging)
         )
-        return _RowPlan(own_plan, merging_plan, partials[:num_annexed])
+        return _RowPlan(own_plan, merging_plan, partials[:num_remote])
 
     def _plan_part(self, block_tables: torch.Tensor, start: int, first_row: int, end_row: int) -> _Part:
         """Plan a part of a chunk; its rows are counted from the part's first row."""
@@ -167,8 +165,8 @@ class AnnexedAttention:
         return _Part(first_row, end_row, plan_of(self._attention, block_tables, units, partials), partials)
 
 
-def _carry(annex: Annex, layer: int, queries: torch.Tensor, before: "Future[memoryview] | None") -> memoryview:
-    return annex.carry(layer, _bytes_of(queries), memoryview(b"") if before is None else before.result())
+def _carry(remote_kv: RemoteKV, layer: int, queries: torch.Tensor, before: "Future[memoryview] | None") -> memoryview:
+    return remote_kv.carry(layer, _bytes_of(queries), memoryview(b"") if before is None else before.result())
 
 
 def _bytes_of(queries: torch.Tensor) -> memoryview:

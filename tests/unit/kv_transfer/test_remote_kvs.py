@@ -1,4 +1,4 @@
-"""Both ends of an annex over a real socket, with a toy in the place of attention."""
+"""Both ends of remote KV over a real socket, with a toy in the place of attention."""
 
 import socket
 import threading
@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from engine.cache.kv_pool import PagedKVPool
-from kv_transfer.annexes.annex import Annex, most_tiles_of, open_annex
-from kv_transfer.annexes.host import MAX_ROWS, MAX_STRANGERS, AnnexHost
-from kv_transfer.annexes.wire import HEADER_BYTES, KEY_BYTES, Asker, Kind, hear_answer, tell
-from kv_transfer.results import AnnexRecalled, TransferError
+from kv_transfer.distributed_kv.holder import MAX_ROWS, MAX_STRANGERS, KVHolder
+from kv_transfer.distributed_kv.remote_kv import RemoteKV, most_tiles_of, open_remote_kv
+from kv_transfer.distributed_kv.wire import HEADER_BYTES, KEY_BYTES, Asker, Kind, hear_answer, tell
+from kv_transfer.results import RemoteKVRecalled, TransferError
 from serving_core.blocks import BlockAllocator
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
@@ -54,7 +54,7 @@ def hosting():
 @pytest.fixture
 def host(hosting):
     pool = PagedKVPool(LAYOUT, 16, CPU)
-    host = AnnexHost("127.0.0.1", 0, KEY, pool, Toy(pool), _lease(hosting), hosting.release, TILE)
+    host = KVHolder("127.0.0.1", 0, KEY, pool, Toy(pool), _lease(hosting), hosting.release, TILE)
     yield host
     host.close()
     assert hosting.num_blocks == 0
@@ -72,7 +72,7 @@ def _open(host, pool, num_tiles, key=KEY):
     def read(layer, num):
         return pool.read(layer, list(range(num * TILE // LAYOUT.block_size)))
 
-    return open_annex(host.address, key, num_tiles, LAYOUT.layers, read, asker=ASKER, **SIZES)
+    return open_remote_kv(host.address, key, num_tiles, LAYOUT.layers, read, asker=ASKER, **SIZES)
 
 
 def _filled():
@@ -91,16 +91,16 @@ def _wait(condition):
 
 
 def test_what_is_put_there_is_asked_for_and_let_go(host, hosting):
-    annex = _open(host, _filled(), 2)
-    assert (annex.num_tiles, hosting.num_blocks) == (2, 8)
+    remote_kv = _open(host, _filled(), 2)
+    assert (remote_kv.num_tiles, hosting.num_blocks) == (2, 8)
     for layer in LAYOUT.layers:
-        annex.ask(layer, memoryview(np.array([7.0])).cast("B"))
-        answer = np.frombuffer(annex.answer(layer), np.float32).reshape(2, 3).tolist()
+        remote_kv.ask(layer, memoryview(np.array([7.0])).cast("B"))
+        answer = np.frombuffer(remote_kv.answer(layer), np.float32).reshape(2, 3).tolist()
         assert answer == [[7, layer, 100 * layer], [7, layer, 100 * layer + 4]]
         queries = memoryview(np.array([7.0, 8.0])).cast("B")
-        begun = annex.carry(layer, queries, memoryview(b""))
+        begun = remote_kv.carry(layer, queries, memoryview(b""))
         assert np.frombuffer(begun, np.float32).tolist() == [7, layer, 100 * layer, 8, layer, 100 * layer]
-        ended = annex.carry(layer, queries, begun)
+        ended = remote_kv.carry(layer, queries, begun)
         assert np.frombuffer(ended, np.float32).tolist() == [
             8,
             layer + 1,
@@ -109,7 +109,7 @@ def test_what_is_put_there_is_asked_for_and_let_go(host, hosting):
             layer + 1,
             100 * layer + 1,
         ]
-    annex.close()
+    remote_kv.close()
     _wait(lambda: hosting.num_blocks == 0)
 
 
@@ -126,7 +126,7 @@ def test_there_is_room_for_so_many_tiles_alone(host, hosting):
     third.close()
 
 
-def test_an_annex_is_put_there_in_messages_within_the_limit():
+def test_an_remote_kv_is_put_there_in_messages_within_the_limit():
     wide = KVLayout.uniform(num_layers=2, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
     assert most_tiles_of(wide, 256) == 2**30 // (2 * 256 * 8 * 128 * 2)  # keys and values, of two bytes
 
@@ -147,7 +147,7 @@ def test_who_has_no_key_gets_nothing(host, hosting):
         (Kind.OPENED, 0, 0, b""),
     ],
 )
-def test_what_is_not_to_come_ends_the_annex(host, hosting, kind, layer, number, payload):
+def test_what_is_not_to_come_ends_the_remote_kv(host, hosting, kind, layer, number, payload):
     with _connect(host) as connection:
         tell(connection, kind, payload, layer=layer, number=number)
         with pytest.raises((TransferError, OSError)):
@@ -158,31 +158,31 @@ def test_what_is_not_to_come_ends_the_annex(host, hosting, kind, layer, number, 
 @pytest.mark.parametrize(
     "asks",
     [
-        lambda annex: _ask(annex, num_rows=2),
-        lambda annex: _carry(annex, num_rows=0),
-        lambda annex: _carry(annex, num_rows=MAX_ROWS + 1),
-        lambda annex: _carry(annex, num_rows=2, num_partials=1),
+        lambda remote_kv: _ask(remote_kv, num_rows=2),
+        lambda remote_kv: _carry(remote_kv, num_rows=0),
+        lambda remote_kv: _carry(remote_kv, num_rows=MAX_ROWS + 1),
+        lambda remote_kv: _carry(remote_kv, num_rows=2, num_partials=1),
     ],
 )
-def test_rows_that_are_not_as_announced_end_the_annex(host, hosting, asks):
-    annex = _open(host, _filled(), 1)
+def test_rows_that_are_not_as_announced_end_the_remote_kv(host, hosting, asks):
+    remote_kv = _open(host, _filled(), 1)
     with pytest.raises(OSError, match=r"hung up|reset|pipe"):
-        asks(annex)
+        asks(remote_kv)
     _wait(lambda: hosting.num_blocks == 0)
     with pytest.raises(OSError, match="descriptor"):  # closed by the first failure, and asked no more
-        _carry(annex, num_rows=1)
+        _carry(remote_kv, num_rows=1)
     with pytest.raises(OSError, match="descriptor"):
-        _ask(annex)
+        _ask(remote_kv)
 
 
 def test_strangers_keep_nobody_out(host, hosting):
     name, _, port = host.address.rpartition(":")
     strangers = [socket.create_connection((name, int(port)), 10) for _ in range(MAX_STRANGERS + 3)]
-    annex = _open(host, _filled(), 1)
-    assert annex.num_tiles == 1
+    remote_kv = _open(host, _filled(), 1)
+    assert remote_kv.num_tiles == 1
     for stranger in strangers[:3]:  # the oldest make room
         assert stranger.recv(1) == b""
-    annex.close()
+    remote_kv.close()
     for stranger in strangers:
         stranger.close()
 
@@ -196,23 +196,23 @@ def test_a_flipped_layer_is_noticed_on_either_way(host, hosting):
 
 
 def test_an_answer_for_another_layer_is_refused(host, hosting):
-    annex = _open(host, _filled(), 1)
-    annex.ask(1, memoryview(bytes(8)))
+    remote_kv = _open(host, _filled(), 1)
+    remote_kv.ask(1, memoryview(bytes(8)))
     with pytest.raises(OSError, match="answers for layer 1 in place of 0"):
-        annex.answer(0)
+        remote_kv.answer(0)
 
 
 def _flipping(host, *, send):
-    """Return an annex of one tile, over a connection on which a bit of the next header's layer flips one way."""
+    """Return remote KV of one tile, over a connection on which a bit of the next header's layer flips one way."""
     connection = _connect(host)
     for layer in LAYOUT.layers:
         tell(connection, Kind.PUT, bytes(sum(LAYOUT.plane_bytes(layer)) * TILE // LAYOUT.block_size), layer=layer)
         hear_answer(connection, Kind.PUT, layer=layer)
-    return Annex(host.address, _FlippingConnection(connection, send=send), 1, **SIZES)
+    return RemoteKV(host.address, _FlippingConnection(connection, send=send), 1, **SIZES)
 
 
 def _connect(host):
-    """Open an annex of one tile and return its connection, before any layer is sent."""
+    """Open remote KV of one tile and return its connection, before any layer is sent."""
     name, _, port = host.address.rpartition(":")
     connection = socket.create_connection((name, int(port)), 60)
     tell(connection, Kind.OPEN, KEY + ASKER.pack(), number=1)
@@ -269,40 +269,40 @@ def _all(connection, num_bytes):
     return message
 
 
-def _ask(annex, num_rows=1):
-    annex.ask(0, memoryview(bytes(num_rows * SIZES["row_bytes"])))
-    annex.answer(0)
+def _ask(remote_kv, num_rows=1):
+    remote_kv.ask(0, memoryview(bytes(num_rows * SIZES["row_bytes"])))
+    remote_kv.answer(0)
 
 
-def _carry(annex, num_rows, num_partials=0):
+def _carry(remote_kv, num_rows, num_partials=0):
     queries, partials = num_rows * SIZES["row_bytes"], num_partials * SIZES["partial_bytes"]
-    annex.carry(0, memoryview(bytes(queries)), memoryview(bytes(partials)))
+    remote_kv.carry(0, memoryview(bytes(queries)), memoryview(bytes(partials)))
 
 
 def test_a_host_that_ends(hosting):
     pool = PagedKVPool(LAYOUT, 16, CPU)
-    host = AnnexHost("127.0.0.1", 0, KEY, pool, Toy(pool), _lease(hosting), hosting.release, TILE)
-    annex = _open(host, _filled(), 1)
+    host = KVHolder("127.0.0.1", 0, KEY, pool, Toy(pool), _lease(hosting), hosting.release, TILE)
+    remote_kv = _open(host, _filled(), 1)
     host.close()
     with pytest.raises(ConnectionError):
-        _ask(annex)
-    assert not annex.is_recalled
-    annex.close()
+        _ask(remote_kv)
+    assert not remote_kv.is_recalled
+    remote_kv.close()
     assert hosting.num_blocks == 0
 
 
-@pytest.mark.parametrize("asks", [lambda annex: _ask(annex), lambda annex: _carry(annex, num_rows=2)])
+@pytest.mark.parametrize("asks", [lambda remote_kv: _ask(remote_kv), lambda remote_kv: _carry(remote_kv, num_rows=2)])
 def test_blocks_that_are_recalled_are_free_before_anything_is_asked_and_whoever_asks_learns_why(host, hosting, asks):
-    annex = _open(host, _filled(), 2)
-    _ask(annex)
+    remote_kv = _open(host, _filled(), 2)
+    _ask(remote_kv)
     host.recall(1)
     _wait(lambda: hosting.num_blocks == 0)
     _wait(lambda: not _host_threads())  # or it would be in time to hear the question
     for _ in range(2):
         with pytest.raises(OSError, match=r"older request|reset|pipe|descriptor"):
-            asks(annex)
-        assert annex.is_recalled
-    assert not annex.is_silent
+            asks(remote_kv)
+        assert remote_kv.is_recalled
+    assert not remote_kv.is_silent
     host.recall(1)  # which is gone
     again = _open(host, _filled(), 3)
     assert again.num_tiles == 3
@@ -311,11 +311,11 @@ def test_blocks_that_are_recalled_are_free_before_anything_is_asked_and_whoever_
 
 def _host_threads():
     """Return the threads that serve connections to hosts; a connection is closed when its thread ends."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("annex-")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("remote KV-")]
 
 
 def test_what_is_recalled_while_it_computes_is_answered_first(host, hosting, monkeypatch):
-    annex, begun, goes_on = _open(host, _filled(), 1), threading.Event(), threading.Event()
+    remote_kv, begun, goes_on = _open(host, _filled(), 1), threading.Event(), threading.Event()
 
     def partials(*arguments, partials=Toy.partials):
         begun.set()
@@ -323,16 +323,16 @@ def test_what_is_recalled_while_it_computes_is_answered_first(host, hosting, mon
         return partials(*arguments)
 
     monkeypatch.setattr(Toy, "partials", partials)
-    annex.ask(0, memoryview(bytes(8)))
+    remote_kv.ask(0, memoryview(bytes(8)))
     assert begun.wait(60)
     host.recall(1)
     assert hosting.num_blocks == 4  # they are being read
     goes_on.set()
-    assert len(annex.answer(0)) == SIZES["partial_bytes"]
+    assert len(remote_kv.answer(0)) == SIZES["partial_bytes"]
     _wait(lambda: hosting.num_blocks == 0)
     with pytest.raises(OSError, match=r"older request|reset|pipe"):
-        _ask(annex)
-    assert annex.is_recalled
+        _ask(remote_kv)
+    assert remote_kv.is_recalled
 
 
 def test_what_is_recalled_before_all_tiles_are_there_is_not_opened(host, hosting):
@@ -341,8 +341,8 @@ def test_what_is_recalled_before_all_tiles_are_there_is_not_opened(host, hosting
             host.recall(1)
         return _filled().read(layer, list(range(num * TILE // LAYOUT.block_size)))
 
-    with pytest.raises((AnnexRecalled, ConnectionError)):
-        open_annex(host.address, KEY, 1, LAYOUT.layers, read, asker=ASKER, **SIZES)
+    with pytest.raises((RemoteKVRecalled, ConnectionError)):
+        open_remote_kv(host.address, KEY, 1, LAYOUT.layers, read, asker=ASKER, **SIZES)
     _wait(lambda: hosting.num_blocks == 0)
 
 
@@ -355,9 +355,9 @@ def test_a_port_that_another_one_has(host, hosting):
     pool = PagedKVPool(LAYOUT, 16, CPU)
     port = int(host.address.rpartition(":")[2])
     with pytest.raises(
-        SettingsError, match=rf"^cannot listen for annexes on 127\.0\.0\.1:{port}: Address already in use"
+        SettingsError, match=rf"^cannot listen for remote KV on 127\.0\.0\.1:{port}: Address already in use"
     ):
-        AnnexHost("127.0.0.1", port, KEY, pool, Toy(pool), _lease(hosting), hosting.release, TILE)
+        KVHolder("127.0.0.1", port, KEY, pool, Toy(pool), _lease(hosting), hosting.release, TILE)
 
 
 def test_an_answer_that_comes_byte_by_byte_is_late_all_the_same():
@@ -381,10 +381,10 @@ def test_an_answer_that_comes_byte_by_byte_is_late_all_the_same():
             thread.join()
 
 
-def test_an_annex_that_is_not_answered_is_silent():
+def test_an_remote_kv_that_is_not_answered_is_silent():
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         connection = socket.create_connection(frozen.getsockname(), 0.1)
-        annex = Annex("frozen", connection, 1, **SIZES)
+        remote_kv = RemoteKV("frozen", connection, 1, **SIZES)
         with pytest.raises(TimeoutError):
-            _ask(annex)
-    assert annex.is_silent
+            _ask(remote_kv)
+    assert remote_kv.is_silent

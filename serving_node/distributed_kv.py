@@ -12,7 +12,7 @@ from serving_core import reasons
 from serving_core.leases import Leases
 from serving_core.node_requests import NodeRequest, NodeRequests
 from serving_node.claims import HOLD_S, LAPSE_S, Claim
-from serving_node.decisions import CloseAnnexes, OpenAnnex
+from serving_node.decisions import CloseRemoteKV, OpenRemoteKV
 from serving_node.outputs import Endings
 
 RETRY_S: Final = 0.2
@@ -30,7 +30,7 @@ class Opened(Protocol):
         """Return whether the KV holder has recalled the blocks."""
 
 
-class Annexing:
+class DistributedKV:
     """Track the distributed KV of one node's requests."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Annexing:
             NodeRequest, tuple[float, float]
         ] = {}  # time of the next attempt, and time up to which the wait is counted
         self.num_opened = 0
-        leases.on_annexes_left = self._close
+        leases.on_remote_kv_left = self._close
 
     @property
     def wake_at_s(self) -> float | None:
@@ -55,7 +55,7 @@ class Annexing:
         If not all have, the oldest tiles of the request are being moved.
         """
         leases = self._leases
-        if node_request.is_annexing or node_request.in_step:
+        if node_request.is_distributed or node_request.in_step:
             return 0
         num_missing = leases.num_missing(node_request, node_request.num_computed + num_tokens)
         num_free = leases.num_free - self._claim.num_kept_from(node_request.age)
@@ -65,7 +65,7 @@ class Annexing:
             self._held_up.pop(node_request, None)
         elif node_request not in self._held_up:
             self._begin(node_request)
-            if node_request.is_annexing:
+            if node_request.is_distributed:
                 return 0
         return min(num_tokens, leases.num_tokens_held(node_request) - node_request.num_computed)
 
@@ -82,13 +82,13 @@ class Annexing:
         waiting = [each for each in self._held_up if each.age > age and each.lease is not None and not each.is_busy]
         return max((each for each in waiting if not each.is_ending), key=lambda each: each.age, default=None)
 
-    def opened(self, node_request: NodeRequest, annex: Opened | None, now: float) -> None:
-        """Record the end of an `OpenAnnex`; `annex` is None if no host has room."""
-        node_request.is_annexing = False
-        if annex is not None:
+    def opened(self, node_request: NodeRequest, remote_kv: Opened | None, now: float) -> None:
+        """Record the end of an `OpenRemoteKV`; `remote KV` is None if no host has room."""
+        node_request.is_distributed = False
+        if remote_kv is not None:
             self.num_opened += 1
-            node_request.request.annexes = (*node_request.request.annexes, annex)
-            self._leases.shed(node_request, annex.num_tiles * self._tile_tokens // self._leases.block_size)
+            node_request.request.remote_kvs = (*node_request.request.remote_kvs, remote_kv)
+            self._leases.shed(node_request, remote_kv.num_tiles * self._tile_tokens // self._leases.block_size)
             self._held_up.pop(node_request, None)
             node_request.waited_s = 0.0
         else:
@@ -102,12 +102,12 @@ class Annexing:
 
     def is_recalled(self, node_request: NodeRequest) -> bool:
         """Return whether a host has recalled blocks of the request, which then begins again."""
-        return any(annex.is_recalled for annex in node_request.request.annexes)
+        return any(remote_kv.is_recalled for remote_kv in node_request.request.remote_kvs)
 
     def check(self, node_request: NodeRequest, now: float, step_s: float) -> None:
         """Fail a request that lost remote blocks in a step, and ask hosts again if an attempt is due."""
         node_request.longest_step_s = max(node_request.longest_step_s, step_s)
-        if error := node_request.request.annex_error:
+        if error := node_request.request.remote_kv_error:
             message = f"blocks of the request on another node are lost: {error}"
             self._endings.fail(node_request, reasons.TRANSFER_FAILED, message)
         if node_request in self._held_up:
@@ -125,10 +125,10 @@ class Annexing:
         """Send the full tiles of a request to a host, if it has any."""
         assert node_request.lease is not None
         each = self._tile_tokens // self._leases.block_size
-        num_tiles = node_request.num_computed // self._tile_tokens - node_request.num_annexed_blocks // each
+        num_tiles = node_request.num_computed // self._tile_tokens - node_request.num_remote_blocks // each
         if num_tiles and not node_request.is_busy:
-            node_request.is_annexing, is_again = True, node_request in self._held_up
-            self._endings.decide(OpenAnnex(node_request, node_request.lease.block_ids[: num_tiles * each], is_again))
+            node_request.is_distributed, is_again = True, node_request in self._held_up
+            self._endings.decide(OpenRemoteKV(node_request, node_request.lease.block_ids[: num_tiles * each], is_again))
 
     def _hold_up(self, node_request: NodeRequest, now: float) -> None:
         """Note that hosts have no room. The first time the request asks again at once, so that hosts make room."""
@@ -142,5 +142,5 @@ class Annexing:
             message = f"no other node had room for blocks of the request for {PATIENCE_S:g} s"
             self._endings.fail(node_request, reasons.QUEUE_FULL, message)
 
-    def _close(self, annexes: Sequence[Any]) -> None:
-        self._endings.decide(CloseAnnexes(annexes))
+    def _close(self, remote_kvs: Sequence[Any]) -> None:
+        self._endings.decide(CloseRemoteKV(remote_kvs))

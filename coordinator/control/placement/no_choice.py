@@ -14,26 +14,26 @@ from coordinator.control.transfer_costs import HandoverCosts
 from serving_core.shapes import DECODE, PREFILL
 
 
-def best_reader(nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: HandoverCosts) -> Placed:
+def best_prefill_node(nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: HandoverCosts) -> Placed:
     """Return the prefill node that costs the fewest seconds, other requests included. Raise RequestError for none."""
-    readers = candidates(nodes, PREFILL, len(wanted.prompt))
+    prefill_nodes = candidates(nodes, PREFILL, len(wanted.prompt))
     costs = Costs(nodes, ledger, wanted.prompt, handover)
 
     def order(node: Node) -> tuple[bool, float, str]:
         reading = costs.reading(node)
         return node in wanted.avoid, reading.own_s + reading.others_s, node.name
 
-    reader = min(readers, key=order)
-    return Placed(reader, reader)
+    prefill_node = min(prefill_nodes, key=order)
+    return Placed(prefill_node, prefill_node)
 
 
-def best_writer(nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: HandoverCosts) -> Placed | None:
+def best_decode_node(nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: HandoverCosts) -> Placed | None:
     """Return the decode node with most room for a restarted output that no prefill node can hold.
 
     Return None where a prefill node can hold it, or no decode node can.
     """
-    readers = fitting(nodes, PREFILL, 0)
-    if not wanted.num_output or not readers or fitting(readers, PREFILL, len(wanted.prompt)):
+    prefill_nodes = fitting(nodes, PREFILL, 0)
+    if not wanted.num_output or not prefill_nodes or fitting(prefill_nodes, PREFILL, len(wanted.prompt)):
         return None
     costs = Costs(nodes, ledger, wanted.prompt, handover)
 
@@ -41,5 +41,5 @@ def best_writer(nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover:
         writing = costs.writing(node)
         return node in wanted.avoid, writing.is_full, writing.part, node.name
 
-    writer = min(fitting(nodes, DECODE, wanted.num_tokens), key=order, default=None)
-    return None if writer is None else Placed(writer, writer)
+    decode_node = min(fitting(nodes, DECODE, wanted.num_tokens), key=order, default=None)
+    return None if decode_node is None else Placed(decode_node, decode_node)

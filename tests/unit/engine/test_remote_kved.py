@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.attention.annexed import PART_ROWS, AnnexedAttention
+from engine.attention.distributed import PART_ROWS, DistributedAttention
 from engine.attention.native import NativeAttention
 from engine.attention.partial import TILE_KEYS, PartialAttention
 from engine.cache.kv_pool import PagedKVPool
@@ -17,8 +17,8 @@ from tests.unit.engine.native_kit import CPU, LAYER, Scene, few_variants, needs_
 
 pytestmark = needs_library
 
-# Rows behind so many tiles of annexes: single ones at the borders of tiles, chunks of a part and of many, over several
-# tiles of their own.
+# Rows behind so many tiles of remote KV: single ones at the borders of tiles, chunks of a part and of many, over
+# several tiles of their own.
 CASES = [
     ((1100, 1), (1,)),
     ((1023, 1), (2, 1)),
@@ -30,7 +30,7 @@ CASES = [
 ]
 
 
-class PoolAnnex:
+class PoolRemoteKV:
     """Tiles in another pool of this process."""
 
     address, is_silent = "here", False
@@ -50,20 +50,20 @@ class PoolAnnex:
 
 
 def move_tiles(scene, variant, sizes):
-    """Annexes of a request's leading tiles, each in a pool of its own; its own blocks of them are overwritten."""
+    """Remote KV of a request's leading tiles, each in a pool of its own; its own blocks of them are overwritten."""
     layout, own = scene.pool.layout, scene.shares[0].block_ids
-    blocks_each, annexes, at = TILE_KEYS // layout.block_size, [], 0
+    blocks_each, remote_kvs, at = TILE_KEYS // layout.block_size, [], 0
     for num_tiles in sizes:
         moved = own[at : at + num_tiles * blocks_each]
         pool = PagedKVPool(layout, len(moved) + 3, CPU, scene.pool.compute_dtype)
         there = list(range(len(moved) + 2, 2, -1))  # in another order
         pool.write(LAYER, there, *scene.pool.read(LAYER, moved))
-        annexes.append(PoolAnnex(NativeAttention(pool, scene.num_heads, variant), num_tiles, there))
+        remote_kvs.append(PoolRemoteKV(NativeAttention(pool, scene.num_heads, variant), num_tiles, there))
         at += len(moved)
     for block in own[:at]:
         for plane in (scene.pool.keys(LAYER), scene.pool.values(LAYER)):
             plane[block] = float("nan")
-    return annexes
+    return remote_kvs
 
 
 # Heads of queries and of keys, and their size.
@@ -81,32 +81,33 @@ def move_tiles(scene, variant, sizes):
 @pytest.mark.parametrize("variant", few_variants())
 def test_bits_are_those_of_one_pool(variant, dtype, heads, num_threads):
     torch.set_num_threads(num_threads)
-    for size, annexes in CASES:
+    for size, remote_kvs in CASES:
         scene = Scene([size], *heads, 16, dtype)
         whole = NativeAttention(scene.pool, scene.num_heads, variant)
         expected = whole.attend(scene.query, LAYER, whole.plan(scene.batch, None))
-        annexed = AnnexedAttention(
-            NativeAttention(scene.pool, scene.num_heads, variant), move_tiles(scene, variant, annexes)
+        is_remote = DistributedAttention(
+            NativeAttention(scene.pool, scene.num_heads, variant), move_tiles(scene, variant, remote_kvs)
         )
-        plan = annexed.plan(scene.batch, None)
+        plan = is_remote.plan(scene.batch, None)
         for _ in range(2):  # as for two layers
-            assert torch.equal(annexed.attend(scene.query, LAYER, plan), expected), (size, annexes)
+            assert torch.equal(is_remote.attend(scene.query, LAYER, plan), expected), (size, remote_kvs)
 
 
 def test_rows_may_be_read_in_any_chunks():
-    """Rows that go through the same annexes one by one, as an answer's do, have the bits that they have in a chunk."""
+    """Rows that go through the same remote KV one by one, as an answer's do, have the bits that they have in a
+    chunk."""
     chunk = Scene([(1024, 70)], 9, 3, 64)
     variant = NativeAttention(chunk.pool, chunk.num_heads).variant
-    annexed = AnnexedAttention(NativeAttention(chunk.pool, chunk.num_heads), move_tiles(chunk, variant, (1, 2)))
-    together = annexed.attend(chunk.query, LAYER, annexed.plan(chunk.batch, None))
+    is_remote = DistributedAttention(NativeAttention(chunk.pool, chunk.num_heads), move_tiles(chunk, variant, (1, 2)))
+    together = is_remote.attend(chunk.query, LAYER, is_remote.plan(chunk.batch, None))
     [share] = chunk.shares
     for row in (0, 63, 69):
         batch = chunk.batch_of([replace(share, start=1024 + row, token_ids=[0])])
-        alone = annexed.attend(chunk.query[row : row + 1], LAYER, annexed.plan(batch, None))
+        alone = is_remote.attend(chunk.query[row : row + 1], LAYER, is_remote.plan(batch, None))
         assert torch.equal(alone[0], together[row])
 
 
-class LostAnnex:
+class LostRemoteKV:
     num_tiles = 2
 
     def __init__(self, address="there", *, is_silent=False):
@@ -157,7 +158,7 @@ def folder(written):
 def test_an_engine_gives_the_bits_of_one_pool(folder, dtype):
     """Two tiles of three are on another engine; the rest of the prompt is read in chunks, beside another request."""
     engine, host = _engine(folder, dtype), _engine(folder, dtype)
-    if not engine.takes_annexes:
+    if not engine.holds_remote_kv:
         pytest.skip(f"the kernels of this CPU promise nothing for {dtype}")
     whole = _answer(engine, _request("a", 700), range(100), 0, [700])
     request, beside = _request("a", 700), _request("beside", 30)
@@ -166,38 +167,38 @@ def test_an_engine_gives_the_bits_of_one_pool(folder, dtype):
     for layer in engine.layout.layers:
         host.pool.write(layer, range(5, 69), *engine.pool.read(layer, range(64)))
         host.pool.keys(layer)[69:] = engine.pool.keys(layer)[:64] = float("nan")
-    request.annexes = [PoolAnnex(host.attention, 2, list(range(5, 69)))]
-    annexed = _answer(engine, request, [0] * 64 + list(range(100, 136)), 512, [100, 88], beside)
-    assert annexed == whole
+    request.remote_kvs = [PoolRemoteKV(host.attention, 2, list(range(5, 69)))]
+    is_remote = _answer(engine, request, [0] * 64 + list(range(100, 136)), 512, [100, 88], beside)
+    assert is_remote == whole
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2 * PART_ROWS])
-def test_who_loses_an_annex_loses_nobody_else(folder, num_tokens):
+def test_who_loses_an_remote_kv_loses_nobody_else(folder, num_tokens):
     engine = _engine(folder)
-    if not engine.takes_annexes:
+    if not engine.holds_remote_kv:
         pytest.skip("the kernels of this CPU promise nothing for float32")
     request, other = _request("a", 700), _request("b", 30)
     [alone] = engine.step([Work(other, 0, 30, range(4))])
-    request.annexes = [LostAnnex()]
+    request.remote_kvs = [LostRemoteKV()]
     work = Work(request, 700 - num_tokens, num_tokens, [0] * 64 + list(range(100, 136)))
     _, beside = engine.step([work, Work(other, 0, 30, range(4))])
-    assert request.annex_error == "it is gone"
-    assert not other.annex_error
+    assert request.remote_kv_error == "it is gone"
+    assert not other.remote_kv_error
     assert beside == alone
 
 
 def test_for_a_node_that_is_silent_a_step_waits_once(folder):
     engine = _engine(folder)
-    if not engine.takes_annexes:
+    if not engine.holds_remote_kv:
         pytest.skip("the kernels of this CPU promise nothing for float32")
-    annexes = [LostAnnex(is_silent=True), LostAnnex(), LostAnnex("elsewhere"), LostAnnex("elsewhere")]
+    remote_kvs = [LostRemoteKV(is_silent=True), LostRemoteKV(), LostRemoteKV("elsewhere"), LostRemoteKV("elsewhere")]
     requests = [_request(f"a{number}", 700) for number in range(4)]
-    for request, annex in zip(requests, annexes, strict=True):
-        request.annexes = [annex]
+    for request, remote_kv in zip(requests, remote_kvs, strict=True):
+        request.remote_kvs = [remote_kv]
     block_ids = [0] * 64 + list(range(100, 136))
     engine.step([Work(request, 699, 1, block_ids) for request in requests])
-    assert [annex.num_asked for annex in annexes] == [1, 0, 1, 1]  # those elsewhere are lost, and not silent
-    assert [request.annex_error for request in requests] == [
+    assert [remote_kv.num_asked for remote_kv in remote_kvs] == [1, 0, 1, 1]  # those elsewhere are lost, and not silent
+    assert [request.remote_kv_error for request in requests] == [
         "it is gone",
         "there does not answer",
         "it is gone",

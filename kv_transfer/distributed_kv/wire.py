@@ -3,7 +3,7 @@
 OPEN(key, asker, most tiles)            ->  OPENED(tiles), none where there is no room
 PUT(layer, KV)                          ->  PUT, once for each layer
 ASK(layer, query)                       ->  PARTIALS, one for each tile
-CARRY(layer, queries, partials so far)  ->  PARTIALS, one for each row; the first annex gets none
+CARRY(layer, queries, partials so far)  ->  PARTIALS, one for each row; the first remote KV gets none
 
 Instead of a reply, or while no request is open, RECALLED may come: the holder needs its blocks, and closes.
 """
@@ -15,7 +15,7 @@ import zlib
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from kv_transfer.results import AnnexRecalled, TransferError
+from kv_transfer.results import RemoteKVRecalled, TransferError
 
 KEY_BYTES: Final = 32
 MAX_BYTES: Final = 2**30  # in the payload of one message
@@ -83,9 +83,9 @@ def hear(connection: socket.socket) -> Header | None:
     fields = data[: _FIELDS.size]
     magic, layer, number, num_bytes = _FIELDS.unpack(fields)
     if magic[:3] != _MAGIC or magic[3] not in list(Kind):
-        raise TransferError("a message of an annex begins with something else")
+        raise TransferError("a message of remote KV begins with something else")
     if num_bytes > MAX_BYTES:
-        raise TransferError(f"a message of an annex has {num_bytes} bytes, the limit is {MAX_BYTES}")
+        raise TransferError(f"a message of remote KV has {num_bytes} bytes, the limit is {MAX_BYTES}")
     (checksum,) = _CHECKSUM.unpack_from(data, _FIELDS.size)
     return Header(Kind(magic[3]), layer, number, num_bytes, zlib.crc32(fields), checksum)
 
@@ -93,10 +93,10 @@ def hear(connection: socket.socket) -> Header | None:
 def hear_payload(connection: socket.socket, header: Header, num_bytes: int) -> bytearray:
     """Return the payload of a header, which must have `num_bytes` bytes. Raises TransferError."""
     if header.num_bytes != num_bytes:
-        raise TransferError(f"a message of an annex has {header.num_bytes} bytes in place of {num_bytes}")
+        raise TransferError(f"a message of remote KV has {header.num_bytes} bytes in place of {num_bytes}")
     payload = _receive(connection, num_bytes)
     if zlib.crc32(payload, header.own_checksum) != header.checksum:
-        raise TransferError("a message of an annex is damaged")
+        raise TransferError("a message of remote KV is damaged")
     return payload
 
 
@@ -105,17 +105,17 @@ def hear_answer(
 ) -> tuple[Header, bytearray]:
     """Return the reply of this kind and layer.
 
-    Raises OSError or TransferError; AnnexRecalled if the holder has recalled its blocks.
+    Raises OSError or TransferError; RemoteKVRecalled if the holder has recalled its blocks.
     """
     header = hear(connection)
     if header is None:
-        raise TransferError("the node that holds an annex has hung up")
+        raise TransferError("the node that holds remote KV has hung up")
     if header.kind is Kind.RECALLED:
-        raise AnnexRecalled("the node that holds an annex needs its blocks for an older request")
+        raise RemoteKVRecalled("the node that holds remote KV needs its blocks for an older request")
     if header.kind is not kind:
-        raise TransferError(f"an annex answers {header.kind.name} in place of {kind.name}")
+        raise TransferError(f"remote KV answers {header.kind.name} in place of {kind.name}")
     if header.layer != layer:
-        raise TransferError(f"an annex answers for layer {header.layer} in place of {layer}")
+        raise TransferError(f"remote KV answers for layer {header.layer} in place of {layer}")
     return header, hear_payload(connection, header, num_bytes)
 
 
@@ -131,7 +131,7 @@ def _receive(connection: socket.socket, num_bytes: int, *, may_end: bool = False
             if not (num_new := connection.recv_into(view[at:])):
                 if may_end and not at:
                     return bytearray()
-                raise TransferError("an annex's connection ended within a message")
+                raise TransferError("remote KV's connection ended within a message")
             at += num_new
     finally:
         connection.settimeout(limit_s)
