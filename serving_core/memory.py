@@ -36,7 +36,7 @@ _rss: Final = _Rss()
 
 
 def resident_bytes() -> int:
-    """Return the bytes that this process has in memory (RSS) , or the last measurement if no file descriptor is left."""
+    """Return the RSS of this process in bytes; the last measurement if no file descriptor is left."""
     return _rss.num_bytes()
 
 
