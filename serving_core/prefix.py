@@ -112,8 +112,8 @@ class BlockNames:
     ) -> tuple[list[bytes], list[bytes]]:
         """Return hashes and numerics ids of the leading blocks, at most num_blocks, that are held.
 
-        For each block the first of `makers` under which it is held wins, unless the result of the last search is still
-        held.
+        A block found in the last search is kept if it is still held; else the first of `makers` under which a block is
+        held wins.
         """
         names, found = self._found_before(num_blocks, is_held)
         parent = names[-1] if names else self.root

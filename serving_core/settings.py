@@ -21,83 +21,85 @@ KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settings of one engine."""
+    """Settings of one node's engine."""
 
     model: str = flag("", "Folder with config.json and safetensors files.", positional=True)
     model_impl: str = flag(
         "auto",
-        "Whose modelling code computes; auto takes ours where there is some, else that of transformers.",
+        "Model implementation; auto takes the native one if there is one, else the transformers backend.",
         choices=MODEL_IMPLS,
     )
     verify_model: bool = flag(
-        True, "Compare what transformers computes here with its own attention first, where no test of ours has."
+        True,
+        "At the start, compare an untested model of the transformers backend with transformers' own attention.",
     )
     runner: str = flag(
         "auto",
-        "Whether the model writes answers (generate) or makes embeddings (pooling); auto does what its folder says.",
+        "Whether the model generates text (generate) or computes embeddings (pooling); auto decides by its folder.",
         choices=RUNNERS,
     )
     dtype: str = flag("auto", "Compute dtype; auto takes the model's own.", choices=DTYPES)
     quantization: str = flag(
         "none",
-        "Bits of the weights, made when they are loaded, and with w8a8 of activations; none takes them as they are.",
+        "Quantization of the weights when they are loaded, with w8a8 also of activations; none keeps them as stored.",
         choices=QUANTIZATIONS,
     )
     kv_cache_dtype: str = flag(
-        "auto", "KV cache dtype; auto takes the compute dtype, int8 and fp8_e4m3 halve it.", choices=KV_CACHE_DTYPES
+        "auto",
+        "KV cache dtype; auto takes the compute dtype, int8 and fp8_e4m3 take half of 16 bits.",
+        choices=KV_CACHE_DTYPES,
     )
     lora: tuple[str, ...] = flag(
         (),
-        "LoRA adapter that requests may ask for as a model: NAME=FOLDER, as PEFT writes it. The same on all nodes. May "
+        "LoRA adapter that requests may select as a model: NAME=FOLDER, in PEFT's format. The same on all nodes. May "
         "be repeated.",
     )
     weights_memory_bytes: int = flag(
         0,
-        "Memory that the weights of each rank may take, such as 8GiB: layers beyond are on disk, or with CUDA in host "
-        "memory, and read while others compute. 0: all are in memory.",
+        "Most memory for the weights of each rank, such as 8GiB: further layers are offloaded to disk, or with CUDA to "
+        "host memory, and read while other layers compute. 0: no offload.",
         minimum=0,
     )
-    weights_disk_path: str = flag("", "Folder on that disk, with CPUs; empty takes /tmp or /var/tmp.")
-    device: str = flag("auto", "Where to compute; auto takes CUDA when there is one.", choices=DEVICES)
-    block_size: int = flag(16, "Tokens in one KV block.", minimum=1, maximum=1024)
+    weights_disk_path: str = flag("", "Folder for weights offloaded to disk; empty takes /tmp or /var/tmp.")
+    device: str = flag("auto", "Device to compute on; auto takes CUDA if available.", choices=DEVICES)
+    block_size: int = flag(16, "Tokens per KV block.", minimum=1, maximum=1024)
     num_kv_blocks: int = flag(0, "KV blocks in the pool; 0 derives it from --kv-cache-memory-bytes.", minimum=0)
     kv_cache_memory_bytes: int = flag(
         0,
-        "Size of each rank's KV pool, such as 2GiB. 0: 512MiB with CPUs, and with CUDA what --gpu-memory-utilization "
-        "leaves.",
+        "Size of each rank's KV pool, such as 2GiB. 0: 512MiB on CPUs, and on CUDA the memory that "
+        "--gpu-memory-utilization leaves.",
         minimum=0,
     )
     gpu_memory_utilization: float = flag(
         0.9,
-        "Part of a CUDA device's memory that a rank may take for weights and KV, where the size of its pool is not "
-        "given; the rest is for what a step computes.",
+        "Fraction of a CUDA device's memory for a rank's weights and KV pool, if the pool's size is not given; the "
+        "rest is for activations.",
         minimum=0.01,
         maximum=1.0,
     )
-    max_model_len: int = flag(0, "Most tokens of prompt and answer; 0 takes the model's own.", minimum=0)
+    max_model_len: int = flag(0, "Most tokens of prompt and output together; 0 takes the model's own limit.", minimum=0)
     batch_invariant: bool = flag(
-        False, "Bits of an answer depend on the tokens before it alone, where torch computes too."
+        False, "Make the bits of an output independent of its batch and of chunks, also in products of torch."
     )
-    enforce_eager: bool = flag(False, "On CUDA, compute decode steps without CUDA graphs.")
-    enable_prefix_caching: bool = flag(True, "Keep the KV of ended requests for prompts that begin alike.")
-    tensor_parallel_size: int = flag(1, "Ranks that compute each layer together.", minimum=1, maximum=64)
+    enforce_eager: bool = flag(False, "On CUDA, run decode steps without CUDA graphs.")
+    enable_prefix_caching: bool = flag(True, "Keep the KV of finished requests for prompts with the same prefix.")
+    tensor_parallel_size: int = flag(1, "Ranks that divide each layer.", minimum=1, maximum=64)
     pipeline_parallel_size: int = flag(
         1,
-        "Stages of neighbouring layers, which pass a step's tokens on from one to the next. Each has "
-        "--tensor-parallel-size ranks.",
+        "Pipeline stages, each with a run of layers and --tensor-parallel-size ranks.",
         minimum=1,
         maximum=64,
     )
     sequence_parallel_min_tokens: int = flag(
         0,
-        "Tokens from which on the ranks of a layer divide a step with prompts by tokens, between the layer's products. "
-        "0: each rank has them all.",
+        "Fewest tokens of a step with prefill whose activations the ranks divide by tokens between products (sequence "
+        "parallelism). 0: never.",
         minimum=0,
     )
-    rank_timeout_s: float = flag(60.0, "Seconds a rank waits for the others before the node ends.", minimum=1.0)
+    rank_timeout_s: float = flag(60.0, "Seconds that a rank waits for the others before the node ends.", minimum=1.0)
     cpus: str = flag(
         "",
-        "CPUs this node pins itself to: numbers such as 0-3,8, or a share such as 1/4; empty leaves it unpinned.",
+        "CPUs to pin this node to: numbers such as 0-3,8, or a share such as 1/4; empty: no pinning.",
     )
 
     @property

@@ -29,12 +29,12 @@ _PLAIN: Final = re.compile(r"[^\s\"=]+")
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """What a process writes of what it does."""
+    """Logging settings of a process."""
 
-    log_level: str = flag("info", "Least severe log line to write.", choices=LEVELS)
+    log_level: str = flag("info", "Least severe level to log.", choices=LEVELS)
     log_format: str = flag(
         AUTO,
-        "How log lines are written: as JSON, or as text for people. auto: as text to a terminal, as JSON elsewhere.",
+        "Format of log lines: JSON or readable text. auto: text in a terminal, JSON elsewhere.",
         choices=(AUTO, JSON, TEXT),
     )
 

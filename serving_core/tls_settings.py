@@ -10,13 +10,14 @@ from serving_core.tls import TlsFiles
 
 @dataclass(frozen=True, slots=True)
 class TlsSettings:
-    """TLS, the same for the coordinator and its nodes; `splitserve certs` makes the files."""
+    """TLS settings, the same for the coordinator and its nodes; `splitserve certs` creates the files."""
 
-    tls_cert: str = flag("", "Certificate of this process, and those between it and its CA (PEM).")
+    tls_cert: str = flag("", "Certificate chain of this process, up to its CA (PEM).")
     tls_key: str = flag("", "Private key of --tls-cert (PEM).")
-    tls_ca: str = flag("", "CA of the fleet (PEM): the coordinator and its nodes ask each other for its certificates.")
+    tls_ca: str = flag("", "CA of the fleet (PEM), which verifies the certificates of the coordinator and its nodes.")
     trusted_network: bool = flag(
-        False, "Beside TLS, what cannot have any may leave this machine: ranks on several hosts, torch_dist."
+        False,
+        "With TLS, also allow traffic off this machine that TLS cannot protect: ranks on several hosts, torch_dist.",
     )
 
     @property

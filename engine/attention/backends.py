@@ -91,9 +91,9 @@ def choose_attention(
     """Return the fastest attention backend that supports the pool.
 
     On a CPU the compiled kernels. On CUDA varlen_attn for prefill and Triton kernels for decode, or one of the two for
-    both, if they support the pool and agree with the portable backend; else, and for models that only it supports, the
-    portable backend. Call before the pool holds data. Raises SettingsError for a pool whose K and V widths differ
-    between layers, unless the portable backend serves it.
+    both, if they support the pool and agree with the portable backend; else, and with `portable_only`, the portable
+    backend. Call before the pool holds data. Raises SettingsError for a pool whose K and V widths differ, or differ
+    between layers, unless `portable_only`.
     """
     portable = PortableAttention(pool, num_heads, score_scale, softcap)
     if portable_only:

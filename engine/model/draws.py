@@ -149,8 +149,8 @@ def _needed(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def _most_in_nuclei(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Return an upper bound [len(top_p), 1] of a nucleus's tokens: those above the weight at which all lower ones
-    together make up the rest of the mass.
+    """Return an upper bound [len(top_p), 1] of a nucleus's tokens: those not below the weight at which all lower
+    ones together make up the rest of the mass.
     """
     num_columns = weights.shape[1]
     cuts = (1 - top_p) * _masses(weights).sum(-1, keepdim=True) / (LIKELIEST_MASS * num_columns)
