@@ -1,9 +1,10 @@
-/* What a mixture of experts computes between its products: which experts a row takes, and the sum of what they give.
+/* The ops of a mixture of experts between its products: the choice of experts for each row, and the sum of their
+ * outputs.
  *
- * A row's results depend on that row alone. Everything is computed as float32.
+ * A row's results depend on that row alone. All arithmetic is float32.
  */
 #define INLINE static inline __attribute__((always_inline))
-#define FP8_UNIT 1.0f /* of conversions that are not used here */
+#define FP8_UNIT 1.0f /* for conversions that are not used here */
 
 /* 2^f on [0, 1) to 9e-8, exactly 1 at 0 */
 #define exp2_fraction(f)                                                                                              \
@@ -22,9 +23,9 @@
 
 #define EXPERTS_VERSION 1 /* engine/native/dispatch.py expects the same */
 #define MOST_EXPERTS 1024 /* as in serving_core/differences.py */
-#define CHUNK 256         /* columns that are added up at a time */
+#define CHUNK 256         /* columns added at a time */
 #define LOG2_E 1.44269504088896340736f
-#define TAKEN -1.0f       /* in place of a power, which is no less than 0 */
+#define TAKEN -1.0f       /* replaces the power of a chosen expert; powers are never below 0 */
 
 enum ExpertsElement { EXPERTS_FLOAT32, EXPERTS_BFLOAT16 };
 
@@ -32,9 +33,9 @@ typedef struct {
     int32_t element;
     int32_t num_experts;
     int32_t num_chosen;
-    int32_t is_normalized; /* whether the weights of a row sum up to 1 */
+    int32_t is_normalized; /* whether the weights of a row sum to 1 */
     const uint8_t *logits; /* [rows, num_experts] */
-    int32_t *chosen;       /* [rows, num_chosen], the likeliest first, of equals the first one */
+    int32_t *chosen;       /* [rows, num_chosen], the likeliest first; of equal ones, the lowest number */
     float *weights;        /* the same */
 } Routing;
 
@@ -60,7 +61,7 @@ INLINE vec vec_from(int32_t element, const uint8_t *from) {
     return element == EXPERTS_BFLOAT16 ? vec_from_bfloat16(from) : vec_load(from);
 }
 
-/* Of a row of `count` elements those from `at` on, `fill` beyond the end. */
+/* Elements of a row of `count` elements from `at` on, with `fill` beyond the end. */
 INLINE vec read(int32_t element, const uint8_t *row, int32_t at, int32_t count, float fill) {
     row += at * bytes_of(element);
     if (at + LANES <= count) return vec_from(element, row);
@@ -79,7 +80,7 @@ INLINE void write(int32_t element, uint8_t *row, int32_t at, int32_t count, vec 
     memcpy(row + at * bytes_of(element), rest, (size_t)(held * bytes_of(element)));
 }
 
-/* e^(x - largest) of a row's logits; gives their sum, which is no number where one of them is none. */
+/* Computes e^(x - largest) of a row's logits; returns their sum, which is NaN if one of them is. */
 static float powers_of(const Routing *step, const uint8_t *logits, float *powers) {
     const int32_t count = step->num_experts;
     vec largest = vec_all(-INFINITY), sums = vec_zero();
@@ -116,7 +117,7 @@ static void route(const Routing *step, int64_t row) {
     for (int32_t i = 0; step->is_normalized && i < step->num_chosen; ++i) weights[i] /= total;
 }
 
-/* Columns at .. at + CHUNK of a row times its weight are added. */
+/* Adds columns at .. at + CHUNK of a row times its weight. */
 INLINE void add_rows(int32_t element, float *sums, const uint8_t *row, int32_t at, int32_t count, float weight) {
     for (int32_t i = 0; i < CHUNK && at + i < count; i += LANES) {
         vec product = vec_mul(read(element, row, at + i, count, 0.0f), vec_all(weight));
@@ -170,8 +171,8 @@ static void compute_mixing(const Operation *operation, Units units, int32_t thre
 
 static const OperationKind routing = {begin, compute_routing, NULL}, mixing = {begin, compute_mixing, NULL};
 
-/* Sorts the choices of all rows by expert, in the order of rows: `tokens` has the row of each, `places` the place of
- * each choice, and those for expert e begin at starts[e] and end at starts[e + 1]. */
+/* Sorts the choices of all rows by expert, then by row: `tokens` holds the row of each, `places` the place of each
+ * choice; the choices for expert e are starts[e] up to starts[e + 1]. */
 static void sort(const Routing *step, int32_t num_rows, int64_t *tokens, int32_t *starts, int64_t *places) {
     const int64_t count = (int64_t)num_rows * step->num_chosen;
     int32_t next[MOST_EXPERTS] = {0};
@@ -187,8 +188,8 @@ static void sort(const Routing *step, int32_t num_rows, int64_t *tokens, int32_t
     }
 }
 
-/* At most MOST_EXPERTS experts, of which no more than all are chosen. By num_threads threads of `parallel`
- * (GOMP_parallel), or by this one alone. */
+/* Routes to at most MOST_EXPERTS experts, with num_threads threads of `parallel` (GOMP_parallel), or this thread
+ * alone. */
 EXPORTED void experts_route(Parallel *parallel, int32_t num_threads, int32_t element, int32_t num_rows,
                             int32_t num_experts, int32_t num_chosen, int32_t is_normalized, const uint8_t *logits,
                             int32_t *chosen, int64_t *tokens, int32_t *starts, int64_t *places, float *weights) {
@@ -199,8 +200,8 @@ EXPORTED void experts_route(Parallel *parallel, int32_t num_threads, int32_t ele
     sort(&step, num_rows, tokens, starts, places);
 }
 
-/* outputs[row] = the sum of rows[places[row, i]] * weights[row, i], and of shared[row] * sigmoid(shared_logits[row])
- * where there is such. */
+/* outputs[row] = the sum of rows[places[row, i]] * weights[row, i], plus shared[row] * sigmoid(shared_logits[row])
+ * if there is a shared expert. */
 EXPORTED void experts_mix(Parallel *parallel, int32_t num_threads, int32_t element, int32_t num_rows,
                           int32_t num_columns, int32_t num_chosen, const uint8_t *rows, const int64_t *places,
                           const float *weights, const uint8_t *shared, const uint8_t *shared_logits,

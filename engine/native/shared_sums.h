@@ -1,8 +1,8 @@
-/* Sums and gathers over the processes of one machine, through memory that all of them have mapped.
+/* Sums and gathers over the processes of one machine, through memory that all of them map.
  *
- * Each rank has two slots. In a round it writes to one of them, says so, and reads the slots of the others as soon as
- * they have said so. In the next round it writes to its other slot; to the first one not before every rank is in the
- * next round, and so is done with reading it.
+ * Each rank has two slots. In a round it writes to one of them, announces that, and reads the slots of the others as
+ * soon as they have announced theirs. In the next round it writes to its other slot. It reuses the first slot only when
+ * every rank is in the next round, and so has finished reading it.
  */
 #ifndef SPLITSERVE_SHARED_SUMS_H
 #define SPLITSERVE_SHARED_SUMS_H
@@ -26,15 +26,15 @@ typedef struct {
 EXPORTED int32_t shared_sums_version(void);
 EXPORTED int64_t shared_sums_bytes(int32_t size, int64_t slot_bytes);
 
-/* Sums of `count` elements over the ranks, added up in their order, each sum rounded to the element: 0 is float32 and 1
- * bfloat16. Every rank gives its elements; this one gets those from `first` to `end`, at `sums`, which may be where they
- * were given. Gives 0; or, and the memory is of no use then, -1 when a rank has not come within the patience, and
- * -2 when one has ended. */
+/* Sums `count` elements over the ranks in rank order, each sum rounded to the element: 0 is float32 and 1 bfloat16.
+ * Every rank passes its elements; this rank gets elements `first` to `end` of the sum in `sums`, which may be its
+ * input. Returns 0, or -1 if a rank did not come within the patience, or -2 if one has ended; after an error the
+ * memory cannot be used. */
 EXPORTED int32_t shared_sums_add(SharedSums *sums, const void *given, int64_t count, int32_t element, int64_t first,
                                  int64_t end, void *added);
 
-/* What each rank gives, bytes[rank] of it, one behind the other. `gathered` may be NULL. Gives what shared_sums_add
- * gives. */
+/* Gathers bytes[rank] bytes of each rank, concatenated. `gathered` may be NULL. Returns the values of
+ * shared_sums_add. */
 EXPORTED int32_t shared_sums_gather(SharedSums *sums, const void *given, const int64_t *bytes, void *gathered);
 
 #endif

@@ -1,21 +1,23 @@
-/* What a decoder computes between its products, row by row: what Python sees and what the files of this folder share.
+/* The ops of a decoder between its products, row by row: the interface for Python, and the declarations that the files
+ * of this folder share.
  *
- * A row's result has the same bits whatever other rows there are and however many threads run. Results are rounded to
- * the element where torch rounds them. Strides are in bytes; the elements of a row are contiguous.
+ * The bits of a row's result are the same with any other rows and any number of threads. Results are rounded to the
+ * element where torch rounds them. Strides are in bytes; the elements of a row are contiguous.
  */
 #ifndef SPLITSERVE_STEPS_H
 #define SPLITSERVE_STEPS_H
 
 #include <stdint.h>
 
-#define STEPS_VERSION 5 /* of everything below; engine/native/steps.py expects the same */
+#define STEPS_VERSION 5 /* version of this interface; engine/native/steps.py expects the same */
 
 enum Element { FLOAT32, BFLOAT16 };
 
 enum Activation { SILU, GELU_TANH };
 
-/* x += delta * delta_scale, where there is one; output = x / root mean square of x * weight, or is increased by that.
- * What is added to x is rounded once. A norm that centers takes the mean of x away first, and does not increase. */
+/* x += delta * delta_scale, if there is a delta; then output = x / root mean square of x * weight, or output +=
+ * that. The sum with x is rounded once. A norm that centers subtracts the mean of x first, and cannot add to the
+ * output. */
 typedef struct {
     int32_t element;
     int32_t weight_element; /* the same, or FLOAT32 */
@@ -29,7 +31,7 @@ typedef struct {
     int64_t x_stride;
     const uint8_t *delta;    /* or NULL */
     int64_t delta_stride;
-    uint8_t *output;         /* may be x, where it is not increased */
+    uint8_t *output;         /* may be x, unless the norm adds to it */
     int64_t output_stride;
 } Norm;
 
@@ -41,8 +43,8 @@ typedef struct {
     const uint8_t *delta;
 } Sum;
 
-/* Rows of num_heads queries, num_kv_heads keys and as many values. Queries and keys are normed, where there are
- * weights, and rotated in place; keys and values are then written to the pool, where there is one. */
+/* Rows of num_heads queries, num_kv_heads keys and as many values. Queries and keys are normed, if there are
+ * weights, and rotated in place; keys and values are then written to the pool, if there is one. */
 typedef struct {
     int32_t element;
     int32_t weight_element; /* the same, or FLOAT32 */
@@ -61,7 +63,7 @@ typedef struct {
     const int64_t *slots;        /* [num_rows] */
 } Placement;
 
-/* output [num_rows, num_columns] = activation(gates) * ups; a row has num_columns gates, then as many ups */
+/* output [num_rows, num_columns] = activation(gates) * ups; a row has num_columns gates, then num_columns ups */
 typedef struct {
     int32_t element;
     int32_t activation;
@@ -71,7 +73,7 @@ typedef struct {
     uint8_t *output;
 } Gating;
 
-/* The largest number of each row, as float32, and where it is first. Not a number is larger than any. */
+/* The largest number of each row, as float32, and its first index. NaN counts as the largest. */
 typedef struct {
     int32_t element;
     int32_t num_columns;
@@ -90,20 +92,20 @@ typedef struct {
     int64_t stride;
 } Capping;
 
-/* How a token of a row is drawn. A token's weight is e^((logit - highest) / temperature), below FLT_MIN nothing. It
- * stays if it is at least min_p, at least the top_k-th largest, and in the nucleus of what these leave: the likeliest
- * tokens that hold top_p of the mass. What weighs as much as the last one that stays, stays too. */
+/* Parameters of a draw. A token's weight is e^((logit - highest) / temperature), or 0 below FLT_MIN. A token stays
+ * if its weight is at least min_p, at least the top_k-th largest, and in the nucleus of the remaining tokens: the
+ * likeliest that hold top_p of the mass. Tokens that tie with the last one that stays, stay too. */
 typedef struct {
     int64_t row;
-    double number; /* in [0, 1): the first token is drawn up to which the weights exceed so much of the whole */
+    double number; /* in [0, 1): selects the first token at which the cumulative weight exceeds this fraction */
     double temperature;
     double min_p;
     double top_p;  /* 1: off */
     int64_t top_k; /* 0: off */
 } Draw;
 
-/* tokens[i] is what draws[i] gives. Of a row whose highest is not a finite number it is the last, and the mass is not a
- * number. */
+/* tokens[i] is the result of draws[i]. For a row whose highest number is not finite it is the last token, and the
+ * mass is NaN. */
 typedef struct {
     int32_t element;
     int32_t num_columns;
@@ -111,13 +113,13 @@ typedef struct {
     int64_t stride;
     const float *highest; /* of each row */
     const Draw *draws;
-    uint8_t *scratch;     /* for each thread steps_draw_bytes */
+    uint8_t *scratch;     /* steps_draw_bytes for each thread */
     int64_t scratch_bytes;
     int64_t *tokens;
-    double *masses;       /* of all that stayed */
+    double *masses;       /* mass of all tokens that stayed */
 } Drawing;
 
-#define DRAW_CHUNK 512 /* weights that are added up in float32, before their sums are in double */
+#define DRAW_CHUNK 512 /* weights added in float32 before the sums continue in double */
 #define MOST_GROUP 64  /* weights that a kernel reads at once */
 
 typedef void StepRow(const void *step, int64_t row);
