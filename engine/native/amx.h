@@ -1,10 +1,10 @@
-/* What the kernels that compute with AMX share: tiles of 16 rows of 64 bytes. */
+/* Common parts of the AMX kernels: tiles of 16 rows of 64 bytes. */
 #ifndef SPLITSERVE_AMX_H
 #define SPLITSERVE_AMX_H
 
 #include <stdint.h>
 
-/* Compilers that know these tiles. */
+/* Compilers that support these tiles. */
 #if defined(__clang__)
 #define KNOWS_AMX (__clang_major__ >= 12)
 #else
@@ -14,7 +14,7 @@
 #define AMX_ROWS 16
 #define AMX_WORDS 16
 #define AMX_BYTES (AMX_WORDS * 4) /* of a row */
-#define AMX_BFLOAT16 22           /* of cpuid: the products that a CPU has */
+#define AMX_BFLOAT16 22           /* cpuid bits of the products that a CPU supports */
 #define AMX_INT8 25
 
 typedef struct {
@@ -23,14 +23,14 @@ typedef struct {
     uint8_t rows[16];
 } TileShapes;
 
-/* What has been written before is in memory: compilers need not know that a tile is loaded from there. */
+/* Earlier writes are in memory: compilers may not know that a tile is loaded from there. */
 #define WRITTEN() __asm__ volatile("" ::: "memory")
 
-/* _tile_loadconfig, but some compilers take that for a read of the first bytes alone, and may leave the rest unwritten. */
+/* _tile_loadconfig, which some compilers take for a read of the first bytes alone, leaving the rest unwritten. */
 static inline void load_shapes(const TileShapes *shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(*shapes)); }
 
-/* For at most two tiles of rows. Sums are in tiles 0 to 3, inputs in 4 and 5, weights in 6 and 7: the second tile of
- * rows, if there is one, has the odd ones of the first six. It takes as long as six tiles' products. */
+/* For at most two tiles of rows. Sums are in tiles 0 to 3, inputs in 4 and 5, weights in 6 and 7; a second tile of
+ * rows uses the odd tiles of the first six. It takes as long as six tiles' products. */
 static inline void shape_tiles(int32_t num_rows) {
     const int32_t second_rows = num_rows - AMX_ROWS, first_rows = second_rows > 0 ? AMX_ROWS : num_rows;
     TileShapes shapes = {.palette = 1};
@@ -42,7 +42,7 @@ static inline void shape_tiles(int32_t num_rows) {
     load_shapes(&shapes);
 }
 
-/* Whether this CPU has tiles with such products, and Linux lets this process use them. */
+/* Returns whether this CPU has tiles with such products, and Linux lets this process use them. */
 int amx_is_there(int product);
 
 #endif

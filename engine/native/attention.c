@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <string.h>
 
-/* Its units are those of the plan, which may be another one in each run. */
+/* The units are those of the plan, which may differ in each run. */
 typedef struct {
     Call call;
     const Plan *const *plan;
@@ -35,7 +35,7 @@ static int is_runnable(const char *variant) {
     return !strcmp(variant, "plain");
 }
 
-/* The kernel of a variant for these elements; NULL when this CPU or the variant does not have one. */
+/* Returns the kernel of a variant for these elements; NULL if this CPU or the variant does not support them. */
 EXPORTED const Kernel *attention_kernel(const char *variant, int32_t pool_element, int32_t query_element) {
     if (!is_runnable(variant)) return NULL;
     const Kernel *kernel = &attention_plain;
@@ -59,7 +59,7 @@ static void put(Unit *units, int64_t capacity, int64_t *num_units, Unit unit) {
     ++*num_units;
 }
 
-/* The single row of a request, in splits of a tile each. */
+/* Divides the single row of a request into splits of one tile each. */
 static void put_splits(const Plan *plan, Unit unit, Unit *units, int64_t capacity, int64_t *counts) {
     int32_t first = first_seen(plan, unit.first_position), end = unit.first_position + 1;
     unit.num_splits = (end - 1) / TILE_KEYS - first / TILE_KEYS + 1;
@@ -75,7 +75,8 @@ static void put_splits(const Plan *plan, Unit unit, Unit *units, int64_t capacit
     if (unit.num_splits > 1) counts[1] += unit.num_splits;
 }
 
-/* The rows of a request in tiles, the last first: they see the most keys, and the end of a call is short that way. */
+/* Divides the rows of a request into tiles, the last first: they have the most keys, which keeps the end of a call
+ * short. */
 static void put_rows(const Plan *plan, Unit unit, Unit *units, int64_t capacity, int64_t *counts) {
     int32_t num_rows = unit.num_rows, row = unit.first_row, position = unit.first_position;
     int32_t step = larger(1, TILE_ROWS / (plan->num_heads / plan->num_kv_heads));
@@ -90,7 +91,7 @@ static void put_rows(const Plan *plan, Unit unit, Unit *units, int64_t capacity,
     }
 }
 
-/* A unit of single rows takes one key head where there would not be enough of them for all threads, otherwise all. */
+/* A unit of single rows takes one key head if there would be too few units for all threads, otherwise all key heads. */
 static int32_t heads_of_split(const Plan *plan, const int32_t *kv_lengths, int32_t num_requests) {
     int64_t num_tiles = 0;
     for (int32_t request = 0; request < num_requests; ++request) {
@@ -100,8 +101,8 @@ static int32_t heads_of_split(const Plan *plan, const int32_t *kv_lengths, int32
     return num_tiles < 4 * (int64_t)plan->num_threads ? 1 : plan->num_kv_heads;
 }
 
-/* Fills `units` as far as `capacity` goes. Gives in `counts` how many units there are, how many partial results, and
- * the scores to be computed. Chunks come before single rows, which are the small change that fills the end. */
+/* Fills `units` up to `capacity`. Returns in `counts` the numbers of units, of partials and of scores. Chunks come
+ * before single rows, whose small units fill the end. */
 EXPORTED void attention_units(const Plan *plan, const int32_t *query_starts, const int32_t *kv_lengths,
                            int32_t num_requests, Unit *units, int64_t capacity, int64_t *counts) {
     counts[0] = counts[1] = counts[2] = 0;
@@ -147,7 +148,8 @@ static void describe(Operation *operation, const Plan *const *plan, const uint8_
         (AttentionData){.call = {NULL, query, query_stride, keys, values, output}, .plan = plan};
 }
 
-/* The output of all units, by plan->num_threads threads of `parallel` (GOMP_parallel), or by this one alone. */
+/* Computes the output of all units, with plan->num_threads threads of `parallel` (GOMP_parallel), or this thread
+ * alone. */
 EXPORTED void attention_attend(const Plan *plan, Parallel *parallel, const uint8_t *query, int64_t query_stride,
                                const uint8_t *keys, const uint8_t *values, uint8_t *output) {
     Operation operation;
@@ -155,8 +157,8 @@ EXPORTED void attention_attend(const Plan *plan, Parallel *parallel, const uint8
     run_operations(&operation, 1, 0, parallel, plan->num_threads);
 }
 
-/* Adds attention to a program, by the plan that is found at `plan` in each run, whose scratch must be for all threads
- * of the run. Gives 0, or -1 when the program is full. */
+/* Appends attention to a program, with the plan found at `plan` in each run, whose scratch must suffice for all
+ * threads of the run. Returns 0, or -1 if the program is full. */
 EXPORTED int32_t attention_add(Program *program, const Plan *const *plan, const uint8_t *query, int64_t query_stride,
                                const uint8_t *keys, const uint8_t *values, uint8_t *output) {
     Operation *operation = next_operation(program);

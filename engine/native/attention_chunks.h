@@ -1,4 +1,5 @@
-/* Many query rows of one request: tiles of keys and values are packed once for all rows and heads that see them. */
+/* Many query rows of one request: tiles of keys and values are packed once for all rows and heads that attend to
+ * them. */
 
 static void pack_values(const Shape *shape, const Scratch *scratch, int32_t first, int32_t end) {
     for (int32_t key = first; key < end; key += NUMBERS_PER_WORD) {
@@ -11,8 +12,8 @@ static void pack_values(const Shape *shape, const Scratch *scratch, int32_t firs
     }
 }
 
-/* Packs the keys and values of the tile that starts at key `tile`, as far as the unit sees them. Around them are zeros
- * up to multiples of KEYS_TOGETHER. */
+/* Packs the keys and values of the tile that starts at key `tile`, as far as the unit attends to them, surrounded by
+ * zeros up to multiples of KEYS_TOGETHER. */
 static void pack_tile(const Call *call, const Unit *unit, const Shape *shape, const Scratch *scratch, int32_t tile) {
     int32_t first_key = larger(tile, unit->first_key), end_key = smaller(unit->end_key, tile + TILE_KEYS);
     int32_t first = first_key - tile, start = first / KEYS_TOGETHER * KEYS_TOGETHER;
@@ -31,7 +32,7 @@ static void pack_tile(const Call *call, const Unit *unit, const Shape *shape, co
     }
 }
 
-/* Hides from one row of a tile's scores in columns first .. end what it does not see. */
+/* Masks, in one row's scores of a tile, the columns first .. end that the row does not attend to. */
 static void hide(const Plan *plan, const Unit *unit, const Shape *shape, int32_t row, int32_t tile, int32_t first,
                  int32_t end, float *scores) {
     int32_t position = unit->first_position + smaller(row, unit->num_rows * shape->group - 1) / shape->group;
@@ -41,8 +42,8 @@ static void hide(const Plan *plan, const Unit *unit, const Shape *shape, int32_t
     for (int32_t i = end_column; i < end; ++i) scores[i] = -INFINITY;
 }
 
-/* Weights of BLOCK_ROWS rows from their scores in columns first .. end of a tile that starts at key `tile`. Gives what
- * the outputs until now, and those of the tile, are to be multiplied with. */
+/* Computes the weights of BLOCK_ROWS rows from their scores in columns first .. end of the tile that starts at key
+ * `tile`. Returns the factors of the outputs before, and of the tile's outputs. */
 static void weigh_block(const Plan *plan, const Unit *unit, const Shape *shape, const Scratch *scratch, int32_t block,
                         int32_t tile, int32_t first, int32_t end, float *kept, float *added) {
     const float *value_scales = plan->plane_bytes > plan->data_bytes ? scratch->value_scales : NULL;
@@ -60,7 +61,7 @@ static void weigh_block(const Plan *plan, const Unit *unit, const Shape *shape, 
     merge_sums(largest, sums, scratch->largest + block, scratch->sums + block, kept, added);
 }
 
-/* One block of rows over the packed tile: only the columns that some of the rows see. */
+/* Computes one block of rows over the packed tile: only the columns that some row attends to. */
 static void attend_block(const Plan *plan, const Unit *unit, const Shape *shape, const Scratch *scratch, int32_t block,
                          int32_t tile) {
     int32_t last = smaller(block + BLOCK_ROWS, unit->num_rows * shape->group) - 1;
@@ -75,7 +76,7 @@ static void attend_block(const Plan *plan, const Unit *unit, const Shape *shape,
     sum_block(shape, scratch, block, first, end, kept, added);
 }
 
-/* Between a unit's rows and partial results, one a row from `partial` on, of all heads as those of a split are. */
+/* Copies between a unit's rows and partials, one per row from `partial` on, with all heads as in a split's result. */
 static void copy_partials(const Call *call, const Unit *unit, const Shape *shape, const Scratch *scratch,
                           int32_t partial, int is_result) {
     const Plan *plan = call->plan;

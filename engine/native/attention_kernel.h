@@ -1,7 +1,7 @@
 /* One kernel, for one kind of vector; included by each variant, which names it KERNEL.
  *
- * All products are of words of 32 bits: a float32, or with PAIRS two neighbouring bfloat16 whose products are summed at
- * once. Elements of other kinds are converted when they are read. Head dimensions are padded with zeros to `dim`.
+ * All products take words of 32 bits: a float32, or with PAIRS two adjacent bfloat16 whose products are summed at once.
+ * Other elements are converted when they are read. Head dimensions are padded with zeros to `dim`.
  */
 #include "attention.h"
 
@@ -10,7 +10,7 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define FP8_UNIT 0x1p120f /* the bits of an e4m3, read as those of a float32, are this much too small */
+#define FP8_UNIT 0x1p120f /* factor by which the bits of an e4m3, read as a float32, are too small */
 
 /* 2^f on [0, 1), exactly 1 at 0; to 9e-5 where bfloat16 follows, else to 9e-8. */
 #if PAIRS
@@ -31,7 +31,7 @@
 #include "vector_tanh.h"
 
 #if PAIRS
-typedef uint16_t Number; /* what products take */
+typedef uint16_t Number; /* the element of products */
 #define NUMBER BFLOAT16
 #define NUMBERS_PER_WORD 2
 INLINE vec vec_dot(vec sum, vec a, vec b) { return vec_dot_pairs(sum, a, b); }
@@ -48,25 +48,25 @@ INLINE void vec_store_numbers(Number *to, vec a) { vec_store(to, a); }
 INLINE vec vec_merge(vec a, vec of_a, vec b, vec of_b) { return vec_fma(b, of_b, vec_mul(a, of_a)); }
 
 #ifndef KEYS_TOGETHER
-#define KEYS_TOGETHER LANES /* keys of a tile are padded to a multiple of it, to which those that come first belong */
+#define KEYS_TOGETHER LANES /* keys of a tile are padded to a multiple of it, counted from the tile's first key */
 #endif
 
 #define LOG2_E 1.44269504088896340736f
 #define LINE_WORDS 16 /* of memory, and of a cache */
-#define AHEAD_KEYS 48 /* what is asked of memory is needed so many keys later */
+#define AHEAD_KEYS 48 /* distance, in keys, between a fetch from memory and its use */
 #define LOWEST -1e30f /* less than any scaled score; unlike with -INFINITY, differences from it are numbers */
 
 typedef struct {
     int32_t group;     /* query heads that share a key head */
-    int32_t dim;       /* of a head, padded */
+    int32_t dim;       /* padded head width */
     int32_t words;     /* of a row of dim numbers */
-    int32_t is_direct; /* the pool's own rows can be used */
+    int32_t is_direct; /* whether the pool's own rows can be used */
 #if TILES
     int64_t key_stride; /* bytes between keys, if a left side that starts at a multiple of its rows is in a block; or 0 */
 #endif
     int32_t tile_rows;
     int32_t num_heads;
-    float scale;       /* of scores, capped where they are, whose exponentials are powers of 2 */
+    float scale;       /* factor of scores, including the cap, whose exponentials are powers of 2 */
 } Shape;
 
 INLINE Shape shape_of(const Plan *plan) {
@@ -98,7 +98,7 @@ typedef struct {
     uint32_t *packed_queries;        /* [num_heads, words, 16] at most, of a split */
 #endif
     float *scores;                   /* [num_heads or BLOCK_ROWS, TILE_KEYS] */
-    Number *weights;                 /* the same, exponentials of scores */
+    Number *weights;                 /* the same size, exponentials of scores */
     float *largest;                  /* [tile_rows + LANES], scaled score, or LOWEST */
     float *sums;                     /* [tile_rows + LANES] of weights */
     float *outputs;                  /* [tile_rows, dim] */
@@ -110,7 +110,7 @@ INLINE void *carve(uint8_t *memory, int64_t *used, int64_t num_bytes) {
     return part;
 }
 
-/* The parts of a thread's memory; gives how large it is. */
+/* Sets the parts of a thread's memory; returns its size. */
 static int64_t lay_out(Scratch *scratch, const Shape *shape, uint8_t *memory) {
     int64_t used = 0, row_bytes = 4 * (int64_t)shape->words, rows = shape->tile_rows;
     int64_t score_rows = larger(shape->num_heads, BLOCK_ROWS);
@@ -141,7 +141,7 @@ static int64_t scratch_bytes(const Plan *plan) {
     return lay_out(&scratch, &shape, NULL);
 }
 
-/* A split's result: of each head its output before the division, then the largest scores, then the sums. */
+/* A split's result: for each head the output before the division, then the largest scores, then the sums. */
 static int64_t partial_floats(const Plan *plan) {
     Shape shape = shape_of(plan);
     return (int64_t)plan->num_heads * (shape.dim + 2);

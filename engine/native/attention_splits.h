@@ -1,14 +1,14 @@
-/* A single query row over the keys of one tile: each key and value is read once, from where it lies in the pool. All
- * key heads of a unit are taken for some keys before the next keys, since that is the order of memory. */
+/* A single query row over the keys of one tile. Each key and value is read once, in place in the pool. All key heads
+ * of a unit are computed for some keys before the next keys, in the order of memory. */
 
-#define STEP_KEYS 32 /* so many keys are taken of one head before those of the next; a multiple of KEYS_TOGETHER */
+#define STEP_KEYS 32 /* keys of one head computed before those of the next head; a multiple of KEYS_TOGETHER */
 
-/* Rows of one key head, and others of the same length that are fetched meanwhile: bit by bit, since memory takes few
- * requests at a time, and who makes more has to wait. */
+/* Rows of one key head, and others of the same length that are fetched meanwhile, little by little: memory accepts
+ * few requests at a time, and further ones wait. */
 typedef struct {
     const uint8_t *const *rows;
     const uint8_t *const *ahead;
-    int64_t offset; /* in all of them, in bytes */
+    int64_t offset; /* bytes in all of them */
 } HeadRows;
 
 #if TILES
@@ -17,8 +17,8 @@ typedef struct {
 #include "attention_split_products.h"
 #endif
 
-/* The rows of the pool that a split reads: of `first` keys that it does not see, of those that it does, up to a
- * multiple of KEYS_TOGETHER; of as many values; then what the next unit reads first. Gives how many there are of each. */
+/* Collects the rows of the pool that a split reads: `first` keys that it skips, its own keys up to a multiple of
+ * KEYS_TOGETHER, as many values, then the first rows of the next unit. Returns the number of each. */
 static int32_t find_all_rows(const Call *call, const Unit *unit, const Scratch *scratch, int32_t first) {
     const Plan *plan = call->plan;
     const uint8_t **rows = scratch->pool_rows;
@@ -39,7 +39,7 @@ static int32_t find_all_rows(const Call *call, const Unit *unit, const Scratch *
     return count;
 }
 
-/* Of `count` rows of the pool, which are `ahead` of those that are fetched, the numbers of one key head. */
+/* The numbers of one key head in `count` rows of the pool, which are `ahead` of the fetched rows. */
 INLINE HeadRows head_rows(const Plan *plan, const Shape *shape, const Scratch *scratch, const uint8_t *const *from,
                           int64_t offset, int32_t count) {
     const uint8_t *const *ahead = from + AHEAD_KEYS;
@@ -49,7 +49,7 @@ INLINE HeadRows head_rows(const Plan *plan, const Shape *shape, const Scratch *s
     return (HeadRows){scratch->rows, scratch->rows, 0};
 }
 
-/* The scores of `count` keys, and after that (is_value) the sums of their values: in the order of memory. */
+/* Computes the scores of `count` keys, or with is_value the sums of their values, in the order of memory. */
 static void attend_keys(const Plan *plan, const Unit *unit, const Shape *shape, const Scratch *scratch, int32_t count,
                         int is_value) {
     int64_t row_bytes = pool_row_bytes(plan);
@@ -63,7 +63,7 @@ static void attend_keys(const Plan *plan, const Unit *unit, const Shape *shape, 
     }
 }
 
-/* One head's output from the splits of a row, in the order of the tiles. */
+/* Merges one head's output from the splits of a row, in the order of the tiles. */
 static void combine_head(const Call *call, const Unit *unit, const Shape *shape, int32_t head, float *outputs) {
     int32_t num_heads = unit->num_kv_heads * shape->group;
     int64_t stride = call->plan->partial_floats, largest_at = num_heads * (int64_t)shape->dim;
@@ -81,14 +81,14 @@ static void combine_head(const Call *call, const Unit *unit, const Shape *shape,
     write_output(call, unit->first_row, unit->kv_head * shape->group + head, outputs, sums[0]);
 }
 
-/* The output of a row whose splits are all there. */
+/* Computes the output of a row whose splits are all complete. */
 static void combine(const Call *call, const Unit *unit, const Shape *shape, const Scratch *scratch) {
     atomic_store((atomic_int *)call->plan->num_finished + unit->first_partial, 0);
     for (int32_t head = 0; head < unit->num_kv_heads * shape->group; ++head)
         combine_head(call, unit, shape, head, scratch->outputs);
 }
 
-/* Puts a split's result aside; whoever finishes the last split of a row makes its output. */
+/* Stores a split's result; the thread that finishes the last split of a row computes its output. */
 static void finish_split(const Call *call, const Unit *unit, const Shape *shape, const Scratch *scratch) {
     int32_t num_heads = unit->num_kv_heads * shape->group;
     if (unit->partial < 0) {
@@ -106,7 +106,7 @@ static void finish_split(const Call *call, const Unit *unit, const Shape *shape,
     if (atomic_fetch_add(num_finished, 1) + 1 == unit->num_splits) combine(call, unit, shape, scratch);
 }
 
-/* Weights of the scores of one key head, of which the row sees the columns first .. end. */
+/* Computes the weights of the scores of one key head, of which the row attends to columns first .. end. */
 static void weigh_head(const Call *call, const Unit *unit, const Shape *shape, const Scratch *scratch, int32_t kv_head,
                        int32_t first, int32_t end) {
     const Plan *plan = call->plan;
@@ -131,7 +131,8 @@ static void weigh_head(const Call *call, const Unit *unit, const Shape *shape, c
     }
 }
 
-/* Columns start at a multiple of KEYS_TOGETHER in the tile, as those of a chunk do: so each key has its place in the sums. */
+/* Columns start at a multiple of KEYS_TOGETHER in the tile, like those of a chunk, so that each key has a fixed
+ * place in the sums. */
 static void attend_split(const Call *call, const Unit *unit, uint8_t *memory) {
     const Plan *plan = call->plan;
     Shape shape = shape_of(plan);

@@ -1,12 +1,12 @@
-/* Products of packed rows by AMX, in place of attention_products.h: tiles of 16 rows and 16 words.
+/* Products of packed rows with AMX, in place of attention_products.h: tiles of 16 rows and 16 words.
  *
- * A tile of sums takes up 16 words of both sides at a time: their first numbers and their second ones by themselves, in
- * their order, then both. So a score has the same bits whichever side its key is on, and a sum of weighted values
- * whatever other rows are there. A word of a value is that of two neighbouring keys.
+ * A tile of sums adds 16 words of both sides at a time: the sums of first numbers and of second numbers separately,
+ * each in order, then both. So a score has the same bits for either side of its key, and a sum of weighted values has
+ * the same bits with any other rows. A word of values holds two adjacent keys.
  */
 
-/* Sums are in tiles 0 to 3, of as many rows as tile 4, the left side; 5 is a whole right side. 6 is the sums of a whole
- * left side in 7. */
+/* Sums are in tiles 0 to 3, with as many rows as tile 4, the left side; tile 5 is a whole right side. Tile 6 holds
+ * the sums of a whole left side in tile 7. */
 INLINE void set_tiles(int32_t rows) {
     TileShapes shapes = {.palette = 1};
     for (int i = 0; i < 8; ++i) {
@@ -103,7 +103,7 @@ INLINE void score_tiles(const Shape *shape, const uint32_t *queries, const uint3
     store_sums(scores, TILE_KEYS * 4, count);
 }
 
-/* Scores of BLOCK_ROWS rows from `block` on for the packed keys first .. end. */
+/* Computes the scores of BLOCK_ROWS rows from `block` on for the packed keys first .. end. */
 static void score_block(const Shape *shape, const Scratch *scratch, int32_t block, int32_t first, int32_t end) {
     const uint32_t *queries = scratch->queries + (int64_t)block * shape->words;
     const uint32_t *keys = scratch->packed_keys;
@@ -132,7 +132,7 @@ INLINE void sum_tiles(const Shape *shape, const Scratch *scratch, int32_t first,
         }
 }
 
-/* Their outputs become outputs * kept plus the sums of the weighted values first .. end, times added. */
+/* Replaces outputs by outputs * kept plus the sums of the weighted values first .. end, times added. */
 static void sum_block(const Shape *shape, const Scratch *scratch, int32_t block, int32_t first, int32_t end,
                       const float *kept, const float *added) {
     int32_t at = 0;
@@ -143,7 +143,7 @@ static void sum_block(const Shape *shape, const Scratch *scratch, int32_t block,
     if (at < shape->dim) sum_tiles(shape, scratch, first, end, at, outputs + at, kept, added, 2);
 }
 
-/* Heads whose queries are taken at a time where one row of a request is computed: as many as divide `group`. */
+/* Heads whose queries are computed together for a single row of a request: a divisor of `group`. */
 INLINE int32_t heads_together(int32_t group) {
     int32_t heads = smaller(group, AMX_ROWS);
     while (group % heads) --heads;

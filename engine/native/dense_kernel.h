@@ -1,32 +1,32 @@
 /* One kernel, for one kind of vector; included by each variant, which names it DENSE_KERNEL.
  *
- * A vector of weights has a word of 32 bits for each of OUTPUTS outputs: a float32, or two neighbouring bfloat16. With
- * PAIRS these are multiplied and summed at once; otherwise they are made float32, and so are a block's inputs before.
+ * A vector of weights has a word of 32 bits for each of OUTPUTS outputs: a float32, or two adjacent bfloat16. With
+ * PAIRS these are multiplied and summed at once; otherwise they, and first a block's inputs, are converted to float32.
  */
 #include "dense.h"
 
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define FP8_UNIT 1.0f /* of conversions that are not used here, as are powers */
+#define FP8_UNIT 1.0f /* for conversions that are not used here, as are powers */
 #define exp2_fraction(f) (f)
 #include VECTOR_HEADER
 
-#define PARTS (OUTPUTS / LANES)     /* vectors of the machine in one of weights */
-#define SUMS (TILE_VECTORS * PARTS) /* of a row that stay in registers */
+#define PARTS (OUTPUTS / LANES)     /* machine vectors in a vector of weights */
+#define SUMS (TILE_VECTORS * PARTS) /* rows whose sums stay in registers */
 #define MIDDLE (TILE_ROWS / 2)
-#define AHEAD_WORDS 24 /* of the one in work, the weights that are fetched when all rows are read together */
+#define AHEAD_WORDS 24 /* of the unit's weights, fetched when all rows are read together */
 #define WORDS_READ(element) (!PAIRS && (element) == DENSE_BFLOAT16 ? 2 : 1) /* of inputs, for one of weights */
 
 _Static_assert(UNIT_ROWS % BLOCK_ROWS == 0, "a unit has no room for whole blocks");
 
-/* Where a row's sums come from and go to between blocks of inputs. */
+/* The memory of a row's sums between blocks of inputs. */
 typedef struct {
     float *sums; /* [UNIT_ROWS, PANEL_VECTORS * OUTPUTS] */
     int is_first, is_last;
 } Tile;
 
-/* Words of inputs of one panel, and some rows of inputs, at most TILE_ROWS. */
+/* Words of inputs of one panel, and at most TILE_ROWS rows of inputs. */
 typedef struct {
     const uint8_t *weights;
     int64_t weight_stride; /* of a word of inputs */
@@ -34,7 +34,7 @@ typedef struct {
     int64_t input_stride;
     int32_t num_rows;
     int32_t num_words;
-    int32_t has_rest;      /* of the last word there are two bytes */
+    int32_t has_rest;      /* the last word has two bytes */
     const uint8_t *ahead;  /* weights to fetch, or NULL */
     int64_t ahead_stride;
 } Block;
@@ -75,7 +75,7 @@ INLINE void multiply(vec sums[TILE_ROWS][SUMS], const Block *block, int32_t from
     const uint8_t *weights = block->weights + from * block->weight_stride;
     const uint8_t *inputs = block->inputs + 4 * WORDS_READ(element) * (int64_t)from;
     const uint8_t *later = inputs + MIDDLE * block->input_stride;
-    __asm__("" : "+r"(later)); /* or the compiler addresses all rows from the first after all */
+    __asm__("" : "+r"(later)); /* otherwise the compiler addresses all rows from the first */
     for (; from < end; ++from) {
         for (int i = 0; i < lines; ++i) {
             if (is_near) __builtin_prefetch(ahead + i * VECTOR_BYTES, 0, 3);
@@ -98,7 +98,7 @@ INLINE uint8_t *output_of(const DenseProduct *product, int32_t vector, int32_t r
            ((int64_t)row * product->matrix->num_outputs + vector * OUTPUTS) * element_bytes(element);
 }
 
-/* Else stores of rows that are far apart would wait for memory, and what follows for them. */
+/* Otherwise stores to distant rows would wait for memory, and so would the work that follows. */
 INLINE void fetch_outputs(const DenseProduct *product, int32_t vector, int32_t row, const int element, const int rows,
                           const int vectors) {
     for (int r = 0; r < rows; ++r)
@@ -135,7 +135,7 @@ INLINE void store_outputs(vec sums[TILE_ROWS][SUMS], const DenseProduct *product
     }
 }
 
-/* TILE_VECTORS vectors of the unit at most, from number `first` on. */
+/* Computes at most TILE_VECTORS vectors of the unit, from number `first` on. */
 INLINE void compute_block(const DenseProduct *product, const DenseUnit *unit, const Tile *tile, const Block *block,
                           const uint8_t *next, int32_t row, int32_t first, const int element, const int rows,
                           const int vectors) {
@@ -145,7 +145,7 @@ INLINE void compute_block(const DenseProduct *product, const DenseUnit *unit, co
         for (int i = 0; i < vectors * PARTS; ++i)
             sums[r][i] = tile->is_first ? vec_zero() : vec_load(sums_of(tile, row + r, first) + i * LANES);
     if (tile->is_last) fetch_outputs(product, unit->vector + first, unit->row + row, element, rows, vectors);
-    if (unit->num_rows <= TILE_ROWS) { /* each weight is used once: it comes from memory right now */
+    if (unit->num_rows <= TILE_ROWS) { /* each weight is used once, directly from memory */
         const int32_t ahead_words = smaller(AHEAD_WORDS, words), turn = words - ahead_words;
         /* Into the nearest cache, so that a line is waited for once: 2 rows of 135M weights take 8.4 ms, not 11.1. The
          * loads of one row are far ahead themselves, and more work a line leaves time enough: both lose by it, five
@@ -200,7 +200,7 @@ INLINE void compute_some(const DenseProduct *product, const DenseUnit *unit, con
 }
 
 #if !PAIRS
-/* Inputs of a block of rows as float32, with a zero behind the last of an odd number. */
+/* Converts the inputs of a block of rows to float32, with a zero behind an odd number of inputs. */
 static void widen(Block *block, int32_t num_rows, int32_t count, float *wide) {
     for (int32_t row = 0; row < num_rows; ++row) {
         const uint8_t *from = block->inputs + row * block->input_stride;

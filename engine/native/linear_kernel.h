@@ -9,10 +9,10 @@
 
 /* Of the header: floats and integers (OUTPUTS of either), bytes (OUTPUTS * DEPTH weights), word (DEPTH inputs for all
  * outputs); and `dot`, which adds to each of OUTPUTS sums the DEPTH products of its weights and the inputs. */
-#define INFINITE_BITS 0x7f800000u /* of magnitudes, these and more are infinite or not a number */
+#define INFINITE_BITS 0x7f800000u /* magnitudes from here on are infinite or NaN */
 #include LINEAR_HEADER
 
-#define AHEAD_BYTES 2048 /* of each vector of a tile, the weights that are fetched meanwhile */
+#define AHEAD_BYTES 2048 /* the weights fetched meanwhile, for each vector of a tile */
 #define PLANES 2         /* bytes of an input of 16 bits */
 #define LARGEST 32512.0f /* so that upper bytes reach 127 */
 
@@ -25,7 +25,7 @@ INLINE floats load_inputs(const uint8_t *from, int32_t element, int32_t count) {
     return element == LINEAR_BFLOAT16 ? floats_from_bfloat16(from) : floats_load(from);
 }
 
-/* Of every OUTPUTS-th input the bits of the largest magnitude. */
+/* The bits of the largest magnitude of every OUTPUTS-th input. */
 INLINE integers largest_inputs(const Product *product, int32_t row, const int32_t element) {
     const uint8_t *inputs = product->inputs + row * product->input_stride;
     const int32_t num_inputs = product->matrix->num_inputs, bytes = element == LINEAR_BFLOAT16 ? 2 : 4;
@@ -45,7 +45,7 @@ INLINE void round_inputs(const Product *product, int32_t row, const int32_t elem
     float magnitude;
     memcpy(&magnitude, &bits, 4);
     float inverse = LARGEST / magnitude;
-    if (!(inverse <= 3e38f)) inverse = 0.0f; /* of nothing but zeros, or numbers so small that they count as 0 */
+    if (!(inverse <= 3e38f)) inverse = 0.0f; /* all zeros, or numbers so small that they count as 0 */
     product->rounded.scales[row] = bits < INFINITE_BITS ? (inverse > 0.0f ? magnitude / LARGEST : 0.0f) : NAN;
     if (bits >= INFINITE_BITS) inverse = 0.0f;
 
@@ -92,7 +92,7 @@ static void round_row(const Product *product, int32_t row) {
     else round_inputs(product, row, LINEAR_FLOAT32);
 }
 
-/* `vectors` vectors of outputs of `rows` rows. With `halves` the weights are 4 bits wide, else they are bytes. */
+/* Computes `vectors` vectors of outputs for `rows` rows. With `halves` the weights have 4 bits, else 8. */
 INLINE void multiply_tile(const Product *product, const uint8_t *weights, int64_t weight_stride, int32_t vector,
                           int32_t row, const int vectors, const int rows, const int halves) {
     const Matrix *matrix = product->matrix;
@@ -112,7 +112,7 @@ INLINE void multiply_tile(const Product *product, const uint8_t *weights, int64_
             for (int r = 0; r < rows; ++r) upper[i][r] = lower[i][r] = integers_zero();
         for (int32_t end = at + matrix->group_size; at < end;) {
             bytes first[TILE_VECTORS], second[TILE_VECTORS];
-            /* at the end of a vector, those of the next tile's */
+            /* at the end of a vector, the weights of the next tile */
             const int64_t ahead = AHEAD_BYTES + (at < turn ? 0 : (vectors - 1) * weight_stride);
             for (int i = 0; i < vectors; ++i) {
                 const uint8_t *from = weights + i * weight_stride + (int64_t)at * (halves ? OUTPUTS / 2 : OUTPUTS);

@@ -1,4 +1,4 @@
-#define _GNU_SOURCE /* ppoll */
+#define _GNU_SOURCE /* for ppoll */
 #include "shared_sums.h"
 
 #if defined(__linux__)
@@ -13,14 +13,14 @@
 #define PAUSE() ((void)0)
 #endif
 
-#define SPINS 2000      /* before another process may have the core */
-#define BUSY_NS 1000000 /* of waiting, before naps */
+#define SPINS 2000      /* iterations before another process may have the core */
+#define BUSY_NS 1000000 /* time of waiting before naps */
 #define NAP_NS 50000
 #define LATE (-1)
 #define GONE (-2)
 
 typedef struct {
-    _Alignas(CACHE_LINE) _Atomic uint64_t round; /* the last one that the rank has written */
+    _Alignas(CACHE_LINE) _Atomic uint64_t round; /* the last round that the rank has written */
 } Said;
 
 int32_t shared_sums_version(void) { return SHARED_SUMS_VERSION; }
@@ -44,7 +44,7 @@ static int has_said(const SharedSums *sums, int32_t rank) {
     return atomic_load_explicit(&said_by(sums, rank)->round, memory_order_acquire) >= sums->round;
 }
 
-/* Sleeps for a while, at most until a rank ends, and tells whether one has. */
+/* Sleeps for a while, at most until a rank ends; returns whether one has. */
 static int has_lost_one(const SharedSums *sums) {
     struct pollfd peers[MOST_RANKS];
     for (int32_t rank = 0; rank < sums->size; ++rank) peers[rank] = (struct pollfd){sums->peers[rank], POLLIN, 0};
@@ -71,7 +71,7 @@ static int32_t wait_for(const SharedSums *sums, int32_t rank) {
     return 0;
 }
 
-/* Begins a round by giving so many bytes, and waits until all have given theirs. */
+/* Begins a round by publishing num_bytes bytes, and waits until all ranks have published theirs. */
 static int32_t meet(SharedSums *sums, const uint8_t *given, int64_t num_bytes) {
     int32_t failed = 0;
     ++sums->round;
@@ -89,7 +89,7 @@ static float widened(uint16_t bits) {
     return value;
 }
 
-/* To the nearest, and of two the even one. */
+/* Rounds to nearest, ties to even. */
 static uint16_t rounded(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
