@@ -105,7 +105,7 @@ def build_batch(shares: Sequence[Share], block_size: int, device: torch.device) 
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the device; the host does not wait until a CUDA device has it."""
+    """Copy to the device; the host does not wait for the copy to a CUDA device."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

@@ -139,7 +139,7 @@ class Stepper(Generic[P, R]):
     """Runs one step at a time. Owned by one event loop."""
 
     def __init__(self, compute: Callable[[Sequence[P], OnLayer | None], R]) -> None:
-        """`compute` is an engine's `step` or `follow`."""
+        """Run steps with `compute`, an engine's `step` or `follow`."""
         self._compute = compute
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
