@@ -54,7 +54,7 @@ EVENTS: Final = (
         "cancelled",
         "cache_changed",
         "revoked",
-        "move_failed",
+        "migration_failed",
         "taken",
         "prefix_fetch_begun",
         "prefix_fetch_ended",

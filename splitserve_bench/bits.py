@@ -267,7 +267,7 @@ class Histories:
             num_moves = _total(outputs, lambda completion: completion.timeline.num_moves)
             if num_moves or first_difference(self.alone, outputs):
                 break
-        self._note("moved", outputs, f"{num_moves} migrations of running requests", num_moves > 0)
+        self._note("migrated", outputs, f"{num_moves} migrations of running requests", num_moves > 0)
 
     # ---- a small node ----
 

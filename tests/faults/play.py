@@ -63,7 +63,7 @@ class Report:
         return troubles
 
 
-class RequestState:
+class Stage:
     """A cluster for one row after the other, started with the first one's options. What a row has changed is put right
     before the next one."""
 
@@ -94,7 +94,7 @@ class RequestState:
         return 0
 
 
-async def play(row: Row, stage: RequestState) -> Report:
+async def play(row: Row, stage: Stage) -> Report:
     """Raises AssertionError where the row does not even come to its end."""
     async with asyncio.timeout(ROW_DEADLINE_S):
         async with contextlib.AsyncExitStack() as stack:
@@ -104,7 +104,7 @@ async def play(row: Row, stage: RequestState) -> Report:
     return report
 
 
-async def _set(row: Row, stage: RequestState, stack: contextlib.AsyncExitStack) -> Scene:
+async def _set(row: Row, stage: Stage, stack: contextlib.AsyncExitStack) -> Scene:
     cluster = stage.cluster
     sockets = stack.enter_context(SocketFolder()).path
     options: Options = {name: dict(flags) for name, flags in row.flags.items()}

@@ -38,7 +38,7 @@ class Row:
 LONG_ANSWERS = Habits(lengths=(30, 60), max_tokens=(250,))
 SHORT_PROMPTS = Habits(lengths=(5, 60), max_tokens=(4, 30, 80))
 CHATS = Habits(lengths=(60, 150), max_tokens=(40,), num_turns=4)
-LENDS = {"coordinator": {"kv_lending": "always"}}
+LENDS = {"coordinator": {"remote_prefix_fetch": "always"}}
 LARGE = Habits(lengths=(300, 600), max_tokens=(4, 30))
 TINY_POOL = {"num_kv_blocks": 64}
 BOTH_DECODE = ("decode-0", "decode-1")

@@ -88,7 +88,7 @@ class SimulatedCoordinator:
             max_restarts=settings.max_restarts,
             keep_after_s=settings.keep_after_s,
             node_wait_s=settings.node_wait_s,
-            lends=settings.kv_lending,
+            fetches=settings.remote_prefix_fetch,
         )
         roles = Roles(self.registry, self._ledger, policy=settings.roles)
         self.dispatcher = _Dispatcher(self.registry, self.tracker, roles, Journal(self.metrics))
@@ -192,7 +192,7 @@ class SimulatedCoordinator:
         metrics = self.metrics
         counts = {"restarted": metrics.num_restarts, "kept": metrics.num_kept}
         counts |= {f"move {outcome}": count for outcome, count in metrics.migrations.items()}
-        counts |= {f"loan {outcome}": count for outcome, count in metrics.loans.items()}
+        counts |= {f"loan {outcome}": count for outcome, count in metrics.prefix_fetches.items()}
         return Counter(counts | {"whole": metrics.finished["length"], "failed": metrics.failed.total()})
 
     def rests(self):

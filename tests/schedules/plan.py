@@ -93,7 +93,7 @@ def plan_of(seed, kinds=FAULTS):
         node_wait_s=random.choice([0.0, 5.0, 5.0]),
         roles=random.choice([FIXED, FIXED, AUTO]),
         step_timeout_s=20.0,
-        kv_lending=Random(f"{seed} lending").choice([ALWAYS, ALWAYS, AUTO_LENDING]),
+        remote_prefix_fetch=Random(f"{seed} lending").choice([ALWAYS, ALWAYS, AUTO_LENDING]),
     )
     num_faults = 0 if not kinds or random.random() < 0.05 else random.randint(1, 9)
     faults = [_fault(random, kinds, sorted(roles), asks) for _ in range(num_faults)]

@@ -190,7 +190,7 @@ def test_a_descriptor_goes_to_the_lender_and_the_prefix_fetch_is_counted():
     assert world.fetch_prefix.num_tokens == 96
     assert world.fetch_prefix.epoch != world.jobs[0].attempt.epoch
     assert world.account("p0")[0] == 4  # tokens that it is to compute
-    assert world.prefix_fetch_begun() == ["lend d1"]
+    assert world.prefix_fetch_begun() == ["send_prefix d1"]
     assert world.attempt == world.of_fetch
     assert world.prefix_fetch_ended() == []
     metrics = world.metrics

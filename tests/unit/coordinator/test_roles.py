@@ -138,7 +138,7 @@ def test_a_node_that_is_lost_before_it_confirms_is_forgotten():
     ("names", "name", "to", "reason", "message"),
     [
         ("p0 d0", "x" * 200, "both", "NODE_NOT_FOUND", f"no node '{'x' * 80}' is attached"),
-        ("p0 d0", "p0", "decode_node", "BAD_PARAM", "a role is prefill, decode or both, not 'decode node'"),
+        ("p0 d0", "p0", "decode_node", "BAD_PARAM", "a role is prefill, decode or both, not 'decode_node'"),
         ("p0 d0", "p0", Shape(513, 0, False), "BAD_PARAM", "prompt_tokens of a shape is 513, the node's"),
         ("p0 d0", "p0", Shape(0, 9, False), "BAD_PARAM", "slots of a shape is 9, the node's max_num_seqs is 8"),
         ("p0 d0", "p0", Shape(0, 0, False), "BAD_PARAM", "a shape needs prompt_tokens or slots above 0"),

@@ -85,7 +85,7 @@ async def test_requests_stand_at_their_stages(tmp_path):
         told = told_by(node)
         stages = {key.rpartition(" ")[2]: value for key, value in told.items() if "stage_requests" in key}
         assert sum(stages.values()) == 2
-        assert (stages["reading"], stages["queued"]) == (1, 1)
+        assert (stages["prefilling"], stages["waiting"]) == (1, 1)
         assert told["splitserve_kv_blocks used"] > told["splitserve_kv_blocks_leaked"] == 0
         node.engine.open()
         await node.idle()

@@ -107,7 +107,7 @@ BAD = Played("chunks of 16", "3 prompts cut", True, Difference(2, 17, is_token=F
     ("histories", "said", "differs"),
     [
         ((GOOD,), "none of 1 histories changed a bit of a token or a log-probability", False),
-        ((GOOD, MISSED), "no history changed a bit, but of 2 some could not be played: moved", False),
+        ((GOOD, MISSED), "no history changed a bit, but of 2 some could not be played: migrated", False),
         ((GOOD, MISSED, BAD), "1 of 3 histories changed bits of outputs: chunks of 16", True),
     ],
 )
@@ -122,7 +122,7 @@ def test_the_view_has_a_line_for_each_history():
     lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
     assert lines[:2] == ["m: device cpu", "promised: bits"]
     assert "crowd ok 7 outputs at the same time" in lines
-    assert "moved not played 0 moves" in lines
+    assert "migrated not played 0 moves" in lines
     assert "chunks of 16 differ: request 2, log-probabilities 17 3 prompts cut" in lines
 
 
