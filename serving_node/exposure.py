@@ -26,7 +26,7 @@ def check_network(settings: NodeSettings) -> None:
         if settings.kv_transport != "zmq":
             check_open(f"--kv-transport {settings.kv_transport}", host, tls)
     if settings.distributed_kv and is_encrypted(settings):
-        raise SettingsError("--distributed-kv: remote KV travel in the open, and --tls-ca asks for TLS off loopback")
+        raise SettingsError("--distributed-kv: remote KV travels in the open, and --tls-ca asks for TLS off loopback")
     check_ports(_ports(settings))
     if settings.engine.num_ranks > 1 and started_rank() is not None:
         check_open("what ranks say to each other", os.environ.get("MASTER_ADDR", "localhost"), tls)
