@@ -440,12 +440,12 @@ class Cancel(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
 
 class Reshape(_message.Message):
-    __slots__ = ("shape", "is_prefix_fetch")
+    __slots__ = ("shape", "is_temporary")
     SHAPE_FIELD_NUMBER: _ClassVar[int]
-    IS_PREFIX_FETCH_FIELD_NUMBER: _ClassVar[int]
+    IS_TEMPORARY_FIELD_NUMBER: _ClassVar[int]
     shape: _inference_pb2.Shape
-    is_prefix_fetch: bool
-    def __init__(self, shape: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., is_prefix_fetch: _Optional[bool] = ...) -> None: ...
+    is_temporary: bool
+    def __init__(self, shape: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., is_temporary: _Optional[bool] = ...) -> None: ...
 
 class Migrate(_message.Message):
     __slots__ = ("attempt", "descriptor")

@@ -287,7 +287,7 @@ class NodeLogic:
             self.refuse(command.attempt, error)
         else:
             self._take(shape)
-            if not command.reshape.is_prefix_fetch:
+            if not command.reshape.is_temporary:
                 self._home = shape
         self._endings.decide(Beat())
 

@@ -366,7 +366,7 @@ class Roles:
     def _ask(self, node: Node, shape: Shape, now: float) -> Send:
         node.asked = shape
         self._asked_s[node] = now
-        reshape = fleet_pb2.Reshape(shape=shape_to_wire(shape), is_prefix_fetch=shape != node.home)
+        reshape = fleet_pb2.Reshape(shape=shape_to_wire(shape), is_temporary=shape != node.home)
         return Send(node, fleet_pb2.NodeCommand(reshape=reshape))
 
     def _check_others(self, node: Node, shape: Shape) -> None:

@@ -43,7 +43,7 @@ class World:
         self.now = 0.0
         self.deaf = set()
         self.told = []
-        self.prefix_fetches = []  # of what was told, whether it was for a while
+        self.temporary = []  # of what was told, whether it was for a while
         for name in names:
             self.attach(name)
 
@@ -67,7 +67,7 @@ class World:
         for send in sends:
             shape = shape_from_wire(send.command.reshape.shape)
             self.told.append((self.now, send.node.name, shape))
-            self.prefix_fetches.append(send.command.reshape.is_prefix_fetch)
+            self.temporary.append(send.command.reshape.is_temporary)
             if send.node.name not in self.deaf:
                 self.beat(send.node, shape=shape_to_wire(shape))
         return shape
@@ -384,7 +384,7 @@ def test_what_an_operator_makes_of_a_node_that_is_lent_is_its_home_though_it_is_
     waiting = world.queue("p0", 5000)
     assert world.wait(LASTS_S + TICK_S) == [("d0", BOTH)]
     assert world.ask("d0", "both") == BOTH
-    assert world.prefix_fetches == [True, False]
+    assert world.temporary == [True, False]
     world.ledger.end(waiting)
     assert world.wait(100.0) == []
 
@@ -394,7 +394,7 @@ def test_a_coordinator_that_has_begun_anew_sends_home_whom_the_one_before_it_has
     home = Shape(0, 4, takes_handovers=True)
     world.attach("d1", shape=BOTH, home=home)
     assert world.wait(100.0) == [("d1", home)]
-    assert world.prefix_fetches == [False]
+    assert world.temporary == [False]
 
 
 def test_a_node_does_not_go_home_while_it_is_the_last_that_reads():

@@ -180,9 +180,9 @@ class Node:
         self.logic.handle(fleet_pb2.NodeCommand(**command), self.now)
         self.settle()
 
-    def reshape(self, prompt_tokens, slots, takes_handovers=False, is_prefix_fetch=False):
+    def reshape(self, prompt_tokens, slots, takes_handovers=False, is_temporary=False):
         shape = inference_pb2.Shape(prompt_tokens=prompt_tokens, slots=slots, takes_handovers=takes_handovers)
-        self.handle(reshape=fleet_pb2.Reshape(shape=shape, is_prefix_fetch=is_prefix_fetch))
+        self.handle(reshape=fleet_pb2.Reshape(shape=shape, is_temporary=is_temporary))
 
     def detached(self):
         self.logic.detached()

@@ -32,7 +32,7 @@ def test_a_new_shape_is_told_at_once():
 
 def test_its_home_is_what_it_was_before_it_was_lent():
     node = Node(budget=8, slots=3, role="decode")
-    node.reshape(8, 3, takes_handovers=True, is_prefix_fetch=True)
+    node.reshape(8, 3, takes_handovers=True, is_temporary=True)
     assert (node.logic.shape, node.logic.home) == (Shape(8, 3, True), Shape(0, 3, True))
     node.reshape(8, 2, takes_handovers=True)
     assert (node.logic.shape, node.logic.home) == (Shape(8, 2, True), Shape(8, 2, True))

@@ -337,10 +337,10 @@ async def test_a_new_shape_is_confirmed_at_once_and_kept_for_the_next_hello(tmp_
         assert (beat.load.shape, beat.load.role) == (shape, "both")
         hello = node.node.hello()
         assert (hello.shape, hello.home, hello.node.role) == (shape, shape, "decode")  # what it has begun with
-        prefix_fetch = inference_pb2.Shape(prompt_tokens=16, slots=5)
-        node.handle(reshape=fleet_pb2.Reshape(shape=prefix_fetch, is_prefix_fetch=True))
+        temporary = inference_pb2.Shape(prompt_tokens=16, slots=5)
+        node.handle(reshape=fleet_pb2.Reshape(shape=temporary, is_temporary=True))
         hello = node.node.hello()
-        assert (hello.shape, hello.home) == (prefix_fetch, shape)
+        assert (hello.shape, hello.home) == (temporary, shape)
 
 
 async def test_a_shape_that_the_node_cannot_take_is_refused_and_the_node_goes_on(tmp_path):
