@@ -52,7 +52,10 @@ class StoredAdapter:
     num_elements: int
 
     def tensor_name(self, projection: str, half: str) -> str:
-        """Return the tensor's name of one half of a projection's addition."""
+        """Return the name, in the adapter's file, of a projection's tensor; `half` is DOWN or UP.
+
+        Does not check that the tensor exists.
+        """
         return _tensor_name(self.root, projection, half)
 
     def digest(self) -> str:

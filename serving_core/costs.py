@@ -58,9 +58,10 @@ class StepRates:
 
     @property
     def lone_step_s(self) -> float:
-        """Return the median seconds of the last steps that decoded one request, however long ago.
+        """Return the median seconds of the last (at most 64) decode-only steps of a single request, however old.
 
-        Before the first, returns the median of the smallest recent batches; 0 before the first step.
+        Until there is one, returns the median of the recent decode-only steps with the fewest requests; 0 before the
+        first.
         """
         return statistics.median(self._lone_s) if self._lone_s else self._usual_decode_s({1})[1]
 

@@ -140,8 +140,10 @@ class Grammars:
         return f"{self._vocabulary} {grammar}"
 
     def guide_of(self, given: str) -> GrammarGuide:
-        """Return the guide, on a node, for a text of `for_nodes`. Raises RequestError as `guide` does, and for another
-        vocabulary.
+        """Return the guide for a text that `for_nodes` made in another process.
+
+        Raises RequestError if that has another vocabulary, if grammars cannot constrain this model, or if the grammar
+        cannot be compiled within the limits or allows no output.
         """
         self.load()
         vocabulary, _, grammar = given.partition(" ")

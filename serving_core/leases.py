@@ -100,7 +100,10 @@ class Leases:
         node_request.num_remote_blocks += num_blocks
 
     def trim(self, node_request: NodeRequest, num_blocks: int) -> None:
-        """Release the last blocks of a request that publishes none; their tokens no longer count as computed."""
+        """Release the last `num_blocks` blocks of a request, none of which was published (asserted).
+
+        Tokens without a block no longer count as computed.
+        """
         assert node_request.lease is not None
         node_request.lease.trim(num_blocks)
         node_request.num_computed = min(node_request.num_computed, self.num_tokens_held(node_request))

@@ -148,8 +148,9 @@ class NodeRequest:
         return self.request.request_id, self.request.epoch
 
     def note_begun(self, now: float) -> None:
-        """Record the time of the first output token. Only the first call counts, as several events may report the
-        token.
+        """Record the time of the first output token, if the request has an SLO.
+
+        Only the first call counts, as several events may report the token.
         """
         if self.due is not None and self.due.began_s is None:
             self.due.began_s = now

@@ -120,7 +120,7 @@ class Hosting:
                 self._on_recalled(number)
 
     def release(self, number: int) -> None:
-        """Release the blocks of a remote request, if it got any."""
+        """Release the blocks that another node's request has here; does nothing for a number that has none."""
         if (hosted := self._remote_kvs.pop(number, None)) is not None:
             hosted.lease.release()
 

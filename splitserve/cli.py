@@ -80,9 +80,11 @@ class LazyGroup(click.Group):
         return found
 
     def invoke(self, ctx: click.Context) -> Any:
-        """What SplitServe raises on purpose becomes one sentence: exit code 2 for a wrong start, else 1. A flag or a
-        value that is called otherwise here gets a hint, and a wrong value tells where it comes from. Ctrl-C is exit
-        code 130."""
+        """Run the command, and tell errors that SplitServe raises on purpose in one sentence.
+
+        A SplitServeError exits with code 2 for wrong settings or an unusable model, else 1; Ctrl-C with code 130. An
+        unknown flag or value gets a hint at our name for it, if there is one; a wrong value tells where it was set.
+        """
         try:
             return super().invoke(ctx)
         except click.NoSuchOption as error:

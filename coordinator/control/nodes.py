@@ -488,9 +488,9 @@ PARTS: Final = {PREFILL: ("reads prompts", NO_PREFILL_WORKER), DECODE: ("writes 
 
 
 def candidates(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
-    """Return the ready nodes of a role that can hold `num_tokens` tokens of one request.
+    """Return the ready nodes of a role that can serve a request of `num_tokens` tokens, however busy they are.
 
-    Raise RequestError where there is none.
+    Raises RequestError if there is none.
     """
     ready = fitting(nodes, role, 0)
     able = [node for node in ready if num_tokens <= node.max_request_tokens]
@@ -523,7 +523,10 @@ def has_path(nodes: Iterable[Node], *others: Shape, embeds: bool = False) -> boo
 
 
 def why_no_path(nodes: Sequence[Node], *, embeds: bool = False) -> str:
-    """Return why no request can be served, in words; empty if requests can be. `embeds` as in has_path."""
+    """Return why no request can be served, in words; empty if requests can be.
+
+    `embeds`: of requests for embeddings, for which a prefill node is enough.
+    """
     if has_path(nodes, embeds=embeds):
         return ""
     for role, (part, _) in PARTS.items():

@@ -320,7 +320,10 @@ class Linear(Layer):
         return self._matrix
 
     def take(self, matrix: QuantizedMatrix) -> None:
-        """Take weights that the checkpoint stores quantized."""
+        """Compute with a quantized matrix from now on, kept quantized; `weight` is deleted.
+
+        The matrix's shape is not checked.
+        """
         self._matrix = matrix
         del self.weight
 

@@ -41,7 +41,11 @@ class Dispatch(Protocol):
         """
 
     def mix(self, rows: torch.Tensor, routing: Routing, shared: Shared | None) -> torch.Tensor:
-        """Return the weighted sums of rows [T * C, E] -> [T, E], added in float32."""
+        """Return each token's sum [T, E] of its C experts' rows [T * C, E] by their weights.
+
+        The shared expert's output times the sigmoid of its logits is added, if given. Added in float32, returned in the
+        dtype of `rows`.
+        """
 
 
 class TorchDispatch:

@@ -81,7 +81,10 @@ def dense_library() -> DenseLibrary | None:
 
 
 def best_variant(dtype: torch.dtype) -> str | None:
-    """Return the variant for products with weights of a dtype; None without native kernels. Raises UnknownVariant."""
+    """Return the best variant, of those that SPLITSERVE_NATIVE allows, that has products for a dtype; None if none has.
+
+    Raises UnknownVariant if SPLITSERVE_NATIVE names an unknown variant.
+    """
     library = dense_library()
     for name in native_library.wanted_variants():
         if library is not None and name in VARIANTS.get(dtype, ()) and library.kernel(name, dtype) is not None:

@@ -154,7 +154,10 @@ class StepLibrary:
 
 
 def step_library() -> StepLibrary | None:
-    """Return the ops of this installation's library, if built."""
+    """Return the ops of this installation's library; None if it was not built or cannot be used.
+
+    The log tells the reason for None.
+    """
     return native_library.load(StepLibrary)
 
 

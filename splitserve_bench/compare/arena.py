@@ -58,9 +58,11 @@ class Arena:
         request_timeout_s: float,
         on_progress: Callable[[Progress], None],
     ) -> list[Outcome]:
-        """Send a load after the warm-up, and return the outcomes.
+        """Start the contender's cluster (a peer runs already), send the warm-up, then the load, and stop the cluster.
 
-        Raises BenchError when the warm-up fails or a node is lost, and LaunchError when the cluster does not start.
+        Sends at most `max_concurrency` requests of the load at once (None: any number). Returns the load's outcomes,
+        failed requests among them. Raises BenchError when the warm-up fails, a node is lost or a peer no longer
+        answers, and LaunchError when the cluster does not start.
         """
         async with self._serving(contender) as (target, check):
             order = Order(target, WARM_UP_CONCURRENCY, request_timeout_s)

@@ -33,7 +33,10 @@ def parse_count(text: str) -> int:
 
 
 def parse_prompts(text: str) -> PromptSize:
-    """Return the prompts that COUNTxLENGTH means. Raises ValueError."""
+    """Return the prompts that COUNTxLENGTH means, such as 8x512 for 8 of 512 tokens.
+
+    Raises ValueError for any other text, for zeros, and for numbers with too many digits.
+    """
     match = PROMPT_SIZE.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not of the form COUNTxLENGTH, such as 8x512")

@@ -63,7 +63,10 @@ class Loads:
         self._rngs: dict[int, Random] = {}  # of the next random shapes
 
     def load(self, rate: float, num_requests: int, seed: int) -> list[PlannedRequest]:
-        """So many requests at that mean rate a second."""
+        """Return `num_requests` requests that are sent at a mean of `rate` a second.
+
+        The seed draws them; another rate changes only their times. A trace keeps its own gaps, scaled.
+        """
         return plan(self._drawn(num_requests, seed), self._times_s(rate, num_requests, seed))
 
     def lengths(self) -> Lengths:

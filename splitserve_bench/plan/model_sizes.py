@@ -117,7 +117,10 @@ class ModelSizes:
         return self.rank_block_bytes(block_size, tp, pp) / block_size
 
     def rank_weight_bytes(self, tp: int, pp: int = 1) -> int:
-        """Weights on a rank of the stage that holds most of them: an embedding takes no less than a head."""
+        """Return the bytes of weights on a rank of the largest stage.
+
+        That is taken as the first: it has the embedding, which is no smaller than the head of the last.
+        """
         if pp == 1:
             return self.weight_bytes // tp
         body = self.body_weights * self.stage_layers(pp) // self.num_layers

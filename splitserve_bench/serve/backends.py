@@ -305,7 +305,10 @@ def _words(body: bytes | str) -> tuple[str, Any]:
 
 
 def take_event(event: str, moment_s: float, reply: Reply) -> None:
-    """Take in one event of a response. Raises RequestFailed for an error, and for what is no completion."""
+    """Count the tokens of one event, the JSON text of its data, which came at `moment_s` of the reply's clock.
+
+    Raises RequestFailed if it tells of an error or is no completion.
+    """
     try:
         said = json.loads(event)
         if said.get("error"):

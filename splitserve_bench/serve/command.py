@@ -233,7 +233,11 @@ def named(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_dataset(name: str, path: Path | str | None, length_scale: float) -> None:
-    """Raise SettingsError for a data set without its file, a file without a data set, and a scale without a trace."""
+    """Raise SettingsError where the data set, its path and the length scale do not belong together.
+
+    That is a data set that needs a path and has none, a path for random prompts, and a length scale other than 1 for
+    what is no trace. The file itself is not read.
+    """
     if name == RANDOM and path:
         raise SettingsError(f"--dataset-path is of a data set that is a file: --dataset-name {RANDOM} is none")
     if name not in TRACES and length_scale != 1:

@@ -50,7 +50,10 @@ class Window:
 
     @property
     def attainment(self) -> float | None:
-        """Return the share of good requests; None where nothing was due."""
+        """Return the share of good requests among all that were due in the window; None if none was.
+
+        The late, refused and failed count among all.
+        """
         return _ratio(self.num_good, self.num_offered)
 
     def to_json(self) -> dict[str, Any]:

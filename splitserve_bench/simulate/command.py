@@ -46,7 +46,10 @@ NO_SERVER: Final[dict[str, Any]] = {
 
 
 def parse_rate(text: str) -> float:
-    """Requests a second, or inf. Raises ValueError."""
+    """Return the requests a second that a text means; it may be inf.
+
+    Raises ValueError unless it is a number above 0.
+    """
     try:
         rate = float(text)
     except ValueError:

@@ -95,7 +95,10 @@ class Form(ABC):
 
     @abstractmethod
     def closing(self, index: int, complete: Complete) -> list[dict[str, Any]]:
-        """Return the choices for an output's last events; the very last one has the finish reason."""
+        """Return the choices of an output's last events, one an event.
+
+        They hold the text that was held back, if any. The last one also tells how the output ended (`complete`).
+        """
 
     @abstractmethod
     def whole(self, index: int, answered: Answered) -> dict[str, Any]:

@@ -91,7 +91,11 @@ class Policy(Protocol):
     def place(
         self, nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: HandoverCosts, now: float
     ) -> Placed:
-        """Return the placement. Raise RequestError when no pair of these nodes could serve the request."""
+        """Return the nodes for a request, and what the policy predicts there.
+
+        Nodes that are full may be chosen too (see Placed.is_full). Raises RequestError if no pair of the ready nodes
+        among these could hold the request, however idle.
+        """
         ...
 
 
