@@ -90,7 +90,7 @@ class ApiServerService(api_servers_pb2_grpc.ApiServersServicer):  # type: ignore
             link.end()
 
     def figures(self) -> Iterator[Figure]:
-        """Yield the metrics of each API server."""
+        """Yield the metrics of the API servers: one Figure a metric, labelled by the number of the API server."""
         return api_server_figures(self._links.values())
 
     async def Metrics(self, _request: Any, _context: Any) -> api_servers_pb2.MetricsResponse:

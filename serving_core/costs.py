@@ -174,7 +174,10 @@ class StepWeights(NamedTuple):
         return (left_s - self.several_s) // each_s if each_s > 0 and left_s < inf else inf
 
     def of_chunk(self, start: int, num_tokens: int, *, is_first: bool) -> float:
-        """Return the seconds that a chunk adds to a step. `is_first`: the step has no other chunk."""
+        """Return the seconds that a chunk of `num_tokens` after `start` prompt tokens adds to a step.
+
+        `is_first`: no other chunk is in the step yet, so `chunks_s` is added.
+        """
         return is_first * self.chunks_s + num_tokens * self.token_s + num_pairs(start, num_tokens) * self.pair_s
 
     def of_prompt(self, start: int, num_tokens: int, most_tokens: int, bare_s: float) -> float:

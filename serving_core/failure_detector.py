@@ -27,7 +27,10 @@ class AwakeClock:
         self._left_out_s = 0.0
 
     def note(self, now: float) -> float:
-        """Note that the process runs now. Return the seconds since the last call."""
+        """Note that the process runs at `now`, and return the seconds since the last call; 0 at the first.
+
+        The part of the gap beyond `max_lag_s` is left out of the clock, but is part of the result.
+        """
         gap_s = max(0.0, now - self._noted_s)
         self._left_out_s += max(0.0, gap_s - self._max_lag_s)
         self._noted_s = now

@@ -36,9 +36,9 @@ def check_folder() -> None:
 
 
 def run_process(role: str, name: str, log: LogSettings, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run main on an event loop, with the limit of open files raised.
+    """Configure logging, raise the limit of open files, and run main on an event loop.
 
-    If the process cannot start or is refused, one sentence goes to stderr, and the exit code is 2.
+    At a SettingsError or ModelError, one sentence goes to stderr, and the exit code is 2; other errors pass.
     """
     configure_logging(role, name, log)
     _name_process(name)

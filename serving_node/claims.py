@@ -189,7 +189,10 @@ class Claim:
         return has_younger and not (hosting.may_grow and self._makes_up(self._is_younger))
 
     def victims(self) -> Iterable[NodeRequest]:
-        """Return the requests to preempt before the next step; empty without a claim."""
+        """Return the younger requests to preempt before the next step, so that the blocks of a tile come free.
+
+        Empty without an unserved claim, while any request is being revoked, and if those that may give way are too few.
+        """
         if self.age == math.inf or self._is_served or any(each.is_revoked for each in self._node_requests):
             return []
         victims: list[NodeRequest] = []

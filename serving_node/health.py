@@ -85,7 +85,11 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 @contextlib.asynccontextmanager
 async def health_port(settings: NodeSettings, states: States) -> AsyncIterator[int]:
-    """Serve probes while the context is open, and yield the port; -1 without a port. Raises SettingsError."""
+    """Serve gRPC health checks while the context is open, and yield the port.
+
+    Yield -1 if `health_port` is negative, or if this is not the machine's first rank. Raises SettingsError if it cannot
+    listen on the port.
+    """
     if settings.health_port < 0 or not is_first_here():
         yield -1
         return

@@ -145,7 +145,10 @@ class NodeLogic:
 
     @property
     def home(self) -> Shape:
-        """Return the role that an operator set, or the initial role, apart from temporary role changes."""
+        """Return the shape that an operator set, as a role or a shape, or else the initial one.
+
+        Temporary role changes leave it as it is.
+        """
         return self._home
 
     def take_decisions(self) -> list[Decision]:

@@ -94,7 +94,11 @@ class PrefixFetchesHere:
         return True
 
     def granted(self, epoch: int, descriptor: bytes) -> None:
-        """Report the descriptor by which the source may send; every rank is ready."""
+        """Tell the coordinator the descriptor by which the source may send, as every rank is ready.
+
+        The epoch must be of a fetch under way. A fetch whose request is ending is given up instead, and nothing is told
+        of one that is over.
+        """
         prefix_fetch_begun = self._under_way[epoch]
         if prefix_fetch_begun.node_request.is_ending:
             self._give_up(prefix_fetch_begun)

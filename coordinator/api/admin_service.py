@@ -34,8 +34,12 @@ class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
         self._reshaping = asyncio.Lock()
 
     async def SetRole(self, request: inference_pb2.SetRoleRequest, _: Any) -> inference_pb2.SetRoleResponse:
-        """Change the role or shape of a node. Calls run one after the other, so that each call sees the result of the
-        previous."""
+        """Change the role or shape of a node, and return its load once it has confirmed.
+
+        Raises RequestError without role or shape, for an unknown node or a change that is not allowed, and if the node
+        does not confirm within CONFIRM_S, refuses or is lost. Calls run one after the other, so that each call sees the
+        result of the previous.
+        """
         match request.WhichOneof("to"):
             case "role":
                 to: Any = request.role

@@ -90,7 +90,10 @@ def call_to_wire(
 
 
 def plan_from_wire(wire: api_servers_pb2.NewCall) -> tuple[AnswerPlan, list[SoFar]]:
-    """Return the plan and the resumed outputs of a call: inverse of call_to_wire for the fields that control uses."""
+    """Return the plan of a call, and what each output already has: NOTHING for each unless resumed.
+
+    Inverse of call_to_wire for the fields that control uses; the others have their defaults.
+    """
     sampling = sampling_from_wire(wire.sampling_params, wire.grammar)
     plan = AnswerPlan(
         wire.info.request_id,

@@ -216,7 +216,10 @@ class TorchSteps:
         return rotated[:, :num_heads]
 
     def rotate(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Rotate heads [T, N, D] by the tables of their positions."""
+        """Return heads [T, N, D] rotated by the tables of their positions, as a new tensor.
+
+        The elements of a pair are half a head apart.
+        """
         return rotate(heads, *rotation)
 
     def gate(self, gates_and_ups: torch.Tensor, activation: str = SILU) -> torch.Tensor:

@@ -133,9 +133,10 @@ class Kernels(Protocol):
 
 
 def best_variant(kernels: Kernels | None, variant_of: Mapping[str, str]) -> str | None:
-    """Return the variant to use here, under the kernels' own name for each of VARIANTS; None without native kernels.
+    """Return the best allowed variant that these kernels have on this machine, by the kernels' own name.
 
-    Raises UnknownVariant.
+    `variant_of` maps each of VARIANTS to that name. None without kernels, without such a variant, or with native
+    kernels off. Raises UnknownVariant if the environment names none of VARIANTS.
     """
     for wanted in wanted_variants():
         if kernels is not None and kernels.kernel(variant_of[wanted]) is not None:

@@ -34,7 +34,10 @@ def parts(stored: StoredQuantization, checkpoint: Checkpoint, module: str, outpu
 def read(
     stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: Extent, inputs: Extent
 ) -> GroupedWeight:
-    """Return the held part of a module, whose tensors match `parts`."""
+    """Return the part of a module's weights within the held outputs and inputs.
+
+    The caller has checked that the module's tensors match those of `parts` of this file.
+    """
     num_groups = checkpoint.describe(f"{module}.scales")[0][0]
     group_size = inputs.total if stored.group_size == WHOLE else stored.group_size
     return GroupedWeight(

@@ -130,7 +130,10 @@ class NodeTransfers:
         self._outgoing.ready(epoch, block_ids)
 
     def finish(self, epoch: int, block_ids: Sequence[int], tail: bytes) -> None:
-        """Complete a transfer: these are all blocks, and all are final."""
+        """Complete the sending of a transfer on all ranks.
+
+        `block_ids` are all its blocks, and all are final. `tail` is what follows the last block, packed by `to_tail`.
+        """
         if self._followers:
             self._followers.send(finish_send=ranks_pb2.FinishSend(epoch=epoch, block_ids=block_ids, tail=tail))
         self._outgoing.finish(epoch, block_ids, tail)

@@ -216,7 +216,10 @@ def hinted(error: click.NoSuchOption) -> click.UsageError:
 
 
 def hinted_command(error: click.UsageError, name: str) -> click.UsageError:
-    """Return the error about an unknown command with a hint instead of click's guess, if there is a hint."""
+    """Return a usage error with our hint about the unknown command `name` in place of click's guess.
+
+    Without a hint, return `error` itself.
+    """
     hint = COMMAND_HINTS.get(name)
     return click.UsageError(f"No such command '{name}': {hint}.", error.ctx) if hint else error
 

@@ -52,10 +52,15 @@ def contenders(
     peers: Sequence[PeerContender],
     customs: Sequence[ClusterContender] = (),
 ) -> list[Contender]:
-    """Return colocated clusters, these splits or else `splits_of(num_cores)`, nodes that all do both, of which the
-    limits decide who does what, and what is refused (auto), then the custom ones and the peers.
+    """Return the contenders of a comparison, in this order.
 
-    Raises SettingsError when one has more nodes than there are cores, or two contenders have one name.
+    - colocated clusters: one node of all cores, and one node a core
+    - `splits`, or `splits_of(num_cores)` if empty
+    - "auto": one node a core, all of which prefill and decode; the limits decide who does what, and what is refused
+    - `customs`, then `peers`
+
+    With one core there is one colocated cluster and no auto. Raises SettingsError when one has more nodes than there
+    are cores, or two contenders have one name.
     """
     everyone: list[Contender] = [colocated(1, num_cores)]
     if num_cores > 1:

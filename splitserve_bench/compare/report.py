@@ -39,7 +39,7 @@ REPEATED: Final = (
 
 
 def comparison_view(comparison: Comparison) -> Group:
-    """Show the table, what it means, the verdict, and reasons to doubt it."""
+    """Return the view: the goal, the table, the verdict, reasons to doubt it, and causes of lost requests."""
     goal = f"{comparison.goal.attainment:.0%} of the offered requests good: {comparison.objective}"
     is_fixed = any(entry.search.at_rates for entry in comparison.entries)
     table = rates_table(comparison) if is_fixed else search_table(comparison)

@@ -90,7 +90,10 @@ def knee_of(result: SearchResult) -> str:
 
 
 def is_above(one: SearchResult, other: SearchResult) -> bool:
-    """Return whether the first knee surely lies above the second."""
+    """Return whether the 95 % interval of the first knee lies wholly above that of the second.
+
+    False if the ends to compare are not both known.
+    """
     return one.knee_low is not None and other.knee_high is not None and one.knee_low > other.knee_high
 
 

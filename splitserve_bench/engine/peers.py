@@ -79,7 +79,7 @@ def decode_key(batch: int, context_tokens: int) -> str:
 
 
 def ratios(ours: PeerResult, peers: Sequence[PeerResult]) -> list[Ratio]:
-    """Return a ratio for each of our figures that a peer has too, in our order."""
+    """Return, in our order, our figure divided by the best peer's, for each of our figures that a peer has too."""
     rows = []
     for (kind, key), value in ours.figures.items():
         known = [(peer.figures[kind, key], peer.peer) for peer in peers if (kind, key) in peer.figures]

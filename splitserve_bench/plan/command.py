@@ -69,7 +69,10 @@ def parse_size(text: str) -> int:
 
 
 def parse_figure(text: str) -> tuple[str, float]:
-    """NAME=NUMBER. Raises ValueError."""
+    """Parse NAME=NUMBER, and return the name in lower case and the number.
+
+    Raises ValueError without a name, or for a number that is not finite and above 0.
+    """
     name, _, number = text.partition("=")
     try:
         value = float(number)

@@ -44,7 +44,7 @@ class Finding:
 
     @property
     def value(self) -> float:
-        """Of the objective; 0 when no rate passed."""
+        """Return the plan's best passed rate, in units of the objective; 0 when no rate passed."""
         return (self.result.best_rate or 0.0) * self.scale
 
     @property

@@ -58,8 +58,11 @@ class Study:
         return Race(entries, leaders=len(entries) if asked.all_plans else LEADERS)
 
     def probe(self, index: int, rate: float, seed: int, *, is_quick: bool = False) -> Played:
-        """Simulates one plan at one rate. Before the requests that count come those that fill the fleet, and after them
-        enough to keep it full. A quick probe has fewer of both: it finds attainment rather too high."""
+        """Simulate plan `index` of `plans` at `rate` requests/s.
+
+        Requests that fill the fleet come before those that count, and enough to keep it full come after them. A quick
+        probe has fewer that fill and fewer that count; it finds attainment rather too high.
+        """
         asked, plan, limits = self.asked, self.plans[index], self.limits
         fill_s = self.estimates.fill_s(plan.pools, rate) * (QUICK_FILL if is_quick else 1)
         first_s = limits.ttft_s or 0.0

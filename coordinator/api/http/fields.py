@@ -52,9 +52,9 @@ class Fields:
         return self._values.get(name)
 
     def unread(self) -> list[str]:
-        """Return the fields that are present but have not been read, nested objects included.
+        """Return the dotted names, each once, of the fields that are not null and have not been read.
 
-        Objects of one list share a name, with [] for the index.
+        Nested objects are included; objects of one list share a name, as in messages[].role.
         """
         prefix = INDEX.sub("[]", self._prefix)
         names = [prefix + name for name, value in self._values.items() if value is not None and name not in self._read]

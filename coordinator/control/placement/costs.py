@@ -89,7 +89,10 @@ class Costs:
         return self._readings[node]
 
     def queue_s(self, node: Node) -> float:
-        """Return the seconds of prompts that the node has to compute; 0 while no rate is known."""
+        """Return the seconds that the node needs for the prompt tokens it has yet to compute.
+
+        Its rate is the measured one, or else the median of the others'. 0 while no node's rate is known.
+        """
         return self._ledger.of(node).tokens_to_compute / self._rate[node] if self.are_known else 0.0
 
     def num_fetched(self, node: Node) -> int:

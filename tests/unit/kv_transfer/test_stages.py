@@ -3,11 +3,11 @@
 import itertools
 
 import pytest
-from tests.unit.kv_transfer.channels_kit import SOURCE_IDS, TARGET_IDS, nodes_of, sliced
 
 from kv_transfer.results import TransferError
 from serving_core.layout import KVLayout
 from tests.effort import few
+from tests.unit.kv_transfer.channels_kit import SOURCE_IDS, TARGET_IDS, nodes_of, sliced
 from tests.unit.kv_transfer.transfer_kit import ByteStore, Fabric, Once, run
 
 LAYOUT = KVLayout.uniform(num_layers=5, num_kv_heads=2, head_dim=4, block_size=2, dtype="bfloat16")

@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.kv_transfer.channels_kit import SOURCE_IDS, TAIL, TARGET_IDS, check_pools, nodes_of, sliced
 
 from kv_transfer.sessions.sender_session import MAX_ROUNDS
 from serving_core.layout import KVLayout
 from serving_core.sharding import head_range
+from tests.unit.kv_transfer.channels_kit import SOURCE_IDS, TAIL, TARGET_IDS, check_pools, nodes_of, sliced
 from tests.unit.kv_transfer.transfer_kit import (
     ByteStore,
     Fabric,
