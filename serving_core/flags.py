@@ -18,7 +18,7 @@ import click
 import yaml
 
 from serving_core.failpoints import ENVIRONMENT as FAILPOINTS
-from serving_core.renamed import ENV_PREFIX, FLAGS, rename_arguments, rename_variables
+from serving_core.renamed import ENV_PREFIX, FLAGS, rename_arguments, rename_variables, warn
 from serving_core.units import parse_size, size_of
 
 NATIVE = "SPLITSERVE_NATIVE"  # names the kernel variant, or off
@@ -79,12 +79,8 @@ class _Command(click.Command):
     """A command that also accepts the previous release's flags and environment variables, with a warning."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        rename_variables(os.environ, _warn)
-        return super().parse_args(ctx, rename_arguments(args, _warn))
-
-
-def _warn(line: str) -> None:
-    click.echo(line, err=True)
+        rename_variables(os.environ, warn)
+        return super().parse_args(ctx, rename_arguments(args, warn))
 
 
 def build(settings_class: type[Any], values: dict[str, Any]) -> Any:
@@ -323,7 +319,7 @@ def _key(key: str) -> str:
     """Return the flag that a YAML key names, with a warning for a key of the previous release."""
     name = key.replace("-", "_")
     if name in FLAGS:
-        _warn(f"Warning: {key} is called {FLAGS[name]} now")
+        warn(f"Warning: {key} is called {FLAGS[name]} now")
     return FLAGS.get(name, name)
 
 

@@ -7,6 +7,8 @@ metric is exposed under both names.
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Final
 
+import click
+
 ENV_PREFIX: Final = "SPLITSERVE_"
 FLAGS: Final = {
     "doors": "api_server_count",
@@ -51,6 +53,11 @@ def rename_variables(environment: MutableMapping[str, str], warn: Warn) -> None:
         if old_name in environment:
             warn(f"Warning: {old_name} is called {new_name} now")
             environment.setdefault(new_name, environment.pop(old_name))
+
+
+def warn(line: str) -> None:
+    """Print a warning on stderr."""
+    click.echo(line, err=True)
 
 
 def _flag(name: str) -> str:

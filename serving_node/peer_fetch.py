@@ -99,49 +99,49 @@ class PrefixFetchesHere:
         The epoch must be of a fetch under way. A fetch whose request is ending is given up instead, and nothing is told
         of one that is over.
         """
-        prefix_fetch_begun = self._under_way[epoch]
-        if prefix_fetch_begun.node_request.is_ending:
-            self._give_up(prefix_fetch_begun)
-        elif not prefix_fetch_begun.is_over:
-            wire = attempt_of(prefix_fetch_begun.node_request.request)
+        fetch = self._under_way[epoch]
+        if fetch.node_request.is_ending:
+            self._give_up(fetch)
+        elif not fetch.is_over:
+            wire = attempt_of(fetch.node_request.request)
             self._endings.tell(prefix_fetch_begun=fleet_pb2.PrefixFetchBegun(attempt=wire, descriptor=descriptor))
 
     def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
         """Record the end of a fetch: its blocks are not written any more."""
-        prefix_fetch_begun = self._under_way.pop(epoch)
-        num_blocks = self._adopt(prefix_fetch_begun, result) if isinstance(result, Received) else 0
-        prefix_fetch_begun.prefix_fetch.lease.release()
-        self._let_start(prefix_fetch_begun)
+        fetch = self._under_way.pop(epoch)
+        num_blocks = self._adopt(fetch, result) if isinstance(result, Received) else 0
+        fetch.prefix_fetch.lease.release()
+        self._let_start(fetch)
         self._endings.tell(
             prefix_fetch_ended=fleet_pb2.PrefixFetchEnded(
-                attempt=attempt_of(prefix_fetch_begun.node_request.request),
+                attempt=attempt_of(fetch.node_request.request),
                 num_blocks=num_blocks,
                 num_bytes=num_blocks * self._block_bytes,
-                seconds=now - prefix_fetch_begun.started_s,
+                seconds=now - fetch.started_s,
             )
         )
-        if prefix_fetch_begun.cancelled is not None:
-            self._endings.tell(cancelled=fleet_pb2.Cancelled(attempt=prefix_fetch_begun.cancelled))
+        if fetch.cancelled is not None:
+            self._endings.tell(cancelled=fleet_pb2.Cancelled(attempt=fetch.cancelled))
 
     def cancel(self, attempt: fleet_pb2.Attempt) -> bool:
         """Cancel a fetch whose source sends nothing. Return False if the attempt is no fetch."""
-        prefix_fetch_begun = self._under_way.get(attempt.epoch)
-        if prefix_fetch_begun is None:
+        fetch = self._under_way.get(attempt.epoch)
+        if fetch is None:
             return False
-        prefix_fetch_begun.cancelled = attempt
-        self._give_up(prefix_fetch_begun)
+        fetch.cancelled = attempt
+        self._give_up(fetch)
         return True
 
     def detached(self) -> None:
         """Give up all fetches: the coordinator is gone."""
-        for prefix_fetch_begun in list(self._under_way.values()):
-            self._give_up(prefix_fetch_begun)
+        for fetch in list(self._under_way.values()):
+            self._give_up(fetch)
 
     def tick(self, now: float) -> None:
         """Give up fetches that have passed their deadline."""
-        for prefix_fetch_begun in list(self._under_way.values()):
-            if now >= _late_at_s(prefix_fetch_begun):
-                self._give_up(prefix_fetch_begun)
+        for fetch in list(self._under_way.values()):
+            if now >= _late_at_s(fetch):
+                self._give_up(fetch)
 
     def _begin(self, node_request: NodeRequest, offer: Offer, num_tokens: int, now: float) -> None:
         prefix_fetch = self._leases.begin_prefix_fetch(node_request, num_tokens)
@@ -149,9 +149,9 @@ class PrefixFetchesHere:
         node_request.is_loading = True
         self._endings.decide(FetchPrefix(offer, prefix_fetch.lease.block_ids, prefix_fetch.lease.num_cached))
 
-    def _adopt(self, prefix_fetch_begun: _PrefixFetch, received: Received) -> int:
+    def _adopt(self, fetch: _PrefixFetch, received: Received) -> int:
         """Put received blocks into the prefix cache, and return their number; 0 if they do not match the fetch."""
-        prefix_fetch = prefix_fetch_begun.prefix_fetch
+        prefix_fetch = fetch.prefix_fetch
         try:
             token_ids, made = from_tail(received.tail)
         except ValueError:
@@ -161,23 +161,23 @@ class PrefixFetchesHere:
         is_odd = token_ids or num_blocks > len(prefix_fetch.lease.block_ids) or num_new < 0
         if is_odd or received.num_bytes < num_new * self._block_bytes:
             return 0
-        self._leases.lent(prefix_fetch_begun.node_request, prefix_fetch, num_blocks, made)
+        self._leases.lent(fetch.node_request, prefix_fetch, num_blocks, made)
         return num_new
 
-    def _give_up(self, prefix_fetch_begun: _PrefixFetch) -> None:
-        if not prefix_fetch_begun.is_over:
-            prefix_fetch_begun.is_over = True
-            self._let_start(prefix_fetch_begun)
-            self._endings.decide(CancelTransfer(prefix_fetch_begun.offer.epoch))
+    def _give_up(self, fetch: _PrefixFetch) -> None:
+        if not fetch.is_over:
+            fetch.is_over = True
+            self._let_start(fetch)
+            self._endings.decide(CancelTransfer(fetch.offer.epoch))
 
-    def _let_start(self, prefix_fetch_begun: _PrefixFetch) -> None:
-        node_request = prefix_fetch_begun.node_request
-        if node_request.offer is prefix_fetch_begun.offer:
+    def _let_start(self, fetch: _PrefixFetch) -> None:
+        node_request = fetch.node_request
+        if node_request.offer is fetch.offer:
             node_request.is_loading, node_request.offer = False, None
 
 
-def _late_at_s(prefix_fetch_begun: _PrefixFetch) -> float:
-    return prefix_fetch_begun.started_s + prefix_fetch_begun.offer.patience_s
+def _late_at_s(fetch: _PrefixFetch) -> float:
+    return fetch.started_s + fetch.offer.patience_s
 
 
 MAX_LENT: Final = 64  # at a time

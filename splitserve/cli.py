@@ -9,7 +9,7 @@ import click
 
 from serving_core.errors import ModelError, SettingsError, SplitServeError
 from serving_core.interrupts import INTERRUPTED, raise_again
-from serving_core.renamed import rename_arguments, rename_variables
+from serving_core.renamed import rename_arguments, rename_variables, warn
 from splitserve.commands.flag_hints import explained, hinted, hinted_command
 
 # Name: module and attribute of the click command, and the line that the overview shows. Without a module it is found by
@@ -71,8 +71,8 @@ class LazyGroup(click.Group):
             raise hinted_command(error, args[0]) from error
         raise_again()
         name, command, rest = found
-        found = name, command, rename_arguments(rest, _warn)
-        rename_variables(os.environ, _warn)
+        found = name, command, rename_arguments(rest, warn)
+        rename_variables(os.environ, warn)
         from splitserve.commands.variables import unknown_variables
 
         if line := unknown_variables(os.environ):
@@ -101,10 +101,6 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
-
-
-def _warn(line: str) -> None:
-    click.echo(line, err=True)
 
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
