@@ -33,7 +33,6 @@ PHASE_FIELDS: Final = FIRST_TOKEN_PHASES + LATER_PHASES
 MAX_ERRORS: Final = 5  # that are told
 CONFIDENCE: Final = 0.95
 Z: Final = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-SAME: Final = 1e-9  # no difference of shares but one of rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,29 +499,3 @@ def paired_interval(share_one: float, share_other: float, size: float) -> tuple[
     one, other = ((share * size + 1) / (size + 2) for share in (share_one, share_other))
     half = Z * math.sqrt((one + other - (one - other) ** 2) / (size + 2))
     return min(difference, max(-1.0, one - other - half)), max(difference, min(1.0, one - other + half))
-
-
-def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % interval of the mean of independent samples, which are differences of shares. Their own mean is
-    always in it. None for less than two samples, and for samples that are all alike."""
-    if len(values) < 2 or max(values) - min(values) < SAME:
-        return None
-    half = student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    mean = statistics.fmean(values)
-    return max(-1.0, mean - half), min(1.0, mean + half)
-
-
-def student(degrees: int) -> float:
-    """Return half the width of the 95 % interval of Student's t, to 0.2 %: exact for one and two degrees of freedom,
-    else by the expansion about the normal quantile (Abramowitz and Stegun, 26.7.5)."""
-    if degrees == 1:
-        return math.tan(math.pi * CONFIDENCE / 2)
-    if degrees == 2:
-        return CONFIDENCE * math.sqrt(2 / (1 - CONFIDENCE**2))
-    terms = (
-        (Z**3 + Z) / 4,
-        (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
-        (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
-        (79 * Z**9 + 776 * Z**7 + 1482 * Z**5 - 1920 * Z**3 - 945 * Z) / 92160,
-    )
-    return Z + math.fsum(term / degrees**power for power, term in enumerate(terms, 1))

@@ -18,10 +18,8 @@ from splitserve_bench.serve.metrics import (
     effective_size,
     interval,
     is_good,
-    mean_interval,
     missed,
     parse_goodput,
-    student,
     summarize,
 )
 from tests.unit.splitserve_bench.bench_serve_kit import answered, failed, timeline
@@ -361,40 +359,3 @@ def test_nothing_is_known_of_no_requests():
 
 def test_it_is_wider_the_fewer_there_are():
     assert interval(0.9, 10)[0] < interval(0.9, 100)[0] < 0.9 < interval(0.9, 100)[1] < interval(0.9, 10)[1]
-
-
-@pytest.mark.parametrize(
-    ("degrees", "quantile"), [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (19, 2.093), (99, 1.984)]
-)
-def test_few_samples_have_students_t_as_tables_have_it(degrees, quantile):
-    assert student(degrees) == pytest.approx(quantile, rel=0.002)
-
-
-def test_of_many_samples_it_is_the_normal_quantile():
-    assert student(10**9) == pytest.approx(1.959964, rel=1e-6)
-    wider = [student(degrees) for degrees in range(1, 200)]
-    assert wider == sorted(wider, reverse=True)
-
-
-@pytest.mark.parametrize(
-    ("values", "mean", "half"),
-    [
-        ((0.0, 0.02), 0.01, 0.12706),  # deviation 0.01 x sqrt(2), over sqrt(2)
-        ((0.1, 0.2, 0.3), 0.2, 0.24843),  # deviation 0.1: 4.303 x 0.1 / sqrt(3)
-        ((0.1, 0.1, 0.1, 0.3, 0.3, 0.3), 0.2, 0.11498),  # variance 0.06 / 5: 2.571 x sqrt(0.012 / 6)
-    ],
-)
-def test_the_interval_of_a_mean_by_hand(values, mean, half):
-    low, high = mean_interval(values)
-    assert (mean - low, high - mean) == pytest.approx((half, half), rel=0.002, abs=1e-12)
-
-
-def test_the_interval_of_a_mean_is_one_of_differences_of_shares():
-    assert mean_interval([-0.2, 0.2]) == (-1.0, 1.0)  # 12.706 x 0.2 on either side of 0
-    assert mean_interval([0.9, 1.0, 0.95])[1] == 1.0
-
-
-@pytest.mark.parametrize("values", [(), (0.4,), (0.0, 0.0), (0.04,) * 5, (0.9 - 0.8, 0.8 - 0.7)])
-def test_samples_that_do_not_differ_have_no_interval(values):
-    """Two seeds of five requests that agree are not known to the last digit."""
-    assert mean_interval(values) is None
