@@ -11,7 +11,7 @@ from coordinator.control.request_log import CallRecord
 from protos import api_servers_pb2, fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.figures import Figure, counter, gauge
-from serving_core.numbering import Numbering
+from serving_core.net.numbering import Numbering
 
 if TYPE_CHECKING:  # needs the extra otel
     from coordinator.traces.export import Trace

@@ -26,12 +26,11 @@ from coordinator.api_server_service import ApiServerService
 from coordinator.api_server_settings import ApiServerSettings
 from coordinator.settings import CoordinatorSettings
 from protos import api_servers_pb2_grpc, inference_pb2_grpc
-from serving_core.backoff import Backoff
-from serving_core.channels import LOCAL_OPTIONS
 from serving_core.errors import SettingsError
 from serving_core.flags import environment_of, to_argv
-from serving_core.ports import Port, SharedPort
-from serving_core.socket_folder import LONGEST_PATH, SocketFolder, fits
+from serving_core.net.backoff import Backoff
+from serving_core.net.channels import LOCAL_OPTIONS
+from serving_core.net.ports import LONGEST_PATH, Port, SharedPort, SocketFolder, fits
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +184,7 @@ class ApiServers:
         given = dataclasses.replace(self._settings, grpc_port=self.port, http_port=self.http_port, fleet_secret="")
         settings = ApiServerSettings(given, str(path), number)
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
+            *(sys.executable, "-m", "serving_core.process.child", str(os.getpid())),
             *(sys.executable, "-m", "coordinator.api", *to_argv(settings)),
             env=environment_of(settings),
             stdin=asyncio.subprocess.DEVNULL,

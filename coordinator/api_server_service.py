@@ -31,9 +31,9 @@ from coordinator.traces.carrier import Carrier
 from protos import api_servers_pb2, api_servers_pb2_grpc
 from serving_core.errors import RequestError
 from serving_core.figures import Figure
-from serving_core.numbering import MessageLost
+from serving_core.net.numbering import MessageLost
 from serving_core.reasons import ENGINE_ERROR, WORKER_LOST
-from serving_core.waiting import first_to_end
+from serving_core.tasks import first_to_end
 
 if TYPE_CHECKING:  # needs the extra otel
     from coordinator.traces.export import Trace, Traces

@@ -26,7 +26,7 @@ from coordinator.control.tracker import Tracker
 from coordinator.text.answers import Answer, AnswerText
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
-from serving_core.numbering import MessageLost
+from serving_core.net.numbering import MessageLost
 from serving_core.reasons import (
     ABORTED,
     BAD_PARAM,

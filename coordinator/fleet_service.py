@@ -9,10 +9,10 @@ from coordinator.api.statuses import failures_as_statuses, parse
 from coordinator.dispatcher import Dispatcher, NodeLink
 from protos import fleet_pb2
 from serving_core.errors import RequestError
-from serving_core.failpoints import reach
-from serving_core.numbering import MessageLost, Numbering
+from serving_core.net.numbering import MessageLost, Numbering
+from serving_core.process.failpoints import reach
 from serving_core.reasons import DEADLINE_EXCEEDED, MALFORMED_REQUEST, WORKER_LOST
-from serving_core.waiting import first_to_end
+from serving_core.tasks import first_to_end
 
 HELLO_DEADLINE_S: Final = 10.0
 

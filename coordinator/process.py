@@ -8,10 +8,10 @@ import signal
 
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
-from serving_core.descriptors import kept_spares
 from serving_core.flags import settings_command
-from serving_core.process import ending_signals, run_process
-from serving_core.waiting import first_to_end
+from serving_core.net.descriptors import kept_spares
+from serving_core.process.run import ending_signals, run_process
+from serving_core.tasks import first_to_end
 
 
 def run(settings: CoordinatorSettings) -> None:

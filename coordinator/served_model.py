@@ -15,7 +15,7 @@ from protos.inference_pb2 import SamplingParams
 from serving_core import requests
 from serving_core.errors import ModelError, RequestError
 from serving_core.json_fields import JsonFields, read_json_object
-from serving_core.model_config import read_model_config
+from serving_core.model_files.config import read_model_config
 
 logger = logging.getLogger(__name__)
 

@@ -40,10 +40,10 @@ from coordinator.fleet_service import FleetService
 from coordinator.served_model import read_served_model
 from coordinator.settings import ADMIT_ALL, CoordinatorSettings, check_settings
 from protos import inference_pb2
-from serving_core.channels import fleet_options
 from serving_core.figures import Figure
-from serving_core.fingerprint import model_facts
-from serving_core.ports import Port, check_ports
+from serving_core.model_files.fingerprint import model_facts
+from serving_core.net.channels import fleet_options
+from serving_core.net.ports import Port, check_ports
 
 if TYPE_CHECKING:  # needs the extra otel
     from coordinator.traces.export import Traces

@@ -15,15 +15,14 @@ from coordinator.control.transfer_costs import PREFIX_FETCHES
 from coordinator.text.answer_format import AUTO as AUTO_FORMAT
 from coordinator.text.answer_format import CALL_FORMATS, REASONING_FORMATS
 from coordinator.text.rendering import BadField, read_kwargs
-from serving_core.api_keys import read_api_keys
 from serving_core.errors import SettingsError
-from serving_core.extras import require
 from serving_core.flags import flag
-from serving_core.ports import check_exposure
+from serving_core.net.api_keys import read_api_keys
+from serving_core.net.ports import check_exposure
+from serving_core.net.tls import SERVER, TlsError, TlsSettings, check_open, check_purpose
+from serving_core.process.extras import require
+from serving_core.process.telemetry import LogSettings
 from serving_core.settings import MODEL_IMPLS, RUNNERS
-from serving_core.telemetry import LogSettings
-from serving_core.tls import SERVER, TlsError, check_purpose
-from serving_core.tls_settings import TlsSettings, check_open
 
 ADMIT_ALL, ADMIT_TIMELY = "all", "timely"
 MOST_LOGPROBS: Final = 1000  # those of a step of 1024 sequences still fit in one message to the fleet port

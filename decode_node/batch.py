@@ -19,9 +19,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from serving_core.costs import StepCosts
-from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
+from serving_core.node.costs import StepCosts
+from serving_core.node.leases import Leases
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
 from serving_core.requests import Work
 
 STRETCH: Final = 1.3  # times the tightest TPOT that a full step may take: some sequences are ahead, some soon end

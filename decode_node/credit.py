@@ -16,8 +16,8 @@ from typing import Final
 
 from serving_core import reasons
 from serving_core.errors import RequestError
-from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
+from serving_core.node.leases import Leases
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
 
 SHARED_BLOCKS: Final = 4  # a request does not wait for fewer shared blocks in transfer
 

@@ -32,9 +32,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from serving_core.blocks import BlockAllocator, BlockLease
-from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
+from serving_core.node.blocks import BlockAllocator, BlockLease
+from serving_core.node.leases import Leases
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
 from serving_core.requests import DraftWork, Share, Work
 
 SHORTEST: Final = 3  # matching tokens; fewer predict little

@@ -39,20 +39,20 @@ from engine.pooling import pool
 from engine.sampler import sample, take_scores
 from engine.stepper import BUILD, COMPUTE, HAND_OVER, SAMPLE, StepClock
 from engine.streams import StepStream
-from serving_core.adapters import adapter_facts, read_adapters
 from serving_core.errors import ModelError, SettingsError
-from serving_core.extras import require
-from serving_core.fingerprint import fingerprint
 from serving_core.grammars import Grammars
-from serving_core.heap import keep_freed_memory
 from serving_core.layout import KVLayout
-from serving_core.model_config import FAKE_ARCHITECTURE, NATIVE, ModelConfig, read_model_config
-from serving_core.needs import check_settings, compute_dtype, model_layout, num_blocks_for
-from serving_core.prefix import origin_of
+from serving_core.model_files.adapters import adapter_facts, read_adapters
+from serving_core.model_files.config import FAKE_ARCHITECTURE, NATIVE, ModelConfig, read_model_config
+from serving_core.model_files.fingerprint import fingerprint
+from serving_core.model_files.stored_quantization import quantization_name
+from serving_core.node.needs import check_settings, compute_dtype, model_layout, num_blocks_for
+from serving_core.node.prefix import origin_of
+from serving_core.process.extras import require
+from serving_core.process.memory import keep_freed_memory
 from serving_core.requests import OnLayer, Request, SampledToken, SamplingParams, Share, Work
 from serving_core.settings import EngineSettings
 from serving_core.sharding import Shard, rank_layout, shard_of
-from serving_core.stored_quantization import quantization_name
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from engine.forward_batch import ForwardBatch
 from engine.parallel import RankGroup
 from serving_core.errors import ModelError
 from serving_core.json_fields import read_json_object
-from serving_core.model_config import ModelConfig
+from serving_core.model_files.config import ModelConfig
 from serving_core.requests import OnLayer
 
 EXACT_INTEGERS: Final = 2**24  # float32 represents the integers up to here

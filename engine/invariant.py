@@ -22,7 +22,7 @@ import torch
 
 from engine.model.rope import Rotation
 from engine.model.steps import Steps, TorchSteps, add_scaled, capped, normed
-from serving_core.differences import SILU
+from serving_core.model_files.differences import SILU
 
 TILE_ROWS: Final = (1, 4, 8, 16, 32, 64, 128, 256)  # candidates
 CALL_ROWS: Final = 32  # overhead of one more product, in rows

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from engine.native import library
-from serving_core.extras import TRITON, is_installed
+from serving_core.process.extras import TRITON, is_installed
 
 COUNTS: Final = "num_"  # torch's facts of cores and sockets, which the number of threads reflects
 NOTHING_TO_KERNELS: Final = (  # keys of an engine's description that do not affect compiled kernels

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from engine.shared_sums import SharedSums, share
 from serving_core.errors import RankLost, SettingsError
-from serving_core.needs import MOST_INVARIANT_RANKS
+from serving_core.node.needs import MOST_INVARIANT_RANKS
 from serving_core.sharding import ranks_text, share_of
 
 MOST_EXCHANGED_BYTES: Final = 16 * 1024

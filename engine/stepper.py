@@ -19,7 +19,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import torch
 
 from engine.offload.layers_on_disk import WeightsLost
-from serving_core.failpoints import reach
+from serving_core.process.failpoints import reach
 from serving_core.requests import OnLayer
 
 OUT_OF_MEMORY: Final = 2  # CUDA error code

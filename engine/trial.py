@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 
-from serving_core.extras import TRITON, is_installed
+from serving_core.process.extras import TRITON, is_installed
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from kv_transfer.plan import Grid, KVCopy, plan_nodes
 from kv_transfer.results import TransferError
 from serving_core.errors import SettingsError
 from serving_core.layout import DTYPE_BYTES, KVLayout, Widths
-from serving_core.ports import before_port
-from serving_core.prefix import NAME_BYTES
+from serving_core.net.ports import before_port
+from serving_core.node.prefix import NAME_BYTES
 
 KV_TRANSPORTS = ("zmq", "torch_dist")
 MAX_PORT: Final = 65535

@@ -1,6 +1,6 @@
 """Start a node process in the prefill role: `python -m prefill_node MODEL`."""
 
-from serving_core.interrupts import end_at_once
+from serving_core.process.interrupts import end_at_once
 
 if __name__ == "__main__":
     end_at_once()

@@ -2,7 +2,7 @@
 
 Of the prompts with a deadline, as many as can be in time come first, earliest deadline first. If a prompt would be
 late, the longest prompt chosen up to there steps back (Moore-Hodgson algorithm: no order has more jobs in time). A
-prompt counts as in time if it would be even with step times at their upper margin (serving_core/margin.py). No prompt
+prompt counts as in time if it would be even with step times at their upper margin (serving_core/slo.py). No prompt
 steps back for a prompt of lower priority: the number in time is maximized for the highest priority, then for the next
 priority in the remaining time, and so on. Behind them come the prompts without a deadline and the prompts that would be
 late, by priority, then by age.
@@ -21,8 +21,8 @@ from itertools import accumulate
 from operator import le
 from typing import Final, NamedTuple
 
-from serving_core.costs import StepCosts
-from serving_core.node_requests import NodeRequest
+from serving_core.node.costs import StepCosts
+from serving_core.node.requests import NodeRequest
 from serving_core.requests import Request, Work
 
 FLOOR: Final = 0.05  # share of computed prompt tokens that the oldest overtaken prompt earns

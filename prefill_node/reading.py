@@ -19,10 +19,10 @@ from typing import Final
 from prefill_node.order import Order
 from prefill_node.slack import Slack
 from serving_core import reasons
-from serving_core.costs import StepCosts, StepLoad
 from serving_core.errors import RequestError
-from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
+from serving_core.node.costs import StepCosts, StepLoad
+from serving_core.node.leases import Leases
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
 from serving_core.requests import MEAN, Work
 
 MAX_SCORED_TOKENS: Final = 256  # in one step: the logits of all of them are in memory at once

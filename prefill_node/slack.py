@@ -12,7 +12,7 @@ A prompt whose last tokens are in a step gets its first token when the step ends
 what other chunks add. The prompt does not join a step that would make it late if a step of its own would not. While
 prompts with a TTFT deadline arrive, steps stay short, since later arrivals wait for the end of the step.
 
-All seconds are multiplied by the margin of such steps (serving_core/margin.py). Without limits nothing is held back.
+All seconds are multiplied by the margin of such steps (serving_core/slo.py). Without limits nothing is held back.
 """
 
 import math
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from prefill_node.order import Pace, due_s
-from serving_core.costs import StepCosts, StepLoad
-from serving_core.margin import Margin
-from serving_core.node_requests import NodeRequest
+from serving_core.node.costs import StepCosts, StepLoad
+from serving_core.node.requests import NodeRequest
+from serving_core.slo import Margin
 
 FLOOR: Final = 0.05  # share of the time for prompts that are held back
 LEAST_TOKENS: Final = 16  # in a chunk, unless the chunk is the last of its prompt

@@ -8,10 +8,10 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from protos import fleet_pb2, inference_pb2
-from serving_core.due import Due
-from serving_core.prefix import MAKER_BYTES
+from serving_core.node.prefix import MAKER_BYTES
 from serving_core.requests import FinishReason, Pooling, Request, SampledToken, SamplingParams
 from serving_core.shapes import Shape
+from serving_core.slo import Due
 
 PROTOCOL_VERSION = "22"
 # In the headers of an answer's stream, which come when the request is taken.

@@ -17,7 +17,7 @@ from typing import Any
 import click
 import yaml
 
-from serving_core.failpoints import ENVIRONMENT as FAILPOINTS
+from serving_core.process.failpoints import ENVIRONMENT as FAILPOINTS
 from serving_core.renamed import ENV_PREFIX, FLAGS, rename_arguments, rename_variables, warn
 from serving_core.units import parse_size, size_of
 

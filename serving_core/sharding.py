@@ -11,7 +11,7 @@ from typing import Final
 
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
-from serving_core.model_config import ModelConfig
+from serving_core.model_files.config import ModelConfig
 
 MOST_RANKS: Final = 64  # per node
 

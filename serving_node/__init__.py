@@ -1,1 +1,1 @@
-import serving_core.grpc_environment  # noqa: F401  # before gRPC
+import serving_core.net.grpc_environment  # noqa: F401  # before gRPC

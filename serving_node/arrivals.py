@@ -6,10 +6,10 @@ from decode_node.credit import Credit
 from prefill_node.reading import Reading
 from protos import convert, fleet_pb2
 from serving_core import reasons
-from serving_core.adapter_names import adapter_key
 from serving_core.errors import RequestError
-from serving_core.node_requests import Host, NodeRequest, NodeRequests, Offer, RequestState
-from serving_core.prefix import BlockNames, root_name
+from serving_core.model_files.adapter_names import adapter_key
+from serving_core.node.prefix import BlockNames, root_name
+from serving_core.node.requests import Host, NodeRequest, NodeRequests, Offer, RequestState
 from serving_core.requests import Guide
 
 

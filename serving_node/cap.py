@@ -9,8 +9,8 @@ from collections.abc import Collection
 
 from decode_node.batch import Writing, can_give_way
 from prefill_node.reading import Reading, num_cacheable
-from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
+from serving_core.node.leases import Leases
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
 
 
 class Cap:

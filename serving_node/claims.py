@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from decode_node.batch import can_give_way
-from serving_core.blocks import BlockAllocator, BlockLease
-from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
+from serving_core.node.blocks import BlockAllocator, BlockLease
+from serving_core.node.leases import Leases
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
 
 MOST_PARTS: Final = 3, 4  # of a pool: the share that distributed KV of other nodes may take
 

@@ -10,11 +10,11 @@ from typing import Final
 from protos import fleet_pb2
 from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
-from serving_core.node_requests import Key
+from serving_core.node.requests import Key
+from serving_core.process.telemetry import about
 from serving_core.reasons import ENGINE_ERROR
 from serving_core.requests import Guide
-from serving_core.telemetry import about
-from serving_core.turns import Turns
+from serving_core.tasks import Turns
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serving_core.node_requests import NodeRequest, Offer
-from serving_core.tiers import Copies
+from serving_core.node.requests import NodeRequest, Offer
+from serving_core.node.tiers import Copies
 
 
 @dataclass(frozen=True, slots=True)

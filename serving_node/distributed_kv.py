@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from serving_core import reasons
-from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests
+from serving_core.node.leases import Leases
+from serving_core.node.requests import NodeRequest, NodeRequests
 from serving_node.claims import HOLD_S, LAPSE_S, Claim
 from serving_node.decisions import CloseRemoteKV, OpenRemoteKV
 from serving_node.outputs import Endings

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from serving_core.errors import SettingsError
-from serving_core.model_config import ModelConfig, read_model_config
-from serving_core.needs import check_settings, model_layout, needs_of
+from serving_core.model_files.config import ModelConfig, read_model_config
+from serving_core.node.needs import check_settings, model_layout, needs_of
 from serving_core.settings import EngineSettings
 from serving_node.settings import DRAFT, NodeSettings
 

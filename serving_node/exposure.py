@@ -4,9 +4,8 @@ import os
 
 from kv_transfer.descriptor import endpoint_of, host_of
 from serving_core.errors import SettingsError
-from serving_core.ports import Port, check_exposure, check_ports, is_loopback
-from serving_core.tls import CLIENT, TlsError, check_purpose
-from serving_core.tls_settings import check_open
+from serving_core.net.ports import Port, check_exposure, check_ports, is_loopback
+from serving_core.net.tls import CLIENT, TlsError, check_open, check_purpose
 from serving_node.ranks.processes import is_first_here, started_rank
 from serving_node.settings import NodeSettings
 

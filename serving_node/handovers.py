@@ -16,8 +16,8 @@ from prefill_node.reading import Reading
 from protos import fleet_pb2
 from protos.convert import attempt_of, from_tail, to_tail
 from serving_core import reasons
-from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
+from serving_core.node.leases import Leases
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
 from serving_node.decisions import CancelTransfer, FinishSend, Receive, Send
 from serving_node.outputs import Endings
 

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from serving_core.channels import SERVER_OPTIONS, listen
+from serving_core.net.channels import SERVER_OPTIONS, listen
 from serving_node.ranks.processes import is_first_here
 from serving_node.settings import NodeSettings
 

@@ -18,19 +18,18 @@ from typing import Any, Final, Protocol
 import grpc
 
 from protos import fleet_pb2, fleet_pb2_grpc
-from serving_core.backoff import Reminder
-from serving_core.channels import FLEET_CHANNEL_OPTIONS, channel_credentials
-from serving_core.descriptors import Spares
 from serving_core.errors import SettingsError
-from serving_core.failpoints import reach
-from serving_core.failure_detector import AwakeClock, FailureDetector
 from serving_core.flags import flag
-from serving_core.numbering import MessageLost, Numbering
+from serving_core.net.backoff import Reminder
+from serving_core.net.channels import FLEET_CHANNEL_OPTIONS, channel_credentials
+from serving_core.net.descriptors import Spares
+from serving_core.net.failure_detector import AwakeClock, FailureDetector
+from serving_core.net.numbering import MessageLost, Numbering
+from serving_core.net.tls import TlsError, TlsSettings
+from serving_core.process.failpoints import reach
+from serving_core.process.telemetry import LogSettings, about
 from serving_core.reasons import NAME_TAKEN
-from serving_core.telemetry import LogSettings, about
-from serving_core.tls import TlsError
-from serving_core.tls_settings import TlsSettings
-from serving_core.waiting import first_to_end
+from serving_core.tasks import first_to_end
 from serving_node.watchdog import Starvation, why_not_attached
 
 logger = logging.getLogger(__name__)

@@ -15,12 +15,12 @@ from kv_transfer.results import Received, Sent, TransferFailed
 from prefill_node.reading import Reading
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core import reasons
-from serving_core.blocks import BlockAllocator, BlockLease
-from serving_core.costs import StepCosts, StepLoad, StepRates
 from serving_core.errors import RequestError
 from serving_core.layout import KVLayout
-from serving_core.leases import Leases
-from serving_core.node_requests import Key, NodeRequest, NodeRequests, RequestState
+from serving_core.node.blocks import BlockAllocator, BlockLease
+from serving_core.node.costs import StepCosts, StepLoad, StepRates
+from serving_core.node.leases import Leases
+from serving_core.node.requests import Key, NodeRequest, NodeRequests, RequestState
 from serving_core.requests import Guide, SampledToken, Work, would_end
 from serving_core.shapes import Shape, check_shape, role_of
 from serving_node.arrivals import Arrivals

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from serving_core.errors import SettingsError
 from serving_core.figures import Figure, families
-from serving_core.ports import listened_on
+from serving_core.net.ports import listened_on
 
 logger = logging.getLogger(__name__)
 

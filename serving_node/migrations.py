@@ -22,8 +22,8 @@ from kv_transfer.results import Sent, TransferError, TransferFailed
 from protos import fleet_pb2
 from protos.convert import attempt_of
 from serving_core import reasons
-from serving_core.leases import Leases
-from serving_core.node_requests import Migration, NodeRequest, NodeRequests, RequestState
+from serving_core.node.leases import Leases
+from serving_core.node.requests import Migration, NodeRequest, NodeRequests, RequestState
 from serving_node.decisions import CancelTransfer, Send, SendMore
 from serving_node.handovers import HandOvers
 from serving_node.outputs import Endings

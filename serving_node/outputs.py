@@ -9,12 +9,12 @@ from typing import Any, Final
 
 from protos import convert, fleet_pb2
 from protos.convert import attempt_of
-from serving_core.blocks import BlockAllocator
-from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
-from serving_core.prefix import hint_of
+from serving_core.node.blocks import BlockAllocator
+from serving_core.node.leases import Leases
+from serving_core.node.prefix import hint_of
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
+from serving_core.node.tiers import TierIndex
 from serving_core.requests import SampledToken, finish_reason
-from serving_core.tiers import TierIndex
 from serving_node.decisions import CancelTransfer, Decision, Tell
 
 

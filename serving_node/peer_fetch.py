@@ -21,10 +21,10 @@ from prefill_node.reading import Reading, num_cacheable
 from protos import fleet_pb2
 from protos.convert import MAX_MADE, attempt_of, from_tail, to_tail
 from serving_core import reasons
-from serving_core.blocks import BlockLease
-from serving_core.leases import Leases, PrefixFetch
-from serving_core.node_requests import NodeRequest, Offer
-from serving_core.prefix import BlockNames, root_name
+from serving_core.node.blocks import BlockLease
+from serving_core.node.leases import Leases, PrefixFetch
+from serving_core.node.prefix import BlockNames, root_name
+from serving_core.node.requests import NodeRequest, Offer
 from serving_node.decisions import CancelTransfer, FetchPrefix, SendPrefix
 from serving_node.outputs import Endings
 from serving_node.second_tier import SecondTier

@@ -8,11 +8,11 @@ from typing import Final, Protocol
 
 import click
 
-from serving_core.cpus import divide_cpus, parse_cpus, pin
 from serving_core.errors import RankLost, SettingsError
-from serving_core.extras import require
 from serving_core.flags import settings_command
-from serving_core.process import ending_signals, run_process
+from serving_core.process.cpus import divide_cpus, parse_cpus, pin
+from serving_core.process.extras import require
+from serving_core.process.run import ending_signals, run_process
 from serving_node.exposure import check_network
 from serving_node.link import FleetLink, Node
 from serving_node.ranks.leading import die, end_at_once
@@ -62,7 +62,7 @@ def run_node(role: str, settings: NodeSettings) -> None:
         require("node")
         check_world(settings.engine)
         check_network(settings)
-        from serving_core.needs import check_model  # needs packages of the extra `node`
+        from serving_core.node.needs import check_model  # needs packages of the extra `node`
         from serving_node.draft_model import check_draft_model
 
         check_model(settings.engine)

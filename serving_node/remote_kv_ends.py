@@ -15,7 +15,7 @@ from kv_transfer.distributed_kv.remote_kv import RemoteKV, most_tiles_of, open_r
 from kv_transfer.distributed_kv.wire import KEY_BYTES, Asker
 from kv_transfer.results import TransferError
 from serving_core.errors import SettingsError
-from serving_core.node_requests import NodeRequest
+from serving_core.node.requests import NodeRequest
 from serving_node.decisions import CloseRemoteKV, OpenRemoteKV, RecallRemoteKV
 from serving_node.settings import NodeSettings
 

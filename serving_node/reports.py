@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from engine.engine import Engine
 from protos import inference_pb2
 from protos.convert import PROTOCOL_VERSION
-from serving_core.memory import resident_bytes
+from serving_core.process.memory import resident_bytes
 from serving_node.ranks.leading import Followers
 
 

@@ -19,9 +19,9 @@ from decode_node.batch import Writing, can_give_way, slots_in_time
 from decode_node.credit import Credit
 from prefill_node.order import due_s
 from prefill_node.reading import Reading
-from serving_core.costs import StepCosts
-from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
+from serving_core.node.costs import StepCosts
+from serving_core.node.leases import Leases
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
 from serving_node.cap import Cap, num_blocks_of
 from serving_node.claims import Claim, Hosting
 

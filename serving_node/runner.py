@@ -20,15 +20,15 @@ from kv_transfer.ends.receiver import Alarm, KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.results import Received, Sent, TransferFailed
 from protos import convert, fleet_pb2, inference_pb2
-from serving_core.blocks import BlockAllocator, BlockLease
-from serving_core.costs import StepCosts, StepRates
 from serving_core.errors import RequestError
-from serving_core.failpoints import reach
-from serving_core.memory import resident_bytes
-from serving_core.node_requests import Key, NodeRequest, NodeRequests
+from serving_core.node.blocks import BlockAllocator, BlockLease
+from serving_core.node.costs import StepCosts, StepRates
+from serving_core.node.requests import Key, NodeRequest, NodeRequests
+from serving_core.process.failpoints import reach
+from serving_core.process.memory import resident_bytes
 from serving_core.requests import Guide
 from serving_core.shapes import preset
-from serving_core.waiting import first_to_end
+from serving_core.tasks import first_to_end
 from serving_node.claims import most_hosted_tokens
 from serving_node.compiling import Compiling
 from serving_node.decisions import (

@@ -13,12 +13,12 @@ from typing import Final
 
 from prefill_node.reading import Reading, num_cacheable
 from protos import inference_pb2
-from serving_core.blocks import BlockAllocator, BlockLease
-from serving_core.costs import StepCosts
-from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest
-from serving_core.prefix import BlockNames
-from serving_core.tiers import TierIndex, TierRates
+from serving_core.node.blocks import BlockAllocator, BlockLease
+from serving_core.node.costs import StepCosts
+from serving_core.node.leases import Leases
+from serving_core.node.prefix import BlockNames
+from serving_core.node.requests import NodeRequest
+from serving_core.node.tiers import TierIndex, TierRates
 from serving_node.decisions import CancelLoad, Decision, Load, Spill
 
 MAX_LOADS: Final = 4  # at a time

@@ -18,9 +18,9 @@ from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
-from serving_core.costs import StepRates
-from serving_core.descriptors import Spares, kept_spares
 from serving_core.errors import SettingsError
+from serving_core.net.descriptors import Spares, kept_spares
+from serving_core.node.costs import StepRates
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
 from serving_core.shapes import PREFILL

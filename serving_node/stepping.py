@@ -28,8 +28,8 @@ from engine.stepper import (
     cause_of,
     is_fatal,
 )
-from serving_core.backoff import Backoff
 from serving_core.errors import RankLost
+from serving_core.net.backoff import Backoff
 from serving_core.requests import SampledToken, Work
 from serving_node.drafting import write_ahead
 from serving_node.logic import NodeLogic

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from prefill_node.reading import Reading
-from serving_core.costs import StepLoad, StepRates
 from serving_core.figures import BATCH, Histogram
-from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
+from serving_core.node.costs import StepLoad, StepRates
+from serving_core.node.leases import Leases
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
 from serving_core.requests import Request, Work
 from serving_node.room import Room
 

@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 
 import grpc
 
-from serving_core.channels import why_no_handshake
 from serving_core.errors import SplitServeError
+from serving_core.net.channels import why_no_handshake
 
 LEAST_S: Final = 3.0  # allowed for any step
 MARGIN: Final = 5.0  # plus this multiple of the expected time

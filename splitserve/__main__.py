@@ -2,8 +2,8 @@
 
 import os
 
-import serving_core.grpc_environment  # noqa: F401  # before gRPC
-from serving_core.interrupts import end_at_once, leave_to_system
+import serving_core.net.grpc_environment  # noqa: F401  # before gRPC
+from serving_core.process.interrupts import end_at_once, leave_to_system
 
 
 def run() -> None:

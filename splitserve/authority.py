@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from serving_core.errors import SettingsError
-from serving_core.tls import TlsError, TlsFiles, read_tls
+from serving_core.net.tls import TlsError, TlsFiles, read_tls
 
 AUTHORITY: Final = "ca"
 COORDINATOR: Final = "coordinator"

@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 
 from serving_core.errors import ModelError, SettingsError, SplitServeError
-from serving_core.interrupts import INTERRUPTED, raise_again
+from serving_core.process.interrupts import INTERRUPTED, raise_again
 from serving_core.renamed import rename_arguments, rename_variables, warn
 from splitserve.commands.flag_hints import explained, hinted, hinted_command
 

@@ -16,8 +16,8 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from serving_core.channels import NO_PROXY
-from serving_core.tls import TlsError, TlsFiles, hosts_of
+from serving_core.net.channels import NO_PROXY
+from serving_core.net.tls import TlsError, TlsFiles, hosts_of
 from splitserve.client.dialling import Dialling
 
 TIMEOUT_S: Final = 5.0

@@ -25,10 +25,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from serving_core.cpus import confined
 from serving_core.flags import build
 from serving_core.layout import QUANTIZED_DTYPES
-from serving_core.needs import MOST_INVARIANT_RANKS
+from serving_core.node.needs import MOST_INVARIANT_RANKS
+from serving_core.process.cpus import confined
 from serving_core.shapes import BOTH, DECODE, PREFILL, Shape
 from splitserve.client.answers import Completion, NodeInfo, NodeLoad, TokenLogprob
 from splitserve.client.clients import AsyncClient

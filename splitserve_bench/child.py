@@ -17,7 +17,7 @@ async def start_child(module: str, *arguments: str, limit: int, **variables: str
     secrets. The child dies with this process, and Ctrl-C is for this process alone. A line that it writes to its pipe
     has `limit` bytes at most."""
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
+        *(sys.executable, "-m", "serving_core.process.child", str(os.getpid())),
         *(sys.executable, "-m", module, *arguments),
         env=without_flags() | variables,
         stdin=asyncio.subprocess.PIPE,

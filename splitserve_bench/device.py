@@ -29,7 +29,7 @@ from engine.cuda_graphs import CudaCapture
 from engine.forward_batch import build_batch
 from engine.parallel import choose_device
 from serving_core.layout import KVLayout
-from serving_core.memory import available_bytes
+from serving_core.process.memory import available_bytes
 from serving_core.requests import Share
 from serving_core.units import size_of
 from splitserve.launch.cluster import NO_HTTP, ClusterSettings
@@ -190,7 +190,7 @@ def run_step(arguments: Sequence[str], limit_s: float, log: Path) -> dict[str, A
     """Run Python with these arguments and its children until it ends or its time is over, and return what came of it.
     What it writes to stderr goes to the log."""
     start_s, state, command = time.monotonic(), "", [sys.executable, *arguments]
-    child = [sys.executable, "-m", "serving_core.child", str(os.getpid()), *command]
+    child = [sys.executable, "-m", "serving_core.process.child", str(os.getpid()), *command]
     with log.open("w") as stderr:
         process = subprocess.Popen(child, stdout=subprocess.PIPE, stderr=stderr, text=True, process_group=0)
     for number, patience_s in ((signal.SIGINT, limit_s), (signal.SIGKILL, STOP_S), (signal.SIGKILL, STOP_S)):

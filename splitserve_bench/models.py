@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from serving_core.errors import SettingsError
-from serving_core.memory import available_bytes
-from serving_core.model_config import read_model_config
+from serving_core.model_files.config import read_model_config
+from serving_core.process.memory import available_bytes
 from serving_core.units import size_of
 from splitserve.launch.models import LocalModel, Report, resolve
 from splitserve_bench.errors import BenchError

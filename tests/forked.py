@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from serving_core.grpc_environment import GRPC_ENVIRONMENT
+from serving_core.net.grpc_environment import GRPC_ENVIRONMENT
 from splitserve.launch.fork_server import FORCED_ENVIRONMENT, NODE_MODULES, PID_OR_CODE, ForkServer
 
 PRELOADED = *NODE_MODULES, "coordinator.process", "splitserve.cli"

@@ -11,9 +11,9 @@ from coordinator.api.exposition import Exposition
 from coordinator.api.http.counting import HttpCounts
 from coordinator.control.metrics import Metrics
 from protos import inference_pb2
-from serving_core.costs import StepLoad
 from serving_core.figures import BATCH, Histogram, families
-from serving_core.node_requests import NodeRequests
+from serving_core.node.costs import StepLoad
+from serving_core.node.requests import NodeRequests
 from serving_node.exposition import NodeExposition
 from serving_node.streak import StepCounts
 from tests import fleet_events as events

@@ -16,7 +16,7 @@ from decode_node.speculation import SpeculationCounts
 from engine.stepper import StepClock
 from protos import inference_pb2
 from serving_core.figures import BATCH, PREFIX, Histogram, families
-from serving_core.node_requests import NodeRequests
+from serving_core.node.requests import NodeRequests
 from serving_core.renamed import METRICS
 from serving_node.exposition import NodeExposition
 from serving_node.streak import StepCounts

@@ -6,7 +6,7 @@ through a split cluster; and refusals word for word.
 
 from typing import Final
 
-from serving_core.model_config import MODEL_TYPES
+from serving_core.model_files.config import MODEL_TYPES
 from tests.doc_table import DOCS, page_with
 from tests.transformers_models import FAMILIES, HEAD_ALONE, REFUSED, WITHOUT_PLAN, architecture_of
 

@@ -15,7 +15,7 @@ from coordinator.dispatcher import Dispatcher
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
 from protos import fleet_pb2, inference_pb2, inference_pb2_grpc
-from serving_core.numbering import Numbering
+from serving_core.net.numbering import Numbering
 from tests import fleet_events as events
 from tests.tiny_models import write_fake_model
 

@@ -14,7 +14,7 @@ from grpc_status import rpc_status
 
 from protos import inference_pb2, inference_pb2_grpc
 from protos.convert import shape_from_wire, shape_to_wire
-from serving_core.channels import SERVER_OPTIONS
+from serving_core.net.channels import SERVER_OPTIONS
 from serving_core.shapes import preset, role_of
 
 SERVICE = "splitserve.v1.Inference"

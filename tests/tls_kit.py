@@ -8,7 +8,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from serving_core.tls import TlsFiles
+from serving_core.net.tls import TlsFiles
 from splitserve.authority import make_certificates
 
 

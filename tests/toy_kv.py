@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
 
-from serving_core.prefix import CHUNK, EITHER, GRAFT, STEP, root_name
+from serving_core.node.prefix import CHUNK, EITHER, GRAFT, STEP, root_name
 from serving_core.requests import Work
 
 FINGERPRINT = {"model": "toy"}

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from engine.engine import Engine
-from serving_core.blocks import BlockAllocator, BlockLease
-from serving_core.prefix import CHUNK, STEP, BlockNames, root_name
+from serving_core.node.blocks import BlockAllocator, BlockLease
+from serving_core.node.prefix import CHUNK, STEP, BlockNames, root_name
 from serving_core.requests import Request, SampledToken, SamplingParams, Work, finish_reason
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from serving_core.differences import FAMILIES as DESCRIPTIONS
+from serving_core.model_files.differences import FAMILIES as DESCRIPTIONS
 from tests.tiny_models import BOS, EOS, VOCAB_SIZE, write_tiny_model, write_tokenizer
 from tests.tiny_models import FAMILIES as TINY_FAMILIES
 

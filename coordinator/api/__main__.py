@@ -16,11 +16,11 @@ from coordinator.api.tls import ServerTls
 from coordinator.api_server_settings import ApiServerSettings
 from coordinator.served_model import read_served_model
 from protos import api_servers_pb2, api_servers_pb2_grpc, inference_pb2, inference_pb2_grpc
-from serving_core.channels import LOCAL_OPTIONS
-from serving_core.descriptors import kept_spares
 from serving_core.flags import settings_command
-from serving_core.process import run_process
-from serving_core.waiting import first_to_end
+from serving_core.net.channels import LOCAL_OPTIONS
+from serving_core.net.descriptors import kept_spares
+from serving_core.process.run import run_process
+from serving_core.tasks import first_to_end
 
 TLS_LOOK_S = 0.25
 

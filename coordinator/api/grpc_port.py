@@ -20,7 +20,7 @@ from coordinator.api.guard import Guard
 from coordinator.api.sheds import Sheds
 from coordinator.api.statuses import failures_as_statuses, parse
 from coordinator.api.tls import ServerTls
-from serving_core.channels import listen
+from serving_core.net.channels import listen
 
 CLOSE_GRACE_S: Final = 1.0
 

@@ -20,8 +20,8 @@ from coordinator.api.authentication import BearerSecrets
 from coordinator.api.connections import Connections, peer_of
 from coordinator.api.http2_heads import EMPTY_SETTINGS, MAX_HEAD_BYTES, BadHead, HeadReader
 from coordinator.api.sheds import CROWDED, MALFORMED, OVER_ALLOWANCE, SLOW, PortSheds, Sheds
-from serving_core.descriptors import NONE_LEFT
-from serving_core.ports import listening_sockets
+from serving_core.net.descriptors import NONE_LEFT
+from serving_core.net.ports import listening_sockets
 
 # Allowance of each peer without a key: a token bucket. Reads no clock; callers pass the time.
 

@@ -9,7 +9,7 @@ from coordinator.api.unknown_fields import WARNING_HEADER, unknown_in_message
 from coordinator.traces.carrier import CARRIER, carrier_of
 from protos import inference_pb2
 from protos.convert import MAX_TOKENS_HEADER, MODEL_HEADER
-from serving_core.telemetry import CURRENT_REQUEST
+from serving_core.process.telemetry import CURRENT_REQUEST
 
 
 class Status(Protocol):

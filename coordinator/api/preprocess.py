@@ -46,7 +46,7 @@ from protos import inference_pb2
 from protos.convert import FINISH_REASONS
 from protos.inference_pb2 import EmbedRequest, GenerateRequest
 from serving_core.errors import RequestError
-from serving_core.model_config import Embedder, ModelConfig
+from serving_core.model_files.config import Embedder, ModelConfig
 from serving_core.reasons import ABORTED, BAD_PARAM
 from serving_core.requests import Pooling, Request, SamplingParams, finish_reason
 

@@ -28,9 +28,9 @@ from coordinator.api.tls import ServerTls
 from coordinator.control.request_log import CallRecord
 from coordinator.settings import CoordinatorSettings, api_keys, origins
 from protos import inference_pb2, inference_pb2_grpc
-from serving_core.channels import public_options
-from serving_core.descriptors import num_descriptors
 from serving_core.errors import RequestError, SettingsError
+from serving_core.net.channels import public_options
+from serving_core.net.descriptors import num_descriptors
 from serving_core.reasons import QUEUE_FULL
 
 logger = logging.getLogger(__name__)

@@ -37,9 +37,9 @@ from coordinator.text.answers import Answer, AnswerText
 from coordinator.traces.carrier import CARRIER
 from protos import api_servers_pb2, fleet_pb2, inference_pb2, inference_pb2_grpc
 from serving_core.errors import RequestError
-from serving_core.numbering import Numbering
+from serving_core.net.numbering import Numbering
 from serving_core.reasons import DEADLINE_EXCEEDED, DRAINING
-from serving_core.waiting import first_to_end
+from serving_core.tasks import first_to_end
 
 logger = logging.getLogger(__name__)
 

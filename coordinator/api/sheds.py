@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-from serving_core.backoff import Reminder
 from serving_core.figures import Figure, counter
+from serving_core.net.backoff import Reminder
 
 logger = logging.getLogger(__name__)
 

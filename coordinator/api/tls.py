@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import grpc
 
-from serving_core.tls import Pems, TlsError, TlsFiles, read_tls
+from serving_core.net.tls import Pems, TlsError, TlsFiles, read_tls
 
 logger = logging.getLogger(__name__)
 

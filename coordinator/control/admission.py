@@ -1,7 +1,7 @@
 """Admit, defer or refuse new requests, and tell a refused one when to come back. Pure.
 
 Margin. The first token of a request with an SLO on TTFT is planned some time before its limit. The margin is learned
-from the errors of the predicted first tokens, as a share of the limit (serving_core/margin.py), so a long queue and a
+from the errors of the predicted first tokens, as a share of the limit (serving_core/slo.py), so a long queue and a
 single step have the same planned deadline. An SLO on TPOT is planned with the share of it that was recently enough.
 
 Refusals. With `--admission timely` a request whose prompt cannot be prefilled in time is refused at once. A request
@@ -33,9 +33,8 @@ from coordinator.control.placement.policy import Placed
 from coordinator.control.request import TrackedRequest
 from coordinator.control.slo import Expectation
 from serving_core import reasons
-from serving_core.due import Due
 from serving_core.errors import RequestError
-from serving_core.margin import Margin
+from serving_core.slo import Due, Margin
 
 MAX_TIMES: Final = 32
 

@@ -25,8 +25,9 @@ from coordinator.control.roles import Demand, Ended
 from coordinator.control.timeline import Phase
 from coordinator.control.transfer_costs import Handover
 from protos import fleet_pb2, inference_pb2
-from serving_core import node_requests, reasons
+from serving_core import reasons
 from serving_core.errors import RequestError
+from serving_core.node import requests as node_requests
 
 NUM_EPOCHS: Final = 2**32
 ASK_AGAIN_S: Final = 1.0  # pause after every node has turned a request away

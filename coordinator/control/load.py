@@ -16,8 +16,8 @@ from math import inf
 from typing import Final, NamedTuple
 
 from coordinator.control.nodes import Node
-from serving_core.due import Due
-from serving_core.prefix import BlockNames, child_name, hint_of, root_name
+from serving_core.node.prefix import BlockNames, child_name, hint_of, root_name
+from serving_core.slo import Due
 
 
 def num_leading(marks: Sequence[int], known: Container[int]) -> int:

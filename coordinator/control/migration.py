@@ -41,10 +41,10 @@ from coordinator.control.request import Migration, MigrationStage, Releases, Tra
 from coordinator.control.timeline import Phase
 from protos import fleet_pb2
 from serving_core import reasons
-from serving_core.due import Due
 from serving_core.errors import RequestError
-from serving_core.prefix import GRAFT, tells_bits
+from serving_core.node.prefix import GRAFT, tells_bits
 from serving_core.shapes import DECODE, PREFILL
+from serving_core.slo import Due
 
 NUM_TOKENS_AHEAD: Final = 128  # decoded by the source meanwhile: ample even while the KV of a long sequence travels
 MIN_TOKENS_LEFT: Final = 8  # a request that is about to end finishes sooner where it is

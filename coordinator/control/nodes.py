@@ -19,11 +19,11 @@ from typing import Final
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_from_wire, shape_to_wire
 from protos.fleet_pb2 import Hello
-from serving_core.adapter_names import ADAPTER_NAME, MOST_ADAPTERS, adapters_in
-from serving_core.costs import StepWeights
 from serving_core.errors import RequestError
-from serving_core.failure_detector import AwakeClock, FailureDetector
-from serving_core.prefix import MAX_MAKERS
+from serving_core.model_files.adapter_names import ADAPTER_NAME, MOST_ADAPTERS, adapters_in
+from serving_core.net.failure_detector import AwakeClock, FailureDetector
+from serving_core.node.costs import StepWeights
+from serving_core.node.prefix import MAX_MAKERS
 from serving_core.reasons import (
     BAD_PARAM,
     NAME_TAKEN,
@@ -155,8 +155,8 @@ class Node:
     is_stopping: bool = False  # reported by the node
     is_drained: bool = False  # by an operator's order
     num_tokens_written: int = 0  # output tokens reported in steps
-    # Shortened block hashes (`serving_core.prefix.hint_of`) of the full blocks that the node reports to hold, at most
-    # num_blocks + num_tier_blocks.
+    # Shortened block hashes (`serving_core.node.prefix.hint_of`) of the full blocks that the node reports to hold,
+    # at most num_blocks + num_tier_blocks.
     hints: set[int] = field(default_factory=set)
     # Numerics ids that these blocks may have, in the order in which the node looks for them.
     makers: list[bytes] = field(default_factory=list)

@@ -14,7 +14,7 @@ from coordinator.control.live import LiveAnswers
 from coordinator.control.nodes import Node
 from coordinator.control.request import PrefixFetch, TrackedRequest
 from protos import fleet_pb2
-from serving_core import node_requests
+from serving_core.node import requests as node_requests
 
 EVENTS: Final = ("prefix_fetch_begun", "prefix_fetch_ended")
 

@@ -13,8 +13,8 @@ from coordinator.control.slo import Expectation, Slo
 from coordinator.control.timeline import Phase, Timeline
 from protos import fleet_pb2, inference_pb2
 from protos.convert import due_to_wire, job_to_wire
-from serving_core.due import Due
 from serving_core.requests import Pooling, Request, SamplingParams
+from serving_core.slo import Due
 
 
 @dataclass(frozen=True, slots=True)

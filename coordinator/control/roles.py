@@ -47,8 +47,8 @@ from coordinator.control.load import Ledger
 from coordinator.control.nodes import MAX_NODES, Node, Registry, does, has_path
 from protos import fleet_pb2
 from protos.convert import shape_to_wire
-from serving_core.costs import StepLoad
 from serving_core.errors import RequestError
+from serving_core.node.costs import StepLoad
 from serving_core.reasons import DRAINING, NO_OTHER_NODE
 from serving_core.shapes import BOTH, DECODE, PREFILL, Shape, check_shape, common, preset
 

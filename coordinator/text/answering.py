@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 
 import psutil
 
-from serving_core.child import die_with
+from serving_core.process.child import die_with
 from serving_core.units import size_of
 
 KILLED: Final = "killed"  # by the system or by hand

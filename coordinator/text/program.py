@@ -18,10 +18,10 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from coordinator.text.answering import ended, line
-from serving_core.child import bare_environment
 from serving_core.errors import RequestError
+from serving_core.process.child import bare_environment
 from serving_core.reasons import QUEUE_FULL
-from serving_core.turns import Turns
+from serving_core.tasks import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class _Process:
 
     def __init__(self, module: str, first: Mapping[str, object]) -> None:
         """Start the process. `first` is sent before any question."""
-        command = [sys.executable, "-m", "serving_core.child", str(os.getpid()), sys.executable, "-m", module]
+        command = [sys.executable, "-m", "serving_core.process.child", str(os.getpid()), sys.executable, "-m", module]
         self._process = subprocess.Popen(command, env=bare_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._end = weakref.finalize(self, _end, self._process)
         given = line(first)

@@ -18,8 +18,8 @@ from coordinator.text.detokenizer import Detokenizer, DetokenizerFactory
 from coordinator.text.rendering import DEFAULT, TOOL_USE
 from serving_core.errors import ModelError, RequestError
 from serving_core.json_fields import JsonFields, read_json_object
+from serving_core.model_files.tokenizer_files import TOKENIZER_FILE, read_tokenizer_files
 from serving_core.reasons import BAD_PARAM
-from serving_core.tokenizer_files import TOKENIZER_FILE, read_tokenizer_files
 
 Ts = TypeVarTuple("Ts")
 R = TypeVar("R")

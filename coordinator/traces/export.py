@@ -25,7 +25,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from coordinator.control.request_log import CallRecord
 from coordinator.traces.carrier import Carrier
 from coordinator.traces.spans import SpanRecord, call_name, call_span
-from serving_core.backoff import Reminder
+from serving_core.net.backoff import Reminder
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from engine.attention.tiled import TiledAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import ForwardBatch, build_batch
 from engine.trial import tried
-from serving_core.extras import TRITON, is_installed
+from serving_core.process.extras import TRITON, is_installed
 from serving_core.requests import Share
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import torch
 from engine.native.huge_memory import huge_zeros
 from serving_core.errors import SettingsError
 from serving_core.layout import SCALE_BYTES, KVLayout, Pchannel
-from serving_core.memory import available_bytes
+from serving_core.process.memory import available_bytes
 from serving_core.settings import EngineSettings
 from serving_core.units import size_of
 

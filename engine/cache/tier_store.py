@@ -23,8 +23,8 @@ from xxhash import xxh3_64_intdigest
 
 from engine.cache.kv_pool import PagedKVPool
 from serving_core.errors import SettingsError
-from serving_core.memory import available_bytes
-from serving_core.tiers import Copies
+from serving_core.node.tiers import Copies
+from serving_core.process.memory import available_bytes
 from serving_core.units import size_of
 
 SPILLED_BYTES: Final = 128 * 2**20  # most bytes copied to host memory at once: heartbeats wait meanwhile

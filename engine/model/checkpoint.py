@@ -16,11 +16,11 @@ from gguf.quants import dequantize
 from safetensors import SafetensorError, safe_open
 
 from serving_core.errors import ModelError
-from serving_core.gguf_header import GgufTensor
-from serving_core.gguf_weights import gguf_weights
-from serving_core.model_config import read_model_config, text_names
+from serving_core.model_files.config import read_model_config, text_names
+from serving_core.model_files.gguf_header import GgufTensor
+from serving_core.model_files.gguf_weights import gguf_weights
+from serving_core.model_files.stored_tensors import FLOATS, tensor_places
 from serving_core.sharding import Extent, whole
-from serving_core.stored_tensors import FLOATS, tensor_places
 
 AHEAD_BYTES: Final = 256 * 2**20  # in the page cache, which may count as this process's memory
 PIECE_BYTES: Final = 2**20  # a kernel handles at most this much of one advice

@@ -16,7 +16,7 @@ from engine.model.residual import Residual
 from engine.model.steps import Shared, Steps
 from engine.native.dispatch import choose_dispatch
 from engine.native.linear import GroupedProduct, grouped_product
-from serving_core.differences import Experts
+from serving_core.model_files.differences import Experts
 from serving_core.sharding import Extent, Shard, share_of, whole
 
 

@@ -1,5 +1,5 @@
 """Define the decoder of the Llama family: Llama, Mistral, Qwen2 and Qwen3, and the variants in
-serving_core.differences.
+serving_core.model_files.differences.
 
 Shapes: T tokens of a batch, S wanted rows, E hidden size, H heads, K key heads, D head size. H and K are this rank's;
 two sums per layer over the ranks complete the partial results. The first pipeline stage begins with the embedding, and
@@ -39,10 +39,10 @@ from engine.model.steps import HeadNorms, Steps
 from engine.offload.placement import OffloadedLayers
 from engine.parallel import LEADER, RankGroup
 from engine.pipeline import Pipeline
-from serving_core.differences import Differences
-from serving_core.model_config import ModelConfig
+from serving_core.model_files.config import ModelConfig
+from serving_core.model_files.differences import Differences
+from serving_core.model_files.rope import DEFAULT_THETA, DefaultRope, Rope
 from serving_core.requests import OnLayer
-from serving_core.rope_config import DEFAULT_THETA, DefaultRope, Rope
 from serving_core.sharding import Extent, Shard, is_first_holder, share_of, whole
 
 # Each report interrupts a computing core: after every layer, reports cost a tenth of a prefill; after every eighth, 3

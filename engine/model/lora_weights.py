@@ -11,8 +11,8 @@ from engine.model.layers import Linear
 from engine.model.llama import LlamaDecoder
 from engine.model.lora import Delta
 from engine.model.weights import in_checkpoint
-from serving_core.adapters import DOWN, UP, StoredAdapter
 from serving_core.errors import ModelError
+from serving_core.model_files.adapters import DOWN, UP, StoredAdapter
 from serving_core.sharding import Extent, whole
 
 

@@ -6,7 +6,7 @@ from typing import TypeAlias
 import torch
 from torch.nn import functional
 
-from serving_core.rope_config import DefaultRope, FactorRope, LinearRope, Llama3Rope, Rope, YarnRope
+from serving_core.model_files.rope import DefaultRope, FactorRope, LinearRope, Llama3Rope, Rope, YarnRope
 
 Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # the result of RotaryEmbedding.tables
 

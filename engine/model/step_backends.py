@@ -11,9 +11,9 @@ from engine.model.rope import RotaryEmbedding
 from engine.model.steps import HeadNorms, Steps, TorchSteps
 from engine.native.steps import NativeSteps, best_variant
 from engine.trial import why_not_triton
-from serving_core.differences import GELU_TANH, SILU
 from serving_core.layout import KVLayout
-from serving_core.rope_config import DefaultRope
+from serving_core.model_files.differences import GELU_TANH, SILU
+from serving_core.model_files.rope import DefaultRope
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from engine.cache.kv_pool import PagedKVPool
 from engine.model.draws import Draw, drawn, log_totals
 from engine.model.rope import Rotation, rotate
-from serving_core.differences import GELU_TANH, SILU
+from serving_core.model_files.differences import GELU_TANH, SILU
 
 
 class Routing(NamedTuple):

@@ -15,7 +15,7 @@ from engine.cache.kv_pool import PagedKVPool
 from engine.model.draws import LIKELIEST_MASS, Draw, drawn
 from engine.model.rope import Rotation
 from engine.model.steps import HeadNorms, TorchSteps
-from serving_core.differences import GELU_TANH, SILU
+from serving_core.model_files.differences import GELU_TANH, SILU
 
 COLUMNS: Final = 2048  # that a program handles at once
 NUM_WARPS: Final = 8

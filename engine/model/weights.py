@@ -19,13 +19,13 @@ from engine.quantization import awq, gptq, w8a8
 from engine.quantization.fp8 import Fp8Checkpoint
 from engine.quantization.grouped_weight import join, matrix_of
 from serving_core.errors import ModelError
-from serving_core.load_progress import LoadProgress
-from serving_core.needs import TIED_HEAD
+from serving_core.model_files.load_progress import LoadProgress
+from serving_core.model_files.stored_quantization import StoredQuantization
+from serving_core.model_files.stored_tensors import FLOATS
+from serving_core.model_files.weight_files import is_gguf, weight_files
+from serving_core.node.needs import TIED_HEAD
 from serving_core.settings import INPUT_BITS, WEIGHT_BITS
 from serving_core.sharding import Extent
-from serving_core.stored_quantization import StoredQuantization
-from serving_core.stored_tensors import FLOATS
-from serving_core.weight_files import is_gguf, weight_files
 
 logger = logging.getLogger(__name__)
 

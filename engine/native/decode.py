@@ -28,7 +28,7 @@ from engine.native.linear import DenseMatrix
 from engine.native.program import NativeProgram
 from engine.native.steps import ELEMENTS, NativeSteps
 from engine.quantization.quantized_linear import QuantizedMatrix
-from serving_core.rope_config import Rope
+from serving_core.model_files.rope import Rope
 
 MOST_ROWS: Final = 64
 OPERATIONS_PER_LAYER: Final = 15  # at most seven, and four products of at most two each

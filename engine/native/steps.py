@@ -17,7 +17,7 @@ from engine.model.steps import HeadNorms, Likeliest, TorchSteps
 from engine.native import library as native_library
 from engine.native.program import NativeProgram
 from engine.native.threads import threads_for
-from serving_core.differences import GELU_TANH, SILU
+from serving_core.model_files.differences import GELU_TANH, SILU
 
 VERSION: Final = 5  # STEPS_VERSION in native/steps.h
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}

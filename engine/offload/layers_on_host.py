@@ -18,7 +18,7 @@ from torch import nn
 from engine.model.layers import Layer
 from engine.offload.residence import ROOM, Residence
 from serving_core.errors import SettingsError
-from serving_core.memory import available_bytes
+from serving_core.process.memory import available_bytes
 
 ALIGNMENT: Final = 512  # torch's alignment on a device, since the choice of kernels may depend on it
 PIECE_BYTES: Final = 64 * 2**20  # pinned at once: torch rounds up to the next power of two

@@ -7,9 +7,9 @@ import torch
 
 from engine.model.checkpoint import Checkpoint, Part, Span
 from serving_core.errors import ModelError
+from serving_core.model_files.stored_quantization import FP8, FP8_SCALES, StoredQuantization
+from serving_core.model_files.stored_tensors import FLOATS
 from serving_core.sharding import Extent, whole
-from serving_core.stored_quantization import FP8, FP8_SCALES, StoredQuantization
-from serving_core.stored_tensors import FLOATS
 
 SCALES: Final = FP8_SCALES[:2]  # the names of a weight's factor; activations stay unquantized
 

@@ -7,9 +7,9 @@ import torch
 from engine.model.checkpoint import INTEGERS, Checkpoint, Part, whole_tensor
 from engine.quantization.grouped_weight import GroupedWeight
 from serving_core.errors import ModelError
+from serving_core.model_files.stored_quantization import WHOLE, StoredQuantization
+from serving_core.model_files.stored_tensors import FLOATS
 from serving_core.sharding import Extent, whole
-from serving_core.stored_quantization import WHOLE, StoredQuantization
-from serving_core.stored_tensors import FLOATS
 
 WORD_BITS: Final = 32
 

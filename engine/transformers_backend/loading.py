@@ -58,13 +58,13 @@ from engine.transformers_backend.stages import keep_stage
 from engine.transformers_backend.tried import TRIED, TRIED_WITH
 from serving_core.errors import ModelError, SettingsError
 from serving_core.layout import KVLayout
-from serving_core.load_progress import LoadProgress
-from serving_core.model_config import ModelConfig
+from serving_core.model_files.config import ModelConfig
+from serving_core.model_files.load_progress import LoadProgress
+from serving_core.model_files.rope import LONGROPE
+from serving_core.model_files.stored_tensors import FLOATS
 from serving_core.requests import Share
-from serving_core.rope_config import LONGROPE
 from serving_core.settings import EngineSettings
 from serving_core.sharding import Extent, Shard, share_of
-from serving_core.stored_tensors import FLOATS
 
 logger = logging.getLogger(__name__)
 

@@ -37,8 +37,8 @@ from kv_transfer.wire import (
     encode,
 )
 from serving_core import reasons
-from serving_core.failpoints import reach
 from serving_core.figures import Histogram
+from serving_core.process.failpoints import reach
 from serving_core.sharding import rank_layout
 
 

@@ -32,8 +32,8 @@ from kv_transfer.sessions.sender_session import (
 from kv_transfer.transports.transport import Dialer
 from kv_transfer.wire import BlockRange, Committed, Data, Missing, Refused, Segment, decode, encode
 from serving_core import reasons
-from serving_core.failpoints import reach
 from serving_core.figures import Histogram
+from serving_core.process.failpoints import reach
 from serving_core.sharding import rank_layout
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kv_transfer.results import TransferError
-from serving_core.memory import available_bytes
+from serving_core.process.memory import available_bytes
 
 NONCE_BYTES: Final = 16
 HEAD_BYTES: Final = 4096  # before the first slot; begins with the nonce

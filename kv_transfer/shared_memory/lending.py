@@ -23,7 +23,7 @@ from kv_transfer.shared_memory.notes import (
     Taken,
     offset_of,
 )
-from serving_core.descriptors import NONE_LEFT, connections_within
+from serving_core.net.descriptors import NONE_LEFT, connections_within
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kv_transfer.shared_memory.notes import NAME_BYTES, SECRET_BYTES
-from serving_core.descriptors import NONE_LEFT
+from serving_core.net.descriptors import NONE_LEFT
 
 MAX_VISITORS: Final = 16  # connections that have shown no secret; further ones are closed
 SHAKE_S: Final = 2.0  # from accept to the secret

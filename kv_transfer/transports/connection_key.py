@@ -15,7 +15,7 @@ import zmq
 
 from kv_transfer.results import TransferError
 from kv_transfer.transports import zap
-from serving_core.backoff import Reminder
+from serving_core.net.backoff import Reminder
 
 logger = logging.getLogger(__name__)
 

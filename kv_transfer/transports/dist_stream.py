@@ -27,7 +27,7 @@ from kv_transfer.results import TransferError
 from kv_transfer.transports.transport import MAX_FRAMES
 from kv_transfer.wire import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
 from serving_core.errors import SettingsError
-from serving_core.ports import before_port
+from serving_core.net.ports import before_port
 
 TOKEN_BYTES = 16
 

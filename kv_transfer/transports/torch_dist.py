@@ -20,8 +20,8 @@ from kv_transfer.transports.tensor_payload import TensorPayload
 from kv_transfer.transports.torch_link import BROKEN, Message, ReceivingLink, SendingLink, reason
 from kv_transfer.transports.torch_pair import check_device
 from kv_transfer.transports.transport import OnLost, OnMessage, OnReply
-from serving_core.backoff import Reminder
-from serving_core.descriptors import connections_within
+from serving_core.net.backoff import Reminder
+from serving_core.net.descriptors import connections_within
 
 logger = logging.getLogger(__name__)
 

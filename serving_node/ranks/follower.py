@@ -10,9 +10,9 @@ from engine.cache.tier_store import TierStore
 from engine.stepper import Stepper
 from protos import ranks_pb2
 from serving_core.errors import RankLost
-from serving_core.process import ending_signals
+from serving_core.process.run import ending_signals
 from serving_core.requests import Share
-from serving_core.waiting import first_to_end
+from serving_core.tasks import first_to_end
 from serving_node.ranks.leading import Leader, die, share_from_wire
 from serving_node.ranks.tiers import TIER_COMMANDS, follow
 from serving_node.ranks.transfers import FollowerTransfers

@@ -16,9 +16,9 @@ from typing import Any, Final, NoReturn
 
 from protos import inference_pb2, ranks_pb2
 from serving_core.errors import ModelError, RankLost
-from serving_core.memory import resident_bytes
+from serving_core.process.memory import resident_bytes
 from serving_core.requests import Share, Work
-from serving_core.waiting import first_to_end
+from serving_core.tasks import first_to_end
 from serving_node.ranks.stream import RankStream, dial
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from serving_core.errors import SettingsError
 from serving_core.flags import environment_of, to_argv
-from serving_core.interrupts import INTERRUPTED
+from serving_core.process.interrupts import INTERRUPTED
 from serving_core.settings import EngineSettings
 from serving_core.sharding import check_num_ranks, ranks_text
 from serving_node.ranks.leading import die
@@ -64,7 +64,7 @@ def start_followers(package: str, settings: Any, name: str) -> None:
         "MASTER_PORT": str(_held_port()),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    command = [sys.executable, "-m", "serving_core.child", str(os.getpid()), sys.executable, "-m", package]
+    command = [sys.executable, "-m", "serving_core.process.child", str(os.getpid()), sys.executable, "-m", package]
     for rank in range(1, num_ranks):
         try:
             child = subprocess.Popen(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from engine.cache.tier_store import TierStore
 from protos import ranks_pb2
-from serving_core.tiers import Copies
+from serving_core.node.tiers import Copies
 from serving_node.decisions import CancelLoad, Load, Spill
 from serving_node.ranks.leading import Followers, Leader
 

@@ -29,9 +29,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2, inference_pb2_grpc
 from protos.convert import shape_to_wire
-from serving_core.channels import CLIENT_OPTIONS, Option
+from serving_core.net.channels import CLIENT_OPTIONS, Option
+from serving_core.net.tls import TlsFiles
 from serving_core.shapes import Shape
-from serving_core.tls import TlsFiles
 from splitserve.client import answers
 from splitserve.client.answers import Aborted, Chunk, Embedding, Loads, ModelInfo, NodeLoad, ServerInfo
 from splitserve.client.dialling import Dialling

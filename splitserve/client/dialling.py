@@ -6,10 +6,10 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from serving_core.channels import NO_PROXY, Option, channel_credentials
 from serving_core.errors import SettingsError
-from serving_core.ports import is_on_this_machine
-from serving_core.tls import SCHEME, TlsError, TlsFiles
+from serving_core.net.channels import NO_PROXY, Option, channel_credentials
+from serving_core.net.ports import is_on_this_machine
+from serving_core.net.tls import SCHEME, TlsError, TlsFiles
 
 WITHOUT_TLS: Final = "http://"
 TARGET_NAME: Final = "grpc.ssl_target_name_override"

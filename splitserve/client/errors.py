@@ -21,9 +21,9 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from serving_core import reasons
-from serving_core.channels import why_no_handshake
 from serving_core.errors import SplitServeError
-from serving_core.tls import SCHEME
+from serving_core.net.channels import why_no_handshake
+from serving_core.net.tls import SCHEME
 
 
 class ClientError(SplitServeError):

@@ -12,7 +12,7 @@ from rich.markup import escape
 from kv_transfer.descriptor import MAX_TP
 from kv_transfer.plan import ANY_LAYER, Grid, Holding, describe, holdings, plan_nodes
 from serving_core.layout import KVLayout
-from serving_core.model_config import read_model_config
+from serving_core.model_files.config import read_model_config
 from serving_core.settings import KV_CACHE_DTYPES, EngineSettings
 from serving_core.sharding import check_num_ranks
 from serving_core.units import size_of

@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
-from serving_core.extras import require
 from serving_core.flags import environment_of, settings_command
+from serving_core.process.extras import require
 from splitserve.commands.terminal import report
 from splitserve.launch.cluster import BOTH, COORDINATOR, DECODE, PREFILL, Room, command_of, flat, replaced
 from splitserve.launch.models import resolve

@@ -11,9 +11,9 @@ from typing import IO, Any, Final
 import click
 import httpx2
 
-from serving_core.backoff import Backoff
 from serving_core.errors import SettingsError, SplitServeError
-from serving_core.tls import TlsFiles, client_context
+from serving_core.net.backoff import Backoff
+from serving_core.net.tls import TlsFiles, client_context
 from serving_core.units import MIB, size_of
 from splitserve.batches import LATER, MAX_LINE_BYTES, BatchRequest, answered, batch_requests, failed
 from splitserve.commands.server_options import SERVER_VARIABLE, api_key_option, tls_options

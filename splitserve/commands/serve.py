@@ -10,10 +10,10 @@ from typing import Any
 import click
 from rich.markup import escape
 
-from serving_core.extras import needs, require
 from serving_core.flags import build, settings_command
-from serving_core.interrupts import INTERRUPTED
-from serving_core.process import check_folder
+from serving_core.process.extras import needs, require
+from serving_core.process.interrupts import INTERRUPTED
+from serving_core.process.run import check_folder
 from splitserve.commands.terminal import report, stdout, timeline_view, waiting
 from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, up_settings_class
 from splitserve.launch.fork_server import ForkServer, preloading

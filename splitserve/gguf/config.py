@@ -9,8 +9,8 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 from serving_core.errors import ModelError
-from serving_core.gguf_header import ROPE_FACTORS, GgufModel
 from serving_core.json_fields import JsonFields
+from serving_core.model_files.gguf_header import ROPE_FACTORS, GgufModel
 from splitserve.gguf import experts, gemma
 
 ARCHITECTURES: Final = {  # Mistral and Mixtral models are named llama too

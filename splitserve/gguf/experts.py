@@ -7,11 +7,11 @@ by the architecture.
 from collections.abc import Mapping
 from typing import Any, Final
 
-from serving_core.differences import MOST_EXPERTS
 from serving_core.errors import ModelError
-from serving_core.gguf_header import GgufTensor
-from serving_core.gguf_weights import EXPERT_COUNT, STACKED
 from serving_core.json_fields import JsonFields
+from serving_core.model_files.differences import MOST_EXPERTS
+from serving_core.model_files.gguf_header import GgufTensor
+from serving_core.model_files.gguf_weights import EXPERT_COUNT, STACKED
 
 CHOSEN: Final = "expert_used_count"
 SIZE, SHARED_SIZE = "expert_feed_forward_length", "expert_shared_feed_forward_length"

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from coordinator.text.tokenizer import read_tokenizer
 from serving_core.errors import ModelError
-from serving_core.gguf_header import GgufModel, open_parts, parts_of, read_model
-from serving_core.gguf_weights import SOURCE, link_name
-from serving_core.model_config import NATIVE, read_model_config
+from serving_core.model_files.config import NATIVE, read_model_config
+from serving_core.model_files.gguf_header import GgufModel, open_parts, parts_of, read_model
+from serving_core.model_files.gguf_weights import SOURCE, link_name
 from splitserve.gguf.config import config_of, generation_config_of, modules_of
 from splitserve.gguf.tokenizer import tokenizer_config_of, tokenizer_of
 

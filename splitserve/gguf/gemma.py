@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from serving_core.json_fields import JsonFields
-from serving_core.rope_config import FULL, SLIDING
+from serving_core.model_files.rope import FULL, SLIDING
 
 WINDOW: Final = "attention.sliding_window"
 PATTERN: Final = "attention.sliding_window_pattern"

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from coordinator.settings import CoordinatorSettings
-from serving_core.cpus import divide_cpus
 from serving_core.errors import SettingsError
 from serving_core.flags import build, environment_of, fields_of, flag, to_argv
+from serving_core.net.ports import fits
+from serving_core.process.cpus import divide_cpus
 from serving_core.settings import EngineSettings
-from serving_core.socket_folder import fits
 from serving_node.settings import PACKAGES, NodeSettings
 from splitserve.launch.models import LocalModel
 

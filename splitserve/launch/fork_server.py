@@ -23,12 +23,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NoReturn
 
-from serving_core.child import die_with
 from serving_core.flags import without_flags
+from serving_core.process.child import die_with
 
 MAX_ORDER_BYTES: Final = 128 * 1024  # arguments and environment
 NUM_STREAMS: Final = 3  # stdin, stdout, stderr
-NODE_MODULES: Final = ("serving_node.process", "serving_node.serve", "serving_core.needs")
+NODE_MODULES: Final = ("serving_node.process", "serving_node.serve", "serving_core.node.needs")
 FORCED_ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1"}  # for the server: NumPy would start threads
 PID_OR_CODE: Final = struct.Struct("i")
 """A child's process id, later its exit code, or minus the signal that killed it."""

@@ -22,13 +22,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NoReturn, Self
 
-from serving_core.api_keys import read_api_keys
-from serving_core.backoff import Backoff
 from serving_core.errors import SettingsError, SplitServeError
-from serving_core.model_config import read_model_config
-from serving_core.ports import EVERY_ADDRESS, before_port
-from serving_core.socket_folder import SocketFolder
-from serving_core.tls import SCHEME, TlsFiles, hosts_of
+from serving_core.model_files.config import read_model_config
+from serving_core.net.api_keys import read_api_keys
+from serving_core.net.backoff import Backoff
+from serving_core.net.ports import EVERY_ADDRESS, SocketFolder, before_port
+from serving_core.net.tls import SCHEME, TlsFiles, hosts_of
 from splitserve.client.clients import AsyncClient
 from splitserve.client.errors import ClientError, Unavailable
 from splitserve.launch.cluster import (

@@ -15,8 +15,8 @@ from typing import Final
 from coordinator.text.tokenizer import TEMPLATE_FILE
 from serving_core.errors import ModelError
 from serving_core.flags import without_flags
-from serving_core.gguf_header import model_name
-from serving_core.model_config import MODULES_FILE
+from serving_core.model_files.config import MODULES_FILE
+from serving_core.model_files.gguf_header import model_name
 from splitserve.gguf.folder import gguf_folder
 
 DEMO_NAME: Final = "SmolLM2-135M-Instruct"

@@ -16,13 +16,13 @@ from coordinator.settings import check_settings
 from coordinator.text.tokenizer import read_tokenizer
 from engine.native.library import native_library, wanted_variants
 from serving_core.errors import SettingsError
-from serving_core.extras import require
-from serving_core.memory import available_bytes
-from serving_core.model_config import ModelConfig, read_model_config
-from serving_core.ports import Port, check_ports
-from serving_core.process import check_threads
+from serving_core.model_files.config import ModelConfig, read_model_config
+from serving_core.net.ports import Port, check_ports
+from serving_core.net.tls import CLIENT, check_purpose, hosts_of
+from serving_core.process.extras import require
+from serving_core.process.memory import available_bytes
+from serving_core.process.run import check_threads
 from serving_core.settings import EngineSettings
-from serving_core.tls import CLIENT, check_purpose, hosts_of
 from serving_core.units import size_of
 from splitserve.launch.cluster import LOOPBACK, PREFILL, ClusterSettings, Process
 
@@ -61,7 +61,7 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
 
     With `are_here`, also checks that this machine has the memory and threads for all nodes together.
     """
-    from serving_core.needs import check_settings as check_engine  # imports packages of the extra `node`
+    from serving_core.node.needs import check_settings as check_engine  # imports packages of the extra `node`
     from serving_node.draft_model import check_draft_model
 
     coordinator, *nodes = (process.settings for process in processes)
@@ -106,7 +106,7 @@ def _check_memory(num_nodes: int, engines: Sequence[tuple[EngineSettings, ModelC
     Raises ModelError when weights are incomplete, and SettingsError when the memory is too small for nodes on CPUs. A
     node on a GPU checks its memory itself.
     """
-    from serving_core.needs import needs_of
+    from serving_core.node.needs import needs_of
 
     alike = [(replace(settings, cpus=""), config) for settings, config in engines]
     needs = {settings: needs_of(settings, config) for settings, config in dict(alike).items()}

@@ -17,8 +17,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Final, Protocol, Self
 
-from serving_core.load_progress import progress_in
-from serving_core.telemetry import parse_line
+from serving_core.model_files.load_progress import progress_in
+from serving_core.process.telemetry import parse_line
 from splitserve.launch.cluster import COORDINATOR, Process
 from splitserve.launch.fork_server import PID_OR_CODE, ForkServer
 from splitserve.launch.models import Report
@@ -181,7 +181,7 @@ class Supervisor:
                 self._fork_server = None  # each node then imports for itself
                 self._report(f"Nodes start more slowly: {str(error) or f'no fork within {FORK_DEADLINE_S:.0f} s'}")
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
+            *(sys.executable, "-m", "serving_core.process.child", str(os.getpid())),
             *process.argv,
             env=dict(process.environment),
             stdin=asyncio.subprocess.DEVNULL,
@@ -246,8 +246,8 @@ class LogFile:
 class LastWords:
     """Extract why a process ended from its output.
 
-    A refusal is NAME: SENTENCE, as serving_core/process.py writes it, or NAME.RANK: SENTENCE. A failure is a critical
-    line or the end of a traceback.
+    A refusal is NAME: SENTENCE, as serving_core/process/run.py writes it, or NAME.RANK: SENTENCE. A failure is a
+    critical line or the end of a traceback.
     """
 
     def __init__(self, name: str) -> None:

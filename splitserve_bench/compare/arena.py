@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from serving_core.cpus import confined
 from serving_core.flags import build
+from serving_core.process.cpus import confined
 from splitserve.launch.cluster import ClusterSettings
 from splitserve.launch.launcher import Cluster, free_port
 from splitserve.launch.models import LocalModel, Report

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import click
 
 from serving_core.errors import SettingsError
-from serving_core.extras import needs, require
+from serving_core.process.extras import needs, require
 from splitserve.commands.terminal import report
 from splitserve.signals import run_to_end
 from splitserve_bench.compare.contenders import (

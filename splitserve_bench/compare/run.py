@@ -25,7 +25,7 @@ import click
 
 from serving_core.errors import SettingsError, SplitServeError
 from serving_core.flags import NATIVE
-from serving_core.model_config import read_model_config
+from serving_core.model_files.config import read_model_config
 from splitserve.commands.terminal import report, stderr, stdout, waiting
 from splitserve.launch.models import LocalModel, Report
 from splitserve_bench.code_version import SERVING, code_digest, files_digest

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from serving_core.errors import SettingsError
-from serving_core.extras import needs
+from serving_core.process.extras import needs
 from serving_core.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
 from splitserve.commands.terminal import report, stdout
 from splitserve.launch.models import LocalModel

@@ -15,8 +15,8 @@ import psutil
 from engine.native.library import UnknownVariant
 from engine.native.linear_library import best_variant
 from serving_core.errors import SettingsError
-from serving_core.memory import available_bytes
-from serving_core.ports import Port, check_ports
+from serving_core.net.ports import Port, check_ports
+from serving_core.process.memory import available_bytes
 from serving_core.units import size_of
 from splitserve.launch.cluster import LOOPBACK, ClusterSettings
 from splitserve.launch.launcher import free_port

@@ -31,11 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from serving_core.cpus import divide_cpus
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
-from serving_core.model_config import FAKE_ARCHITECTURE, read_model_config
-from serving_core.needs import model_layout, num_blocks_for
+from serving_core.model_files.config import FAKE_ARCHITECTURE, read_model_config
+from serving_core.node.needs import model_layout, num_blocks_for
+from serving_core.process.cpus import divide_cpus
 from serving_core.settings import EngineSettings
 from serving_core.shapes import BOTH
 from serving_node.settings import NodeSettings

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final
 
-from serving_core.cpus import pin
+from serving_core.process.cpus import pin
 from serving_core.settings import EngineSettings
 from splitserve_bench.crew import say, work
 
@@ -62,7 +62,7 @@ def measure(task: StepTask) -> tuple[StepFigures, Step]:
     """Measure in this process, whose cores are settled; also return what takes a step like the last ones. Raises
     ModelError or SettingsError."""
     from engine.engine import Engine  # torch, whose threads are as many as there are cores when it is imported
-    from serving_core.model_config import read_model_config
+    from serving_core.model_files.config import read_model_config
     from splitserve_bench.engine.driver import NUM_STEPS
 
     settings = EngineSettings(**task.settings)

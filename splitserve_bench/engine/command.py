@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import click
 
-from serving_core.extras import needs
 from serving_core.flags import SizeRange
+from serving_core.process.extras import needs
 from serving_core.settings import DTYPES, KV_CACHE_DTYPES, MODEL_IMPLS, QUANTIZATIONS, EngineSettings
 from splitserve.commands.terminal import report
 from splitserve.launch.models import resolve

@@ -13,7 +13,7 @@ Norms, rotation and activation are left out of the operations. A sliding window 
 from collections.abc import Sequence
 
 from serving_core.layout import KVLayout
-from serving_core.model_config import ModelConfig
+from serving_core.model_files.config import ModelConfig
 
 
 def body_parameters(config: ModelConfig) -> int:

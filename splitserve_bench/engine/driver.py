@@ -13,7 +13,7 @@ import torch
 from engine.engine import Engine
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
-from serving_core.model_config import FAKE_ARCHITECTURE, read_model_config
+from serving_core.model_files.config import FAKE_ARCHITECTURE, read_model_config
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
 from splitserve_bench.engine.sizes import STEP_TOKENS, EngineBench, PromptSize

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from engine.model.layers import Linear
-from serving_core.memory import available_bytes
+from serving_core.process.memory import available_bytes
 from serving_core.sharding import whole
 
 CPU_SHAPES: Final = ((512, 1024, 1024), (512, 2048, 2048), (512, 4096, 4096))  # rows, inputs, outputs

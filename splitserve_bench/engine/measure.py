@@ -24,7 +24,7 @@ from engine.model.llama import LlamaDecoder
 from engine.model.step_backends import choose_steps
 from engine.sampler import sample
 from serving_core.errors import SettingsError
-from serving_core.model_config import read_model_config
+from serving_core.model_files.config import read_model_config
 from serving_core.requests import Request, SamplingParams
 from serving_core.settings import EngineSettings
 from splitserve.launch.models import Report

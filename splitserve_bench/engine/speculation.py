@@ -31,10 +31,10 @@ from coordinator.text.tokenizer import TokenLimit, read_tokenizer
 from engine.drafting import Drafter
 from engine.engine import Engine
 from protos import convert, fleet_pb2
-from serving_core.blocks import BlockAllocator
-from serving_core.costs import StepCosts, StepRates
 from serving_core.errors import RequestError, SettingsError
-from serving_core.model_config import read_model_config
+from serving_core.model_files.config import read_model_config
+from serving_core.node.blocks import BlockAllocator
+from serving_core.node.costs import StepCosts, StepRates
 from serving_core.reasons import PROMPT_TOO_LONG
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from serving_core.extras import require
+from serving_core.process.extras import require
 from serving_core.settings import KV_CACHE_DTYPES, QUANTIZATIONS
 from splitserve.commands.terminal import counting, report, stderr, stdout
 from splitserve.signals import run_to_end

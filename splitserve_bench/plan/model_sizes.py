@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from serving_core.differences import Experts
 from serving_core.errors import ModelError
 from serving_core.layout import DTYPE_BYTES, KVLayout
-from serving_core.model_config import read_model_config
+from serving_core.model_files.config import read_model_config
+from serving_core.model_files.differences import Experts
 from serving_core.settings import GROUP_SIZE_4_BIT, HEAD_BITS, WEIGHT_BITS, EngineSettings
 from serving_core.sharding import most_kv_heads
 

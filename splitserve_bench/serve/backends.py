@@ -15,9 +15,9 @@ import httpx2
 
 from protos import inference_pb2, inference_pb2_grpc
 from serving_core import reasons
-from serving_core.channels import CLIENT_OPTIONS
 from serving_core.errors import SettingsError
-from serving_core.tls import TlsFiles, client_context
+from serving_core.net.channels import CLIENT_OPTIONS
+from serving_core.net.tls import TlsFiles, client_context
 from splitserve.client.answers import to_chunk
 from splitserve.client.dialling import Dialling
 from splitserve.client.errors import from_rpc_error

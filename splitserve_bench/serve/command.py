@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Final
 import click
 
 from serving_core.errors import SettingsError
-from serving_core.tls import SCHEME as TLS_SCHEME
-from serving_core.tls import TlsFiles
+from serving_core.net.tls import SCHEME as TLS_SCHEME
+from serving_core.net.tls import TlsFiles
 from splitserve.commands.server_options import SERVER_VARIABLE, api_key_option, tls_options
 from splitserve.signals import run_to_end
 from splitserve_bench.options import Command, NumberRange, RepeatingCommand, option, options_of

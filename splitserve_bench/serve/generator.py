@@ -24,7 +24,7 @@ from typing import Any, Final
 import uvloop
 
 from serving_core.errors import SplitServeError
-from serving_core.tls import TlsFiles
+from serving_core.net.tls import TlsFiles
 from splitserve_bench.child import running_child
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.backends import Backend, open_backend

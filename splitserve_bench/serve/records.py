@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from serving_core import reasons
 from serving_core.errors import SplitServeError
-from serving_core.tls import TlsFiles
+from serving_core.net.tls import TlsFiles
 from splitserve.client.answers import Timeline
 
 SPLITSERVE, OPENAI = "splitserve", "openai"

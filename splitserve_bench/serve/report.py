@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from serving_core.errors import SettingsError
-from serving_core.extras import require
+from serving_core.process.extras import require
 from splitserve.commands.terminal import PHASE_NAMES, plain_table, report, stderr, stdout, waiting
 from splitserve_bench.serve.command import CAPACITY_CONCURRENCY, CAPACITY_REQUESTS, ServeOptions
 from splitserve_bench.serve.metrics import Summary, parse_goodput, summarize

@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 
 from serving_core.errors import SettingsError
-from serving_core.tokenizer_files import TOKENIZER_FILE
+from serving_core.model_files.tokenizer_files import TOKENIZER_FILE
 from splitserve.commands.terminal import report
 from splitserve.launch.models import HUB_ID
 from splitserve_bench.errors import BenchError

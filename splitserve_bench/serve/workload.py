@@ -17,7 +17,7 @@ from typing import Any, Final
 from coordinator.text.chat_template import USUAL
 from coordinator.text.rendering import DEFAULT, Renderer
 from coordinator.text.tokenizer import template_sources
-from serving_core.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from serving_core.model_files.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.arrivals import Stage, ramp_times_s, send_times_s, stage_times_s, stages_of
 from splitserve_bench.serve.command import (

@@ -7,7 +7,7 @@ from functools import lru_cache
 from random import Random
 from typing import Final, Protocol
 
-from serving_core.costs import num_pairs
+from serving_core.node.costs import num_pairs
 from serving_core.requests import Work
 from splitserve_bench.simulate.profile import NO_SPREAD, Profile, Row, Spread, equal_shares
 

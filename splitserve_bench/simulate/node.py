@@ -15,10 +15,10 @@ from coordinator.control.transfer_costs import LEAST_PATIENCE_S
 from kv_transfer.results import Received, Sent, TransferFailed
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_to_wire
-from serving_core.blocks import BlockAllocator
-from serving_core.costs import NUM_RECENT, StepCosts, StepRates
-from serving_core.node_requests import NodeRequest
-from serving_core.prefix import origin_of
+from serving_core.node.blocks import BlockAllocator
+from serving_core.node.costs import NUM_RECENT, StepCosts, StepRates
+from serving_core.node.prefix import origin_of
+from serving_core.node.requests import NodeRequest
 from serving_core.requests import SampledToken, Work
 from serving_core.shapes import preset, role_of
 from serving_node.decisions import (

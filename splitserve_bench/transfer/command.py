@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Final
 import click
 from rich.console import Group, RenderableType
 
-from serving_core.extras import needs
+from serving_core.process.extras import needs
 from serving_core.settings import DEVICES, KV_CACHE_DTYPES, EngineSettings
 from serving_core.units import size_of
 from splitserve.commands.plan_transfer import layout_of

@@ -24,9 +24,9 @@ from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.ends.sender import KVSender, Sent, TransferFailed
 from kv_transfer.transports.transport import Dialer
 from kv_transfer.transports.zmq import ZmqDialer
-from serving_core.cpus import confined
 from serving_core.layout import KVLayout
-from serving_core.socket_folder import SocketFolder
+from serving_core.net.ports import SocketFolder
+from serving_core.process.cpus import confined
 from splitserve.launch.models import Report
 from splitserve_bench.child import start_child
 from splitserve_bench.errors import BenchError

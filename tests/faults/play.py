@@ -15,8 +15,8 @@ import grpc
 import pytest
 
 from protos import inference_pb2_grpc
-from serving_core.failpoints import ENVIRONMENT
-from serving_core.socket_folder import SocketFolder
+from serving_core.net.ports import SocketFolder
+from serving_core.process.failpoints import ENVIRONMENT
 from tests.faults.load import ANSWER_DEADLINE_S, Asked, Load, Tokens
 from tests.faults.proxy import Fault, Proxy
 from tests.faults.rows import Row

@@ -11,7 +11,7 @@ import psutil
 import zmq
 
 from protos.inference_pb2 import AbortRequest
-from serving_core.failpoints import ENVIRONMENT
+from serving_core.process.failpoints import ENVIRONMENT
 from splitserve import AsyncClient
 from splitserve.client.errors import ClientError
 from tests.faults.load import Habits, Load

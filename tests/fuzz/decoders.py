@@ -46,15 +46,15 @@ from kv_transfer.results import TransferError
 from kv_transfer.shared_memory import notes
 from kv_transfer.transports.dist_stream import DistAddress, pack_key, pack_sizes, unpack_key, unpack_message
 from protos import convert, fleet_pb2, inference_pb2, ranks_pb2
-from serving_core.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapters
-from serving_core.api_keys import read_api_keys
 from serving_core.errors import ModelError, RequestError, SettingsError
 from serving_core.json_fields import JsonFields
-from serving_core.model_config import ModelConfig, read_embedder, read_model_config
+from serving_core.model_files.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapters
+from serving_core.model_files.config import ModelConfig, read_embedder, read_model_config
+from serving_core.model_files.stored_tensors import stored_tensors
+from serving_core.model_files.weight_files import INDEX_FILE, SINGLE_FILE
+from serving_core.net.api_keys import read_api_keys
+from serving_core.process.telemetry import parse_line
 from serving_core.requests import SamplingParams
-from serving_core.stored_tensors import stored_tensors
-from serving_core.telemetry import parse_line
-from serving_core.weight_files import INDEX_FILE, SINGLE_FILE
 from serving_node.ranks.leading import Meeting, share_from_wire
 from splitserve.batches import answered, batch_requests, failed
 from splitserve.launch.supervisor import LastWords

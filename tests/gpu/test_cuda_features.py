@@ -16,9 +16,9 @@ from kv_transfer.ends.sender import KVSender, Sent
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout, Widths
+from serving_core.node.tiers import Copies
 from serving_core.requests import SamplingParams
 from serving_core.settings import EngineSettings
-from serving_core.tiers import Copies
 from tests.effort import few
 from tests.lora_adapters import write_adapter
 from tests.tiny_models import write_tiny_model

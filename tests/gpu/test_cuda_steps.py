@@ -12,9 +12,9 @@ from engine.model.rope import RotaryEmbedding
 from engine.model.step_backends import choose_steps
 from engine.model.steps import HeadNorms, TorchSteps
 from engine.model.triton_steps import TritonSteps, least_in_nuclei
-from serving_core.differences import GELU_TANH, SILU
 from serving_core.layout import KVLayout
-from serving_core.rope_config import DefaultRope
+from serving_core.model_files.differences import GELU_TANH, SILU
+from serving_core.model_files.rope import DefaultRope
 from tests.unit.engine.test_draws import BELOW_ONE, SETTINGS
 from tests.unit.engine.test_draws import check as check_draws
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from engine.stepper import StepClock
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
-from serving_core.costs import StepRates
 from serving_core.layout import KVLayout
-from serving_core.prefix import origin_of
+from serving_core.node.costs import StepRates
+from serving_core.node.prefix import origin_of
 from serving_core.requests import SampledToken
 from serving_core.settings import EngineSettings
 from serving_node.link import FleetLink, LinkSettings

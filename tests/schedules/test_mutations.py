@@ -11,7 +11,7 @@ from coordinator.control.request import Attempt
 from decode_node.credit import Credit
 from kv_transfer.payload import HostPayload
 from protos import fleet_pb2
-from serving_core.numbering import Numbering
+from serving_core.net.numbering import Numbering
 from serving_node.outputs import Endings
 from tests.schedules.history import problems_of
 from tests.schedules.plan import FAULTS

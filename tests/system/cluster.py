@@ -22,7 +22,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2, inference_pb2_grpc
-from serving_core.socket_folder import SocketFolder
+from serving_core.net.ports import SocketFolder
 from serving_node.settings import PACKAGES
 from tests import forked
 from tests.descriptors import limited

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from protos import fleet_pb2
-from serving_core.channels import FLEET_CHANNEL_OPTIONS, SERVER_OPTIONS
+from serving_core.net.channels import FLEET_CHANNEL_OPTIONS, SERVER_OPTIONS
 
 ATTACH = "/splitserve.v1.Fleet/Attach"
 MAX_NODES = 16

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving_core.tls import TlsFiles, client_context
+from serving_core.net.tls import TlsFiles, client_context
 from splitserve import AsyncClient
 from splitserve.client.errors import ClientError
 from tests.system.cluster import wait_until

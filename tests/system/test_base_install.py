@@ -9,7 +9,7 @@ import sys
 import click
 import pytest
 
-from serving_core.extras import MODULES
+from serving_core.process.extras import MODULES
 from splitserve.cli import main
 from tests.effort import few
 from tests.gguf_files import write_gguf
@@ -80,7 +80,8 @@ def run(base_python, tmp_path):
 
 def test_the_environment_has_nothing_of_an_extra(base_python):
     modules = [module for names in MODULES.values() for module in names]
-    code = f"from serving_core.extras import is_installed; print([name for name in {modules} if is_installed(name)])"
+    installed = f"[name for name in {modules} if is_installed(name)]"
+    code = f"from serving_core.process.extras import is_installed; print({installed})"
     assert subprocess.check_output([base_python, "-c", code], text=True) == "[]\n"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == f"{modules}\n"
 

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 import zmq
 
-from serving_core.descriptors import raise_limit
+from serving_core.net.descriptors import raise_limit
 from tests.system.answers import ask
 from tests.system.cluster import free_port, wait_until
 from tests.system.oracle import fake_answer

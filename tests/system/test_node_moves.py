@@ -7,8 +7,8 @@ import grpc
 import pytest
 
 from protos import convert, fleet_pb2, fleet_pb2_grpc
-from serving_core.channels import SERVER_OPTIONS
-from serving_core.numbering import Numbering
+from serving_core.net.channels import SERVER_OPTIONS
+from serving_core.net.numbering import Numbering
 from tests.system.cluster import START_DEADLINE_S, Child
 from tests.system.oracle import Reference
 from tests.tiny_models import write_tiny_model

@@ -13,7 +13,7 @@ import httpx2
 import psutil
 import pytest
 
-from serving_core.tls import TlsFiles, client_context
+from serving_core.net.tls import TlsFiles, client_context
 from splitserve import Client
 from tests.system.cluster import FLEET_SECRET, Child, free_port, wait_until
 from tests.system.oracle import fake_answer

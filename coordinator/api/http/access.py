@@ -22,8 +22,8 @@ from coordinator.api.validation import REQUEST_ID
 from coordinator.control.request_log import CallRecord
 from coordinator.traces.carrier import CARRIER, carrier_of
 from serving_core.errors import RequestError
+from serving_core.process.telemetry import CURRENT_REQUEST
 from serving_core.reasons import QUEUE_FULL, UNAUTHENTICATED
-from serving_core.telemetry import CURRENT_REQUEST
 
 logger = logging.getLogger(__name__)
 

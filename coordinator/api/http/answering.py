@@ -25,7 +25,7 @@ from coordinator.api.preprocess import Call, Prepared, Preprocessor
 from protos.inference_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH, Chunk, GenerateResponse
 from serving_core.errors import RequestError
 from serving_core.json_fields import json_line
-from serving_core.waiting import first_to_end
+from serving_core.tasks import first_to_end
 
 logger = logging.getLogger(__name__)
 

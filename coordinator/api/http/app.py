@@ -46,8 +46,8 @@ from coordinator.control.request_log import CallRecord
 from coordinator.text.tokenizer import TokenLimit
 from protos.inference_pb2 import ChatInput, GenerateRequest
 from serving_core.errors import RequestError
+from serving_core.process.telemetry import CURRENT_REQUEST
 from serving_core.reasons import MODEL_NOT_FOUND
-from serving_core.telemetry import CURRENT_REQUEST
 
 R = TypeVar("R")
 

@@ -16,7 +16,7 @@ from coordinator.api.http.errors import error_response
 from coordinator.api.http.sse import BREAK_OFF
 from coordinator.api.sheds import CROWDED, HTTP, MALFORMED, SLOW, UNREAD, PortSheds, Sheds
 from serving_core.errors import RequestError
-from serving_core.ports import listening_sockets
+from serving_core.net.ports import listening_sockets
 from serving_core.reasons import MALFORMED_REQUEST
 
 logger = logging.getLogger(__name__)

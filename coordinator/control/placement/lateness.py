@@ -14,7 +14,7 @@ ended, or as long as others waited recently.
 
 Predictions are uncertain: planned deadlines are before the limits, by margins that the coordinator has learned from its
 own errors (coordinator/control/admission.py), and decode steps count as long as they rarely are in the mean, by the
-margins of the nodes (serving_core/margin.py).
+margins of the nodes (serving_core/slo.py).
 
 On a mixed node, prompts get the time that sequences leave: first the slack of the sequences, and then of each step what
 the tightest limit that can be attained leaves; at least FLOOR of the time, and all of it once the sequences are over.
@@ -45,7 +45,7 @@ from coordinator.control.nodes import Node
 from coordinator.control.placement.policy import Wanted
 from prefill_node.order import timely
 from prefill_node.slack import FLOOR
-from serving_core.costs import StepLoad
+from serving_core.node.costs import StepLoad
 
 BEGUN: Final = 0.4  # share of the waiting sequences that decode while the others are prefilled; tuned in simulation
 LOST: Final = 4  # violations for each lost request: those behind it are later too; tuned in simulation

@@ -8,7 +8,7 @@ from coordinator.control.load import Ledger, Prompt
 from coordinator.control.nodes import Node
 from coordinator.control.request import PrefixFetch
 from coordinator.control.transfer_costs import HandoverCosts
-from serving_core.due import Due
+from serving_core.slo import Due
 
 
 class Coming(NamedTuple):

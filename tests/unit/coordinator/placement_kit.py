@@ -8,7 +8,7 @@ from coordinator.control.placement.lateness import Lateness
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Coming, Wanted
 from coordinator.control.transfer_costs import HandoverCosts
-from serving_core.due import Due
+from serving_core.slo import Due
 from tests import fleet_events as events
 
 TOKENS = list(range(1, 101))

@@ -25,10 +25,9 @@ from coordinator.control.request import TrackedRequest
 from coordinator.control.slo import Slo
 from coordinator.control.timeline import Timeline
 from coordinator.control.transfer_costs import HandoverCosts
-from serving_core.due import Due
 from serving_core.errors import RequestError
-from serving_core.margin import WINDOW
 from serving_core.requests import LAST, Pooling, SamplingParams
+from serving_core.slo import WINDOW, Due
 from tests import fleet_events as events
 from tests.effort import effort
 from tests.unit.coordinator.placement_kit import NOW, TOKENS, Fleet

@@ -31,7 +31,7 @@ from coordinator.control.roles import Capacity
 from coordinator.text.answers import TextOptions
 from protos import api_servers_pb2, fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
-from serving_core.numbering import MessageLost
+from serving_core.net.numbering import MessageLost
 from serving_core.reasons import DRAINING
 from serving_core.requests import Pooling, SamplingParams
 from tests import fleet_events as events

@@ -5,7 +5,7 @@ import pytest
 from coordinator.control.load import Prompt
 from coordinator.control.migration import MAX_DRAIN_MIGRATIONS, NUM_TOKENS_AHEAD, REST_S, WAIT_S, check_target
 from serving_core.errors import RequestError
-from serving_core.prefix import GRAFT
+from serving_core.node.prefix import GRAFT
 from tests import fleet_events as events
 from tests.unit.coordinator.tracker_kit import PROMPT, World
 

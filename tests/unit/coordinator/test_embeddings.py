@@ -13,7 +13,7 @@ from coordinator.api.http.fields import Fields
 from coordinator.api.preprocess import pooling_of
 from protos.inference_pb2 import AbortRequest, EmbedRequest
 from serving_core.errors import RequestError
-from serving_core.model_config import Embedder, read_model_config
+from serving_core.model_files.config import Embedder, read_model_config
 from serving_core.reasons import NO_PREFILL_WORKER
 from serving_core.requests import LAST, MEAN, Pooling
 from tests import fleet_events as events

@@ -11,7 +11,7 @@ from coordinator.api.http import serving
 from coordinator.api.http.serving import HttpServer
 from coordinator.api.sheds import Sheds
 from coordinator.api.tls import ServerTls
-from serving_core.tls import TlsFiles, client_context
+from serving_core.net.tls import TlsFiles, client_context
 from tests.tls_kit import authority, files_of
 
 DEADLINE_S = 60.0

@@ -11,7 +11,7 @@ from coordinator.control.request_log import CallRecord, Journal
 from coordinator.control.timeline import Timeline
 from protos import inference_pb2
 from serving_core.errors import RequestError
-from serving_core.telemetry import JsonFormatter
+from serving_core.process.telemetry import JsonFormatter
 from tests import fleet_events as events
 from tests.scripted_nodes import begin, begin_to_write, cluster, hand_over, read_all, refusal_of, run, step
 from tests.unit.coordinator.http_kit import plain_client, url_of

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from coordinator.control.load import Account, Ledger, Prompt
 from coordinator.control.nodes import Registry
-from serving_core.due import Due
+from serving_core.slo import Due
 from tests import fleet_events as events
 
 

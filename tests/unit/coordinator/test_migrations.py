@@ -6,8 +6,8 @@ from coordinator.control.migration import NUM_TOKENS_AHEAD, RESERVE_TIMEOUT_S, R
 from coordinator.control.request import RESEND_S
 from coordinator.control.slo import Slo
 from protos import fleet_pb2, inference_pb2
-from serving_core.due import Due
-from serving_core.prefix import GRAFT
+from serving_core.node.prefix import GRAFT
+from serving_core.slo import Due
 from tests import fleet_events as events
 from tests.unit.coordinator.tracker_kit import MAX_TOKENS, PROMPT, MigratingWorld, World
 

@@ -11,7 +11,7 @@ from coordinator.control.load import Prompt
 from coordinator.control.placement.lateness import LOST, Lateness, Pace, spared, step_s
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import NOTHING_COMES, Coming, Wanted
-from serving_core.due import Due
+from serving_core.slo import Due
 from tests import fleet_events as events
 from tests.unit.coordinator.placement_kit import COMING, NOW, TOKENS, Fleet
 

@@ -22,9 +22,9 @@ from coordinator.control.roles import (
     Roles,
 )
 from protos.convert import shape_from_wire, shape_to_wire
-from serving_core.due import Due
 from serving_core.errors import RequestError
 from serving_core.shapes import Shape
+from serving_core.slo import Due
 from tests import fleet_events as events
 from tests.scripted_nodes import DEADLINE_S, cluster, read_all, run, step
 

@@ -9,11 +9,11 @@ from coordinator.control.nodes import Registry, does, has_path
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Wanted
 from coordinator.control.transfer_costs import HandoverCosts
-from serving_core.blocks import BlockAllocator
 from serving_core.errors import RequestError
-from serving_core.prefix import GRAFT, BlockNames, hint_of, root_name
+from serving_core.node.blocks import BlockAllocator
+from serving_core.node.prefix import GRAFT, BlockNames, hint_of, root_name
+from serving_core.node.tiers import TierIndex
 from serving_core.shapes import Shape
-from serving_core.tiers import TierIndex
 from serving_node.outputs import CacheReport
 from tests import fleet_events as events
 

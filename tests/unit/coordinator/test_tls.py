@@ -16,8 +16,7 @@ import pytest
 from coordinator.api.tls import ServerTls
 from coordinator.settings import CoordinatorSettings, check_settings
 from serving_core.errors import SettingsError
-from serving_core.tls import TlsFiles, client_context
-from serving_core.tls_settings import TlsSettings
+from serving_core.net.tls import TlsFiles, TlsSettings, client_context
 from splitserve import AsyncClient
 from splitserve.client.errors import Unavailable
 from tests import fleet_events as events
@@ -191,7 +190,7 @@ def test_a_certificate_that_has_expired_meanwhile(tmp_path, certs, monkeypatch):
     """The coordinator was started half an hour ago, and the certificate has expired in the middle of that."""
     with_dates(certs, "coordinator", -9, -0.25 / 24)
     then = SimpleNamespace(now=lambda zone: datetime.datetime.now(zone) - datetime.timedelta(hours=0.5))
-    monkeypatch.setattr("serving_core.tls.datetime", SimpleNamespace(datetime=then, UTC=datetime.UTC))
+    monkeypatch.setattr("serving_core.net.tls.datetime", SimpleNamespace(datetime=then, UTC=datetime.UTC))
     words = "the certificate that is shown there has expired"
     ca = str(certs / "ca.crt")
     refused_for(tmp_path, certs, lambda port: AsyncClient(f"127.0.0.1:{port}", tls_ca=ca), words)

@@ -16,7 +16,7 @@ from coordinator.traces import export
 from coordinator.traces.spans import call_span
 from protos import inference_pb2
 from serving_core.errors import RequestError
-from serving_core.model_config import Embedder
+from serving_core.model_files.config import Embedder
 from serving_core.requests import SamplingParams
 from tests import fleet_events as events
 from tests.otlp_receiver import AT_ONCE, DEADLINE_S, receiving

@@ -117,7 +117,7 @@ import sys
 from pathlib import Path
 from coordinator.text import compiling
 from serving_core import grammars
-from serving_core.memory import resident_bytes
+from serving_core.process.memory import resident_bytes
 make = {"alone": compiling.tokens_alone, "whole": grammars.whole_tokenizer}[sys.argv[2]]
 before = resident_bytes()
 grammars.Grammars(Path(sys.argv[1]), [int(sys.argv[3])], make).load()

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from decode_node.batch import STRETCH, slots_in_time
-from serving_core.due import Due
-from serving_core.node_requests import RequestState
+from serving_core.node.requests import RequestState
+from serving_core.slo import Due
 from tests.unit.serving_node.node_requests_kit import House
 from tests.unit.serving_node.slack_kit import ExactCosts
 

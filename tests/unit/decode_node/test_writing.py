@@ -3,7 +3,7 @@
 import pytest
 
 from decode_node.batch import MAX_EVICTIONS, Writing
-from serving_core.node_requests import RequestState
+from serving_core.node.requests import RequestState
 from tests.unit.serving_node.node_requests_kit import House
 
 

@@ -7,8 +7,8 @@ from decode_node.speculation import DraftModel
 from engine.drafting import Drafter
 from engine.engine import Engine
 from protos import convert, fleet_pb2, inference_pb2
-from serving_core.blocks import BlockAllocator
-from serving_core.costs import StepCosts, StepRates
+from serving_core.node.blocks import BlockAllocator
+from serving_core.node.costs import StepCosts, StepRates
 from serving_core.requests import DraftWork, Request, SamplingParams, Share
 from serving_core.settings import EngineSettings
 from serving_core.shapes import BOTH, preset

@@ -17,8 +17,8 @@ from engine.model.llama import LlamaDecoder
 from engine.model.weights import load_weights
 from engine.parallel import alone
 from serving_core.errors import ModelError
-from serving_core.gguf_header import TENSOR_TYPES
-from serving_core.model_config import read_model_config
+from serving_core.model_files.config import read_model_config
+from serving_core.model_files.gguf_header import TENSOR_TYPES
 from serving_core.sharding import Extent, shard_of, whole
 from splitserve.gguf.folder import gguf_folder
 from tests.gguf_files import write_gguf

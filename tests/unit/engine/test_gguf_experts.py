@@ -9,7 +9,7 @@ import torch
 from engine.model.checkpoint import PIECE_ELEMENTS, GgufCheckpoint, Part
 from engine.model.weights import open_checkpoint
 from serving_core.errors import ModelError
-from serving_core.model_config import read_model_config
+from serving_core.model_files.config import read_model_config
 from serving_core.sharding import Extent, whole
 from splitserve.gguf.folder import gguf_folder
 from tests.effort import few

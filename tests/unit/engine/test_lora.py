@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from engine.engine import Engine
 from engine.native.library import ENVIRONMENT, OFF
 from engine.native.linear import best_variant
-from serving_core.blocks import BlockAllocator
 from serving_core.errors import ModelError
+from serving_core.node.blocks import BlockAllocator
 from serving_core.settings import EngineSettings
 from splitserve.gguf.folder import gguf_folder
 from tests.effort import effort, few

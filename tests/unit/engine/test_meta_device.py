@@ -14,7 +14,7 @@ from engine.forward_batch import build_batch
 from engine.model.layers import Layer, Linear
 from engine.model.llama import LlamaDecoder
 from engine.parallel import alone
-from serving_core.model_config import read_model_config
+from serving_core.model_files.config import read_model_config
 from serving_core.requests import Share
 from serving_core.settings import INPUT_BITS, WEIGHT_BITS
 from serving_core.sharding import shard_of

@@ -9,9 +9,9 @@ from engine.model.step_backends import choose_steps
 from engine.model.steps import HeadNorms, TorchSteps
 from engine.native.library import ENVIRONMENT
 from engine.native.steps import VARIANTS, NativeSteps, StepLibrary, step_library
-from serving_core.differences import GELU_TANH, SILU
 from serving_core.layout import KVLayout
-from serving_core.rope_config import DefaultRope
+from serving_core.model_files.differences import GELU_TANH, SILU
+from serving_core.model_files.rope import DefaultRope
 from tests.unit.engine.in_one_test import for_each
 from tests.unit.engine.native_kit import thread_counts
 

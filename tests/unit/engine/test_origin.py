@@ -7,7 +7,7 @@ from engine.engine import Engine
 from engine.native.library import native_library
 from engine.native.linear import best_variant
 from engine.origin import engine_traits
-from serving_core.blocks import BlockAllocator
+from serving_core.node.blocks import BlockAllocator
 from serving_core.settings import EngineSettings
 from tests.tiny_models import write_tiny_model
 from tests.toy_scheduler import greedy, run_all

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.engine import Engine
-from serving_core.blocks import BlockAllocator
+from serving_core.node.blocks import BlockAllocator
 from serving_core.settings import EngineSettings
 from tests.tiny_models import write_fake_model, write_tiny_model
 from tests.toy_scheduler import CountingEngine, greedy, run_all, token_ids

@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from engine.model import checkpoint as module
 from engine.model.checkpoint import Part, SafetensorsCheckpoint, Span, TextPart, read_ahead, whole_tensor
+from serving_core.model_files.stored_tensors import FLOATS
 from serving_core.sharding import Extent, whole
-from serving_core.stored_tensors import FLOATS
 
 TENSORS = {
     "a.weight": torch.arange(60, dtype=torch.float32).reshape(10, 6),

@@ -4,7 +4,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from engine.model.rope import RotaryEmbedding, inverse_frequencies, rotate
-from serving_core.rope_config import DefaultRope, FactorRope, LinearRope, Llama3Rope, YarnRope
+from serving_core.model_files.rope import DefaultRope, FactorRope, LinearRope, Llama3Rope, YarnRope
 from tests.unit.engine.in_one_test import for_each
 
 FACTORS = (1.0,) * 12 + (1.3, 2.7, 5.1, 7.9) + (8.0,) * 16

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.engine import Engine
 from serving_core.errors import ModelError
-from serving_core.model_config import read_model_config, text_names
-from serving_core.needs import needs_of
+from serving_core.model_files.config import read_model_config, text_names
+from serving_core.node.needs import needs_of
 from serving_core.settings import EngineSettings
 from tests.effort import few
 from tests.lora_adapters import WEIGHTS, write_adapter, write_merged

@@ -13,7 +13,7 @@ from engine.cache.kv_pool import PagedKVPool
 from engine.cache.tier_store import TierStore
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout, Widths
-from serving_core.tiers import Copies
+from serving_core.node.tiers import Copies
 from tests.unit.engine.unnamed_file import unnamed_file
 
 LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")

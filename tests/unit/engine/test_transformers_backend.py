@@ -12,8 +12,8 @@ from engine.engine import Engine
 from engine.transformers_backend import decoder
 from engine.transformers_backend.decoder import Sight
 from engine.transformers_backend.tried import TRIED, TRIED_WITH
-from serving_core.blocks import BlockAllocator
 from serving_core.errors import ModelError, SettingsError
+from serving_core.node.blocks import BlockAllocator
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
 from tests.effort import few

@@ -12,9 +12,9 @@ from engine.model.llama import LlamaDecoder
 from engine.model.weights import load_weights
 from engine.native.library import ENVIRONMENT, OFF
 from engine.parallel import alone
-from serving_core import load_progress
 from serving_core.errors import ModelError
-from serving_core.model_config import read_model_config
+from serving_core.model_files import load_progress
+from serving_core.model_files.config import read_model_config
 from serving_core.settings import EngineSettings
 from serving_core.sharding import shard_of
 from tests import forked

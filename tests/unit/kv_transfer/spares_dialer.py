@@ -5,7 +5,7 @@ import sys
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
-from serving_core.descriptors import Spares
+from serving_core.net.descriptors import Spares
 from tests.unit.kv_transfer.transfer_kit import LAYOUT, PATIENCE_S, ByteStore, check_arrived, run, transfer
 from tests.unit.serving_core.scarcity import no_descriptors_left
 

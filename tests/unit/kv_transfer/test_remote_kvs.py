@@ -13,9 +13,9 @@ from kv_transfer.distributed_kv.holder import MAX_ROWS, MAX_STRANGERS, KVHolder
 from kv_transfer.distributed_kv.remote_kv import RemoteKV, most_tiles_of, open_remote_kv
 from kv_transfer.distributed_kv.wire import HEADER_BYTES, KEY_BYTES, Asker, Kind, hear_answer, tell
 from kv_transfer.results import RemoteKVRecalled, TransferError
-from serving_core.blocks import BlockAllocator
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
+from serving_core.node.blocks import BlockAllocator
 from serving_node.claims import Hosting
 
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, block_size=8, dtype="float32")

@@ -18,7 +18,7 @@ from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from kv_transfer.transports.zmq_connection import Inbox
 from kv_transfer.wire import Finish, encode
-from serving_core.descriptors import Spares
+from serving_core.net.descriptors import Spares
 from tests.unit.kv_transfer.transfer_kit import (
     LAYOUT,
     PATIENCE_S,

@@ -9,9 +9,9 @@ import pytest
 
 from prefill_node import order
 from prefill_node.order import Order, Pace, timely
-from serving_core.costs import StepCosts
-from serving_core.due import Due
-from serving_core.node_requests import RequestState
+from serving_core.node.costs import StepCosts
+from serving_core.node.requests import RequestState
+from serving_core.slo import Due
 from tests.unit.serving_node.node_requests_kit import House
 
 TOKEN_S = 0.5

@@ -4,11 +4,10 @@ import pytest
 
 from prefill_node import slack
 from prefill_node.reading import MAX_SCORED_TOKENS, Reading, num_cacheable
-from serving_core.costs import StepCosts
-from serving_core.due import Due
-from serving_core.margin import PRIOR_FACTOR
-from serving_core.node_requests import RequestState
+from serving_core.node.costs import StepCosts
+from serving_core.node.requests import RequestState
 from serving_core.requests import SampledToken, SamplingParams
+from serving_core.slo import PRIOR_FACTOR, Due
 from tests.unit.serving_node.node_requests_kit import House
 
 

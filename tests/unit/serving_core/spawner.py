@@ -1,7 +1,7 @@
 """Serve numbered messages over gRPC, and start children meanwhile. `python -m tests.unit.serving_core.spawner` prints
 how many children ended with which code, and how many messages of the streams were lost."""
 
-import serving_core.grpc_environment  # isort: skip  # noqa: F401  # before gRPC
+import serving_core.net.grpc_environment  # isort: skip  # noqa: F401  # before gRPC
 
 import asyncio
 import json

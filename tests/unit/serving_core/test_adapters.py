@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from serving_core.adapter_names import MOST_ADAPTERS, adapters_in, parse_adapters
-from serving_core.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_facts, read_adapters
 from serving_core.errors import ModelError, SettingsError
-from serving_core.model_config import read_model_config
-from serving_core.needs import check_settings, needs_of
+from serving_core.model_files.adapter_names import MOST_ADAPTERS, adapters_in, parse_adapters
+from serving_core.model_files.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_facts, read_adapters
+from serving_core.model_files.config import read_model_config
+from serving_core.node.needs import check_settings, needs_of
 from serving_core.settings import EngineSettings
 from tests.tiny_models import write_fake_model
 

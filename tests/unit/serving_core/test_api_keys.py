@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from serving_core.api_keys import MAX_FILE_BYTES, MAX_KEYS, read_api_keys
 from serving_core.errors import SettingsError
+from serving_core.net.api_keys import MAX_FILE_BYTES, MAX_KEYS, read_api_keys
 
 SECRET = "s3cret"
 

@@ -1,6 +1,6 @@
 """Growing pauses, by example."""
 
-from serving_core.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S, Backoff, Reminder
+from serving_core.net.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S, Backoff, Reminder
 
 
 def test_pauses_grow_up_to_the_longest_and_begin_anew_after_a_calm_time():

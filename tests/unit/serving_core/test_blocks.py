@@ -4,8 +4,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from serving_core.blocks import BlockAllocator
 from serving_core.errors import OutOfBlocks
+from serving_core.node.blocks import BlockAllocator
 
 paths = st.text("ab", max_size=6)
 

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from serving_core.channels import fleet_options, public_options
+from serving_core.net.channels import fleet_options, public_options
 from tests.faults.strikes import STOPPED_S
 
 DEADLINE_S = 60.0

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from serving_core.costs import StepCosts, StepLoad, StepWeights
+from serving_core.node.costs import StepCosts, StepLoad, StepWeights
 
 # Of a step, an answer, a token before it, the first chunk, a token of a prompt, a pair; with several answers.
 TRUE = (0.004, 0.0015, 2e-6, 0.003, 0.001, 1e-7, 0.002)

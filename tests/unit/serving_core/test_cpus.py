@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving_core.cpus import confined, divide_cpus, parse_cpus, pin
 from serving_core.errors import SettingsError
+from serving_core.process.cpus import confined, divide_cpus, parse_cpus, pin
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_pin_sets_affinity_and_the_number_of_threads_for_what_is_imported_later(
     cpu = max(os.sched_getaffinity(0))
     code = f"""
 import os
-from serving_core.cpus import divide_cpus, pin
+from serving_core.process.cpus import divide_cpus, pin
 pin("{cpu}")
 import {module}
 print(os.sched_getaffinity(0), {num_threads})
@@ -80,7 +80,7 @@ print(os.sched_getaffinity(0), {num_threads})
 def test_pin_to_a_cpu_that_is_not_there():
     missing = next(cpu for cpu in range(1024) if cpu not in os.sched_getaffinity(0) and cpu >= os.cpu_count())
     code = """
-from serving_core.cpus import divide_cpus, pin
+from serving_core.process.cpus import divide_cpus, pin
 from serving_core.errors import SettingsError
 try:
     pin("{}")

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from serving_core import descriptors
-from serving_core.descriptors import Spares, connections_within, kept_spares, num_descriptors
+from serving_core.net import descriptors
+from serving_core.net.descriptors import Spares, connections_within, kept_spares, num_descriptors
 from tests.descriptors import limited
 from tests.unit.serving_core.scarcity import no_descriptors_left
 
@@ -18,7 +18,7 @@ DEADLINE_S = 60.0
 
 def limits_after_raising(soft, hard):
     program = (
-        "import resource; from serving_core.descriptors import raise_limit; raise_limit(); "
+        "import resource; from serving_core.net.descriptors import raise_limit; raise_limit(); "
         "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     argv = limited([sys.executable, "-c", program], soft, hard)

@@ -5,10 +5,10 @@ import json
 import pytest
 import transformers
 
-from serving_core.differences import FAMILIES, GELU_TANH, Differences
 from serving_core.errors import ModelError
-from serving_core.model_config import read_model_config
-from serving_core.rope_config import DefaultRope, LinearRope
+from serving_core.model_files.config import read_model_config
+from serving_core.model_files.differences import FAMILIES, GELU_TANH, Differences
+from serving_core.model_files.rope import DefaultRope, LinearRope
 from tests.transformers_models import MIXTURES
 from tests.unit.serving_core.test_model_config import LLAMA
 

@@ -6,7 +6,7 @@ import pytest
 
 from protos import fleet_pb2
 from protos.convert import due_from_wire, due_to_wire
-from serving_core.due import Due
+from serving_core.slo import Due
 
 
 def test_tokens_are_due_one_limit_after_the_other_from_the_first():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from serving_core.errors import ModelError
-from serving_core.model_config import Embedder, read_model_config
+from serving_core.model_files.config import Embedder, read_model_config
 from serving_core.requests import LAST, MEAN
 
 CONFIG = {

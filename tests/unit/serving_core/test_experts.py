@@ -5,10 +5,10 @@ import json
 import pytest
 import transformers
 
-from serving_core.differences import Experts
 from serving_core.errors import ModelError
-from serving_core.model_config import read_model_config
-from serving_core.rope_config import DefaultRope
+from serving_core.model_files.config import read_model_config
+from serving_core.model_files.differences import Experts
+from serving_core.model_files.rope import DefaultRope
 from tests.unit.serving_core.test_model_config import LLAMA
 
 MIXTRAL = {

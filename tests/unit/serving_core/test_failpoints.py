@@ -9,9 +9,9 @@ import time
 import pytest
 
 from protos import fleet_pb2
-from serving_core import failpoints
 from serving_core.errors import SettingsError
-from serving_core.failpoint_actions import COMMANDS, EVENTS, FailpointReached, Failpoints
+from serving_core.process import failpoints
+from serving_core.process.failpoint_actions import COMMANDS, EVENTS, FailpointReached, Failpoints
 
 ALONE = {key: value for key, value in os.environ.items() if not key.startswith("SPLITSERVE_")}
 DEADLINE_S = 240.0
@@ -106,7 +106,8 @@ def test_a_process_does_not_start_with_words_that_it_does_not_know():
 
 def test_kill_ends_the_process_at_once():
     code = (
-        "from serving_core import failpoints as f; f.arm(); f.reach('sent'); print('on'); f.reach('sent'); print('x')"
+        "from serving_core.process import failpoints as f; f.arm(); "
+        "f.reach('sent'); print('on'); f.reach('sent'); print('x')"
     )
     done = _run(["-uc", code], "sent:2=kill")
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "on\n")
@@ -114,8 +115,8 @@ def test_kill_ends_the_process_at_once():
 
 def test_without_the_variable_nothing_of_it_is_imported():
     code = (
-        "import sys; from serving_core import failpoints as f; f.arm(); f.reach('sent')\n"
-        "sys.exit('serving_core.failpoint_actions' in sys.modules)"
+        "import sys; from serving_core.process import failpoints as f; f.arm(); f.reach('sent')\n"
+        "sys.exit('serving_core.process.failpoint_actions' in sys.modules)"
     )
     assert _run(["-c", code], "").returncode == 0
     assert _run(["-c", code], "sent:9=kill").returncode == 1

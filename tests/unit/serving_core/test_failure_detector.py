@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving_core.failure_detector import AwakeClock, FailureDetector
+from serving_core.net.failure_detector import AwakeClock, FailureDetector
 
 
 def detector_after(*gaps_s, timeout_s=4.0):

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from serving_core.errors import ModelError
-from serving_core.fingerprint import EDGE_BYTES, fingerprint, model_facts
 from serving_core.layout import Widths
-from serving_core.model_config import read_model_config
-from serving_core.prefix import root_name
+from serving_core.model_files.config import read_model_config
+from serving_core.model_files.fingerprint import EDGE_BYTES, fingerprint, model_facts
+from serving_core.node.prefix import root_name
 from tests.tiny_models import write_fake_model, write_tiny_llama, write_tiny_model
 
 
@@ -110,7 +110,7 @@ def test_missing_weights(tmp_path):
 
 
 def test_the_torch_free_floor_imports_no_torch():
-    modules = "serving_core.fingerprint, serving_core.cpus"
+    modules = "serving_core.model_files.fingerprint, serving_core.process.cpus"
     code = f"import {modules}, sys; print({{'torch', 'transformers', 'numpy'}} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     assert result.stdout == "set()\n"

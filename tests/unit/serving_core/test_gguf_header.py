@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving_core import gguf_header
 from serving_core.errors import ModelError
-from serving_core.gguf_header import read_header
+from serving_core.model_files import gguf_header
+from serving_core.model_files.gguf_header import read_header
 from tests.gguf_files import write, write_gguf
 
 F32, Q8_0, STRING, ARRAY, U8, U32 = 0, 8, 8, 9, 0, 4

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from serving_core.grpc_environment import GRPC_ENVIRONMENT
+from serving_core.net.grpc_environment import GRPC_ENVIRONMENT
 
 ENTRIES = "coordinator.process", "coordinator.api.__main__", "serving_node.process", "splitserve.__main__"
 FIRST_IMPORT = """

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from serving_core import load_progress
-from serving_core.load_progress import LoadProgress, progress_in
-from serving_core.telemetry import JsonFormatter, TextFormatter, parse_line
+from serving_core.model_files import load_progress
+from serving_core.model_files.load_progress import LoadProgress, progress_in
+from serving_core.process.telemetry import JsonFormatter, TextFormatter, parse_line
 
 MIB = 2**20
 

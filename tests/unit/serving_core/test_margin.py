@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving_core.margin import MAX_FACTOR, NUM_PRIOR, PRIOR_FACTOR, QUANTILE, WINDOW, Margin
+from serving_core.slo import MAX_FACTOR, NUM_PRIOR, PRIOR_FACTOR, QUANTILE, WINDOW, Margin
 
 RATIOS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=3 * WINDOW)
 

@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from serving_core.memory import available_bytes, cgroup_rooms, resident_bytes
+from serving_core.process.memory import available_bytes, cgroup_rooms, resident_bytes
 from tests.unit.serving_core.scarcity import no_descriptors_left
 
 LEVELS = ["", "a", "a/b"]  # the root and two nested groups
@@ -79,8 +79,8 @@ def test_what_this_process_takes_is_told_without_a_descriptor_too():
 
 MEASURING = """
 import ctypes
-from serving_core.heap import trim
-from serving_core.memory import resident_bytes
+from serving_core.process.memory import trim
+from serving_core.process.memory import resident_bytes
 
 library = ctypes.CDLL(None)
 library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]

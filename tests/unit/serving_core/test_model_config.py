@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, models
 from engine.model.rope import inverse_frequencies
 from serving_core.errors import ModelError
 from serving_core.layout import KVLayout
-from serving_core.model_config import read_model_config
-from serving_core.rope_config import DefaultRope, LinearRope, Llama3Rope, YarnRope
+from serving_core.model_files.config import read_model_config
+from serving_core.model_files.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
 from tests.effort import pairwise
 from tests.tiny_models import EOS, VOCAB_SIZE, write_tokenizer
 

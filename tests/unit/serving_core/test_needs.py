@@ -8,11 +8,11 @@ from safetensors.torch import load_file, save_file
 from engine.engine import Engine
 from serving_core.errors import ModelError
 from serving_core.layout import KVLayout
-from serving_core.model_config import read_model_config
-from serving_core.needs import check_settings, needs_of, num_blocks_for
+from serving_core.model_files.config import read_model_config
+from serving_core.model_files.stored_tensors import stored_tensors
+from serving_core.model_files.weight_files import INDEX_FILE
+from serving_core.node.needs import check_settings, needs_of, num_blocks_for
 from serving_core.settings import EngineSettings
-from serving_core.stored_tensors import stored_tensors
-from serving_core.weight_files import INDEX_FILE
 from tests.tiny_models import write_fake_model, write_tiny_llama, write_tiny_model
 from tests.transformers_models import write_transformers_model
 

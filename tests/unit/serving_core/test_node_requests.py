@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
-from serving_core.prefix import BlockNames
+from serving_core.node.prefix import BlockNames
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
 from serving_core.requests import Request, SamplingParams
 
 EPOCHS = count(1)

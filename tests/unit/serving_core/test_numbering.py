@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import fleet_pb2
-from serving_core.numbering import MessageLost, Numbering
+from serving_core.net.numbering import MessageLost, Numbering
 
 
 def events(number):

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from serving_core.errors import SettingsError
-from serving_core.ports import Port, SharedPort, check_ports
+from serving_core.net.ports import Port, SharedPort, check_ports
 
 LOOPBACK = "127.0.0.1"
 

@@ -5,7 +5,17 @@ from hashlib import sha256
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving_core.prefix import CHUNK, GRAFT, MAKER_BYTES, STEP, BlockNames, child_name, hint_of, origin_of, root_name
+from serving_core.node.prefix import (
+    CHUNK,
+    GRAFT,
+    MAKER_BYTES,
+    STEP,
+    BlockNames,
+    child_name,
+    hint_of,
+    origin_of,
+    root_name,
+)
 
 texts = st.text(max_size=4)
 fingerprints = st.dictionaries(texts, texts, max_size=3)

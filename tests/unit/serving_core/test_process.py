@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from serving_core.process import ending_signals
+from serving_core.process.run import ending_signals
 
 # Where the system lets nobody have more threads, a process of a cluster says so. Each test is a process of its own,
 # which gives up a root's privilege to have as many as it likes.
@@ -16,9 +16,9 @@ NOBODY = 65534
 UNDER_A_LIMIT = f"""
 import os, resource, sys
 from serving_core.errors import SettingsError
-from serving_core.process import run_process
-from serving_core.telemetry import LogSettings
-from serving_core.process import check_threads
+from serving_core.process.run import run_process
+from serving_core.process.telemetry import LogSettings
+from serving_core.process.run import check_threads
 resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
 if os.geteuid() == 0:
     os.setresuid({NOBODY}, {NOBODY}, {NOBODY})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving_core.costs import StepRates
+from serving_core.node.costs import StepRates
 
 
 def test_nothing_is_known_before_the_first_step():

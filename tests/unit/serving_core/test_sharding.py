@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving_core.differences import Differences, Experts
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
-from serving_core.model_config import read_model_config
+from serving_core.model_files.config import read_model_config
+from serving_core.model_files.differences import Differences, Experts
 from serving_core.sharding import (
     Extent,
     Shard,

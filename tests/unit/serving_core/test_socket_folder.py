@@ -8,12 +8,12 @@ import tempfile
 
 import pytest
 
-from serving_core.socket_folder import LONGEST_PATH, PREFIX, SocketFolder, fits
+from serving_core.net.ports import LONGEST_PATH, PREFIX, SocketFolder, fits
 
 DEADLINE_S = 240.0
 OWNER = """
 import sys
-from serving_core.socket_folder import SocketFolder
+from serving_core.net.ports import SocketFolder
 folder = SocketFolder()
 folder.make()
 (folder.path / "prefill-0").touch()
@@ -74,7 +74,7 @@ def test_nothing_else_is_touched(root):
 def test_where_nothing_can_be_written_is_a_sentence():
     """As in a container whose files are read-only; here no file may have a byte."""
     code = (
-        "import resource; from serving_core.errors import SettingsError; from serving_core.socket_folder import "
+        "import resource; from serving_core.errors import SettingsError; from serving_core.net.ports import "
         "SocketFolder; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
         "try: SocketFolder()\nexcept SettingsError as error: print(error)"
     )

@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.engine import Engine
 from serving_core.errors import ModelError, SettingsError
-from serving_core.model_config import read_model_config
-from serving_core.needs import needs_of
+from serving_core.model_files.config import read_model_config
+from serving_core.node.needs import needs_of
 from serving_core.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_tiny_llama, write_tiny_model
 from tests.toy_scheduler import greedy, random_prompts, run_all

@@ -14,11 +14,11 @@ from engine.model.weights import load_weights
 from engine.parallel import alone
 from serving_core.errors import ModelError, SettingsError
 from serving_core.json_fields import JsonFields
-from serving_core.model_config import read_model_config
+from serving_core.model_files.config import read_model_config
+from serving_core.model_files.stored_quantization import WHOLE as ONE_GROUP
+from serving_core.model_files.stored_quantization import StoredQuantization, read_stored_quantization
 from serving_core.settings import EngineSettings
 from serving_core.sharding import shard_of
-from serving_core.stored_quantization import WHOLE as ONE_GROUP
-from serving_core.stored_quantization import StoredQuantization, read_stored_quantization
 from tests.effort import few
 from tests.tiny_models import VOCAB_SIZE
 from tests.toy_scheduler import greedy, random_prompts, run_all

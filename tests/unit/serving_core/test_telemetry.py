@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from serving_core.telemetry import CURRENT_REQUEST, JsonFormatter, TextFormatter, about, parse_line
+from serving_core.process.telemetry import CURRENT_REQUEST, JsonFormatter, TextFormatter, about, parse_line
 
 
 def line(**extra):
@@ -61,7 +61,7 @@ def test_a_line_within_a_call_bears_its_id():
 
 PROGRAM = """
 import gc, logging, sys, threading, warnings
-from serving_core.telemetry import LogSettings, configure_logging
+from serving_core.process.telemetry import LogSettings, configure_logging
 configure_logging("decode", "d0", LogSettings(log_format=sys.argv[1]))
 class Grave:
     def __del__(self): raise KeyError("grave")

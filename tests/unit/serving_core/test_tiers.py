@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving_core.tiers import TierIndex, TierRates
+from serving_core.node.tiers import TierIndex, TierRates
 
 
 def names(*numbers):

@@ -16,8 +16,18 @@ from cryptography.hazmat.primitives.serialization import (
 
 from serving_core.errors import SettingsError
 from serving_core.flags import build
-from serving_core.tls import CLIENT, SERVER, TlsError, TlsFiles, check_purpose, client_context, hosts_of, read_tls
-from serving_core.tls_settings import TlsSettings, check_open
+from serving_core.net.tls import (
+    CLIENT,
+    SERVER,
+    TlsError,
+    TlsFiles,
+    TlsSettings,
+    check_open,
+    check_purpose,
+    client_context,
+    hosts_of,
+    read_tls,
+)
 from serving_node.exposure import check_network
 from serving_node.settings import NodeSettings
 from tests.tls_kit import authority, files_of, flags_of, for_servers_alone, with_dates
@@ -142,5 +152,5 @@ def test_beside_tls_nothing_is_open_to_other_machines_unless_the_network_is_trus
 
 
 def test_the_library_for_certificates_is_imported_only_with_tls():
-    code = "import sys; from serving_core.tls import *; check_purpose(TlsFiles(), ''); print(*sys.modules)"
+    code = "import sys; from serving_core.net.tls import *; check_purpose(TlsFiles(), ''); print(*sys.modules)"
     assert "cryptography" not in subprocess.check_output([sys.executable, "-c", code], text=True).split()

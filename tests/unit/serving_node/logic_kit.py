@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.results import Received, Sent, TransferFailed
 from protos import convert, fleet_pb2, inference_pb2
-from serving_core.blocks import BlockAllocator
-from serving_core.costs import StepCosts, StepRates
 from serving_core.layout import KVLayout
-from serving_core.node_requests import RequestState
-from serving_core.prefix import hint_of
+from serving_core.node.blocks import BlockAllocator
+from serving_core.node.costs import StepCosts, StepRates
+from serving_core.node.prefix import hint_of
+from serving_core.node.requests import RequestState
 from serving_core.requests import NO_TOKEN, Request, SampledToken, SamplingParams
 from serving_core.shapes import preset
 from serving_node.decisions import (

@@ -2,11 +2,11 @@
 
 from itertools import count
 
-from serving_core.blocks import BlockAllocator
 from serving_core.layout import KVLayout
-from serving_core.leases import Leases
-from serving_core.node_requests import NodeRequest, NodeRequests, RequestState
-from serving_core.prefix import BlockNames
+from serving_core.node.blocks import BlockAllocator
+from serving_core.node.leases import Leases
+from serving_core.node.prefix import BlockNames
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
 from serving_core.requests import Request, SamplingParams
 
 LAYOUT = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from kv_transfer.distributed_kv.wire import Asker
 from protos import convert, fleet_pb2, inference_pb2
-from serving_core.blocks import BlockAllocator
-from serving_core.costs import StepCosts, StepRates
+from serving_core.node.blocks import BlockAllocator
+from serving_core.node.costs import StepCosts, StepRates
 from serving_core.requests import Request, SampledToken, SamplingParams
 from serving_core.shapes import preset
 from serving_node.decisions import CloseRemoteKV, OpenRemoteKV, RecallRemoteKV, Tell

@@ -12,7 +12,7 @@ from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.transports.loopback import LoopbackNetwork
 from protos import convert, fleet_pb2
-from serving_core.costs import StepRates
+from serving_core.node.costs import StepRates
 from serving_core.requests import Request, SamplingParams
 from serving_core.settings import EngineSettings
 from serving_node.ranks.leading import Followers

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from protos import convert, fleet_pb2
-from serving_core.blocks import BlockAllocator
-from serving_core.costs import StepCosts, StepLoad, StepRates, StepWeights
-from serving_core.node_requests import RequestState
+from serving_core.node.blocks import BlockAllocator
+from serving_core.node.costs import StepCosts, StepLoad, StepRates, StepWeights
+from serving_core.node.requests import RequestState
 from serving_core.requests import Request, SampledToken, SamplingParams
 from serving_core.shapes import preset
 from serving_node.decisions import Tell

@@ -13,10 +13,10 @@ from starlette.applications import Starlette
 from coordinator.api.http.serving import HttpServer
 from coordinator.api.sheds import Sheds
 from protos import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
-from serving_core.channels import SERVER_OPTIONS
 from serving_core.errors import SettingsError
-from serving_core.numbering import Numbering
-from serving_core.tls_settings import TlsSettings
+from serving_core.net.channels import SERVER_OPTIONS
+from serving_core.net.numbering import Numbering
+from serving_core.net.tls import TlsSettings
 from serving_node.link import MAX_JOINED_BYTES, RETRY_MIN_S, FleetLink, LinkSettings
 from tests.tls_kit import authority, flags_of
 

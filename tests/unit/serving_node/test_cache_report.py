@@ -2,9 +2,9 @@
 
 import pytest
 
-from serving_core.blocks import BlockAllocator
-from serving_core.prefix import hint_of
-from serving_core.tiers import TierIndex
+from serving_core.node.blocks import BlockAllocator
+from serving_core.node.prefix import hint_of
+from serving_core.node.tiers import TierIndex
 from serving_node import outputs
 from serving_node.outputs import CacheReport
 

@@ -4,8 +4,8 @@ import pytest
 
 from decode_node.batch import MAX_EVICTIONS, Writing
 from prefill_node.reading import Reading
-from serving_core.costs import StepCosts
-from serving_core.node_requests import RequestState
+from serving_core.node.costs import StepCosts
+from serving_core.node.requests import RequestState
 from serving_node.cap import Cap
 from tests.unit.serving_node.node_requests_kit import LAYOUT, House
 

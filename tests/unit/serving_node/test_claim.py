@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving_core.node_requests import RequestState
+from serving_core.node.requests import RequestState
 from serving_node.claims import HOLD_S, LAPSE_S, Claim, Hosting
 from tests.unit.serving_node.node_requests_kit import LAYOUT, House
 

@@ -11,11 +11,11 @@ from engine.attention.partial import TILE_KEYS
 from engine.engine import Engine
 from kv_transfer.distributed_kv.wire import Asker
 from protos import convert, fleet_pb2
-from serving_core.blocks import BlockAllocator
 from serving_core.errors import SettingsError
-from serving_core.node_requests import Host, RequestState
+from serving_core.net.tls import TlsSettings
+from serving_core.node.blocks import BlockAllocator
+from serving_core.node.requests import Host, RequestState
 from serving_core.settings import EngineSettings
-from serving_core.tls_settings import TlsSettings
 from serving_node.claims import HOLD_S, LAPSE_S, MOST_STEP_S, Hosting
 from serving_node.decisions import OpenRemoteKV
 from serving_node.distributed_kv import PATIENCE_S, RETRY_S

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from serving_core import reasons
-from serving_core.node_requests import RequestState
+from serving_core.node.requests import RequestState
 from serving_node.claims import HOLD_S
 from serving_node.distributed_kv import RETRY_S
 from tests.effort import few

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from kv_transfer.results import TransferFailed
-from serving_core.node_requests import RequestState
+from serving_core.node.requests import RequestState
 from serving_core.requests import MEAN, Pooling
 from serving_node.claims import HOLD_S
 from serving_node.distributed_kv import PATIENCE_S, RETRY_S

@@ -11,7 +11,7 @@ from engine.engine import Engine
 from engine.stepper import Stepper
 from serving_core.errors import SettingsError
 from serving_core.flags import build
-from serving_core.needs import needs_of
+from serving_core.node.needs import needs_of
 from serving_node.draft_model import check_draft_model
 from serving_node.drafting import write_ahead
 from serving_node.settings import NodeSettings

@@ -5,8 +5,8 @@ import pytest
 
 from kv_transfer.descriptor import TransferDescriptor
 from serving_core import reasons
-from serving_core.node_requests import RequestState
-from serving_core.prefix import CHUNK, EITHER, GRAFT
+from serving_core.node.prefix import CHUNK, EITHER, GRAFT
+from serving_core.node.requests import RequestState
 from tests.toy_kv import ELSEWHERE, HERE, answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of
 

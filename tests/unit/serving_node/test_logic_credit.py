@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from serving_core.due import Due
-from serving_core.node_requests import RequestState
+from serving_core.node.requests import RequestState
+from serving_core.slo import Due
 from serving_node.room import credit_order
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import Node, prompt_of

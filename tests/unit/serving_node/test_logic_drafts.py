@@ -5,7 +5,7 @@ import pytest
 
 from decode_node import speculation
 from decode_node.speculation import BUDGET_S, LEAST_STEPS, DraftModel
-from serving_core.node_requests import Host
+from serving_core.node.requests import Host
 from tests.toy_kv import NUM_TOKEN_IDS, answer_of
 from tests.unit.serving_node.logic_kit import Node, prompt_of
 

@@ -4,7 +4,7 @@ import pytest
 
 from protos import fleet_pb2
 from serving_core import reasons
-from serving_core.prefix import hint_of
+from serving_core.node.prefix import hint_of
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, STEP_S, Node, prompt_of
 

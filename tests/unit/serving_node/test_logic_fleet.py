@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from serving_core.prefix import GRAFT
+from serving_core.node.prefix import GRAFT
 from tests.effort import effort, few
 from tests.toy_kv import ORIGINS
 from tests.unit.serving_node.fleet_kit import Fleet

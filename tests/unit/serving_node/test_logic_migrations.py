@@ -4,7 +4,7 @@ import pytest
 
 from protos import convert
 from serving_core import reasons
-from serving_core.node_requests import RequestState
+from serving_core.node.requests import RequestState
 from serving_node import migrations
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of

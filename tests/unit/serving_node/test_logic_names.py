@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving_core.prefix import CHUNK, EITHER, GRAFT, STEP
+from serving_core.node.prefix import CHUNK, EITHER, GRAFT, STEP
 from tests.toy_kv import ORIGINS, answer_of
 from tests.unit.serving_node.fleet_kit import Fleet
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, BLOCK_SIZE, prompt_of

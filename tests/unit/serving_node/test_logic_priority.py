@@ -8,7 +8,7 @@ import pytest
 
 from prefill_node.order import FLOOR
 from protos import fleet_pb2
-from serving_core.node_requests import RequestState
+from serving_core.node.requests import RequestState
 from tests.unit.serving_node.logic_kit import BLOCK_SIZE, Node
 from tests.unit.serving_node.slack_kit import ExactCosts
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving_core.node_requests import RequestState
+from serving_core.node.requests import RequestState
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of
 

@@ -5,7 +5,7 @@ import pytest
 
 from decode_node import speculation
 from decode_node.speculation import LEAST_STEPS, LONGEST, Lookup
-from serving_core.costs import StepCosts
+from serving_core.node.costs import StepCosts
 from tests.toy_kv import NUM_TOKEN_IDS, answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_SIZE, STEP_S, Node, prompt_of
 

@@ -5,9 +5,9 @@ import pytest
 from decode_node.batch import Writing
 from decode_node.credit import Credit
 from prefill_node.reading import Reading
-from serving_core.costs import StepCosts
-from serving_core.due import Due
-from serving_core.node_requests import Host, RequestState
+from serving_core.node.costs import StepCosts
+from serving_core.node.requests import Host, RequestState
+from serving_core.slo import Due
 from serving_node.claims import Claim, Hosting
 from serving_node.room import Room
 from tests.unit.serving_node.node_requests_kit import LAYOUT, House

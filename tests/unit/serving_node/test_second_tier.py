@@ -10,9 +10,9 @@ import pytest
 from engine.cache import tier_store
 from kv_transfer.distributed_kv.remote_kv import open_remote_kv
 from kv_transfer.distributed_kv.wire import Asker
-from serving_core.costs import StepCosts
-from serving_core.node_requests import RequestState
-from serving_core.tiers import TierRates
+from serving_core.node.costs import StepCosts
+from serving_core.node.requests import RequestState
+from serving_core.node.tiers import TierRates
 from serving_node import logic, second_tier
 from serving_node.second_tier import LOAD_DEADLINE_S, SecondTier, TierPlan
 from tests.effort import few

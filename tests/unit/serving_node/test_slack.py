@@ -5,8 +5,8 @@ from random import Random
 import pytest
 
 from prefill_node import slack
-from serving_core import margin
-from serving_core.costs import StepCosts
+from serving_core import slo
+from serving_core.node.costs import StepCosts
 from tests.effort import effort, few
 from tests.unit.serving_node.slack_kit import BUDGET, Asked, Clocked, ExactCosts
 
@@ -61,7 +61,7 @@ def test_a_tight_limit_makes_chunks_as_long_as_what_is_in_the_bank():
     assert max(found) < 300
     assert min(found[:-1]) >= slack.LEAST_TOKENS
     banked_s = (0.2 / 0.008 - 1) * (0.016 - 0.008)  # by some 24 tokens, each half of its time ahead
-    assert found[0] == pytest.approx(banked_s / margin.PRIOR_FACTOR / 0.00105, rel=0.15)
+    assert found[0] == pytest.approx(banked_s / slo.PRIOR_FACTOR / 0.00105, rel=0.15)
 
 
 def test_where_every_chunk_costs_much_chunks_are_long():
@@ -83,7 +83,7 @@ def test_an_answer_that_is_lost_holds_nobody_up():
 
 def test_prompts_are_held_back_but_never_starved(monkeypatch):
     """Where the answer has nothing to give, prompts get their share of the time all the same."""
-    monkeypatch.setattr(margin.Margin, "factor", 1e3)
+    monkeypatch.setattr(slo.Margin, "factor", 1e3)
     found, _, prompt = one_beside(0.016, num_tokens=8000, num_prompt_tokens=200)
     chunks_s = len(found) * WEIGHTS[3] + 200 * WEIGHTS[4]
     waited_s = prompt.times_s[0] - prompt.at_s

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from protos import inference_pb2
-from serving_core.costs import StepCosts, StepLoad
+from serving_core.node.costs import StepCosts, StepLoad
 from serving_node import stepping, watchdog
 from serving_node.link import FleetLink, LinkSettings
 from serving_node.ranks.leading import LOST_EXIT_CODE

@@ -12,8 +12,8 @@ from engine.cache.tier_store import TierStore
 from engine.stepper import Stepper
 from protos import ranks_pb2
 from serving_core.layout import KVLayout
+from serving_core.node.tiers import Copies
 from serving_core.requests import Request, SamplingParams, Work
-from serving_core.tiers import Copies
 from serving_node.decisions import CancelLoad, Load, Spill
 from serving_node.ranks.follower import Follower
 from serving_node.ranks.tiers import NodeTier

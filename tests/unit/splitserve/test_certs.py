@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from cryptography import x509
 
-from serving_core.tls import read_tls
+from serving_core.net.tls import read_tls
 from splitserve.cli import main
 from tests.tls_kit import files_of, serial_of
 

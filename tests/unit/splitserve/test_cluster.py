@@ -159,7 +159,7 @@ def test_ranks_that_a_node_starts_are_told_what_it_was(monkeypatch):
     assert [env["RANK"] for _, env in started] == ["1", "2"]
     for argv, env in started:
         assert (env["WORLD_SIZE"], env["PATH"], env["SPLITSERVE_NATIVE"]) == ("3", "/bin", "off")
-        assert argv[1:3] == ["-m", "serving_core.child"]
+        assert argv[1:3] == ["-m", "serving_core.process.child"]
         follower = Process("d0", DECODE.role, tuple(argv[4:]), env)
         assert received(follower, DECODE, monkeypatch) == {**flat(settings), "name": "d0"}
 

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from serving_core.errors import ModelError
-from serving_core.gguf_header import read_header
-from serving_core.model_config import read_model_config
-from serving_core.needs import needs_of
-from serving_core.rope_config import DefaultRope
+from serving_core.model_files.config import read_model_config
+from serving_core.model_files.gguf_header import read_header
+from serving_core.model_files.rope import DefaultRope
+from serving_core.node.needs import needs_of
 from serving_core.settings import EngineSettings
 from splitserve.gguf.folder import gguf_folder
 from tests.effort import few

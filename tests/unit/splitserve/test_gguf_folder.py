@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from coordinator.text.tokenizer import read_tokenizer
 from serving_core.errors import ModelError
-from serving_core.fingerprint import fingerprint
-from serving_core.gguf_header import read_header
-from serving_core.model_config import Embedder, read_model_config
-from serving_core.needs import needs_of
+from serving_core.model_files.config import Embedder, read_model_config
+from serving_core.model_files.fingerprint import fingerprint
+from serving_core.model_files.gguf_header import read_header
+from serving_core.model_files.rope import DefaultRope, FactorRope, LinearRope, YarnRope
+from serving_core.node.needs import needs_of
 from serving_core.requests import LAST, MEAN
-from serving_core.rope_config import DefaultRope, FactorRope, LinearRope, YarnRope
 from serving_core.settings import EngineSettings
 from splitserve.gguf.folder import gguf_folder
 from splitserve.launch.models import LocalModel, resolve

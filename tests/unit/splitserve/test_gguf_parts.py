@@ -7,9 +7,9 @@ import gguf
 import pytest
 
 from serving_core.errors import ModelError
-from serving_core.fingerprint import fingerprint
-from serving_core.gguf_weights import gguf_weights
-from serving_core.model_config import read_model_config
+from serving_core.model_files.config import read_model_config
+from serving_core.model_files.fingerprint import fingerprint
+from serving_core.model_files.gguf_weights import gguf_weights
 from splitserve.gguf.folder import gguf_folder
 from splitserve.launch.models import resolve
 from tests.gguf_files import replace, write_gguf

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from serving_core.tls import TlsFiles
+from serving_core.net.tls import TlsFiles
 from splitserve.client.clients import READINESS
 from tests.effort import few
 from tests.scripted_nodes import cluster, run

@@ -22,7 +22,7 @@ import pytest
 from engine.native.library import native_library
 from protos import inference_pb2
 from serving_core.errors import ModelError, SplitServeError
-from serving_core.socket_folder import SocketFolder
+from serving_core.net.ports import SocketFolder
 from splitserve import Client
 from splitserve.client.clients import LIVENESS
 from splitserve.client.errors import Unauthenticated, Unavailable

@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from serving_core.extras import MODULES
+from serving_core.process.extras import MODULES
 
 ROOT = Path(__file__).parents[3]
 PYPROJECT = ROOT / "pyproject.toml"

@@ -182,7 +182,8 @@ def end_interrupted(process):
 
 def test_ctrl_c_that_a_shell_has_switched_off_stays_so():
     code = (
-        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from serving_core.interrupts import end_at_once; "
+        "from serving_core.process.interrupts import end_at_once; "
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
         "end_at_once(); signal.raise_signal(signal.SIGINT); print('goes on')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)

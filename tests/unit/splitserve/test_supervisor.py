@@ -11,7 +11,7 @@ import textwrap
 import psutil
 import pytest
 
-from serving_core.telemetry import parse_line
+from serving_core.process.telemetry import parse_line
 from splitserve.launch import supervisor as supervisor_module
 from splitserve.launch.cluster import Process
 from splitserve.launch.fork_server import ForkServer
@@ -199,8 +199,8 @@ def test_how_far_a_load_is_is_read_from_the_log(tmp_path):
     """Of the process that runs now: one that starts again has loaded nothing."""
     code = """
         import sys, time
-        from serving_core.telemetry import LogSettings, configure_logging
-        from serving_core import load_progress
+        from serving_core.process.telemetry import LogSettings, configure_logging
+        from serving_core.model_files import load_progress
         load_progress.LOG_EVERY_S = 0.0
         configure_logging("decode", "decode-0", LogSettings())
         with load_progress.LoadProgress(1000, 2) as progress:
@@ -331,7 +331,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
 
 
 def test_a_child_whose_launcher_is_gone_does_not_start():
-    command = [sys.executable, "-m", "serving_core.child", "1", sys.executable, "-c", "print('started')"]
+    command = [sys.executable, "-m", "serving_core.process.child", "1", sys.executable, "-c", "print('started')"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert (done.returncode, done.stdout) == (1, "")
 

@@ -83,7 +83,7 @@ async def fork_process(*command, stdin=None, stdout=None, limit=2**16, env=None,
     """Do as `asyncio.create_subprocess_exec` with the command of a child of ours, whose module runs in a forked
     process. It does not die with its parent, and has the CPUs that it sets itself."""
     wrapper, _, *child = command[2:]
-    assert wrapper == "serving_core.child"
+    assert wrapper == "serving_core.process.child"
     assert child[:2] == [sys.executable, "-m"]
     options = {"stdin": stdin, "stdout": stdout, "env": env, "process_group": process_group}
     process = ForkedProcess(forked.popen(*child[2:], bufsize=0, **options))

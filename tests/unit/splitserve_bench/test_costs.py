@@ -6,7 +6,7 @@ It has 3 layers of 4 heads and 2 KV heads of 12, hidden size 48, inner size 80 a
 import pytest
 
 from engine.engine import Engine
-from serving_core.model_config import read_model_config
+from serving_core.model_files.config import read_model_config
 from serving_core.settings import EngineSettings
 from splitserve_bench.engine.costs import (
     body_parameters,

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer
 
 from serving_core.errors import SettingsError
-from serving_core.model_config import read_model_config
+from serving_core.model_files.config import read_model_config
 from splitserve.cli import main
 from splitserve_bench.engine.costs import body_parameters, head_parameters
 from splitserve_bench.models import SHAPES, Shape, shape_of, write_random_model

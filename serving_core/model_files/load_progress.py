@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Final, Self
 
-from serving_core.telemetry import is_read_in_terminal
+from serving_core.process.telemetry import is_read_in_terminal
 from serving_core.units import size_of
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from serving_core.adapter_names import adapter_key, parse_adapters
 from serving_core.errors import ModelError
 from serving_core.json_fields import JsonFields, read_json_object
-from serving_core.model_config import TEXT_ROOTS, ModelConfig
-from serving_core.stored_tensors import FLOATS, StoredTensor, file_tensors
+from serving_core.model_files.adapter_names import adapter_key, parse_adapters
+from serving_core.model_files.config import TEXT_ROOTS, ModelConfig
+from serving_core.model_files.stored_tensors import FLOATS, StoredTensor, file_tensors
 
 CONFIG_FILE: Final = "adapter_config.json"
 WEIGHTS_FILE: Final = "adapter_model.safetensors"

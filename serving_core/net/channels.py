@@ -5,8 +5,8 @@ from typing import Final
 import grpc
 
 from serving_core.errors import SettingsError
-from serving_core.ports import before_port
-from serving_core.tls import TlsFiles, read_tls
+from serving_core.net.ports import before_port
+from serving_core.net.tls import TlsFiles, read_tls
 
 Option = tuple[str, int | str]
 

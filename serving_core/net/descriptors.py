@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Final, Never
 
-from serving_core.backoff import Reminder
+from serving_core.net.backoff import Reminder
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from serving_core.turns import Turns
+from serving_core.tasks import Turns
 
 
 class World:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from serving_core.adapters import read_adapters
 from serving_core.errors import SettingsError
 from serving_core.layout import DTYPE_BYTES, KVLayout
-from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig, read_model_config, text_names
+from serving_core.model_files.adapters import read_adapters
+from serving_core.model_files.config import FAKE_ARCHITECTURE, ModelConfig, read_model_config, text_names
+from serving_core.model_files.stored_quantization import FP8, FP8_SCALES, check_quantization
+from serving_core.model_files.stored_tensors import StoredTensor, stored_tensors
 from serving_core.settings import WEIGHT_BITS, EngineSettings
 from serving_core.sharding import check_num_ranks, check_pp_size, check_tp_size, rank_layout
-from serving_core.stored_quantization import FP8, FP8_SCALES, check_quantization
-from serving_core.stored_tensors import StoredTensor, stored_tensors
 
 MOST_INVARIANT_RANKS: Final = 2  # a sum of two does not depend on the order
 HOST_POOL_BYTES: Final = 512 * 2**20  # if no size of the pool is given

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from serving_core.differences import (
+from serving_core.errors import ModelError
+from serving_core.json_fields import JsonFields, read_json_object
+from serving_core.layout import DTYPE_BYTES, KVLayout
+from serving_core.model_files.differences import (
     FAMILIES,
     SILU,
     SWISH,
@@ -26,13 +29,10 @@ from serving_core.differences import (
     eps_name,
     read_layer_types,
 )
-from serving_core.errors import ModelError
-from serving_core.json_fields import JsonFields, read_json_object
-from serving_core.layout import DTYPE_BYTES, KVLayout
+from serving_core.model_files.rope import FULL, LONGROPE, DefaultRope, Rope, original_context, read_rope, rope_kind
+from serving_core.model_files.stored_quantization import StoredQuantization, read_stored_quantization
+from serving_core.model_files.tokenizer_files import read_eos_token_id
 from serving_core.requests import LAST, MEAN, Pooling
-from serving_core.rope_config import FULL, LONGROPE, DefaultRope, Rope, original_context, read_rope, rope_kind
-from serving_core.stored_quantization import StoredQuantization, read_stored_quantization
-from serving_core.tokenizer_files import read_eos_token_id
 
 TEXT_CONFIG: Final = "text_config"
 # Architectures whose text part is a plain decoder, and transformers' defaults for fields that text_config omits. Other

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from serving_core.errors import ModelError
-from serving_core.gguf_header import MOST_PARTS, ROPE_FACTORS, GgufTensor, open_parts, read_model
+from serving_core.model_files.gguf_header import MOST_PARTS, ROPE_FACTORS, GgufTensor, open_parts, read_model
 
 OUTSIDE: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 IN_LAYER: Final = {

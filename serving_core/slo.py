@@ -1,4 +1,4 @@
-"""Learn the safety margin for the errors of a prediction. Pure.
+"""Compute the deadlines of an output's tokens, and the margin for errors of a prediction. Pure; no clock.
 
 A predicted time is an expectation: half of the work planned to end exactly on a deadline ends after it. So each kind of
 prediction has a Margin, which learns from that kind's own errors, and decisions multiply the predicted seconds by its
@@ -6,8 +6,30 @@ factor: a high quantile of actual / predicted over the latest predictions. The f
 machine becomes slower or less even, and shrinks when those samples have left the window.
 """
 
+import math
 from collections import deque
+from dataclasses import dataclass
 from typing import Final
+
+
+@dataclass(slots=True)
+class Due:
+    """The deadlines of one output, by the owner's clock; inf is no limit.
+
+    Meeting every deadline meets the limit on the mean TPOT, wherever the output ends.
+    """
+
+    first_s: float = math.inf  # of the first token
+    tpot_s: float = math.inf  # time per output token: token k after the first is due k times this after the first
+    began_s: float | None = None  # when the first token came
+    refuses_late: bool = False  # refuse a prompt that cannot meet its deadline, unless half of it is prefilled
+
+    def token_s(self, index: int) -> float:
+        """Return the deadline of a token, 0 for the first; inf while the time of the first token is unknown."""
+        if index == 0:
+            return self.first_s
+        return math.inf if self.began_s is None else self.began_s + index * self.tpot_s
+
 
 QUANTILE: Final = 0.97
 WINDOW: Final = 64  # predictions

@@ -7,8 +7,8 @@ from typing import Final, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from serving_core.errors import ModelError
-from serving_core.gguf_weights import gguf_weights
-from serving_core.weight_files import (
+from serving_core.model_files.gguf_weights import gguf_weights
+from serving_core.model_files.weight_files import (
     INDEX_FILE,
     LENGTH_BYTES,
     index_of,

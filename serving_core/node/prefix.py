@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
-from serving_core.adapter_names import adapter_key
+from serving_core.model_files.adapter_names import adapter_key
 
 NAME_BYTES: Final = 32
 HINT_BYTES: Final = 8

@@ -1,4 +1,6 @@
-"""Become another program that dies with its parent: `python -m serving_core.child PARENT_PID PROGRAM [ARGUMENT ...]`.
+"""Become another program that dies with its parent.
+
+    python -m serving_core.process.child PARENT_PID PROGRAM [ARGUMENT ...]
 
 A wrapper program instead of a hook between fork and exec: the launcher has gRPC's threads, and forking Python code
 under threads may deadlock.

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from serving_core.errors import ModelError
 from serving_core.json_fields import JsonFields
-from serving_core.rope_config import FULL, SLIDING, Rope, read_rope, rope_kind, rotary_share
+from serving_core.model_files.rope import FULL, SLIDING, Rope, read_rope, rope_kind, rotary_share
 
 MOST_EXPERTS: Final = 1024  # of a layer, as in engine/native/experts.c
 EXPERTS_NAMES: Final = (  # in config.json

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from serving_core.errors import ModelError
-from serving_core.gguf_weights import LINK
 from serving_core.json_fields import read_json_object
+from serving_core.model_files.gguf_weights import LINK
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final
 
-from serving_core.blocks import NameChanges
+from serving_core.node.blocks import NameChanges
 
 KEPT: Final = 0.75  # weight of the old estimate when a measurement comes
 FORGOTTEN: Final = 1 / 32  # fraction by which an estimate moves toward the probe's when a load is skipped because of it

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from serving_core.blocks import BlockAllocator, BlockLease
 from serving_core.layout import KVLayout
-from serving_core.node_requests import NodeRequest, RequestState
-from serving_core.prefix import CHUNK, EITHER, GRAFT, MAX_MAKERS, ORIGIN_BYTES, STEP, BlockNames, num_alike
+from serving_core.node.blocks import BlockAllocator, BlockLease
+from serving_core.node.prefix import CHUNK, EITHER, GRAFT, MAX_MAKERS, ORIGIN_BYTES, STEP, BlockNames, num_alike
+from serving_core.node.requests import NodeRequest, RequestState
 
 
 class PrefixFetch(NamedTuple):
@@ -23,8 +23,8 @@ class Leases:
     """Takes, grows, publishes and gives back the leases of requests on one pool."""
 
     def __init__(self, allocator: BlockAllocator, layout: KVLayout, origin: bytes, *, is_history_free: bool) -> None:
-        """Manage the leases of one allocator. `origin` is the node's (serving_core/prefix.py); `is_history_free` tells
-        whether prefill chunks and decode steps give the same bits.
+        """Manage the leases of one allocator. `origin` is the node's (serving_core/node/prefix.py);
+        `is_history_free` tells whether prefill chunks and decode steps give the same bits.
         """
         self._allocator = allocator
         self._layout = layout

@@ -8,7 +8,7 @@
 
 A lease is the right to use blocks; it is released exactly once. Several leases may share a published block, to read
 only: its owner writes to the block before publishing it, and nobody does afterwards. `names` are block hashes
-(serving_core/prefix.py). The allocator touches no tensor.
+(serving_core/node/prefix.py). The allocator touches no tensor.
 """
 
 import heapq

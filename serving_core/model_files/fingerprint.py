@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from serving_core.errors import ModelError
-from serving_core.gguf_weights import gguf_weights
 from serving_core.layout import KVLayout
-from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig
-from serving_core.weight_files import is_gguf, read_header_bytes, weight_files
+from serving_core.model_files.config import FAKE_ARCHITECTURE, ModelConfig
+from serving_core.model_files.gguf_weights import gguf_weights
+from serving_core.model_files.weight_files import is_gguf, read_header_bytes, weight_files
 
 EDGE_BYTES: Final = 2**20
 # The contents of config.json, for any implementation that computes the model, and its dtype.

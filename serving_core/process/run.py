@@ -12,11 +12,11 @@ from typing import Any, Final
 import click
 import uvloop
 
-from serving_core import failpoints
-from serving_core.descriptors import raise_limit
 from serving_core.errors import ModelError, SettingsError
-from serving_core.interrupts import end_at_once
-from serving_core.telemetry import LogSettings, configure_logging
+from serving_core.net.descriptors import raise_limit
+from serving_core.process import failpoints
+from serving_core.process.interrupts import end_at_once
+from serving_core.process.telemetry import LogSettings, configure_logging
 
 PR_SET_NAME: Final = 15  # <linux/prctl.h>
 

@@ -23,6 +23,6 @@ def arm() -> None:
     """Arm the failpoints that the environment names. Raises SettingsError for unknown words."""
     global _act
     if text := os.environ.get(ENVIRONMENT):
-        from serving_core.failpoint_actions import Failpoints
+        from serving_core.process.failpoint_actions import Failpoints
 
         _act = Failpoints(text, ENVIRONMENT).act

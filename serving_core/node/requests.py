@@ -28,10 +28,10 @@ from enum import IntEnum, auto
 from heapq import merge
 from typing import Any, Protocol
 
-from serving_core.blocks import BlockLease
-from serving_core.due import Due
-from serving_core.prefix import BlockNames
+from serving_core.node.blocks import BlockLease
+from serving_core.node.prefix import BlockNames
 from serving_core.requests import Request, Work
+from serving_core.slo import Due
 
 Key = tuple[str, int]
 """The id of a request and the epoch of the attempt at it."""
